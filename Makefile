@@ -1,0 +1,67 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Each creates .venv once, installs under constraints.txt, and installs again only when
+# pyproject.toml or constraints.txt change. Another interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The environment covers pip's isolated build too, so nothing can replace torch behind our back.
+export PIP_CONSTRAINT := constraints.txt
+export HF_HUB_OFFLINE ?= 1
+
+define CHECK_TORCH
+import importlib.metadata as meta, sys
+torch = meta.version("torch")
+names = sorted({d.metadata["Name"] or "" for d in meta.distributions()})
+nvidia = [n for n in names if n.lower().startswith("nvidia-")]
+if not torch.startswith("2.13.0"):
+    sys.exit(f"stopped: torch {torch} is installed, the tests are written for 2.13.0; "
+             "run `make clean`, then the same command again")
+if nvidia:
+    print(f"note: torch {torch} brought CUDA packages ({len(nvidia)}); for the smaller CPU build run "
+          "`make clean` and point PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL at PyTorch CPU wheels")
+print(f"installed: torch {torch}, Python {sys.version.split()[0]}")
+endef
+export CHECK_TORCH
+
+.PHONY: help demo test bench format clean
+
+help:
+	@echo "make demo    set up, then build every family, check every law, print the mechanisms"
+	@echo "make test    set up, then ruff, mypy and pytest"
+	@echo "make bench   set up, then time forward passes and sparse attention (run it alone)"
+	@echo "make format  let ruff fix and format the code"
+	@echo "make clean   remove .venv and every cache"
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "stopped: regard needs Python 3.11 or newer, '$(PYTHON)' is" \
+	       "$$($(PYTHON) --version 2>&1 || true); name one with: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing regard and its tools into $(VENV) (two to three minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@$(BIN)/python -c "$$CHECK_TORCH"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+# Two processes with two torch threads each do a third of the work of two with one thread each.
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+bench: $(STAMP)
+	$(BIN)/python bench/forward.py
+	$(BIN)/python bench/sparse.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist bench/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

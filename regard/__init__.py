@@ -1,0 +1,1 @@
+"""Regard: the whole Transformer in one small, fast, readable system."""

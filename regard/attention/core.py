@@ -1,0 +1,305 @@
+"""The one attention: attend(q, k, v) = softmax(score(q, k) + bias) v, by whichever backend is asked for.
+
+`reference` is the specification. `online` is the same sum in one pass over the keys. `sdpa` and `flex` are torch's fused
+kernels, tested equal. Weights are not returned: a probe asks for the heads and rows it wants and gets them exactly,
+while the fused kernel still computes the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.config import UsageError, nearest
+from regard.mask import Full, Mask, Span, Visible, Window
+from regard.position import Rope, rotate
+
+Score = Callable[[Tensor, Tensor], Tensor]  # (b h t d), (b h s d) -> (b h t s)
+
+
+class Probe(Protocol):
+    """What `attend` shows to a probe: everything that decides the weights, heads first."""
+
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How scores are made: scale * q.k (or `score`), capped softly, plus `bias` (b h t s)."""
+
+    scale: float
+    bias: Tensor | None = None
+    score: Score | None = None
+    softcap: float | None = None
+
+
+# --- the reference ------------------------------------------------------------------------------------------------
+
+
+def softmax(x: Tensor, visible: Tensor | None = None) -> Tensor:
+    """exp(x - max) / sum exp(x - max) over the last axis, in float32 at least. A row that sees nothing gives zeros,
+    and its gradient is zero too."""
+    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    if visible is None:
+        return torch.softmax(x, -1)
+    some = visible.any(-1, keepdim=True)
+    x = x.masked_fill(~visible, -torch.inf).masked_fill(~some, 0.0)
+    return torch.softmax(x, -1) * some
+
+
+def scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+    """(b h t d), (b g s d) -> (b h t s), before the mask."""
+    k = _spread(k, q.shape[1])
+    s = q @ k.transpose(-1, -2) * terms.scale if terms.score is None else terms.score(q, k)
+    if terms.softcap is not None:
+        s = terms.softcap * torch.tanh(s / terms.softcap)
+    return s if terms.bias is None else s + terms.bias
+
+
+def weights(q: Tensor, k: Tensor, visible: Tensor | None, terms: Terms) -> Tensor:
+    """The attention weights (b h t s): rows sum to 1, or are zero where nothing is visible."""
+    return softmax(scores(q, k, terms), visible)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms
+) -> Tensor:
+    """softmax(q k^T * scale + bias) v, written out."""
+    a = weights(q, k, _tensor(visible), terms)
+    return a.to(v.dtype) @ _spread(v, q.shape[1])
+
+
+def online(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms, block: int = 32
+) -> Tensor:
+    """The same in one pass over blocks of keys, with a running maximum m, sum d and output o (Milakov and Gimelshein
+    2018; Dao et al. 2022):  d' = d e^(m-m') + sum e^(x-m'),  o' = o e^(m-m') + e^(x-m') v,  result o / d."""
+    seen = _tensor(visible)
+    v = _spread(v, q.shape[1])
+    m = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
+    d = torch.zeros_like(m)
+    o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32, device=q.device)
+    if q.dtype == torch.float64:
+        m, d, o = m.double(), d.double(), o.double()
+    for start in range(0, k.shape[2], block):
+        part = slice(start, start + block)
+        bias = None if terms.bias is None else terms.bias[..., part]
+        x = scores(q, k[:, :, part], replace(terms, bias=bias)).to(m.dtype)  # b h t block
+        if seen is not None:
+            x = x.masked_fill(~seen[..., part], -torch.inf)
+        new = torch.maximum(m, x.amax(-1, keepdim=True).detach())
+        safe = new.masked_fill(new == -torch.inf, 0.0)  # exp(-inf - -inf) counts as 0
+        shrink, p = torch.exp(m - safe), torch.exp(x - safe)
+        d = d * shrink + p.sum(-1, keepdim=True)
+        o = o * shrink + p @ v[:, :, part].to(p.dtype)
+        m = new
+    return (o / d.masked_fill(d == 0, 1.0)).to(v.dtype)
+
+
+# --- torch's fused kernels ----------------------------------------------------------------------------------------
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms) -> Tensor:
+    """torch's scaled_dot_product_attention. Scores it cannot express go to `reference`."""
+    if terms.score is not None or terms.softcap is not None:
+        return reference(q, k, v, visible, terms)
+    causal = terms.bias is None and isinstance(visible, Visible) and visible.causal
+    seen = None if causal else _tensor(visible)
+    some = None
+    if seen is not None:
+        some = seen.any(-1, keepdim=True)
+        seen = (
+            seen | ~some
+        )  # an empty row would be 0/0 in some kernels' backward; it is zeroed below
+    mask = seen
+    if terms.bias is not None:
+        mask = terms.bias.to(q.dtype)
+        if seen is not None:
+            mask = mask.masked_fill(~seen, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=terms.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out if some is None else out.masked_fill(~some, 0.0)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms) -> Tensor:
+    """torch's flex_attention, with the mask as a rule on positions. torch has no backward for it on the CPU."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if terms.score is not None:
+        return reference(q, k, v, visible, terms)
+    if (
+        not q.is_cuda
+        and torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):
+        raise UsageError(
+            "flex attention has no backward on the CPU; use backend sdpa, or torch.no_grad()"
+        )
+    b, h, t, s = *q.shape[:3], k.shape[2]
+    seen = _tensor(visible)
+    rule = visible.rule() if isinstance(visible, Visible) else _by_index(seen)
+    blocks = None if rule is None else create_block_mask(rule, b, None, t, s, device=str(q.device))
+    bias = None if terms.bias is None else terms.bias.expand(b, h, t, s)
+    cap = terms.softcap
+
+    def change(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        x = x if cap is None else cap * torch.tanh(x / cap)
+        return x if bias is None else x + bias[b, h, i, j]
+
+    out = flex_attention(
+        q, k, v, score_mod=change, block_mask=blocks, scale=terms.scale, enable_gqa=h != k.shape[1]
+    )
+    assert isinstance(out, Tensor)
+    return out if seen is None else out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+
+
+def _by_index(seen: Tensor | None) -> Callable[..., Tensor] | None:
+    if seen is None:
+        return None
+    return lambda b, h, i, j: seen[
+        b if len(seen) > 1 else 0 * b, h if seen.shape[1] > 1 else 0 * h, i, j
+    ]
+
+
+def _tensor(visible: Visible | Tensor | None) -> Tensor | None:
+    if isinstance(visible, Visible):
+        return None if visible.everything else visible.tensor()
+    return visible
+
+
+def _spread(x: Tensor, heads: int) -> Tensor:
+    """(b g s d) -> (b h s d): query head i reads group i // (h / g)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+BACKENDS: dict[str, Callable[..., Tensor]] = {
+    "reference": reference,
+    "online": online,
+    "sdpa": sdpa,
+    "flex": flex,
+}
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Visible | Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    probe: Probe | None = None,
+    backend: str = "sdpa",
+) -> Tensor:
+    """softmax(score(q, k) + bias) v.   q (b t h d), k (b s g d), v (b s g e) -> (b t h e); g divides h.
+
+    `mask` is a bool tensor (b 1 t s), True = may be seen, or a rule bound to positions (`Visible`). Without `score` it is
+    q.k * scale, scale = 1/sqrt(d). `bias` (b h t s) is added after scaling. `sinks` (h) are logits of a key that takes
+    weight and gives nothing."""
+    if backend not in BACKENDS:
+        raise UsageError(f"attention backend {backend!r} is unknown; {nearest(backend, BACKENDS)}")
+    if q.shape[2] % k.shape[2]:
+        raise UsageError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads evenly")
+    terms = Terms(1 / math.sqrt(q.shape[-1]) if scale is None else scale, bias, score, softcap)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if sinks is not None:
+        k, v, mask, terms = _with_sink(q, k, v, mask, terms, sinks)
+    if probe is not None:
+        probe.see(q, k, v, mask, terms)
+    return BACKENDS[backend](q, k, v, mask, terms).transpose(1, 2)
+
+
+def _with_sink(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Terms]:
+    """A sink is one more key in front: its score is the sink's logit, its value zero, and every row sees it."""
+    b, h, t, s = *q.shape[:3], k.shape[2]
+    seen = _tensor(visible)
+    seen = torch.ones(1, 1, t, s, dtype=torch.bool, device=q.device) if seen is None else seen
+    bias = q.new_zeros(1, h, t, s) if terms.bias is None else terms.bias
+    column = sinks.to(bias.dtype)[None, :, None, None].expand(len(bias), h, t, 1)
+    return (
+        F.pad(k, (0, 0, 1, 0)),
+        F.pad(v, (0, 0, 1, 0)),
+        F.pad(seen, (1, 0), value=True),
+        replace(terms, bias=torch.cat([column, bias], -1)),
+    )
+
+
+# --- what a layer is told besides x -------------------------------------------------------------------------------
+
+
+class Store(Protocol):
+    """One layer's view of a cache: keeps the new tokens' entries, gives all of them back with their positions."""
+
+    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]: ...
+
+
+@dataclass
+class Context:
+    """Everything a mechanism needs besides x: positions of the tokens, the mask, and (or None) the cache of this layer,
+    the memory to attend to instead of x, a bias over positions, a probe. Made anew for each call; nothing is global."""
+
+    pos: Span
+    mask: Mask = field(default_factory=Full)
+    store: Store | None = None
+    memory: Tensor | None = None
+    memory_pos: Span | None = None
+    relative: Callable[[Tensor, Tensor], Tensor] | None = None
+    probe: Any = None
+    backend: str = "sdpa"
+    site: str = ""
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def turn(self, x: Tensor, rope: Rope | None, layout: str | None = None) -> Tensor:
+        """x (b t h d) rotated to its positions; the angles are made once a call."""
+        if rope is None:
+            return x
+        key = (rope, x.shape[-1], x.dtype)
+        if key not in self.memo:
+            self.memo[key] = rope.angles(self.pos.index, x.shape[-1], x.dtype)
+        return rotate(x, *self.memo[key], layout or rope.layout)
+
+    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
+        """Every token's entries so far and their positions; without a cache, the entries as they are."""
+        if self.store is None:
+            return entries, self.pos if self.memory is None else self.memory_pos  # type: ignore[return-value]
+        return self.store.keep(**entries)
+
+    def visible(self, k_pos: Span, window: int | None = None) -> Visible:
+        """The mask bound to these keys; layers that share positions share it."""
+        key = ("visible", id(k_pos), window)
+        if key not in self.memo:
+            mask = self.mask if window is None else self.mask & Window(window)
+            self.memo[key] = (Visible(mask, self.pos, k_pos), k_pos)
+        return self.memo[key][0]
+
+    def bias(self, k_pos: Span) -> Tensor | None:
+        if self.relative is None:
+            return None
+        key = ("bias", id(k_pos))
+        if key not in self.memo:
+            self.memo[key] = (self.relative(self.pos.index, k_pos.index), k_pos)
+        return self.memo[key][0]
+
+    def watch(self) -> Probe | None:
+        """The probe for this place (such as `decoder.3.self`), or None if it does not want it."""
+        return None if self.probe is None else self.probe.at(self.site)

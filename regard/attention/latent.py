@@ -1,0 +1,161 @@
+"""Multi-head latent attention: one small vector a token instead of keys and values for every head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention.core import Context, attend
+from regard.cache import CacheSpec
+from regard.config import UsageError
+from regard.layers import RMSNorm
+from regard.mask import Visible
+from regard.position import Rope
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19).
+
+    c_s = norm(W_DKV x_s),  k_s = [W_UK c_s ; RoPE(W_KR x_s)],  v_s = W_UV c_s,  q_t = [q_nope ; RoPE(q_rope)];
+    o_t = softmax(q_t k_s^T / sqrt(d + r)) v_s per head; the rotary key is one for all heads.
+    x (b t m) -> (b t m).   Cache per token: c + r, whatever the number of heads.
+    """
+
+    heads: int
+    latent: int  # c
+    head_dim: int | None = None  # d, the part of a head without positions; default: dim / heads
+    rope_dim: int = 0  # r
+    value_dim: int | None = None  # e; default: head_dim
+    query_latent: int | None = None
+    rope: Rope | None = None
+    normed: bool = True  # RMS norm on both latents
+    norm_eps: float = 1e-6
+    bias: bool = False  # on the down-projections
+    out_bias: bool = False
+    window: int | None = None
+    kind: str = "mla"
+
+    def __post_init__(self) -> None:
+        if bool(self.rope_dim) != (self.rope is not None):
+            raise UsageError(
+                f"attention.rope_dim={self.rope_dim} and attention.rope={self.rope} belong together: "
+                f"give both, such as rope_dim=32, rope=Rope(), or neither"
+            )
+
+    def make(self, dim: int, memory_dim: int | None = None) -> LatentAttention:
+        return LatentAttention(self, dim, memory_dim)
+
+
+class LatentAttention(nn.Module):
+    """`expanded` is the definition; `absorbed` never builds keys or values. See test_mla_absorbed_equals_expanded."""
+
+    def __init__(self, config: MLA, dim: int, memory_dim: int | None = None):
+        super().__init__()
+        c, source = config, memory_dim or dim
+        if c.head_dim is None and dim % c.heads:
+            raise UsageError(
+                f"attention.heads={c.heads} does not divide dim={dim}; set attention.head_dim"
+            )
+        self.config, self.h, self.c, self.r = c, c.heads, c.latent, c.rope_dim
+        self.d = c.head_dim or dim // c.heads
+        self.e = c.value_dim or self.d
+        self.scale = (self.d + self.r) ** -0.5 * (c.rope.softmax_gain() if c.rope else 1.0)
+        rank = c.query_latent
+        self.w_dq = nn.Linear(dim, rank, bias=c.bias) if rank else None
+        self.q_norm = RMSNorm(rank, c.norm_eps) if rank and c.normed else None
+        self.w_uq = nn.Linear(rank or dim, self.h * (self.d + self.r), bias=False)
+        self.w_dkv = nn.Linear(source, self.c + self.r, bias=c.bias)
+        self.kv_norm = RMSNorm(self.c, c.norm_eps) if c.normed else None
+        self.w_ukv = nn.Linear(self.c, self.h * (self.d + self.e), bias=False)
+        self.wo = nn.Linear(self.h * self.e, dim, bias=c.out_bias)
+
+    def cache_spec(self) -> CacheSpec:
+        rope = {"k_rope": (self.r,)} if self.r else {}
+        return CacheSpec(token={"latent": (self.c,), **rope})
+
+    # [docs: mla]
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        q = self.queries(self.query_input(x), ctx)  # b t h (d + r)
+        kept, k_pos = ctx.keep(**self.entries(x, ctx))  # b s c and b s r: every token so far
+        o = self.mix(q, kept, ctx.visible(k_pos, self.config.window), ctx, ctx.bias(k_pos))
+        return self.wo(o.flatten(2))  # b t m
+
+    def mix(
+        self,
+        q: Tensor,
+        kept: dict[str, Tensor],
+        mask: Visible | Tensor,
+        ctx: Context,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Expanding s keys costs s c d a head; absorbing t queries saves that, but attends c wide instead of d."""
+        few = ctx.store is not None and q.shape[1] * (self.c - self.d) < self.c * self.d
+        return (self.absorbed if few else self.expanded)(q, kept, mask, ctx, bias)
+
+    def query_input(self, x: Tensor) -> Tensor:
+        """x, or its low-rank query latent."""
+        if self.w_dq is None:
+            return x
+        c = self.w_dq(x)
+        return c if self.q_norm is None else self.q_norm(c)
+
+    def queries(self, c_q: Tensor, ctx: Context) -> Tensor:
+        """b t h (d + r), the last r turned to their positions."""
+        q = self.w_uq(c_q).unflatten(-1, (self.h, self.d + self.r))
+        if not self.r:
+            return q
+        nope, rope = q.split([self.d, self.r], -1)
+        return torch.cat([nope, ctx.turn(rope, self.config.rope)], -1)
+
+    def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
+        """What a token leaves behind: its normalised latent (b t c) and its turned rotary key (b t r)."""
+        if ctx.memory_pos is not None and ctx.memory is None:
+            return {}
+        latent, rope = self.w_dkv(x if ctx.memory is None else ctx.memory).split(
+            [self.c, self.r], -1
+        )
+        latent = latent if self.kv_norm is None else self.kv_norm(latent)
+        if not self.r:
+            return {"latent": latent}
+        return {"latent": latent, "k_rope": ctx.turn(rope[:, :, None], self.config.rope)[:, :, 0]}
+
+    def expanded(
+        self,
+        q: Tensor,
+        kept: dict[str, Tensor],
+        mask: Visible | Tensor,
+        ctx: Context,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Keys and values of every head, then ordinary attention: (b t h e)."""
+        k, v = self.w_ukv(kept["latent"]).unflatten(-1, (self.h, -1)).split([self.d, self.e], -1)
+        if self.r:
+            k = torch.cat([k, kept["k_rope"][:, :, None].expand(-1, -1, self.h, -1)], -1)
+        return attend(
+            q, k, v, mask, bias=bias, scale=self.scale, probe=ctx.watch(), backend=ctx.backend
+        )
+
+    def absorbed(
+        self,
+        q: Tensor,
+        kept: dict[str, Tensor],
+        mask: Visible | Tensor,
+        ctx: Context,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """q W_UK^T meets the latents themselves, as multi-query attention of width c + r; W_UV comes after the sum."""
+        up = self.w_ukv.weight.view(self.h, self.d + self.e, self.c)
+        w_uk, w_uv = up.split([self.d, self.e], 1)  # h d c, h e c
+        nope, rope = q.split([self.d, self.r], -1)
+        q = torch.cat([torch.einsum("bthd,hdc->bthc", nope, w_uk), rope], -1)
+        latent = kept["latent"][:, :, None]  # b s 1 c
+        k = torch.cat([latent, kept["k_rope"][:, :, None]], -1) if self.r else latent
+        o = attend(
+            q, k, latent, mask, bias=bias, scale=self.scale, probe=ctx.watch(), backend=ctx.backend
+        )
+        return torch.einsum("bthc,hec->bthe", o, w_uv)
+
+    # [/docs]

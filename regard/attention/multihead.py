@@ -1,0 +1,131 @@
+"""Multi-head, grouped-query and multi-query attention: one layer, one knob."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention.core import Context, attend
+from regard.cache import CacheSpec
+from regard.config import UsageError, divisors
+from regard.layers import RMSNorm
+from regard.mask import Visible
+from regard.position import Rope
+
+
+@dataclass(frozen=True)
+class GQA:
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
+
+    o_i = softmax(q_i k_j^T / sqrt(d)) v_j,  j = i // (h / g).   x (b t m) -> (b t m).   Cache per token: g (d + e).
+    kv_heads == heads (the default) is MHA (Vaswani et al. 2017), kv_heads == 1 is MQA (Shazeer 2019).
+    """
+
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None  # default: dim / heads
+    value_dim: int | None = None  # width of a value head; default: head_dim
+    rope: Rope | None = None
+    bias: bool = False  # on q, k, v
+    out_bias: bool = False
+    qk_norm: float | None = None  # eps of an RMS norm on each query and key head
+    window: int | None = None
+    scale: float | None = None  # default: 1 / sqrt(head_dim)
+    softcap: float | None = None
+    sinks: bool = False
+    kind: str = "gqa"
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.heads % self.groups:
+            raise UsageError(
+                f"attention.kv_heads={self.kv_heads} must divide attention.heads={self.heads}; "
+                f"choose one of {divisors(self.heads)}"
+            )
+
+    @property
+    def groups(self) -> int:
+        return self.kv_heads or self.heads
+
+    def width(self, dim: int) -> int:
+        """d, the width of a query or key head in a model of width `dim`."""
+        if self.head_dim is None and dim % self.heads:
+            raise UsageError(
+                f"attention.heads={self.heads} does not divide dim={dim}; choose one of {divisors(dim)} "
+                f"or set attention.head_dim"
+            )
+        return self.head_dim or dim // self.heads
+
+    def make(self, dim: int, memory_dim: int | None = None) -> GroupedQueryAttention:
+        return GroupedQueryAttention(self, dim, memory_dim)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Self-attention, or cross-attention when the context carries a memory (of width `memory_dim`)."""
+
+    def __init__(self, config: GQA, dim: int, memory_dim: int | None = None):
+        super().__init__()
+        c, d = config, config.width(dim)
+        e, source = c.value_dim or d, memory_dim or dim
+        self.config, self.h, self.g, self.d, self.e = c, c.heads, c.groups, d, e
+        self.scale = d**-0.5 if c.scale is None else c.scale
+        self.wq = nn.Linear(dim, self.h * d, bias=c.bias)
+        self.wk = nn.Linear(source, self.g * d, bias=c.bias)
+        self.wv = nn.Linear(source, self.g * e, bias=c.bias)
+        self.wo = nn.Linear(self.h * e, dim, bias=c.out_bias)
+        self.q_norm = RMSNorm(d, c.qk_norm) if c.qk_norm is not None else None
+        self.k_norm = RMSNorm(d, c.qk_norm) if c.qk_norm is not None else None
+        self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
+
+    def cache_spec(self) -> CacheSpec:
+        return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)})
+
+    # [docs: gqa]
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        q = self.queries(self.query_input(x), ctx)  # b t h d
+        kept, k_pos = ctx.keep(**self.entries(x, ctx))  # b s g d: every token so far
+        o = self.mix(q, kept, ctx.visible(k_pos, self.config.window), ctx, ctx.bias(k_pos))
+        return self.wo(o.flatten(2))  # b t m
+
+    def query_input(self, x: Tensor) -> Tensor:
+        return x
+
+    def queries(self, x: Tensor, ctx: Context) -> Tensor:
+        q = self.wq(x).unflatten(-1, (self.h, self.d))
+        return ctx.turn(q if self.q_norm is None else self.q_norm(q), self.config.rope)
+
+    def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
+        """Keys and values of x, or of the memory; none when a frozen cache already holds them."""
+        if ctx.memory_pos is not None and ctx.memory is None:
+            return {}
+        source = x if ctx.memory is None else ctx.memory
+        k = self.wk(source).unflatten(-1, (self.g, self.d))
+        v = self.wv(source).unflatten(-1, (self.g, self.e))
+        return {
+            "k": ctx.turn(k if self.k_norm is None else self.k_norm(k), self.config.rope),
+            "v": v,
+        }
+
+    def mix(
+        self,
+        q: Tensor,
+        kept: dict[str, Tensor],
+        mask: Visible | Tensor,
+        ctx: Context,
+        bias: Tensor | None,
+    ) -> Tensor:
+        return attend(
+            q,
+            kept["k"],
+            kept["v"],
+            mask,
+            bias=bias,
+            scale=self.scale,
+            softcap=self.config.softcap,
+            sinks=self.sinks,
+            probe=ctx.watch(),
+            backend=ctx.backend,
+        )  # b t h e
+
+    # [/docs]

@@ -1,0 +1,128 @@
+"""The one residual block, and a tower of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from regard.attention import DSA, GQA, MLA, Context
+from regard.cache import CacheSpec
+from regard.config import UsageError
+from regard.layers import MLP, Norm
+from regard.mask import Causal, Full, Mask
+from regard.moe import MoE
+from regard.position import Alibi, RelativeBias, T5Bias
+
+Attention = GQA | MLA | DSA
+
+
+@dataclass(frozen=True)
+class Tower:
+    """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or a tuple with one a layer.
+
+    order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017."""
+
+    dim: int
+    layers: int
+    attention: GQA | MLA | DSA | tuple[GQA | MLA | DSA, ...]
+    ffn: MLP | MoE | tuple[MLP | MoE, ...]
+    cross: GQA | MLA | None = None
+    memory_dim: int | None = None  # width of what `cross` attends to; default: dim
+    norm: Norm = Norm()
+    order: str = "pre"
+    final_norm: bool = True
+    causal: bool = True
+    relative: T5Bias | Alibi | None = None
+    dropout: float = 0.0
+    kind: str = "tower"
+
+    def __post_init__(self) -> None:
+        if self.order not in ("pre", "post"):
+            raise UsageError(f"order is {self.order!r}; choose pre or post")
+        for name in ("attention", "ffn"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != self.layers:
+                raise UsageError(
+                    f"{name} lists {len(value)} layers, layers={self.layers}; give one, or one a layer"
+                )
+        if self.cross is not None and self.cross.rope is not None:
+            raise UsageError(
+                "cross-attention has no common positions to turn to: give cross without rope"
+            )
+        heads = {a.heads for a in map(_inner, self.each("attention"))}
+        if self.relative is not None and heads != {self.relative.heads}:
+            raise UsageError(
+                f"relative.heads={self.relative.heads}, but attention has {sorted(heads)} heads"
+            )
+
+    def each(self, name: str) -> tuple:
+        """The config of `name` ("attention" or "ffn") for every layer."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * self.layers
+
+    @property
+    def mask(self) -> Mask:
+        return Causal() if self.causal else Full()
+
+
+def _inner(attention: Attention) -> GQA | MLA:
+    return attention.attention if isinstance(attention, DSA) else attention
+
+
+class Block(nn.Module):
+    """Self-attention, optional cross-attention, feed-forward; each x + f(norm x), or norm(x + f x)."""
+
+    def __init__(self, config: Tower, attention: Attention, ffn: MLP | MoE):
+        super().__init__()
+        c, dim = config, config.dim
+        self.post = c.order == "post"
+        self.attention, self.norm1 = attention.make(dim), c.norm.make(dim)
+        self.cross = c.cross.make(dim, c.memory_dim) if c.cross else None
+        self.norm2 = c.norm.make(dim) if c.cross else None
+        self.ffn, self.norm3 = ffn.make(dim), c.norm.make(dim)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
+        if self.post:
+            x = self.norm1(x + self.dropout(self.attention(x, ctx)))
+            if self.cross is not None and self.norm2 is not None:
+                x = self.norm2(x + self.dropout(self.cross(x, cross)))
+            return self.norm3(x + self.dropout(self.ffn(x)))
+        x = x + self.dropout(self.attention(self.norm1(x), ctx))
+        if self.cross is not None and self.norm2 is not None:
+            x = x + self.dropout(self.cross(self.norm2(x), cross))
+        return x + self.dropout(self.ffn(self.norm3(x)))
+
+
+class Stack(nn.Module):
+    """The blocks of a tower, its shared relative bias and its last norm. (b t m) -> (b t m)."""
+
+    def __init__(self, config: Tower):
+        super().__init__()
+        c = self.config = config
+        self.blocks = nn.ModuleList(
+            Block(c, a, f) for a, f in zip(c.each("attention"), c.each("ffn"), strict=True)
+        )
+        self.relative = RelativeBias(c.relative) if c.relative else None
+        self.norm = c.norm.make(c.dim) if c.final_norm else None
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [block.attention.cache_spec() for block in self.blocks]
+
+    def cross_specs(self) -> list[CacheSpec]:
+        return [block.cross.cache_spec() for block in self.blocks if block.cross is not None]
+
+    def forward(
+        self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple = (None, None)
+    ) -> Tensor:
+        """`caches`: of self-attention and of cross-attention; each block gets its layer of them."""
+        own, other = caches
+        ctx = replace(ctx, relative=self.relative)
+        for i, block in enumerate(self.blocks):
+            here = replace(ctx, store=own and own.layer(i), site=f"{ctx.site}{i}.self")
+            there = cross and replace(
+                cross, store=other and other.layer(i), site=f"{ctx.site}{i}.cross"
+            )
+            x = block(x, here, there)
+        return x if self.norm is None else self.norm(x)

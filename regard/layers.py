@@ -1,0 +1,180 @@
+"""Norms, the position-wise feed-forward and the heads: the small parts that models are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.config import UsageError, nearest
+
+
+@dataclass(frozen=True)
+class Norm:
+    """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
+    RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w."""
+
+    eps: float = 1e-5
+    rms: bool = False
+    kind: str = "norm"
+
+    def make(self, dim: int) -> nn.Module:
+        return RMSNorm(dim, self.eps) if self.rms else nn.LayerNorm(dim, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * w, the mean in float32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name not in ACTIVATIONS:
+        raise UsageError(f"activation {name!r} is unknown; {nearest(name, ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(act(up x)), or down(act(gate x) * up x) when `gated` (GLU, Shazeer 2020); the same for every position."""
+
+    ffn_dim: int
+    activation: str = "relu"
+    gated: bool = False
+    bias: bool = True
+    kind: str = "mlp"
+
+    def make(self, dim: int) -> FeedForward:
+        return FeedForward(self, dim)
+
+
+class FeedForward(nn.Module):
+    """x (b t m) -> (b t f) -> (b t m)."""
+
+    def __init__(self, config: MLP, dim: int):
+        super().__init__()
+        c = config
+        self.config, self.act = c, activation(c.activation)
+        self.gate = nn.Linear(dim, c.ffn_dim, bias=c.bias) if c.gated else None
+        self.up = nn.Linear(dim, c.ffn_dim, bias=c.bias)
+        self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.act(self.up(x)))
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+# --- heads: what turns hidden states into an answer ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LM:
+    """Logits over the vocabulary: hidden W^T, W the embedding itself when `tied`."""
+
+    tied: bool = True
+    bias: bool = False
+    scale: float = 1.0  # T5 v1.0 multiplies hidden by dim^-0.5
+    kind: str = "lm"
+
+
+@dataclass(frozen=True)
+class MLM:
+    """Masked language model: norm(act(W h)), then the vocabulary with a bias (BERT)."""
+
+    tied: bool = True
+    activation: str = "gelu"
+    norm_eps: float = 1e-12
+    kind: str = "mlm"
+
+
+@dataclass(frozen=True)
+class Classify:
+    """One label for the whole: out(act(dense h_0)) of the first token, or out(h_0) without `dense`."""
+
+    labels: int
+    dense: str | None = "tanh"
+    kind: str = "classify"
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A label for each token."""
+
+    labels: int
+    kind: str = "tag"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Start and end of a span: two logits for each token, stacked on the last axis."""
+
+    labels: int = 2
+    kind: str = "answer"
+
+
+class LMHead(nn.Module):
+    """hidden (b t m) -> logits (b t V). A tied head holds no weight: it is given the embedding's."""
+
+    def __init__(self, config: LM | MLM, dim: int, vocab: int):
+        super().__init__()
+        c = self.config = config
+        masked = isinstance(c, MLM)
+        self.dense = nn.Linear(dim, dim) if masked else None
+        self.act = activation(c.activation) if isinstance(c, MLM) else None
+        self.norm = nn.LayerNorm(dim, c.norm_eps) if isinstance(c, MLM) else None
+        self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, dim))
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=0.02)
+        self.bias = nn.Parameter(torch.zeros(vocab)) if masked or c.bias else None  # type: ignore[union-attr]
+
+    def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
+        if self.dense is not None and self.act is not None and self.norm is not None:
+            h = self.norm(self.act(self.dense(h)))
+        elif isinstance(self.config, LM) and self.config.scale != 1.0:
+            h = h * self.config.scale
+        return F.linear(h, embedding if self.weight is None else self.weight, self.bias)
+
+
+class LabelHead(nn.Module):
+    """hidden -> (b labels) for Classify, (b t labels) for Tag and Answer."""
+
+    def __init__(self, config: Classify | Tag | Answer, dim: int):
+        super().__init__()
+        self.config = config
+        name = config.dense if isinstance(config, Classify) else None
+        self.dense = nn.Linear(dim, dim) if name else None
+        self.act = activation(name) if name else None
+        self.out = nn.Linear(dim, config.labels)
+
+    def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
+        if isinstance(self.config, Classify):
+            h = h[:, 0]
+        if self.dense is not None and self.act is not None:
+            h = self.act(self.dense(h))
+        return self.out(h)
+
+
+Head = LM | MLM | Classify | Tag | Answer
+
+
+def make_head(config: Head, dim: int, vocab: int) -> LMHead | LabelHead:
+    return LMHead(config, dim, vocab) if isinstance(config, (LM, MLM)) else LabelHead(config, dim)

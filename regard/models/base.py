@@ -1,0 +1,116 @@
+"""What every model can do besides its forward: check its input, make its cache, sum itself up, save itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from regard.cache import LAYOUTS, Cache, CacheSpec
+from regard.config import UsageError, nearest
+from regard.mask import Span
+
+
+class Model(nn.Module):
+    """Base of all models. `origin` is what a checkpoint folder said that the model does not compute with (its
+    architecture's name, token ids, files to carry along); saving writes it back."""
+
+    writer: ClassVar[Callable[[Any, Path], Path] | None] = (
+        None  # regard.checkpoint puts itself here
+    )
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+        self.origin: Any = None
+
+    def save(self, path: str | Path) -> Path:
+        """Write a folder that `regard.load`, and transformers where it knows the family, can read."""
+        assert Model.writer is not None, "import regard joins models to checkpoints"
+        return Model.writer(self, Path(path))
+
+    def cache_specs(self) -> list[CacheSpec]:
+        raise UsageError(
+            f"{type(self.config).__name__} does not decode step by step: it has no cache"
+        )
+
+    def windows(self) -> list[int | None]:
+        return [None] * len(self.cache_specs())
+
+    def cache(self, batch: int, layout: str = "contiguous", **options: Any) -> Cache:
+        """An empty cache for `batch` rows. Options of the layout: contiguous `capacity`; ring `window`, `chunk`;
+        paged `pages`, `page`."""
+        if layout not in LAYOUTS:
+            raise UsageError(f"cache layout {layout!r} is unknown; {nearest(layout, LAYOUTS)}")
+        weight = next(self.parameters())
+        if layout == "ring" and "window" not in options:
+            windows = self.windows()
+            if None in windows:
+                raise UsageError(
+                    "a ring keeps only a window of tokens, and this model's attention has none; "
+                    "use layout='contiguous' or 'paged', or say window=N"
+                )
+            options["window"] = max(w for w in windows if w is not None)
+        return LAYOUTS[layout](
+            self.cache_specs(), batch, device=weight.device, dtype=weight.dtype, **options
+        )
+
+    def flops_per_token(self, context: int) -> int:
+        """Multiply-adds count two. Weights once a token (chosen experts only), scores and values over `context` keys."""
+        raise NotImplementedError
+
+    def summary(self, context: int | None = None) -> str:
+        """Layers, parameters, cache bytes per token and FLOPs per token, as a table."""
+        from regard.models.summary import table
+
+        return table(self, context)
+
+
+def positions(
+    ids: Tensor, lengths: Tensor | list[int] | None, max_len: int | None, cache: Cache | None = None
+) -> Span:
+    """Positions of the new tokens, after all that a user can get wrong about them was checked."""
+    b, t = ids.shape[:2]
+    if b == 0 or t == 0:
+        raise UsageError(
+            f"empty batch: ids have shape {tuple(ids.shape)}; give at least one row and one token"
+        )
+    if lengths is not None:
+        lengths = torch.as_tensor(lengths, device=ids.device)
+        if lengths.shape != (b,) or bool((lengths < 0).any()) or bool((lengths > t).any()):
+            raise UsageError(
+                f"lengths must be {b} numbers between 0 and {t}, got {lengths.tolist()}"
+            )
+        if bool((lengths == t).all()):
+            lengths = None
+    if cache is not None and cache.batch != b:
+        raise UsageError(
+            f"ids have {b} rows, the cache {cache.batch}; make it with model.cache({b})"
+        )
+    held = 0 if cache is None else int(cache.lengths.max()) if cache.even is None else cache.even
+    if max_len is not None and held + t > max_len:
+        raise UsageError(
+            f"{held + t} tokens, but the model's context is {max_len}; shorten the input"
+        )
+    if cache is not None:
+        return cache.begin(t, lengths)
+    return Span.run(0, t, ids.device) if lengths is None else Span.ragged(lengths, t)
+
+
+def check_ids(ids: Tensor, vocab: int, name: str = "ids") -> None:
+    """Whole numbers (b t) inside the vocabulary."""
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise UsageError(
+            f"{name} must be whole numbers of shape (b, t), got {ids.dtype} {tuple(ids.shape)}"
+        )
+    if (
+        ids.numel() and not ids.is_cuda
+    ):  # on a GPU the look-up itself checks; reading the result here would wait for it
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab:
+            raise UsageError(
+                f"{name} must be between 0 and {vocab - 1} (the vocabulary), got {low if low < 0 else high}"
+            )

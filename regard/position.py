@@ -1,0 +1,280 @@
+"""Where a token stands: sinusoidal and learned vectors (added to embeddings), RoPE (turns queries and keys),
+T5 buckets and ALiBi (added to scores). Everything takes positions as an argument, so caches need nothing special.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from regard.config import UsageError
+
+# --- vectors added to the embeddings ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Learned:
+    """One trained vector a position. `offset` rows stand before position 0 (BART and RoBERTa: 2); with `skip`, tokens
+    equal to that id (RoBERTa's padding) do not count and get the row before position 0."""
+
+    max_len: int
+    offset: int = 0
+    skip: int | None = None
+    kind: str = "learned"
+
+
+@dataclass(frozen=True)
+class Sinusoidal:
+    """PE(p, 2i) = sin(p w_i), PE(p, 2i+1) = cos(p w_i), w_i = base^(-2i/d)   (Vaswani et al. 2017, 3.5).
+
+    `layout`: "interleaved" as in the paper, "halves" (sines, then cosines: Marian), "fairseq" (halves with
+    w_i = base^(-i/(d/2-1))). PE(p+k) is a fixed rotation of PE(p)."""
+
+    max_len: int
+    base: float = 10000.0
+    layout: str = "interleaved"
+    kind: str = "sinusoidal"
+
+
+def sinusoid(pos: Tensor, dim: int, base: float = 10000.0, layout: str = "interleaved") -> Tensor:
+    """pos (...) -> (... dim), in float64 inside: any width, odd ones too."""
+    half = (dim + 1) // 2
+    step = 1 / max(half - 1, 1) if layout == "fairseq" else 2 / dim
+    i = torch.arange(half, dtype=torch.float64, device=pos.device)
+    angle = pos.double()[..., None] * torch.exp(-math.log(base) * step * i)
+    sin, cos = angle.sin(), angle.cos()[..., : dim // 2]
+    if layout in ("halves", "fairseq"):
+        return torch.cat([sin, cos], -1)
+    if layout != "interleaved":
+        raise UsageError(f"sinusoid layout {layout!r}; choose interleaved, halves or fairseq")
+    out = sin.new_empty(*pos.shape, dim)
+    out[..., 0::2], out[..., 1::2] = sin, cos
+    return out
+
+
+class PositionVectors(nn.Module):
+    """pos (b t) -> vectors to add, (b t m)."""
+
+    def __init__(self, config: Learned | Sinusoidal, dim: int):
+        super().__init__()
+        self.config, self.dim = config, dim
+        if isinstance(config, Learned):
+            self.weight = nn.Parameter(torch.empty(config.max_len + config.offset, dim))
+            nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, pos: Tensor, ids: Tensor | None = None) -> Tensor:
+        c = self.config
+        if isinstance(c, Sinusoidal):
+            return sinusoid(pos.clamp(min=0), self.dim, c.base, c.layout).float()
+        if c.skip is not None and ids is not None:
+            counts = ids != c.skip
+            pos = counts.cumsum(-1) * counts - 1
+            return self.weight[pos + c.offset]
+        return self.weight[pos.clamp(min=0) + c.offset]
+
+
+# --- RoPE ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Every frequency divided by `factor` (position interpolation)."""
+
+    factor: float
+    kind: str = "linear"
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Long waves divided by `factor`, short ones kept, a linear blend between (Llama 3.1)."""
+
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original_len: int = 8192
+    kind: str = "llama3"
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, turn up the attention."""
+
+    factor: float
+    original_len: int
+    fast: float = 32.0
+    slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all: float | None = None
+    truncated: bool = True
+    kind: str = "yarn"
+
+    def gain(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all)
+        return _mscale(self.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions (Su et al. 2021): pair i of a query or key at position p turns by p w_i, w_i = base^(-2i/r).
+
+    Scores then depend on distance alone. `layout`: pairs are (i, i + r/2) in "half" (Llama), (2i, 2i+1) in
+    "interleaved" (GPT-J, DeepSeek); one is a permutation of the other. `partial`: share of the width that turns."""
+
+    base: float = 10000.0
+    layout: str = "half"
+    scaling: Linear | Llama3 | Yarn | None = None
+    partial: float = 1.0
+    kind: str = "rope"
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("half", "interleaved"):
+            raise UsageError(f"rope.layout is {self.layout!r}; choose half or interleaved")
+
+    def width(self, dim: int) -> int:
+        """How many of `dim` features turn."""
+        width = int(dim * self.partial)
+        if width % 2:
+            raise UsageError(
+                f"RoPE turns pairs, but {width} of {dim} features were asked for; make it even"
+            )
+        return width
+
+    def frequencies(self, dim: int) -> Tensor:
+        """w_i, float32 (r/2)."""
+        r = self.width(dim)
+        freq = 1.0 / (self.base ** (torch.arange(0, r, 2, dtype=torch.float32) / r))
+        match self.scaling:
+            case Linear(factor=factor):
+                return freq / factor
+            case Llama3():
+                return _llama3(freq, self.scaling)
+            case Yarn():
+                return _yarn(freq, self.scaling, r, self.base)
+        return freq
+
+    def angles(self, pos: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of p w_i, (b t 1 r/2)."""
+        angle = pos.clamp(min=0).float()[..., None, None] * self.frequencies(dim).to(pos.device)
+        gain = self.scaling.gain() if isinstance(self.scaling, Yarn) else 1.0
+        return (angle.cos() * gain).to(dtype), (angle.sin() * gain).to(dtype)
+
+    def softmax_gain(self) -> float:
+        """MLA multiplies its softmax scale by this (DeepSeek's use of `mscale_all`)."""
+        if isinstance(self.scaling, Yarn) and self.scaling.mscale_all:
+            return _mscale(self.scaling.factor, self.scaling.mscale_all) ** 2
+        return 1.0
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Turn the first 2 * cos.shape[-1] features of x (b t h d) pair by pair: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    r = 2 * cos.shape[-1]
+    turn, rest = (x, None) if x.shape[-1] == r else (x[..., :r], x[..., r:])
+    if layout == "half":
+        a, b = turn.chunk(2, -1)
+        parts = [a * cos - b * sin, b * cos + a * sin]
+    else:
+        a, b = turn[..., 0::2], turn[..., 1::2]
+        parts = [torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)]
+    return torch.cat(parts if rest is None else [*parts, rest], -1)
+
+
+def half_order(r: int) -> Tensor:
+    """The permutation p with half(x[p]) = interleaved(x)[p]."""
+    return torch.cat([torch.arange(0, r, 2), torch.arange(1, r, 2)])
+
+
+def _llama3(freq: Tensor, s: Llama3) -> Tensor:
+    wave = 2 * math.pi / freq
+    blend = ((s.original_len / wave - s.low) / (s.high - s.low)).clamp(0, 1)
+    return freq / s.factor * (1 - blend) + freq * blend
+
+
+def _yarn(freq: Tensor, s: Yarn, r: int, base: float) -> Tensor:
+    def dim_of(turns: float) -> float:
+        return r * math.log(s.original_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dim_of(s.fast), dim_of(s.slow)
+    if s.truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, r - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(r // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return freq / s.factor * ramp + freq * (1 - ramp)
+
+
+# --- biases added to the scores -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class T5Bias:
+    """A trained number for each head and bucket of distance; near distances have a bucket each, far ones share by
+    logarithm (Raffel et al. 2020). All layers share one table."""
+
+    heads: int
+    buckets: int = 32
+    max_distance: int = 128
+    causal: bool = False
+    kind: str = "t5"
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """score - slope_h |q - k| (Press et al. 2022): slopes are a geometric series."""
+
+    heads: int
+    kind: str = "alibi"
+
+
+class RelativeBias(nn.Module):
+    """Positions of queries (b t) and keys (b s) -> what is added to the scores, (b h t s)."""
+
+    def __init__(self, config: T5Bias | Alibi):
+        super().__init__()
+        self.config = config
+        if isinstance(config, T5Bias):
+            self.weight = nn.Parameter(torch.empty(config.buckets, config.heads))
+            nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        distance = k[:, None, :] - q[:, :, None]  # b t s
+        if isinstance(self.config, Alibi):
+            slopes = alibi_slopes(self.config.heads).to(q.device)
+            return -slopes[:, None, None] * distance.abs()[:, None]
+        bucket = t5_bucket(distance, self.config)
+        return self.weight[bucket].permute(0, 3, 1, 2)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """2^(-8i/n) for n a power of two; for other counts the odd places of the next series fill up."""
+    n = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
+    slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(heads - n)]
+    return torch.tensor(slopes)
+
+
+def t5_bucket(distance: Tensor, c: T5Bias) -> Tensor:
+    """Signed distance key - query -> bucket number."""
+    buckets, offset = c.buckets, 0
+    if c.causal:
+        distance = (-distance).clamp(min=0)
+    else:
+        buckets //= 2
+        offset = (distance > 0).long() * buckets
+        distance = distance.abs()
+    exact = buckets // 2
+    log = torch.log(distance.float().clamp(min=1) / exact) / math.log(c.max_distance / exact)
+    far = (exact + (log * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return offset + torch.where(distance < exact, distance, far)

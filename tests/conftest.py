@@ -1,0 +1,37 @@
+"""What every test gets: a fixed seed, one torch thread per xdist worker, and `shared`."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # two workers with two threads each are three times slower
+
+try:
+    from hypothesis import settings
+except ImportError:  # a machine without the dev extra runs the tests that need no hypothesis
+    pass
+else:
+    # no deadline: the first call of a torch kernel may take seconds
+    settings.register_profile("regard", deadline=None, derandomize=True)
+    settings.load_profile("regard")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data beside the repository; tests that ask for it skip without it."""
+    path = ROOT.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip(
+            "needs ../shared/data, the real data beside the repository: not on this machine"
+        )
+    return path

@@ -1,0 +1,237 @@
+"""The shape of the package, kept true: layers, sizes, the README's tree, no unsafe loading."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "regard"
+
+LAYERS = [
+    {"kernels"},
+    {"block", "layers", "moe", "attention", "cache", "mask", "position", "config"},
+    {"models", "presets"},
+    {"checkpoint", "text", "train", "decode", "look", "convert"},  # siblings keep apart
+    {"cli", "serve", "__init__", "demo"},
+]
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+SIBLINGS = LAYERS[3]
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sources():
+        yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def part_of(module: str) -> str:
+    """The row of the layer table: regard.attention.core -> attention, regard -> __init__."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import in a file of the package, those in functions too."""
+    folder = path.parts[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = folder[: len(folder) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:  # `from regard import mask` means the module, if there is one
+                module = base == "regard" and (alias.name in LEVEL or exists(alias.name))
+                yield node.lineno, f"{base}.{alias.name}" if module else base
+        elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
+            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            yield from ((node.lineno, str(name)) for name in names)
+
+
+def exists(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+def breach(part: str, module: str) -> str | None:
+    """Why `part` of the package may not import `module`, or None where it may."""
+    if module.split(".")[0] != "regard":
+        known = {*sys.stdlib_module_names, "torch", "triton"}
+        outside = part == "kernels" and module.split(".")[0] not in known
+        return "kernels use torch and triton only" if outside else None
+    target = part_of(module)
+    if target not in LEVEL:
+        return f"{target} is not in the layer table"
+    if LEVEL[target] > LEVEL[part]:
+        return f"{part} (L{LEVEL[part]}) must not import {target} (L{LEVEL[target]}) above it"
+    if part in SIBLINGS and target in SIBLINGS and part != target:
+        return f"{part} and {target} are siblings and must not import each other"
+    return None
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path, tree in trees():
+        part = path.with_suffix("").parts[1]
+        if part not in LEVEL:
+            wrong.append(f"{path}: {part} is not in the layer table of {Path(__file__).name}")
+            continue
+        for line, module in imports(path, tree):
+            why = breach(part, module)
+            if why:
+                wrong.append(f"{path}:{line} imports {module}: {why}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "part, source, allowed",
+    [
+        ("attention", "from ..mask import causal", True),
+        ("attention", "from regard import mask", True),
+        ("attention", "from .. import presets", False),
+        ("attention", "def f():\n    from regard.models.transformer import Decoder", False),
+        ("attention", "import regard", False),
+        ("attention", "import importlib\nimportlib.import_module('regard.train')", False),
+        ("train", "from .data import Batch", True),
+        ("train", "from ..decode.engine import Engine", False),
+        ("serve", "from regard.decode import engine", True),
+        ("kernels", "import math, torch, triton.language", True),
+        ("kernels", "import numpy", False),
+        ("models", "from regard.nowhere import thing", False),
+    ],
+)
+def test_layer_rule_sees_every_form_of_import(part: str, source: str, allowed: bool) -> None:
+    found = imports(Path("regard", part, "file.py"), ast.parse(source))
+    assert all(breach(part, module) is None for _, module in found) == allowed
+
+
+def test_import_regard_needs_only_torch_numpy_safetensors() -> None:
+    script = """
+import sys
+
+BLOCKED = set('''transformers tokenizers huggingface_hub tyro rich sacrebleu matplotlib msgspec
+starlette uvicorn datasets'''.split())
+
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in BLOCKED:
+            raise ModuleNotFoundError(f'import regard must not need {name}', name=name)
+
+
+sys.meta_path.insert(0, Block())
+import regard
+
+regard.presets, regard.load, regard.build
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def unsafe(node: ast.AST) -> str | None:
+    """What a syntax node does that could run code out of a file it reads, or None."""
+    banned = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+    if isinstance(node, ast.Import):
+        names = {alias.name.split(".")[0] for alias in node.names} & banned
+        return f"imports {', '.join(names)}" if names else None
+    if isinstance(node, ast.ImportFrom):
+        module, names = node.module or "", {alias.name for alias in node.names}
+        if module.split(".")[0] in banned:
+            return f"imports {module}"
+        return "imports torch.load" if module == "torch" and "load" in names else None
+    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+        return "uses torch.load"
+    if isinstance(node, ast.Call) and called(node) in {"eval", "exec"}:
+        return f"calls {called(node)}"
+    if isinstance(node, ast.keyword) and node.arg in {"trust_remote_code", "allow_pickle"}:
+        refused = isinstance(node.value, ast.Constant) and node.value.value is False
+        return None if refused else f"passes {node.arg}"
+    return None
+
+
+def test_no_pickle_or_remote_code() -> None:
+    wrong = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            why = unsafe(node)
+            if why:
+                wrong.append(f"{path}:{getattr(node, 'lineno', '?')} {why}")
+    assert not wrong, "\n".join(wrong)
+
+
+def readme_tree(text: str) -> set[str]:
+    """The .py files in the first code block that opens with `regard/`, indented by two spaces."""
+    found = re.search(r"^```\w*\n(regard/.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert found, "README.md has no code block that starts with the line `regard/`"
+    folders: list[str] = []
+    files = set()
+    for line in found[1].splitlines():
+        name = (line.split() or [""])[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        if name.endswith("/"):
+            folders[depth:] = [name]
+        elif name.endswith(".py"):
+            files.add("".join(folders[:depth]) + name)
+    return files
+
+
+def test_readme_tree_is_true() -> None:
+    listed = readme_tree((ROOT / "README.md").read_text(encoding="utf-8"))
+    real = {path.relative_to(ROOT).as_posix() for path in sources()}
+    missing = {name for name in real - listed if not re.match(r"regard/.+/__init__\.py$", name)}
+    assert not missing, f"in regard/, not in the README's tree: {sorted(missing)}"
+    assert not listed - real, f"in the README's tree, not in regard/: {sorted(listed - real)}"
+
+
+def test_size_budget() -> None:
+    over = []
+    for path, tree in trees():
+        lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        if lines > 330:
+            over.append(f"{path}: {lines} lines, at most 330")
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            size = (node.end_lineno or node.lineno) - node.lineno + 1
+            args = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+            if size > 60:
+                over.append(f"{path}:{node.lineno} {node.name}: {size} lines, at most 60")
+            if args > 12:
+                over.append(f"{path}:{node.lineno} {node.name}: {args} arguments, at most 12")
+    assert not over, "\n".join(over)
+
+
+def test_no_machine_paths() -> None:
+    # every file that git has or would take
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs a git checkout: the list of tracked files comes from git")
+    pattern = re.compile(rb"(?:^|[^A-Za-z])/(?:work|farm|tmp|root|home|opt|Users)/")
+    wrong = []
+    for name in names.split("\0"):
+        path = ROOT / name
+        data = path.read_bytes() if name and path.is_file() else b""
+        if b"\0" in data:
+            continue
+        for number, line in enumerate(data.split(b"\n"), 1):
+            if pattern.search(line):
+                wrong.append(f"{name}:{number} {line.strip()[:100].decode(errors='replace')}")
+    assert not wrong, "\n".join(wrong)
