@@ -1,1 +1,43 @@
-"""Regard: the whole Transformer in one small, fast, readable system."""
+"""Regard: the whole Transformer in one small, fast, readable system.
+
+    model = regard.load("folder")            # GPT-2, Llama, BERT, T5, BART, Marian, ViT, DeepSeek, ...
+    logits = model(ids)
+    tiny = regard.build("gpt2", layers=2, attention=regard.MLA(heads=4, latent=64))
+
+Names are looked up when they are used, so that importing takes no work.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "regard.attention": "ATTENTION BACKENDS DSA GQA MLA Context attend",
+    "regard.block": "Tower",
+    "regard.cache": "LAYOUTS CacheSpec Contiguous Paged Ring",
+    "regard.checkpoint": "from_hf load",
+    "regard.config": "UsageError",
+    "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
+    "regard.look.probe": "Probe",
+    "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",
+    "regard.models": "EncoderDecoderConfig Model Patches RecurrentConfig Seq2SeqConfig Tokens TransformerConfig",
+    "regard.moe": "MoE",
+    "regard.position": "Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias Yarn",
+    "regard.presets": "PRESETS build",
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = sorted(_WHERE)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'regard' has no attribute {name!r}")
+    importlib.import_module("regard.checkpoint")  # joins model.save to the models
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

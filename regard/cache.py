@@ -146,7 +146,8 @@ class Cache:
     def free(self) -> None:
         """Give the memory back; the cache is empty afterwards."""
         self.lengths = torch.zeros_like(self.lengths)
-        self.even = 0
+        self.even, self.cross = 0, None
+        self.states = [{n: torch.zeros_like(s) for n, s in state.items()} for state in self.states]
         self._free()
         self._all = self._positions()
 

@@ -60,6 +60,7 @@ class MLP:
     activation: str = "relu"
     gated: bool = False
     bias: bool = True
+    dropout: float = 0.0  # after the activation
     kind: str = "mlp"
 
     def make(self, dim: int) -> FeedForward:
@@ -76,11 +77,11 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(dim, c.ffn_dim, bias=c.bias) if c.gated else None
         self.up = nn.Linear(dim, c.ffn_dim, bias=c.bias)
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
+        self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self.act(self.up(x)))
-        return self.down(self.act(self.gate(x)) * self.up(x))
+        h = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x)
+        return self.down(self.dropout(h))
 
 
 # --- heads: what turns hidden states into an answer ---------------------------------------------------------------
@@ -92,7 +93,7 @@ class LM:
 
     tied: bool = True
     bias: bool = False
-    scale: float = 1.0  # T5 v1.0 multiplies hidden by dim^-0.5
+    scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
     kind: str = "lm"
 
 
@@ -149,8 +150,8 @@ class LMHead(nn.Module):
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
         if self.dense is not None and self.act is not None and self.norm is not None:
             h = self.norm(self.act(self.dense(h)))
-        elif isinstance(self.config, LM) and self.config.scale != 1.0:
-            h = h * self.config.scale
+        elif isinstance(self.config, LM) and self.config.scaled:
+            h = h * h.shape[-1] ** -0.5
         return F.linear(h, embedding if self.weight is None else self.weight, self.bias)
 
 

@@ -160,7 +160,8 @@ class Visible:
         """The same for some queries only, so that a probe of a few rows never needs t x s."""
         q, k = self.q.index[:, index, None], self.k.index[:, None, :]
         row = torch.arange(max(len(q), len(k), self.mask.rows), device=k.device)[:, None, None]
-        return (self.mask.see(row, q, k) & (k >= 0))[:, None]
+        seen = self.mask.see(row, q, k) & (k >= 0)
+        return seen.expand(-1, q.shape[1], -1)[:, None]
 
     def rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """The same as a function of (row, head, query index, key index)."""

@@ -68,7 +68,7 @@ class PositionVectors(nn.Module):
     def forward(self, pos: Tensor, ids: Tensor | None = None) -> Tensor:
         c = self.config
         if isinstance(c, Sinusoidal):
-            return sinusoid(pos.clamp(min=0), self.dim, c.base, c.layout).float()
+            return sinusoid(pos.clamp(min=0), self.dim, c.base, c.layout)
         if c.skip is not None and ids is not None:
             counts = ids != c.skip
             pos = counts.cumsum(-1) * counts - 1
@@ -151,10 +151,10 @@ class Rope:
             )
         return width
 
-    def frequencies(self, dim: int) -> Tensor:
-        """w_i, float32 (r/2)."""
+    def frequencies(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """w_i (r/2)."""
         r = self.width(dim)
-        freq = 1.0 / (self.base ** (torch.arange(0, r, 2, dtype=torch.float32) / r))
+        freq = 1.0 / (self.base ** (torch.arange(0, r, 2, dtype=dtype) / r))
         match self.scaling:
             case Linear(factor=factor):
                 return freq / factor
@@ -165,8 +165,10 @@ class Rope:
         return freq
 
     def angles(self, pos: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of p w_i, (b t 1 r/2)."""
-        angle = pos.clamp(min=0).float()[..., None, None] * self.frequencies(dim).to(pos.device)
+        """cos and sin of p w_i, (b t 1 r/2), computed in float32 at least."""
+        wide = torch.promote_types(dtype, torch.float32)
+        freq = self.frequencies(dim, wide).to(pos.device)
+        angle = pos.clamp(min=0).to(wide)[..., None, None] * freq
         gain = self.scaling.gain() if isinstance(self.scaling, Yarn) else 1.0
         return (angle.cos() * gain).to(dtype), (angle.sin() * gain).to(dtype)
 

@@ -7,7 +7,9 @@ while the fused kernel still computes the output.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -30,15 +32,20 @@ class Probe(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
     ) -> None: ...
 
+    def put(self, weights: Tensor, rows: slice, size: int) -> None: ...
+
 
 @dataclass(frozen=True)
 class Terms:
-    """How scores are made: scale * q.k (or `score`), capped softly, plus `bias` (b h t s)."""
+    """How scores are made: scale * q.k (or `score`), capped softly, plus `bias` (b h t s); and the share of weights
+    that training drops."""
 
     scale: float
     bias: Tensor | None = None
     score: Score | None = None
     softcap: float | None = None
+    dropout: float = 0.0
+    sinks: int = 0  # leading keys that are sinks: they take weight and stand for no token
 
 
 # --- the reference ------------------------------------------------------------------------------------------------
@@ -74,6 +81,7 @@ def reference(
 ) -> Tensor:
     """softmax(q k^T * scale + bias) v, written out."""
     a = weights(q, k, _tensor(visible), terms)
+    a = F.dropout(a, terms.dropout) if terms.dropout else a
     return a.to(v.dtype) @ _spread(v, q.shape[1])
 
 
@@ -82,6 +90,8 @@ def online(
 ) -> Tensor:
     """The same in one pass over blocks of keys, with a running maximum m, sum d and output o (Milakov and Gimelshein
     2018; Dao et al. 2022):  d' = d e^(m-m') + sum e^(x-m'),  o' = o e^(m-m') + e^(x-m') v,  result o / d."""
+    if terms.dropout:
+        return reference(q, k, v, visible, terms)
     seen = _tensor(visible)
     v = _spread(v, q.shape[1])
     m = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
@@ -116,9 +126,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
     some = None
     if seen is not None:
         some = seen.any(-1, keepdim=True)
-        seen = (
-            seen | ~some
-        )  # an empty row would be 0/0 in some kernels' backward; it is zeroed below
+        seen = seen | ~some  # in some kernels an empty row is 0/0 backward; it is zeroed below
     mask = seen
     if terms.bias is not None:
         mask = terms.bias.to(q.dtype)
@@ -130,6 +138,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
         v,
         attn_mask=mask,
         is_causal=causal,
+        dropout_p=terms.dropout,
         scale=terms.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -138,9 +147,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
 
 def flex(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms) -> Tensor:
     """torch's flex_attention, with the mask as a rule on positions. torch has no backward for it on the CPU."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    if terms.score is not None:
+    if terms.score is not None or terms.dropout:
         return reference(q, k, v, visible, terms)
     if (
         not q.is_cuda
@@ -150,6 +157,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
         raise UsageError(
             "flex attention has no backward on the CPU; use backend sdpa, or torch.no_grad()"
         )
+    from torch.nn.attention.flex_attention import create_block_mask
+
     b, h, t, s = *q.shape[:3], k.shape[2]
     seen = _tensor(visible)
     rule = visible.rule() if isinstance(visible, Visible) else _by_index(seen)
@@ -161,11 +170,22 @@ def flex(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
         x = x if cap is None else cap * torch.tanh(x / cap)
         return x if bias is None else x + bias[b, h, i, j]
 
-    out = flex_attention(
+    out = _flex_kernel(q.is_cuda)(
         q, k, v, score_mod=change, block_mask=blocks, scale=terms.scale, enable_gqa=h != k.shape[1]
     )
     assert isinstance(out, Tensor)
     return out if seen is None else out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+
+
+@functools.cache
+def _flex_kernel(compiled: bool) -> Callable[..., Any]:
+    """Compiled on a GPU; as it is on the CPU, where compiling costs half a minute."""
+    from torch.nn.attention import flex_attention as module
+
+    if compiled:
+        return torch.compile(module.flex_attention)
+    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+    return module.flex_attention
 
 
 def _by_index(seen: Tensor | None) -> Callable[..., Tensor] | None:
@@ -206,6 +226,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
     probe: Probe | None = None,
     backend: str = "sdpa",
 ) -> Tensor:
@@ -218,7 +239,13 @@ def attend(
         raise UsageError(f"attention backend {backend!r} is unknown; {nearest(backend, BACKENDS)}")
     if q.shape[2] % k.shape[2]:
         raise UsageError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads evenly")
-    terms = Terms(1 / math.sqrt(q.shape[-1]) if scale is None else scale, bias, score, softcap)
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        raise UsageError(
+            f"mask is {mask.dtype}; give bool, True = may be seen, and numbers as bias="
+        )
+    terms = Terms(
+        1 / math.sqrt(q.shape[-1]) if scale is None else scale, bias, score, softcap, dropout
+    )
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if sinks is not None:
         k, v, mask, terms = _with_sink(q, k, v, mask, terms, sinks)
@@ -240,7 +267,7 @@ def _with_sink(
         F.pad(k, (0, 0, 1, 0)),
         F.pad(v, (0, 0, 1, 0)),
         F.pad(seen, (1, 0), value=True),
-        replace(terms, bias=torch.cat([column, bias], -1)),
+        replace(terms, bias=torch.cat([column, bias], -1), sinks=1),
     )
 
 

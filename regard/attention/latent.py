@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class MLA:
     bias: bool = False  # on the down-projections
     out_bias: bool = False
     window: int | None = None
+    dropout: float = 0.0  # of attention weights, in training
     kind: str = "mla"
 
     def __post_init__(self) -> None:
@@ -122,6 +124,10 @@ class LatentAttention(nn.Module):
             return {"latent": latent}
         return {"latent": latent, "k_rope": ctx.turn(rope[:, :, None], self.config.rope)[:, :, 0]}
 
+    def terms(self, ctx: Context) -> dict[str, Any]:
+        drop = self.config.dropout if self.training else 0.0
+        return {"scale": self.scale, "dropout": drop, "probe": ctx.watch(), "backend": ctx.backend}
+
     def expanded(
         self,
         q: Tensor,
@@ -134,9 +140,7 @@ class LatentAttention(nn.Module):
         k, v = self.w_ukv(kept["latent"]).unflatten(-1, (self.h, -1)).split([self.d, self.e], -1)
         if self.r:
             k = torch.cat([k, kept["k_rope"][:, :, None].expand(-1, -1, self.h, -1)], -1)
-        return attend(
-            q, k, v, mask, bias=bias, scale=self.scale, probe=ctx.watch(), backend=ctx.backend
-        )
+        return attend(q, k, v, mask, bias=bias, **self.terms(ctx))
 
     def absorbed(
         self,
@@ -153,9 +157,7 @@ class LatentAttention(nn.Module):
         q = torch.cat([torch.einsum("bthd,hdc->bthc", nope, w_uk), rope], -1)
         latent = kept["latent"][:, :, None]  # b s 1 c
         k = torch.cat([latent, kept["k_rope"][:, :, None]], -1) if self.r else latent
-        o = attend(
-            q, k, latent, mask, bias=bias, scale=self.scale, probe=ctx.watch(), backend=ctx.backend
-        )
+        o = attend(q, k, latent, mask, bias=bias, **self.terms(ctx))
         return torch.einsum("bthc,hec->bthe", o, w_uv)
 
     # [/docs]

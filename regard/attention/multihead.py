@@ -32,6 +32,7 @@ class GQA:
     out_bias: bool = False
     qk_norm: float | None = None  # eps of an RMS norm on each query and key head
     window: int | None = None
+    dropout: float = 0.0  # of attention weights, in training
     scale: float | None = None  # default: 1 / sqrt(head_dim)
     softcap: float | None = None
     sinks: bool = False
@@ -124,6 +125,7 @@ class GroupedQueryAttention(nn.Module):
             scale=self.scale,
             softcap=self.config.softcap,
             sinks=self.sinks,
+            dropout=self.config.dropout if self.training else 0.0,
             probe=ctx.watch(),
             backend=ctx.backend,
         )  # b t h e

@@ -95,7 +95,7 @@ class Indexer(nn.Module):
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
         """I (b t s) of queries (b t H D) against every key (b s D); x gives the head weights."""
         dots = fp8_dots(q, k) if self.config.precision == "fp8" else dots_exact(q, k)
-        return index_scores(dots * self.d**-0.5, self.ww(x).float() * self.h**-0.5)
+        return index_scores(dots * self.d**-0.5, self.ww(x).to(dots.dtype) * self.h**-0.5)
 
 
 def index_scores(dots: Tensor, w: Tensor) -> Tensor:
@@ -104,7 +104,11 @@ def index_scores(dots: Tensor, w: Tensor) -> Tensor:
 
 
 def dots_exact(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bthd,bsd->bths", q.float(), k.float())
+    return torch.einsum("bthd,bsd->bths", _wide(q), _wide(k))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def fp8_dots(q: Tensor, k: Tensor) -> Tensor:
@@ -218,7 +222,7 @@ class SparseAttention(nn.Module):
                 chosen = self.choice(scores.masked_fill(~seen, -torch.inf), k, order)  # b n k
             some = None if bias is None else bias[:, :, rows].expand(b, -1, -1, -1)
             part = self.gathered(
-                q[:, rows], kept, chosen, seen, some, self._watch(ctx, rows, chosen, s)
+                q[:, rows], kept, chosen, seen, some, self._watch(ctx, rows, chosen, (t, s))
             )
             out.append(part)
         return torch.cat(out, 1)
@@ -257,18 +261,18 @@ class SparseAttention(nn.Module):
 
     # [/docs]
 
-    def _watch(self, ctx: Context, rows: slice, chosen: Tensor, s: int) -> Context:
+    def _watch(self, ctx: Context, rows: slice, chosen: Tensor, size: tuple[int, int]) -> Context:
         """A context whose probe sees full rows again: weights of chosen keys at their places, zeros elsewhere."""
         probe = ctx.watch()
-        return ctx if probe is None else replace(ctx, probe=_Spread(probe.put, rows, chosen, s))
+        return ctx if probe is None else replace(ctx, probe=_Spread(probe.put, rows, chosen, size))
 
 
 @dataclass
 class _Spread:
-    put: Callable[[Tensor, slice], None]
+    put: Callable[[Tensor, slice, int], None]
     rows: slice
     chosen: Tensor
-    size: int
+    size: tuple[int, int]  # t, s
 
     def at(self, site: str) -> _Spread:
         return self
@@ -278,5 +282,6 @@ class _Spread:
         a = (
             weights(q, k, mask, terms)[..., -picked:].view(b, n, -1, picked).transpose(1, 2)
         )  # b h n k
-        full = a.new_zeros(*a.shape[:3], self.size)
-        self.put(full.scatter(-1, self.chosen[:, None].expand_as(a), a), self.rows)
+        full = a.new_zeros(*a.shape[:3], self.size[1])
+        full = full.scatter(-1, self.chosen[:, None].expand_as(a), a)
+        self.put(full, self.rows, self.size[0])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from regard.cache import LAYOUTS, Cache, CacheSpec
 from regard.config import UsageError, nearest
 from regard.mask import Span
+from regard.models.summary import table, weight_flops
 
 
 class Model(nn.Module):
@@ -26,6 +27,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.origin: Any = None
+        self.family = ""  # Hugging Face's name for what it was built as, if it has one
 
     def save(self, path: str | Path) -> Path:
         """Write a folder that `regard.load`, and transformers where it knows the family, can read."""
@@ -59,13 +61,19 @@ class Model(nn.Module):
         )
 
     def flops_per_token(self, context: int) -> int:
-        """Multiply-adds count two. Weights once a token (chosen experts only), scores and values over `context` keys."""
+        """Multiply-adds count two: every weight once a token, and scores and values over `context` keys."""
         raise NotImplementedError
+
+    @staticmethod
+    def head_flops(head: nn.Module | None, embedding: nn.Module) -> int:
+        """A tied head multiplies by the embedding; any other by its own weights."""
+        if head is None:
+            return 0
+        tied = getattr(head.config, "tied", False)  # type: ignore[union-attr]
+        return weight_flops(head) + (2 * embedding.weight.numel() if tied else 0)  # type: ignore[operator, union-attr]
 
     def summary(self, context: int | None = None) -> str:
         """Layers, parameters, cache bytes per token and FLOPs per token, as a table."""
-        from regard.models.summary import table
-
         return table(self, context)
 
 

@@ -6,7 +6,7 @@ other (`EncoderDecoder`). What differs between families is in the config.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from regard.config import UsageError
 from regard.layers import LM, MLM, Answer, Classify, Norm, Tag, make_head
 from regard.mask import Full, Mask, Span
 from regard.models.base import Model, check_ids, positions
+from regard.models.summary import pair_flops, weight_flops
 from regard.models.vision import PatchEmbedding, Patches
 from regard.position import Learned, PositionVectors, Sinusoidal
 
@@ -161,6 +162,10 @@ class Transformer(Model):
     def windows(self) -> list[int | None]:
         return [a.window for a in self.config.tower.each("attention")]
 
+    def flops_per_token(self, context: int) -> int:
+        head = self.head_flops(self.head, self.embedding)
+        return weight_flops(self.tower) + pair_flops(self.tower, context) + head
+
 
 # --- two towers ---------------------------------------------------------------------------------------------------
 
@@ -250,19 +255,15 @@ class EncoderDecoder(Model):
     ) -> Tensor:
         """Target ids (b t) and source (b s) -> logits (b t V). With a cache the source is needed on the first call only:
         its keys and values are kept, frozen, in `cache.cross`."""
-        memory, memory_pos, cross = self._memory(ids, source, source_lengths, cache, probe, backend)
         c = self.config
         check_ids(ids, c.target.vocab)
+        kept = cache is not None and cache.cross is not None
+        memory, memory_pos = self._memory(ids, source, source_lengths, kept, probe, backend)
         pos = positions(ids, lengths, c.max_len, cache)
+        cross = self._cross(cache, memory, memory_pos)
         ctx = Context(pos, mask or c.decoder.mask, probe=probe, backend=backend, site="decoder.")
-        there = Context(
-            pos,
-            Full(),
-            memory=memory,
-            memory_pos=memory_pos,
-            probe=probe,
-            backend=backend,
-            site="decoder.",
+        there = replace(
+            ctx, mask=Full(), memory=memory, memory_pos=cross.span if cross else memory_pos, memo={}
         )
         h = self.decoder(self.target(ids, pos), ctx, there, (cache, cross))
         if cross is not None:
@@ -274,36 +275,42 @@ class EncoderDecoder(Model):
         ids: Tensor,
         source: Tensor | None,
         source_lengths: Tensor | list[int] | None,
-        cache: Cache | None,
+        kept: bool,
         probe: Any,
         backend: str,
-    ) -> tuple[Tensor | None, Span, Cache | None]:
-        if cache is not None and cache.cross is not None:
+    ) -> tuple[Tensor | None, Span | None]:
+        """The encoded source, or nothing where a cache keeps its keys and values."""
+        if kept:
             if source is not None:
                 raise UsageError(
                     "this cache already holds a source; leave `source` out, or make a new cache"
                 )
-            return None, cache.cross.span, cache.cross
+            return None, None
         if source is None:
             raise UsageError("an encoder-decoder needs its source: model(ids, source=source_ids)")
         if len(source) != len(ids):
             raise UsageError(f"source has {len(source)} rows, ids {len(ids)}; they must agree")
-        memory, pos = self.encode(source, source_lengths, probe=probe, backend=backend)
-        if cache is None:
-            return memory, pos, None
-        size = memory.shape[1]
-        cache.cross = Contiguous(
-            self.decoder.cross_specs(),
-            len(ids),
-            capacity=size,
-            device=memory.device,
-            dtype=memory.dtype,
+        return self.encode(source, source_lengths, probe=probe, backend=backend)
+
+    def _cross(self, cache: Cache | None, memory: Tensor | None, pos: Span | None) -> Cache | None:
+        """The cache of cross-attention: made for a new memory, ready to be written once."""
+        if cache is None or memory is None or pos is None:
+            return cache and cache.cross
+        b, size = memory.shape[:2]
+        cross = Contiguous(
+            self.decoder.cross_specs(), b, capacity=size, device=memory.device, dtype=memory.dtype
         )
-        cache.cross.begin(size, None if pos.start == 0 else (pos.index >= 0).sum(-1))
-        return memory, cache.cross.span, cache.cross
+        cross.begin(size, None if pos.start == 0 else (pos.index >= 0).sum(-1))
+        cache.cross = cross
+        return cross
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.decoder.cache_specs()
 
     def windows(self) -> list[int | None]:
         return [a.window for a in self.config.decoder.each("attention")]
+
+    def flops_per_token(self, context: int) -> int:
+        """Of a target token over `context` target and `context` source keys; encoding is paid once a source token."""
+        head = self.head_flops(self.head, self.target)
+        return weight_flops(self.decoder) + pair_flops(self.decoder, context) + head

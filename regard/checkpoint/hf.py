@@ -1,0 +1,388 @@
+"""Hugging Face folders in and out: the tables of hf_tables.py run forwards (load) and backwards (save).
+
+A model that no family can express is saved to the same folder layout with `model_type: "regard"`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from regard.checkpoint.hf_tables import FAMILIES, INERT
+from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
+from regard.checkpoint.store import (
+    SHARD_BYTES,
+    Weights,
+    read_json,
+    replacing,
+    write_json,
+    write_weights,
+)
+from regard.config import UsageError, from_dict, nearest, to_dict
+from regard.models import CONFIGS, Model
+
+NATIVE = "regard"
+CARRIED_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
+vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm generation_config.json
+preprocessor_config.json processor_config.json chat_template.jinja chat_template.json""".split()
+
+
+class Source(Protocol):
+    """Where tensors come from: a folder, or a module in memory."""
+
+    def __iter__(self) -> Any: ...
+    def __contains__(self, name: object) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass
+class Origin:
+    """What a folder said beyond what the model computes with."""
+
+    family: str
+    architecture: str = ""
+    config: Data = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def load(
+    path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> Model:
+    """A model from a Hugging Face folder (or one that `model.save` wrote), in evaluation mode. The weights keep the
+    type they are stored in unless `dtype` says otherwise."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder} is no folder; give the path of a model folder (with config.json and weights)"
+        )
+    theirs = read_json(folder / "config.json")
+    if "auto_map" in theirs:
+        raise UsageError(
+            f"{folder / 'config.json'} has auto_map: it asks to run code that comes with the model. Regard never does; "
+            f"if the model is of a known type, delete that key. Known: {', '.join(FAMILIES)}"
+        )
+    weights = Weights(folder)
+    model = read(theirs, weights, device, dtype)
+    for name in CARRIED_FILES:
+        if (folder / name).is_file():
+            model.origin.files[name] = (folder / name).read_bytes()
+    return model
+
+
+def from_hf(module: nn.Module) -> Model:
+    """The same from a transformers model in memory."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        raise UsageError(
+            "from_hf needs transformers >= 5; or save the model and use regard.load(folder)"
+        ) from None
+    theirs = json.loads(module.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
+    theirs["architectures"] = [type(module).__name__]
+    tensors = revert_weight_conversion(module, module.state_dict())
+    model = read(theirs, _Memory(tensors), None, None)
+    if getattr(module, "generation_config", None) is not None:
+        text = module.generation_config.to_json_string()  # type: ignore[union-attr, operator]
+        model.origin.files["generation_config.json"] = text.encode()
+    return model
+
+
+class _Memory:
+    """Tensors of a state dict as a source; copies, so that the two models do not share weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors = tensors
+
+    def __iter__(self) -> Any:
+        return iter(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name].detach().clone()
+
+
+def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
+    """Their config and tensors -> our model."""
+    kind = theirs.get("model_type")
+    if kind == NATIVE:
+        config = read_native(theirs)
+        model, family = _empty(config), None
+        model.origin = Origin(NATIVE)
+    else:
+        if kind not in FAMILIES:
+            what = (
+                "has no model_type"
+                if kind is None
+                else f"has model_type {kind!r}, which is not known"
+            )
+            raise UsageError(f"config.json {what}; known: {', '.join([*FAMILIES, NATIVE])}")
+        family = FAMILIES[kind]
+        architecture = _architecture(theirs, family)
+        source = _with_base(source, family)
+        config, skip = _settle(read_config(theirs, family, architecture), family, source)
+        model = _empty(config)
+        model.origin = Origin(kind, architecture, theirs)
+    steps = plan(model, family)
+    left = _check(steps, source, family, model)
+    if family is not None:
+        left = [name for name in left if name not in skip]
+        model.origin.tensors = _carry(left, source, family, model)
+    elif left:
+        raise UsageError(f"tensor {left[0]} is in the folder, but the model has none of that name")
+    _fill(model, steps, source, device, dtype)
+    return model.eval()
+
+
+def read_native(theirs: Data) -> Any:
+    data = theirs.get("config")
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind not in CONFIGS:
+        raise UsageError(f"config.json: config.kind is {kind!r}; known: {', '.join(CONFIGS)}")
+    return from_dict(CONFIGS[kind], data)  # type: ignore[arg-type]
+
+
+def read_config(theirs: Data, family: Family, architecture: str) -> Any:
+    """Their keys -> our config. Every key is used, known to decide nothing, or an error."""
+    known = {name for r in family.config for name in r.names} | INERT
+    for key in theirs:
+        if key not in known:
+            raise UsageError(
+                f"config.json: {key!r} is not a key of {family.name} that Regard knows; {nearest(key, known)}"
+            )
+    ours = to_dict(family.blank)
+    ours["head"] = to_dict(family.heads[architecture])
+    for r in family.config:
+        r.read(theirs, ours)
+    return from_dict(type(family.blank), ours)
+
+
+def _architecture(theirs: Data, family: Family) -> str:
+    named = theirs.get("architectures") or [next(iter(family.heads))]
+    if named[0] not in family.heads:
+        raise UsageError(
+            f"config.json: architecture {named[0]!r}; of {family.name}, known: {', '.join(family.heads)}"
+        )
+    return named[0]
+
+
+def _with_base(source: Source, family: Family) -> Source:
+    """Bodies saved alone leave out the first part of their names (`h.0...` for `transformer.h.0...`)."""
+    if not family.base or any(name.startswith(family.base) for name in source):
+        return source
+    heads = {r.theirs[0].split(".")[0] for rules in family.head_tensors.values() for r in rules}
+    return _Renamed(
+        source, {(n if n.split(".")[0] in heads else family.base + n): n for n in source}
+    )
+
+
+class _Renamed:
+    def __init__(self, source: Source, names: dict[str, str]):
+        self.source, self.names = source, names
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(self.names[name])
+
+    def read(self, name: str) -> Tensor:
+        return self.source.read(self.names[name])
+
+
+def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
+    """What only the tensors tell: whether a bare body has a pooler, whether what could be tied is. Returns the config
+    and the tensors that merely repeat another."""
+    ours, skip = to_dict(config), set()
+    if family.pooler and ours["head"] is None and family.pooler in source:
+        put(ours, "pooler", "tanh")
+    for name, twins, switch in family.twins:
+        if name not in source:
+            continue
+        twin = next((t for t in twins if t in source), None)
+        if switch and get(ours, switch) is False:
+            continue
+        same = twin is not None and source.shape(name) == source.shape(twin)
+        if same and torch.equal(source.read(name), source.read(twin)):  # type: ignore[arg-type]
+            skip.add(name)
+        elif switch:
+            put(ours, switch, False)
+    return from_dict(type(config), ours), skip
+
+
+def _empty(config: Any) -> Model:
+    with torch.device("meta"):
+        return config.make()
+
+
+def plan(model: Model, family: Family | None) -> list[Step]:
+    """Which tensors of theirs are which of ours, for this model."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    if family is None:
+        return [Step([name], [name], [shape], SAME) for name, shape in shapes.items()]
+    head = () if model.config.head is None else family.head_tensors[model.config.head.kind]
+    steps = [step for r in (*family.tensors, *head) for step in r.steps(shapes)]
+    covered = [name for step in steps for name in step.ours]
+    assert sorted(covered) == sorted(shapes), set(covered) ^ set(shapes)
+    return steps
+
+
+def _check(steps: list[Step], source: Source, family: Family | None, model: Model) -> list[str]:
+    """Every tensor is there and has its shape; returns those that no rule names."""
+    wanted = {
+        name: shape
+        for step in steps
+        for name, shape in zip(step.theirs, step.their_shapes(), strict=True)
+    }
+    left = [name for name in source if name not in wanted]
+    for name, shape in wanted.items():
+        if name not in source:
+            raise UsageError(
+                f"tensor {name} is missing from the weights; {nearest(name, left) if left else 'none is left over'}"
+            )
+        if source.shape(name) != shape:
+            raise UsageError(
+                f"tensor {name} has shape {source.shape(name)}, the config asks for {shape}"
+            )
+    return left
+
+
+def _carry(left: Iterable[str], source: Source, family: Family, model: Model) -> dict[str, Tensor]:
+    layers = getattr(getattr(model.config, "tower", None), "layers", 0)
+    carried = {}
+    for name in left:
+        if any(re.fullmatch(p, name) for p in family.derived):
+            continue
+        if not any(re.fullmatch(p.replace("{layers}", str(layers)), name) for p in family.carried):
+            names = [n for step in plan(model, family) for n in step.theirs]
+            raise UsageError(
+                f"tensor {name} has no place in a {model.origin.architecture}; {nearest(name, names)}"
+            )
+        carried[name] = source.read(name)
+    return carried
+
+
+def _fill(
+    model: Model, steps: list[Step], source: Source, device: Any, dtype: torch.dtype | None
+) -> None:
+    """Read tensor by tensor into the empty model: at no time is more than one tensor held twice."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                owners.setdefault(id(p), []).append((module, name))
+    for step in steps:
+        theirs = [source.read(name) for name in step.theirs]
+        for name, tensor in zip(step.ours, step.op.load(theirs, step.shapes), strict=True):
+            old = model.get_parameter(name)
+            kept = tensor.to(
+                device=device, dtype=dtype if tensor.is_floating_point() else None
+            ).contiguous()
+            if len(step.ours) > 1 and kept.untyped_storage().nbytes() > kept.nbytes:
+                kept = kept.clone()  # a slice would keep the whole tensor alive
+            new = nn.Parameter(kept, requires_grad=old.requires_grad and kept.is_floating_point())
+            for module, attribute in owners[id(old)]:
+                setattr(module, attribute, new)
+
+
+# --- saving -------------------------------------------------------------------------------------------------------
+
+
+def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
+    path = Path(path)
+    origin = model.origin or Origin(model.family)
+    family, theirs = _express(model, origin)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    theirs = {**theirs, "dtype": dtype}
+    theirs.pop("torch_dtype", None)
+    tensors: dict[str, Tensor] = {}
+    for step in plan(model, family):
+        ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
+        for name, tensor in zip(step.theirs, step.op.save(ours, len(step.theirs)), strict=True):
+            tensors[name] = tensor.contiguous()
+    if family is not None and family.heads[theirs["architectures"][0]] is None:
+        tensors = {name.removeprefix(family.base): tensor for name, tensor in tensors.items()}
+    if family is not None and family.name == origin.family:
+        tensors.update(origin.tensors)
+    with replacing(path) as folder:
+        write_json(folder / "config.json", theirs)
+        write_weights(folder, tensors, shard_bytes)
+        for name, content in origin.files.items():
+            (folder / name).write_bytes(content)
+    return path
+
+
+def _express(model: Model, origin: Origin) -> tuple[Family | None, Data]:
+    """The family whose words can say this config exactly (its own first), or none."""
+    for name in dict.fromkeys([origin.family, *FAMILIES]):
+        family = FAMILIES.get(name)
+        if family is None or type(family.blank) is not type(model.config):
+            continue
+        known = origin.config if name == origin.family else {}
+        for architecture, head in family.heads.items():
+            if _kind(head) != _kind(model.config.head):
+                continue
+            if origin.architecture in family.heads and architecture != origin.architecture:
+                continue
+            theirs = {**known, "model_type": name, "architectures": [architecture]}
+            if _says(family, architecture, model.config, theirs):
+                return family, theirs
+    data = to_dict(model.config)
+    return None, {"model_type": NATIVE, "architectures": [type(model).__name__], "config": data}
+
+
+def _says(family: Family, architecture: str, config: Any, theirs: Data) -> bool:
+    """Write `config` into `theirs` by the family's rules; whether reading it gives the same config again."""
+    ours = resolved(to_dict(config))
+    try:
+        for r in reversed(family.config):
+            r.write(ours, theirs)
+        back = to_dict(read_config(theirs, family, architecture))
+    except (UsageError, KeyError, TypeError, IndexError, AttributeError, StopIteration):
+        return False
+    if "pooler" in back and family.pooler and config.head is None:
+        back["pooler"] = config.pooler
+    for _, _, switch in family.twins:
+        if switch and get(back, switch) is True:  # the stored tensors themselves tell
+            put(back, switch, get(to_dict(config), switch))
+    return resolved(back) == resolved(to_dict(config))
+
+
+def _kind(head: Any) -> str | None:
+    return None if head is None else head.kind
+
+
+def resolved(data: Any, dim: int | None = None) -> Any:
+    """Plain config data with the defaults that depend on other settings written out."""
+    if isinstance(data, list):
+        return [resolved(item, dim) for item in data]
+    if not isinstance(data, dict):
+        return data
+    dim = data.get("dim", dim)
+    out = {name: resolved(value, dim) for name, value in data.items()}
+    if out.get("kind") in ("gqa", "mla") and dim:
+        out["head_dim"] = out["head_dim"] or dim // out["heads"]
+        out["value_dim"] = out["value_dim"] or out["head_dim"]
+        if "kv_heads" in out:
+            out["kv_heads"] = out["kv_heads"] or out["heads"]
+    return out

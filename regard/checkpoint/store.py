@@ -1,0 +1,242 @@
+"""Folders and safetensors files: read tensor by tensor into private memory, write whole or not at all.
+
+Nothing here runs code from a file: safetensors and JSON only. A file is read with plain reads, not mapped, so that it may
+change or vanish afterwards and loading needs no more memory than the weights themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from regard.config import UsageError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or a sentence that says why not."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path} does not exist; a model folder holds config.json and {WEIGHTS}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} must hold a JSON object, it holds a {type(data).__name__}")
+    return data
+
+
+class Weights:
+    """The tensors of a folder: names, shapes and dtypes at once, contents on request."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.headers: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+        for path in _files(folder):
+            start, header = _header(path)
+            for name, entry in header.items():
+                if name in self.headers:
+                    raise UsageError(
+                        f"{path} repeats the tensor {name} of {self.headers[name][0].name}"
+                    )
+                self.headers[name] = (path, start, entry)
+        self._check_index()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.headers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.headers[name][2]["shape"])
+
+    def read(self, name: str) -> Tensor:
+        path, start, entry = self.headers[name]
+        begin, end = entry["data_offsets"]
+        raw = torch.empty(end - begin, dtype=torch.uint8)
+        with path.open("rb") as file:
+            file.seek(start + begin)
+            if end > begin and file.readinto(memoryview(raw.numpy())) != end - begin:
+                raise UsageError(f"{path} ended while {name} was read; copy the file again")
+        return raw.view(DTYPES[entry["dtype"]]).view(entry["shape"])
+
+    def _check_index(self) -> None:
+        index = self.folder / INDEX
+        if not index.exists():
+            return
+        wanted = read_json(index)["weight_map"]
+        lost = [name for name in wanted if name not in self]
+        if lost:
+            raise UsageError(
+                f"{index} promises {lost[0]} in {wanted[lost[0]]}, but it is not there"
+            )
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the index's shards, or the one file."""
+    index = folder / INDEX
+    if not index.exists():
+        if (folder / WEIGHTS).is_file():
+            return [folder / WEIGHTS]
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
+        if pickled:
+            raise UsageError(
+                f"{folder} holds only pickled weights ({pickled[0]}), which can run code when they are read. "
+                f"Convert them once where you trust them: with transformers, "
+                f"AutoModel.from_pretrained(...).save_pretrained('{folder.name}-safe') writes {WEIGHTS}"
+            )
+        raise UsageError(f"{folder} holds no {WEIGHTS}; is it a model folder?")
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
+        raise UsageError(f"{index} has no weight_map of tensor names to file names")
+    names = sorted(set(shards.values()))
+    for name in names:
+        if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
+            raise UsageError(f"{index} names {name!r}, which is outside its folder; refused")
+        if not (folder / name).is_file():
+            raise UsageError(f"{index} names {name}, which is missing from {folder}")
+    return [folder / name for name in names]
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data starts and what the file holds; the library checks lengths, offsets and overlaps."""
+    try:
+        with safetensors.safe_open(path, "pt"):
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (safetensors.SafetensorError, ValueError, OSError) as error:
+        raise UsageError(
+            f"{path} is not a whole safetensors file ({error}); copy or download it again"
+        ) from None
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise UsageError(f"{path}: {name} has the type {entry['dtype']}; known: {known}")
+    return 8 + size, header
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
+    """One file, or shards with an index when it would pass `shard_bytes`."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
+        return
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    total = sum(t.nbytes for t in tensors.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of `target` when the block ends well; if it fails, `target` is as it was.
+    Files of an older checkpoint that are not written anew are kept, its weights are not."""
+    target = target.absolute()
+    if target.exists() and (
+        not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())
+    ):
+        raise UsageError(
+            f"{target} exists and is no model folder; choose another path, or empty it first"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(f".{target.name}.new-{os.getpid()}")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}") from None
+    try:
+        yield new
+        _sync(new)
+        if target.exists():
+            _keep_rest(target, new)
+        _swap(target, new)
+    except (OSError, safetensors.SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot write {target}: {why}; it is as it was") from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _keep_rest(old: Path, new: Path) -> None:
+    for entry in old.iterdir():
+        stale = entry.name == INDEX or (
+            entry.name.startswith("model") and entry.suffix == ".safetensors"
+        )
+        if stale or (new / entry.name).exists():
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, new / entry.name, symlinks=True)
+        else:
+            shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+
+
+def _swap(target: Path, new: Path) -> None:
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    if target.exists():
+        target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

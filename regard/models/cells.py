@@ -1,0 +1,276 @@
+"""The parts of recurrent models: Elman, GRU and LSTM cells, Luong's and Bahdanau's attention, their decoders.
+
+The cells' equations are the specification; torch's fused layers run the same weights and are tested equal to them.
+A state has a fixed size, (h,) or (h, c), and padding never moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from regard.attention.core import Context, Probe, attend
+from regard.attention.scores import make_score
+from regard.cache import Cache, CacheSpec
+from regard.mask import Visible
+
+State = tuple[Tensor, ...]  # (h,) or (h, c): (b m) of one cell, (layers b m) of a stack
+
+
+def elman(x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
+    """h' = tanh(W x + b + U h + d) (Elman 1990)."""
+    (h,) = state
+    return (torch.tanh(F.linear(x, w, b) + F.linear(h, u, d)),)
+
+
+def gru(x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
+    """r, z = sigmoid(W x + b + U h + d), n = tanh(W x + b + r (U h + d)), h' = (1 - z) n + z h (Cho et al. 2014)."""
+    (h,) = state
+    x_r, x_z, x_n = F.linear(x, w, b).chunk(3, -1)
+    h_r, h_z, h_n = F.linear(h, u, d).chunk(3, -1)
+    r, z = torch.sigmoid(x_r + h_r), torch.sigmoid(x_z + h_z)
+    n = torch.tanh(x_n + r * h_n)
+    return ((1 - z) * n + z * h,)
+
+
+def lstm(x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
+    """i, f, o = sigmoid(...), g = tanh(W x + b + U h + d),  c' = f c + i g,  h' = o tanh(c') (Gers et al. 2000)."""
+    h, c = state
+    i, f, g, o = (F.linear(x, w, b) + F.linear(h, u, d)).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell's equations, torch's layer with the same weights, and the names of what its state holds."""
+
+    step: Callable[[Tensor, State, Tensor, Tensor, Tensor, Tensor], State]
+    fast: Callable[..., nn.RNNBase]
+    state: tuple[str, ...]
+
+
+CELLS: dict[str, Cell] = {
+    "elman": Cell(elman, nn.RNN, ("h",)),
+    "gru": Cell(gru, nn.GRU, ("h",)),
+    "lstm": Cell(lstm, nn.LSTM, ("h", "c")),
+}
+
+
+class Recurrence(nn.Module):
+    """Cells on top of each other: x (b t i) -> the top's h (b t m), and the state after each row's last real token."""
+
+    def __init__(
+        self, cell: str, inputs: int, dim: int, layers: int, dropout: float, both: bool = False
+    ):
+        super().__init__()
+        self.cell, self.dim, self.layers = CELLS[cell], dim, layers
+        between = dropout if layers > 1 else 0.0
+        self.rnn = self.cell.fast(
+            inputs, dim, layers, batch_first=True, dropout=between, bidirectional=both
+        )
+
+    def start(self, x: Tensor) -> State:
+        depth = self.layers * (2 if self.rnn.bidirectional else 1)
+        return tuple(x.new_zeros(depth, len(x), self.dim) for _ in self.cell.state)
+
+    def forward(
+        self, x: Tensor, state: State, lengths: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """By torch's fused layer, in both directions if `both`; `plain` says what it computes."""
+        given = state if len(state) > 1 else state[0]
+        if lengths is None:
+            y, new = self.rnn(x, given)
+            return y, new if len(state) > 1 else (new,)
+        n = lengths.clamp(min=1).cpu()  # torch packs no empty row; `hold` undoes its one step
+        y, new = self.rnn(pack_padded_sequence(x, n, True, enforce_sorted=False), given)
+        y, _ = pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])
+        return y, hold(new if len(state) > 1 else (new,), state, lengths > 0)
+
+    def plain(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """The same written out, for one direction: layer by layer, token by token."""
+        ends = []
+        for i in range(self.layers):
+            names = (f"weight_ih_l{i}", f"weight_hh_l{i}", f"bias_ih_l{i}", f"bias_hh_l{i}")
+            w, u, b, d = (getattr(self.rnn, name) for name in names)
+            now, out = tuple(s[i] for s in state), []
+            for token in x.unbind(1):
+                now = self.cell.step(token, now, w, u, b, d)
+                out.append(now[0])
+            x = torch.stack(out, 1)
+            ends.append(now)
+        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [CacheSpec(state={n: (self.dim,) for n in self.cell.state})] * self.layers
+
+    def load(self, cache: Cache) -> State:
+        return tuple(torch.stack([s[name] for s in cache.states]) for name in self.cell.state)
+
+    def store(self, cache: Cache, state: State) -> None:
+        for i, old in enumerate(cache.states):
+            named = zip(self.cell.state, state, strict=True)
+            cache.states[i] = {name: s[i].to(old[name]) for name, s in named}
+
+
+def hold(new: State, old: State, real: Tensor) -> State:
+    """The new state where the token was real (b), the old one where it was padding."""
+    return tuple(torch.where(real[:, None], a, b) for a, b in zip(new, old, strict=True))
+
+
+# --- attention over a memory --------------------------------------------------------------------------------------
+
+
+class MemoryAttention(nn.Module):
+    """c_t = sum_s a_ts m_s,  a_t = softmax_s score(q_t, m_s).   q (b t m), memory (b s e) -> (b t e).
+
+    Cache per token: the state m_s; for the additive score W_k m_s too, so that it is computed once."""
+
+    def __init__(self, score: str, dim: int, memory_dim: int):
+        super().__init__()
+        self.score = make_score(score, dim, memory_dim, hidden=dim)
+        self.memory_dim, self.key_dim = memory_dim, memory_dim if self.score.fused else dim
+
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        keys = {} if self.score.fused else {"k": (self.key_dim,)}
+        return {"h": (self.memory_dim,), **keys}
+
+    def recall(self, x: Tensor, ctx: Context) -> tuple[dict[str, Tensor], Visible]:
+        """What can be attended to: the context's memory, what a frozen cache holds of it, or x and all before it."""
+        entries = {}
+        if ctx.memory_pos is None or ctx.memory is not None:
+            memory = entries["h"] = x if ctx.memory is None else ctx.memory
+            if not self.score.fused:
+                entries["k"] = self.score.key(memory)
+        kept, pos = ctx.keep(**entries)
+        return kept, ctx.visible(pos)
+
+    def forward(
+        self,
+        q: Tensor,
+        kept: dict[str, Tensor],
+        mask: Visible | Tensor | None = None,
+        *,
+        probe: Probe | None = None,
+        backend: str = "sdpa",
+    ) -> Tensor:
+        return attend(
+            self.score.query(q)[:, :, None],
+            kept["h" if self.score.fused else "k"][:, :, None],
+            kept["h"][:, :, None],
+            mask,
+            score=None if self.score.fused else self.score.join,
+            scale=self.score.scale,
+            probe=probe,
+            backend=backend,
+        )[:, :, 0]  # b t e
+
+
+class LuongAttention(nn.Module):
+    """Attention after the cell (Luong et al. 2015, eq. 5): the CURRENT state asks, h~_t = tanh(W [c_t; h_t]).
+
+    h (b t m) -> (b t m). Where the context carries no memory, the memory is the states so far, h_1 .. h_t."""
+
+    def __init__(self, score: str, dim: int, memory_dim: int):
+        super().__init__()
+        self.attention = MemoryAttention(score, dim, memory_dim)
+        self.combine = nn.Linear(memory_dim + dim, dim, bias=False)
+
+    def forward(self, h: Tensor, ctx: Context) -> Tensor:
+        kept, mask = self.attention.recall(h, ctx)
+        c = self.attention(h, kept, mask, probe=ctx.watch(), backend=ctx.backend)  # b t e
+        return torch.tanh(self.combine(torch.cat([c, h], -1)))
+
+
+class BahdanauStep(nn.Module):
+    """Attention before the cell (Bahdanau et al. 2015, A.2): the PREVIOUS state asks, and the previous word is fed.
+
+    c_t = sum_s softmax_s(w_v^T tanh(W_q h_{t-1} + W_k m_s)) m_s,   h_t = cell([y_{t-1}; c_t], h_{t-1})."""
+
+    def __init__(
+        self, dim: int, memory_dim: int, cell: str = "gru", layers: int = 1, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.attention = MemoryAttention("additive", dim, memory_dim)
+        self.rnn = Recurrence(cell, dim + memory_dim, dim, layers, dropout)
+
+    def forward(
+        self,
+        y: Tensor,
+        state: State,
+        kept: dict[str, Tensor],
+        mask: Tensor | None = None,
+        backend: str = "sdpa",
+    ) -> State:
+        """Embedding y (b m) of the previous word, state before -> state after. `kept`: of `attention.recall`."""
+        c = self.attention(state[0][-1][:, None], kept, mask, backend=backend)  # b 1 e
+        return self.rnn(torch.cat([y[:, None], c], -1), state)[1]
+
+
+# --- decoders: x (b t m), state -> h (b t m), state ---------------------------------------------------------------
+
+
+class LuongDecoder(nn.Module):
+    """The cells over the whole row at once, then attention, if there is any."""
+
+    def __init__(
+        self,
+        dim: int,
+        memory_dim: int,
+        score: str | None,
+        cell: str = "gru",
+        layers: int = 1,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.rnn = Recurrence(cell, dim, dim, layers, dropout)
+        self.luong = None if score is None else LuongAttention(score, dim, memory_dim)
+
+    @property
+    def attention(self) -> MemoryAttention | None:
+        return None if self.luong is None else self.luong.attention
+
+    def forward(
+        self, x: Tensor, state: State, lengths: Tensor | None, ctx: Context
+    ) -> tuple[Tensor, State]:
+        h, state = self.rnn(x, state, lengths)
+        return h if self.luong is None else self.luong(h, ctx), state
+
+
+class BahdanauDecoder(nn.Module):
+    """Bahdanau's step, word after word; the memory's keys are computed once."""
+
+    def __init__(
+        self, dim: int, memory_dim: int, cell: str = "gru", layers: int = 1, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.step = BahdanauStep(dim, memory_dim, cell, layers, dropout)
+
+    @property
+    def rnn(self) -> Recurrence:
+        return self.step.rnn
+
+    @property
+    def attention(self) -> MemoryAttention:
+        return self.step.attention
+
+    def forward(
+        self, x: Tensor, state: State, lengths: Tensor | None, ctx: Context
+    ) -> tuple[Tensor, State]:
+        kept, visible = self.attention.recall(x, ctx)
+        mask = None if visible.everything else visible.rows(slice(0, 1))  # b 1 1 s, for every word
+        asked, out = [], []
+        for i, y in enumerate(x.unbind(1)):
+            asked.append(state[0][-1])
+            new = self.step(y, state, kept, mask, ctx.backend)
+            state = new if lengths is None else hold(new, state, lengths > i)
+            out.append(state[0][-1])
+        watch = ctx.watch()
+        if watch is not None:  # all words at once, as every other layer shows them
+            self.attention(torch.stack(asked, 1), kept, visible, probe=watch)
+        return torch.stack(out, 1), state
