@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.attention import DSA, GQA, MLA, Context
 from regard.cache import CacheSpec
 from regard.config import UsageError
-from regard.layers import MLP, Norm
+from regard.layers import MLP, Norm, plus
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
 from regard.position import Alibi, RelativeBias, T5Bias
@@ -85,14 +85,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if self.post:
-            x = self.norm1(x + self.dropout(self.attention(x, ctx)))
+            x = self.norm1(plus(x, self.dropout(self.attention(x, ctx))))
             if self.cross is not None and self.norm2 is not None:
-                x = self.norm2(x + self.dropout(self.cross(x, cross)))
-            return self.norm3(x + self.dropout(self.ffn(x)))
-        x = x + self.dropout(self.attention(self.norm1(x), ctx))
+                x = self.norm2(plus(x, self.dropout(self.cross(x, cross))))
+            return self.norm3(plus(x, self.dropout(self.ffn(x))))
+        x = plus(x, self.dropout(self.attention(self.norm1(x), ctx)))
         if self.cross is not None and self.norm2 is not None:
-            x = x + self.dropout(self.cross(self.norm2(x), cross))
-        return x + self.dropout(self.ffn(self.norm3(x)))
+            x = plus(x, self.dropout(self.cross(self.norm2(x), cross)))
+        return plus(x, self.dropout(self.ffn(self.norm3(x))))
 
 
 class Stack(nn.Module):

@@ -50,6 +50,8 @@ def from_dict(cls: type[T], data: dict[str, Any], path: str = "config") -> T:
             raise UsageError(
                 f"{path}.{key} is not a setting of {cls.__name__}; {nearest(key, fields)}"
             )
+    if "kind" in data and data["kind"] != fields["kind"].default:
+        raise UsageError(f"{path}.kind is {data['kind']!r}, expected {fields['kind'].default!r}")
     missing = [
         name
         for name, f in fields.items()
@@ -78,7 +80,9 @@ def _read(hint: Any, value: Any, path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     expected = origin or hint
-    if expected is Any or (isinstance(value, expected) and not (hint is int and value is True)):
+    if expected is Any or (
+        isinstance(value, expected) and not (hint is int and isinstance(value, bool))
+    ):
         return value
     raise UsageError(f"{path} must be {getattr(hint, '__name__', hint)}, got {value!r}")
 
@@ -113,7 +117,12 @@ def change(config: T, path: str, value: Any) -> T:
             f"{type(config).__name__} has no setting {name!r}; {nearest(name, fields)}"
         )
     if rest:
-        value = change(getattr(config, name), rest, value)
+        inner = getattr(config, name)
+        if not dataclasses.is_dataclass(inner):
+            raise UsageError(
+                f"{name} is {inner!r}, which has no setting {rest!r}; set {name} itself"
+            )
+        value = change(inner, rest, value)
     else:
         hint = typing.get_type_hints(type(config))[name]
         value = _read(hint, value, f"{type(config).__name__}.{name}")

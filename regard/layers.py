@@ -26,6 +26,16 @@ class Norm:
         return RMSNorm(dim, self.eps) if self.rms else nn.LayerNorm(dim, self.eps)
 
 
+def plus(x: Tensor, y: Tensor) -> Tensor:
+    """x + y; without gradients in y's own memory, because fresh memory costs more than the sum."""
+    return x + y if torch.is_grad_enabled() else y.add_(x)
+
+
+def times(x: Tensor, y: Tensor) -> Tensor:
+    """x * y, likewise."""
+    return x * y if torch.is_grad_enabled() else y.mul_(x)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * w, the mean in float32 (Zhang and Sennrich 2019)."""
 
@@ -80,7 +90,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x)
+        h = self.act(self.up(x)) if self.gate is None else times(self.up(x), self.act(self.gate(x)))
         return self.down(self.dropout(h))
 
 

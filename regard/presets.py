@@ -107,16 +107,14 @@ def _bert(dim: int, layers: int, heads: int) -> TransformerConfig:
 def _roberta() -> TransformerConfig:
     base = _bert(768, 12, 12)
     eps = Norm(1e-5)
-    words = dataclasses.replace(
-        base.embedding, vocab=50265, position=Learned(512, 2, 1), types=1, norm=eps
-    )
+    words = Tokens(50265, Learned(512, 2, 1), types=1, norm=eps, dropout=0.1)
     tower = dataclasses.replace(base.tower, norm=eps)
     return dataclasses.replace(base, embedding=words, tower=tower, head=MLM(norm_eps=1e-5))
 
 
 def _distilbert() -> TransformerConfig:
-    base = _bert(768, 6, 12)
-    return dataclasses.replace(base, embedding=dataclasses.replace(base.embedding, types=0))
+    words = Tokens(30522, Learned(512), norm=Norm(1e-12), dropout=0.1)
+    return dataclasses.replace(_bert(768, 6, 12), embedding=words)
 
 
 def _vit(dim: int, layers: int, heads: int, extra: int = 1) -> TransformerConfig:
@@ -215,14 +213,9 @@ def _captioner() -> EncoderDecoderConfig:
     """Text that attends to image patches (features D7), from the parts of ViT and GPT-2."""
     image, text = _vit(384, 6, 6), _gpt2(384, 6, 6)
     decoder = dataclasses.replace(text.tower, cross=GQA(6, bias=True, out_bias=True))
+    words = Tokens(50257, Learned(1024))
     return EncoderDecoderConfig(
-        image.embedding,
-        image.tower,
-        text.embedding,
-        decoder,
-        LM(),
-        shared=False,
-        max_len=1024,  # type: ignore[arg-type]
+        image.embedding, image.tower, words, decoder, LM(), shared=False, max_len=1024
     )
 
 
@@ -382,6 +375,12 @@ def _children(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         c for v in data.values() for c in (v if isinstance(v, list) else [v]) if isinstance(c, dict)
     ]
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The plain names that `build` can change in this config, with their values (the first one found)."""
+    data = to_dict(config)
+    return {name: place[key] for name in _names(data) for place, key in _places(data, name)[:1]}
 
 
 def _names(data: dict[str, Any]) -> set[str]:

@@ -1,6 +1,14 @@
 """Every mechanism, one file each. ATTENTION lists those that stand in a block; a new row is tested as soon as it exists."""
 
-from regard.attention.core import BACKENDS, Context, Terms, attend, softmax, weights
+from regard.attention.core import (
+    BACKENDS,
+    Context,
+    Terms,
+    attend,
+    check_backend,
+    softmax,
+    weights,
+)
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.select import DSA
@@ -16,6 +24,7 @@ __all__ = [
     "Context",
     "Terms",
     "attend",
+    "check_backend",
     "softmax",
     "weights",
 ]

@@ -132,15 +132,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
         mask = terms.bias.to(q.dtype)
         if seen is not None:
             mask = mask.masked_fill(~seen, -torch.inf)
+    grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal,
-        dropout_p=terms.dropout,
-        scale=terms.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, mask, terms.dropout, causal, scale=terms.scale, enable_gqa=grouped
     )
     return out if some is None else out.masked_fill(~some, 0.0)
 
@@ -215,6 +209,11 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def check_backend(name: str) -> None:
+    if name not in BACKENDS:
+        raise UsageError(f"attention backend {name!r} is unknown; {nearest(name, BACKENDS)}")
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -235,14 +234,11 @@ def attend(
     `mask` is a bool tensor (b 1 t s), True = may be seen, or a rule bound to positions (`Visible`). Without `score` it is
     q.k * scale, scale = 1/sqrt(d). `bias` (b h t s) is added after scaling. `sinks` (h) are logits of a key that takes
     weight and gives nothing."""
-    if backend not in BACKENDS:
-        raise UsageError(f"attention backend {backend!r} is unknown; {nearest(backend, BACKENDS)}")
+    check_backend(backend)
     if q.shape[2] % k.shape[2]:
         raise UsageError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads evenly")
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
-        raise UsageError(
-            f"mask is {mask.dtype}; give bool, True = may be seen, and numbers as bias="
-        )
+        raise UsageError(f"mask is {mask.dtype}; give bool (True = may be seen), or use bias=")
     terms = Terms(
         1 / math.sqrt(q.shape[-1]) if scale is None else scale, bias, score, softcap, dropout
     )
@@ -256,9 +252,9 @@ def attend(
 
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms, sinks: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Terms]:
+) -> tuple[Tensor, Tensor, Tensor, Terms]:
     """A sink is one more key in front: its score is the sink's logit, its value zero, and every row sees it."""
-    b, h, t, s = *q.shape[:3], k.shape[2]
+    h, t, s = *q.shape[1:3], k.shape[2]
     seen = _tensor(visible)
     seen = torch.ones(1, 1, t, s, dtype=torch.bool, device=q.device) if seen is None else seen
     bias = q.new_zeros(1, h, t, s) if terms.bias is None else terms.bias

@@ -16,7 +16,7 @@ from regard.cache import CacheSpec
 from regard.config import UsageError
 from regard.mask import Visible
 
-WORK = 2**24  # numbers that one chunk of queries may gather; more queries are done in turn
+WORK = 2**21  # numbers that one chunk of queries may make; it should fit a processor's cache
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,17 @@ class Indexer(nn.Module):
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
         """I (b t s) of queries (b t H D) against every key (b s D); x gives the head weights."""
         dots = fp8_dots(q, k) if self.config.precision == "fp8" else dots_exact(q, k)
-        return index_scores(dots * self.d**-0.5, self.ww(x).to(dots.dtype) * self.h**-0.5)
+        return index_scores(dots, self.ww(x).to(dots.dtype) * (self.h * self.d) ** -0.5)
 
 
 def index_scores(dots: Tensor, w: Tensor) -> Tensor:
     """I_ts = sum_j w_tj ReLU(dots_tjs).   dots (b t H s), w (b t H) -> (b t s)."""
-    return torch.einsum("bth,bths->bts", w, torch.relu(dots))
+    return (w[:, :, None] @ torch.relu(dots))[:, :, 0]
 
 
 def dots_exact(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bthd,bsd->bths", _wide(q), _wide(k))
+    """q_tj . k_s: (b t H D), (b s D) -> (b t H s), in float32 at least."""
+    return (_wide(q).flatten(1, 2) @ _wide(k).transpose(1, 2)).unflatten(1, q.shape[1:3])
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -150,7 +151,10 @@ def hadamard(x: Tensor) -> Tensor:
 def choose(scores: Tensor, k: int) -> Tensor:
     """Indices (... k), ascending, of the k largest of the last axis; equal scores go to the earliest index.
     (Scores tie often: ReLU makes exact zeros. torch.topk alone would pick by buffer width.)"""
-    least = scores.topk(k).values[..., -1:]
+    values, best = scores.topk(min(k + 1, scores.shape[-1]))
+    least = values[..., k - 1 : k]
+    if not ((values[..., k:] == least) & (least > -torch.inf)).any():  # the set is unique but for hidden keys
+        return best[..., :k].sort(-1).values
     above, tied = scores > least, scores == least
     room = k - above.sum(-1, keepdim=True)
     chosen = above | (tied & (tied.cumsum(-1) <= room))

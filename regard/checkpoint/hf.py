@@ -31,7 +31,7 @@ from regard.models import CONFIGS, Model
 NATIVE = "regard"
 CARRIED_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
 vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm generation_config.json
-preprocessor_config.json processor_config.json chat_template.jinja chat_template.json""".split()
+preprocessor_config.json processor_config.json chat_template.jinja chat_template.json""".split()  # noqa: SIM905
 
 
 class Source(Protocol):
@@ -91,7 +91,7 @@ def from_hf(module: nn.Module) -> Model:
         ) from None
     theirs = json.loads(module.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
     theirs["architectures"] = [type(module).__name__]
-    tensors = revert_weight_conversion(module, module.state_dict())
+    tensors = revert_weight_conversion(module, module.state_dict())  # type: ignore[arg-type]
     model = read(theirs, _Memory(tensors), None, None)
     if getattr(module, "generation_config", None) is not None:
         text = module.generation_config.to_json_string()  # type: ignore[union-attr, operator]
@@ -126,7 +126,7 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         model, family = _empty(config), None
         model.origin = Origin(NATIVE)
     else:
-        if kind not in FAMILIES:
+        if not isinstance(kind, str) or kind not in FAMILIES:
             what = (
                 "has no model_type"
                 if kind is None
@@ -135,7 +135,7 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
             raise UsageError(f"config.json {what}; known: {', '.join([*FAMILIES, NATIVE])}")
         family = FAMILIES[kind]
         architecture = _architecture(theirs, family)
-        source = _with_base(source, family)
+        source = _modern(source, family)
         config, skip = _settle(read_config(theirs, family, architecture), family, source)
         model = _empty(config)
         model.origin = Origin(kind, architecture, theirs)
@@ -153,7 +153,7 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
 def read_native(theirs: Data) -> Any:
     data = theirs.get("config")
     kind = data.get("kind") if isinstance(data, dict) else None
-    if kind not in CONFIGS:
+    if not isinstance(kind, str) or kind not in CONFIGS:
         raise UsageError(f"config.json: config.kind is {kind!r}; known: {', '.join(CONFIGS)}")
     return from_dict(CONFIGS[kind], data)  # type: ignore[arg-type]
 
@@ -169,27 +169,34 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
     ours = to_dict(family.blank)
     ours["head"] = to_dict(family.heads[architecture])
     for r in family.config:
-        r.read(theirs, ours)
+        try:
+            r.read(theirs, ours)
+        except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+            said = {name: theirs[name] for name in r.names if name in theirs}
+            raise UsageError(f"config.json: {said} cannot be read ({error!r})") from None
     return from_dict(type(family.blank), ours)
 
 
 def _architecture(theirs: Data, family: Family) -> str:
     named = theirs.get("architectures") or [next(iter(family.heads))]
-    if named[0] not in family.heads:
+    name = named[0] if isinstance(named, list) else named
+    if not isinstance(name, str) or name not in family.heads:
         raise UsageError(
-            f"config.json: architecture {named[0]!r}; of {family.name}, known: {', '.join(family.heads)}"
+            f"config.json: architecture {name!r}; of {family.name}, known: {', '.join(family.heads)}"
         )
-    return named[0]
+    return name
 
 
-def _with_base(source: Source, family: Family) -> Source:
-    """Bodies saved alone leave out the first part of their names (`h.0...` for `transformer.h.0...`)."""
-    if not family.base or any(name.startswith(family.base) for name in source):
-        return source
-    heads = {r.theirs[0].split(".")[0] for rules in family.head_tensors.values() for r in rules}
-    return _Renamed(
-        source, {(n if n.split(".")[0] in heads else family.base + n): n for n in source}
-    )
+def _modern(source: Source, family: Family) -> Source:
+    """Today's names for those of older folders: bodies saved alone leave out the first part (`h.0...` for
+    `transformer.h.0...`), and BERT's norms say gamma and beta."""
+    names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
+    names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
+    if family.base and not any(n.startswith(family.base) for n in names):
+        heads = {r.theirs[0].split(".")[0] for rules in family.head_tensors.values() for r in rules}
+        bare = {n for n in names if n.split(".")[0] not in heads}
+        names = {n: family.base + new if n in bare else new for n, new in names.items()}
+    return _Renamed(source, {new: n for n, new in names.items()})
 
 
 class _Renamed:
@@ -230,8 +237,11 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
 
 
 def _empty(config: Any) -> Model:
-    with torch.device("meta"):
-        return config.make()
+    try:
+        with torch.device("meta"):
+            return config.make()
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise UsageError(f"config.json: no model has these sizes ({error})") from None
 
 
 def plan(model: Model, family: Family | None) -> list[Step]:

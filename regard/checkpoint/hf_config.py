@@ -47,8 +47,16 @@ _SCALING: dict[
 
 
 def _read_rope(theirs: Data, ours: Data) -> None:
+    base, scaling = _rope_of(theirs)
+    rope = get(ours, _rope_path(ours))
+    if isinstance(rope, dict):
+        rope.update(base=base or rope["base"], scaling=scaling)
+
+
+def _rope_of(theirs: Data) -> tuple[float | None, Data | None]:
+    """Their base, if they say one, and the scaling in our words."""
     given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
-    base = given.pop("rope_theta", None) or theirs.get("rope_theta") or 10000.0
+    base = given.pop("rope_theta", None) or theirs.get("rope_theta")
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
@@ -81,14 +89,12 @@ def _read_rope(theirs: Data, ours: Data) -> None:
         raise UsageError(
             f"config.json: rope_parameters.{next(iter(given))} is not known for {kind} RoPE"
         )
-    rope = get(ours, _rope_path(ours))
-    if isinstance(rope, dict):
-        rope.update(base=float(base), scaling=scaling)
+    return base and float(base), scaling
 
 
 def _write_rope(ours: Data, theirs: Data) -> None:
     rope = get(ours, _rope_path(ours))
-    if not isinstance(rope, dict):
+    if not isinstance(rope, dict) or _rope_of(theirs) == (rope["base"], rope["scaling"]):
         return
     scaling = rope["scaling"] or {"kind": "default"}
     kind = scaling["kind"]
@@ -252,6 +258,12 @@ ROBERTA_POSITIONS = Custom(
 
 
 def _read_t5_ffn(theirs: Data, ours: Data) -> None:
+    activation, gated = _t5_ffn_of(theirs)
+    for tower in ("encoder", "decoder"):
+        ours[tower]["ffn"].update(activation=activation, gated=gated)
+
+
+def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
     word = theirs.get("feed_forward_proj") or "relu"
     name = word.removeprefix("gated-")
     name = "gelu_new" if word == "gated-gelu" else name
@@ -259,12 +271,13 @@ def _read_t5_ffn(theirs: Data, ours: Data) -> None:
         raise UsageError(
             f"config.json: feed_forward_proj is {word!r}; known: relu, gated-gelu, gated-silu, ..."
         )
-    for tower in ("encoder", "decoder"):
-        ours[tower]["ffn"].update(activation=ACTIVATIONS[name], gated=word.startswith("gated-"))
+    return ACTIVATIONS[name], word.startswith("gated-")
 
 
 def _write_t5_ffn(ours: Data, theirs: Data) -> None:
     ffn = ours["encoder"]["ffn"]
+    if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (ffn["activation"], ffn["gated"]):
+        return
     name = next(k for k, v in ACTIVATIONS.items() if v == ffn["activation"])
     if not ffn["gated"]:
         theirs["feed_forward_proj"] = name
@@ -279,14 +292,32 @@ T5_FFN = Custom(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_
 
 def _read_t5_scale(theirs: Data, ours: Data) -> None:
     """v1.0 multiplies the decoder's output by dim^-0.5; v1.1 is told by tie_word_embeddings false in older folders."""
+    put(ours, "head.scaled", _t5_scale_of(theirs))
+
+
+def _t5_scale_of(theirs: Data) -> bool:
     scaled = theirs.get("scale_decoder_outputs")
-    scaled = theirs.get("tie_word_embeddings") is not False if scaled is None else scaled
-    put(ours, "head.scaled", scaled)
+    return theirs.get("tie_word_embeddings") is not False if scaled is None else scaled
 
 
 def _write_t5_scale(ours: Data, theirs: Data) -> None:
     scaled = ours["head"]["scaled"]
-    theirs["scale_decoder_outputs"] = theirs["tie_word_embeddings"] = scaled
+    if "scale_decoder_outputs" not in theirs or _t5_scale_of(theirs) != scaled:
+        theirs["scale_decoder_outputs"] = theirs["tie_word_embeddings"] = scaled
 
 
 T5_SCALE = Custom(("scale_decoder_outputs", "tie_word_embeddings"), _read_t5_scale, _write_t5_scale)
+
+
+def _read_shared(theirs: Data, ours: Data) -> None:
+    ours["shared"] = theirs.get("share_encoder_decoder_embeddings") is not False
+
+
+def _write_shared(ours: Data, theirs: Data) -> None:
+    """A folder may say that the tables are shared and yet, with nothing tied, hold one each: the tensors tell."""
+    told = theirs.get("share_encoder_decoder_embeddings") and not theirs["tie_word_embeddings"]
+    if not told:
+        theirs["share_encoder_decoder_embeddings"] = ours["shared"]
+
+
+SHARED = Custom(("share_encoder_decoder_embeddings",), _read_shared, _write_shared)

@@ -10,6 +10,7 @@ from regard.block import Tower
 from regard.checkpoint.hf_config import ACTIVATIONS, MLP_OR_EXPERTS, ROPE, WINDOWS, groups
 from regard.checkpoint.rules import (
     JOINED_TRANSPOSED,
+    REQUIRED,
     STACKED,
     TRANSPOSED,
     Family,
@@ -59,11 +60,16 @@ _LLAMA_KEYS = (
     Key("max_position_embeddings", "max_len"),
     Key("rms_norm_eps", "tower.norm.eps", 1e-6),
     Key("tie_word_embeddings", "head.tied", False),
-    Fixed("is_decoder", (True, False)),
 )
+
+
+def _all_heads(hf: Any) -> Any:
+    return hf["num_attention_heads"]
+
+
 _LLAMA_HEADS = (
     Key("num_attention_heads", "tower.attention.heads"),
-    Key("num_key_value_heads", "tower.attention.kv_heads", lambda hf: hf["num_attention_heads"]),
+    Key("num_key_value_heads", "tower.attention.kv_heads", _all_heads),
     Key(
         "head_dim",
         "tower.attention.head_dim",
@@ -76,6 +82,15 @@ _GATED = (
     Key("intermediate_size", "tower.ffn.ffn_dim"),
     Key("hidden_act", "tower.ffn.activation", "silu", ACTIVATIONS),
 )
+
+
+_EIGHT_KV = Key("num_key_value_heads", "tower.attention.kv_heads", 8, null=_all_heads)
+
+
+def _but(rules: tuple[Any, ...], *other: Key) -> tuple[Any, ...]:
+    """`rules` with those of the same name replaced."""
+    new = {key.name: key for key in other}
+    return tuple(new.get(r.names[0], r) for r in rules)
 
 
 def _llama_like(attention: Any, ffn: Any) -> TransformerConfig:
@@ -108,9 +123,9 @@ MISTRAL = replace(
     heads=_lm("MistralModel", "MistralForCausalLM"),
     config=(
         *_LLAMA_KEYS,
-        *_LLAMA_HEADS,
+        *_but(_LLAMA_HEADS, _EIGHT_KV),
         *_GATED,
-        Key("sliding_window", "tower.attention.window", None),
+        Key("sliding_window", "tower.attention.window", 4096, null=None),
     ),
 )
 QWEN2 = replace(
@@ -126,12 +141,11 @@ QWEN3 = replace(
     blank=_llama_like(replace(_GQA, qk_norm=1e-6), _SWIGLU),
     heads=_lm("Qwen3Model", "Qwen3ForCausalLM"),
     config=(
-        *_LLAMA_KEYS[:4],
-        Key("rms_norm_eps", "tower.norm.eps", 1e-6, also=("tower.attention.qk_norm",)),
-        *_LLAMA_KEYS[5:],
-        *_LLAMA_HEADS[:2],
-        Key("head_dim", "tower.attention.head_dim", 128),
-        *_LLAMA_HEADS[3:],
+        *_but(
+            _LLAMA_KEYS,
+            Key("rms_norm_eps", "tower.norm.eps", 1e-6, also=("tower.attention.qk_norm",)),
+        ),
+        *_but(_LLAMA_HEADS, Key("head_dim", "tower.attention.head_dim", 128)),
         *_GATED,
         Key("attention_bias", "tower.attention.bias", False, also=("tower.attention.out_bias",)),
         WINDOWS,
@@ -140,11 +154,11 @@ QWEN3 = replace(
 MIXTRAL = replace(
     LLAMA,
     name="mixtral",
-    blank=_llama_like(_GQA, MoE(1, 1, 1)),
+    blank=_llama_like(replace(_GQA, rope=Rope(1e6)), MoE(1, 1, 1)),
     heads=_lm("MixtralModel", "MixtralForCausalLM"),
     config=(
-        *_LLAMA_KEYS,
-        *_LLAMA_HEADS,
+        *_but(_LLAMA_KEYS, Key("rms_norm_eps", "tower.norm.eps", 1e-5)),
+        *_but(_LLAMA_HEADS, _EIGHT_KV),
         *_GATED,
         Key("num_local_experts", "tower.ffn.experts", 8),
         Key("num_experts_per_tok", "tower.ffn.active", 2),
@@ -193,6 +207,8 @@ GPT2 = Family(
         Inert(
             (
                 "n_ctx",
+                "n_special",
+                "predict_special_tokens",
                 "reorder_and_upcast_attn",
                 "summary_activation",
                 "summary_first_dropout",
@@ -254,7 +270,7 @@ def _deepseek_keys(at: str) -> tuple[Any, ...]:
         Key(
             "n_routed_experts",
             "tower.ffn.1.experts",
-            lambda hf: hf.get("num_local_experts") or hf["num_experts"],
+            lambda hf: hf.get("num_local_experts") or hf.get("num_experts") or REQUIRED,
         ),
         Key("num_experts_per_tok", "tower.ffn.1.active"),
         Key("n_shared_experts", "tower.ffn.1.shared", 1),

@@ -199,6 +199,7 @@ DISTILBERT = Family(
     twins=(
         ("vocab_projector.weight", ("distilbert.embeddings.word_embeddings.weight",), "head.tied"),
     ),
+    derived=BERT.derived,
 )
 
 
@@ -252,6 +253,7 @@ def _vit(name: str, label: str, extra: tuple[str, ...]) -> Family:
         ),
         head_tensors={"classify": (rule("classifier.*", "head.out.*"),)},
         pooler=base + "pooler.dense.weight",
+        carried=(rf"{name}\.pooler\..*",),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.hf_config import ACTIVATIONS, T5_FFN, T5_SCALE
+from regard.checkpoint.hf_config import ACTIVATIONS, SHARED, T5_FFN, T5_SCALE
 from regard.checkpoint.rules import REQUIRED, ROW, Family, Fixed, Inert, Key, rule
 from regard.layers import LM, MLP, Norm
 from regard.models import EncoderDecoderConfig, Tokens
@@ -107,7 +107,10 @@ T5 = Family(
         ("encoder.embed_tokens.weight", ("shared.weight",), "shared"),
         ("decoder.embed_tokens.weight", ("shared.weight",), "shared"),
     ),
-    carried=(r"shared\.weight",),
+    carried=(
+        r"shared\.weight",
+        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+    ),
 )
 
 # --- BART and Marian ----------------------------------------------------------------------------------------------
@@ -215,6 +218,7 @@ BART = Family(
         ("model.encoder.embed_tokens.weight", ("model.shared.weight",), "shared"),
         ("model.decoder.embed_tokens.weight", ("model.shared.weight",), "shared"),
     ),
+    derived=(r"model\.(encoder|decoder)\.version",),
     carried=(r"model\.shared\.weight",),
 )
 MARIAN = replace(
@@ -227,10 +231,10 @@ MARIAN = replace(
     config=(
         Key("vocab_size", "source.vocab"),
         Key("decoder_vocab_size", "target.vocab", lambda hf: hf["vocab_size"]),
-        Key("share_encoder_decoder_embeddings", "shared", True),
+        SHARED,
         *_BART_KEYS,
         Fixed("normalize_embedding", (False,)),
         Fixed("static_position_embeddings", (True,)),
     ),
-    derived=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
+    derived=(*BART.derived, r"model\.(encoder|decoder)\.embed_positions\.weight"),
 )

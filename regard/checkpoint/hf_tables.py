@@ -25,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     )
 }  # fmt: skip
 
-# Keys that decide nothing in a forward pass: kept as they are and written back.
+# Keys that decide nothing in a forward pass, unless a family has a rule for them: kept as they are and written back.
 INERT = frozenset(
     """architectures model_type transformers_version dtype torch_dtype _name_or_path name_or_path use_cache
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id
@@ -40,6 +40,6 @@ INERT = frozenset(
     pooler_num_fc_layers pooler_size_per_head pooler_type _attn_implementation_autoset tie_encoder_decoder
     use_return_dict remove_invalid_values exponential_decay_length_penalty diversity_penalty
     num_beam_groups repetition_penalty typical_p encoder_no_repeat_ngram_size cross_attention_hidden_size
-    pruned_heads tf_legacy_loss is_composition sinusoidal_pos_embds
-    return_dict_in_generate output_scores""".split()
+    pruned_heads tf_legacy_loss is_composition sinusoidal_pos_embds is_decoder add_cross_attention tie_word_embeddings
+    return_dict_in_generate output_scores""".split()  # noqa: SIM905
 )

@@ -1,12 +1,13 @@
 """The kinds of rule that hf_tables.py is made of. Each runs both ways: Hugging Face's words to ours, and back.
 
-Config rules work on plain nested data (`to_dict` of a config); tensor rules name tensors on both sides and the operation
-between them. A rule whose place does not exist in this model (a bias it lacks, a head it has not) does nothing.
+Config rules work on plain nested data (`to_dict` of a config); tensor rules name tensors on both sides and the
+operation between them. A rule whose place does not exist in this model (a bias it lacks, a head it has not) does
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +46,16 @@ def put(data: Any, path: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of theirs, one place (or several) of ours. `default` stands in for a missing or null key; a function
-    makes it from the other keys. `words` translates values; several of theirs may mean one of ours."""
+    """One key of theirs, one place (or several) of ours. `default` stands in for a missing key, and for a null one
+    unless `null` says otherwise; a function makes it from the other keys. `words` translates values; several of theirs
+    may mean one of ours."""
 
     name: str
     path: str
     default: Any = REQUIRED
     words: dict[Any, Any] | None = None
     also: tuple[str, ...] = ()
+    null: Any = ABSENT
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,11 +64,12 @@ class Key:
     def value(self, theirs: Data) -> Any:
         value = theirs.get(self.name)
         if value is None:
-            if self.default is REQUIRED:
+            value = self.default if self.name not in theirs or self.null is ABSENT else self.null
+            value = value(theirs) if callable(value) else value
+            if value is REQUIRED:
                 raise UsageError(
                     f"config.json: {self.name} is missing; a {theirs.get('model_type')} model needs it"
                 )
-            value = self.default(theirs) if callable(self.default) else self.default
         if self.words is None or value not in self.words:
             if self.words is not None and value is not None:
                 known = ", ".join(map(str, self.words))
@@ -103,8 +107,7 @@ class Fixed:
             known = " or ".join(map(repr, self.values))
             raise UsageError(f"config.json: {self.name} is {value!r}, Regard can only do {known}")
 
-    def write(self, ours: Data, theirs: Data) -> None:
-        theirs.setdefault(self.name, self.values[0])
+    def write(self, ours: Data, theirs: Data) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -220,8 +223,8 @@ def rule(
     needs: str = "",
     unless: str = "",
 ) -> Rule:
-    many = [(x,) if isinstance(x, str) else x for x in (theirs, ours)]
-    return Rule(*many, op, needs, unless)
+    first, second = ((x,) if isinstance(x, str) else x for x in (theirs, ours))
+    return Rule(first, second, op, needs, unless)
 
 
 # --- a family -----------------------------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ class Family:
     heads: dict[str, Any]  # their class name -> our head; None: the bare body
     config: tuple[ConfigRule, ...]
     tensors: tuple[Rule, ...]
-    head_tensors: dict[str, tuple[Rule, ...]]  # by kind of head
+    head_tensors: Mapping[str, tuple[Rule, ...]]  # by kind of head
     pooler: str = ""  # the tensor that shows that the bare body has a pooler
     twins: tuple[
         tuple[str, tuple[str, ...], str], ...

@@ -1,12 +1,13 @@
 """Folders and safetensors files: read tensor by tensor into private memory, write whole or not at all.
 
-Nothing here runs code from a file: safetensors and JSON only. A file is read with plain reads, not mapped, so that it may
-change or vanish afterwards and loading needs no more memory than the weights themselves.
+Nothing here runs code from a file: safetensors and JSON only. A file is read with plain reads, not mapped, so that it
+may change or vanish afterwards and loading needs no more memory than the weights themselves.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -41,18 +42,28 @@ DTYPES = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or a sentence that says why not."""
+    """A JSON object of finite numbers, or a sentence that says why not."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except FileNotFoundError:
         raise UsageError(
             f"{path} does not exist; a model folder holds config.json and {WEIGHTS}"
         ) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise UsageError(f"{path} must hold a JSON object, it holds a {type(data).__name__}")
     return data
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
 
 
 class Weights:
@@ -86,7 +97,7 @@ class Weights:
         raw = torch.empty(end - begin, dtype=torch.uint8)
         with path.open("rb") as file:
             file.seek(start + begin)
-            if end > begin and file.readinto(memoryview(raw.numpy())) != end - begin:
+            if end > begin and file.readinto(raw.numpy()) != end - begin:  # type: ignore[arg-type]
                 raise UsageError(f"{path} ended while {name} was read; copy the file again")
         return raw.view(DTYPES[entry["dtype"]]).view(entry["shape"])
 
@@ -180,7 +191,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of `target` when the block ends well; if it fails, `target` is as it was.
     Files of an older checkpoint that are not written anew are kept, its weights are not."""
-    target = target.absolute()
+    target = target.resolve()  # of a link, the folder behind it
     if target.exists() and (
         not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())
     ):

@@ -98,11 +98,13 @@ def positions(
         raise UsageError(
             f"ids have {b} rows, the cache {cache.batch}; make it with model.cache({b})"
         )
-    held = 0 if cache is None else int(cache.lengths.max()) if cache.even is None else cache.even
-    if max_len is not None and held + t > max_len:
-        raise UsageError(
-            f"{held + t} tokens, but the model's context is {max_len}; shorten the input"
-        )
+    size = t
+    if cache is not None and cache.even is not None and lengths is None:
+        size = cache.even + t
+    elif cache is not None:
+        size = int((cache.lengths + (t if lengths is None else lengths)).max())
+    if max_len is not None and size > max_len:
+        raise UsageError(f"{size} tokens, but the model's context is {max_len}; shorten the input")
     if cache is not None:
         return cache.begin(t, lengths)
     return Span.run(0, t, ids.device) if lengths is None else Span.ragged(lengths, t)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Context
+from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec, Contiguous
 from regard.config import UsageError
@@ -38,6 +38,12 @@ class Tokens:
     kind: str = "tokens"
 
 
+def context(max_len: int | None, tokens: Tokens) -> int | None:
+    """The longest input: `max_len`, and no more than there are learned positions."""
+    learned = tokens.position.max_len if isinstance(tokens.position, Learned) else None
+    return min((n for n in (max_len, learned) if n is not None), default=None)
+
+
 class TokenEmbedding(nn.Module):
     """ids (b t) -> (b t m)."""
 
@@ -55,8 +61,6 @@ class TokenEmbedding(nn.Module):
     def forward(self, ids: Tensor, pos: Span, types: Tensor | None = None) -> Tensor:
         x = F.embedding(ids, self.weight)
         x = x * self.scale if self.scale != 1.0 else x
-        if types is not None and self.types is None:
-            raise UsageError("this model has no segment types; leave `types` out")
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.position is not None:
@@ -129,6 +133,7 @@ class Transformer(Model):
     ) -> Tensor:
         """The tower's last hidden states (b t m). `mask` replaces the tower's own (documents, prefix, ...)."""
         c = self.config
+        check_backend(backend)
         if isinstance(self.embedding, PatchEmbedding):
             if lengths is not None or types is not None or cache is not None:
                 raise UsageError("an image has no lengths, types or cache; call model(images)")
@@ -136,11 +141,15 @@ class Transformer(Model):
             pos = Span.run(0, x.shape[1], x.device)
         else:
             check_ids(ids, c.embedding.vocab)
+            if types is not None:
+                if not c.embedding.types:
+                    raise UsageError("this model has no segment types; leave `types` out")
+                check_ids(types, c.embedding.types, "types")
             if cache is not None and not c.tower.causal:
                 raise UsageError(
                     "an encoder sees both ways: it cannot run with a cache; leave `cache` out"
                 )
-            pos = positions(ids, lengths, c.max_len, cache)
+            pos = positions(ids, lengths, context(c.max_len, c.embedding), cache)
             x = self.embedding(ids, pos, types)
         ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
         return self.tower(x, ctx, caches=(cache, None))
@@ -236,7 +245,7 @@ class EncoderDecoder(Model):
             pos = Span.run(0, x.shape[1], x.device)
         else:
             check_ids(source, c.source.vocab, "source")
-            pos = positions(source, lengths, c.max_len)
+            pos = positions(source, lengths, context(c.max_len, c.source))
             x = self.source(source, pos)
         ctx = Context(pos, c.encoder.mask, probe=probe, backend=backend, site="encoder.")
         return self.encoder(x, ctx), pos
@@ -256,10 +265,11 @@ class EncoderDecoder(Model):
         """Target ids (b t) and source (b s) -> logits (b t V). With a cache the source is needed on the first call only:
         its keys and values are kept, frozen, in `cache.cross`."""
         c = self.config
+        check_backend(backend)
         check_ids(ids, c.target.vocab)
         kept = cache is not None and cache.cross is not None
         memory, memory_pos = self._memory(ids, source, source_lengths, kept, probe, backend)
-        pos = positions(ids, lengths, c.max_len, cache)
+        pos = positions(ids, lengths, context(c.max_len, c.target), cache)
         cross = self._cross(cache, memory, memory_pos)
         ctx = Context(pos, mask or c.decoder.mask, probe=probe, backend=backend, site="decoder.")
         there = replace(

@@ -1,0 +1,126 @@
+"""Layouts that give each row its own stretch of memory: Contiguous and Ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from regard.cache.base import Cache, CacheSpec
+from regard.config import UsageError
+from regard.mask import Span
+
+
+class Contiguous(Cache):
+    """Row r's token at position p lies at [r, p]: (b, capacity, ...). Grows by doubling up to any length."""
+
+    def __init__(
+        self, specs: Sequence[CacheSpec], batch: int, *, capacity: int = 64, **where: object
+    ):
+        super().__init__(specs, batch, **where)  # type: ignore[arg-type]
+        self.slots = [
+            {name: self._zeros(batch, capacity, *shape) for name, shape in spec.token.items()}
+            for spec in self.specs
+        ]
+        self.capacity = capacity
+
+    def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
+        need = (self.even if self.even is not None else int(old.max())) + size
+        if need > self.capacity:
+            more = max(need, 2 * self.capacity) - self.capacity
+            for store in self.slots:
+                for name, x in store.items():
+                    store[name] = torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], 1)
+            self.capacity += more
+
+    def _slot(self, pos: Tensor) -> Tensor:
+        return pos
+
+    def _positions(self) -> Span:
+        if self.even is not None:
+            return Span.run(0, self.even, self.device)
+        return Span.ragged(self.lengths, int(self.lengths.max()))
+
+    def _write(self, layer: int, entries: dict[str, Tensor]) -> None:
+        pos = self._new
+        for name, x in entries.items():
+            store = self.slots[layer][name]
+            if pos.start is not None:
+                store[:, pos.start : pos.start + pos.size] = x
+            else:
+                row, column = (pos.index >= 0).nonzero(as_tuple=True)
+                store[row, self._slot(pos.index[row, column])] = x[row, column].to(store.dtype)
+
+    def _read(self, layer: int) -> dict[str, Tensor]:
+        return {name: x[:, : self._all.size] for name, x in self.slots[layer].items()}
+
+    def _fork_from(self, old: Cache, rows: Tensor) -> None:
+        assert isinstance(old, Contiguous)
+        self.slots = [{n: x[rows] for n, x in store.items()} for store in old.slots]
+
+    def _free(self) -> None:
+        for store in self.slots:
+            for x in store.values():
+                x.zero_()
+
+
+class Ring(Contiguous):
+    """The last tokens only: position p lies at slot p mod capacity, capacity = window + chunk - 1, so that a chunk of
+    `chunk` new tokens never overwrites what its first token still sees."""
+
+    def __init__(
+        self,
+        specs: Sequence[CacheSpec],
+        batch: int,
+        *,
+        window: int,
+        chunk: int = 64,
+        **where: object,
+    ):
+        super().__init__(specs, batch, capacity=window + chunk - 1, **where)
+        self.window, self.chunk = window, chunk
+        self.high = (
+            self.lengths
+        )  # the longest each row has ever been: what lies behind it is overwritten
+
+    def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
+        if size > self.chunk:
+            raise UsageError(
+                f"{size} tokens at once do not fit a ring made for chunks of {self.chunk}; feed it in "
+                f"chunks of at most {self.chunk}, or make it with chunk={size}"
+            )
+
+    def _slot(self, pos: Tensor) -> Tensor:
+        return pos % self.capacity
+
+    def begin(self, size: int, lengths: Tensor | None = None) -> Span:
+        span = super().begin(size, lengths)
+        self.high = torch.maximum(self.high, self.lengths)
+        self._new = Span(span.index.expand(self.batch, -1))  # slots wrap around: no plain run
+        return span
+
+    def _positions(self) -> Span:
+        """Slot s holds the newest position p < length with p mod capacity = s, or nothing."""
+        slot = torch.arange(self.capacity, device=self.device)[None]
+        last = self.lengths[:, None] - 1
+        pos = last - (last - slot) % self.capacity
+        return Span(torch.where(pos >= 0, pos, -1))
+
+    def _check_rewind(self, drop: Tensor) -> None:
+        oldest = self.lengths - drop - self.window + 1  # the next token still sees it
+        lost = (self.high > self.capacity) & (oldest < self.high - self.capacity)
+        if bool(lost.any()):
+            raise UsageError(
+                f"cannot rewind {int(drop.max())} tokens: a ring of window {self.window} and chunk {self.chunk} "
+                f"has overwritten what would be seen then; it holds {self.chunk} tokens to spare"
+            )
+
+    def _fork_from(self, old: Cache, rows: Tensor) -> None:
+        super()._fork_from(old, rows)
+        assert isinstance(old, Ring)
+        self.high = old.high[rows]
+
+    def _free(self) -> None:
+        super()._free()
+        self.high = self.lengths

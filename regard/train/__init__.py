@@ -1,0 +1,1 @@
+"""How models learn: what is minimised and how the step is taken."""

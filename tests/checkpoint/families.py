@@ -1,0 +1,282 @@
+"""Tiny random transformers models of every family, head and variant: what the tests of this folder run over.
+
+Shapes are odd on purpose: three, five and seven heads, one key head, widths that are no power of two. transformers is
+imported when a case is made, not when the table is read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A class of transformers (the config's is named after it) and its settings; `options` go to the class itself."""
+
+    name: str
+    architecture: str
+    settings: Settings
+    options: Settings = field(default_factory=dict)
+
+    def make(self) -> Any:
+        """The model with weights large enough that a mistake shows."""
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        cls = getattr(transformers, self.architecture)
+        torch.manual_seed(0)
+        model = cls(cls.config_class(**self.settings), **self.options).eval()
+        fixed = "embed_positions" if model.config.model_type == "marian" else "no such name"
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if fixed not in name:
+                    gain = 1 if p.dim() == 1 and p.mean() > 0.5 else 0  # of a norm
+                    p.copy_(torch.randn_like(p) * 0.2 + gain)
+            for name, b in model.named_buffers():
+                if "e_score_correction" in name or "final_logits" in name:
+                    b.copy_(torch.randn_like(b) * 0.3)
+        return model
+
+
+def case(name: str, architecture: str, *settings: Settings, **more: Any) -> Case:
+    merged: Settings = {}
+    for each in (*settings, more):
+        merged |= each
+    return Case(name, architecture, merged, merged.pop("options", {}))
+
+
+# --- settings that cases share ------------------------------------------------------------------------------------
+
+BASE = dict(vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=3)
+BASE |= dict(intermediate_size=20, max_position_embeddings=40)
+GPT = dict(vocab_size=50, n_embd=24, n_layer=2, n_head=3, n_positions=40)
+GPT |= dict(bos_token_id=1, eos_token_id=2)
+LATENT = dict(kv_lora_rank=16, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, n_group=2)
+DEEPSEEK = {**BASE, **LATENT, **EXPERTS, "first_k_dense_replace": 1, "topk_group": 1}
+INDEX = dict(index_head_dim=16, index_n_heads=7)
+DISTIL = dict(vocab_size=50, dim=24, n_layers=2, n_heads=3, hidden_dim=20)
+DISTIL |= dict(max_position_embeddings=40)
+T5 = dict(vocab_size=50, d_model=24, d_kv=10, d_ff=20, num_layers=2, num_heads=3)
+BART = dict(vocab_size=50, d_model=24, encoder_layers=2, decoder_layers=1)
+BART |= dict(encoder_attention_heads=3, decoder_attention_heads=2)
+BART |= dict(encoder_ffn_dim=20, decoder_ffn_dim=22, max_position_embeddings=40)
+MARIAN = dict(BART, pad_token_id=49, decoder_start_token_id=49)
+IMAGE = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20)
+IMAGE |= dict(image_size=12, patch_size=4)
+
+
+def rope(kind: str, **more: Any) -> Settings:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+_YARN = dict(factor=4.0, original_max_position_embeddings=10)
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+YARN = rope("yarn", **_YARN)
+YARN_FIXED = rope("yarn", **_YARN, attention_factor=0.8, truncate=False)
+YARN_SCALED = rope("yarn", **_YARN, mscale=0.7, mscale_all_dim=0.9, beta_fast=16, beta_slow=2)
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+_GPT2, _LLAMA = "GPT2LMHeadModel", "LlamaForCausalLM"
+_MISTRAL, _MIXTRAL = "MistralForCausalLM", "MixtralForCausalLM"
+_QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+_V2, _V3, _V32 = (f"DeepseekV{v}ForCausalLM" for v in (2, 3, 32))
+_SLIDE, _FULL = "sliding_attention", "full_attention"
+
+DECODERS = [
+    case("gpt2", _GPT2, GPT),
+    case("gpt2-body", "GPT2Model", GPT, n_inner=17, layer_norm_epsilon=1e-3),
+    case("gpt2-untied", _GPT2, GPT, tie_word_embeddings=False),
+    case("gpt2-relu", _GPT2, GPT, activation_function="relu"),
+    case("gpt2-7-heads-of-3", _GPT2, GPT, n_embd=21, n_head=7, activation_function="gelu"),
+    case("llama", _LLAMA, BASE),
+    case("llama-mqa", _LLAMA, BASE, num_key_value_heads=1),
+    case("llama-gqa-tied", _LLAMA, BASE, hidden_size=36, num_attention_heads=6,
+         num_key_value_heads=2, tie_word_embeddings=True),
+    case("llama-5-heads-of-6", _LLAMA, BASE, hidden_size=25, num_attention_heads=5,
+         num_key_value_heads=5, head_dim=6),
+    case("llama-body", "LlamaModel", BASE),
+    case("llama-biases", _LLAMA, BASE, LLAMA3, num_key_value_heads=1, attention_bias=True,
+         mlp_bias=True, tie_word_embeddings=True),
+    case("llama-mlp-bias", _LLAMA, BASE, mlp_bias=True, hidden_act="gelu", rms_norm_eps=1e-3),
+    case("llama-yarn", _LLAMA, BASE, YARN, num_key_value_heads=3, head_dim=10),
+    case("llama-yarn-fixed", _LLAMA, BASE, YARN_FIXED),
+    case("llama-linear", _LLAMA, BASE, rope("linear", factor=2.0)),
+    case("llama-base-5e5", _LLAMA, BASE, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    case("mistral", _MISTRAL, BASE, num_key_value_heads=1, sliding_window=5),
+    case("mistral-no-window", _MISTRAL, BASE, num_key_value_heads=1, sliding_window=None, head_dim=6),
+    case("mistral-body", "MistralModel", BASE, num_key_value_heads=3),
+    case("mixtral", _MIXTRAL, BASE, num_key_value_heads=1, num_local_experts=5,
+         num_experts_per_tok=3),
+    case("mixtral-window", _MIXTRAL, BASE, num_key_value_heads=3, num_local_experts=3,
+         num_experts_per_tok=1, sliding_window=4, hidden_act="gelu", tie_word_embeddings=True),
+    case("mixtral-body", "MixtralModel", BASE, num_key_value_heads=1, num_local_experts=2),
+    case("qwen2", _QWEN2, BASE, num_key_value_heads=1),
+    case("qwen2-window", _QWEN2, BASE, num_key_value_heads=1, use_sliding_window=True,
+         sliding_window=4, max_window_layers=1, tie_word_embeddings=True),
+    case("qwen2-all-slide", _QWEN2, BASE, num_key_value_heads=3, use_sliding_window=True,
+         sliding_window=3, max_window_layers=0),
+    case("qwen2-layer-types", _QWEN2, BASE, num_hidden_layers=3, num_key_value_heads=3,
+         use_sliding_window=True, sliding_window=4, layer_types=[_SLIDE, _FULL, _SLIDE]),
+    case("qwen2-body", "Qwen2Model", BASE, num_key_value_heads=1),
+    case("qwen3", _QWEN3, BASE, num_key_value_heads=1, head_dim=10),
+    case("qwen3-biased", _QWEN3, BASE, num_key_value_heads=3, head_dim=6, attention_bias=True,
+         tie_word_embeddings=True, rms_norm_eps=1e-4),
+    case("qwen3-window", _QWEN3, BASE, num_key_value_heads=1, head_dim=8, use_sliding_window=True,
+         sliding_window=4, max_window_layers=1),
+    case("qwen3-body", "Qwen3Model", BASE, num_key_value_heads=1),
+    case("deepseek-v2", _V2, DEEPSEEK, YARN_SCALED, topk_method="group_limited_greedy"),
+    case("deepseek-v2-greedy", _V2, DEEPSEEK, q_lora_rank=None, topk_method="greedy",
+         attention_bias=True, mlp_bias=True, routed_scaling_factor=1.7),
+    case("deepseek-v2-shared", _V2, DEEPSEEK, n_shared_experts=2, first_k_dense_replace=0,
+         norm_topk_prob=True),
+    case("deepseek-v2-dense", "DeepseekV2Model", DEEPSEEK, first_k_dense_replace=2),
+    case("deepseek-v3", _V3, DEEPSEEK, YARN_SCALED),
+    case("deepseek-v3-half", _V3, DEEPSEEK, q_lora_rank=None, rope_interleave=False),
+    case("deepseek-v3-free", _V3, DEEPSEEK, n_group=1, norm_topk_prob=False, attention_bias=True,
+         routed_scaling_factor=1.7, first_k_dense_replace=0, n_shared_experts=3),
+    case("deepseek-v3-dense", _V3, DEEPSEEK, first_k_dense_replace=2, tie_word_embeddings=True),
+    case("deepseek-v3-body", "DeepseekV3Model", DEEPSEEK, num_attention_heads=5, num_key_value_heads=5),
+    case("deepseek-v32-sparse", _V32, DEEPSEEK, INDEX, index_topk=5),
+    case("deepseek-v32-whole", _V32, DEEPSEEK, INDEX, index_topk=64),
+    case("deepseek-v32-yarn", _V32, DEEPSEEK, INDEX, YARN_SCALED, index_topk=3, n_group=1),
+    case("deepseek-v32-body", "DeepseekV32Model", DEEPSEEK, INDEX, index_topk=1),
+]  # fmt: skip
+
+ENCODERS = [
+    case(f"{family}-{head or 'body'}", f"{label}{head or 'Model'}", settings, num_labels=labels)
+    for family, label, settings in (
+        ("bert", "Bert", BASE),
+        ("roberta", "Roberta", BASE),
+        ("distilbert", "DistilBert", DISTIL),
+    )
+    for head, labels in (
+        ("", 2),
+        ("ForMaskedLM", 2),
+        ("ForSequenceClassification", 3),
+        ("ForTokenClassification", 5),
+        ("ForQuestionAnswering", 2),
+    )
+] + [
+    case("bert-pretraining", "BertForPreTraining", BASE),
+    case("bert-untied", "BertForMaskedLM", BASE, tie_word_embeddings=False),
+    case("bert-relu", "BertForMaskedLM", BASE, hidden_act="relu", type_vocab_size=3),
+    case("bert-gelu-new", "BertModel", BASE, hidden_act="gelu_new", layer_norm_eps=1e-3),
+    case("bert-no-pooler", "BertModel", BASE, options={"add_pooling_layer": False}),
+    case("bert-one-label", "BertForSequenceClassification", BASE, num_labels=1),
+    case("roberta-untied", "RobertaForMaskedLM", BASE, tie_word_embeddings=False, type_vocab_size=1),
+    case("roberta-pad-0", "RobertaForMaskedLM", BASE, pad_token_id=0),
+    case("roberta-no-pooler", "RobertaModel", BASE, options={"add_pooling_layer": False}),
+    case("distilbert-untied", "DistilBertForMaskedLM", DISTIL, tie_word_embeddings=False),
+    case("distilbert-relu", "DistilBertForMaskedLM", DISTIL, activation="relu"),
+    case("distilbert-sines", "DistilBertModel", DISTIL, sinusoidal_pos_embds=True),
+]  # fmt: skip
+
+IMAGES = [
+    case("vit", "ViTForImageClassification", IMAGE, num_labels=7, qkv_bias=False),
+    case("vit-grey", "ViTForImageClassification", IMAGE, num_channels=1, hidden_act="relu"),
+    case("vit-body", "ViTModel", IMAGE),
+    case("vit-no-pooler", "ViTModel", IMAGE, options={"add_pooling_layer": False}),
+    case("deit", "DeiTForImageClassification", IMAGE),
+    case("deit-body", "DeiTModel", IMAGE, layer_norm_eps=1e-3),
+]
+
+_T5, _BART, _MARIAN = "T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel"
+SEQ2SEQ = [
+    case("t5", _T5, T5, num_decoder_layers=1),
+    case("t5-v1.1", _T5, T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    case("t5-gated-silu", _T5, T5, feed_forward_proj="gated-silu", layer_norm_epsilon=1e-3),
+    case("t5-buckets", _T5, T5, relative_attention_num_buckets=8, relative_attention_max_distance=10),
+    case("bart", _BART, BART),
+    case("bart-untied", _BART, BART, tie_word_embeddings=False, scale_embedding=True),
+    case("bart-odd", _BART, BART, d_model=30, encoder_attention_heads=5, activation_function="relu"),
+    case("marian", _MARIAN, MARIAN, scale_embedding=True, activation_function="swish"),
+    case("marian-two-vocabularies", _MARIAN, MARIAN, decoder_vocab_size=44, pad_token_id=43,
+         share_encoder_decoder_embeddings=False, decoder_start_token_id=43),
+    case("marian-odd", _MARIAN, MARIAN, d_model=21, encoder_attention_heads=7,
+         decoder_attention_heads=3),
+    case("marian-untied", _MARIAN, MARIAN, tie_word_embeddings=False),
+]  # fmt: skip
+
+CASES = {c.name: c for c in (*DECODERS, *ENCODERS, *IMAGES, *SEQ2SEQ)}
+assert len(CASES) == len(DECODERS) + len(ENCODERS) + len(IMAGES) + len(SEQ2SEQ)
+
+# --- a model of theirs beside its folder, and the same input for both ---------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Peer:
+    """A transformers model in memory, and the folder that it wrote."""
+
+    case: Case
+    model: Any
+    folder: Path
+
+
+def batch(config: Any) -> dict[str, Tensor]:
+    """A ragged, right-padded batch in our words: what to give `model(**batch)`."""
+    g = torch.Generator().manual_seed(1)
+    if hasattr(config, "image_size"):
+        size = (2, config.num_channels, config.image_size, config.image_size)
+        return {"ids": torch.randn(size, generator=g)}
+    vocab = getattr(config, "decoder_vocab_size", None) or config.vocab_size
+    words = torch.randint(3, min(vocab, 43), (3, 11), generator=g)
+    lengths = torch.tensor([11, 4, 7])
+    if config.model_type == "roberta":  # it counts positions by the padding id
+        words = torch.where(real(lengths, 11), words, config.pad_token_id)
+    if not config.is_encoder_decoder:
+        return {"ids": words, "lengths": lengths}
+    source = torch.randint(3, 43, (3, 9), generator=g)
+    source_lengths = torch.tensor([5, 9, 3])
+    return {"ids": words, "lengths": lengths, "source": source, "source_lengths": source_lengths}
+
+
+def real(lengths: Tensor, size: int) -> Tensor:
+    """Which places hold a token (b t)."""
+    return torch.arange(size)[None] < lengths[:, None]
+
+
+def theirs(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """What transformers answers to our batch: the head's output (or hidden states), and the pooled vector."""
+    words = given["ids"]
+    if "lengths" not in given:
+        out = model(pixel_values=words)
+    elif "source" in given:
+        out = model(
+            input_ids=given["source"],
+            attention_mask=real(given["source_lengths"], 9).long(),
+            decoder_input_ids=words,
+            decoder_attention_mask=real(given["lengths"], 11).long(),
+        )
+    else:
+        out = model(input_ids=words, attention_mask=real(given["lengths"], 11).long())
+    if hasattr(out, "start_logits"):
+        answer = torch.stack([out.start_logits, out.end_logits], -1)
+    elif hasattr(out, "prediction_logits"):
+        answer = out.prediction_logits
+    else:
+        answer = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    return answer, getattr(out, "pooler_output", None)
+
+
+def at_tokens(answer: Tensor, given: dict[str, Tensor]) -> Tensor:
+    """The answer at real places only: what stands at padding means nothing."""
+    if answer.dim() == 2 or "lengths" not in given:
+        return answer
+    return answer[real(given["lengths"], answer.shape[1])]

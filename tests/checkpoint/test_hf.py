@@ -1,0 +1,248 @@
+"""Folders that transformers writes: our logits are its logits, and what was read is written back bit for bit."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import regard
+from regard.checkpoint import save
+from tests.checkpoint.families import CASES, DECODERS, SEQ2SEQ, Peer, at_tokens, batch, theirs
+
+ROOT = Path(__file__).resolve().parents[2]
+Peers = Callable[[str], Peer]
+every = pytest.mark.parametrize("name", CASES)
+one_a_family = pytest.mark.parametrize(
+    "name", "gpt2 mistral qwen3 mixtral deepseek-v2 deepseek-v3 deepseek-v32-sparse bert-ForMaskedLM roberta-body "
+    "distilbert-ForMaskedLM vit deit t5 bart marian".split(),
+)  # fmt: skip
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_bit_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert sorted(one) == sorted(other)
+    assert [n for n in one if one[n].dtype != other[n].dtype] == []
+    assert [n for n in one if not torch.equal(one[n], other[n])] == []
+
+
+@torch.no_grad()
+def error(model: regard.Model, peer: Peer) -> float:
+    """The largest difference to transformers at real tokens, pooled vectors included."""
+    given = batch(peer.model.config)
+    answer, pooled = theirs(peer.model, given)
+    ours = model(**given)
+    assert ours.shape == answer.shape
+    worst = (at_tokens(ours, given) - at_tokens(answer, given)).abs().max().item()
+    if pooled is not None:
+        mine = model.pool(given["ids"], given.get("lengths"))
+        worst = max(worst, (mine - pooled).abs().max().item())
+    return worst
+
+
+# --- the same numbers ---------------------------------------------------------------------------------------------
+
+
+@every
+def test_hf_family_logits_match(name: str, peer: Peers) -> None:
+    assert error(regard.load(peer(name).folder), peer(name)) < 2e-4
+
+
+@every
+def test_hf_model_in_memory_equals_its_folder(name: str, peer: Peers) -> None:
+    folder, memory = regard.load(peer(name).folder), regard.from_hf(peer(name).model)
+    assert folder.config == memory.config
+    assert_bit_equal(folder.state_dict(), memory.state_dict())
+
+
+def test_hf_model_in_memory_shares_no_weights(peer: Peers) -> None:
+    module = CASES["gpt2"].make()
+    model = regard.from_hf(module)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert all(p.abs().sum() > 0 for p in module.parameters())
+
+
+# --- there and back -----------------------------------------------------------------------------------------------
+
+
+@every
+def test_hf_tensors_are_written_back_bit_equal(name: str, peer: Peers, tmp_path: Path) -> None:
+    regard.load(peer(name).folder).save(tmp_path)
+    assert_bit_equal(tensors(tmp_path), tensors(peer(name).folder))
+
+
+@every
+def test_hf_config_is_written_back_key_by_key(name: str, peer: Peers, tmp_path: Path) -> None:
+    regard.load(peer(name).folder).save(tmp_path)
+    read = json.loads((peer(name).folder / "config.json").read_text())
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert {key: written.get(key) for key in read} == read
+    assert set(written) - set(read) <= {"head_dim"}  # Qwen2 leaves it out
+
+
+@every
+def test_hf_saved_folder_loads_in_transformers(name: str, peer: Peers, tmp_path: Path) -> None:
+    regard.load(peer(name).folder).save(tmp_path)
+    module = peer(name).model
+    options = {**peer(name).case.options, "output_loading_info": True}
+    again, info = type(module).from_pretrained(tmp_path, **options)
+    assert_bit_equal(again.state_dict(), module.state_dict())
+    assert not any(info.values()), info
+
+
+@every
+def test_hf_saved_folder_loads_equal(name: str, peer: Peers, tmp_path: Path) -> None:
+    model = regard.load(peer(name).folder)
+    model.save(tmp_path)
+    again = regard.load(tmp_path)
+    assert again.config == model.config
+    assert_bit_equal(again.state_dict(), model.state_dict())
+
+
+@one_a_family
+def test_hf_bfloat16_folder_keeps_its_type(name: str, peer: Peers, tmp_path: Path) -> None:
+    module = CASES[name].make().to(torch.bfloat16)
+    module.save_pretrained(tmp_path / "theirs")
+    model = regard.load(tmp_path / "theirs")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    model.save(tmp_path / "ours")
+    assert_bit_equal(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@one_a_family
+def test_hf_bfloat16_forward_is_near_float32(name: str, peer: Peers) -> None:
+    exact, rough = (regard.load(peer(name).folder, dtype=t) for t in (None, torch.bfloat16))
+    given = batch(peer(name).model.config)
+    with torch.no_grad():
+        a, b = (at_tokens(model(**given), given).float() for model in (exact, rough))
+    # 8 bits of mantissa; a routed token or a chosen key may differ, so the bulk is compared, not the worst
+    assert ((a - b).abs().median() / a.std()).item() < 0.05
+
+
+# --- decoding -----------------------------------------------------------------------------------------------------
+
+
+def greedy(model: regard.Model, ids: Tensor, cached: bool, **source: Tensor) -> tuple[Tensor, list]:
+    """Eight more tokens, and the logits that chose them."""
+    cache = model.cache(len(ids)) if cached else None
+    new, chose = ids, []
+    for _ in range(8):
+        logits = model(new, cache=cache, **source) if cached else model(ids, **source)
+        chose.append(logits[:, -1])
+        new = chose[-1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, new], 1)
+        source = {} if cached else source
+    return ids, chose
+
+
+@pytest.mark.parametrize(
+    "name", [c.name for c in (*DECODERS, *SEQ2SEQ) if not c.architecture.endswith("Model") or "MT" in c.architecture]
+)  # fmt: skip
+@torch.no_grad()
+def test_hf_cached_decoding_equals_the_plain_loop(name: str, peer: Peers) -> None:
+    model = regard.load(peer(name).folder)
+    given = batch(peer(name).model.config)
+    source = {key: given[key] for key in ("source", "source_lengths") if key in given}
+    ids = given["ids"][:, :5]
+    fast, plain = (greedy(model, ids, cached, **source) for cached in (True, False))
+    assert torch.equal(fast[0], plain[0])
+    torch.testing.assert_close(fast[1], plain[1], atol=2e-5, rtol=2e-5)  # other shapes, other sums
+
+
+# --- shards, files, types, devices --------------------------------------------------------------------------------
+
+
+@one_a_family
+def test_hf_shards_of_transformers_load_equal(name: str, peer: Peers, tmp_path: Path) -> None:
+    peer(name).model.save_pretrained(tmp_path, max_shard_size="6KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    whole, shards = regard.load(peer(name).folder), regard.load(tmp_path)
+    assert_bit_equal(whole.state_dict(), shards.state_dict())
+
+
+@one_a_family
+def test_hf_shards_of_ours_load_in_transformers(name: str, peer: Peers, tmp_path: Path) -> None:
+    save(regard.load(peer(name).folder), tmp_path, shard_bytes=6000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert not (tmp_path / "model.safetensors").exists()
+    assert {p.name for p in tmp_path.glob("model-*.safetensors")} == {*index["weight_map"].values()}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path).values())
+    again = type(peer(name).model).from_pretrained(tmp_path, **peer(name).case.options)
+    assert_bit_equal(again.state_dict(), peer(name).model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"],
+)
+def test_hf_files_are_carried_byte_for_byte(file: str, peer: Peers, tmp_path: Path) -> None:
+    content = b'{"a": 1,\r\n  "\xc3\xa9": "{% raw %}"}\n\n'  # its form is nobody's business here
+    shutil.copytree(peer("llama").folder, tmp_path / "theirs")
+    (tmp_path / "theirs" / file).write_bytes(content)
+    regard.load(tmp_path / "theirs").save(tmp_path / "ours")
+    assert (tmp_path / "ours" / file).read_bytes() == content
+
+
+def test_hf_generation_config_comes_from_memory_too(peer: Peers, tmp_path: Path) -> None:
+    regard.from_hf(peer("gpt2").model).save(tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert written["eos_token_id"] == peer("gpt2").model.generation_config.eos_token_id
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_load_dtype_is_that_of_every_weight(dtype: torch.dtype, peer: Peers) -> None:
+    model = regard.load(peer("deepseek-v3").folder, dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_load_dtype_of_a_bfloat16_folder_widens_exactly(peer: Peers, tmp_path: Path) -> None:
+    CASES["llama-mqa"].make().to(torch.bfloat16).save_pretrained(tmp_path)
+    narrow, wide = regard.load(tmp_path), regard.load(tmp_path, dtype=torch.float32)
+    assert_bit_equal({n: p.float() for n, p in narrow.state_dict().items()}, wide.state_dict())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", torch.device("cpu")])
+def test_load_device_is_that_of_every_weight(device: str, peer: Peers) -> None:
+    model = regard.load(peer("bart").folder, device=device)
+    assert {p.device for p in model.parameters()} == {torch.device(device)}
+
+
+def test_load_gives_a_model_in_evaluation_mode(peer: Peers) -> None:
+    model = regard.load(peer("bert-body").folder)
+    assert not any(m.training for m in model.modules())
+
+
+def test_load_needs_no_transformers(peer: Peers, tmp_path: Path) -> None:
+    script = f"""
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("transformers", "tokenizers", "huggingface_hub"):
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Block())
+import regard
+
+for folder in {[str(peer(n).folder) for n in ("gpt2", "deepseek-v32-sparse", "t5", "vit")]!r}:
+    regard.load(folder).save({str(tmp_path / "again")!r})
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

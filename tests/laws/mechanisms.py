@@ -1,0 +1,111 @@
+"""One small example of every mechanism and of its variants; the laws run over this table.
+
+Everything is float64 and stirred, so that a law holds to 1e-10 or not at all, and no weight is accidentally 0 or 1.
+"""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention import DSA, GQA, MLA, Context
+from regard.block import Tower
+from regard.layers import LM, MLP
+from regard.mask import Causal, Mask, Span
+from regard.models import Tokens, Transformer, TransformerConfig
+from regard.position import Alibi, Rope, Sinusoidal, T5Bias
+
+DIM, VOCAB = 24, 19
+TIGHT = {
+    "rtol": 1e-9,
+    "atol": 1e-10,
+}  # float64 rounding after a few layers; a wrong formula is far off
+
+_LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, rope=Rope(layout="interleaved"))
+_GROUPED = GQA(heads=6, kv_heads=2, head_dim=8, rope=Rope())
+
+MECHANISMS: dict[str, GQA | MLA | DSA] = {
+    "mha": GQA(heads=3),
+    "gqa_rope": _GROUPED,
+    "mqa": GQA(heads=4, kv_heads=1, head_dim=5, value_dim=3, bias=True, out_bias=True),
+    "partial_rope": GQA(heads=3, head_dim=8, rope=Rope(layout="interleaved", partial=0.5)),
+    "window": GQA(heads=6, kv_heads=3, head_dim=4, rope=Rope(), window=4),
+    "softcap": GQA(heads=4, kv_heads=2, softcap=1.5),
+    "sinks": GQA(heads=4, kv_heads=2, sinks=True, rope=Rope(), head_dim=6),
+    "qk_norm": GQA(heads=3, qk_norm=1e-6, rope=Rope(), head_dim=6, scale=0.7),
+    "mla": _LATENT,
+    "mla_query_latent": MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()),
+    "mla_plain": MLA(3, latent=7, normed=False, bias=True, out_bias=True),
+    "mla_wide_value": MLA(3, latent=8, head_dim=5, value_dim=9, query_latent=8, normed=False),
+    "mla_window": MLA(3, latent=10, head_dim=6, rope_dim=4, rope=Rope(), window=5),
+    # the indexer is told positions, by RoPE or by sinusoids: equal tokens would tie but for rounding
+    "dsa_mla": DSA(_LATENT, index_heads=2, index_dim=8, topk=3, rope_dim=4),
+    "dsa_gqa": DSA(_GROUPED, index_heads=3, index_dim=6, topk=4, rope_dim=4),
+    "dsa_query_latent": DSA(MLA(3, latent=10, head_dim=6, query_latent=7), 2, 8, topk=2),
+    "dsa_window_sinks": DSA(GQA(4, 2, window=6, sinks=True, rope=Rope()), 2, 8, 3, rope_dim=2),
+    "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
+    "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
+}
+
+TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
+    "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
+    "mqa_alibi": {"attention": GQA(6, 1), "relative": Alibi(6)},
+    "mla_alibi": {"attention": MECHANISMS["mla"], "relative": Alibi(3)},
+    "dsa_t5": {"attention": MECHANISMS["dsa_mla"], "relative": T5Bias(3, 8, 16, causal=True)},
+    "dsa_alibi": {"attention": MECHANISMS["dsa_gqa"], "relative": Alibi(6)},
+    "softcap_sinks_t5": {
+        "attention": GQA(4, 2, softcap=2.0, sinks=True),
+        "relative": T5Bias(4, 8, 16, causal=True),
+    },
+    "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
+}
+
+OPTIONS: dict[str, dict] = {  # layouts at sizes that make them grow, wrap around and turn pages
+    "contiguous": {"capacity": 2},
+    "ring": {"chunk": 5},
+    "paged": {"pages": 24, "page": 3},
+}
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def stir(module: M) -> M:
+    """float64, and parameters that matter: norms away from 1, biases and sinks away from 0."""
+    module = module.double().eval()
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.dim() > 1:
+                p.normal_(std=1.3 * p.shape[-1] ** -0.5)
+            else:
+                p.add_(0.3 * torch.randn_like(p))
+    return module
+
+
+def layer(config: GQA | MLA | DSA, dim: int = DIM, memory_dim: int | None = None) -> nn.Module:
+    return stir(config.make(dim, memory_dim))
+
+
+def context(size: int, mask: Mask | None = None, **more: object) -> Context:
+    return Context(Span.run(0, size), mask or Causal(), **more)  # type: ignore[arg-type]
+
+
+def decoder(name: str, *, layers: int = 2, causal: bool = True, **more: object) -> Transformer:
+    """A small language model of TOWERS[name]; sinusoids where the attention itself knows no positions."""
+    tower = {"ffn": MLP(32, "gelu"), "causal": causal, **TOWERS[name], **more}
+    first = tower["attention"][0] if isinstance(tower["attention"], tuple) else tower["attention"]
+    blind = getattr(first, "rope", None) is None and "relative" not in tower
+    tokens = Tokens(VOCAB, Sinusoidal(64) if blind else None)
+    return stir(Transformer(TransformerConfig(tokens, Tower(DIM, layers, **tower), LM(tied=False))))
+
+
+def ids(batch: int, size: int, seed: int = 1) -> Tensor:
+    return torch.randint(VOCAB, (batch, size), generator=torch.Generator().manual_seed(seed))
+
+
+def options(model: Transformer, layout: str, longest: int) -> dict:
+    """How to make a cache of this layout; a ring for a model without windows keeps everything."""
+    chosen = dict(OPTIONS.get(layout, {}))
+    if layout == "ring" and None in model.windows():
+        chosen["window"] = longest
+    return chosen

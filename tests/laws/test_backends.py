@@ -1,0 +1,188 @@
+"""Every backend computes the same attention; a row that sees nothing gives zeros, forward and backward."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.attention import BACKENDS, attend
+from regard.attention.core import Terms, online, reference, softmax
+from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
+from tests.laws.mechanisms import TIGHT, TOWERS, decoder, ids
+
+DIFFERENTIABLE = [b for b in BACKENDS if b != "flex"]  # torch has no CPU backward for flex
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TOWERS)
+@torch.no_grad()
+def test_backend_equals_reference_for_every_mechanism(name: str, backend: str) -> None:
+    model, x = decoder(name, layers=2 if name == "mixed" else 1), ids(3, 9)
+    for lengths in (None, [9, 4, 6]):
+        want = model(x, lengths, backend="reference")
+        torch.testing.assert_close(model(x, lengths, backend=backend), want, **TIGHT)
+
+
+RULES: dict[str, Mask] = {
+    "full": Full(),
+    "causal": Causal(),
+    "ahead": Causal(2),
+    "window": Causal() & Window(3),
+    "padding": Padding(torch.tensor([5, 9])),
+    "documents": Causal()
+    & Documents(torch.tensor([[0] * 4 + [1] * 5, [0] * 2 + [1] * 3 + [2] * 4])),
+    "prefix": Prefix(torch.tensor([3, 6])),
+}
+SPANS = {
+    "square": (Span.run(0, 9), Span.run(0, 9)),
+    "bottom_right": (Span.run(6, 3), Span.run(0, 9)),
+    "last": (Span.run(8, 1), Span.run(0, 9)),
+    "ragged": (Span.ragged(torch.tensor([9, 5]), 9), Span.ragged(torch.tensor([9, 5]), 9)),
+}
+
+
+def operands(t: int = 9, s: int = 9, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [torch.randn(2, n, h, d).to(dtype) for n, h, d in ((t, 6, 8), (s, 3, 8), (s, 3, 5))]
+
+
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backend_equals_reference_for_every_mask(backend: str, rule: str, spans: str) -> None:
+    q_pos, k_pos = SPANS[spans]
+    q, k, v = operands(q_pos.size)
+    mask, bias = Visible(RULES[rule], q_pos, k_pos), torch.randn(1, 6, q_pos.size, 9).double()
+    for extra in ({}, {"bias": bias, "softcap": 1.0}, {"sinks": torch.randn(6).double()}):
+        if backend == "flex" and "bias" in extra and rule != "causal":
+            continue  # each call is traced: a fifth of a second
+        want = attend(q, k, v, mask.tensor(), backend="reference", **extra)
+        torch.testing.assert_close(attend(q, k, v, mask, backend=backend, **extra), want, **TIGHT)
+
+
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+def test_backend_has_the_gradients_of_the_reference(backend: str) -> None:
+    mask = Visible(Causal(), Span.run(0, 9), Span.run(0, 9))
+    grads = []
+    for name in ("reference", backend):
+        torch.manual_seed(0)
+        inputs = [x.requires_grad_() for x in operands()]
+        sinks, bias = torch.randn(6).double(), torch.randn(2, 6, 9, 9).double()
+        extra = [sinks.requires_grad_(), bias.requires_grad_()]
+        out = attend(*inputs, mask, sinks=sinks, bias=bias, backend=name)
+        grads.append(torch.autograd.grad(out.square().sum(), inputs + extra))
+    for ours, want in zip(grads[1], grads[0]):
+        torch.testing.assert_close(ours, want, **TIGHT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backend_takes_any_score_function(backend: str) -> None:
+    q, k, v = operands()
+
+    def distance(q: Tensor, k: Tensor) -> Tensor:
+        return -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / 2
+
+    want = attend(q, k, v, score=distance, backend="reference")
+    torch.testing.assert_close(attend(q, k, v, score=distance, backend=backend), want, **TIGHT)
+
+
+@pytest.mark.parametrize("block", [1, 3, 32])
+def test_online_attention_equals_three_loops(block: int) -> None:
+    """Maximum, sum, weighted sum, each a loop over the keys, against the one pass with a running maximum."""
+    q, k, v = torch.randn(4).double(), torch.randn(7, 4).double() * 3, torch.randn(7, 2).double()
+    top = -math.inf
+    for key in k:
+        top = max(top, float(q @ key) / 2)
+    total = 0.0
+    for key in k:
+        total += math.exp(float(q @ key) / 2 - top)
+    out = torch.zeros(2).double()
+    for key, value in zip(k, v):
+        out += math.exp(float(q @ key) / 2 - top) / total * value
+    ours = online(q[None, None, None], k[None, None], v[None, None], None, Terms(0.5), block)
+    torch.testing.assert_close(ours[0, 0, 0], out, **TIGHT)
+
+
+def test_online_is_stable_where_exp_overflows() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 4) * s for s in (200.0, 200.0, 1.0))
+    want = reference(q, k, v, None, Terms(1.0))
+    torch.testing.assert_close(online(q, k, v, None, Terms(1.0)), want)
+    assert torch.isfinite(want).all()
+
+
+def test_softmax_is_shift_invariant_and_sums_to_one() -> None:
+    x = torch.randn(3, 7).double()
+    torch.testing.assert_close(softmax(x + 1e3), softmax(x))
+    torch.testing.assert_close(softmax(x).sum(-1), torch.ones(3).double())
+
+
+# --- 10,000 random masks ------------------------------------------------------------------------------------------
+
+# (t, s, masks): every share of visible keys from none to all, rows that see nothing among them
+SHAPES = [(1, 1, 500), (1, 7, 2000), (3, 2, 2000), (4, 6, 3000), (5, 40, 1000), (8, 8, 1500)]
+
+
+def random_masks(t: int, s: int, count: int) -> Tensor:
+    share = torch.rand(count, 1, 1, 1)
+    mask = torch.rand(count, 1, t, s) < share
+    mask[::3, :, 0] = False  # a fully masked row in every third
+    mask[::50] = False  # nothing at all in every fiftieth
+    return mask
+
+
+def test_random_masks_are_ten_thousand() -> None:
+    assert sum(n for _, _, n in SHAPES) == 10_000
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("t, s, count", SHAPES)
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+def test_random_masks_give_finite_values_and_gradients(
+    backend: str, t: int, s: int, count: int, biased: bool
+) -> None:
+    mask = random_masks(t, s, count)
+    q, k, v = (torch.randn(count, n, 2, 4, requires_grad=True) for n in (t, s, s))
+    bias = torch.randn(count, 2, t, s, requires_grad=True) if biased else None
+    scale = 30.0  # scores in the hundreds: sharp rows as well
+    out = attend(q, k, v, mask, bias=bias, scale=scale, backend=backend)
+    out.square().sum().backward()
+    for x in (out, q.grad, k.grad, v.grad, *([bias.grad] if bias is not None else [])):
+        assert torch.isfinite(x).all()
+    blind = ~mask.any(-1)[:, 0]  # b t
+    assert (out[blind] == 0).all() and (q.grad[blind] == 0).all()
+    unseen = ~mask.any(2)[:, 0]  # b s: keys that nobody sees
+    assert (v.grad[unseen] == 0).all() and (k.grad[unseen] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+def test_random_masks_are_finite_in_half_precision(backend: str, dtype: torch.dtype) -> None:
+    mask = random_masks(4, 6, 300)
+    q, k, v = (torch.randn(300, n, 2, 4).to(dtype).requires_grad_() for n in (4, 6, 6))
+    bias = torch.randn(300, 2, 4, 6).to(dtype)
+    for extra in (None, bias):
+        out = attend(q, k, v, mask, bias=extra, backend=backend)
+        grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        assert out.dtype == dtype and all(torch.isfinite(x).all() for x in (out, *grads))
+        assert (out[~mask.any(-1)[:, 0]] == 0).all()
+        exact = attend(*(x.double() for x in (q, k, v)), mask, bias=extra, backend="reference")
+        assert (out - exact).abs().max() < 0.06  # 8 bits of mantissa on values near 3
+
+
+@torch.no_grad()
+def test_random_masks_are_finite_in_flex() -> None:
+    mask = random_masks(4, 6, 100)
+    q, k, v = (torch.randn(100, n, 2, 4) for n in (4, 6, 6))
+    out = attend(q, k, v, mask, backend="flex")
+    torch.testing.assert_close(out, attend(q, k, v, mask, backend="reference"))
+
+
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+def test_hidden_keys_may_hold_anything_finite(backend: str) -> None:
+    """What the mask hides has no influence at all, not even in the last bit."""
+    q, k, v = operands()
+    mask = Visible(Causal(), Span.run(0, 9), Span.run(0, 9)).tensor().clone()
+    mask[..., 6:] = False
+    want = attend(q, k, v, mask, backend=backend)
+    k[:, 6:], v[:, 6:] = 1e6, -1e6
+    assert torch.equal(attend(q, k, v, mask, backend=backend), want)

@@ -1,0 +1,226 @@
+"""DSA: dense when it may choose everything, the same choice in every layout, work that grows with k."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.attention import DSA, GQA, MLA, attend, select, weights
+from regard.attention.core import Terms
+from regard.attention.select import choose, fp8_dots, hadamard, index_loss, index_scores
+from regard.cache import LAYOUTS
+from regard.mask import Causal, Full, Span, Visible
+from tests.laws.mechanisms import DIM, MECHANISMS, OPTIONS, TIGHT, context, layer
+
+SPARSE = {n: c for n, c in MECHANISMS.items() if isinstance(c, DSA)}
+
+
+def wide(name: str, topk: int = 99) -> DSA:
+    return replace(SPARSE[name], topk=topk)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_dsa_with_topk_covering_all_keys_is_the_dense_layer_to_the_bit(name: str) -> None:
+    dsa, x = layer(wide(name)), torch.randn(2, 9, DIM).double()
+    assert torch.equal(dsa(x, context(9)), dsa.attention(x, context(9)))
+
+
+@pytest.mark.parametrize("mask", [Causal(), Full()], ids=["causal", "full"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_dsa_gathering_all_keys_equals_the_dense_layer(name: str, mask: Causal | Full) -> None:
+    dsa, x = layer(wide(name)), torch.randn(2, 9, DIM).double()
+    torch.testing.assert_close(gathered(dsa, x, mask), dsa.attention(x, context(9, mask)), **TIGHT)
+
+
+def gathered(dsa: torch.nn.Module, x: Tensor, mask: Causal | Full) -> Tensor:
+    ctx = context(x.shape[1], mask)
+    c_q = dsa.attention.query_input(x)
+    kept = {**dsa.attention.entries(x, ctx), "index_k": dsa.indexer.keys(x, ctx)}
+    seen = ctx.visible(ctx.pos, dsa.config.window)
+    q, index_q = dsa.attention.queries(c_q, ctx), dsa.indexer.queries(c_q, ctx)
+    return dsa.attention.wo(dsa.sparse(x, q, index_q, kept, seen, ctx, None).flatten(2))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_dsa_is_dense_attention_masked_to_its_choice(name: str) -> None:
+    """The definition: choose from the scores, then hide every other key from the dense layer."""
+    dsa, x, ctx = layer(SPARSE[name]), torch.randn(2, 9, DIM).double(), context(9)
+    c_q = dsa.attention.query_input(x)
+    kept = dsa.attention.entries(x, ctx)
+    seen = ctx.visible(ctx.pos, dsa.config.window).tensor()[:, 0]
+    index = dsa.indexer.scores(dsa.indexer.queries(c_q, ctx), dsa.indexer.keys(x, ctx), x)
+    chosen = choose(index.masked_fill(~seen, -torch.inf), dsa.config.topk)
+    mask = torch.zeros(2, 9, 9).scatter(-1, chosen, 1.0).bool() & seen
+    want = dsa.attention.mix(dsa.attention.queries(c_q, ctx), kept, mask[:, None], ctx, None)
+    torch.testing.assert_close(dsa(x, ctx), dsa.attention.wo(want.flatten(2)), **TIGHT)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_dsa_in_chunks_of_queries_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dsa, x = layer(SPARSE[name]), torch.randn(2, 9, DIM).double()
+    whole = dsa(x, context(9))
+    monkeypatch.setattr(select, "WORK", 1)  # one query at a time
+    torch.testing.assert_close(dsa(x, context(9)), whole, **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["dsa_mla", "dsa_gqa"])
+def test_dsa_attends_to_k_keys_and_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: each query meets topk keys, so the attention's work is t k, whatever the length."""
+    seen: list[tuple[int, int, int]] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *rest: object, **more: object) -> Tensor:
+        seen.append((q.shape[0], q.shape[1], k.shape[1]))
+        return attend(q, k, v, *rest, **more)  # type: ignore[arg-type]
+
+    for module in ("multihead", "latent"):
+        monkeypatch.setattr(f"regard.attention.{module}.attend", spy)
+    dsa = layer(SPARSE[name])
+    for length in (12, 40):
+        seen.clear()
+        dsa(torch.randn(2, length, DIM).double(), context(length))
+        assert sum(b * t * s for b, t, s in seen) == 2 * length * dsa.config.topk
+
+
+def test_choose_gives_the_k_largest_in_ascending_order() -> None:
+    scores = torch.randn(3, 4, 11)
+    want = scores.topk(5).indices.sort(-1).values
+    assert torch.equal(choose(scores, 5), want)
+
+
+def test_choose_ties_go_to_the_earliest_position() -> None:
+    assert choose(torch.zeros(1, 9), 4).tolist() == [[0, 1, 2, 3]]
+    scores = torch.tensor([[0.0, 2.0, 0.0, 1.0, 2.0, 0.0, 1.0]])
+    assert choose(scores, 4).tolist() == [[1, 3, 4, 6]]
+    assert choose(scores, 5).tolist() == [[0, 1, 3, 4, 6]]
+
+
+def test_choose_does_not_depend_on_the_width_of_the_buffer() -> None:
+    scores = torch.randint(0, 3, (200, 10)).float()  # few values: ties everywhere
+    for more in (1, 7, 300):
+        buffer = torch.cat([scores, torch.full((200, more), -torch.inf)], 1)
+        assert torch.equal(choose(buffer, 4), choose(scores, 4))
+
+
+def test_choice_does_not_depend_on_where_slots_lie() -> None:
+    dsa = DSA(GQA(2), 1, 4, topk=4).make(8)
+    scores, order = torch.randint(0, 3, (5, 6, 10)).float(), torch.randperm(10)
+    by_position = order.argsort()[None].expand(5, 10)  # slot of position p
+    slots = dsa.choice(scores[..., order], 4, by_position)
+    assert torch.equal(order[slots].sort(-1).values, choose(scores, 4))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dsa_choice_with_ties_does_not_depend_on_the_layout(layout: str) -> None:
+    """Every index score is exactly 0 here: each query must take the earliest keys it sees, in every layout."""
+    dsa, x = layer(DSA(GQA(3), 2, 4, topk=3)), torch.randn(2, 12, DIM).double()
+    torch.nn.init.zeros_(dsa.indexer.ww.weight)
+    more = OPTIONS.get(layout, {}) | ({"window": 12} if layout == "ring" else {})
+    cache = LAYOUTS[layout]([dsa.cache_spec()], 2, dtype=torch.float64, **more)
+    out = []
+    for i in range(0, 12, 4):
+        ctx = context(4, store=cache.layer(0))
+        ctx.pos = cache.begin(4)
+        out.append(dsa(x[:, i : i + 4], ctx))
+    first = torch.arange(12) < 3
+    mask = (first[None] & torch.ones(12, 12).tril().bool())[None, None]
+    q, kept = dsa.attention.queries(x, context(12)), dsa.attention.entries(x, context(12))
+    want = dsa.attention.mix(q, kept, mask, context(12), None)
+    torch.testing.assert_close(torch.cat(out, 1), dsa.attention.wo(want.flatten(2)), **TIGHT)
+
+
+# --- the indexer --------------------------------------------------------------------------------------------------
+
+
+def test_index_scores_are_the_sum_of_the_paper() -> None:
+    indexer, x = layer(SPARSE["dsa_gqa"]).indexer, torch.randn(1, 6, DIM).double()
+    q, k = indexer.queries(x, context(6)), indexer.keys(x, context(6))
+    w = x @ indexer.ww.weight.T
+    want = torch.zeros(6, 6).double()
+    for t in range(6):
+        for s in range(6):
+            for j in range(3):
+                dot = q[0, t, j] @ k[0, s] / 6**0.5
+                want[t, s] += w[0, t, j] / 3**0.5 * dot.clamp(min=0)
+    # the indexer may work in float32: what matters is the order
+    torch.testing.assert_close(indexer.scores(q, k, x)[0].double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 2, 16, 64])
+def test_hadamard_keeps_dot_products(width: int) -> None:
+    q, k = torch.randn(2, 5, 3, width).double()
+    turned = torch.einsum("ahd,bhd->abh", hadamard(q), hadamard(k))
+    torch.testing.assert_close(turned, torch.einsum("ahd,bhd->abh", q, k), **TIGHT)
+
+
+def test_hadamard_is_its_own_inverse_and_flattens_an_outlier() -> None:
+    x = torch.zeros(64)
+    x[5] = 8.0
+    torch.testing.assert_close(hadamard(hadamard(x)), x)
+    assert hadamard(x).abs().max() == 1.0  # 8 / sqrt(64) in every place
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_fp8_indexer_chooses_nearly_the_same_keys(turned: bool) -> None:
+    """Recall of the exact choice; e4m3 keeps 3 bits of mantissa, so only near-ties may change."""
+    q, k, w = torch.randn(1, 32, 4, 64), torch.randn(1, 512, 64), torch.rand(1, 32, 4)
+    k[..., 7] *= 20  # an outlier feature, as trained keys have
+    exact = choose(index_scores(torch.einsum("bthd,bsd->bths", q, k), w), 64)
+    q, k = (hadamard(q), hadamard(k)) if turned else (q, k)
+    rough = choose(index_scores(fp8_dots(q, k), w), 64)
+    hits = (exact[..., :, None] == rough[..., None, :]).any(-1).float().mean()
+    assert hits > 0.93
+
+
+def test_fp8_dots_are_close_to_exact_ones() -> None:
+    q, k = torch.randn(2, 5, 3, 32), torch.randn(2, 7, 32)
+    exact = torch.einsum("bthd,bsd->bths", q, k)
+    # each factor is off by at most 2^-4 relatively; 32 such errors average out
+    assert (fp8_dots(q, k) - exact).abs().max() < 0.06 * exact.abs().max()
+
+
+def test_index_loss_is_zero_when_the_indexer_equals_the_dense_weights() -> None:
+    seen = torch.ones(2, 6, 6).tril().bool()
+    scores = torch.randn(2, 6, 6).double()
+    dense = scores.masked_fill(~seen, -torch.inf).softmax(-1)[:, None].expand(-1, 3, -1, -1)
+    assert index_loss(scores, dense, seen).abs() < 1e-10
+    assert index_loss(torch.randn(2, 6, 6).double(), dense, seen) > 0.01
+
+
+def test_index_loss_ignores_rows_that_see_nothing() -> None:
+    seen = torch.ones(1, 4, 4).tril(-1).bool()  # row 0 sees nothing
+    dense = weights(*torch.randn(2, 1, 1, 4, 8), seen[:, None], Terms(1.0))
+    assert torch.isfinite(index_loss(torch.randn(1, 4, 4), dense, seen))
+
+
+@pytest.mark.parametrize("name", ["dsa_mla", "dsa_gqa"])
+def test_index_loss_falls_when_the_indexer_is_trained(name: str) -> None:
+    dsa, x, ctx = layer(SPARSE[name]), torch.randn(2, 8, DIM).double(), context(8)
+    seen = Visible(Causal(), Span.run(0, 8), Span.run(0, 8)).tensor()
+    c_q = dsa.attention.query_input(x).detach()
+    dense = dense_weights(dsa, x)
+    optimizer = torch.optim.Adam(dsa.indexer.parameters(), 0.02)
+    losses = []
+    for _ in range(15):
+        index = dsa.indexer.scores(dsa.indexer.queries(c_q, ctx), dsa.indexer.keys(x, ctx), x)
+        loss = index_loss(index, dense, seen[:, 0].expand(2, -1, -1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@torch.no_grad()
+def dense_weights(dsa: torch.nn.Module, x: Tensor) -> Tensor:
+    from regard.look.probe import Probe
+
+    probe, ctx = Probe(), context(x.shape[1])
+    ctx.probe, ctx.site = probe, "0.self"
+    dsa.attention(x, ctx)
+    return probe.maps["0.self"][0]
+
+
+def test_dsa_over_mla_uses_the_query_latent_for_its_index_queries() -> None:
+    dsa = DSA(MLA(3, latent=8, query_latent=7), 2, 4, topk=2).make(DIM)
+    assert dsa.indexer.wq.in_features == 7

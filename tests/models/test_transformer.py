@@ -1,0 +1,296 @@
+"""The call: what comes out, what is refused and how; captioning from the same parts."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.attention import GQA, MLA
+from regard.block import Tower
+from regard.config import UsageError
+from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
+from regard.look.probe import Probe
+from regard.mask import Prefix
+from regard.models import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    Patches,
+    Tokens,
+    Transformer,
+    TransformerConfig,
+)
+from regard.position import Learned, Rope, Sinusoidal
+
+FFN = MLP(16)
+
+
+def decoder(max_len: int | None = 10, **more: object) -> Transformer:
+    attention = GQA(4, 2, rope=Rope(), head_dim=4)
+    tower = Tower(8, 2, attention, FFN, **more)  # type: ignore[arg-type]
+    return Transformer(TransformerConfig(Tokens(11), tower, LM(), max_len=max_len)).eval()
+
+
+def encoder(head: object = None, types: int = 0, pooler: str | None = None) -> Transformer:
+    tokens = Tokens(11, Learned(10), types=types, norm=Norm())
+    tower = Tower(8, 2, GQA(2, bias=True), FFN, causal=False, order="post", final_norm=False)
+    return Transformer(TransformerConfig(tokens, tower, head, pooler, max_len=10)).eval()  # type: ignore[arg-type]
+
+
+def pair(**more: object) -> EncoderDecoder:
+    tokens = Tokens(11, Sinusoidal(10), scaled=True)
+    settings = {
+        "source": tokens,
+        "encoder": Tower(8, 2, GQA(2), FFN, causal=False),
+        "target": tokens,
+        "decoder": Tower(8, 2, GQA(2), FFN, cross=GQA(2)),
+        "max_len": 10,
+        **more,
+    }
+    return EncoderDecoder(EncoderDecoderConfig(**settings)).eval()  # type: ignore[arg-type]
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(11, shape)
+
+
+# --- what comes out -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "head, shape",
+    [
+        (None, (2, 5, 8)),
+        (MLM(), (2, 5, 11)),
+        (Classify(3), (2, 3)),
+        (Tag(3), (2, 5, 3)),
+        (Answer(), (2, 5, 2)),
+    ],
+)
+def test_encoder_gives_what_its_head_gives(head: object, shape: tuple) -> None:
+    assert encoder(head)(ids(2, 5)).shape == shape
+
+
+def test_decoder_gives_logits_over_the_vocabulary() -> None:
+    assert decoder()(ids(2, 5), [5, 3]).shape == (2, 5, 11)
+
+
+def test_image_model_gives_labels() -> None:
+    tower = Tower(8, 1, GQA(2), FFN, causal=False)
+    model = Transformer(TransformerConfig(Patches(8, 4), tower, Classify(3, dense=None)))
+    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 3)
+
+
+def test_types_default_to_the_first_and_change_the_output() -> None:
+    model, x = encoder(types=2), ids(2, 5)
+    assert torch.equal(model(x), model(x, types=torch.zeros_like(x)))
+    assert not torch.equal(model(x), model(x, types=torch.ones_like(x)))
+
+
+def test_pool_takes_the_poolers_vector_or_the_mean_of_real_tokens() -> None:
+    x = ids(2, 5)
+    with_pooler, without = encoder(pooler="tanh"), encoder()
+    first = with_pooler.hidden(x, [5, 2])[:, 0]
+    torch.testing.assert_close(with_pooler.pool(x, [5, 2]), torch.tanh(with_pooler.pooler(first)))
+    torch.testing.assert_close(without.pool(x, [5, 2])[1], without.hidden(x[1:, :2])[0].mean(0))
+
+
+def test_mask_argument_replaces_the_towers_own() -> None:
+    model, x = decoder(), ids(1, 6)
+    both_ways = model(x, mask=Prefix(torch.tensor([6])))
+    assert torch.equal(model(x)[:, -1:], model(x)[:, -1:]) and not torch.equal(both_ways, model(x))
+
+
+def test_shared_embedding_is_one_parameter() -> None:
+    model = pair()
+    assert model.source.weight is model.target.weight
+    assert pair(shared=False).source.weight is not pair(shared=False).target.weight
+
+
+def test_one_step_of_training_reaches_every_parameter() -> None:
+    for model, more in ((decoder(), {}), (pair(), {"source": ids(2, 4)})):
+        model.train()
+        model(ids(2, 5), **more).square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+# --- text and images: D7 ------------------------------------------------------------------------------------------
+
+
+def captioner(cross: GQA | MLA) -> EncoderDecoder:
+    return pair(
+        source=Patches(8, 4),
+        encoder=Tower(12, 2, GQA(3), FFN, causal=False),
+        decoder=Tower(8, 2, GQA(2), FFN, cross=cross, memory_dim=12),
+        shared=False,
+    )
+
+
+@pytest.mark.parametrize("cross", [GQA(2), GQA(4, 1, head_dim=3), MLA(2, latent=6)])
+def test_captioner_writes_about_an_image_with_and_without_a_cache(cross: GQA | MLA) -> None:
+    model, x, images = captioner(cross), ids(2, 4), torch.randn(2, 3, 8, 8)
+    logits = model(x, source=images)
+    assert logits.shape == (2, 4, 11)
+    cache = model.cache(2)
+    parts = [model(x[:, :2], source=images, cache=cache)]
+    parts += [model(x[:, i : i + 1], cache=cache) for i in (2, 3)]
+    torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=1e-4, atol=1e-5)
+
+
+def test_captioner_sees_its_image_and_every_word_can_look_at_every_patch() -> None:
+    model, x, images, probe = captioner(GQA(2)), ids(1, 4), torch.randn(2, 3, 8, 8), Probe()
+    assert not torch.equal(model(x, source=images[:1], probe=probe), model(x, source=images[1:]))
+    assert probe.maps["decoder.1.cross"][0].shape == (1, 2, 4, 5)  # a class token and 4 patches
+    assert (probe.maps["decoder.1.cross"][0] > 0).all()
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+def refused(match: str) -> object:
+    return pytest.raises(UsageError, match=match)
+
+
+def test_length_over_the_context_says_both_numbers() -> None:
+    for model, more in ((decoder(), {}), (encoder(), {}), (pair(), {"source": ids(1, 2)})):
+        with refused("12 tokens, but the model's context is 10"):
+            model(ids(1, 12), **more)
+    with refused("12 tokens, but the model's context is 10"):
+        pair()(ids(1, 2), source=ids(1, 12))
+
+
+def test_length_over_the_context_is_counted_with_the_cache() -> None:
+    model = decoder()
+    cache = model.cache(1)
+    model(ids(1, 8), cache=cache)
+    with refused("11 tokens, but the model's context is 10"):
+        model(ids(1, 3), cache=cache)
+    assert cache.lengths.tolist() == [8]
+    model(ids(1, 2), cache=cache)
+
+
+def test_length_over_the_context_counts_each_rows_own_tokens() -> None:
+    """8 + 1 and 2 + 4 fit a context of 10, though 8 + 4 would not."""
+    model, x = decoder(), ids(2, 8)
+    cache = model.cache(2)
+    model(x, [8, 2], cache=cache)
+    assert model(ids(2, 4), [1, 4], cache=cache).shape == (2, 4, 11)
+
+
+def test_length_over_the_learned_positions_says_both_numbers() -> None:
+    tokens, tower = Tokens(11, Learned(6)), Tower(8, 1, GQA(2), FFN)
+    with refused("7 tokens, but the model's context is 6"):
+        Transformer(TransformerConfig(tokens, tower, LM()))(ids(1, 7))
+
+
+def test_ids_outside_the_vocabulary_say_which() -> None:
+    for wrong, got in ((11, "11"), (-1, "-1")):
+        with refused(f"ids must be between 0 and 10 .* got {got}"):
+            decoder()(torch.tensor([[3, wrong]]))
+    with refused("source must be between 0 and 10"):
+        pair()(ids(1, 2), source=torch.tensor([[11]]))
+    with refused("ids must be between 0 and 10"):
+        pair()(torch.tensor([[11]]), source=ids(1, 2))
+
+
+@pytest.mark.parametrize("wrong", [torch.randn(1, 3), torch.zeros(3).long(), torch.ones(1, 3) > 0])
+def test_ids_of_another_type_or_shape_are_refused(wrong: Tensor) -> None:
+    with refused(r"whole numbers of shape \(b, t\)"):
+        decoder()(wrong)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_empty_batch_is_refused(shape: tuple[int, int]) -> None:
+    for model, more in ((decoder(), {}), (encoder(), {}), (pair(), {"source": ids(shape[0], 3)})):
+        with refused("empty batch"):
+            model(ids(*shape), **more)
+
+
+def test_empty_image_batch_and_wrong_images_are_refused() -> None:
+    tower = Tower(8, 1, GQA(2), FFN, causal=False)
+    model = Transformer(TransformerConfig(Patches(8, 4), tower, Classify(3)))
+    with refused("empty batch"):
+        model(torch.randn(0, 3, 8, 8))
+    for wrong in (torch.randn(1, 3, 8, 9), torch.randn(3, 8, 8), torch.zeros(1, 3, 8, 8).long()):
+        with refused(r"images must be numbers of shape \(b, 3, 8, 8\)"):
+            model(wrong)
+    with refused("no lengths, types or cache"):
+        model(torch.randn(1, 3, 8, 8), [3])
+
+
+@pytest.mark.parametrize("lengths", [[5, 6], [5], [5, -1]])
+def test_lengths_that_do_not_fit_the_ids_are_refused(lengths: list[int]) -> None:
+    with refused("lengths must be 2 numbers between 0 and 5"):
+        decoder()(ids(2, 5), lengths)
+
+
+def test_source_is_needed_once_and_must_have_as_many_rows() -> None:
+    model = pair()
+    with refused(r"needs its source: model\(ids, source=source_ids\)"):
+        model(ids(1, 3))
+    with refused("source has 2 rows, ids 1"):
+        model(ids(1, 3), source=ids(2, 3))
+    cache = model.cache(1)
+    with refused("needs its source"):
+        model(ids(1, 3), cache=cache)
+    model(ids(1, 3), source=ids(1, 4), cache=cache)
+    with refused("already holds a source"):
+        model(ids(1, 1), source=ids(1, 4), cache=cache)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([[11]]), ids(1, 12), ids(2, 3)])
+def test_refused_target_leaves_the_cache_as_it_was(wrong: Tensor) -> None:
+    """The source goes in again with the right target: nothing was half written."""
+    model, source, x = pair(), ids(1, 4), ids(1, 3)
+    cache = model.cache(1)
+    with pytest.raises(UsageError):
+        model(wrong, source=source.expand(len(wrong), -1), cache=cache)
+    torch.testing.assert_close(model(x, source=source, cache=cache), model(x, source=source))
+
+
+def test_unknown_backend_leaves_the_cache_as_it_was() -> None:
+    model, x = decoder(), ids(1, 4)
+    cache = model.cache(1)
+    with refused("attention backend 'flash' is unknown"):
+        model(x, cache=cache, backend="flash")
+    assert cache.lengths.tolist() == [0]
+    torch.testing.assert_close(model(x, cache=cache), model(x))
+
+
+def test_cache_of_another_batch_is_refused() -> None:
+    model = decoder()
+    with refused(r"ids have 2 rows, the cache 3; make it with model.cache\(2\)"):
+        model(ids(2, 3), cache=model.cache(3))
+
+
+def test_encoder_has_no_cache_and_takes_none() -> None:
+    with refused("no cache"):
+        encoder().cache(1)
+    with refused("it cannot run with a cache"):
+        encoder()(ids(1, 3), cache=decoder().cache(1))
+
+
+def test_cache_layout_must_be_known_and_fit_the_model() -> None:
+    with refused(r"cache layout 'pages' is unknown; did you mean 'paged'\?"):
+        decoder().cache(1, "pages")
+    with refused("this model's attention has none"):
+        decoder().cache(1, "ring")
+
+
+def test_types_without_types_are_refused() -> None:
+    with refused("no segment types"):
+        encoder()(ids(1, 3), types=ids(1, 3))
+
+
+def test_heads_that_do_not_divide_say_what_would() -> None:
+    with refused("heads=3 does not divide dim=8; choose one of .1, 2, 4, 8."):
+        Transformer(TransformerConfig(Tokens(11), Tower(8, 1, GQA(3), FFN)))
+
+
+def test_towers_that_do_not_belong_together_are_refused() -> None:
+    with refused("decoder.cross given"):
+        pair(decoder=Tower(8, 1, GQA(2), FFN))
+    with refused("encoder.causal must be false"):
+        pair(encoder=Tower(8, 1, GQA(2), FFN))
+    with refused("set shared=False"):
+        pair(source=Patches(8, 4))
+    with refused("one vocabulary, got 11 and 12"):
+        pair(target=Tokens(12))

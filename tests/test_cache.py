@@ -1,0 +1,178 @@
+"""Caches: what goes in comes out, in every layout; rewind, fork, freeze and free touch nothing else."""
+
+import pytest
+import torch
+
+from regard.cache import LAYOUTS, CacheSpec
+from regard.config import UsageError
+from tests.marks import OPTIONS, SPECS, append, entries, held, layouts, make, marks
+
+
+@layouts
+def test_append_gives_back_every_token_at_its_position(layout: str) -> None:
+    cache = make(layout)
+    for size in (3, 1, 4, 2):
+        append(cache, size)
+    assert held(cache) == [marks(0, 10), marks(1, 10)]
+    assert cache.lengths.tolist() == [10, 10] and cache.even == 10
+
+
+@layouts
+def test_append_returns_the_positions_of_the_new_tokens(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 3)
+    assert append(cache, 2).index.expand(2, -1).tolist() == [[3, 4], [3, 4]]
+
+
+@layouts
+def test_append_keeps_the_shape_of_each_entry(layout: str) -> None:
+    cache = make(layout)
+    cache.begin(3)
+    first, second = entries(2, 3)
+    kept, span = cache.layer(0).keep(**first)
+    assert kept["k"].shape == (2, span.size, 2, 3) and kept["v"].shape == (2, span.size, 4)
+    assert cache.layer(1).keep(**second)[0]["latent"].shape == (2, span.size, 5)
+
+
+@layouts
+def test_append_of_ragged_rows_keeps_each_rows_own_tokens(layout: str) -> None:
+    cache = make(layout)
+    span = append(cache, 4, [4, 2])
+    assert span.index.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
+    span = cache.begin(2)
+    assert span.index.tolist() == [[4, 5], [2, 3]]
+    cache.layer(1).keep(latent=torch.full((2, 2, 5), 9.0))
+    assert held(cache) == [marks(0, 4) | {4: 9.0, 5: 9.0}, marks(1, 2) | {2: 9.0, 3: 9.0}]
+    assert cache.even is None
+
+
+@layouts
+def test_append_with_full_lengths_counts_as_even(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 3, [3, 3])
+    assert cache.even == 3 and held(cache) == [marks(0, 3), marks(1, 3)]
+
+
+@layouts
+def test_unwritten_slots_are_zero_and_have_no_position(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 3, [3, 1])
+    stored, span = cache._read(1), cache.span
+    empty = (span.index < 0).expand(2, -1)
+    assert empty.any() and (stored["latent"][empty] == 0).all()
+
+
+@layouts
+def test_rewind_forgets_the_last_tokens(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 4)
+    append(cache, 3)
+    cache.rewind(2)
+    assert held(cache) == [marks(0, 5), marks(1, 5)] and cache.even == 5
+    append(cache, 1)
+    assert held(cache) == [marks(0, 6), marks(1, 6)]
+
+
+@layouts
+def test_rewind_by_row_and_back_to_even(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 4, [4, 2])
+    cache.rewind(torch.tensor([2, 0]))
+    assert cache.even == 2 and held(cache) == [marks(0, 2), marks(1, 2)]
+
+
+@layouts
+def test_rewind_of_more_than_there_is_says_both_numbers(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 3)
+    with pytest.raises(UsageError, match="rewind 4 tokens: the shortest row holds 3"):
+        cache.rewind(4)
+    assert held(cache) == [marks(0, 3), marks(1, 3)]
+
+
+@layouts
+def test_fork_copies_rows_and_leaves_the_old_cache_alone(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 4)
+    branch = cache.fork(torch.tensor([1, 0, 1]))
+    branch.begin(1)
+    branch.layer(1).keep(latent=torch.full((3, 1, 5), 7.0))
+    assert held(branch) == [marks(r, 4) | {4: 7.0} for r in (1, 0, 1)]
+    assert held(cache) == [marks(0, 4), marks(1, 4)] and cache.lengths.tolist() == [4, 4]
+    append(cache, 1)
+    assert held(branch)[0][4] == 7.0 and held(cache)[0][4] == 5.0
+
+
+@layouts
+def test_fork_of_ragged_rows_keeps_their_lengths(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 4, [4, 2])
+    branch = cache.fork(torch.tensor([1, 1]))
+    assert branch.lengths.tolist() == [2, 2] and held(branch) == [marks(1, 2), marks(1, 2)]
+
+
+@layouts
+def test_frozen_cache_is_read_and_not_written(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 3)
+    cache.freeze()
+    assert held(cache) == [marks(0, 3), marks(1, 3)]
+    with pytest.raises(UsageError, match="frozen"):
+        cache.begin(1)
+    kept, _ = cache.layer(1).keep(latent=torch.full((2, 3, 5), 9.0))
+    assert (kept["latent"] != 9).all()
+
+
+@layouts
+def test_free_empties_the_cache_for_use_again(layout: str) -> None:
+    cache = make(layout)
+    append(cache, 4)
+    cache.cross = make("contiguous")
+    cache.free()
+    assert cache.lengths.tolist() == [0, 0] and held(cache) == [{}, {}] and cache.cross is None
+    append(cache, 2)
+    assert held(cache) == [marks(0, 2), marks(1, 2)]
+
+
+@layouts
+def test_cross_cache_forks_with_its_owner(layout: str) -> None:
+    cache = make(layout)
+    cache.cross = make("contiguous")
+    append(cache.cross, 3)
+    cache.cross.freeze()
+    branch = cache.fork(torch.tensor([1]))
+    assert branch.cross is not None and held(branch.cross) == [marks(1, 3)] and branch.cross.frozen
+
+
+@layouts
+def test_state_of_fixed_size_is_kept_forked_and_freed(layout: str) -> None:
+    cache = LAYOUTS[layout]([CacheSpec(state={"h": (3,)})], 2, **OPTIONS.get(layout, {}))
+    cache.layer(0).state["h"] = torch.tensor([[1.0] * 3, [2.0] * 3])
+    branch = cache.fork(torch.tensor([1, 1, 0]))
+    assert branch.layer(0).state["h"][:, 0].tolist() == [2.0, 2.0, 1.0]
+    branch.layer(0).state["h"] = torch.zeros(3, 3)
+    assert cache.layer(0).state["h"][:, 0].tolist() == [1.0, 2.0]
+    cache.free()
+    assert (cache.layer(0).state["h"] == 0).all()
+
+
+@layouts
+def test_state_cannot_be_rewound(layout: str) -> None:
+    cache = LAYOUTS[layout]([CacheSpec(state={"h": (3,)})], 2, **OPTIONS.get(layout, {}))
+    cache.begin(2)
+    with pytest.raises(UsageError, match="recurrent state cannot be rewound"):
+        cache.rewind(1)
+
+
+@layouts
+def test_cache_stores_in_its_own_dtype(layout: str) -> None:
+    cache = make(layout, dtype=torch.bfloat16)
+    for lengths in (None, [1, 2]):
+        cache.begin(2, None if lengths is None else torch.tensor(lengths))
+        kept, _ = cache.layer(1).keep(latent=torch.ones(2, 2, 5))
+        assert kept["latent"].dtype == torch.bfloat16
+
+
+def test_spec_counts_numbers_for_each_token() -> None:
+    assert [spec.numbers() for spec in SPECS] == [2 * 3 + 4, 5]
+    assert CacheSpec(state={"h": (8,)}).numbers() == 0

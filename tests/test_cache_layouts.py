@@ -1,0 +1,190 @@
+"""Contiguous grows, a ring forgets, pages are shared and counted."""
+
+import pytest
+import torch
+
+from regard.cache import Contiguous, Paged, Ring
+from regard.config import UsageError
+from tests.marks import SPECS, append, held, make, marks
+
+# --- contiguous ---------------------------------------------------------------------------------------------------
+
+
+def test_contiguous_grows_by_doubling() -> None:
+    cache = make("contiguous")
+    assert isinstance(cache, Contiguous)
+    sizes = []
+    for _ in range(6):
+        append(cache, 1)
+        sizes.append(cache.capacity)
+    assert sizes == [2, 2, 4, 4, 8, 8] and held(cache) == [marks(0, 6), marks(1, 6)]
+
+
+# --- ring ---------------------------------------------------------------------------------------------------------
+
+
+def test_ring_holds_window_and_chunk_less_one() -> None:
+    cache = Ring(SPECS, 1, window=5, chunk=3)
+    assert cache.capacity == 7 and cache.slots[0]["k"].shape == (1, 7, 2, 3)
+
+
+@pytest.mark.parametrize("window, chunk", [(1, 1), (5, 1), (5, 3), (2, 6)])
+def test_ring_never_loses_what_a_new_token_still_sees(window: int, chunk: int) -> None:
+    cache = Ring(SPECS, 1, window=window, chunk=chunk)
+    for step in range(9):
+        size = 1 + step % chunk
+        first = append(cache, size).index[0, 0].item()
+        seen = range(max(0, first - window + 1), first + size)
+        found = held(cache)[0]
+        assert all(found[p] == p + 1 for p in seen)
+
+
+def test_ring_one_slot_smaller_would_lose_a_token() -> None:
+    cache = Ring(SPECS, 1, window=5, chunk=3)
+    append(cache, 3), append(cache, 3), append(cache, 3)
+    assert min(held(cache)[0]) == 6 - 5 + 1  # exactly what the chunk's first token sees
+
+
+def test_ring_refuses_a_larger_chunk_and_says_what_to_do() -> None:
+    cache = Ring(SPECS, 1, window=5, chunk=3)
+    with pytest.raises(UsageError, match="chunks of at most 3, or make it with chunk=4"):
+        append(cache, 4)
+    append(cache, 3)
+    assert held(cache) == [marks(0, 3)]
+
+
+def test_ring_rewinds_a_chunk_and_refuses_more() -> None:
+    """Past its capacity it holds window + chunk - 1 tokens: the next one needs window - 1 of them."""
+    for drop, allowed in ((3, True), (4, False)):
+        cache = Ring(SPECS, 1, window=5, chunk=3)
+        for _ in range(4):
+            append(cache, 3)
+        if allowed:
+            cache.rewind(drop)
+            first = append(cache, 3).index[0, 0].item()
+            found = held(cache)[0]
+            assert all(found[p] == p + 1 for p in range(first - 4, first + 3))
+        else:
+            with pytest.raises(UsageError, match="3 tokens to spare"):
+                cache.rewind(drop)
+            assert cache.lengths.tolist() == [12]
+
+
+def test_ring_rewinds_do_not_add_up_past_what_was_overwritten() -> None:
+    cache = Ring(SPECS, 1, window=5, chunk=3)
+    for _ in range(4):
+        append(cache, 3)
+    cache.rewind(2)
+    with pytest.raises(UsageError, match="overwritten"):
+        cache.rewind(2)
+
+
+def test_ring_that_never_wrapped_rewinds_to_the_start() -> None:
+    cache = Ring(SPECS, 1, window=5, chunk=3)
+    append(cache, 3), append(cache, 3)
+    cache.rewind(6)
+    append(cache, 2)
+    assert held(cache) == [marks(0, 2)]
+
+
+# --- paged --------------------------------------------------------------------------------------------------------
+
+
+def paged(batch: int = 2, **more: int) -> Paged:
+    cache = make("paged", batch, **more)
+    assert isinstance(cache, Paged)
+    return cache
+
+
+def test_paged_takes_pages_as_rows_need_them() -> None:
+    cache = paged()
+    append(cache, 4, [4, 2])
+    assert [len(t) for t in cache.tables] == [2, 1] and sum(cache.users) == 3
+
+
+def test_paged_zeroes_a_page_when_it_is_taken_again() -> None:
+    """0 * NaN is NaN: what a former row left behind must not reach a masked slot."""
+    cache = paged(pages=2)
+    append(cache, 2)
+    for store in cache.pool:
+        for x in store.values():
+            x[:-1] = torch.nan
+    cache.free()
+    append(cache, 2, [2, 1])
+    assert all(torch.isfinite(x[:2]).all() for store in cache.pool for x in store.values())
+
+
+def test_paged_fork_shares_pages_until_one_writes() -> None:
+    cache = paged(1)
+    append(cache, 4)  # one full page, one with a single token
+    branch = cache.fork(torch.tensor([0, 0]))
+    full, partial = cache.tables[0]
+    assert cache.users[full] == cache.users[partial] == 3
+    assert branch.tables == [[full, partial]] * 2
+    branch.begin(1)
+    branch.layer(1).keep(latent=torch.full((2, 1, 5), 7.0))
+    assert all(t[0] == full and t[1] != partial for t in branch.tables)
+    assert cache.users[full] == 3 and cache.users[partial] == 1
+    assert held(cache) == [marks(0, 4)] and held(branch) == [marks(0, 4) | {4: 7.0}] * 2
+
+
+def test_paged_fork_at_a_page_border_copies_nothing() -> None:
+    cache = paged(1)
+    append(cache, 3)
+    branch = cache.fork(torch.tensor([0]))
+    append(branch, 1)
+    assert branch.tables[0][0] == cache.tables[0][0] and sum(u > 0 for u in cache.users) == 2
+
+
+def test_paged_pages_are_all_free_again_in_the_end() -> None:
+    cache = paged()
+    append(cache, 4)
+    branch = cache.fork(torch.tensor([1, 0, 1]))
+    append(branch, 4)
+    branch.rewind(5)
+    cache.free()
+    assert held(branch) == [marks(r, 3) for r in (1, 0, 1)]  # freeing one leaves the other whole
+    branch.free()
+    assert cache.users == [0] * 20
+
+
+def test_paged_rewind_gives_pages_back() -> None:
+    cache = paged(1)
+    append(cache, 4), append(cache, 4)
+    cache.rewind(5)
+    assert sum(cache.users) == 1 and held(cache) == [marks(0, 3)]
+
+
+def test_paged_out_of_pages_says_so_and_loses_nothing() -> None:
+    cache = paged(1, pages=2)
+    append(cache, 4)
+    with pytest.raises(UsageError, match="all 2 pages of 3 tokens are in use; free a row, or make"):
+        cache.begin(4)
+    assert held(cache) == [marks(0, 4)] and cache.lengths.tolist() == [4]
+    append(cache, 2)
+    assert held(cache) == [marks(0, 6)]
+
+
+def test_paged_out_of_pages_while_copying_keeps_the_counts_right() -> None:
+    """A shared page that cannot be copied stays shared: the other row must not see what is written later."""
+    cache = paged(1, pages=2)
+    append(cache, 4)
+    branch = cache.fork(torch.tensor([0]))
+    with pytest.raises(UsageError, match="pages"):
+        branch.begin(1)
+    assert cache.users == [2, 2]
+    branch.free()
+    assert cache.users == [1, 1] and held(cache) == [marks(0, 4)]
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------
+
+
+def test_ring_and_pages_hold_less_than_the_text() -> None:
+    ring = Ring(SPECS, 1, window=4, chunk=1, dtype=torch.float16)
+    for _ in range(50):
+        append(ring, 1)
+    assert sum(x.nbytes for store in ring.slots for x in store.values()) == 4 * 15 * 2
+    pages = paged(1)
+    append(pages, 4), append(pages, 3)
+    assert sum(pages.users) * pages.page == 9  # 7 tokens, rounded up to pages

@@ -1,0 +1,199 @@
+"""Configs: frozen dataclasses <-> plain data, strictly."""
+
+import json
+
+import pytest
+
+from regard.attention import DSA, GQA, MLA
+from regard.block import Tower
+from regard.config import UsageError, change, divisors, from_dict, nearest, to_dict
+from regard.layers import LM, MLP, Classify, Norm
+from regard.models import (
+    EncoderDecoderConfig,
+    Patches,
+    Tokens,
+    TransformerConfig,
+)
+from regard.moe import MoE
+from regard.position import Alibi, Learned, Linear, Llama3, Rope, Sinusoidal, T5Bias, Yarn
+
+SPARSE = DSA(MLA(4, latent=8, rope_dim=4, rope=Rope(scaling=Yarn(4.0, 64))), 2, 8, topk=4)
+CONFIGS = {
+    "decoder": TransformerConfig(
+        Tokens(50),
+        Tower(16, 2, GQA(4, 2, rope=Rope(scaling=Llama3(8.0))), MLP(32, gated=True)),
+        LM(),
+    ),
+    "layers_differ": TransformerConfig(
+        Tokens(50, Learned(64, offset=2), norm=Norm(rms=True)),
+        Tower(16, 2, (GQA(4, window=8), SPARSE), (MLP(32), MoE(4, 2, 8, shared=1))),
+        LM(tied=False, bias=True),
+        max_len=64,
+    ),
+    "vision": TransformerConfig(
+        Patches(32, 8), Tower(16, 1, GQA(4, bias=True), MLP(32), causal=False), Classify(10)
+    ),
+    "pair": EncoderDecoderConfig(
+        Tokens(50, Sinusoidal(64)),
+        Tower(16, 1, GQA(4), MLP(32), causal=False, relative=T5Bias(4)),
+        Tokens(50),
+        Tower(16, 1, MLA(4, latent=8), MLP(32), cross=GQA(2), relative=Alibi(4), order="post"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_reads_back_equal_from_json(name: str) -> None:
+    config = CONFIGS[name]
+    assert from_dict(type(config), json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_is_hashable_and_frozen(name: str) -> None:
+    assert hash(CONFIGS[name]) == hash(from_dict(type(CONFIGS[name]), to_dict(CONFIGS[name])))
+    with pytest.raises(AttributeError):
+        CONFIGS[name].kind = "other"  # type: ignore[misc]
+
+
+def bad(**changes: object) -> dict:
+    data = to_dict(CONFIGS["decoder"])
+    for path, value in changes.items():
+        *folders, name = path.split("__")
+        place = data
+        for folder in folders:
+            place = place[folder]
+        place[name] = value
+    return data
+
+
+def test_unknown_key_names_the_nearest_known_one() -> None:
+    with pytest.raises(UsageError, match=r"config.tower.layer is not .* did you mean 'layers'\?"):
+        from_dict(TransformerConfig, bad(tower__layer=3))
+    with pytest.raises(UsageError, match=r"attention.kv_head .* did you mean 'kv_heads'\?"):
+        from_dict(TransformerConfig, bad(tower__attention__kv_head=3))
+
+
+def test_unknown_key_far_from_all_lists_what_is_known() -> None:
+    with pytest.raises(UsageError, match="known: embedding, head, kind"):
+        from_dict(TransformerConfig, bad(zzz=3))
+
+
+def test_missing_key_is_named_with_all_that_are_needed() -> None:
+    with pytest.raises(UsageError, match="config.layers is missing; Tower needs layers, ffn"):
+        from_dict(Tower, {"dim": 16, "attention": to_dict(GQA(4))})
+
+
+@pytest.mark.parametrize(
+    "cls, data, match",
+    [
+        (
+            Tower,
+            {**to_dict(CONFIGS["decoder"].tower), "layers": "two"},
+            "layers must be int, got 'two'",
+        ),
+        (Tower, {**to_dict(CONFIGS["decoder"].tower), "layers": 2.5}, "layers must be int"),
+        (Tower, {**to_dict(CONFIGS["decoder"].tower), "layers": True}, "layers must be int"),
+        (Tower, {**to_dict(CONFIGS["decoder"].tower), "layers": False}, "layers must be int"),
+        (Tower, {**to_dict(CONFIGS["decoder"].tower), "causal": 1}, "causal must be bool"),
+        (Tower, {**to_dict(CONFIGS["decoder"].tower), "norm": 3}, "norm must be a table"),
+        (Norm, {"eps": "small"}, "eps must be float"),
+        (GQA, {"heads": 4, "kv_heads": "2"}, "kv_heads must be int"),
+        (GQA, [4], "must be a table of settings"),
+    ],
+)
+def test_wrong_type_says_what_was_expected(cls: type, data: object, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        from_dict(cls, data)  # type: ignore[arg-type]
+
+
+def test_whole_number_serves_as_float() -> None:
+    scaling = from_dict(Linear, {"factor": 4})
+    assert scaling == Linear(4.0) and isinstance(scaling.factor, float)
+
+
+def test_unknown_kind_lists_the_known() -> None:
+    with pytest.raises(UsageError, match="attention.kind is 'flash'; known: dsa, gqa, mla"):
+        from_dict(TransformerConfig, bad(tower__attention__kind="flash"))
+    with pytest.raises(UsageError, match=r"attention.kind is 'gq'; did you mean 'gqa'\?"):
+        from_dict(TransformerConfig, bad(tower__attention__kind="gq"))
+
+
+def test_kind_of_another_config_is_refused() -> None:
+    with pytest.raises(UsageError, match="config.kind is 'encoder_decoder'"):
+        from_dict(TransformerConfig, bad(kind="encoder_decoder"))
+
+
+def test_change_replaces_one_setting_by_its_path() -> None:
+    config = CONFIGS["decoder"]
+    new = change(change(config, "tower.attention.kv_heads", 1), "tower.norm.eps", 1)
+    assert new.tower.attention.kv_heads == 1 and new.tower.norm.eps == 1.0
+    assert config.tower.attention.kv_heads == 2
+
+
+def test_change_takes_a_whole_config_or_its_data() -> None:
+    config, mla = CONFIGS["decoder"], MLA(4, latent=8)
+    for value in (mla, to_dict(mla)):
+        assert change(config, "tower.attention", value).tower.attention == mla
+
+
+@pytest.mark.parametrize(
+    "path, value, match",
+    [
+        ("tower.atention.heads", 2, "Tower has no setting 'atention'; did you mean 'attention'?"),
+        ("tower.layers", "many", "Tower.layers must be int"),
+        ("tower.relative.heads", 2, "relative is None"),
+        ("max_len.size", 2, "max_len is None"),
+        ("tower.dim.size", 2, "dim is 16"),
+    ],
+)
+def test_change_of_what_is_not_there_says_so(path: str, value: object, match: str) -> None:
+    with pytest.raises(UsageError) as error:
+        change(CONFIGS["decoder"], path, value)
+    assert match in str(error.value)
+
+
+def test_change_checks_the_result() -> None:
+    with pytest.raises(UsageError, match="kv_heads=3 must divide attention.heads=4"):
+        change(CONFIGS["decoder"], "tower.attention.kv_heads", 3)
+
+
+def test_nearest_hints_or_lists() -> None:
+    assert nearest("heds", ["heads", "dim"]) == "did you mean 'heads'?"
+    assert nearest("xyz", ["heads", "dim"]) == "known: dim, heads"
+
+
+def test_divisors_are_all_of_them() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: GQA(8, 3), "kv_heads=3 must divide attention.heads=8; choose one of .1, 2, 4, 8."),
+        (lambda: GQA(5).make(24), "heads=5 does not divide dim=24; choose one of"),
+        (lambda: MLA(5, latent=4).make(24), "heads=5 does not divide dim=24"),
+        (
+            lambda: MLA(4, latent=4, rope_dim=2),
+            "rope_dim=2 and attention.rope=None belong together",
+        ),
+        (lambda: MLA(4, latent=4, rope=Rope()), "belong together"),
+        (lambda: DSA(GQA(4), 2, 6, 4, hadamard=True), "index_dim=6 must be a power of two"),
+        (lambda: DSA(GQA(4), 2, 8, 4, precision="int3"), "choose exact or fp8"),
+        (lambda: DSA(GQA(4), 2, 8, 4, rope_dim=4), "rope_dim needs attention.attention.rope"),
+        (lambda: Tower(8, 3, (GQA(2),) * 2, MLP(8)), "attention lists 2 layers, layers=3"),
+        (lambda: Tower(8, 1, GQA(2), MLP(8), order="middle"), "choose pre or post"),
+        (
+            lambda: Tower(8, 1, GQA(2), MLP(8), relative=Alibi(4)),
+            "relative.heads=4, but .* .2. heads",
+        ),
+        (lambda: Tower(8, 1, GQA(2), MLP(8), cross=GQA(2, rope=Rope())), "cross without rope"),
+        (lambda: MoE(4, 5, 8), "active=5 must be between 1 and ffn.experts=4"),
+        (lambda: MoE(4, 2, 8, groups=3), "groups=3 must divide ffn.experts=4"),
+        (lambda: MoE(4, 2, 8, score="cosine"), "choose softmax or sigmoid"),
+        (lambda: Patches(30, 8), "patch=8 must divide the image size=30"),
+        (lambda: MLP(8, "swish").make(4), "activation 'swish' is unknown"),
+    ],
+)
+def test_config_that_cannot_be_is_refused_with_the_way_out(make: object, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        make()  # type: ignore[operator]

@@ -1,0 +1,134 @@
+"""Norms, activations, the feed-forward and the heads."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from regard.config import UsageError
+from regard.layers import (
+    ACTIVATIONS,
+    LM,
+    MLM,
+    MLP,
+    Answer,
+    Classify,
+    LabelHead,
+    LMHead,
+    Norm,
+    RMSNorm,
+    Tag,
+    activation,
+    make_head,
+)
+
+
+def test_layer_norm_uses_the_biased_variance() -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0, 6.0]])
+    want = (x - 3) / math.sqrt(14 / 4 + 1e-5)
+    torch.testing.assert_close(Norm().make(4)(x), want)
+
+
+def test_rms_norm_divides_by_the_root_mean_square() -> None:
+    x = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
+    norm = Norm(rms=True, eps=0.0).make(4)
+    assert isinstance(norm, RMSNorm)
+    torch.testing.assert_close(norm(x), x / math.sqrt(30 / 4))
+
+
+def test_rms_norm_of_half_precision_is_computed_in_float32() -> None:
+    """Squares of 300 overflow float16."""
+    x = torch.full((1, 8), 300.0).half()
+    assert torch.equal(Norm(rms=True).make(8).half()(x), torch.ones(1, 8).half())
+
+
+def test_norm_does_not_see_other_tokens() -> None:
+    for rms in (False, True):
+        norm, x = Norm(rms=rms).make(6), torch.randn(2, 3, 6)
+        torch.testing.assert_close(norm(x)[:, 1], norm(x[:, 1]))
+
+
+def test_activations_are_their_formulas() -> None:
+    x = torch.linspace(-3, 3, 13).double()
+    want = {
+        "relu": x.clamp(min=0),
+        "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+        "gelu_tanh": 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "silu": x / (1 + torch.exp(-x)),
+        "tanh": (torch.exp(2 * x) - 1) / (torch.exp(2 * x) + 1),
+    }
+    for name, y in want.items():
+        torch.testing.assert_close(ACTIVATIONS[name](x), y)
+
+
+def test_unknown_activation_names_the_nearest() -> None:
+    with pytest.raises(
+        UsageError, match=r"activation 'gelu_tan' is unknown; did you mean 'gelu_tanh'\?"
+    ):
+        activation("gelu_tan")
+
+
+def test_mlp_is_down_of_activation_of_up() -> None:
+    ffn, x = MLP(8, "relu").make(4), torch.randn(2, 3, 4)
+    w, b, v, c = ffn.up.weight, ffn.up.bias, ffn.down.weight, ffn.down.bias
+    torch.testing.assert_close(ffn(x), (x @ w.T + b).clamp(min=0) @ v.T + c)
+
+
+def test_gated_mlp_multiplies_gate_and_up() -> None:
+    ffn, x = MLP(8, "silu", gated=True, bias=False).make(4), torch.randn(2, 3, 4)
+    h = F.silu(x @ ffn.gate.weight.T) * (x @ ffn.up.weight.T)
+    torch.testing.assert_close(ffn(x), h @ ffn.down.weight.T)
+    assert not any(name.endswith("bias") for name, _ in ffn.named_parameters())
+
+
+def test_mlp_dropout_acts_in_training_only() -> None:
+    ffn, x = MLP(64, dropout=0.5).make(4), torch.randn(2, 3, 4)
+    assert not torch.equal(ffn(x), ffn(x))
+    ffn.eval()
+    assert torch.equal(ffn(x), ffn(x))
+
+
+def test_tied_head_holds_no_weight_of_its_own() -> None:
+    head, h, table = LMHead(LM(), 4, 7), torch.randn(2, 3, 4), torch.randn(7, 4)
+    assert not list(head.parameters())
+    torch.testing.assert_close(head(h, table), h @ table.T)
+
+
+def test_untied_head_uses_its_weight_and_bias() -> None:
+    head, h = LMHead(LM(tied=False, bias=True), 4, 7), torch.randn(2, 3, 4)
+    torch.nn.init.normal_(head.bias)
+    torch.testing.assert_close(head(h, torch.randn(7, 4)), h @ head.weight.T + head.bias)
+
+
+def test_scaled_head_multiplies_hidden_by_one_over_root_dim() -> None:
+    h, table = torch.randn(2, 3, 4), torch.randn(7, 4)
+    torch.testing.assert_close(LMHead(LM(scaled=True), 4, 7)(h, table), h @ table.T / 2)
+
+
+def test_masked_lm_head_is_dense_activation_norm_vocabulary() -> None:
+    head, h, table = LMHead(MLM(), 4, 7), torch.randn(2, 3, 4), torch.randn(7, 4)
+    want = F.layer_norm(F.gelu(head.dense(h)), (4,), eps=1e-12) @ table.T + head.bias
+    torch.testing.assert_close(head(h, table), want)
+
+
+def test_classify_reads_the_first_token() -> None:
+    head, h = LabelHead(Classify(3), 4), torch.randn(2, 5, 4)
+    torch.testing.assert_close(head(h), head.out(torch.tanh(head.dense(h[:, 0]))))
+    plain = LabelHead(Classify(3, dense=None), 4)
+    torch.testing.assert_close(plain(h), plain.out(h[:, 0]))
+
+
+@pytest.mark.parametrize(
+    "config, shape",
+    [
+        (LM(), (2, 5, 7)),
+        (LM(tied=False), (2, 5, 7)),
+        (MLM(), (2, 5, 7)),
+        (Classify(3), (2, 3)),
+        (Tag(3), (2, 5, 3)),
+        (Answer(), (2, 5, 2)),
+    ],
+)
+def test_head_gives_its_shape(config: LM | MLM | Classify | Tag | Answer, shape: tuple) -> None:
+    assert make_head(config, 4, 7)(torch.randn(2, 5, 4), torch.randn(7, 4)).shape == shape

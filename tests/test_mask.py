@@ -1,0 +1,146 @@
+"""Masks are rules on positions; bound to queries and keys they take the cheapest form."""
+
+import pytest
+import torch
+
+from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
+
+
+def seen(mask: Mask, q: Span, k: Span) -> list:
+    return Visible(mask, q, k).tensor()[:, 0].int().tolist()
+
+
+FOUR = Span.run(0, 4)
+
+
+def test_span_run_is_one_row_for_all() -> None:
+    span = Span.run(3, 2)
+    assert span.index.tolist() == [[3, 4]] and span.start == 3 and span.size == 2
+
+
+def test_span_ragged_marks_padding_with_minus_one() -> None:
+    span = Span.ragged(torch.tensor([3, 1, 0]), 3)
+    assert span.index.tolist() == [[0, 1, 2], [0, -1, -1], [-1, -1, -1]] and span.start is None
+
+
+def test_span_ragged_starts_where_each_row_stands() -> None:
+    span = Span.ragged(torch.tensor([2, 1]), 2, torch.tensor([5, 9]))
+    assert span.index.tolist() == [[5, 6], [9, -1]]
+
+
+def test_full_sees_everything() -> None:
+    assert seen(Full(), FOUR, FOUR) == [[[1] * 4] * 4]
+
+
+def test_causal_is_the_lower_triangle() -> None:
+    assert seen(Causal(), FOUR, FOUR) == [torch.ones(4, 4).tril().int().tolist()]
+
+
+def test_causal_ahead_looks_so_far_ahead() -> None:
+    assert seen(Causal(1), FOUR, FOUR) == [torch.ones(4, 4).tril(1).int().tolist()]
+
+
+def test_causal_aligns_bottom_right_when_queries_are_fewer() -> None:
+    assert seen(Causal(), Span.run(2, 2), FOUR) == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
+
+
+def test_window_counts_the_querys_own_token() -> None:
+    band = torch.ones(4, 4).tril().triu(-1).int().tolist()
+    assert seen(Causal() & Window(2), FOUR, FOUR) == [band]
+    assert seen(Causal() & Window(1), FOUR, FOUR) == [torch.eye(4).int().tolist()]
+
+
+def test_padding_hides_keys_past_each_rows_length() -> None:
+    assert seen(Padding(torch.tensor([1, 3])), Span.run(0, 2), FOUR) == [
+        [[1, 0, 0, 0]] * 2,
+        [[1, 1, 1, 0]] * 2,
+    ]
+
+
+def test_documents_see_only_themselves() -> None:
+    assert seen(Documents(torch.tensor([[0, 0, 1, 1]])), FOUR, FOUR) == [
+        torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).int().tolist()
+    ]
+
+
+def test_prefix_sees_the_prefix_both_ways_and_the_rest_causally() -> None:
+    assert seen(Prefix(torch.tensor([2])), FOUR, FOUR) == [
+        [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    ]
+
+
+def test_joined_masks_see_what_both_see() -> None:
+    doc = Documents(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+    joined = Causal() & doc & Window(2)
+    want = [
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]],
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]],
+    ]
+    assert seen(joined, FOUR, FOUR) == want and joined.rows == 2
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Full(), Causal(), Causal(9), Window(9), Prefix(torch.tensor([4])), Padding(torch.tensor([9]))],
+    ids=lambda m: type(m).__name__,
+)
+def test_no_mask_shows_a_slot_that_holds_nothing(mask: Mask) -> None:
+    keys = Span(torch.tensor([[4, -1, 2, 3, -1]]))
+    shown = Visible(mask, Span.run(4, 1), keys).tensor()[0, 0, 0]
+    assert shown.tolist() == [True, False, True, True, False]
+
+
+def test_positions_not_slots_decide() -> None:
+    """A ring's slots: position 4 lies before 2 and 3."""
+    assert seen(Causal() & Window(2), Span.run(4, 1), Span(torch.tensor([[4, 1, 2, 3]]))) == [
+        [[1, 0, 0, 1]]
+    ]
+
+
+def test_every_mask_lowers_to_batch_one_queries_keys() -> None:
+    for mask in (Full(), Causal(), Padding(torch.tensor([1, 2])), Prefix(torch.tensor([1, 2]))):
+        assert Visible(mask, Span.run(0, 3), FOUR).tensor().shape[1:] == (1, 3, 4)
+
+
+def test_rows_of_a_mask_are_rows_of_its_tensor() -> None:
+    lengths = torch.tensor([4, 2])
+    mask = Visible(Causal() & Padding(lengths), Span.ragged(lengths, 4), FOUR)
+    for index in (slice(1, 3), torch.tensor([3, 0])):
+        assert torch.equal(mask.rows(index), mask.tensor()[:, :, index])
+
+
+def test_rule_on_indices_equals_the_tensor() -> None:
+    span = Span.ragged(torch.tensor([4, 2]), 4)
+    mask = Visible(Causal() & Window(3), span, span)
+    b, i, j = torch.meshgrid(*(torch.arange(n) for n in (2, 4, 4)), indexing="ij")
+    assert torch.equal(mask.rule()(b, 0 * b, i, j), mask.tensor()[:, 0])
+
+
+def test_causal_flag_only_for_a_square_from_the_same_start() -> None:
+    assert Visible(Causal(), FOUR, FOUR).causal
+    assert Visible(Causal(), Span.run(3, 4), Span.run(3, 4)).causal
+    for mask, q, k in (
+        (Causal(), Span.run(2, 2), FOUR),
+        (Causal(1), FOUR, FOUR),
+        (Full(), FOUR, FOUR),
+        (Causal() & Window(2), FOUR, FOUR),
+        (Causal(), Span.ragged(torch.tensor([4, 2]), 4), Span.ragged(torch.tensor([4, 2]), 4)),
+    ):
+        assert not Visible(mask, q, k).causal
+
+
+def test_everything_flag_only_when_nothing_is_hidden() -> None:
+    last = Span.run(3, 1)
+    for mask, q, k in (
+        (Full(), FOUR, FOUR),
+        (Causal(), last, FOUR),
+        (Causal(2), Span.run(9, 3), FOUR),
+    ):
+        lowered = Visible(mask, q, k)
+        assert lowered.everything and lowered.tensor().all()
+    for mask, q, k in (
+        (Causal(), FOUR, FOUR),
+        (Full(), FOUR, Span.ragged(torch.tensor([4, 2]), 4)),
+        (Causal() & Window(2), last, FOUR),
+    ):
+        assert not Visible(mask, q, k).everything

@@ -1,0 +1,210 @@
+"""Sinusoids, RoPE's scalings, T5's buckets and ALiBi's slopes, against known values and transformers."""
+
+import math
+
+import pytest
+import torch
+
+from regard.config import UsageError
+from regard.position import (
+    Alibi,
+    Learned,
+    Linear,
+    Llama3,
+    PositionVectors,
+    RelativeBias,
+    Rope,
+    Sinusoidal,
+    T5Bias,
+    Yarn,
+    alibi_slopes,
+    half_order,
+    sinusoid,
+    t5_bucket,
+)
+
+# --- vectors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [1, 2, 5, 6, 7])
+def test_sinusoid_of_any_width_is_the_formula(dim: int) -> None:
+    table = sinusoid(torch.arange(4), dim)
+    assert table.shape == (4, dim)
+    for p in range(4):
+        for j in range(dim):
+            angle = p * 10000 ** (-2 * (j // 2) / dim)
+            want = math.cos(angle) if j % 2 else math.sin(angle)
+            assert float(table[p, j]) == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("dim", [6, 7])
+def test_sinusoid_halves_are_the_interleaved_columns_reordered(dim: int) -> None:
+    pos = torch.arange(9)
+    halves, interleaved = sinusoid(pos, dim, layout="halves"), sinusoid(pos, dim)
+    assert torch.equal(halves, interleaved[:, half_order(dim)])
+
+
+def test_sinusoid_fairseq_spaces_frequencies_to_the_end() -> None:
+    table = sinusoid(torch.tensor([1]), 8, layout="fairseq")[0]
+    want = [10000 ** (-i / 3) for i in range(4)]
+    torch.testing.assert_close(table[:4].asin(), torch.tensor(want).double())
+
+
+def test_sinusoid_of_an_unknown_layout_lists_the_known() -> None:
+    with pytest.raises(UsageError, match="choose interleaved, halves or fairseq"):
+        sinusoid(torch.arange(2), 4, layout="sideways")
+
+
+def test_sinusoid_stays_exact_far_out() -> None:
+    far = sinusoid(torch.tensor([1_000_000]), 4)[0, 0]
+    assert float(far) == pytest.approx(math.sin(1_000_000), abs=1e-9)
+
+
+def test_marian_positions_are_halves() -> None:
+    marian = pytest.importorskip("transformers.models.marian.modeling_marian")
+    table = marian.MarianSinusoidalPositionalEmbedding(12, 10)
+    weight = table.create_weight()
+    ours = PositionVectors(Sinusoidal(12, layout="halves"), 10)(torch.arange(12)[None])[0]
+    torch.testing.assert_close(ours.float(), weight.detach().float())
+
+
+def test_learned_offset_rows_stand_before_position_zero() -> None:
+    vectors = PositionVectors(Learned(4, offset=2), 3)
+    assert vectors.weight.shape == (6, 3)
+    assert torch.equal(vectors(torch.tensor([[0, 3]]))[0], vectors.weight[[2, 5]])
+
+
+def test_learned_with_skip_counts_only_other_tokens() -> None:
+    """RoBERTa: padding (id 1) gets row 1, the others 2, 3, ... whatever stands between."""
+    vectors, ids = PositionVectors(Learned(6, offset=2, skip=1), 3), torch.tensor([[5, 7, 1, 9, 1]])
+    assert torch.equal(vectors(torch.arange(5)[None], ids)[0], vectors.weight[[2, 3, 1, 4, 1]])
+
+
+# --- RoPE ---------------------------------------------------------------------------------------------------------
+
+
+def hf_frequencies(d: int, base: float, **scaling: object) -> tuple[torch.Tensor, float]:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=4 * d,
+        num_attention_heads=4,
+        head_dim=d,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_theta": base, **scaling},
+    )
+    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+
+
+SCALINGS = {
+    "linear": (Linear(4.0), {"rope_type": "linear", "factor": 4.0}),
+    "llama3": (
+        Llama3(8.0, 1.0, 4.0, 256),
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+    ),
+    "yarn": (
+        Yarn(8.0, 512),
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512},
+    ),
+    "yarn_deepseek": (
+        Yarn(40.0, 256, fast=16.0, slow=2.0, mscale=0.8, mscale_all=1.2),
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 0.8,
+            "mscale_all_dim": 1.2,
+        },
+    ),
+    "yarn_factor_given": (
+        Yarn(4.0, 64, attention_factor=1.3, truncated=False),
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.3,
+            "truncate": False,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("base", [10000.0, 500.0])
+@pytest.mark.parametrize("d", [6, 32])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_scaling_is_that_of_transformers(name: str, d: int, base: float) -> None:
+    ours, theirs = SCALINGS[name]
+    freq, gain = hf_frequencies(d, base, **theirs)
+    torch.testing.assert_close(Rope(base, scaling=ours).frequencies(d), freq)
+    if isinstance(ours, Yarn):
+        assert ours.gain() == pytest.approx(gain)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_scaling_by_one_changes_nothing(name: str) -> None:
+    from dataclasses import replace
+
+    scaling = replace(SCALINGS[name][0], factor=1.0)
+    torch.testing.assert_close(Rope(scaling=scaling).frequencies(16), Rope().frequencies(16))
+
+
+def test_rope_partial_turns_the_frequencies_of_the_smaller_width() -> None:
+    assert torch.equal(Rope(partial=0.25).frequencies(32), Rope().frequencies(8))
+
+
+def test_rope_refuses_an_odd_width_and_an_unknown_layout() -> None:
+    with pytest.raises(UsageError, match="turns pairs, but 7 of 7"):
+        Rope().frequencies(7)
+    with pytest.raises(UsageError, match="choose half or interleaved"):
+        Rope(layout="neox")
+
+
+def test_rope_angles_of_half_precision_are_made_in_float32() -> None:
+    """bfloat16 positions beyond 256 would be rounded: 1001 and 1002 must turn differently."""
+    cos, _ = Rope().angles(torch.tensor([[1001, 1002]]), 8, torch.bfloat16)
+    want = torch.tensor([math.cos(1001), math.cos(1002)]).bfloat16()
+    assert torch.equal(cos[0, :, 0, 0], want)
+
+
+# --- biases -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("buckets, far", [(32, 128), (8, 20)])
+def test_t5_buckets_are_those_of_transformers(causal: bool, buckets: int, far: int) -> None:
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    distance = torch.arange(-300, 301)
+    theirs = t5.T5Attention._relative_position_bucket(distance, not causal, buckets, far)
+    assert torch.equal(t5_bucket(distance, T5Bias(4, buckets, far, causal)), theirs)
+
+
+def test_t5_bias_reads_its_table() -> None:
+    bias = RelativeBias(T5Bias(3, 8, 16, causal=True))
+    out = bias(torch.tensor([[2]]), torch.tensor([[0, 1, 2]]))
+    assert torch.equal(out[0, :, 0], bias.weight[[2, 1, 0]].T)
+
+
+def test_alibi_slopes_are_those_of_the_paper() -> None:
+    assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(1).tolist() == [2.0**-8]
+    sixteen = [2 ** (-i / 2) for i in range(1, 17)]
+    torch.testing.assert_close(alibi_slopes(16), torch.tensor(sixteen))
+    # 12 heads: 8 slopes of the series of 8, then every second one of the series of 16
+    torch.testing.assert_close(
+        alibi_slopes(12), torch.tensor([2.0**-i for i in range(1, 9)] + sixteen[:8:2])
+    )
+
+
+def test_alibi_falls_with_distance_on_both_sides() -> None:
+    out = RelativeBias(Alibi(8))(torch.tensor([[1]]), torch.tensor([[0, 1, 2, 3]]))
+    assert out[0, 0, 0].tolist() == [-0.5, 0.0, -0.5, -1.0]
