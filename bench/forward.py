@@ -2,7 +2,8 @@
 
     python bench/forward.py [--repeats 9] [--quick]
 
-Prints, for each model, shape and dtype: the largest difference of the logits, both medians, the ratio (above 1: Regard is
+Prints, for each model, shape and dtype: the largest difference of the logits, both medians, the ratio (above 1:
+Regard is
 faster) and the memory that the forward needed at its peak, each side in a process of its own. It changes nothing.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,9 +76,13 @@ def main() -> None:
                 with torch.inference_mode():
                     diff = (ours(ids) - theirs(ids).logits).abs().max().item()
                     repeats = 3 if args.quick else args.repeats
-                    peer_s, ours_s = medians([lambda: theirs(ids), lambda: ours(ids)], repeats)
+                    peer_s, ours_s = medians([partial(theirs, ids), partial(ours, ids)], repeats)
                 sides = ("peer", "regard")
-                peaks = [0.0, 0.0] if args.quick else [child(__file__, s, name, dtype, b, t) for s in sides]
+                peaks = (
+                    [0.0, 0.0]
+                    if args.quick
+                    else [child(__file__, s, name, dtype, b, t) for s in sides]
+                )
                 print(f"{name:<11} {b:>3}x{t:<4} {dtype:>5} {diff:>9.1e} {peer_s * 1e3:>8.1f} {ours_s * 1e3:>8.1f}"
                       f" {peer_s / ours_s:>6.2f} {peaks[0]:>8.0f} {peaks[1]:>8.0f}")  # fmt: skip
 

@@ -3,8 +3,8 @@
     python bench/sparse.py [--lengths 1024 2048 4096 8192 16384] [--topk 256] [--queries 128] [--plot bench/sparse.png]
 
 For each length and mechanism, `queries` new tokens attend to the whole context: dense attention; sparse attention; and
-its two parts, the index (scores of all keys and the choice, which grows with length by design, at a small width) and the
-attention over the k chosen keys, which must not grow. It changes nothing but the picture.
+its two parts, the index (scores of all keys and the choice, which grows with length by design, at a small width)
+and the attention over the k chosen keys, which must not grow. It changes nothing but the picture.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def measure_peak(side: str, name: str, *numbers: str) -> None:
     print(growth(getattr(setting, side)))
 
 
-def draw(path: str, rows: dict[str, list[list[float]]], lengths: list[int], topk: int, n: int) -> None:
+def draw(
+    path: str, rows: dict[str, list[list[float]]], lengths: list[int], topk: int, n: int
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,8 +78,11 @@ def draw(path: str, rows: dict[str, list[list[float]]], lengths: list[int], topk
     figure, axes = plt.subplots(1, len(rows), figsize=(11, 4.2), sharey=True)
     for axis, (name, values) in zip(axes, rows.items(), strict=True):
         for label, column, style in [
-            ("dense", 0, "o-"), ("sparse, all of it", 1, "s-"), ("  its index", 2, "^--"), ("  its attention over k", 3, "v--"),
-        ]:  # fmt: skip
+            ("dense", 0, "o-"),
+            ("sparse, all of it", 1, "s-"),
+            ("  its index", 2, "^--"),
+            ("  its attention over k", 3, "v--"),
+        ]:
             axis.plot(lengths, [row[column] for row in values], style, label=label)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -105,8 +110,8 @@ def main() -> None:
         with torch.inference_mode():
             return measure_peak(*args.peak)
     print(f"{header()}, fp32, {args.queries} queries, k = {args.topk}")
-    print(f"{'over':<4} {'keys':>6} {'dense ms':>9} {'sparse ms':>10} {'index ms':>9} {'over k ms':>10} {'dense/sparse':>13}"
-          f" {'dense MB':>9} {'sparse MB':>10}")  # fmt: skip
+    columns = ("dense ms", "sparse ms", "index ms", "over k ms", "ratio", "dense MB", "sparse MB")
+    print(f"{'over':<4} {'keys':>6}" + "".join(f"{name:>11}" for name in columns))
     rows: dict[str, list[list[float]]] = {}
     for name in INNER:
         for length in args.lengths:
@@ -117,8 +122,8 @@ def main() -> None:
             setting = (name, length, args.queries, args.topk)
             mb = [child(__file__, side, *setting) for side in ("dense", "sparse")]
             rows.setdefault(name, []).append(ms)
-            print(f"{name:<4} {length:>6} {ms[0]:>9.1f} {ms[1]:>10.1f} {ms[2]:>9.1f} {ms[3]:>10.1f} {ms[0] / ms[1]:>13.2f}"
-                  f" {mb[0]:>9.0f} {mb[1]:>10.0f}")  # fmt: skip
+            numbers = (*ms, ms[0] / ms[1], *mb)
+            print(f"{name:<4} {length:>6}" + "".join(f"{x:>11.2f}" for x in numbers))
     if args.plot:
         draw(args.plot, rows, args.lengths, args.topk, args.queries)
 

@@ -23,7 +23,8 @@ from regard.models import EncoderDecoder, Seq2Seq
 SMALL = {
     "dim": 48, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn_dim": 64, "vocab": 99, "max_len": 64,
     "experts": 4, "active": 2, "groups": 2, "active_groups": 1, "latent": 16, "query_latent": 24, "rope_dim": 4,
-    "value_dim": 12, "index_heads": 4, "index_dim": 8, "topk": 6, "size": 16, "patch": 8, "window": 8, "source_vocab": 99,
+    "value_dim": 12, "index_heads": 4, "index_dim": 8, "topk": 6, "size": 16, "patch": 8, "window": 8,
+    "source_vocab": 99,
 }  # fmt: skip
 
 
@@ -38,10 +39,9 @@ def main() -> None:
 
 def tiny(name: str) -> Any:
     """The preset with every size that it has made small."""
-    from regard.presets import PRESETS, settings
+    from regard.config import settings
 
-    config = PRESETS[name][1]()
-    present = settings(config)
+    present = settings(regard.PRESETS[name][1]())
     kept = {k: v for k, v in SMALL.items() if k in present}
     if "kv_heads" in kept and present["kv_heads"] in (None, present["heads"]):
         kept["kv_heads"] = present["kv_heads"] and kept["heads"]
@@ -95,10 +95,23 @@ def caches() -> None:
 def laws() -> int:
     root = Path(__file__).resolve().parent.parent
     start = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-n", "2", "-p", "no:cacheprovider", "tests/laws"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        "tests/laws",
+    ]
     code = subprocess.run(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
     verdict = "every law holds" if code == 0 else "A LAW IS BROKEN"
-    print(f"\n{verdict} ({time.perf_counter() - start:.0f} s); they are in tests/laws, one claim a test")
+    print(
+        f"\n{verdict} ({time.perf_counter() - start:.0f} s); they are in tests/laws, one claim a test"
+    )
     return code
 
 

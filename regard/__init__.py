@@ -29,10 +29,12 @@ _HOME = {
     "regard.presets": "PRESETS build",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
-__all__ = sorted(_WHERE)  # noqa: PLE0605
+__all__ = sorted([*_WHERE, "presets"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "presets":
+        return importlib.import_module("regard.presets")
     if name not in _WHERE:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
     importlib.import_module("regard.checkpoint")  # joins model.save to the models

@@ -107,11 +107,9 @@ class Stack(nn.Module):
         self.relative = RelativeBias(c.relative) if c.relative else None
         self.norm = c.norm.make(c.dim) if c.final_norm else None
 
-    def cache_specs(self) -> list[CacheSpec]:
-        return [block.attention.cache_spec() for block in self.blocks]
-
-    def cross_specs(self) -> list[CacheSpec]:
-        return [block.cross.cache_spec() for block in self.blocks if block.cross is not None]
+    def cache_specs(self, part: str = "attention") -> list[CacheSpec]:
+        """What each layer's self-attention keeps, or its "cross" attention."""
+        return [getattr(block, part).cache_spec() for block in self.blocks]
 
     def forward(
         self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple = (None, None)

@@ -108,22 +108,76 @@ def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
     raise UsageError(f"{path} must be one of {', '.join(classes)}, got {value!r}")
 
 
-def change(config: T, path: str, value: Any) -> T:
-    """A copy of `config` with the setting at the dotted `path` replaced: change(c, "tower.layers", 2)."""
-    name, _, rest = path.partition(".")
-    fields = {f.name for f in dataclasses.fields(config)}  # type: ignore[arg-type]
-    if name not in fields:
-        raise UsageError(
-            f"{type(config).__name__} has no setting {name!r}; {nearest(name, fields)}"
-        )
-    if rest:
-        inner = getattr(config, name)
-        if not dataclasses.is_dataclass(inner):
+# --- changing settings by name ------------------------------------------------------------------------------------
+
+_EVERYWHERE = ("max_len", "vocab")  # these must agree at every depth
+
+
+def customize(config: T, changes: dict[str, Any]) -> T:
+    """`config` with settings changed, all at once: they need only fit together at the end. A dotted name is one
+    place; a
+    plain one is changed wherever the config has it nearest to the top (in both towers of an encoder-decoder)."""
+    data = to_dict(config)
+    for name, value in changes.items():
+        places = [_place(data, name)] if "." in name else _places(data, name)
+        if not places:
+            raise UsageError(f"no setting {name!r} to change; {nearest(name, _names(data))}")
+        for place, key in places:
+            place[key] = to_dict(value)
+            if key == "layers":
+                _fit_layers(place)
+    return from_dict(type(config), data)
+
+
+def _place(data: Any, name: str) -> tuple[dict[str, Any], str]:
+    """The one place that a dotted name means."""
+    *path, key = name.split(".")
+    for i, part in enumerate([*path, key]):
+        if not isinstance(data, dict):
+            where = ".".join(path[:i])
             raise UsageError(
-                f"{name} is {inner!r}, which has no setting {rest!r}; set {name} itself"
+                f"{where} is {data!r}, which has no setting {part!r}; set {where} itself"
             )
-        value = change(inner, rest, value)
-    else:
-        hint = typing.get_type_hints(type(config))[name]
-        value = _read(hint, value, f"{type(config).__name__}.{name}")
-    return dataclasses.replace(config, **{name: value})  # type: ignore[type-var]
+        if part not in data or part == "kind":
+            where = f" of {'.'.join(path[:i])}" if i else ""
+            raise UsageError(f"no setting {part!r}{where}; {nearest(part, set(data) - {'kind'})}")
+        if i < len(path):
+            data = data[part]
+    return data, key
+
+
+def _places(data: Any, key: str) -> list[tuple[dict[str, Any], str]]:
+    """Where a plain name is changed: all places nearest to the top and in use."""
+    found, level = [], [data]
+    while level:
+        here = [d for d in level if key in d and key != "kind"]
+        used = [d for d in here if d[key] is not None] or here
+        found += [(d, key) for d in used]
+        if found and key not in _EVERYWHERE:
+            break
+        level = [child for d in level for child in _children(d)]
+    return found
+
+
+def _children(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        c for v in data.values() for c in (v if isinstance(v, list) else [v]) if isinstance(c, dict)
+    ]
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """The plain names that `build` can change in this config, with their values (the first one found)."""
+    data = to_dict(config)
+    return {name: place[key] for name in _names(data) for place, key in _places(data, name)[:1]}
+
+
+def _names(data: dict[str, Any]) -> set[str]:
+    return (set(data) - {"kind"}).union(*(_names(child) for child in _children(data)))
+
+
+def _fit_layers(tower: dict[str, Any]) -> None:
+    """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated."""
+    for key in ("attention", "ffn"):
+        each = tower.get(key)
+        if isinstance(each, list):
+            tower[key] = (each + each[-1:] * tower["layers"])[: tower["layers"]]

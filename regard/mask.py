@@ -16,7 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Positions of n tokens in each row: `index` (b n) or (1 n). `start` is set when every row is start, start+1, ..."""
+    """Positions of n tokens in each row: `index` (b n) or (1 n). `start` is set when every row is start, start+1,
+    ..."""
 
     index: Tensor
     start: int | None = None
@@ -144,7 +145,7 @@ class Visible:
         self._tensor: Tensor | None = None
         q0, k0 = q.start, k.start
         plain = k0 is not None and (q0 is not None or isinstance(mask, Full))
-        past = plain and q0 is not None and q0 >= k0 + k.size - 1
+        past = q0 is not None and k0 is not None and q0 >= k0 + k.size - 1
         self.everything = plain and (isinstance(mask, Full) or (isinstance(mask, Causal) and past))
         self.causal = (
             plain and not self.everything and mask == Causal() and q0 == k0 and q.size == k.size

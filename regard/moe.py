@@ -16,8 +16,10 @@ from regard.layers import MLP, FeedForward, activation
 class MoE:
     """y = sum over the chosen experts e of g_e E_e(x), plus the shared experts S(x) that every token uses.
 
-    g = softmax or sigmoid of the router's logits at the `active` best, normalised to sum 1 if `normalized`, times `gain`.
-    With `groups`, only the best `active_groups` groups of experts are looked at (a group's score: its best expert, or the
+    g = softmax or sigmoid of the router's logits at the `active` best, normalised to sum 1 if `normalized`, times
+    `gain`.
+    With `groups`, only the best `active_groups` groups of experts are looked at (a group's score: its best expert,
+    or the
     sum of its two best with sigmoid). `corrected` adds a bias to the choice, not to the weights (DeepSeek-V3)."""
 
     experts: int

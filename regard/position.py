@@ -191,7 +191,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Equals `rotate` without temporaries (see test_rotate_without_gradient_is_rotate): they cost more than the sums."""
+    """Equals `rotate` without its temporaries, which cost more than the sums;
+    see test_rotate_without_gradient_is_rotate."""
     a, b, rest = _pairs(x, 2 * cos.shape[-1], layout)
     c, d, kept = _pairs(out, 2 * cos.shape[-1], layout)
     torch.mul(a, cos, out=c).addcmul_(b, sin, value=-1)
@@ -284,7 +285,7 @@ def alibi_slopes(heads: int) -> Tensor:
 
 def t5_bucket(distance: Tensor, c: T5Bias) -> Tensor:
     """Signed distance key - query -> bucket number."""
-    buckets, offset = c.buckets, 0
+    buckets, offset = c.buckets, torch.zeros_like(distance)
     if c.causal:
         distance = (-distance).clamp(min=0)
     else:

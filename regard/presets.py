@@ -10,7 +10,7 @@ import torch
 
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
-from regard.config import UsageError, from_dict, nearest, to_dict
+from regard.config import UsageError, customize, nearest
 from regard.layers import LM, MLM, MLP, Classify, Norm
 from regard.models import (
     EncoderDecoderConfig,
@@ -35,6 +35,10 @@ def _gpt2(dim: int, layers: int, heads: int) -> TransformerConfig:
     return TransformerConfig(Tokens(50257, Learned(1024)), tower, LM(), max_len=1024)
 
 
+def _swiglu(ffn_dim: int) -> MLP:
+    return MLP(ffn_dim, "silu", gated=True, bias=False)
+
+
 def _llama(
     dim: int,
     layers: int,
@@ -49,7 +53,7 @@ def _llama(
         dim,
         layers,
         attention,
-        MLP(ffn_dim, "silu", gated=True, bias=False),
+        _swiglu(ffn_dim),
         norm=Norm(eps, rms=True),
     )
     return TransformerConfig(Tokens(vocab), tower, LM(tied=tied), max_len=max_len)
@@ -57,6 +61,9 @@ def _llama(
 
 _LLAMA31 = Rope(500000.0, scaling=Llama3(8.0))
 _LLAMA32 = Rope(500000.0, scaling=Llama3(32.0))
+_MISTRAL = GQA(32, 8, rope=Rope(), window=4096)
+_QWEN2 = GQA(14, 2, rope=Rope(1e6), bias=True)
+_QWEN3 = GQA(16, 8, 128, rope=Rope(1e6), qk_norm=1e-6)
 
 
 def _mixtral() -> TransformerConfig:
@@ -65,24 +72,19 @@ def _mixtral() -> TransformerConfig:
 
 
 def _deepseek(
-    attention: MLA | DSA,
-    experts: MoE,
-    dim: int,
-    layers: int,
-    dense: MLP,
-    first: int,
-    vocab: int,
-    max_len: int,
+    dim: int, layers: int, attention: MLA | DSA, experts: MoE, dense: MLP, first: int, vocab: int
 ) -> TransformerConfig:
     ffn = (dense,) * first + (experts,) * (layers - first)
     tower = Tower(dim, layers, attention, ffn, norm=Norm(1e-6, rms=True))
-    return TransformerConfig(Tokens(vocab), tower, LM(tied=False), max_len=max_len)
+    return TransformerConfig(Tokens(vocab), tower, LM(tied=False), max_len=163840)
 
 
 _YARN_V2 = Yarn(40.0, 4096, mscale=0.707, mscale_all=0.707)
 _YARN_V3 = Yarn(40.0, 4096, mscale=1.0, mscale_all=1.0)
 _MLA_LITE = MLA(16, 512, 128, 64, 128, rope=Rope(scaling=_YARN_V2, layout="interleaved"))
 _MLA_V3 = MLA(128, 512, 128, 64, 128, 1536, rope=Rope(scaling=_YARN_V3, layout="interleaved"))
+_DSA_V32 = DSA(_MLA_V3, 64, 128, 2048, rope_dim=64)
+_EXPERTS_LITE = MoE(64, 6, 1408, shared=2, normalized=False)
 _EXPERTS_V3 = MoE(
     256, 8, 2048, shared=1, score="sigmoid", gain=2.5, groups=8, active_groups=4, corrected=True
 )
@@ -225,64 +227,25 @@ PRESETS: dict[str, tuple[str, Callable[[], Config]]] = {
     "gpt2-medium": ("gpt2", lambda: _gpt2(1024, 24, 16)),
     "gpt2-large": ("gpt2", lambda: _gpt2(1280, 36, 20)),
     "gpt2-xl": ("gpt2", lambda: _gpt2(1600, 48, 25)),
-    "llama-2-7b": ("llama", lambda: _llama(4096, 32, GQA(32, rope=Rope()), 11008, 32000, 4096)),
-    "llama-3.1-8b": (
-        "llama",
-        lambda: _llama(4096, 32, GQA(32, 8, rope=_LLAMA31), 14336, 128256, 131072),
-    ),
-    "llama-3.2-1b": (
-        "llama",
-        lambda: _llama(2048, 16, GQA(32, 8, rope=_LLAMA32), 8192, 128256, 131072, True),
-    ),
     "llama": ("llama", lambda: _llama(768, 12, GQA(12, 4, rope=Rope()), 2048, 32000, 2048)),
-    "mistral-7b": (
-        "mistral",
-        lambda: _llama(4096, 32, GQA(32, 8, rope=Rope(), window=4096), 14336, 32000, 32768),
-    ),
+    "llama-2-7b": ("llama", lambda: _llama(4096, 32, GQA(32, rope=Rope()), 11008, 32000, 4096)),
+    "llama-3.1-8b": ("llama", lambda: _llama(4096, 32, GQA(32, 8, rope=_LLAMA31), 14336, 128256, 131072)),
+    "llama-3.2-1b": ("llama", lambda: _llama(2048, 16, GQA(32, 8, rope=_LLAMA32), 8192, 128256, 131072, True)),
+    "mistral-7b": ("mistral", lambda: _llama(4096, 32, _MISTRAL, 14336, 32000, 32768)),
     "mixtral-8x7b": ("mixtral", _mixtral),
-    "qwen2-0.5b": (
-        "qwen2",
-        lambda: _llama(
-            896, 24, GQA(14, 2, rope=Rope(1e6), bias=True), 4864, 151936, 32768, True, 1e-6
-        ),
-    ),
-    "qwen3-0.6b": (
-        "qwen3",
-        lambda: _llama(
-            1024, 28, GQA(16, 8, 128, rope=Rope(1e6), qk_norm=1e-6), 3072, 151936, 40960, True, 1e-6
-        ),
-    ),
+    "qwen2-0.5b": ("qwen2", lambda: _llama(896, 24, _QWEN2, 4864, 151936, 32768, True, 1e-6)),
+    "qwen3-0.6b": ("qwen3", lambda: _llama(1024, 28, _QWEN3, 3072, 151936, 40960, True, 1e-6)),
     "deepseek-v2-lite": (
         "deepseek_v2",
-        lambda: _deepseek(
-            _MLA_LITE,
-            MoE(64, 6, 1408, shared=2, normalized=False),
-            2048,
-            27,
-            MLP(10944, "silu", gated=True, bias=False),
-            1,
-            102400,
-            163840,
-        ),
+        lambda: _deepseek(2048, 27, _MLA_LITE, _EXPERTS_LITE, _swiglu(10944), 1, 102400),
     ),
     "deepseek-v3": (
         "deepseek_v3",
-        lambda: _deepseek(
-            _MLA_V3, _EXPERTS_V3, 7168, 61, MLP(18432, "silu", True, False), 3, 129280, 163840
-        ),
+        lambda: _deepseek(7168, 61, _MLA_V3, _EXPERTS_V3, _swiglu(18432), 3, 129280),
     ),
     "deepseek-v3.2": (
         "deepseek_v32",
-        lambda: _deepseek(
-            DSA(_MLA_V3, 64, 128, 2048, rope_dim=64),
-            _EXPERTS_V3,
-            7168,
-            61,
-            MLP(18432, "silu", True, False),
-            3,
-            129280,
-            163840,
-        ),
+        lambda: _deepseek(7168, 61, _DSA_V32, _EXPERTS_V3, _swiglu(18432), 3, 129280),
     ),
     "bert-base": ("bert", lambda: _bert(768, 12, 12)),
     "bert-large": ("bert", lambda: _bert(1024, 24, 16)),
@@ -301,17 +264,12 @@ PRESETS: dict[str, tuple[str, Callable[[], Config]]] = {
     "marian": ("marian", _marian),
     "captioner": ("", _captioner),
     "gru-lm": ("", lambda: RecurrentConfig(10000, 512, 2, "gru")),
-    "bahdanau": (
-        "",
-        lambda: Seq2SeqConfig(30000, 30000, 512, 1, "gru", "additive", bidirectional=True),
-    ),
+    "bahdanau": ("", lambda: Seq2SeqConfig(30000, 30000, 512, 1, "gru", "additive", bidirectional=True)),
     "luong": ("", lambda: Seq2SeqConfig(30000, 30000, 512, 2, "lstm", "bilinear")),
-}
+}  # fmt: skip
 
 
 # --- build --------------------------------------------------------------------------------------------------------
-
-_EVERYWHERE = ("max_len", "vocab")
 
 
 def build(
@@ -337,59 +295,3 @@ def build(
         model = config.make()
     model.family = family
     return model.to(dtype=dtype).eval()
-
-
-def customize(config: Config, changes: dict[str, Any]) -> Config:
-    """`config` with the settings changed; all at once, so that they need only fit together at the end."""
-    data = to_dict(config)
-    for name, value in changes.items():
-        places = _places(data, name)
-        if not places:
-            raise UsageError(f"no setting {name!r} to change; {nearest(name, _names(data))}")
-        for place, key in places:
-            place[key] = to_dict(value)
-            if key == "layers":
-                _fit_layers(place)
-    return from_dict(type(config), data)
-
-
-def _places(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
-    """Where `name` may be changed: its dotted path, or all places that are nearest to the top and in use."""
-    *path, key = name.split(".")
-    if path:
-        for part in path:
-            data = data.get(part) if isinstance(data, dict) else None
-        return [(data, key)] if isinstance(data, dict) and key in data and key != "kind" else []
-    found, level = [], [data]
-    while level:
-        here = [d for d in level if key in d and key != "kind"]
-        used = [d for d in here if d[key] is not None] or here
-        found += [(d, key) for d in used]
-        if found and key not in _EVERYWHERE:
-            break
-        level = [child for d in level for child in _children(d)]
-    return found
-
-
-def _children(data: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        c for v in data.values() for c in (v if isinstance(v, list) else [v]) if isinstance(c, dict)
-    ]
-
-
-def settings(config: Config) -> dict[str, Any]:
-    """The plain names that `build` can change in this config, with their values (the first one found)."""
-    data = to_dict(config)
-    return {name: place[key] for name in _names(data) for place, key in _places(data, name)[:1]}
-
-
-def _names(data: dict[str, Any]) -> set[str]:
-    return (set(data) - {"kind"}).union(*(_names(child) for child in _children(data)))
-
-
-def _fit_layers(tower: dict[str, Any]) -> None:
-    """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated."""
-    for key in ("attention", "ffn"):
-        each = tower.get(key)
-        if isinstance(each, list):
-            tower[key] = (each + each[-1:] * tower["layers"])[: tower["layers"]]

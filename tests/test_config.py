@@ -6,7 +6,7 @@ import pytest
 
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
-from regard.config import UsageError, change, divisors, from_dict, nearest, to_dict
+from regard.config import UsageError, customize, divisors, from_dict, nearest, to_dict
 from regard.layers import LM, MLP, Classify, Norm
 from regard.models import (
     EncoderDecoderConfig,
@@ -123,38 +123,38 @@ def test_kind_of_another_config_is_refused() -> None:
         from_dict(TransformerConfig, bad(kind="encoder_decoder"))
 
 
-def test_change_replaces_one_setting_by_its_path() -> None:
+def test_customize_replaces_one_setting_by_its_path() -> None:
     config = CONFIGS["decoder"]
-    new = change(change(config, "tower.attention.kv_heads", 1), "tower.norm.eps", 1)
+    new = customize(config, {"tower.attention.kv_heads": 1, "tower.norm.eps": 1})
     assert new.tower.attention.kv_heads == 1 and new.tower.norm.eps == 1.0
     assert config.tower.attention.kv_heads == 2
 
 
-def test_change_takes_a_whole_config_or_its_data() -> None:
+def test_customize_takes_a_whole_config_or_its_data() -> None:
     config, mla = CONFIGS["decoder"], MLA(4, latent=8)
     for value in (mla, to_dict(mla)):
-        assert change(config, "tower.attention", value).tower.attention == mla
+        assert customize(config, {"tower.attention": value}).tower.attention == mla
 
 
 @pytest.mark.parametrize(
     "path, value, match",
     [
-        ("tower.atention.heads", 2, "Tower has no setting 'atention'; did you mean 'attention'?"),
-        ("tower.layers", "many", "Tower.layers must be int"),
-        ("tower.relative.heads", 2, "relative is None"),
+        ("tower.atention.heads", 2, "no setting 'atention' of tower; did you mean 'attention'?"),
+        ("tower.layers", "many", "tower.layers must be int"),
+        ("tower.relative.heads", 2, "tower.relative is None"),
         ("max_len.size", 2, "max_len is None"),
-        ("tower.dim.size", 2, "dim is 16"),
+        ("tower.dim.size", 2, "tower.dim is 16"),
     ],
 )
-def test_change_of_what_is_not_there_says_so(path: str, value: object, match: str) -> None:
+def test_customize_of_what_is_not_there_says_so(path: str, value: object, match: str) -> None:
     with pytest.raises(UsageError) as error:
-        change(CONFIGS["decoder"], path, value)
+        customize(CONFIGS["decoder"], {path: value})
     assert match in str(error.value)
 
 
-def test_change_checks_the_result() -> None:
+def test_customize_checks_the_result() -> None:
     with pytest.raises(UsageError, match="kv_heads=3 must divide attention.heads=4"):
-        change(CONFIGS["decoder"], "tower.attention.kv_heads", 3)
+        customize(CONFIGS["decoder"], {"tower.attention.kv_heads": 3})
 
 
 def test_nearest_hints_or_lists() -> None:

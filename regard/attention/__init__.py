@@ -1,14 +1,7 @@
-"""Every mechanism, one file each. ATTENTION lists those that stand in a block; a new row is tested as soon as it exists."""
+"""Every mechanism, one file each. ATTENTION lists those that stand in a block; the laws run over it."""
 
-from regard.attention.core import (
-    BACKENDS,
-    Context,
-    Terms,
-    attend,
-    check_backend,
-    softmax,
-    weights,
-)
+from regard.attention.context import Context
+from regard.attention.core import BACKENDS, Terms, attend, check_backend, softmax, weights
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.select import DSA

@@ -1,6 +1,7 @@
 """The one attention: attend(q, k, v) = softmax(score(q, k) + bias) v, by whichever backend is asked for.
 
-`reference` is the specification. `online` is the same sum in one pass over the keys. `sdpa` and `flex` are torch's fused
+`reference` is the specification. `online` is the same sum in one pass over the keys. `sdpa` and `flex` are torch's
+fused
 kernels, tested equal. Weights are not returned: a probe asks for the heads and rows it wants and gets them exactly,
 while the fused kernel still computes the output.
 """
@@ -11,7 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.config import UsageError, nearest
-from regard.mask import Full, Mask, Span, Visible, Window
-from regard.position import Rope, rotate
+from regard.mask import Visible
 
 Score = Callable[[Tensor, Tensor], Tensor]  # (b h t d), (b h s d) -> (b h t s)
 
@@ -176,8 +176,11 @@ def _flex_kernel(compiled: bool) -> Callable[..., Any]:
     """Compiled on a GPU; as it is on the CPU, where compiling costs half a minute."""
     from torch.nn.attention import flex_attention as module
 
-    if compiled:
-        return torch.compile(module.flex_attention)
+    if (
+        compiled
+    ):  # without its variant for short queries, which has no float32 form for grouped heads
+        options = {"FORCE_USE_FLEX_ATTENTION": True}
+        return torch.compile(functools.partial(module.flex_attention, kernel_options=options))
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     return module.flex_attention
 
@@ -231,7 +234,8 @@ def attend(
 ) -> Tensor:
     """softmax(score(q, k) + bias) v.   q (b t h d), k (b s g d), v (b s g e) -> (b t h e); g divides h.
 
-    `mask` is a bool tensor (b 1 t s), True = may be seen, or a rule bound to positions (`Visible`). Without `score` it is
+    `mask` is a bool tensor (b 1 t s), True = may be seen, or a rule bound to positions (`Visible`). Without
+    `score` it is
     q.k * scale, scale = 1/sqrt(d). `bias` (b h t s) is added after scaling. `sinks` (h) are logits of a key that takes
     weight and gives nothing."""
     check_backend(backend)
@@ -265,64 +269,3 @@ def _with_sink(
         F.pad(seen, (1, 0), value=True),
         replace(terms, bias=torch.cat([column, bias], -1), sinks=1),
     )
-
-
-# --- what a layer is told besides x -------------------------------------------------------------------------------
-
-
-class Store(Protocol):
-    """One layer's view of a cache: keeps the new tokens' entries, gives all of them back with their positions."""
-
-    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]: ...
-
-
-@dataclass
-class Context:
-    """Everything a mechanism needs besides x: positions of the tokens, the mask, and (or None) the cache of this layer,
-    the memory to attend to instead of x, a bias over positions, a probe. Made anew for each call; nothing is global."""
-
-    pos: Span
-    mask: Mask = field(default_factory=Full)
-    store: Store | None = None
-    memory: Tensor | None = None
-    memory_pos: Span | None = None
-    relative: Callable[[Tensor, Tensor], Tensor] | None = None
-    probe: Any = None
-    backend: str = "sdpa"
-    site: str = ""
-    memo: dict[Any, Any] = field(default_factory=dict)
-
-    def turn(self, x: Tensor, rope: Rope | None, layout: str | None = None) -> Tensor:
-        """x (b t h d) rotated to its positions; the angles are made once a call."""
-        if rope is None:
-            return x
-        key = (rope, x.shape[-1], x.dtype)
-        if key not in self.memo:
-            self.memo[key] = rope.angles(self.pos.index, x.shape[-1], x.dtype)
-        return rotate(x, *self.memo[key], layout or rope.layout)
-
-    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
-        """Every token's entries so far and their positions; without a cache, the entries as they are."""
-        if self.store is None:
-            return entries, self.pos if self.memory is None else self.memory_pos  # type: ignore[return-value]
-        return self.store.keep(**entries)
-
-    def visible(self, k_pos: Span, window: int | None = None) -> Visible:
-        """The mask bound to these keys; layers that share positions share it."""
-        key = ("visible", id(k_pos), window)
-        if key not in self.memo:
-            mask = self.mask if window is None else self.mask & Window(window)
-            self.memo[key] = (Visible(mask, self.pos, k_pos), k_pos)
-        return self.memo[key][0]
-
-    def bias(self, k_pos: Span) -> Tensor | None:
-        if self.relative is None:
-            return None
-        key = ("bias", id(k_pos))
-        if key not in self.memo:
-            self.memo[key] = (self.relative(self.pos.index, k_pos.index), k_pos)
-        return self.memo[key][0]
-
-    def watch(self) -> Probe | None:
-        """The probe for this place (such as `decoder.3.self`), or None if it does not want it."""
-        return None if self.probe is None else self.probe.at(self.site)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.attention.core import Context, attend
+from regard.attention.context import Context
+from regard.attention.core import attend
 from regard.cache import CacheSpec
 from regard.config import UsageError
 from regard.layers import RMSNorm

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.attention.core import Context, attend
+from regard.attention.context import Context
+from regard.attention.core import attend
 from regard.cache import CacheSpec
 from regard.config import UsageError, divisors
 from regard.layers import RMSNorm

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from regard.attention.core import Context, Terms, softmax, weights
+from regard.attention.context import Context
+from regard.attention.core import Terms, softmax, weights
 from regard.attention.latent import MLA, LatentAttention
 from regard.attention.multihead import GQA, GroupedQueryAttention
 from regard.cache import CacheSpec
@@ -23,7 +24,8 @@ WORK = 2**21  # numbers that one chunk of queries may make; it should fit a proc
 class DSA:
     """Sparse attention by a lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, eq. 1-2), over MLA or GQA.
 
-    I_ts = sum_j w_tj ReLU(q_tj . k_s / sqrt(D)) / sqrt(H),  w_t = W_w x_t;  S_t = the `topk` largest I_ts with s visible,
+    I_ts = sum_j w_tj ReLU(q_tj . k_s / sqrt(D)) / sqrt(H),  w_t = W_w x_t;  S_t = the `topk` largest I_ts with s
+    visible,
     ties going to the earliest position;  o_t = attention of t over S_t.   topk >= s is the dense layer itself.
     Cache per token: the attention's own, and D.   Work per query: H D s for the index, then k instead of s.
     """
@@ -67,7 +69,8 @@ class DSA:
 
 
 class Indexer(nn.Module):
-    """Its own small queries, one key a token shared by its heads, and a weight for each head that depends on the token."""
+    """Its own small queries, one key a token shared by its heads, and a weight for each head that depends on the
+    token."""
 
     def __init__(self, config: DSA, dim: int, query_dim: int):
         super().__init__()
@@ -153,7 +156,9 @@ def choose(scores: Tensor, k: int) -> Tensor:
     (Scores tie often: ReLU makes exact zeros. torch.topk alone would pick by buffer width.)"""
     values, best = scores.topk(min(k + 1, scores.shape[-1]))
     least = values[..., k - 1 : k]
-    if not ((values[..., k:] == least) & (least > -torch.inf)).any():  # the set is unique but for hidden keys
+    if not (
+        (values[..., k:] == least) & (least > -torch.inf)
+    ).any():  # the set is unique but for hidden keys
         return best[..., :k].sort(-1).values
     above, tied = scores > least, scores == least
     room = k - above.sum(-1, keepdim=True)
@@ -176,7 +181,8 @@ def index_loss(scores: Tensor, dense: Tensor, visible: Tensor) -> Tensor:
 
 
 class SparseAttention(nn.Module):
-    """`forward` gathers; with no more than `topk` keys it is the dense layer. See test_dsa_covering_all_keys_is_dense."""
+    """`forward` gathers; with no more than `topk` keys it is the dense layer. See
+    test_dsa_covering_all_keys_is_dense."""
 
     def __init__(self, config: DSA, dim: int):
         super().__init__()

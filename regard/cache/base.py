@@ -1,7 +1,8 @@
 """What decoding remembers: contents (declared by each layer) times layout (Contiguous, Ring, Paged).
 
-A mechanism declares what one token leaves behind, such as {"k": (g, d), "v": (g, d)} or {"latent": (c,), "k_rope": (r,)};
-a recurrent layer declares a fixed `state`. Any layout stores any contents. A forward pass calls `begin` once, which gives
+A mechanism declares what one token leaves behind, such as {"k": (g, d), "v": (g, d)} or {"latent": (c,), "k_rope":
+(r,)}; a recurrent layer declares a fixed `state`. Any layout stores any contents. A forward pass calls `begin` once,
+which gives
 the new tokens their positions, and each layer then calls `keep`, which stores its entries and returns all of them.
 Slots are zero before they are written: 0 * NaN is NaN, so a masked slot must hold a number.
 """

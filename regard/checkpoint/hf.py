@@ -1,7 +1,4 @@
-"""Hugging Face folders in and out: the tables of hf_tables.py run forwards (load) and backwards (save).
-
-A model that no family can express is saved to the same folder layout with `model_type: "regard"`.
-"""
+"""Hugging Face folders in, from disk or from a model in memory: the tables of hf_tables.py run forwards."""
 
 from __future__ import annotations
 
@@ -17,14 +14,7 @@ from torch import Tensor, nn
 
 from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
-from regard.checkpoint.store import (
-    SHARD_BYTES,
-    Weights,
-    read_json,
-    replacing,
-    write_json,
-    write_weights,
-)
+from regard.checkpoint.store import Weights, read_json
 from regard.config import UsageError, from_dict, nearest, to_dict
 from regard.models import CONFIGS, Model
 
@@ -52,9 +42,6 @@ class Origin:
     config: Data = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
-
-
-# --- loading ------------------------------------------------------------------------------------------------------
 
 
 def load(
@@ -121,6 +108,7 @@ class _Memory:
 def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
     """Their config and tensors -> our model."""
     kind = theirs.get("model_type")
+    _check_counts(theirs, sum(1 for _ in source))
     if kind == NATIVE:
         config = read_native(theirs)
         model, family = _empty(config), None
@@ -145,9 +133,25 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         left = [name for name in left if name not in skip]
         model.origin.tensors = _carry(left, source, family, model)
     elif left:
-        raise UsageError(f"tensor {left[0]} is in the folder, but the model has none of that name")
+        hint = _near(left[0], (n for step in steps for n in step.theirs))
+        raise UsageError(f"tensor {left[0]} has no place in the model; {hint}".rstrip("; "))
     _fill(model, steps, source, device, dtype)
     return model.eval()
+
+
+COUNTS = """layers n_layer n_layers num_layers num_hidden_layers num_decoder_layers encoder_layers decoder_layers
+experts num_experts n_routed_experts num_local_experts""".split()  # noqa: SIM905
+
+
+def _check_counts(theirs: Any, tensors: int) -> None:
+    """A layer, an expert has a tensor at least: without this check a wrong number could fill the memory."""
+    for key, value in theirs.items() if isinstance(theirs, dict) else enumerate(theirs):
+        if isinstance(value, (dict, list)):
+            _check_counts(value, tensors)
+        elif key in COUNTS and isinstance(value, int) and value > tensors:
+            raise UsageError(
+                f"config.json: {key} is {value:,}, but the weights hold {tensors:,} tensors in all"
+            )
 
 
 def read_native(theirs: Data) -> Any:
@@ -160,11 +164,12 @@ def read_native(theirs: Data) -> Any:
 
 def read_config(theirs: Data, family: Family, architecture: str) -> Any:
     """Their keys -> our config. Every key is used, known to decide nothing, or an error."""
-    known = {name for r in family.config for name in r.names} | INERT
+    used = {name for r in family.config for name in r.names}
     for key in theirs:
-        if key not in known:
+        if key not in used | INERT:
+            hint = _near(key, used | INERT) or nearest(key, used)
             raise UsageError(
-                f"config.json: {key!r} is not a key of {family.name} that Regard knows; {nearest(key, known)}"
+                f"config.json: {key!r} is not a key of {family.name} that Regard knows; {hint}"
             )
     ours = to_dict(family.blank)
     ours["head"] = to_dict(family.heads[architecture])
@@ -266,14 +271,19 @@ def _check(steps: list[Step], source: Source, family: Family | None, model: Mode
     left = [name for name in source if name not in wanted]
     for name, shape in wanted.items():
         if name not in source:
-            raise UsageError(
-                f"tensor {name} is missing from the weights; {nearest(name, left) if left else 'none is left over'}"
-            )
+            hint = _near(name, left) or f"{len(left)} are left over, none with a name like it"
+            raise UsageError(f"tensor {name} is missing from the weights; {hint}")
         if source.shape(name) != shape:
             raise UsageError(
                 f"tensor {name} has shape {source.shape(name)}, the config asks for {shape}"
             )
     return left
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """`did you mean ...?`, or nothing: lists of tensors are too long to read."""
+    hint = nearest(name, known)
+    return hint if hint.startswith("did") else ""
 
 
 def _carry(left: Iterable[str], source: Source, family: Family, model: Model) -> dict[str, Tensor]:
@@ -284,9 +294,8 @@ def _carry(left: Iterable[str], source: Source, family: Family, model: Model) ->
             continue
         if not any(re.fullmatch(p.replace("{layers}", str(layers)), name) for p in family.carried):
             names = [n for step in plan(model, family) for n in step.theirs]
-            raise UsageError(
-                f"tensor {name} has no place in a {model.origin.architecture}; {nearest(name, names)}"
-            )
+            hint = _near(name, names) or "none of its tensors has a name like it"
+            raise UsageError(f"tensor {name} has no place in a {model.origin.architecture}; {hint}")
         carried[name] = source.read(name)
     return carried
 
@@ -312,87 +321,3 @@ def _fill(
             new = nn.Parameter(kept, requires_grad=old.requires_grad and kept.is_floating_point())
             for module, attribute in owners[id(old)]:
                 setattr(module, attribute, new)
-
-
-# --- saving -------------------------------------------------------------------------------------------------------
-
-
-def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
-    path = Path(path)
-    origin = model.origin or Origin(model.family)
-    family, theirs = _express(model, origin)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    theirs = {**theirs, "dtype": dtype}
-    theirs.pop("torch_dtype", None)
-    tensors: dict[str, Tensor] = {}
-    for step in plan(model, family):
-        ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
-        for name, tensor in zip(step.theirs, step.op.save(ours, len(step.theirs)), strict=True):
-            tensors[name] = tensor.contiguous()
-    if family is not None and family.heads[theirs["architectures"][0]] is None:
-        tensors = {name.removeprefix(family.base): tensor for name, tensor in tensors.items()}
-    if family is not None and family.name == origin.family:
-        tensors.update(origin.tensors)
-    with replacing(path) as folder:
-        write_json(folder / "config.json", theirs)
-        write_weights(folder, tensors, shard_bytes)
-        for name, content in origin.files.items():
-            (folder / name).write_bytes(content)
-    return path
-
-
-def _express(model: Model, origin: Origin) -> tuple[Family | None, Data]:
-    """The family whose words can say this config exactly (its own first), or none."""
-    for name in dict.fromkeys([origin.family, *FAMILIES]):
-        family = FAMILIES.get(name)
-        if family is None or type(family.blank) is not type(model.config):
-            continue
-        known = origin.config if name == origin.family else {}
-        for architecture, head in family.heads.items():
-            if _kind(head) != _kind(model.config.head):
-                continue
-            if origin.architecture in family.heads and architecture != origin.architecture:
-                continue
-            theirs = {**known, "model_type": name, "architectures": [architecture]}
-            if _says(family, architecture, model.config, theirs):
-                return family, theirs
-    data = to_dict(model.config)
-    return None, {"model_type": NATIVE, "architectures": [type(model).__name__], "config": data}
-
-
-def _says(family: Family, architecture: str, config: Any, theirs: Data) -> bool:
-    """Write `config` into `theirs` by the family's rules; whether reading it gives the same config again."""
-    ours = resolved(to_dict(config))
-    try:
-        for r in reversed(family.config):
-            r.write(ours, theirs)
-        back = to_dict(read_config(theirs, family, architecture))
-    except (UsageError, KeyError, TypeError, IndexError, AttributeError, StopIteration):
-        return False
-    if "pooler" in back and family.pooler and config.head is None:
-        back["pooler"] = config.pooler
-    for _, _, switch in family.twins:
-        if switch and get(back, switch) is True:  # the stored tensors themselves tell
-            put(back, switch, get(to_dict(config), switch))
-    return resolved(back) == resolved(to_dict(config))
-
-
-def _kind(head: Any) -> str | None:
-    return None if head is None else head.kind
-
-
-def resolved(data: Any, dim: int | None = None) -> Any:
-    """Plain config data with the defaults that depend on other settings written out."""
-    if isinstance(data, list):
-        return [resolved(item, dim) for item in data]
-    if not isinstance(data, dict):
-        return data
-    dim = data.get("dim", dim)
-    out = {name: resolved(value, dim) for name, value in data.items()}
-    if out.get("kind") in ("gqa", "mla") and dim:
-        out["head_dim"] = out["head_dim"] or dim // out["heads"]
-        out["value_dim"] = out["value_dim"] or out["head_dim"]
-        if "kv_heads" in out:
-            out["kv_heads"] = out["kv_heads"] or out["heads"]
-    return out

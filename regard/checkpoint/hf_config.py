@@ -168,19 +168,23 @@ WINDOWS = Custom(
 )
 
 
-def _read_experts(theirs: Data, ours: Data) -> None:
-    """`ffn` comes in as [the dense one, the experts]; out goes one a layer."""
-    layers, (dense, experts) = ours["tower"]["layers"], ours["tower"]["ffn"]
-    kinds = theirs.get("mlp_layer_types")
-    if kinds is None:
-        first = min(theirs.get("first_k_dense_replace") or 0, layers)
-        kinds = ["dense"] * first + ["sparse"] * (layers - first)
-    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise UsageError(
-            f"config.json: mlp_layer_types must list {layers} times dense or sparse, got {kinds}"
-        )
-    each = [dense if kind == "dense" else experts for kind in kinds]
-    ours["tower"]["ffn"] = each[0] if all(f == each[0] for f in each) else each
+def mlp_or_experts(dense_first: int) -> Custom:
+    """`ffn` comes in as [the dense one, the experts]; out goes one a layer. `dense_first`: what a missing key means."""
+
+    def read(theirs: Data, ours: Data) -> None:
+        layers, (dense, experts) = ours["tower"]["layers"], ours["tower"]["ffn"]
+        kinds = theirs.get("mlp_layer_types")
+        if kinds is None:
+            first = min(theirs.get("first_k_dense_replace", dense_first) or 0, layers)
+            kinds = ["dense"] * first + ["sparse"] * (layers - first)
+        if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+            raise UsageError(
+                f"config.json: mlp_layer_types must list {layers} times dense or sparse, got {kinds}"
+            )
+        each = [dense if kind == "dense" else experts for kind in kinds]
+        ours["tower"]["ffn"] = each[0] if all(f == each[0] for f in each) else each
+
+    return Custom(("first_k_dense_replace", "mlp_layer_types"), read, _write_experts)
 
 
 def _write_experts(ours: Data, theirs: Data) -> None:
@@ -195,17 +199,15 @@ def _write_experts(ours: Data, theirs: Data) -> None:
     ours["tower"]["ffn"] = [dense, experts]
 
 
-MLP_OR_EXPERTS = Custom(("first_k_dense_replace", "mlp_layer_types"), _read_experts, _write_experts)
-
-
-def groups(limited: str | None) -> Custom:
-    """Expert groups. V2 looks at them only if topk_method is `limited`; V3 (None) always does."""
+def groups(limited: str | None, default: tuple[int, int]) -> Custom:
+    """Expert groups, `default` where they are missing. V2 looks at them only if topk_method is `limited`; V3 (None)
+    always does."""
 
     def read(theirs: Data, ours: Data) -> None:
         experts = ours["tower"]["ffn"][1]
         on = limited is None or theirs.get("topk_method") == limited
-        experts["groups"] = (theirs.get("n_group") or 1) if on else 1
-        experts["active_groups"] = (theirs.get("topk_group") or 1) if on else 1
+        experts["groups"] = (theirs.get("n_group", default[0]) or 1) if on else 1
+        experts["active_groups"] = (theirs.get("topk_group", default[1]) or 1) if on else 1
 
     def write(ours: Data, theirs: Data) -> None:
         experts = ours["tower"]["ffn"][1]
@@ -223,7 +225,7 @@ def groups(limited: str | None) -> Custom:
 
 def _read_labels(theirs: Data, ours: Data) -> None:
     names = theirs.get("id2label")
-    put(ours, "head.labels", len(names) if names else theirs.get("num_labels", 2))
+    put(ours, "head.labels", len(names) if names else theirs.get("num_labels") or 2)
 
 
 def _write_labels(ours: Data, theirs: Data) -> None:
@@ -235,89 +237,3 @@ def _write_labels(ours: Data, theirs: Data) -> None:
 
 
 LABELS = Custom(("id2label", "label2id", "num_labels"), _read_labels, _write_labels)
-
-
-def _read_roberta(theirs: Data, ours: Data) -> None:
-    """Rows of the table count from the padding id + 1; the table's size includes those before."""
-    pad = theirs.get("pad_token_id")
-    pad = 1 if pad is None else pad
-    size = theirs.get("max_position_embeddings", 512)
-    ours["embedding"]["position"].update(max_len=size - pad - 1, offset=pad + 1, skip=pad)
-    ours["max_len"] = size - pad - 1
-
-
-def _write_roberta(ours: Data, theirs: Data) -> None:
-    place = ours["embedding"]["position"]
-    theirs["pad_token_id"] = place["skip"]
-    theirs["max_position_embeddings"] = place["max_len"] + place["offset"]
-
-
-ROBERTA_POSITIONS = Custom(
-    ("max_position_embeddings", "pad_token_id"), _read_roberta, _write_roberta
-)
-
-
-def _read_t5_ffn(theirs: Data, ours: Data) -> None:
-    activation, gated = _t5_ffn_of(theirs)
-    for tower in ("encoder", "decoder"):
-        ours[tower]["ffn"].update(activation=activation, gated=gated)
-
-
-def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
-    word = theirs.get("feed_forward_proj") or "relu"
-    name = word.removeprefix("gated-")
-    name = "gelu_new" if word == "gated-gelu" else name
-    if name not in ACTIVATIONS:
-        raise UsageError(
-            f"config.json: feed_forward_proj is {word!r}; known: relu, gated-gelu, gated-silu, ..."
-        )
-    return ACTIVATIONS[name], word.startswith("gated-")
-
-
-def _write_t5_ffn(ours: Data, theirs: Data) -> None:
-    ffn = ours["encoder"]["ffn"]
-    if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (ffn["activation"], ffn["gated"]):
-        return
-    name = next(k for k, v in ACTIVATIONS.items() if v == ffn["activation"])
-    if not ffn["gated"]:
-        theirs["feed_forward_proj"] = name
-    else:
-        theirs["feed_forward_proj"] = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
-    for stale in ("dense_act_fn", "is_gated_act"):
-        theirs.pop(stale, None)
-
-
-T5_FFN = Custom(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_ffn, _write_t5_ffn)
-
-
-def _read_t5_scale(theirs: Data, ours: Data) -> None:
-    """v1.0 multiplies the decoder's output by dim^-0.5; v1.1 is told by tie_word_embeddings false in older folders."""
-    put(ours, "head.scaled", _t5_scale_of(theirs))
-
-
-def _t5_scale_of(theirs: Data) -> bool:
-    scaled = theirs.get("scale_decoder_outputs")
-    return theirs.get("tie_word_embeddings") is not False if scaled is None else scaled
-
-
-def _write_t5_scale(ours: Data, theirs: Data) -> None:
-    scaled = ours["head"]["scaled"]
-    if "scale_decoder_outputs" not in theirs or _t5_scale_of(theirs) != scaled:
-        theirs["scale_decoder_outputs"] = theirs["tie_word_embeddings"] = scaled
-
-
-T5_SCALE = Custom(("scale_decoder_outputs", "tie_word_embeddings"), _read_t5_scale, _write_t5_scale)
-
-
-def _read_shared(theirs: Data, ours: Data) -> None:
-    ours["shared"] = theirs.get("share_encoder_decoder_embeddings") is not False
-
-
-def _write_shared(ours: Data, theirs: Data) -> None:
-    """A folder may say that the tables are shared and yet, with nothing tied, hold one each: the tensors tell."""
-    told = theirs.get("share_encoder_decoder_embeddings") and not theirs["tie_word_embeddings"]
-    if not told:
-        theirs["share_encoder_decoder_embeddings"] = ours["shared"]
-
-
-SHARED = Custom(("share_encoder_decoder_embeddings",), _read_shared, _write_shared)

@@ -7,8 +7,8 @@ from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.hf_config import ACTIVATIONS, LABELS, ROBERTA_POSITIONS
-from regard.checkpoint.rules import ROW, TOKENS, Family, Fixed, Inert, Key, rule
+from regard.checkpoint.hf_config import ACTIVATIONS, LABELS
+from regard.checkpoint.rules import ROW, TOKENS, Custom, Data, Family, Fixed, Inert, Key, rule
 from regard.layers import MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.position import Learned
@@ -114,6 +114,28 @@ BERT = Family(
     derived=(r".*embeddings\.position_ids",),
     carried=(r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r"cls\.predictions\.bias"),
 )
+
+
+def _read_roberta(theirs: Data, ours: Data) -> None:
+    """Rows of the table count from the padding id + 1; the table's size includes those before."""
+    pad = theirs.get("pad_token_id")
+    pad = 1 if pad is None else pad
+    size = theirs.get("max_position_embeddings", 512)
+    ours["embedding"]["position"].update(max_len=size - pad - 1, offset=pad + 1, skip=pad)
+    ours["max_len"] = size - pad - 1
+
+
+def _write_roberta(ours: Data, theirs: Data) -> None:
+    place = ours["embedding"]["position"]
+    theirs["pad_token_id"] = place["skip"]
+    theirs["max_position_embeddings"] = place["max_len"] + place["offset"]
+
+
+ROBERTA_POSITIONS = Custom(
+    ("max_position_embeddings", "pad_token_id"), _read_roberta, _write_roberta
+)
+
+
 ROBERTA = replace(
     BERT,
     name="roberta",
@@ -166,6 +188,7 @@ DISTILBERT = Family(
         Key("dropout", "tower.dropout", 0.1, also=("embedding.dropout",)),
         Key("attention_dropout", "tower.attention.dropout", 0.1),
         Key("tie_word_embeddings", "head.tied", True),
+        Inert(("tie_weights_",)),
         LABELS,
     ),
     tensors=(

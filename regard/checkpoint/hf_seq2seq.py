@@ -7,8 +7,20 @@ from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.hf_config import ACTIVATIONS, SHARED, T5_FFN, T5_SCALE
-from regard.checkpoint.rules import REQUIRED, ROW, Family, Fixed, Inert, Key, rule
+from regard.checkpoint.hf_config import ACTIVATIONS
+from regard.checkpoint.rules import (
+    REQUIRED,
+    ROW,
+    Custom,
+    Data,
+    Family,
+    Fixed,
+    Inert,
+    Key,
+    put,
+    rule,
+)
+from regard.config import UsageError
 from regard.layers import LM, MLP, Norm
 from regard.models import EncoderDecoderConfig, Tokens
 from regard.position import Learned, Sinusoidal, T5Bias
@@ -51,6 +63,58 @@ def _t5_block(tower: str, last: int) -> tuple[Any, ...]:
         ),
         rule(f"{tower}.final_layer_norm.weight", f"{tower}.norm.weight"),
     )
+
+
+def _read_t5_ffn(theirs: Data, ours: Data) -> None:
+    activation, gated = _t5_ffn_of(theirs)
+    for tower in ("encoder", "decoder"):
+        ours[tower]["ffn"].update(activation=activation, gated=gated)
+
+
+def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
+    word = theirs.get("feed_forward_proj") or "relu"
+    name = word.removeprefix("gated-")
+    name = "gelu_new" if word == "gated-gelu" else name
+    if name not in ACTIVATIONS:
+        raise UsageError(
+            f"config.json: feed_forward_proj is {word!r}; known: relu, gated-gelu, gated-silu, ..."
+        )
+    return ACTIVATIONS[name], word.startswith("gated-")
+
+
+def _write_t5_ffn(ours: Data, theirs: Data) -> None:
+    ffn = ours["encoder"]["ffn"]
+    if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (ffn["activation"], ffn["gated"]):
+        return
+    name = next(k for k, v in ACTIVATIONS.items() if v == ffn["activation"])
+    if not ffn["gated"]:
+        theirs["feed_forward_proj"] = name
+    else:
+        theirs["feed_forward_proj"] = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
+    for stale in ("dense_act_fn", "is_gated_act"):
+        theirs.pop(stale, None)
+
+
+T5_FFN = Custom(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_ffn, _write_t5_ffn)
+
+
+def _read_t5_scale(theirs: Data, ours: Data) -> None:
+    """v1.0 multiplies the decoder's output by dim^-0.5; v1.1 is told by tie_word_embeddings false in older folders."""
+    put(ours, "head.scaled", _t5_scale_of(theirs))
+
+
+def _t5_scale_of(theirs: Data) -> bool:
+    scaled = theirs.get("scale_decoder_outputs")
+    return theirs.get("tie_word_embeddings") is not False if scaled is None else scaled
+
+
+def _write_t5_scale(ours: Data, theirs: Data) -> None:
+    scaled = ours["head"]["scaled"]
+    if "scale_decoder_outputs" not in theirs or _t5_scale_of(theirs) != scaled:
+        theirs["scale_decoder_outputs"] = theirs["tie_word_embeddings"] = scaled
+
+
+T5_SCALE = Custom(("scale_decoder_outputs", "tie_word_embeddings"), _read_t5_scale, _write_t5_scale)
 
 
 T5 = Family(
@@ -165,19 +229,10 @@ _BART_KEYS = (
 
 def _bart_block(tower: str) -> tuple[Any, ...]:
     theirs, ours = f"model.{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}."
-    rows = [
-        ("self_attn_layer_norm", "norm1"),
-        ("fc1", "ffn.up"),
-        ("fc2", "ffn.down"),
-        ("final_layer_norm", "norm3"),
-    ]
-    rows += [("encoder_attn_layer_norm", "norm2")]
-    rows += [(f"self_attn.{a}_proj", f"attention.w{a}") for a in "qkv"] + [
-        ("self_attn.out_proj", "attention.wo")
-    ]
-    rows += [(f"encoder_attn.{a}_proj", f"cross.w{a}") for a in "qkv"] + [
-        ("encoder_attn.out_proj", "cross.wo")
-    ]
+    rows = [("fc1", "ffn.up"), ("fc2", "ffn.down"), ("final_layer_norm", "norm3")]
+    for a, b, norm in (("self_attn", "attention", "norm1"), ("encoder_attn", "cross", "norm2")):
+        rows += [(f"{a}.{x}_proj", f"{b}.w{x}") for x in "qkv"]
+        rows += [(f"{a}.out_proj", f"{b}.wo"), (f"{a}_layer_norm", norm)]
     side = "source" if tower == "encoder" else "target"
     return (
         *(rule(f"{theirs}{a}.*", f"{ours}{b}.*") for a, b in rows),
@@ -218,9 +273,37 @@ BART = Family(
         ("model.encoder.embed_tokens.weight", ("model.shared.weight",), "shared"),
         ("model.decoder.embed_tokens.weight", ("model.shared.weight",), "shared"),
     ),
+    apart=True,
     derived=(r"model\.(encoder|decoder)\.version",),
     carried=(r"model\.shared\.weight",),
 )
+
+
+def _read_shared(theirs: Data, ours: Data) -> None:
+    ours["shared"] = theirs.get("share_encoder_decoder_embeddings") is not False
+
+
+def _write_shared(ours: Data, theirs: Data) -> None:
+    """A folder may say that the tables are shared and yet, with nothing tied, hold one each: the tensors tell."""
+    told = theirs.get("share_encoder_decoder_embeddings") and not theirs["tie_word_embeddings"]
+    if not told:
+        theirs["share_encoder_decoder_embeddings"] = ours["shared"]
+
+
+SHARED = Custom(("share_encoder_decoder_embeddings",), _read_shared, _write_shared)
+
+
+def _write_padding(ours: Data, theirs: Data) -> None:
+    """Marian pads, and starts its output, with the last id; transformers must find it inside the vocabulary."""
+    for key in LAST_IS_PADDING.names:
+        theirs.setdefault(key, ours["target"]["vocab"] - 1)
+
+
+LAST_IS_PADDING = Custom(
+    ("pad_token_id", "decoder_start_token_id"), lambda theirs, ours: None, _write_padding
+)
+
+
 MARIAN = replace(
     BART,
     name="marian",
@@ -232,6 +315,7 @@ MARIAN = replace(
         Key("vocab_size", "source.vocab"),
         Key("decoder_vocab_size", "target.vocab", lambda hf: hf["vocab_size"]),
         SHARED,
+        LAST_IS_PADDING,
         *_BART_KEYS,
         Fixed("normalize_embedding", (False,)),
         Fixed("static_position_embeddings", (True,)),

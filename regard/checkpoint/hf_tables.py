@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from regard.checkpoint.hf_decoders import (
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    DEEPSEEK_V32,
-    GPT2,
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    QWEN2,
-    QWEN3,
-)
+from regard.checkpoint.hf_decoders import GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3
+from regard.checkpoint.hf_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
 from regard.checkpoint.hf_encoders import BERT, DEIT, DISTILBERT, ROBERTA, VIT
 from regard.checkpoint.hf_seq2seq import BART, MARIAN, T5
 from regard.checkpoint.rules import Family

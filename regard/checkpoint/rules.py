@@ -245,6 +245,7 @@ class Family:
     twins: tuple[
         tuple[str, tuple[str, ...], str], ...
     ] = ()  # (tensor, what it repeats, our switch for that)
+    apart: bool = False  # nothing tied means that each side has its own table, be it a copy
     derived: tuple[str, ...] = ()  # patterns of stored tensors that follow from the config
     carried: tuple[
         str, ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch import Tensor
 from regard.config import UsageError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
 SHARD_BYTES = 5_000_000_000
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 DTYPES = {
@@ -133,7 +135,9 @@ def _files(folder: Path) -> list[Path]:
     names = sorted(set(shards.values()))
     for name in names:
         if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
-            raise UsageError(f"{index} names {name!r}, which is outside its folder; refused")
+            raise UsageError(
+                f"{index} names {name!r}, which is no plain file name: files outside the folder are refused"
+            )
         if not (folder / name).is_file():
             raise UsageError(f"{index} names {name}, which is missing from {folder}")
     return [folder / name for name in names]
@@ -220,9 +224,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 def _keep_rest(old: Path, new: Path) -> None:
     for entry in old.iterdir():
-        stale = entry.name == INDEX or (
-            entry.name.startswith("model") and entry.suffix == ".safetensors"
-        )
+        stale = entry.name in (INDEX, WEIGHTS) or re.fullmatch(SHARD, entry.name)
         if stale or (new / entry.name).exists():
             continue
         if entry.is_dir():

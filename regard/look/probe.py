@@ -20,9 +20,10 @@ from regard.mask import Visible
 class Probe:
     """Which weights to look at. `model(ids, probe=probe)`, then `probe.maps["0.self"][0]`: (b h' t' s).
 
-    `layers`: numbers (in every tower), or places such as "decoder.3.cross". `heads`: numbers. `rows`: queries of a call,
-    -1 being its last; rows that a call does not have are left out. None means all. Heads and rows come in ascending
-    order. Keys are those the layer saw, in its cache's order; a sink is no key: its weight is what a row lacks to 1.
+    `layers`: numbers (in every tower), or places such as "decoder.3.cross". `heads`: numbers. `rows`: queries of a
+    call, -1 being its last; rows that a call does not have are left out. None means all. Heads and rows come in
+    ascending order. Keys are those the layer saw, in its cache's order; a sink is no key: its weight is what
+    a row lacks to 1.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ class Model(nn.Module):
         """A tied head multiplies by the embedding; any other by its own weights."""
         if head is None:
             return 0
-        tied = getattr(head.config, "tied", False)  # type: ignore[union-attr]
-        return weight_flops(head) + (2 * embedding.weight.numel() if tied else 0)  # type: ignore[operator, union-attr]
+        tied = getattr(head.config, "tied", False)
+        return weight_flops(head) + (2 * embedding.weight.numel() if tied else 0)  # type: ignore[operator]
 
     def summary(self, context: int | None = None) -> str:
         """Layers, parameters, cache bytes per token and FLOPs per token, as a table."""

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from regard.attention.core import Context, Probe, attend
+from regard.attention import Context, attend
+from regard.attention.core import Probe
 from regard.attention.scores import make_score
 from regard.cache import Cache, CacheSpec
 from regard.mask import Visible

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.attention.core import Context
+from regard.attention import Context
 from regard.attention.scores import check_score
 from regard.cache import Cache, CacheSpec, Contiguous
 from regard.config import UsageError

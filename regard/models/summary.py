@@ -67,4 +67,5 @@ def table(model: Any, context: int | None = None) -> str:
 
 
 def _layers(part: nn.Module) -> int:
-    return len(part.blocks) if isinstance(getattr(part, "blocks", None), nn.ModuleList) else 0
+    blocks = getattr(part, "blocks", None)
+    return len(blocks) if isinstance(blocks, nn.ModuleList) else 0

@@ -17,7 +17,7 @@ from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec, Contiguous
 from regard.config import UsageError
-from regard.layers import LM, MLM, Answer, Classify, Norm, Tag, make_head
+from regard.layers import LM, MLM, Answer, Classify, Norm, Tag, activation, make_head
 from regard.mask import Full, Mask, Span
 from regard.models.base import Model, check_ids, positions
 from regard.models.summary import pair_flops, weight_flops
@@ -158,7 +158,7 @@ class Transformer(Model):
         """One vector a row (b m): the pooler's, or the mean of the real tokens where the model has none."""
         h = self.hidden(ids, lengths)
         if self.pooler is not None:
-            return torch.tanh(self.pooler(h[:, 0]))
+            return activation(self.config.pooler)(self.pooler(h[:, 0]))
         if lengths is None:
             return h.mean(1)
         n = torch.as_tensor(lengths, device=h.device)[:, None]
@@ -262,8 +262,8 @@ class EncoderDecoder(Model):
         probe: Any = None,
         backend: str = "sdpa",
     ) -> Tensor:
-        """Target ids (b t) and source (b s) -> logits (b t V). With a cache the source is needed on the first call only:
-        its keys and values are kept, frozen, in `cache.cross`."""
+        """Target ids (b t) and source (b s) -> logits (b t V). With a cache the source is needed on the first call
+        only: its keys and values are kept, frozen, in `cache.cross`."""
         c = self.config
         check_backend(backend)
         check_ids(ids, c.target.vocab)
@@ -308,7 +308,11 @@ class EncoderDecoder(Model):
             return cache and cache.cross
         b, size = memory.shape[:2]
         cross = Contiguous(
-            self.decoder.cross_specs(), b, capacity=size, device=memory.device, dtype=memory.dtype
+            self.decoder.cache_specs("cross"),
+            b,
+            capacity=size,
+            device=memory.device,
+            dtype=memory.dtype,
         )
         cross.begin(size, None if pos.start == 0 else (pos.index >= 0).sum(-1))
         cache.cross = cross

@@ -12,8 +12,8 @@ from regard.config import UsageError
 
 @dataclass(frozen=True)
 class Patches:
-    """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand in front
-    (1: the class token; 2: DeiT's distillation token as well)."""
+    """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand
+    in front (1: the class token; 2: DeiT's distillation token as well)."""
 
     size: int = 224
     patch: int = 16
@@ -46,7 +46,8 @@ class PatchEmbedding(nn.Module):
         want = (c.channels, c.size, c.size)
         if images.dim() != 4 or images.shape[1:] != want or not images.is_floating_point():
             raise UsageError(
-                f"images must be numbers of shape (b, {', '.join(map(str, want))}), got {images.dtype} {tuple(images.shape)}"
+                f"images must be real numbers of shape (b, {', '.join(map(str, want))}), "
+                f"got {images.dtype} {tuple(images.shape)}"
             )
         if len(images) == 0:
             raise UsageError("empty batch: give at least one image")

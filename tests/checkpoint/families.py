@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -217,6 +218,12 @@ SEQ2SEQ = [
 CASES = {c.name: c for c in (*DECODERS, *ENCODERS, *IMAGES, *SEQ2SEQ)}
 assert len(CASES) == len(DECODERS) + len(ENCODERS) + len(IMAGES) + len(SEQ2SEQ)
 
+ONE_A_FAMILY = [
+    "gpt2", "llama-mqa", "mistral", "qwen2", "qwen3", "mixtral", "deepseek-v2", "deepseek-v3",
+    "deepseek-v32-sparse", "bert-ForMaskedLM", "roberta-body", "distilbert-ForMaskedLM", "vit",
+    "deit", "t5", "bart", "marian",
+]  # fmt: skip
+
 # --- a model of theirs beside its folder, and the same input for both ---------------------------------------------
 
 
@@ -280,3 +287,25 @@ def at_tokens(answer: Tensor, given: dict[str, Tensor]) -> Tensor:
     if answer.dim() == 2 or "lengths" not in given:
         return answer
     return answer[real(given["lengths"], answer.shape[1])]
+
+
+@torch.no_grad()
+def error(model: Any, peer: Any) -> float:
+    """The largest difference between our model and theirs at real tokens, pooled vectors included."""
+    given = batch(peer.config)
+    answer, pooled = theirs(peer, given)
+    ours = model(**given)
+    assert ours.shape == answer.shape
+    worst = (at_tokens(ours, given) - at_tokens(answer, given)).abs().max().item()
+    if pooled is not None:
+        mine = model.pool(given["ids"], given.get("lengths"))
+        worst = max(worst, (mine - pooled).abs().max().item())
+    return worst
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All that the safetensors files of a folder hold."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found

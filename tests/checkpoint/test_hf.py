@@ -10,27 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import regard
 from regard.checkpoint import save
-from tests.checkpoint.families import CASES, DECODERS, SEQ2SEQ, Peer, at_tokens, batch, theirs
+from tests.checkpoint.families import (
+    CASES,
+    DECODERS,
+    ONE_A_FAMILY,
+    SEQ2SEQ,
+    Peer,
+    at_tokens,
+    batch,
+    error,
+    tensors,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 Peers = Callable[[str], Peer]
 every = pytest.mark.parametrize("name", CASES)
-one_a_family = pytest.mark.parametrize(
-    "name", "gpt2 mistral qwen3 mixtral deepseek-v2 deepseek-v3 deepseek-v32-sparse bert-ForMaskedLM roberta-body "
-    "distilbert-ForMaskedLM vit deit t5 bart marian".split(),
-)  # fmt: skip
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+one_a_family = pytest.mark.parametrize("name", ONE_A_FAMILY)
 
 
 def assert_bit_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -39,26 +38,12 @@ def assert_bit_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [n for n in one if not torch.equal(one[n], other[n])] == []
 
 
-@torch.no_grad()
-def error(model: regard.Model, peer: Peer) -> float:
-    """The largest difference to transformers at real tokens, pooled vectors included."""
-    given = batch(peer.model.config)
-    answer, pooled = theirs(peer.model, given)
-    ours = model(**given)
-    assert ours.shape == answer.shape
-    worst = (at_tokens(ours, given) - at_tokens(answer, given)).abs().max().item()
-    if pooled is not None:
-        mine = model.pool(given["ids"], given.get("lengths"))
-        worst = max(worst, (mine - pooled).abs().max().item())
-    return worst
-
-
 # --- the same numbers ---------------------------------------------------------------------------------------------
 
 
 @every
 def test_hf_family_logits_match(name: str, peer: Peers) -> None:
-    assert error(regard.load(peer(name).folder), peer(name)) < 2e-4
+    assert error(regard.load(peer(name).folder), peer(name).model) < 2e-4
 
 
 @every

@@ -169,14 +169,14 @@ def test_fp8_indexer_chooses_nearly_the_same_keys(turned: bool) -> None:
     q, k = (hadamard(q), hadamard(k)) if turned else (q, k)
     rough = choose(index_scores(fp8_dots(q, k), w), 64)
     hits = (exact[..., :, None] == rough[..., None, :]).any(-1).float().mean()
-    assert hits > 0.93
+    assert hits > 0.95
 
 
 def test_fp8_dots_are_close_to_exact_ones() -> None:
     q, k = torch.randn(2, 5, 3, 32), torch.randn(2, 7, 32)
     exact = torch.einsum("bthd,bsd->bths", q, k)
-    # each factor is off by at most 2^-4 relatively; 32 such errors average out
-    assert (fp8_dots(q, k) - exact).abs().max() < 0.06 * exact.abs().max()
+    # each factor is off by at most 2^-4 relatively, and such errors mostly average out
+    assert (fp8_dots(q, k) - exact).abs().max() < 0.1 * exact.abs().max()
 
 
 def test_index_loss_is_zero_when_the_indexer_equals_the_dense_weights() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from regard.attention import GQA
 from regard.block import Tower
 from regard.layers import MLP
+from regard.look.probe import Probe
 from regard.mask import Causal, Documents, Full, Mask, Prefix, Window
 from regard.models import EncoderDecoder, EncoderDecoderConfig, Tokens
 from regard.position import Sinusoidal
@@ -159,3 +160,17 @@ def test_windows_reach_further_layer_by_layer() -> None:
     other[0, 0] = (x[0, 0] + 1) % VOCAB
     changed = (model(other) != model(x))[0].any(-1)
     assert changed.tolist() == [True] * 7 + [False] * 2
+
+
+@pytest.mark.parametrize("wide_first", [True, False])
+@torch.no_grad()
+def test_layers_with_different_windows_keep_their_own(wide_first: bool) -> None:
+    """Layers share the positions, not the mask: a narrow layer beside a wide one still sees two tokens."""
+    narrow, wide = GQA(3, window=2), GQA(3)
+    model = decoder("mha", attention=(wide, narrow) if wide_first else (narrow, wide))
+    probe = Probe()
+    model(ids(1, 6), probe=probe)
+    seen = [probe.maps[f"{i}.self"][0][0, 0] > 0 for i in (0, 1)]
+    band, triangle = torch.ones(6, 6).tril().triu(-1).bool(), torch.ones(6, 6).tril().bool()
+    want = [triangle, band] if wide_first else [band, triangle]
+    assert all(torch.equal(a, b) for a, b in zip(seen, want))

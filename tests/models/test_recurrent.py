@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from regard.attention.core import Context, weights
+from regard.attention import Context, weights
 from regard.config import UsageError, from_dict, to_dict
 from regard.mask import Causal, Span, Visible
 from regard.models.cells import CELLS, BahdanauStep, LuongAttention, MemoryAttention, Recurrence

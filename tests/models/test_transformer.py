@@ -210,7 +210,7 @@ def test_empty_image_batch_and_wrong_images_are_refused() -> None:
     with refused("empty batch"):
         model(torch.randn(0, 3, 8, 8))
     for wrong in (torch.randn(1, 3, 8, 9), torch.randn(3, 8, 8), torch.zeros(1, 3, 8, 8).long()):
-        with refused(r"images must be numbers of shape \(b, 3, 8, 8\)"):
+        with refused(r"images must be real numbers of shape \(b, 3, 8, 8\)"):
             model(wrong)
     with refused("no lengths, types or cache"):
         model(torch.randn(1, 3, 8, 8), [3])

@@ -1,0 +1,72 @@
+"""What a layer is told besides x: positions, mask, cache, memory, bias, probe, backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from regard.attention.core import Probe
+from regard.mask import Full, Mask, Span, Visible, Window
+from regard.position import Rope, rotate
+
+
+class Store(Protocol):
+    """One layer's view of a cache: keeps the new tokens' entries, gives all of them back with their positions."""
+
+    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]: ...
+
+
+@dataclass
+class Context:
+    """Everything a mechanism needs besides x: positions of the tokens, the mask, and (or None) the cache of this layer,
+    the memory to attend to instead of x, a bias over positions, a probe. Made anew for each call; nothing is global."""
+
+    pos: Span
+    mask: Mask = field(default_factory=Full)
+    store: Store | None = None
+    memory: Tensor | None = None
+    memory_pos: Span | None = None
+    relative: Callable[[Tensor, Tensor], Tensor] | None = None
+    probe: Any = None
+    backend: str = "sdpa"
+    site: str = ""
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def turn(self, x: Tensor, rope: Rope | None, layout: str | None = None) -> Tensor:
+        """x (b t h d) rotated to its positions; the angles are made once a call."""
+        if rope is None:
+            return x
+        key = (rope, x.shape[-1], x.dtype)
+        if key not in self.memo:
+            self.memo[key] = rope.angles(self.pos.index, x.shape[-1], x.dtype)
+        cos, sin = self.memo[key]
+        return rotate(x, cos, sin, layout or rope.layout)
+
+    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
+        """Every token's entries so far and their positions; without a cache, the entries as they are."""
+        if self.store is None:
+            return entries, self.memory_pos or self.pos
+        return self.store.keep(**entries)
+
+    def visible(self, k_pos: Span, window: int | None = None) -> Visible:
+        """The mask bound to these keys; layers that share positions share it."""
+        key = ("visible", id(k_pos), window)
+        if key not in self.memo:
+            mask = self.mask if window is None else self.mask & Window(window)
+            self.memo[key] = (Visible(mask, self.pos, k_pos), k_pos)
+        return self.memo[key][0]
+
+    def bias(self, k_pos: Span) -> Tensor | None:
+        if self.relative is None:
+            return None
+        key = ("bias", id(k_pos))
+        if key not in self.memo:
+            self.memo[key] = (self.relative(self.pos.index, k_pos.index), k_pos)
+        return self.memo[key][0]
+
+    def watch(self) -> Probe | None:
+        """The probe for this place (such as `decoder.3.self`), or None if it does not want it."""
+        return None if self.probe is None else self.probe.at(self.site)

@@ -1,0 +1,103 @@
+"""Models out to Hugging Face folders: the tables of hf_tables.py run backwards.
+
+A model that no family can express is saved to the same folder layout with `model_type: "regard"`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from regard.checkpoint.hf import NATIVE, Origin, plan, read_config
+from regard.checkpoint.hf_tables import FAMILIES
+from regard.checkpoint.rules import Data, Family, get, put
+from regard.checkpoint.store import SHARD_BYTES, replacing, write_json, write_weights
+from regard.config import UsageError, to_dict
+from regard.models import Model
+
+
+def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
+    path = Path(path)
+    origin = model.origin or Origin(model.family)
+    family, theirs = _express(model, origin)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    theirs = {**theirs, "dtype": dtype}
+    theirs.pop("torch_dtype", None)
+    tensors: dict[str, Tensor] = {}
+    for step in plan(model, family):
+        ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
+        for name, tensor in zip(step.theirs, step.op.save(ours, len(step.theirs)), strict=True):
+            tensors[name] = tensor.contiguous()
+    if family is not None and family.heads[theirs["architectures"][0]] is None:
+        tensors = {name.removeprefix(family.base): tensor for name, tensor in tensors.items()}
+    if family is not None and family.apart and theirs.get("tie_word_embeddings") is False:
+        for name, (first, *_), switch in family.twins:
+            if switch == "shared" and name not in tensors:
+                tensors[name] = tensors[first].clone()
+    if family is not None and family.name == origin.family:
+        tensors.update(origin.tensors)
+    with replacing(path) as folder:
+        write_json(folder / "config.json", theirs)
+        write_weights(folder, tensors, shard_bytes)
+        for name, content in origin.files.items():
+            (folder / name).write_bytes(content)
+    return path
+
+
+def _express(model: Model, origin: Origin) -> tuple[Family | None, Data]:
+    """The family whose words can say this config exactly (its own first), or none."""
+    for name in dict.fromkeys([origin.family, *FAMILIES]):
+        family = FAMILIES.get(name)
+        if family is None or type(family.blank) is not type(model.config):
+            continue
+        known = origin.config if name == origin.family else {}
+        for architecture, head in family.heads.items():
+            if _kind(head) != _kind(model.config.head):
+                continue
+            if origin.architecture in family.heads and architecture != origin.architecture:
+                continue
+            theirs = {**known, "model_type": name, "architectures": [architecture]}
+            if _says(family, architecture, model.config, theirs):
+                return family, theirs
+    data = to_dict(model.config)
+    return None, {"model_type": NATIVE, "architectures": [type(model).__name__], "config": data}
+
+
+def _says(family: Family, architecture: str, config: Any, theirs: Data) -> bool:
+    """Write `config` into `theirs` by the family's rules; whether reading it gives the same config again."""
+    ours = resolved(to_dict(config))
+    try:
+        for r in reversed(family.config):
+            r.write(ours, theirs)
+        back = to_dict(read_config(theirs, family, architecture))
+    except (UsageError, KeyError, TypeError, IndexError, AttributeError, StopIteration):
+        return False
+    if "pooler" in back and family.pooler and config.head is None:
+        back["pooler"] = config.pooler
+    for _, _, switch in family.twins:
+        if switch and get(back, switch) is True:  # the stored tensors themselves tell
+            put(back, switch, get(to_dict(config), switch))
+    return resolved(back) == resolved(to_dict(config))
+
+
+def _kind(head: Any) -> str | None:
+    return None if head is None else head.kind
+
+
+def resolved(data: Any, dim: int | None = None) -> Any:
+    """Plain config data with the defaults that depend on other settings written out."""
+    if isinstance(data, list):
+        return [resolved(item, dim) for item in data]
+    if not isinstance(data, dict):
+        return data
+    dim = data.get("dim", dim)
+    out = {name: resolved(value, dim) for name, value in data.items()}
+    if out.get("kind") in ("gqa", "mla") and dim:
+        out["head_dim"] = out["head_dim"] or dim // out["heads"]
+        out["value_dim"] = out["value_dim"] or out["head_dim"]
+        if "kv_heads" in out:
+            out["kv_heads"] = out["kv_heads"] or out["heads"]
+    return out

@@ -1,0 +1,199 @@
+"""Models that Hugging Face has no words for keep the folder's layout; presets that it knows are said in its words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.checkpoint.hf import Origin
+from regard.checkpoint.hf_save import _express
+from regard.config import to_dict
+from regard.presets import PRESETS
+from tests.checkpoint.families import batch, error
+
+TEXT = dict(dim=24, layers=2, vocab=50)
+GPT = dict(TEXT, heads=3, ffn_dim=20, max_len=40)
+HEADS = dict(heads=3, head_dim=8)
+_MIXED = (
+    regard.GQA(3, window=4),
+    regard.MLA(3, 16),
+    regard.DSA(regard.GQA(3), 2, 8, 4),
+)
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mla-in-bert": ("bert-base", dict(TEXT, max_len=40, ffn_dim=20, attention=regard.MLA(3, 16))),
+    "dsa-in-gpt2": ("gpt2", dict(GPT, attention=regard.DSA(regard.GQA(3), 2, 8, 4))),
+    "dsa-over-mla-in-gpt2": (
+        "gpt2", dict(GPT, attention=regard.DSA(regard.MLA(3, 16), 2, 8, 4, hadamard=True))
+    ),
+    "mla-in-t5": ("t5-small", dict(TEXT, heads=3, ffn_dim=20, attention=regard.MLA(3, 16))),
+    "gru-lm": ("gru-lm", TEXT),
+    "lstm-lm-with-attention": ("gru-lm", dict(TEXT, cell="lstm", attention="bilinear")),
+    "bahdanau": ("bahdanau", dict(TEXT, source_vocab=43)),
+    "luong": ("luong", dict(TEXT, source_vocab=43)),
+    "captioner": ("captioner", dict(GPT, heads=3, size=12, patch=4)),
+    "vaswani": ("vaswani-base", GPT),
+    "alibi": ("gpt2", dict(GPT, relative=regard.Alibi(3))),
+    "softcap": ("llama", dict(GPT, kv_heads=1, softcap=5.0)),
+    "sinks": ("llama", dict(GPT, kv_heads=1, sinks=True)),
+    "mixed-attention": ("gpt2", dict(GPT, layers=3, attention=_MIXED)),
+    "value-heads-of-their-own-width": ("llama", dict(GPT, kv_heads=1, value_dim=5)),
+    "two-feed-forwards": ("llama", dict(GPT, kv_heads=1, ffn=(regard.MLP(9), regard.MoE(3, 2, 7)))),
+}  # fmt: skip
+
+
+def answer(model: regard.Model) -> Tensor:
+    """What the model says to a ragged batch of its kind."""
+    g = torch.Generator().manual_seed(1)
+    ids, lengths = torch.randint(43, (2, 7), generator=g), torch.tensor([7, 4])
+    c = to_dict(model.config)
+    if c["kind"] == "recurrent_seq2seq" or "source" in c:
+        patches = c.get("source", {}).get("kind") == "patches"
+        source = torch.randn(2, 3, 12, 12, generator=g) if patches else ids.flip(1)
+        more = {} if patches else {"source_lengths": torch.tensor([3, 7])}
+        return model(ids, lengths, source=source, **more)
+    if c.get("embedding", {}).get("kind") == "patches":
+        return model(torch.randn(2, 3, 12, 12, generator=g))
+    return model(ids, lengths)
+
+
+def assert_same(one: regard.Model, other: regard.Model) -> None:
+    a, b = one.state_dict(), other.state_dict()
+    assert sorted(a) == sorted(b)
+    assert [n for n in a if not torch.equal(a[n], b[n])] == []
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_model_saves_as_regard(name: str, tmp_path: Path) -> None:
+    preset, changes = NATIVE[name]
+    regard.build(preset, **changes).save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "regard"
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@torch.no_grad()
+def test_native_model_loads_back_equal(name: str, tmp_path: Path) -> None:
+    preset, changes = NATIVE[name]
+    model = regard.build(preset, **changes)
+    model.save(tmp_path)
+    again = regard.load(tmp_path)
+    assert again.config == model.config
+    assert_same(again, model)
+    assert torch.equal(answer(again), answer(model))
+
+
+def test_native_folder_keeps_its_type_and_shards(tmp_path: Path) -> None:
+    model = regard.build("gru-lm", dtype=torch.bfloat16, **TEXT)
+    regard.checkpoint.save(model, tmp_path, shard_bytes=4000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_same(regard.load(tmp_path), model)
+
+
+def test_loaded_model_that_outgrew_its_family_saves_as_regard(tmp_path: Path) -> None:
+    regard.build("gpt2", **GPT).save(tmp_path / "one")
+    loaded = regard.load(tmp_path / "one")
+    changed = regard.build(loaded.config, relative=regard.Alibi(3))
+    changed.save(tmp_path / "two")
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["model_type"] == "regard"
+    assert regard.load(tmp_path / "two").config == changed.config
+
+
+# --- presets ------------------------------------------------------------------------------------------------------
+
+TINY = dict(
+    layers=2, dim=24, vocab=50, source_vocab=50, max_len=40, heads=6, kv_heads=2, head_dim=8
+)
+TINY |= dict(ffn_dim=20, size=12, patch=4, experts=16, active=2, latent=16, query_latent=12, topk=5)
+TINY |= dict(window=5, labels=5)
+
+
+def set_somewhere(data: Any) -> set[str]:
+    """The names that a config sets to anything but None."""
+    if isinstance(data, list):
+        return set().union(*map(set_somewhere, data))
+    if not isinstance(data, dict):
+        return set()
+    inner = set().union(*map(set_somewhere, data.values()))
+    return inner | {name for name, value in data.items() if value is not None}
+
+
+def tiny(name: str, **more: Any) -> regard.Model:
+    has = set_somewhere(to_dict(PRESETS[name][1]()))
+    changes = {key: value for key, value in TINY.items() if key in has}
+    if "deepseek" in name:
+        changes["layers"] = 4  # dense ones first
+    torch.manual_seed(0)
+    return regard.build(name, **changes, **more)
+
+
+IN_FAMILY = [name for name, (family, _) in PRESETS.items() if family]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@torch.no_grad()
+def test_preset_runs_at_a_tiny_size(name: str) -> None:
+    assert answer(tiny(name)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_saves_in_its_family_and_loads_equal(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    model.save(tmp_path)
+    kind = json.loads((tmp_path / "config.json").read_text())["model_type"]
+    assert kind == (PRESETS[name][0] or "regard")
+    assert_same(regard.load(tmp_path), model)
+
+
+@pytest.mark.parametrize("name", IN_FAMILY)
+def test_preset_loads_in_transformers_and_agrees(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = tiny(name)
+    model.save(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    cls = getattr(transformers, said["architectures"][0])
+    module, info = cls.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert error(model, module.eval()) < 2e-4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert-base", "roberta-base", "distilbert-base", "t5-small", "bart-base", "marian"]
+)  # fmt: skip
+def test_preset_tied_or_not_loads_in_transformers(name: str, tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = tiny(name, tied=tied)
+    model.save(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["model_type"] == PRESETS[name][0]
+    module = getattr(transformers, said["architectures"][0]).from_pretrained(tmp_path)
+    assert error(model, module.eval()) < 2e-4
+    assert regard.load(tmp_path).config.head.tied == tied
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_at_full_size_is_of_its_family(name: str) -> None:
+    model = regard.build(name, device="meta")
+    family, _ = _express(model, Origin(model.family))
+    assert (family.name if family else "") == PRESETS[name][0]
+
+
+@pytest.mark.parametrize("name", IN_FAMILY)
+def test_preset_has_as_many_parameters_as_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = regard.build(name, device="meta")
+    _, said = _express(model, Origin(model.family))
+    cls = getattr(transformers, said["architectures"][0])
+    with torch.device("meta"):
+        module = cls(cls.config_class(**said))
+    theirs = dict(module.named_parameters()) | {
+        n: b for n, b in module.named_buffers() if "e_score_correction" in n or "final_logits" in n
+    }
+    count = sum(p.numel() for n, p in theirs.items() if name != "marian" or "embed_pos" not in n)
+    if name == "t5-v1.1-small":  # whose head transformers makes its own only when it reads one
+        count += module.lm_head.weight.numel()
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert batch(module.config)  # a config that transformers itself can use
