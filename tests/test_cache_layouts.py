@@ -106,12 +106,12 @@ def test_paged_zeroes_a_page_when_it_is_taken_again() -> None:
     """0 * NaN is NaN: what a former row left behind must not reach a masked slot."""
     cache = paged(pages=2)
     append(cache, 2)
-    for store in cache.pool:
+    for store in cache.pool.stores:
         for x in store.values():
             x[:-1] = torch.nan
     cache.free()
     append(cache, 2, [2, 1])
-    assert all(torch.isfinite(x[:2]).all() for store in cache.pool for x in store.values())
+    assert all(torch.isfinite(x[:2]).all() for store in cache.pool.stores for x in store.values())
 
 
 def test_paged_fork_shares_pages_until_one_writes() -> None:

@@ -113,10 +113,17 @@ class GroupedQueryAttention(nn.Module):
         self,
         q: Tensor,
         kept: dict[str, Tensor],
-        mask: Visible | Tensor,
+        mask: Visible | Tensor | None,
         ctx: Context,
         bias: Tensor | None,
     ) -> Tensor:
+        share = len(q) // len(kept["k"])
+        if share > 1 and isinstance(
+            mask, Visible
+        ):  # beams stand side by side as their source's queries
+            seen = None if mask.everything else (mask.k.index >= 0)[:, None, None]
+            o = self.mix(q.unflatten(0, (-1, share)).flatten(1, 2), kept, seen, ctx, None)
+            return o.unflatten(1, (share, -1)).flatten(0, 1)
         return attend(
             q,
             kept["k"],

@@ -1,10 +1,9 @@
 """What decoding remembers: contents (declared by each layer) times layout (Contiguous, Ring, Paged).
 
-A mechanism declares what one token leaves behind, such as {"k": (g, d), "v": (g, d)} or {"latent": (c,), "k_rope":
-(r,)}; a recurrent layer declares a fixed `state`. Any layout stores any contents. A forward pass calls `begin` once,
-which gives
-the new tokens their positions, and each layer then calls `keep`, which stores its entries and returns all of them.
-Slots are zero before they are written: 0 * NaN is NaN, so a masked slot must hold a number.
+A mechanism declares what one token leaves behind, such as {"k": (g, d), "v": (g, d)} or {"latent": (c,)}; a recurrent
+layer declares a fixed `state`. Any layout stores any contents. A forward pass calls `begin` once, which gives the new
+tokens their positions, and each layer then calls `keep`, which stores its entries and returns all of them. Slots are
+zero before they are written: 0 * NaN is NaN, so a masked slot must hold a number.
 """
 
 from __future__ import annotations
@@ -62,20 +61,16 @@ class Cache:
     ):
         self.specs, self.device, self.dtype = list(specs), torch.device(device or "cpu"), dtype
         self.lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
-        self.even: int | None = (
-            0  # the common length while all rows agree: no index tensors are needed then
-        )
+        self.even: int | None = 0  # the common length while all rows agree: then no index is needed
         self.frozen = False
         self.cross: Cache | None = None  # an encoder's keys and values, written once
         self.states = [
             {name: self._zeros(batch, *shape) for name, shape in spec.state.items()}
             for spec in self.specs
         ]
-        self._rows: Tensor | None = (
-            None  # (row, slot) of the tokens being written, when rows differ
-        )
         self._new = Span.run(0, 0, self.device)
         self._all = self._new
+        self._where: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, device=self.device, dtype=self.dtype)
@@ -106,8 +101,17 @@ class Cache:
         else:
             self.even = None
             self._new = Span.ragged(added, size, old)
+        self._where = None
         self._all = self._positions()
         return self._new
+
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, column and position of every real token announced by `begin`; made once for all layers."""
+        if self._where is None:
+            pos = self._new.index.expand(self.batch, -1)
+            row, column = (pos >= 0).nonzero(as_tuple=True)
+            self._where = (row, column, pos[row, column])
+        return self._where
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Forget the last `tokens` of every row (or as many as the tensor says for each)."""
@@ -122,8 +126,7 @@ class Cache:
             )
         self._check_rewind(drop)
         self.lengths = self.lengths - drop
-        first = int(self.lengths[0]) if self.batch else 0
-        self.even = first if bool((self.lengths == first).all()) else None
+        self.even = _common(self.lengths)
         self._all = self._positions()
 
     def fork(self, rows: Tensor) -> Cache:
@@ -132,9 +135,58 @@ class Cache:
         new.__dict__.update(self.__dict__)
         rows = rows.to(self.device)
         new.lengths = self.lengths[rows]
+        if self.even is None:
+            new.even = _common(new.lengths)
         new.states = [{n: s[rows] for n, s in state.items()} for state in self.states]
-        new.cross = None if self.cross is None else self.cross.fork(rows)
+        new.cross = None if self.cross is None else self._fork_cross(rows)
         new._fork_from(self, rows)
+        new._all = new._positions()
+        return new
+
+    def _fork_cross(self, rows: Tensor) -> Cache:
+        """Rows may share a source in equal groups (beams): the source follows the first of each new group."""
+        assert self.cross is not None
+        share = self.batch // self.cross.batch
+        if share > 1 and len(rows) % share == 0:
+            groups = rows.view(-1, share) // share
+            if bool((groups == groups[:, :1]).all()):
+                same = len(groups) == self.cross.batch and bool(
+                    (groups[:, 0] == torch.arange(len(groups), device=rows.device)).all()
+                )
+                return self.cross if same else self.cross.fork(groups[:, 0])
+        return self.cross.fork(rows // share)
+
+    def spread(self, times: int, shared: bool) -> Cache:
+        """Every row `times` in a row (beams, samples); they share their source, or get a copy each."""
+        rows = torch.arange(self.batch, device=self.device).repeat_interleave(times)
+        cross, self.cross = self.cross, None
+        new = self.take(rows)
+        if cross is not None:
+            new.cross = cross if shared else cross.fork(rows)
+        return new
+
+    def take(self, rows: Tensor) -> Cache:
+        """`fork`, after which this cache is given up: what the rows leave behind is free."""
+        new = self.fork(rows)
+        self.release()
+        return new
+
+    def release(self) -> None:
+        """Give up the rows; memory of their own goes by itself, pages go back to the pool."""
+
+    def join(self, other: Cache) -> Cache:
+        """A cache with the rows of both, in this order; both are given up."""
+        new = self.__class__.__new__(self.__class__)
+        new.__dict__.update(self.__dict__)
+        new.lengths = torch.cat([self.lengths, other.lengths])
+        new.even = self.even if self.even == other.even else None
+        new.states = [
+            {n: torch.cat([s, b[n]]) for n, s in a.items()}
+            for a, b in zip(self.states, other.states, strict=True)
+        ]
+        if self.cross is not None and other.cross is not None:
+            new.cross = self.cross.join(other.cross)
+        new._join_from(self, other)
         new._all = new._positions()
         return new
 
@@ -172,8 +224,17 @@ class Cache:
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
         raise NotImplementedError
 
+    def _join_from(self, a: Cache, b: Cache) -> None:
+        raise NotImplementedError
+
     def _free(self) -> None:
         raise NotImplementedError
 
     def _check_rewind(self, drop: Tensor) -> None:
         """Layouts that forget refuse what they no longer hold."""
+
+
+def _common(lengths: Tensor) -> int | None:
+    """The length that all rows have, or None."""
+    each = set(lengths.tolist())
+    return each.pop() if len(each) == 1 else (None if each else 0)

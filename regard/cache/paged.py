@@ -1,8 +1,14 @@
-"""The paged layout: rows are lists of pages from one pool, shared until one of them writes."""
+"""The paged layout: rows are lists of pages from one pool, shared until one of them writes.
+
+A full page can be published under a key (a hash of all the tokens up to its end); a later row that begins with the same
+tokens takes the page over instead of computing it. Published pages that no row holds are kept until space is needed,
+the least recently used goes first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +16,74 @@ from torch import Tensor
 from regard.cache.base import Cache, CacheSpec
 from regard.config import UsageError
 from regard.mask import Span
+
+
+class OutOfPages(UsageError):
+    """The pool has no page left: free a row, preempt one, or make a larger pool."""
+
+
+class Pool:
+    """The pages of all rows, and who holds them."""
+
+    def __init__(
+        self,
+        specs: Sequence[CacheSpec],
+        pages: int,
+        page: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.page = page
+        self.stores = [
+            {
+                name: torch.zeros(pages + 1, page, *shape, device=device, dtype=dtype)
+                for name, shape in spec.token.items()
+            }
+            for spec in specs
+        ]  # the last page stays zero: short rows point there
+        self.users = [0] * pages  # rows that hold a page, over all forks
+        self.unused = deque(range(pages))
+        self.keys: dict[int, Hashable] = {}  # of published pages
+        self.published: dict[Hashable, int] = {}
+        self.idle: OrderedDict[int, None] = OrderedDict()  # published, held by no row; oldest first
+
+    @property
+    def available(self) -> int:
+        return len(self.unused) + len(self.idle)
+
+    def take(self, copy: int | None = None) -> int:
+        """A page for one row: zeros, or a copy of another."""
+        if self.unused:
+            page = self.unused.popleft()
+        elif self.idle:
+            page, _ = self.idle.popitem(last=False)
+            del self.published[self.keys.pop(page)]
+        else:
+            raise OutOfPages(
+                f"all {len(self.users)} pages of {self.page} tokens are in use; free a row, or make more pages"
+            )
+        self.users[page] = 1
+        for store in self.stores:
+            for x in store.values():
+                x[page] = 0 if copy is None else x[copy]
+        return page
+
+    def hold(self, page: int) -> None:
+        self.users[page] += 1
+        self.idle.pop(page, None)
+
+    def drop(self, page: int) -> None:
+        self.users[page] -= 1
+        if self.users[page] == 0:
+            if page in self.keys:
+                self.idle[page] = None
+            else:
+                self.unused.append(page)
+
+    def publish(self, page: int, key: Hashable) -> None:
+        """Let later rows find a full page; the first to publish a key keeps it."""
+        if key not in self.published and page not in self.keys:
+            self.published[key], self.keys[page] = page, key
 
 
 class Paged(Cache):
@@ -23,40 +97,50 @@ class Paged(Cache):
         *,
         pages: int = 64,
         page: int = 16,
+        pool: Pool | None = None,
         **where: object,
     ):
         super().__init__(specs, batch, **where)  # type: ignore[arg-type]
-        self.page = page
-        self.pool = [
-            {name: self._zeros(pages + 1, page, *shape) for name, shape in spec.token.items()}
-            for spec in self.specs
-        ]  # the last page stays zero: short rows point there
-        self.users = [0] * pages  # rows that hold a page, over all forks
+        self.pool = pool or Pool(self.specs, pages, page, self.device, self.dtype)
+        self.page = self.pool.page
         self.tables: list[list[int]] = [[] for _ in range(batch)]
 
-    def _take(self, copy: int | None = None) -> int:
-        page = next((i for i, users in enumerate(self.users) if users == 0), None)
-        if page is None:
-            raise UsageError(
-                f"all {len(self.users)} pages of {self.page} tokens are in use; free a row, or make more pages"
-            )
-        self.users[page] = 1
-        for store in self.pool:
-            for x in store.values():
-                x[page] = 0 if copy is None else x[copy]
-        return page
+    @property
+    def users(self) -> list[int]:
+        return self.pool.users
+
+    def adopt(self, row: int, keys: Sequence[Hashable]) -> int:
+        """Begin an empty row with the published pages of the longest run of `keys`; how many tokens that gives."""
+        table = self.tables[row]
+        for key in keys:
+            page = self.pool.published.get(key)
+            if page is None:
+                break
+            self.pool.hold(page)
+            table.append(page)
+        lengths = self.lengths.tolist()
+        lengths[row] = len(table) * self.page
+        self.lengths = torch.tensor(lengths, device=self.device)
+        self.even = lengths[0] if len(set(lengths)) == 1 else None
+        self._all = self._positions()
+        return lengths[row]
+
+    def publish(self, row: int, keys: Sequence[Hashable]) -> None:
+        """Let later rows take over this row's full pages, one key a page."""
+        for page, key in zip(self.tables[row], keys, strict=False):
+            self.pool.publish(page, key)
 
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
         try:
             for table, length, more in zip(self.tables, old.tolist(), added.tolist(), strict=True):
                 first, end = length // self.page, -(-(length + more) // self.page)
                 if more and first < len(table) and self.users[table[first]] > 1:
-                    mine = self._take(copy=table[first])
-                    self.users[table[first]] -= 1
+                    mine = self.pool.take(copy=table[first])
+                    self.pool.drop(table[first])
                     table[first] = mine
                 while len(table) < end:
-                    table.append(self._take())
-        except UsageError:  # out of pages: what was taken goes back
+                    table.append(self.pool.take())
+        except OutOfPages:  # what was taken goes back
             self._trim()
             raise
 
@@ -64,12 +148,13 @@ class Paged(Cache):
         """Give back the pages past each row's length."""
         for table, length in zip(self.tables, self.lengths.tolist(), strict=True):
             while len(table) > -(-length // self.page):
-                self.users[table.pop()] -= 1
+                self.pool.drop(table.pop())
 
     def _positions(self) -> Span:
         width = max((len(t) for t in self.tables), default=0)
+        blank = len(self.users)
         self._table = torch.tensor(
-            [t + [len(self.users)] * (width - len(t)) for t in self.tables],
+            [t + [blank] * (width - len(t)) for t in self.tables],
             dtype=torch.long,
             device=self.device,
         ).view(self.batch, width)
@@ -78,18 +163,17 @@ class Paged(Cache):
         return Span.ragged(self.lengths, int(self.lengths.max()))
 
     def _write(self, layer: int, entries: dict[str, Tensor]) -> None:
-        pos = self._new.index.expand(self.batch, -1)
-        row, column = (pos >= 0).nonzero(as_tuple=True)
-        at = pos[row, column]
+        row, column, at = self._places()
         page = self._table[row, at // self.page]
         for name, x in entries.items():
-            store = self.pool[layer][name]
+            store = self.pool.stores[layer][name]
             store[page, at % self.page] = x[row, column].to(store.dtype)
 
     def _read(self, layer: int) -> dict[str, Tensor]:
         size = self._all.size
         return {
-            name: x[self._table].flatten(1, 2)[:, :size] for name, x in self.pool[layer].items()
+            name: x[self._table].flatten(1, 2)[:, :size]
+            for name, x in self.pool.stores[layer].items()
         }
 
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
@@ -97,7 +181,16 @@ class Paged(Cache):
         self.tables = [list(old.tables[r]) for r in rows.tolist()]
         for table in self.tables:
             for page in table:
-                self.users[page] += 1
+                self.pool.hold(page)
+
+    def _join_from(self, a: Cache, b: Cache) -> None:
+        assert isinstance(a, Paged) and isinstance(b, Paged) and a.pool is b.pool
+        self.tables = a.tables + b.tables
+
+    def release(self) -> None:
+        for table in self.tables:
+            while table:
+                self.pool.drop(table.pop())
 
     def rewind(self, tokens: int | Tensor) -> None:
         super().rewind(tokens)

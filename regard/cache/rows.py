@@ -28,11 +28,10 @@ class Contiguous(Cache):
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
         need = (self.even if self.even is not None else int(old.max())) + size
         if need > self.capacity:
-            more = max(need, 2 * self.capacity) - self.capacity
+            self.capacity = max(need, 2 * self.capacity)
             for store in self.slots:
                 for name, x in store.items():
-                    store[name] = torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], 1)
-            self.capacity += more
+                    store[name] = _grown(x, self.capacity)
 
     def _slot(self, pos: Tensor) -> Tensor:
         return pos
@@ -49,15 +48,27 @@ class Contiguous(Cache):
             if pos.start is not None:
                 store[:, pos.start : pos.start + pos.size] = x
             else:
-                row, column = (pos.index >= 0).nonzero(as_tuple=True)
-                store[row, self._slot(pos.index[row, column])] = x[row, column].to(store.dtype)
+                row, column, at = self._places()
+                store[row, self._slot(at)] = x[row, column].to(store.dtype)
 
     def _read(self, layer: int) -> dict[str, Tensor]:
         return {name: x[:, : self._all.size] for name, x in self.slots[layer].items()}
 
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
         assert isinstance(old, Contiguous)
-        self.slots = [{n: x[rows] for n, x in store.items()} for store in old.slots]
+        used = old._all.size
+        self.slots = [{n: _rows_of(x, rows, used) for n, x in store.items()} for store in old.slots]
+
+    def _join_from(self, a: Cache, b: Cache) -> None:
+        assert isinstance(a, Contiguous) and isinstance(b, Contiguous)
+        self.capacity = max(a.capacity, b.capacity)
+        self.slots = [
+            {
+                n: torch.cat([_grown(x, self.capacity), _grown(y[n], self.capacity)])
+                for n, x in s.items()
+            }
+            for s, y in zip(a.slots, b.slots, strict=True)
+        ]
 
     def _free(self) -> None:
         for store in self.slots:
@@ -121,6 +132,25 @@ class Ring(Contiguous):
         assert isinstance(old, Ring)
         self.high = old.high[rows]
 
+    def _join_from(self, a: Cache, b: Cache) -> None:
+        super()._join_from(a, b)
+        assert isinstance(a, Ring) and isinstance(b, Ring)
+        self.high = torch.cat([a.high, b.high])
+
     def _free(self) -> None:
         super()._free()
         self.high = self.lengths
+
+
+def _grown(x: Tensor, capacity: int) -> Tensor:
+    """x (b c ...) with room for `capacity` tokens a row."""
+    if x.shape[1] == capacity:
+        return x
+    return torch.cat([x, x.new_zeros(len(x), capacity - x.shape[1], *x.shape[2:])], 1)
+
+
+def _rows_of(x: Tensor, rows: Tensor, used: int) -> Tensor:
+    """Some rows of x (b c ...), copying no more than the `used` slots."""
+    new = x.new_zeros(len(rows), *x.shape[1:])
+    new[:, :used] = x[:, :used].index_select(0, rows)
+    return new

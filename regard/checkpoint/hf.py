@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
-from regard.checkpoint.store import Weights, read_json
+from regard.checkpoint.store import Memory, Renamed, Source, Weights, read_json
 from regard.config import UsageError, from_dict, nearest, to_dict
 from regard.models import CONFIGS, Model
 
@@ -22,15 +23,6 @@ NATIVE = "regard"
 CARRIED_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
 vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm generation_config.json
 preprocessor_config.json processor_config.json chat_template.jinja chat_template.json""".split()  # noqa: SIM905
-
-
-class Source(Protocol):
-    """Where tensors come from: a folder, or a module in memory."""
-
-    def __iter__(self) -> Any: ...
-    def __contains__(self, name: object) -> bool: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str) -> Tensor: ...
 
 
 @dataclass
@@ -79,35 +71,21 @@ def from_hf(module: nn.Module) -> Model:
     theirs = json.loads(module.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
     theirs["architectures"] = [type(module).__name__]
     tensors = revert_weight_conversion(module, module.state_dict())  # type: ignore[arg-type]
-    model = read(theirs, _Memory(tensors), None, None)
+    model = read(theirs, Memory(tensors), None, None)
     if getattr(module, "generation_config", None) is not None:
         text = module.generation_config.to_json_string()  # type: ignore[union-attr, operator]
         model.origin.files["generation_config.json"] = text.encode()
     return model
 
 
-class _Memory:
-    """Tensors of a state dict as a source; copies, so that the two models do not share weights."""
-
-    def __init__(self, tensors: dict[str, Tensor]):
-        self.tensors = tensors
-
-    def __iter__(self) -> Any:
-        return iter(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name].detach().clone()
-
-
 def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
     """Their config and tensors -> our model."""
     kind = theirs.get("model_type")
+    if theirs.get("quantization_config"):
+        raise UsageError(
+            "config.json has quantization_config: its weights are packed, and Regard reads plain ones. "
+            "Unpack them first, for example with transformers: from_pretrained(...).dequantize()"
+        )
     _check_counts(theirs, sum(1 for _ in source))
     if kind == NATIVE:
         config = read_native(theirs)
@@ -159,7 +137,8 @@ def read_native(theirs: Data) -> Any:
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in CONFIGS:
         raise UsageError(f"config.json: config.kind is {kind!r}; known: {', '.join(CONFIGS)}")
-    return from_dict(CONFIGS[kind], data)  # type: ignore[arg-type]
+    with _blaming("these settings do not fit together"):
+        return from_dict(CONFIGS[kind], data)  # type: ignore[arg-type]
 
 
 def read_config(theirs: Data, family: Family, architecture: str) -> Any:
@@ -174,12 +153,22 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
     ours = to_dict(family.blank)
     ours["head"] = to_dict(family.heads[architecture])
     for r in family.config:
-        try:
+        said = {name: theirs[name] for name in r.names if name in theirs}
+        with _blaming(f"cannot use {said}"):
             r.read(theirs, ours)
-        except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-            said = {name: theirs[name] for name in r.names if name in theirs}
-            raise UsageError(f"config.json: {said} cannot be read ({error!r})") from None
-    return from_dict(type(family.blank), ours)
+    with _blaming("these sizes do not fit together"):
+        return from_dict(type(family.blank), ours)
+
+
+@contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Whatever a wrong value made go wrong is the config's fault."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise UsageError(f"config.json: {what} ({e!r})") from None
 
 
 def _architecture(theirs: Data, family: Family) -> str:
@@ -201,24 +190,7 @@ def _modern(source: Source, family: Family) -> Source:
         heads = {r.theirs[0].split(".")[0] for rules in family.head_tensors.values() for r in rules}
         bare = {n for n in names if n.split(".")[0] not in heads}
         names = {n: family.base + new if n in bare else new for n, new in names.items()}
-    return _Renamed(source, {new: n for n, new in names.items()})
-
-
-class _Renamed:
-    def __init__(self, source: Source, names: dict[str, str]):
-        self.source, self.names = source, names
-
-    def __iter__(self) -> Any:
-        return iter(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self.names[name])
-
-    def read(self, name: str) -> Tensor:
-        return self.source.read(self.names[name])
+    return Renamed(source, {new: n for n, new in names.items()})
 
 
 def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
@@ -234,7 +206,7 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
         if switch and get(ours, switch) is False:
             continue
         same = twin is not None and source.shape(name) == source.shape(twin)
-        if same and torch.equal(source.read(name), source.read(twin)):  # type: ignore[arg-type]
+        if same and torch.equal(*source.borrow([name, str(twin)])):
             skip.add(name)
         elif switch:
             put(ours, switch, False)
@@ -242,11 +214,8 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
 
 
 def _empty(config: Any) -> Model:
-    try:
-        with torch.device("meta"):
-            return config.make()
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise UsageError(f"config.json: no model has these sizes ({error})") from None
+    with _blaming("no model has these sizes"), torch.device("meta"):
+        return config.make()
 
 
 def plan(model: Model, family: Family | None) -> list[Step]:
@@ -303,21 +272,25 @@ def _carry(left: Iterable[str], source: Source, family: Family, model: Model) ->
 def _fill(
     model: Model, steps: list[Step], source: Source, device: Any, dtype: torch.dtype | None
 ) -> None:
-    """Read tensor by tensor into the empty model: at no time is more than one tensor held twice."""
+    """Read tensor by tensor into the empty model: at no time is more than one tensor held twice. What needs no change
+    is read to its place; anything else is borrowed, and what comes of it copied."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
                 owners.setdefault(id(p), []).append((module, name))
     for step in steps:
-        theirs = [source.read(name) for name in step.theirs]
+        plain = step.op is SAME and device is None and dtype is None
+        theirs = [source.read(step.theirs[0])] if plain else source.borrow(step.theirs)
+        lent = set() if plain else {t.untyped_storage().data_ptr() for t in theirs}
         for name, tensor in zip(step.ours, step.op.load(theirs, step.shapes), strict=True):
             old = model.get_parameter(name)
-            kept = tensor.to(
-                device=device, dtype=dtype if tensor.is_floating_point() else None
-            ).contiguous()
-            if len(step.ours) > 1 and kept.untyped_storage().nbytes() > kept.nbytes:
-                kept = kept.clone()  # a slice would keep the whole tensor alive
+            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+            kept = torch.empty(0, dtype=kind, device=device or tensor.device)
+            if tensor.untyped_storage().data_ptr() in lent:
+                kept = kept.new_empty(tensor.shape).copy_(tensor)
+            else:
+                kept = tensor.to(kept)
             new = nn.Parameter(kept, requires_grad=old.requires_grad and kept.is_floating_point())
             for module, attribute in owners[id(old)]:
                 setattr(module, attribute, new)

@@ -6,6 +6,7 @@ may change or vanish afterwards and loading needs no more memory than the weight
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors
 import torch
@@ -68,12 +69,23 @@ def _finite(text: str) -> float:
     return number
 
 
+class Source(Protocol):
+    """Where tensors come from: a folder, or a module in memory."""
+
+    def __iter__(self) -> Any: ...
+    def __contains__(self, name: object) -> bool: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str) -> Tensor: ...
+    def borrow(self, names: list[str]) -> list[Tensor]: ...
+
+
 class Weights:
     """The tensors of a folder: names, shapes and dtypes at once, contents on request."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.headers: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+        self.scratch = torch.empty(0, dtype=torch.uint8)
         for path in _files(folder):
             start, header = _header(path)
             for name, entry in header.items():
@@ -94,12 +106,26 @@ class Weights:
         return tuple(self.headers[name][2]["shape"])
 
     def read(self, name: str) -> Tensor:
+        return self._fill(name, torch.empty(self._size(name), dtype=torch.uint8))
+
+    def borrow(self, names: list[str]) -> list[Tensor]:
+        """Tensors in memory that the next call uses again: buffers made and freed in turn would leave holes between
+        the weights, up to their own size."""
+        ends = [0, *itertools.accumulate(-(-self._size(name) // 64) * 64 for name in names)]
+        if ends[-1] > len(self.scratch):
+            self.scratch = torch.empty(ends[-1], dtype=torch.uint8)
+        parts = zip(names, ends, strict=False)
+        return [self._fill(n, self.scratch[at : at + self._size(n)]) for n, at in parts]
+
+    def _size(self, name: str) -> int:
+        begin, end = self.headers[name][2]["data_offsets"]
+        return end - begin
+
+    def _fill(self, name: str, raw: Tensor) -> Tensor:
         path, start, entry = self.headers[name]
-        begin, end = entry["data_offsets"]
-        raw = torch.empty(end - begin, dtype=torch.uint8)
         with path.open("rb") as file:
-            file.seek(start + begin)
-            if end > begin and file.readinto(raw.numpy()) != end - begin:  # type: ignore[arg-type]
+            file.seek(start + entry["data_offsets"][0])
+            if len(raw) and file.readinto(raw.numpy()) != len(raw):  # type: ignore[arg-type]
                 raise UsageError(f"{path} ended while {name} was read; copy the file again")
         return raw.view(DTYPES[entry["dtype"]]).view(entry["shape"])
 
@@ -113,6 +139,50 @@ class Weights:
             raise UsageError(
                 f"{index} promises {lost[0]} in {wanted[lost[0]]}, but it is not there"
             )
+
+
+class Memory:
+    """Tensors of a state dict as a source; copies, so that the two models do not share weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors = tensors
+
+    def __iter__(self) -> Any:
+        return iter(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name].detach().clone()
+
+    def borrow(self, names: list[str]) -> list[Tensor]:
+        return [self.tensors[name].detach() for name in names]
+
+
+class Renamed:
+    """A source under other names: `names` gives for each new one the old."""
+
+    def __init__(self, source: Source, names: dict[str, str]):
+        self.source, self.names = source, names
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(self.names[name])
+
+    def read(self, name: str) -> Tensor:
+        return self.source.read(self.names[name])
+
+    def borrow(self, names: list[str]) -> list[Tensor]:
+        return self.source.borrow([self.names[name] for name in names])
 
 
 def _files(folder: Path) -> list[Path]:

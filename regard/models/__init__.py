@@ -1,14 +1,10 @@
 """Models: three flows of data (transformer, vision, recurrent); what differs between families is their config."""
 
 from regard.models.base import Model
+from regard.models.embedding import Tokens
+from regard.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from regard.models.recurrent import Recurrent, RecurrentConfig, Seq2Seq, Seq2SeqConfig
-from regard.models.transformer import (
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    Tokens,
-    Transformer,
-    TransformerConfig,
-)
+from regard.models.transformer import Transformer, TransformerConfig
 from regard.models.vision import Patches
 
 CONFIGS: dict[str, type] = {

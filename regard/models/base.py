@@ -34,6 +34,29 @@ class Model(nn.Module):
         assert Model.writer is not None, "import regard joins models to checkpoints"
         return Model.writer(self, Path(path))
 
+    def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the head reads, (b t m)."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the head gives for hidden states: (... V)."""
+        raise NotImplementedError
+
+    def next_logits(
+        self, ids: Tensor, lengths: Tensor | list[int] | None = None, **rest: Any
+    ) -> Tensor:
+        """Logits (b V) after the last real token of each row: all that decoding needs of a prompt."""
+        h = self.hidden(ids, lengths, **rest)
+        if lengths is None:
+            return self.logits(h[:, -1])
+        last = torch.as_tensor(lengths, device=h.device).clamp(min=1) - 1
+        return self.logits(h[torch.arange(len(h), device=h.device), last])
+
+    @property
+    def shares_source(self) -> bool:
+        """Whether several rows of a cache may read one row of its source."""
+        return False
+
     def cache_specs(self) -> list[CacheSpec]:
         raise UsageError(
             f"{type(self.config).__name__} does not decode step by step: it has no cache"

@@ -65,7 +65,10 @@ class Recurrent(Model):
         backend: str = "sdpa",
     ) -> Tensor:
         h = self.hidden(ids, lengths, cache=cache, probe=probe, backend=backend)
-        return self.head(h, self.embedding.weight)
+        return self.logits(h)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden, self.embedding.weight)
 
     def hidden(
         self,
@@ -178,6 +181,32 @@ class Seq2Seq(Model):
         backend: str = "sdpa",
     ) -> Tensor:
         """With a cache the source is needed on the first call only: its memory is kept, frozen, in `cache.cross`."""
+        h = self.hidden(
+            ids,
+            lengths,
+            source=source,
+            source_lengths=source_lengths,
+            cache=cache,
+            probe=probe,
+            backend=backend,
+        )
+        return self.logits(h)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden, self.target.weight)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        lengths: Tensor | list[int] | None = None,
+        *,
+        source: Tensor | None = None,
+        source_lengths: Tensor | list[int] | None = None,
+        cache: Cache | None = None,
+        probe: Any = None,
+        backend: str = "sdpa",
+    ) -> Tensor:
+        """What the head reads (b t m)."""
         c = self.config
         check_ids(ids, c.vocab)
         memory, memory_pos, state = self._begin(ids, source, source_lengths, cache)
@@ -198,7 +227,7 @@ class Seq2Seq(Model):
         if cache is not None and cross is not None:
             cross.freeze()
             self.decoder.rnn.store(cache, state)
-        return self.head(self.dropout(h), self.target.weight)
+        return self.dropout(h)
 
     def _begin(
         self,

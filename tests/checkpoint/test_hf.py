@@ -23,6 +23,7 @@ from tests.checkpoint.families import (
     at_tokens,
     batch,
     error,
+    real,
     tensors,
 )
 
@@ -44,6 +45,17 @@ def assert_bit_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @every
 def test_hf_family_logits_match(name: str, peer: Peers) -> None:
     assert error(regard.load(peer(name).folder), peer(name).model) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["bert-ForMaskedLM", "bert-relu", "roberta-body"])
+@torch.no_grad()
+def test_hf_segment_types_match(name: str, peer: Peers) -> None:
+    given = batch(peer(name).model.config)
+    types = (torch.arange(11) > 2).long().expand(3, -1)
+    mask = real(given["lengths"], 11)
+    out = peer(name).model(given["ids"], attention_mask=mask.long(), token_type_ids=types)
+    ours = regard.load(peer(name).folder)(**given, types=types)
+    torch.testing.assert_close(ours[mask], out[0][mask], atol=2e-4, rtol=0)
 
 
 @every

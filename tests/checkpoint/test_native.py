@@ -13,7 +13,7 @@ from regard.checkpoint.hf import Origin
 from regard.checkpoint.hf_save import _express
 from regard.config import to_dict
 from regard.presets import PRESETS
-from tests.checkpoint.families import batch, error
+from tests.checkpoint.families import error
 
 TEXT = dict(dim=24, layers=2, vocab=50)
 GPT = dict(TEXT, heads=3, ffn_dim=20, max_len=40)
@@ -196,4 +196,3 @@ def test_preset_has_as_many_parameters_as_transformers(name: str) -> None:
     if name == "t5-v1.1-small":  # whose head transformers makes its own only when it reads one
         count += module.lm_head.weight.numel()
     assert sum(p.numel() for p in model.parameters()) == count
-    assert batch(module.config)  # a config that transformers itself can use

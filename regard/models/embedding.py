@@ -1,0 +1,56 @@
+"""Token embeddings, with what is added to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.layers import Norm
+from regard.mask import Span
+from regard.position import Learned, PositionVectors, Sinusoidal
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token embeddings, with what is added to them: positions, segment types, a norm."""
+
+    vocab: int
+    position: Learned | Sinusoidal | None = None
+    types: int = 0
+    scaled: bool = False  # times sqrt(dim)
+    norm: Norm | None = None
+    dropout: float = 0.0
+    kind: str = "tokens"
+
+
+def context(max_len: int | None, tokens: Tokens) -> int | None:
+    """The longest input: `max_len`, and no more than there are learned positions."""
+    learned = tokens.position.max_len if isinstance(tokens.position, Learned) else None
+    return min((n for n in (max_len, learned) if n is not None), default=None)
+
+
+class TokenEmbedding(nn.Module):
+    """ids (b t) -> (b t m)."""
+
+    def __init__(self, config: Tokens, dim: int):
+        super().__init__()
+        c = self.config = config
+        self.weight = nn.Parameter(torch.empty(c.vocab, dim))
+        nn.init.normal_(self.weight, std=0.02)
+        self.position = PositionVectors(c.position, dim) if c.position else None
+        self.types = nn.Parameter(torch.empty(c.types, dim).normal_(std=0.02)) if c.types else None
+        self.norm = c.norm.make(dim) if c.norm else None
+        self.dropout = nn.Dropout(c.dropout)
+        self.scale = dim**0.5 if c.scaled else 1.0
+
+    def forward(self, ids: Tensor, pos: Span, types: Tensor | None = None) -> Tensor:
+        x = F.embedding(ids, self.weight)
+        x = x * self.scale if self.scale != 1.0 else x
+        if self.types is not None:
+            x = x + (self.types[0] if types is None else F.embedding(types, self.types))
+        if self.position is not None:
+            x = x + self.position(pos.index, ids).to(x.dtype)
+        return self.dropout(x if self.norm is None else self.norm(x))

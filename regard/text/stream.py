@@ -1,0 +1,85 @@
+"""Text while it is generated: pieces that never cut a character, ended by stop strings that may span tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from regard.config import UsageError
+from regard.text.tokenizer import Tokenizer, check_unicode
+
+
+class Stream:
+    """Ids in, text out.    "".join(push(ids) ...) + finish() == tokenizer.decode(all ids), cut before a stop string
+
+    Each push costs the same, however long the text is: only what may still change is kept. With `stop`, text that may
+    be the beginning of a stop string is kept too. The stop string that is complete first ends the stream (of two that
+    are complete together, the longer one): `stopped` is that string, `consumed` the number of ids up to it.
+    `after` are the ids before the text (the prompt), so that a first space is kept."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: str | Sequence[str] = (),
+        *,
+        after: Sequence[int] = (),
+        skip_special: bool = True,
+    ):
+        self.tokenizer, self.skip_special = tokenizer, skip_special
+        self.stop = check_stop(stop)
+        self.stopped: str | None = None
+        self.consumed = 0
+        self._text = tokenizer.detokenizer()
+        self._held = ""
+        self._beginnings = {s[:n] for s in self.stop for n in range(1, len(s))}
+        self._longest = max(map(len, self.stop), default=0)
+        if after:
+            self._text.begin(tokenizer.pieces(after, skip_special=skip_special))
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these ids make certain; nothing once the stream has stopped."""
+        found = []
+        for i in ids:
+            if self.stopped is not None:
+                break
+            self.consumed += 1
+            found.append(
+                self._until_stop(
+                    self._text.push(self.tokenizer.pieces([i], skip_special=self.skip_special))
+                )
+            )
+        return "".join(found)
+
+    def finish(self) -> str:
+        """The rest of the text: no id follows."""
+        if self.stopped is not None:
+            return ""
+        text = self._until_stop(self._text.finish())
+        held, self._held = self._held, ""
+        return text + held
+
+    def _until_stop(self, text: str) -> str:
+        """What can be shown of the kept text and `text`."""
+        if not self.stop or not text:
+            return text
+        text = self._held + text
+        ends = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
+        if ends:
+            _, at, self.stopped = min(ends)
+            self._held = ""
+            return text[:at]
+        first = max(0, len(text) - self._longest + 1)
+        kept = next((k for k in range(first, len(text)) if text[k:] in self._beginnings), len(text))
+        self._held = text[kept:]
+        return text[:kept]
+
+
+def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Stop strings as they are given -> a tuple of them."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for s in strings:
+        if not isinstance(s, str) or not s:
+            raise UsageError(
+                f"stop must be texts of one character or more, got {s!r}; leave it out for none"
+            )
+        check_unicode(s, "stop")
+    return strings

@@ -1,0 +1,215 @@
+"""`build`: a model by name, with any setting changed, and any mechanism in any model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.attention.latent import LatentAttention
+from regard.attention.select import SparseAttention
+from regard.config import UsageError, customize
+from regard.presets import PRESETS
+
+SMALL: dict[str, Any] = dict(layers=2, dim=24, heads=3, ffn_dim=20, vocab=50, max_len=40)
+TEXT = {name: value for name, value in SMALL.items() if name != "max_len"}
+
+
+def ids(rows: int = 2, size: int = 7) -> torch.Tensor:
+    return torch.randint(50, (rows, size), generator=torch.Generator().manual_seed(0))
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def test_build_changes_a_plain_name_in_both_towers() -> None:
+    config = regard.build("t5-small", layers=3, device="meta").config
+    assert (config.encoder.layers, config.decoder.layers) == (3, 3)
+
+
+def test_build_changes_a_dotted_name_in_one_place() -> None:
+    config = regard.build("bart-base", device="meta", **{"decoder.layers": 3}).config
+    assert (config.encoder.layers, config.decoder.layers) == (6, 3)
+
+
+def test_build_changes_heads_of_self_and_cross_attention() -> None:
+    decoder = regard.build("bart-base", heads=6, device="meta").config.decoder
+    assert (decoder.attention.heads, decoder.cross.heads) == (6, 6)
+
+
+def test_build_changes_the_vocabulary_of_source_and_target() -> None:
+    config = regard.build("marian", vocab=77, device="meta").config
+    assert (config.source.vocab, config.target.vocab) == (77, 77)
+
+
+def test_build_changes_the_context_and_its_positions() -> None:
+    config = regard.build("gpt2", max_len=77, device="meta").config
+    assert (config.max_len, config.embedding.position.max_len) == (77, 77)
+
+
+def test_build_leaves_the_preset_as_it_is() -> None:
+    before = PRESETS["gpt2"][1]()
+    regard.build("gpt2", layers=1, device="meta")
+    assert PRESETS["gpt2"][1]() == before
+
+
+def test_build_from_a_config_changes_it_too() -> None:
+    config = PRESETS["gpt2"][1]()
+    assert regard.build(config, layers=1, device="meta").config == customize(config, {"layers": 1})
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("gpt-2", ["'gpt-2'", "did you mean 'gpt2'?"]),
+        ("lama", ["'lama'", "did you mean 'llama'?"]),
+        ("zzz", ["'zzz'", "known:", "gpt2", "bert-base", "luong"]),
+    ],
+)
+def test_unknown_preset_names_the_nearest(name: str, words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        regard.build(name)
+    assert [w for w in words if w not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"layer": 2}, ["'layer'", "did you mean 'layers'?"]),
+        ({"n_heads": 2}, ["'n_heads'", "did you mean 'heads'?"]),
+        ({"tower.layer": 2}, ["'layer' of tower", "did you mean 'layers'?"]),
+        ({"decoder.layers": 2}, ["'decoder'", "known:", "tower"]),
+        ({"head.tied.more": 2}, ["head.tied is True", "'more'"]),
+        ({"kind": "x"}, ["'kind'"]),
+        ({"tower.kind": "x"}, ["'kind' of tower"]),
+        ({"layers": "two"}, ["tower.layers", "int", "'two'"]),
+        ({"attention": "mla"}, ["tower.attention", "'mla'"]),
+        ({"activation": "gleu"}, ["'gleu'", "did you mean 'gelu'?"]),
+    ],
+)
+def test_unknown_setting_says_what_is_possible(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        regard.build("gpt2", device="meta", **change)
+    assert [w for w in words if w not in str(caught.value)] == []
+
+
+# --- numbers that must fit ----------------------------------------------------------------------------------------
+
+
+def test_heads_that_do_not_divide_say_what_would() -> None:
+    with pytest.raises(
+        UsageError, match=r"heads=5 does not divide dim=24; choose one of \[1, 2, 3"
+    ):
+        regard.build("gpt2", **SMALL | {"heads": 5})
+
+
+def test_key_heads_that_do_not_divide_say_what_would() -> None:
+    with pytest.raises(
+        UsageError, match=r"kv_heads=4 must divide .*heads=6; choose .*\[1, 2, 3, 6"
+    ):
+        regard.build("llama", **SMALL | {"heads": 6, "kv_heads": 4})
+
+
+def test_changes_need_only_fit_together_at_the_end() -> None:
+    config = regard.build("llama", device="meta", heads=7, kv_heads=7, dim=14).config
+    assert (config.tower.dim, config.tower.attention.kv_heads) == (14, 7)
+
+
+@pytest.mark.parametrize("layers, dense, sparse", [(2, 2, 0), (5, 3, 2), (70, 3, 67)])
+def test_settings_by_layer_follow_the_number_of_layers(
+    layers: int, dense: int, sparse: int
+) -> None:
+    model = regard.build("deepseek-v3", layers=layers, dim=16, device="meta")
+    kinds = [ffn.kind for ffn in model.config.tower.each("ffn")]
+    assert kinds == ["mlp"] * dense + ["moe"] * sparse
+
+
+def test_attention_by_layer_is_one_a_layer() -> None:
+    each = (regard.GQA(3), regard.MLA(3, 16))
+    model = regard.build("gpt2", **SMALL, attention=each)
+    assert [type(b.attention).__name__ for b in model.tower.blocks] == [
+        "GroupedQueryAttention",
+        "LatentAttention",
+    ]
+    with pytest.raises(UsageError, match="lists 2 layers, layers=3"):
+        regard.build("gpt2", **SMALL | {"layers": 3, "attention": each[:1] + each[:1]})
+
+
+# --- any mechanism in any model -----------------------------------------------------------------------------------
+
+_MLA = regard.MLA(heads=4, latent=16, head_dim=6)
+_ROTARY = regard.MLA(
+    heads=4, latent=16, head_dim=6, rope_dim=4, query_latent=12, rope=regard.Rope()
+)
+_DSA = regard.DSA(_MLA, index_heads=2, index_dim=8, topk=3)
+
+
+@pytest.mark.parametrize("attention", [_MLA, _ROTARY, _DSA], ids=["mla", "rotary", "dsa"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral-7b", "qwen3-0.6b", "mixtral-8x7b"])
+@torch.no_grad()
+def test_decoder_with_another_attention_decodes_as_it_reads(name: str, attention: Any) -> None:
+    sizes = {k: v for k, v in SMALL.items() if k != "heads"}
+    sizes |= {"experts": 3} if name == "mixtral-8x7b" else {}
+    model = regard.build(name, **sizes, attention=attention)
+    kind = SparseAttention if attention is _DSA else LatentAttention
+    assert all(isinstance(b.attention, kind) for b in model.tower.blocks)
+    cache, words = model.cache(2), ids()
+    steps = [model(words[:, i : i + 1], cache=cache) for i in range(words.shape[1])]
+    torch.testing.assert_close(torch.cat(steps, 1), model(words), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert-base", "roberta-base", "distilbert-base"])
+@torch.no_grad()
+def test_encoder_with_mla_reads_padded_rows_as_alone(name: str) -> None:
+    sizes = {k: v for k, v in SMALL.items() if k != "heads"}
+    model = regard.build(name, **sizes, attention=_MLA)
+    words = ids().clamp(min=2)  # RoBERTa's padding is 1
+    both = model(words.where(torch.tensor([[7], [4]]) > torch.arange(7), 1), [7, 4])
+    torch.testing.assert_close(both[1:, :4], model(words[1:, :4]), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_encoder_decoder_with_mla_runs() -> None:
+    model = regard.build("t5-small", **TEXT | {"heads": 4}, attention=_MLA)
+    assert isinstance(model.encoder.blocks[0].attention, LatentAttention)
+    assert isinstance(model.decoder.blocks[0].attention, LatentAttention)
+    assert model(ids(), source=ids(size=5)).shape == (2, 7, 50)
+
+
+def test_issue_s_own_example_runs() -> None:
+    tiny = regard.build("gpt2", layers=2, attention=regard.MLA(heads=4, latent=64))
+    assert tiny(torch.tensor([[1, 2, 3]])).shape == (1, 3, 50257)
+
+
+# --- what comes out -----------------------------------------------------------------------------------------------
+
+
+def test_build_gives_a_model_in_evaluation_mode() -> None:
+    assert not any(m.training for m in regard.build("bert-base", **SMALL).modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_build_dtype_is_that_of_every_weight(dtype: torch.dtype) -> None:
+    model = regard.build("gpt2", dtype=dtype, **SMALL)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_build_on_meta_holds_no_memory() -> None:
+    model = regard.build("deepseek-v3", device="meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_build_with_the_same_seed_gives_the_same_weights() -> None:
+    def state() -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        return regard.build("llama", **SMALL, kv_heads=1).state_dict()
+
+    one, other = state(), state()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_built_model_saves_in_its_preset_s_family(tmp_path: Path) -> None:
+    regard.build("mistral-7b", **SMALL, kv_heads=1).save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mistral"
