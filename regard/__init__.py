@@ -26,7 +26,11 @@ _HOME = {
     "regard.models": "EncoderDecoderConfig Model Patches RecurrentConfig Seq2SeqConfig Tokens TransformerConfig",
     "regard.moe": "MoE",
     "regard.position": "Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias Yarn",
+    "regard.decode.prepare": "prepare",
+    "regard.decode.settings": "Request Result Settings",
+    "regard.decode.engine": "Engine",
     "regard.presets": "PRESETS build",
+    "regard.run": "generate stream translate",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted([*_WHERE, "presets"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -28,7 +29,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, math.isqrt(max(n, 0)) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
 
 
 def to_dict(config: Any) -> Any:

@@ -156,13 +156,14 @@ class LMHead(nn.Module):
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(vocab)) if masked or c.bias else None  # type: ignore[union-attr]
+        self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
         if self.dense is not None and self.act is not None and self.norm is not None:
             h = self.norm(self.act(self.dense(h)))
         elif isinstance(self.config, LM) and self.config.scaled:
             h = h * h.shape[-1] ** -0.5
-        return F.linear(h, embedding if self.weight is None else self.weight, self.bias)
+        return self.project(h, embedding if self.weight is None else self.weight, self.bias)
 
 
 class LabelHead(nn.Module):

@@ -18,7 +18,8 @@ LAYERS = [
     {"block", "layers", "moe", "attention", "cache", "mask", "position", "config"},
     {"models", "presets"},
     {"checkpoint", "text", "train", "decode", "look", "convert"},  # siblings keep apart
-    {"cli", "serve", "__init__", "demo"},
+    {"cli", "cli_options", "cli_model", "cli_generate", "cli_translate", "cli_chat"}
+    | {"run", "serve", "__init__", "__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 SIBLINGS = LAYERS[3]

@@ -4,8 +4,10 @@ from regard.attention.context import Context
 from regard.attention.core import BACKENDS, Terms, attend, check_backend, softmax, weights
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
+from regard.attention.ordered import ordered
 from regard.attention.select import DSA
 
+BACKENDS["ordered"] = ordered
 ATTENTION: dict[str, type] = {"gqa": GQA, "mla": MLA, "dsa": DSA}
 
 __all__ = [

@@ -156,6 +156,12 @@ class Cache:
                 return self.cross if same else self.cross.fork(groups[:, 0])
         return self.cross.fork(rows // share)
 
+    def _own_cross(self) -> Cache:
+        """A source for each row, where rows shared one."""
+        assert self.cross is not None
+        share = self.batch // self.cross.batch
+        return self.cross.fork(torch.arange(self.batch, device=self.device) // share)
+
     def spread(self, times: int, shared: bool) -> Cache:
         """Every row `times` in a row (beams, samples); they share their source, or get a copy each."""
         rows = torch.arange(self.batch, device=self.device).repeat_interleave(times)
@@ -185,7 +191,12 @@ class Cache:
             for a, b in zip(self.states, other.states, strict=True)
         ]
         if self.cross is not None and other.cross is not None:
-            new.cross = self.cross.join(other.cross)
+            a, b = self.cross, other.cross
+            if (
+                self.batch // a.batch != other.batch // b.batch
+            ):  # from here on a source for each row
+                a, b = self._own_cross(), other._own_cross()
+            new.cross = a.join(b)
         new._join_from(self, other)
         new._all = new._positions()
         return new

@@ -7,10 +7,11 @@ the least recently used goes first.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.cache.base import Cache, CacheSpec
@@ -80,6 +81,13 @@ class Pool:
             else:
                 self.unused.append(page)
 
+    def share(self, page: int, more: int) -> None:
+        """`more` rows more hold a page; -1: one fewer."""
+        if more < 0:
+            self.drop(page)
+        else:
+            self.users[page] += more
+
     def publish(self, page: int, key: Hashable) -> None:
         """Let later rows find a full page; the first to publish a key keeps it."""
         if key not in self.published and page not in self.keys:
@@ -104,6 +112,8 @@ class Paged(Cache):
         self.pool = pool or Pool(self.specs, pages, page, self.device, self.dtype)
         self.page = self.pool.page
         self.tables: list[list[int]] = [[] for _ in range(batch)]
+        self._table = torch.zeros(batch, 0, dtype=torch.long, device=self.device)  # b, pages
+        self._edits: list[tuple[int, int, int]] = []  # row, place, page: not yet in _table
 
     @property
     def users(self) -> list[int]:
@@ -117,7 +127,7 @@ class Paged(Cache):
             if page is None:
                 break
             self.pool.hold(page)
-            table.append(page)
+            self._set(row, len(table), page)
         lengths = self.lengths.tolist()
         lengths[row] = len(table) * self.page
         self.lengths = torch.tensor(lengths, device=self.device)
@@ -132,32 +142,47 @@ class Paged(Cache):
 
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
         try:
-            for table, length, more in zip(self.tables, old.tolist(), added.tolist(), strict=True):
+            for row, (length, more) in enumerate(zip(old.tolist(), added.tolist(), strict=True)):
+                table = self.tables[row]
                 first, end = length // self.page, -(-(length + more) // self.page)
                 if more and first < len(table) and self.users[table[first]] > 1:
-                    mine = self.pool.take(copy=table[first])
-                    self.pool.drop(table[first])
-                    table[first] = mine
+                    shared = table[first]
+                    self._set(row, first, self.pool.take(copy=shared))
+                    self.pool.drop(shared)
                 while len(table) < end:
-                    table.append(self.pool.take())
+                    self._set(row, len(table), self.pool.take())
         except OutOfPages:  # what was taken goes back
             self._trim()
+            self._lay()
             raise
 
     def _trim(self) -> None:
         """Give back the pages past each row's length."""
-        for table, length in zip(self.tables, self.lengths.tolist(), strict=True):
+        for row, length in enumerate(self.lengths.tolist()):
+            table = self.tables[row]
             while len(table) > -(-length // self.page):
                 self.pool.drop(table.pop())
+                self._edits.append((row, len(table), len(self.users)))
+
+    def _set(self, row: int, place: int, page: int) -> None:
+        self.tables[row][place:] = [page]  # the last page, or one more
+        self._edits.append((row, place, page))
+
+    def _lay(self) -> None:
+        """Bring the tensor of page numbers up to date: only what changed, for a long row has many pages."""
+        if not self._edits:
+            return
+        width, have = max(len(t) for t in self.tables), self._table.shape[1]
+        if width > have:
+            self._table = _padded(self._table, max(width, 2 * have), len(self.users))
+        last = {(row, place): page for row, place, page in self._edits}
+        at = [(*k, page) for k, page in last.items() if k[1] < self._table.shape[1]]
+        row, place, page = torch.tensor(at, dtype=torch.long, device=self.device).view(-1, 3).T
+        self._table[row, place] = page
+        self._edits = []
 
     def _positions(self) -> Span:
-        width = max((len(t) for t in self.tables), default=0)
-        blank = len(self.users)
-        self._table = torch.tensor(
-            [t + [blank] * (width - len(t)) for t in self.tables],
-            dtype=torch.long,
-            device=self.device,
-        ).view(self.batch, width)
+        self._lay()
         if self.even is not None:
             return Span.run(0, self.even, self.device)
         return Span.ragged(self.lengths, int(self.lengths.max()))
@@ -171,23 +196,43 @@ class Paged(Cache):
 
     def _read(self, layer: int) -> dict[str, Tensor]:
         size = self._all.size
+        table = self._table[:, : -(-size // self.page)]
         return {
-            name: x[self._table].flatten(1, 2)[:, :size]
-            for name, x in self.pool.stores[layer].items()
+            name: x[table].flatten(1, 2)[:, :size] for name, x in self.pool.stores[layer].items()
         }
+
+    def fork(self, rows: Tensor) -> Cache:
+        new = super().fork(rows)
+        assert isinstance(new, Paged)
+        for table in new.tables:
+            for page in table:
+                self.pool.hold(page)
+        return new
+
+    def take(self, rows: Tensor) -> Cache:
+        """A row that goes on once keeps its pages as they are; only second copies and lost rows are counted."""
+        new = super().fork(rows)
+        uses = Counter(rows.tolist())
+        for row, table in enumerate(self.tables):
+            if uses[row] != 1:
+                for page in reversed(table):
+                    self.pool.share(page, uses[row] - 1)
+            table.clear()
+        return new
 
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
         assert isinstance(old, Paged)
         self.tables = [list(old.tables[r]) for r in rows.tolist()]
-        for table in self.tables:
-            for page in table:
-                self.pool.hold(page)
+        self._table, self._edits = old._table[rows], []
 
     def _join_from(self, a: Cache, b: Cache) -> None:
         assert isinstance(a, Paged) and isinstance(b, Paged) and a.pool is b.pool
-        self.tables = a.tables + b.tables
+        self.tables, self._edits = a.tables + b.tables, []
+        width, blank = max(a._table.shape[1], b._table.shape[1]), len(self.users)
+        self._table = torch.cat([_padded(x._table, width, blank) for x in (a, b)])
 
     def release(self) -> None:
+        """Back to front, so that of a published chain the end is forgotten before its beginning."""
         for table in self.tables:
             while table:
                 self.pool.drop(table.pop())
@@ -199,3 +244,8 @@ class Paged(Cache):
 
     def _free(self) -> None:
         self._trim()
+
+
+def _padded(table: Tensor, width: int, blank: int) -> Tensor:
+    """The table (b n) with `width` places a row."""
+    return F.pad(table, (0, width - table.shape[1]), value=blank)

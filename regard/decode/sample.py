@@ -1,8 +1,8 @@
 """Greedy decoding and sampling: a lane of rows that advance together, each by its own settings.
 
-With `lookup` a row also guesses tokens by finding its last ones earlier in the text. The guesses are checked in the same
-forward pass, by choosing at each place as always: a guess that equals the choice costs nothing, the first that does not
-ends the run. So speculation changes no token, greedy or drawn.
+With `lookup` a row also guesses tokens by finding its last ones earlier in the text. The guesses are checked in the
+same forward pass, by choosing at each place as always: a guess that equals the choice costs nothing, the first that
+does not ends the run. So speculation changes no token, greedy or drawn.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from regard.cache import Cache
+from regard.decode.lookup import Index
 from regard.decode.sampling import draw, min_p, repeat, top_k, top_p, typical_p, uniform
 from regard.decode.settings import Event, Request, Result
 
+BROKEN = "the model gave a logit that is not a number"
 
-@dataclass
+
+@dataclass(eq=False)
 class Row:
     """One answer in the making."""
 
@@ -29,6 +32,18 @@ class Row:
     finish: str = ""
     error: str | None = None
     guess: list[int] = field(default_factory=list)
+    index: Index | None = None  # of the text so far, where lookup is asked for
+
+    def guesses(self) -> list[int]:
+        """Tokens that may come next, found earlier in the text."""
+        s = self.request.settings
+        room = min(s.lookup, s.max_new_tokens - len(self.ids) - 1)
+        if room <= 0:
+            return []
+        if self.index is None:
+            self.index = Index(self.request.ids)
+        self.index.extend(self.ids[len(self.index.text) - len(self.request.ids) :])
+        return self.index.after(room)
 
     def result(self) -> Result:
         ends = self.finish == "eos"
@@ -50,7 +65,7 @@ class SampleLane:
     def step(self, model: Any, backend: str) -> list[Event]:
         """Feed the last token (and guesses) of every row, choose, and forget the guesses that failed."""
         for row in self.rows:
-            row.guess = look_up(row)
+            row.guess = row.guesses()
         width = 1 + max(len(row.guess) for row in self.rows)
         fed = [[(row.ids or row.request.ids)[-1], *row.guess] for row in self.rows]
         device = self.cache.device
@@ -91,15 +106,18 @@ class SampleLane:
         if only is not None:
             logits = logits[torch.tensor(index, device=logits.device)]
         raw = logits.float()
-        broken = raw.isnan().any(-1).tolist()
+        norm = raw.logsumexp(-1)
+        broken = (~norm.isfinite()).tolist()
+        if any(broken):
+            raw = raw.masked_fill(~norm.isfinite()[:, None], 0.0)
         tokens = self.pick(raw, rows, index)
-        chosen = raw.gather(-1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
+        chosen = raw.gather(-1, tokens[:, None])[:, 0] - norm
         events = []
         for row, token, logprob, bad in zip(
             rows, tokens.tolist(), chosen.tolist(), broken, strict=True
         ):
             if bad:
-                row.finish, row.error = "error", "the model gave a logit that is not a number"
+                row.finish, row.error = "error", BROKEN
                 continue
             row.ids.append(token)
             row.logprobs.append(logprob)
@@ -110,11 +128,16 @@ class SampleLane:
 
     def pick(self, logits: Tensor, rows: list[Row], index: list[int]) -> Tensor:
         """Ids (n): the most probable, or drawn from what the row's settings leave."""
-        columns = self.columns(logits.device)
+        whole = columns = self.columns(logits)
+        at = torch.tensor(index, device=logits.device)
         if len(index) != len(self.rows):
-            at = torch.tensor(index, device=logits.device)
-            columns = {name: c[at] for name, c in columns.items()}
-        logits = adjust(logits, rows, columns)
+            columns = {name: c[at] for name, c in whole.items()}
+        tokens = self._pick(adjust(logits, rows, columns), rows, columns)
+        if "said" in whole:
+            whole["said"][at, tokens] += 1
+        return tokens
+
+    def _pick(self, logits: Tensor, rows: list[Row], columns: dict[str, Tensor]) -> Tensor:
         if "temperature" not in columns:
             return logits.argmax(-1)
         hot = columns["temperature"]
@@ -129,88 +152,91 @@ class SampleLane:
                 kept = filter(kept, columns[name])
         position = torch.tensor([len(row.ids) for row in rows], device=logits.device)
         u = uniform(columns["seed"][:, 0], columns["key"][:, 0], position)
-        return torch.where(
-            hot[:, 0] > 0, draw(kept.nan_to_num(0.0, neginf=-torch.inf), u), logits.argmax(-1)
-        )
+        return torch.where(hot[:, 0] > 0, draw(kept, u), logits.argmax(-1))
 
-    def columns(self, device: torch.device) -> dict[str, Tensor]:
-        """Settings as columns (n 1), those only that some row uses."""
-        if not self._columns:
-            each = [row.request.settings for row in self.rows]
-            for name, idle in IDLE.items():
-                values = [getattr(s, name) for s in each]
-                if any(v != idle for v in values):
-                    self._columns[name] = torch.tensor(values, device=device)[:, None]
-            self._columns["seed"] = torch.tensor([s.seed for s in each], device=device)[:, None]
-            keys = [
-                row.request.number if row.request.key is None else row.request.key
-                for row in self.rows
-            ]
-            keys = [key * 1024 + row.sample for key, row in zip(keys, self.rows, strict=True)]
-            self._columns["key"] = torch.tensor(keys, device=device)[:, None]
-        return self._columns
+    def columns(self, logits: Tensor) -> dict[str, Tensor]:
+        """Settings as columns (n 1), and what they say of single tokens (n V): only what some row uses, made anew when
+        rows come or go."""
+        if self._columns:
+            return self._columns
+        c, each, device = self._columns, [row.request.settings for row in self.rows], logits.device
+        for name, idle in IDLE.items():
+            values = [getattr(s, name) for s in each]
+            if any(v != idle for v in values):
+                c[name] = torch.tensor(values, device=device)[:, None]
+        c["seed"] = torch.tensor([s.seed for s in each], device=device)[:, None]
+        keys = [(r.request.number if r.request.key is None else r.request.key) for r in self.rows]
+        keys = [key * 1024 + row.sample for key, row in zip(keys, self.rows, strict=True)]
+        c["key"] = torch.tensor(keys, device=device)[:, None]
+        blank = logits.new_zeros(len(each), logits.shape[-1])
+        if any(name in c for name in PENALTIES):
+            c["said"] = counts([row.ids for row in self.rows], blank)
+            c["seen"] = counts([row.request.ids for row in self.rows], blank)
+        if any(s.logit_bias or s.banned for s in each):
+            c["bias"] = blank
+            for i, s in enumerate(each):
+                for token, bias in s.logit_bias:
+                    blank[i, token] += bias
+                blank[i, list(s.banned)] = -torch.inf
+        return c
 
     # --- membership ---
 
-    def keep(self, index: list[int]) -> None:
-        """Only these rows go on."""
-        if len(index) != len(self.rows):
-            self.cache = self.cache.take(
-                torch.tensor(index, dtype=torch.long, device=self.cache.device)
-            )
-            self.rows = [self.rows[i] for i in index]
-            self._columns = {}
+    def drop(self, index: list[int]) -> None:
+        """These rows are over."""
+        gone = set(index)
+        kept = [i for i in range(len(self.rows)) if i not in gone]
+        at = torch.tensor(kept, dtype=torch.long, device=self.cache.device)
+        self.cache = self.cache.take(at)
+        self.rows = [self.rows[i] for i in kept]
+        self._columns = {}
 
     def join(self, other: SampleLane) -> None:
         self.cache = self.cache.join(other.cache)
         self.rows += other.rows
         self._columns = {}
 
-    def open(self) -> list[int]:
-        return [i for i, row in enumerate(self.rows) if not row.finish]
+    def over(self) -> list[int]:
+        """The places of rows that are done."""
+        return [i for i, row in enumerate(self.rows) if row.finish]
 
     def requests(self) -> list[Request]:
         """Each request once, in the order of its first row."""
         return list({id(row.request): row.request for row in self.rows}.values())
 
 
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 IDLE = {
     "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
     "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
+    **PENALTIES,
 }
 
 
 def adjust(logits: Tensor, rows: list[Row], columns: dict[str, Tensor]) -> Tensor:
-    """Penalties, bias, bans, the least length and forced tokens."""
-    if any(
-        name in columns for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    ):
-        said, seen = counts(rows, logits)
-        if "repetition_penalty" in columns:
-            logits = repeat(logits, said + seen, columns["repetition_penalty"])
-        if "presence_penalty" in columns:
-            logits = logits - columns["presence_penalty"] * (said > 0)
-        if "frequency_penalty" in columns:
-            logits = logits - columns["frequency_penalty"] * said
+    """Bias and bans, penalties, the least length and forced tokens."""
+    if "bias" in columns:
+        logits = logits + columns["bias"]
+    if "repetition_penalty" in columns:
+        logits = repeat(logits, columns["said"] + columns["seen"], columns["repetition_penalty"])
+    if "presence_penalty" in columns:
+        logits = logits - columns["presence_penalty"] * (columns["said"] > 0)
+    if "frequency_penalty" in columns:
+        logits = logits - columns["frequency_penalty"] * columns["said"]
+    own = None
     for i, row in enumerate(rows):
         s, n = row.request.settings, len(row.ids)
-        if not (s.logit_bias or s.banned or n < s.min_new_tokens or forced(s, n) is not None):
-            continue
-        logits = logits.clone()
-        for token, bias in s.logit_bias:
-            logits[i, token] += bias
-        ban = [*s.banned, *(s.eos if n < s.min_new_tokens else ())]
-        logits[i, ban] = -torch.inf
         must = forced(s, n)
+        if n >= s.min_new_tokens and must is None:
+            continue
+        own = logits.clone() if own is None else own
+        own[i, list(s.eos)] = -torch.inf
         if must is not None:
-            logits[i], logits[i, must] = -torch.inf, 0.0
-    return logits
+            own[i], own[i, must] = -torch.inf, 0.0
+    return logits if own is None else own
 
 
 def forced(settings: Any, produced: int) -> int | None:
@@ -220,15 +246,13 @@ def forced(settings: Any, produced: int) -> int | None:
     return settings.forced_last if produced == settings.max_new_tokens - 1 else None
 
 
-def counts(rows: list[Row], like: Tensor) -> tuple[Tensor, Tensor]:
-    """How often each token was said in the answer and seen in the prompt, (n V) each."""
-    said, seen = torch.zeros_like(like), torch.zeros_like(like)
-    for i, row in enumerate(rows):
-        for into, ids in ((said, row.ids), (seen, row.request.ids)):
-            if ids:
-                at = torch.tensor(ids, device=like.device)
-                into[i].scatter_add_(0, at, torch.ones_like(at, dtype=like.dtype))
-    return said, seen
+def counts(texts: list[list[int]], like: Tensor) -> Tensor:
+    """How often each text has each token, (n V)."""
+    found = torch.zeros_like(like)
+    for i, ids in enumerate(texts):
+        at = torch.tensor(ids, dtype=torch.long, device=like.device)
+        found[i].scatter_add_(0, at, torch.ones_like(at, dtype=like.dtype))
+    return found
 
 
 def finish(row: Row, token: int) -> str:
@@ -238,18 +262,3 @@ def finish(row: Row, token: int) -> str:
     if row.request.stop is not None and row.request.stop(row.sample, row.ids):
         return "stop"
     return "length" if len(row.ids) >= settings.max_new_tokens else ""
-
-
-def look_up(row: Row, longest: int = 3) -> list[int]:
-    """What followed the last few tokens when they last occurred, up to `lookup` tokens."""
-    settings = row.request.settings
-    room = min(settings.lookup, settings.max_new_tokens - len(row.ids) - 1)
-    if room <= 0:
-        return []
-    text = row.request.ids + row.ids
-    for n in range(min(longest, len(text) - 1), 0, -1):
-        tail = text[-n:]
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start : start + n] == tail:
-                return text[start + n : start + n + room]
-    return []

@@ -1,5 +1,6 @@
-"""The choice of the next token. Filters take logits and give logits, -inf for what may not be chosen, so they chain and
-the softmax at the end renormalises. Equal logits go to the lowest id. Settings are per row: numbers or columns (n 1)."""
+"""The choice of the next token. Filters take logits and give logits, -inf for what may not be chosen, so they chain
+and the softmax at the end renormalises. Equal logits go to the lowest id. Settings are per row: numbers or columns
+(n 1)."""
 
 from __future__ import annotations
 

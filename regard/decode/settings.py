@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
-from regard.config import UsageError
+from regard.config import UsageError, divisors, nearest
 
 EARLY = ("heuristic", "never", "first")
 
@@ -48,25 +47,31 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, low, high in LIMITS:
-            value = getattr(self, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{name} is {value}; give a finite number")
-            if not low <= value <= high:
-                raise UsageError(f"{name} is {value}; give a number from {low} to {high}")
+            _check_number(name, getattr(self, name), low, high)
+        _check_tokens(self)
         if self.early_stopping not in EARLY:
             raise UsageError(
                 f"early_stopping is {self.early_stopping!r}; choose {', '.join(EARLY)}"
             )
-        if self.beams > 1 and (self.temperature > 0 or self.samples > 1):
+        if self.min_new_tokens > self.max_new_tokens:
             raise UsageError(
-                "beam search does not draw: leave temperature and samples out, or beams"
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}; "
+                f"give a number from 0 to {self.max_new_tokens}"
             )
-        if self.n_best > max(self.beams, self.samples):
+        if self.beams > 1:
+            for name in DRAWING:
+                if getattr(self, name) != DEFAULTS[name]:
+                    raise UsageError(
+                        f"beam search does not draw: leave {name}={getattr(self, name)} out, or beams"
+                    )
+        if self.n_best > self.beams:
             raise UsageError(
-                f"n_best={self.n_best} of {self.beams} beams; ask for at most that many"
+                f"n_best={self.n_best} of {self.beams} beams; give a number from 1 to {self.beams}"
             )
         if self.beams % self.groups:
-            raise UsageError(f"groups={self.groups} must divide beams={self.beams}")
+            raise UsageError(
+                f"groups={self.groups} must divide beams={self.beams}; choose one of {divisors(self.beams)}"
+            )
         if self.samples > 1 and self.temperature == 0:
             raise UsageError(
                 f"samples={self.samples} would all be the same at temperature 0; raise temperature"
@@ -79,25 +84,23 @@ class Settings:
 
     @staticmethod
     def of(values: dict[str, Any]) -> Settings:
-        """From keyword arguments: lists become tuples, types are checked."""
-        known = {f.name: f for f in fields(Settings)}
+        """From keyword arguments: lists become tuples, whole numbers reals where a real is meant."""
         clean = {}
         for name, value in values.items():
+            if name not in DEFAULTS:
+                raise UsageError(f"there is no setting {name!r}; {nearest(name, DEFAULTS)}")
             if isinstance(value, dict):
                 value = tuple(sorted(value.items()))
             elif isinstance(value, list):
                 value = tuple(value)
-            default = known[name].default
-            if (
-                isinstance(default, float)
-                and isinstance(value, int)
-                and not isinstance(value, bool)
-            ):
+            if isinstance(DEFAULTS[name], float) and type(value) is int:
                 value = float(value)
-            if default is not None and type(value) is not type(default):
-                raise UsageError(f"{name} is {value!r}; it must be {type(default).__name__}")
             clean[name] = value
         return Settings(**clean)
+
+
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Settings)}
+DRAWING = ("temperature", "samples", "top_k", "top_p", "min_p", "typical_p")
 
 
 LIMITS: tuple[tuple[str, float, float], ...] = (
@@ -111,6 +114,7 @@ LIMITS: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 0.01, 100.0),
     ("presence_penalty", -100.0, 100.0),
     ("frequency_penalty", -100.0, 100.0),
+    ("seed", -(2**63), 2**63 - 1),
     ("samples", 1, 1024),
     ("beams", 1, 1024),
     ("length_penalty", -100.0, 100.0),
@@ -121,11 +125,38 @@ LIMITS: tuple[tuple[str, float, float], ...] = (
 )
 
 
-@dataclass
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    whole = isinstance(DEFAULTS[name], int)
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        kind = "whole number" if whole else "number"
+        raise UsageError(f"{name} is {value!r}; give a {kind} from {low} to {high}")
+    if not low <= value <= high:  # NaN is not
+        raise UsageError(f"{name} is {value}; give a number from {low} to {high}")
+
+
+def _check_tokens(s: Settings) -> None:
+    """Token ids are whole numbers; whether the vocabulary has them is known when a request comes."""
+    for name in ("eos", "banned", "logit_bias"):
+        if not isinstance(getattr(s, name), tuple):
+            raise UsageError(f"{name} is {getattr(s, name)!r}; give a list of token ids")
+    pairs = [pair for pair in s.logit_bias if isinstance(pair, tuple) and len(pair) == 2]
+    if len(pairs) < len(s.logit_bias) or not all(_bias(bias) for _, bias in pairs):
+        raise UsageError("logit_bias is {token: bias, ...}, each bias a number from -1e9 to 1e9")
+    firsts = [token for token in (s.forced_first, s.forced_last) if token is not None]
+    for token in (*s.eos, *s.banned, *firsts, *(token for token, _ in pairs)):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise UsageError(f"{token!r} is no token id; give a whole number from 0 on")
+
+
+def _bias(x: Any) -> bool:
+    return isinstance(x, int | float) and -1e9 <= x <= 1e9
+
+
+@dataclass(eq=False)  # two requests with the same words are two
 class Request:
     """One prompt. `ids` is what the decoder has been given (a prompt, or the start of an encoder-decoder's answer);
     `source` is what its encoder reads. `stop` is asked after every token of a sample whether its text is complete;
-    `deadline` is a time on the monotonic clock."""
+    `deadline` is a time on the monotonic clock. Requests share prompt pages only with others of the same `salt`."""
 
     ids: list[int]
     settings: Settings = field(default_factory=Settings)
@@ -134,12 +165,14 @@ class Request:
     deadline: float | None = None
     number: int = -1  # given by the engine; also keys its random numbers unless `key` is set
     key: int | None = None
+    salt: str = ""
 
 
 @dataclass
 class Result:
-    """One answer: its new ids without prompt, start and end token. `score` is the sum of the log probabilities, or
-    the beam's score. finish: eos, length, stop, cancelled, deadline, error."""
+    """One answer: its new ids without prompt, start and end token, and the model's log probability of each, before
+    temperature, filters and penalties. `score` is their sum, the end token's included, or the beam's score. finish:
+    eos, length, stop, cancelled, deadline, error."""
 
     ids: list[int]
     logprobs: list[float]

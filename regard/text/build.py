@@ -5,6 +5,8 @@ tokenizer.json as it is; else from what older folders carry: vocab.json + merges
 
 from __future__ import annotations
 
+import json
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,12 @@ WANTED = """tokenizer.json, or vocab.json and merges.txt, or vocab.txt, or a Sen
 tokenizer.model, sentencepiece.bpe.model), or source.spm, target.spm and vocab.json""".replace(
     "\n", " "
 )
-_MODELS = {
+_BY_FILE = {
+    "source.spm": "marian",
+    "target.spm": "marian",
+    "vocab.json": "gpt2",
+    "merges.txt": "gpt2",
+    "vocab.txt": "bert",
     "spiece.model": "t5",
     "tokenizer.model": "llama",
     "sentencepiece.bpe.model": "xlmroberta",
@@ -31,41 +38,66 @@ _QWEN = (
 )
 
 
+def unreachable() -> str:
+    """A name for a piece that no text spells."""
+    return f"\ufdd0{secrets.token_hex(8)}"
+
+
+def plain_copy(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that finds no special token in a text. A unigram model would still find those of its own vocabulary."""
+    data = json.loads(core.to_str())
+    if data["model"]["type"] == "Unigram":
+        vocab = data["model"]["vocab"]
+        for token in data["added_tokens"]:
+            if token["special"]:
+                token["content"] = unreachable()
+                if token["id"] < len(vocab):
+                    vocab[token["id"]][0] = token["content"]
+    copy = tokenizers.Tokenizer.from_str(json.dumps(data))
+    copy.encode_special_tokens = True
+    return copy
+
+
 @dataclass
 class Parts:
     """`core` knows every id. Marian cuts source and target text by two more, whose pieces `core` then numbers."""
 
     core: tokenizers.Tokenizer
+    kind: str | None = None  # a row of STYLES
     source: tokenizers.Tokenizer | None = None
     target: tokenizers.Tokenizer | None = None
-    trim: bool = False  # decoded text has no space at its ends
+
+    @property
+    def trim(self) -> bool:
+        """Decoded text has no white space at its ends."""
+        return self.source is not None
 
 
 def build(files: Files, settings: Settings, kind: str | None, said: str) -> Parts | None:
-    """The tokenizer that the files describe; None where there is none. `kind` is a row of STYLES."""
+    """The tokenizer that the files describe; None where there is none. `kind` is the row of STYLES that the folder
+    names (as `said`), else the files decide."""
     if "tokenizer.json" in files:
         with blaming("tokenizer.json cannot be read"):
             core = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
         core.no_truncation()
         core.no_padding()
-        return Parts(core)
-    here = [name for name in ("source.spm", "target.spm") if name in files]
-    model = next((name for name in _MODELS if name in files), None)
-    if not here and not model and not {"vocab.json", "merges.txt", "vocab.txt"} & set(files):
+        return Parts(core, kind)
+    guess = next((how for name, how in _BY_FILE.items() if name in files), None)
+    if guess is None:
         return None
     if kind is None and said and not said.startswith(("PreTrained", "TokenizersBackend")):
         raise UsageError(
             f"the folder's tokenizer is of class {said!r}, which Regard cannot build from these files; known: "
             f"{', '.join(STYLES)}. Save it with transformers (tokenizer.save_pretrained) to get a tokenizer.json"
         )
-    if here:
-        return _marian(_all(files, "source.spm", "target.spm", "vocab.json"))
-    if "vocab.json" in files or "merges.txt" in files:
-        return Parts(_byte_level(_all(files, "vocab.json", "merges.txt"), settings, kind))
-    if "vocab.txt" in files:
-        return Parts(_word_piece(files, settings))
-    assert model is not None
-    return Parts(_sentence_piece(files[model], model, settings, kind or _MODELS[model]))
+    if guess == "marian":
+        return _marian(_all(files, "source.spm", "target.spm", "vocab.json"), settings)
+    if guess == "gpt2":
+        return _byte_level(_all(files, "vocab.json", "merges.txt"), settings, kind)
+    if guess == "bert":
+        return Parts(_word_piece(files, settings), "bert")
+    file = next(name for name in _BY_FILE if name in files)
+    return Parts(_sentence_piece(files[file], file, settings, kind or guess), kind or guess)
 
 
 def _all(files: Files, *needed: str) -> Files:
@@ -88,9 +120,10 @@ def _vocab(files: Files) -> dict[str, int]:
     return vocab
 
 
-def _byte_level(files: Files, settings: Settings, kind: str | None) -> tokenizers.Tokenizer:
+def _byte_level(files: Files, settings: Settings, kind: str | None) -> Parts:
     """Byte-level BPE of GPT-2, RoBERTa / BART and Qwen."""
     vocab = _vocab(files)
+    kind = kind or ("roberta" if {"<s>", "</s>"} <= set(vocab) else "gpt2")
     lines = _text(files, "merges.txt").replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     with blaming("vocab.json and merges.txt do not make a tokenizer"):
@@ -103,10 +136,10 @@ def _byte_level(files: Files, settings: Settings, kind: str | None) -> tokenizer
         words = pre_tokenizers.Split(Regex(_QWEN), behavior="isolated", invert=False)
         cut = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
         core.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
-    elif kind == "roberta" or (kind is None and {"<s>", "</s>"} <= set(vocab)):
+    elif kind == "roberta":
         last, first = (_known(core, settings, n, t) for n, t in (("sep", "</s>"), ("cls", "<s>")))
         core.post_processor = processors.RobertaProcessing(last, first, True, prefix)
-    return core
+    return Parts(core, kind)
 
 
 def _word_piece(files: Files, settings: Settings) -> tokenizers.Tokenizer:
@@ -203,7 +236,7 @@ def _cutter(
             models.BPE(
                 vocab=vocab,
                 merges=_merges(model, vocab),
-                unk_token=model.pieces[unk].text,
+                unk_token=scores[unk][0],
                 fuse_unk=True,
                 byte_fallback=model.bytes,
             )
@@ -245,8 +278,12 @@ def _declared(model: spm.SentencePiece) -> list[AddedToken]:
     ]
 
 
-def _marian(files: Files) -> Parts:
+def _marian(files: Files, settings: Settings) -> Parts:
     """Two SentencePiece models cut source and target text; vocab.json numbers the pieces of both."""
+    if settings.get("separate_vocabs"):
+        raise UsageError(
+            "separate_vocabs in tokenizer_config.json: two lists of ids are not known; give ids"
+        )
     vocab = _vocab(files)
     if "<unk>" not in vocab or "</s>" not in vocab:
         raise UsageError(
@@ -260,25 +297,27 @@ def _marian(files: Files) -> Parts:
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     source, target = (_side(files[name], name, ends) for name in ("source.spm", "target.spm"))
-    return Parts(core, source, target, trim=True)
+    return Parts(core, "marian", source, target)
 
 
 def _side(data: bytes, name: str, ends: list[str]) -> tokenizers.Tokenizer:
     """Text into pieces as SentencePiece itself does it."""
     model = spm.read(data, name)
-    side = _cutter(model, [(p.text, p.score) for p in model.pieces], model.unk, name)
+    said = {piece.text for piece in model.pieces if piece.kind not in (spm.UNKNOWN, spm.CONTROL)}
+    scores = [(p.text if p.text in said else unreachable(), p.score) for p in model.pieces]
+    side = _cutter(model, scores, model.unk, name)
     steps: list[Any] = []
     if model.charsmap:
         with blaming(f"{name} has a normaliser that cannot be read"):
             steps.append(normalizers.Precompiled(model.charsmap))
     if model.squeeze:
-        steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     side.normalizer = normalizers.Sequence(steps)
     scheme = "always" if model.prefix else "never"
     side.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement=SPACE, prepend_scheme=scheme, split=False
     )
-    side.add_tokens(_declared(model))
+    side.add_tokens([token for token in _declared(model) if not token.special])
     side.add_special_tokens(ends)
     return side

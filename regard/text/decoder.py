@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from tokenizers import decoders
@@ -49,17 +50,20 @@ class Detokenizer:
             stage.begun()
 
     def push(self, pieces: list[str]) -> str:
-        with blaming("these tokens cannot be decoded"):
+        try:
             for stage in self.stages:
                 pieces = stage.push(pieces)
-            return "".join(pieces)
+        except BaseException as e:  # `blaming` would cost as much again, for each token
+            with blaming("these tokens cannot be decoded"):
+                raise e
+        return "".join(pieces)
 
     def finish(self) -> str:
         left: list[str] = []
         with blaming("these tokens cannot be decoded"):
             for stage in self.stages:
                 left = stage.push(left) + stage.finish()
-            return "".join(left)
+        return "".join(left)
 
 
 class Stage:
@@ -178,7 +182,8 @@ class ByteRuns(Stage):
         return found
 
     def begun(self) -> None:
-        if "\ufffd" not in self.decoder.decode(self.run):
+        with suppress(UnicodeDecodeError):
+            bytes(int(piece[3:5], 16) for piece in self.run).decode("utf-8")
             self.run = []  # whole characters, and shown
 
     def finish(self) -> list[str]:

@@ -31,21 +31,20 @@ class Stream:
         self._text = tokenizer.detokenizer()
         self._held = ""
         self._beginnings = {s[:n] for s in self.stop for n in range(1, len(s))}
+        self._firsts = {s[0] for s in self.stop}
         self._longest = max(map(len, self.stop), default=0)
         if after:
             self._text.begin(tokenizer.pieces(after, skip_special=skip_special))
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids make certain; nothing once the stream has stopped."""
-        found = []
-        for i in ids:
+        found, pieces = [], self.tokenizer.pieces
+        for some in [[i] for i in ids] if self.stop else [list(ids)]:
             if self.stopped is not None:
                 break
-            self.consumed += 1
+            self.consumed += len(some)
             found.append(
-                self._until_stop(
-                    self._text.push(self.tokenizer.pieces([i], skip_special=self.skip_special))
-                )
+                self._until_stop(self._text.push(pieces(some, skip_special=self.skip_special)))
             )
         return "".join(found)
 
@@ -62,13 +61,14 @@ class Stream:
         if not self.stop or not text:
             return text
         text = self._held + text
-        ends = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
-        if ends:
-            _, at, self.stopped = min(ends)
+        found = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
+        if found:
+            _, at, self.stopped = min(found)
             self._held = ""
             return text[:at]
         first = max(0, len(text) - self._longest + 1)
-        kept = next((k for k in range(first, len(text)) if text[k:] in self._beginnings), len(text))
+        ends = (k for k in range(first, len(text)) if text[k] in self._firsts)
+        kept = next((k for k in ends if text[k:] in self._beginnings), len(text))
         self._held = text[kept:]
         return text[:kept]
 

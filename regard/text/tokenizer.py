@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from regard.config import UsageError
-from regard.text.build import WANTED, Parts, around, build
+from regard.text.build import WANTED, Parts, around, build, plain_copy
 from regard.text.decoder import Detokenizer, Step, steps
 from regard.text.folder import (
     Files,
@@ -39,11 +39,9 @@ class Tokenizer:
     `vocab` is one more than the highest id, `special` the ids with a meaning, `tokens` the strings of the special
     tokens by name (bos_token, ...), `templates` the chat templates by name."""
 
-    def __init__(
-        self, parts: Parts, files: Files, settings: Settings, config: Settings, kind: str | None
-    ):
+    def __init__(self, parts: Parts, files: Files, settings: Settings, config: Settings):
         self.parts, self.core = parts, parts.core
-        self.tokens: dict[str, str] = names(files, settings, kind, self.core.token_to_id)
+        self.tokens: dict[str, str] = names(files, settings, parts.kind, self.core.token_to_id)
         _add_tokens(self.core, files, settings, self.tokens)
         ids = {f"{name}_id": self.core.token_to_id(text) for name, text in self.tokens.items()}
         if {"add_bos_token", "add_eos_token"} & set(settings):
@@ -54,7 +52,7 @@ class Tokenizer:
         added = self.core.get_added_tokens_decoder().items()
         self._skipped = frozenset(index for index, token in added if token.special)
         self._steps: list[Step] = steps(self.core.decoder)
-        self._plain: dict[int, tokenizers.Tokenizer] = {}
+        self._copies: dict[int, tokenizers.Tokenizer] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -65,9 +63,7 @@ class Tokenizer:
         config = config or read_json(files, "config.json")
         kind, said = style(settings, config)
         parts = build(files, settings, kind, said)
-        if parts is not None and parts.source is not None:
-            kind = "marian"
-        return None if parts is None else cls(parts, files, settings, config, kind)
+        return None if parts is None else cls(parts, files, settings, config)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:
@@ -124,33 +120,31 @@ class Tokenizer:
             )
         check_unicode(text, "the text")
         with blaming("this text cannot be encoded"):
+            core = self._plain(cutter or self.core) if literal else cutter or self.core
             if cutter is None:
-                return self._ways(self.core, literal).encode(text, add_special_tokens=special).ids
-            return self._marian(text, self._ways(cutter, literal), special)
+                return core.encode(text, add_special_tokens=special).ids
+            return self._marian(text, core, special, literal)
 
-    def _marian(self, text: str, cutter: tokenizers.Tokenizer, special: bool) -> list[int]:
+    def _marian(
+        self, text: str, cutter: tokenizers.Tokenizer, special: bool, literal: bool
+    ) -> list[int]:
         """Pieces by SentencePiece, ids by vocab.json; a language code such as >>fr<< may come first."""
         pieces = []
-        if text.startswith(">>") and "<<" in text:
+        if text.startswith(">>") and "<<" in text and not literal:
             end = text.index("<<") + 2
             pieces, text = [text[:end]], text[end:]
         pieces += cutter.encode(text, add_special_tokens=False).tokens
-        pieces += ["</s>"] if special else []
-        unk = self.core.encode("<unk>", add_special_tokens=False).ids[0]
-        ids = map(self.core.token_to_id, pieces)
-        return [unk if i is None else i for i in ids]
+        unk, ids = self.core.token_to_id("<unk>"), map(self.core.token_to_id, pieces)
+        known = [unk if i is None or (literal and i in self._skipped) else i for i in ids]
+        eos = [self.core.token_to_id("</s>")] if special else []
+        return [i for i in (*known, *eos) if i is not None]
 
-    def _ways(self, core: tokenizers.Tokenizer, literal: bool) -> tokenizers.Tokenizer:
-        """`core`, or for literal text a copy that knows no special tokens: the switch on one object is not
-        thread-safe."""
-        if not literal:
-            return core
+    def _plain(self, core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+        """A copy that knows no special tokens (a switch on the one object would not be thread-safe)."""
         with self._lock:
-            if id(core) not in self._plain:
-                copy = tokenizers.Tokenizer.from_str(core.to_str())
-                copy.encode_special_tokens = True
-                self._plain[id(core)] = copy
-            return self._plain[id(core)]
+            if id(core) not in self._copies:
+                self._copies[id(core)] = plain_copy(core)
+            return self._copies[id(core)]
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -175,8 +169,8 @@ def check_unicode(text: str, what: str) -> None:
 
 def _checked(ids: Iterable[int]) -> list[int]:
     ids = [int(i) for i in ids]
-    wrong = next((i for i in ids if not 0 <= i < 2**32), None)
-    if wrong is not None:
+    if ids and not 0 <= min(ids) <= max(ids) < 2**32:
+        wrong = next(i for i in ids if not 0 <= i < 2**32)
         raise UsageError(f"id {wrong} is no token; ids are 0 and above")
     return ids
 
@@ -186,8 +180,8 @@ def _around(settings: Settings, tokens: dict[str, str], ids: dict[str, int | Non
     ends: list[tuple[str, int] | None] = []
     for name in ("bos", "eos"):
         index = ids.get(f"{name}_token_id")
-        used = settings.get(f"add_{name}_token") and index is not None
-        ends.append((tokens[f"{name}_token"], index) if used and index is not None else None)
+        wanted = index is not None and settings.get(f"add_{name}_token")
+        ends.append((tokens[f"{name}_token"], int(index or 0)) if wanted else None)
     return around(*ends)
 
 
@@ -205,14 +199,31 @@ def _add_tokens(
                 f"added token {token.content!r} has id {index} in tokenizer_config.json or added_tokens.json, but the "
                 f"vocabulary gives it {found}; a file is missing or of another model"
             )
-    more = [
-        *(settings.get("additional_special_tokens") or []),
-        *(settings.get("extra_special_tokens") or []),
-    ]
-    wanted = [*tokens.values(), *(text for text in map(content, more) if text)]
     special = {t.content for t in core.get_added_tokens_decoder().values() if t.special}
-    fresh = [text for text in dict.fromkeys(wanted) if text not in special]
-    core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in fresh])
+    with blaming("a special token in tokenizer_config.json or special_tokens_map.json is odd"):
+        tables = [read_json(files, "special_tokens_map.json"), settings]
+        said = [*(token for table in tables for token in table.values()), *_more(settings)]
+        flags = {content(t): _flags(t) for t in said if isinstance(t, dict)}
+        wanted = [*tokens.values(), *(text for text in map(content, _more(settings)) if text)]
+        for text in dict.fromkeys(wanted):
+            if text not in special:
+                core.add_special_tokens(
+                    [AddedToken(text, special=True, **flags.get(text, _flags({})))]
+                )
+
+
+def _more(settings: Settings) -> list[Any]:
+    """Special tokens without a name."""
+    lists = [
+        settings.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens")
+    ]
+    return [
+        token for each in lists for token in (each.values() if isinstance(each, dict) else each)
+    ]
+
+
+def _flags(token: Settings) -> dict[str, bool]:
+    return {k: bool(token.get(k)) for k in ("lstrip", "rstrip", "single_word", "normalized")}
 
 
 def _numbered(files: Files, settings: Settings, named: set[str]) -> list[tuple[int, AddedToken]]:
@@ -224,10 +235,6 @@ def _numbered(files: Files, settings: Settings, named: set[str]) -> list[tuple[i
         for text, index in read_json(files, "added_tokens.json").items():
             found[int(index)] = AddedToken(text, normalized=False, special=text in named)
         for index, token in (settings.get("added_tokens_decoder") or {}).items():
-            flags = {
-                k: bool(token.get(k, False))
-                for k in ("lstrip", "rstrip", "single_word", "normalized")
-            }
             special = bool(token.get("special")) or token["content"] in named
-            found[int(index)] = AddedToken(token["content"], special=special, **flags)
+            found[int(index)] = AddedToken(token["content"], special=special, **_flags(token))
     return sorted(found.items(), key=lambda item: item[0])

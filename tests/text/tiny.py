@@ -30,7 +30,7 @@ TEXTS = [
     "nul\0inside",
     "zero\u200bwidth \u00a0 nbsp \u3000 wide",
     "€ ☃ unknown",
-    "<unk> </s> <s> [SEP] <|endoftext|>",
+    "<unk> </s> <s> [SEP] <|endoftext|> <mask> .",
 ]
 FAIRSEQ = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
@@ -47,16 +47,22 @@ def _byte_level(special: tuple[str, ...], size: int = 400) -> tuple[bytes, bytes
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet)
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=list(special),
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
     )
     model = json.loads(core.to_str())["model"]
     merges = "#version: 0.2\n" + "".join(f"{' '.join(m)}\n" for m in model["merges"])
     return dump(model["vocab"]), merges.encode()
 
 
-def byte_level(tokenizer_class: str, special: list[str], **settings: object) -> Files:
+def byte_level(name: str, special: list[str], **settings: object) -> Files:
     vocab, merges = _byte_level(tuple(special))
-    config = dump({"tokenizer_class": tokenizer_class, **settings})
+    config = dump({"tokenizer_class": name, **settings})
     return {"vocab.json": vocab, "merges.txt": merges, "tokenizer_config.json": config}
 
 
@@ -72,20 +78,28 @@ def qwen2(**settings: object) -> Files:
     return byte_level("Qwen2Tokenizer", ["<|endoftext|>"], **settings)
 
 
-def bert(**settings: object) -> Files:
+@cache
+def _word_piece() -> bytes:
     core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     core.normalizer = normalizers.BertNormalizer(lowercase=False)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    core.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=special))
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    core.train_from_iterator(CORPUS, trainer)
     vocab = sorted(core.get_vocab().items(), key=lambda item: item[1])
-    text = "".join(token + "\n" for token, _ in vocab)
-    return {"vocab.txt": text.encode(), "tokenizer_config.json": dump({"tokenizer_class": "BertTokenizer", **settings})}
+    return "".join(token + "\n" for token, _ in vocab).encode()
+
+
+def bert(**settings: object) -> Files:
+    config = dump({"tokenizer_class": "BertTokenizer", **settings})
+    return {"vocab.txt": _word_piece(), "tokenizer_config.json": config}
 
 
 # --- SentencePiece files, written by hand -------------------------------------------------------------------------
 
-Piece = tuple[str, float, int]  # text, score, kind: 1 normal, 2 unknown, 3 control, 4 user-defined, 6 byte
+Piece = tuple[
+    str, float, int
+]  # text, score, kind: 1 normal, 2 unknown, 3 control, 4 user-defined, 6 byte
 
 
 def varint(n: int) -> bytes:
@@ -118,7 +132,12 @@ def proto(pieces: list[Piece], model: int, *, prefix: bool = True, squeeze: bool
 def unigram_scores() -> tuple[tuple[str, float], ...]:
     core = Tokenizer(models.Unigram())
     core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.train_from_iterator(CORPUS, trainers.UnigramTrainer(vocab_size=260, unk_token="<unk>", special_tokens=["<unk>"]))
+    core.train_from_iterator(
+        CORPUS,
+        trainers.UnigramTrainer(
+            vocab_size=260, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+        ),
+    )
     vocab = json.loads(core.to_str())["model"]["vocab"]
     return tuple((text, round(score, 4)) for text, score in vocab if text != "<unk>")
 
@@ -148,7 +167,7 @@ def llama_pieces() -> tuple[Piece, ...]:
     """BPE in SentencePiece's way: the score is minus the rank, byte pieces stand in for unknown characters."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300))
+    core.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, show_progress=False))
     vocab = sorted(core.get_vocab().items(), key=lambda item: (len(item[0]) == 1, item[1]))
     ends: list[Piece] = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
     byte: list[Piece] = [(f"<0x{b:02X}>", 0.0, 6) for b in range(256)]
@@ -157,15 +176,24 @@ def llama_pieces() -> tuple[Piece, ...]:
 
 def llama(**settings: object) -> Files:
     config = dump({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **settings})
-    return {"tokenizer.model": proto(list(llama_pieces()), 2, squeeze=False), "tokenizer_config.json": config}
+    return {
+        "tokenizer.model": proto(list(llama_pieces()), 2, squeeze=False),
+        "tokenizer_config.json": config,
+    }
 
 
 def marian(**settings: object) -> Files:
-    """Two vocabularies: the target's lacks every fourth piece, so that the unknown occurs."""
+    """Two ways to cut: the target's lacks every fourth piece; vocab.json lacks every ninth, so the unknown occurs."""
     ends: list[Piece] = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
     pieces: list[Piece] = [(text, score, 1) for text, score in unigram_scores()]
     target = [piece for i, piece in enumerate(pieces) if i % 4 or len(piece[0]) == 1]
-    union = ["</s>", "<unk>", *sorted({text for text, _, _ in pieces[5:]}), ">>fr<<", "<pad>"]
+    union = [
+        "</s>",
+        "<unk>",
+        *(text for i, (text, _, _) in enumerate(pieces) if i % 9),
+        ">>fr<<",
+        "<pad>",
+    ]
     return {
         "source.spm": proto(ends + pieces, 1),
         "target.spm": proto(ends + target, 1),
@@ -180,14 +208,20 @@ def suffix_bpe(**settings: object) -> Files:
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.decoder = decoders.BPEDecoder()
     core.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], end_of_word_suffix="</w>")
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False
+        ),
     )
     return {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": dump(settings)}
 
 
 def no_decoder(**settings: object) -> Files:
     files = suffix_bpe(**settings)
-    return {**files, "tokenizer.json": dump({**json.loads(files["tokenizer.json"]), "decoder": None})}
+    return {
+        **files,
+        "tokenizer.json": dump({**json.loads(files["tokenizer.json"]), "decoder": None}),
+    }
 
 
 def odd_decoder(**settings: object) -> Files:
@@ -199,7 +233,10 @@ def odd_decoder(**settings: object) -> Files:
         {"type": "Replace", "pattern": {"String": "</w>"}, "content": ""},
     ]
     decoder = {"type": "Sequence", "decoders": steps}
-    return {**files, "tokenizer.json": dump({**json.loads(files["tokenizer.json"]), "decoder": decoder})}
+    return {
+        **files,
+        "tokenizer.json": dump({**json.loads(files["tokenizer.json"]), "decoder": decoder}),
+    }
 
 
 ALL: dict[str, Callable[..., Files]] = {

@@ -1,0 +1,138 @@
+"""regard generate: one prompt in; its answer, or its answers, out."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from regard.cli import RUN, Fault
+from regard.cli_model import Opened, Rate, decoded, opened
+from regard.cli_options import Generate, values
+from regard.config import UsageError
+from regard.decode.engine import Engine
+from regard.decode.settings import Result, Settings
+from regard.models import Patches
+from regard.run import Job, Prompt, generate
+
+
+def run(options: Generate) -> int:
+    given = settings_of(values(options))
+    rows = Settings.of(given).rows  # a wrong setting is told before the model is read
+    prompt = read_prompt(options)
+    opened_model = Opened(options.model, options.machine, rows)
+    check_reads_text(opened_model.model)
+    opened_model.compare(prompt)
+    model, one = opened_model.model, rows == 1
+    text = one and not options.json and opened_model.tokenizer is not None
+    rate = Rate(streaming=text)
+    if text:
+        results = [write(model, prompt, options.stop, given, rate)]
+    else:
+        results = generate(model, [prompt], stop=options.stop, rows=max(rows, 1), **given)
+        rate.add(sum(len(r.ids) for r in results))
+        for result in results:
+            print(as_json(result) if options.json else as_text(result))
+    rate.done(f", ended by {', '.join(dict.fromkeys(r.finish for r in results))}")
+    return 0
+
+
+def settings_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The options that are settings of decoding. Token rules that were not given are left to the model folder."""
+    known = {f.name for f in fields(Settings)}
+    found = {name: value for name, value in given.items() if name in known}
+    for name in ("banned", "eos", "forced_first", "forced_last"):
+        if not found.get(name) and found.get(name) != 0:
+            found.pop(name, None)
+    if "logit_bias" in found:
+        found["logit_bias"] = tuple(bias(text) for text in found["logit_bias"])
+    return found
+
+
+def bias(text: str) -> tuple[int, float]:
+    try:
+        token, value = text.split("=")
+        return int(token), float(value)
+    except ValueError:
+        raise UsageError(
+            f"--logit-bias is {text!r}; give ID=BIAS, for example --logit-bias 42=-5"
+        ) from None
+
+
+def read_prompt(options: Generate) -> Prompt:
+    text = options.prompt
+    if text is None or text == "-":
+        with opened("-") as (stream, name):
+            text = decoded(stream.read(), name).removesuffix("\n").removesuffix("\r")
+    if not options.ids:
+        return text
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise UsageError(
+            f"--ids wants whole numbers such as '5 9 2', got {text!r:.60}; leave it out for text"
+        ) from None
+
+
+def check_reads_text(model: Any) -> None:
+    first = getattr(model.config, "source", None) or getattr(model.config, "embedding", None)
+    if isinstance(first, Patches):
+        raise UsageError(
+            "this model reads images; in Python: regard.generate(regard.load(folder), image)"
+        )
+
+
+def write(
+    model: Any, prompt: Prompt, stop: Sequence[str], settings: dict[str, Any], rate: Rate
+) -> Result:
+    """Write an answer to stdout while it is made."""
+    for piece, result in follow(model, prompt, stop, settings, rate):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        if result is not None:
+            sys.stdout.write("\n")
+            return result
+    raise AssertionError("the engine ended without a result")
+
+
+def follow(
+    model: Any, prompt: Prompt, stop: Sequence[str], settings: dict[str, Any], rate: Rate
+) -> Iterator[tuple[str, Result | None]]:
+    """As regard.stream, piece by piece, and with the last piece the result."""
+    job = Job(model, stop, settings)
+    (request,) = job.requests(prompt)
+    engine = Engine(model, layout="contiguous", rows=1)
+    engine.submit(request)
+    for event in engine.run():
+        if event.done is None:
+            rate.add(1)
+            yield job.take(request, 0), None
+            continue
+        (result,) = event.done
+        if result.finish == "error":
+            raise Fault(f"the answer ended early: {result.error}", RUN)
+        yield job.rest(request, 0), result
+
+
+def as_text(result: Result) -> str:
+    return " ".join(map(str, result.ids)) if result.text is None else result.text
+
+
+def as_json(result: Result, **more: Any) -> str:
+    """One line of JSON; a log-probability that is no finite number is null."""
+    found = {
+        "text": result.text,
+        "ids": result.ids,
+        "logprobs": [finite(x) for x in result.logprobs],
+        "score": finite(result.score),
+        "finish": result.finish,
+        **more,
+    }
+    return json.dumps(found, ensure_ascii=False, allow_nan=False)
+
+
+def finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None

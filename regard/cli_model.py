@@ -1,0 +1,190 @@
+"""What the commands share: the model made ready, text in from files and stdin, the rate line on a terminal."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import torch
+
+from regard.checkpoint import load
+from regard.cli import DATA, ENVIRONMENT, Fault
+from regard.cli_options import Machine
+from regard.config import UsageError
+from regard.decode.prepare import perplexity_change, prepare, use_threads
+from regard.models import Model
+from regard.run import generate, special_of, tokenizer_of
+from regard.text import needed
+
+DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@contextlib.contextmanager
+def blaming(code: int) -> Iterator[None]:
+    """Give the mistakes found in here this exit code."""
+    try:
+        yield
+    except Fault:
+        raise
+    except UsageError as error:
+        raise Fault(str(error), code) from None
+
+
+# --- the model ----------------------------------------------------------------------------------------------------
+
+
+class Opened:
+    """A model from its folder, ready to run: packed for the CPU, or as it is on a GPU."""
+
+    def __init__(self, folder: str, machine: Machine, rows: int):
+        device, why = pick_device(machine.device)
+        with blaming(DATA):
+            self.plain: Model = load(folder, device=device, dtype=DTYPES[machine.dtype])
+            self.tokenizer = tokenizer_of(self.plain)
+        self.model, self.precision = self.plain, "fp32"
+        self.quantized = machine.quantize != "none"
+        if device.type == "cpu":
+            use_threads()
+        stored = next(self.plain.parameters()).dtype
+        if self.quantized:
+            self.precision = machine.quantize
+        elif stored != torch.float32:
+            self.precision = "bf16"
+        if self.quantized or device.type == "cpu":
+            self.model = prepare(self.plain, self.precision, rows=rows)
+        if not self.quantized:
+            self.plain = self.model
+        talk(f"{device} ({why}), {self.precision}")
+
+    @property
+    def two(self) -> bool:
+        return hasattr(self.model, "encode")
+
+    def compare(self, prompt: Any) -> None:
+        """Say what quantization costs: perplexity of the prompt, or of the plain model's answer to it where the prompt
+        is a source. Then let the plain model go."""
+        if not self.quantized:
+            return
+        plain, self.plain = self.plain, self.model
+        text = isinstance(prompt, str)
+        given = needed(self.tokenizer).encode(prompt) if text else list(prompt)
+        what, source, ids = "the prompt", None, given[: context_of(plain)]
+        if self.two:
+            what, source = "the plain model's answer", torch.tensor([given])
+            ids = [start_of(plain), *generate(plain, [given], max_new_tokens=32)[0].ids]
+        if len(ids) > 1:
+            where = next(plain.parameters()).device
+            moved = None if source is None else source.to(where)
+            rows = torch.tensor([ids], device=where)
+            before, after = perplexity_change(plain, self.model, rows, source=moved)
+            change = f"perplexity of {what} {before:.4g} -> {after:.4g} ({len(ids)} tokens)"
+            print(f"{self.precision}: {change}", file=sys.stderr)
+
+
+def start_of(model: Model) -> int:
+    return special_of(model).start or 0
+
+
+def context_of(model: Model) -> int | None:
+    return getattr(model.config, "max_len", None)
+
+
+def pick_device(name: str) -> tuple[torch.device, str]:
+    """The device, and why it is that one."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise UsageError(f"--device is {name!r}; choose auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return (torch.device("cuda"), "auto") if count else (torch.device("cpu"), "no cuda device")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise Fault(
+            f"--device {name}: this machine has {count} cuda devices that torch can use; try --device cpu",
+            ENVIRONMENT,
+        )
+    return device, "as asked"
+
+
+# --- text in ------------------------------------------------------------------------------------------------------
+
+
+def read_lines(stream: BinaryIO, name: str) -> Iterator[str]:
+    """Lines of UTF-8, ended by \\n or \\r\\n and by nothing else: one line in must stay one line out."""
+    for number, raw in enumerate(stream, 1):
+        raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), f"line {number} of {name}")
+
+
+def decoded(raw: bytes, what: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Fault(
+            f"{what} is no UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}; convert it, for example with "
+            "iconv -t utf-8",
+            DATA,
+        ) from None
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[tuple[BinaryIO, str]]:
+    """A file, or stdin for -, and what to call it."""
+    if path == "-":
+        if sys.stdin.isatty():
+            talk("reading the keyboard; Ctrl-D ends")
+        yield sys.stdin.buffer, "stdin"
+        return
+    try:
+        with open(path, "rb") as file:
+            yield file, path
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise Fault(f"{path} cannot be read: {error.strerror}", DATA) from None
+
+
+# --- talk ---------------------------------------------------------------------------------------------------------
+
+
+def talk(text: str) -> None:
+    """A line for people; files and pipes get none."""
+    if sys.stderr.isatty():
+        print(dim(text), file=sys.stderr)
+
+
+def dim(text: str) -> str:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    return text if plain else f"\x1b[2m{text}\x1b[0m"
+
+
+class Rate:
+    """Tokens a second, on stderr if that is a terminal: while they come, unless text is written to the same screen,
+    and when all is done."""
+
+    def __init__(self, streaming: bool):
+        self.shown = sys.stderr.isatty()
+        self.live = self.shown and not (streaming and sys.stdout.isatty())
+        self.begin = self.last = time.monotonic()
+        self.tokens = 0
+
+    def add(self, tokens: int, more: str = "") -> None:
+        self.tokens += tokens
+        now = time.monotonic()
+        if self.live and now - self.last > 0.2:
+            self.last = now
+            print(f"\r{dim(self.text() + more)}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def text(self) -> str:
+        seconds = max(time.monotonic() - self.begin, 1e-9)
+        return f"{self.tokens} tokens, {self.tokens / seconds:.1f} tokens/s"
+
+    def done(self, more: str) -> None:
+        if self.shown:
+            clear = "\r\x1b[K" if self.live else ""
+            print(f"{clear}{dim(self.text() + more)}", file=sys.stderr)

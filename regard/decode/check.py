@@ -1,0 +1,94 @@
+"""What a user can get wrong about a request, found before anything is allocated: a fault in a step would hit all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from regard.cache import Pool
+from regard.config import UsageError
+from regard.decode.settings import Request
+from regard.models.embedding import Tokens, context
+from regard.models.vision import Patches
+
+
+def check(request: Request, model: Any) -> None:
+    """The prompt, the settings and the source against the model's vocabulary and context."""
+    s, config = request.settings, model.config
+    if not request.ids:
+        raise UsageError("the prompt is empty; give at least one token")
+    tokens = getattr(config, "target", None) or getattr(config, "embedding", None) or config
+    forced = [i for i in (s.forced_first, s.forced_last) if i is not None]
+    named = [*request.ids, *s.eos, *s.banned, *forced, *(i for i, _ in s.logit_bias)]
+    check_tokens(named, tokens.vocab)
+    if len({*s.banned, *(s.eos if s.min_new_tokens else ())}) >= tokens.vocab:
+        raise UsageError(f"all {tokens.vocab} tokens are banned; leave at least one")
+    longest = context(config.max_len, tokens) if isinstance(tokens, Tokens) else None
+    if longest is not None and len(request.ids) + s.max_new_tokens > longest:
+        raise UsageError(
+            f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones are more than the model's context of "
+            f"{longest}; shorten the prompt, or ask for at most {max(longest - len(request.ids), 0)} new tokens"
+        )
+    if s.lookup and any(spec.state for spec in model.cache_specs()):
+        raise UsageError(
+            "a recurrent model cannot take tokens back, so it cannot speculate; leave lookup out"
+        )
+    if request.key is not None and not -(2**52) <= request.key < 2**52:
+        raise UsageError(f"key is {request.key}; give a number from -2**52 to 2**52 - 1")
+    check_source(request, model)
+
+
+def check_tokens(ids: list[int], vocab: int, name: str = "token") -> None:
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise UsageError(f"{name} {i!r} is no whole number; give ids from 0 to {vocab - 1}")
+        if not 0 <= i < vocab:
+            raise UsageError(f"{name} {i} is outside the vocabulary (0 to {vocab - 1})")
+
+
+def check_source(request: Request, model: Any) -> None:
+    """An encoder-decoder reads ids (s) or an image (c h w); others read nothing but their prompt."""
+    source, config = request.source, model.config
+    if not hasattr(model, "encode"):
+        if source is not None:
+            raise UsageError("this model has no encoder; leave source out, and give a prompt")
+        return
+    if source is None:
+        raise UsageError(
+            "an encoder-decoder needs a source: Request(ids, source=ids of the source)"
+        )
+    reads = getattr(config, "source", None)
+    if isinstance(reads, Patches):
+        want = (reads.channels, reads.size, reads.size)
+        if tuple(source.shape) != want or not source.is_floating_point():
+            raise UsageError(
+                f"the source must be an image of real numbers of shape {want}, got {source.dtype} {tuple(source.shape)}"
+            )
+        return
+    if source.dim() != 1 or source.dtype not in (torch.int64, torch.int32) or not len(source):
+        raise UsageError(
+            f"the source must be whole numbers of shape (s,), one at least, got {source.dtype} {tuple(source.shape)}"
+        )
+    vocab = reads.vocab if isinstance(reads, Tokens) else config.source_vocab
+    check_tokens([int(source.min()), int(source.max())], vocab, "source token")
+    longest = context(config.max_len, reads) if isinstance(reads, Tokens) else None
+    if longest is not None and len(source) > longest:
+        raise UsageError(
+            f"the source has {len(source)} tokens, the model's context is {longest}; shorten it"
+        )
+
+
+def check_pages(request: Request, pool: Pool) -> None:
+    """Alone it must fit the pool: rows share the prompt's full pages, the rest is each row's own. The last token is
+    said, not kept."""
+    s, page, have = request.settings, pool.page, len(pool.users)
+    tokens = len(request.ids) + s.max_new_tokens - 1
+    shared = len(request.ids) // page
+    need = shared + s.rows * (-(-tokens // page) - shared)
+    if need > have:
+        rows = "" if s.rows == 1 else f" in {s.rows} rows"
+        raise UsageError(
+            f"{len(request.ids)} + {s.max_new_tokens} tokens{rows} need {need} pages of {page}, the pool has "
+            f"{have}; shorten the request, or make more pages"
+        )

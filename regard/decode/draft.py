@@ -1,0 +1,56 @@
+"""Speculation by a small model: it guesses the next tokens greedily, the large one checks them in one pass.
+
+Which tokens are guessed never changes the text (see sample.py); a better draft only makes more guesses right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from regard.cache import Contiguous
+from regard.config import UsageError
+
+
+class Draft:
+    """A draft model and its own cache, one row for each row of a lane."""
+
+    def __init__(self, model: Any, vocab: int):
+        own = getattr(getattr(model.config, "embedding", model.config), "vocab", None)
+        if own != vocab:
+            raise UsageError(
+                f"the draft model has {own} tokens, the model {vocab}; they must share a vocabulary"
+            )
+        if any(spec.state for spec in model.cache_specs()):
+            raise UsageError("a recurrent model cannot take tokens back, so it cannot draft")
+        self.model = model
+        self.cache: Any = None
+
+    def join(self, rows: int) -> None:
+        """Room for more rows, behind those that are there."""
+        weight = next(self.model.parameters())
+        new = Contiguous(self.model.cache_specs(), rows, device=weight.device, dtype=weight.dtype)
+        self.cache = new if self.cache is None else self.cache.join(new)
+
+    def keep(self, rows: list[int]) -> None:
+        self.cache = self.cache.take(torch.tensor(rows, dtype=torch.long, device=self.cache.device))
+
+    def guess(self, texts: list[list[int]], room: list[int]) -> list[list[int]]:
+        """For every row's text so far, what it would say next: at most `room` tokens."""
+        most = max(room, default=0)
+        if most <= 0:
+            return [[] for _ in texts]
+        device = self.cache.device
+        held = self.cache.lengths.tolist()
+        fresh = [text[n:] for text, n in zip(texts, held, strict=True)]
+        width = max(map(len, fresh))
+        lengths = torch.tensor([len(f) for f in fresh], device=device)
+        ids = torch.tensor([f + [0] * (width - len(f)) for f in fresh], device=device)
+        said = [self.model.next_logits(ids, lengths, cache=self.cache).argmax(-1)]
+        for _ in range(most - 1):
+            said.append(self.model.next_logits(said[-1][:, None], cache=self.cache).argmax(-1))
+        if most > 1:
+            self.cache.rewind(most - 1)
+        guesses = torch.stack(said, 1).tolist()
+        return [g[: max(n, 0)] for g, n in zip(guesses, room, strict=True)]

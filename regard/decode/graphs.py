@@ -1,0 +1,322 @@
+"""Decoding on one GPU without waiting: a step of static shape as a CUDA graph, tokens chosen on the device, requests in
+slots that are refilled as they come free.
+
+`GraphDecoder(model, rows, length)` takes a decoder of plain blocks (grouped-query or latent attention, MLPs) and
+computes what the model computes. With graph=False the same step runs eagerly, on any device. The host looks at the
+tokens once in up to `look` steps, one round late, so that the device always has work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.attention import Context
+from regard.config import UsageError
+from regard.decode.sampling import draw, min_p, top_k, top_p, uniform
+from regard.decode.settings import Request, Result, Settings
+from regard.kernels.gpu_model import Slots, layers_of, norm_of, turns, why_not
+from regard.kernels.gpu_sample import State, advance, greedy_advance
+from regard.kernels.gpu_step import Linear
+from regard.mask import Causal, Span
+from regard.models.embedding import context
+
+FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+KNOWN = {"max_new_tokens", "temperature", "eos", "seed", *FILTERS}
+SHORTEST = 256  # the smallest bucket of lengths
+BUDGET = 16384  # tokens of prompts prefilled in one pass
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Slot:
+    """A request in the making."""
+
+    index: int  # of its result
+    request: Request
+    left: int  # tokens the device has not been asked for
+    fresh: bool = True  # its first token, from the prefill, has not been logged
+    ids: list[int] = field(default_factory=list)  # tokens the host has seen
+    finish: str = ""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        s = self.request.settings
+        for token in tokens:
+            if self.finish:
+                return
+            if token in s.eos:
+                self.finish = "eos"
+            else:
+                self.ids.append(token)
+                self.finish = "length" if len(self.ids) >= s.max_new_tokens else ""
+
+
+Flight = tuple[Tensor, Any, list[tuple[int, Slot, int, int]]]  # log, event, (row, slot, lines)
+
+
+def kinds(settings: Sequence[Settings]) -> tuple[str, ...]:
+    """What some row draws by; nothing where all are greedy."""
+    if not any(s.temperature > 0 for s in settings):
+        return ()
+    idle = Settings()
+    used = [n for n in FILTERS if any(getattr(s, n) != getattr(idle, n) for s in settings)]
+    return ("temperature", *used)
+
+
+class GraphDecoder:
+    """`serve` requests in `rows` slots of at most `length` tokens, prompt and answer together. kernels=False is torch
+    alone."""
+
+    def __init__(
+        self,
+        model: Any,
+        rows: int = 1,
+        length: int = 1024,
+        *,
+        graph: bool | None = None,
+        kernels: bool = True,
+        look: int = 16,
+    ):
+        why = why_not(model)
+        if why:
+            raise UsageError(
+                f"this model has no CUDA graph: {why}. regard.generate runs it without"
+            )
+        most = context(model.config.max_len, model.config.embedding)
+        if most is not None and length > most:
+            raise UsageError(f"length={length}, but the model's context is {most}")
+        weight = model.embedding.weight
+        self.model, self.rows, self.length, self.look = model, rows, length, look
+        self.device, self.kernels = weight.device, kernels
+        self.graph = weight.is_cuda if graph is None else graph
+        if self.graph and not weight.is_cuda:
+            raise UsageError(f"the model is on {self.device}; use model.cuda(), or graph=False")
+        with torch.no_grad():
+            self.layers = layers_of(model, rows, length, kernels)
+            fast = kernels and not model.config.head.scaled
+            head = weight if model.head.weight is None else model.head.weight
+            norm = norm_of(model.tower.norm)
+            self.head = Linear(head, model.head.bias, norm=norm, fast=kernels) if fast else None
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.long, device=self.device)
+
+        lines = zeros(look + 1, rows)
+        self.state = State(zeros(rows), zeros(rows), zeros(rows), zeros(rows), lines, length - 1)
+        idle = {name: getattr(Settings(), name) for name in ("temperature", *FILTERS, "seed")}
+        self.columns = {
+            name: torch.full((rows, 1), value, device=self.device)
+            for name, value in {**idle, "key": 0}.items()
+        }
+        self.graphs: dict[tuple[int, tuple[str, ...]], torch.cuda.CUDAGraph] = {}
+        self.pool: Any = None
+
+    # --- one step ---
+
+    def logits(self, bound: int) -> Tensor:
+        """Feed every row's token; (rows V). No row that counts is longer than `bound`."""
+        s, mask = self.state, None
+        x = self.model.embedding(s.ids[:, None], Span(s.pos[:, None]))[:, 0].contiguous()
+        if not all(layer.fast for layer in self.layers):
+            mask = (torch.arange(bound, device=self.device) <= s.pos[:, None])[:, None, None]
+        for layer in self.layers:
+            x = layer.step(x, s.pos, bound, mask)
+        if self.head is not None:
+            return self.head(x)
+        return self.model.logits(x if self.model.tower.norm is None else self.model.tower.norm(x))
+
+    def step(self, bound: int, kind: tuple[str, ...]) -> None:
+        """What a graph holds: logits, choice, and the state moved on by one token."""
+        logits = self.logits(bound)
+        if not kind and self.kernels:
+            greedy_advance(self.state, logits)
+        else:
+            advance(self.state, self.choose(logits, kind))
+
+    def choose(self, logits: Tensor, kind: tuple[str, ...], rows: Tensor | None = None) -> Tensor:
+        """The next token of every row, or of some: as SampleLane.pick, for the filters in `kind`."""
+        raw = logits.float()
+        if not kind:
+            return raw.argmax(-1)
+        count = self.state.count if rows is None else self.state.count[rows]
+        at = {n: c if rows is None else c[rows] for n, c in self.columns.items()}
+        kept = raw / at["temperature"].clamp(min=1e-6)
+        for name, keep in FILTERS.items():
+            if name in kind:
+                kept = keep(kept, at[name])
+        u = uniform(at["seed"][:, 0], at["key"][:, 0], count)
+        drawn = draw(kept.nan_to_num(0.0, neginf=-torch.inf), u)
+        return torch.where(at["temperature"][:, 0] > 0, drawn, raw.argmax(-1))
+
+    @torch.no_grad()
+    def run(self, steps: int, bound: int, kind: tuple[str, ...] = ()) -> None:
+        """Advance every row by `steps` <= look tokens; the log holds what they were fed first, then what they chose."""
+        if self.graph:
+            self.capture(bound, kind)
+        self.state.log[0].copy_(self.state.ids)
+        self.state.tick.fill_(1)
+        for _ in range(steps):
+            if self.graph:
+                self.graphs[bound, kind].replay()
+            else:
+                self.step(bound, kind)
+
+    @torch.no_grad()
+    def capture(self, bound: int, kind: tuple[str, ...] = ()) -> None:
+        """Record the step for this bucket, once. Trying it out first leaves the state as it was; what it wrote to the
+        caches is written over before it is seen."""
+        if (bound, kind) in self.graphs:
+            return
+        before = [x.clone() for x in self.state.tensors()]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.step(bound, kind)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            self.step(bound, kind)
+        self.pool = self.pool or graph.pool()
+        for x, old in zip(self.state.tensors(), before, strict=True):
+            x.copy_(old)
+        self.graphs[bound, kind] = graph
+
+    def bucket(self, longest: int) -> int:
+        """The smallest power of two of tokens that holds `longest`."""
+        return min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.length)
+
+    # --- prompts ---
+
+    @torch.no_grad()
+    def prefill(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Read prompts into slots and choose their first tokens, without waiting for the device."""
+        size = max(len(r.ids) for r in requests)
+        size = min(size + -size % 16, self.length)
+        ids = self.send([r.ids + [0] * (size - len(r.ids)) for r in requests])
+        rows, lengths = self.send(list(slots)), self.send([len(r.ids) for r in requests])
+        for name, column in self.columns.items():
+            key = [(r.key or 0) * 1024 for r in requests]
+            values = key if name == "key" else [getattr(r.settings, name) for r in requests]
+            column[rows] = self.send(values).to(column.dtype)[:, None]
+        span = Span.run(0, size, self.device)
+        told = Context(span, Causal(), memo=turns(self.model, self.layers, size))
+        cache = Slots(self.layers, rows, span)
+        h = self.model.tower(self.model.embedding(ids, span), told, caches=(cache, None))
+        last = h[torch.arange(len(requests), device=self.device), lengths - 1]
+        self.state.count.index_fill_(0, rows, 0)
+        self.state.pos[rows] = lengths
+        kind = kinds([r.settings for r in requests])
+        self.state.ids[rows] = self.choose(self.model.logits(last), kind, rows)
+        self.state.count.index_fill_(0, rows, 1)
+
+    def send(self, values: list[Any]) -> Tensor:
+        """A tensor on the device; from pinned memory, so that nobody waits."""
+        x = torch.tensor(values)
+        return (
+            x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
+        )
+
+    # --- many requests ---
+
+    def serve(self, requests: Sequence[Request], *, refill: bool = True) -> list[Result]:
+        """Answers in the order of the requests, without log probabilities. refill=False is static batching: all slots
+        are filled together."""
+        waiting = deque(self.check(i, r) for i, r in enumerate(requests))
+        slots: list[Slot | None] = [None] * self.rows
+        results: dict[int, Result] = {}
+        flying: Flight | None = None
+        few = max(1, self.rows // 8)
+        while len(results) < len(requests):
+            free = [i for i, s in enumerate(slots) if s is None or s.finish or not s.left]
+            enough = min(few, len(waiting)) if refill else self.rows
+            if waiting and (len(free) >= enough):
+                self.admit(free, slots, waiting)
+            launched = self.launch(slots, few if refill and waiting else self.rows)
+            if flying is not None:  # this round runs while the last one is read
+                land(flying, results)
+            flying = launched
+        return [results[i] for i in range(len(requests))]
+
+    def admit(self, free: list[int], slots: list[Slot | None], waiting: deque[Slot]) -> None:
+        """Fill free slots from the queue, in as few passes as the budget allows."""
+        while free and waiting:
+            group: list[Slot] = []
+            size = 0
+            while waiting and len(group) < len(free):
+                size = max(size, len(waiting[0].request.ids))
+                if group and size * (len(group) + 1) > BUDGET:
+                    break
+                group.append(waiting.popleft())
+            rows, free = free[: len(group)], free[len(group) :]
+            self.prefill(rows, [s.request for s in group])
+            for i, slot in zip(rows, group, strict=True):
+                slots[i] = slot
+
+    def launch(self, slots: list[Slot | None], few: int) -> Flight | None:
+        """Start the next round: until `few` of the rows are through, or for `look` steps."""
+        live = [(i, s) for i, s in enumerate(slots) if s and not s.finish and (s.left or s.fresh)]
+        if not live:
+            return None
+        lefts = sorted(s.left for _, s in live)
+        steps = min(self.look, lefts[min(few, len(lefts)) - 1])
+        lines, longest = [], 1
+        for i, s in live:
+            took = min(steps, s.left)
+            lines.append((i, s, 0 if s.fresh else 1, 1 + took))
+            s.left, s.fresh = s.left - took, False
+            total = len(s.request.ids) + s.request.settings.max_new_tokens - s.left
+            longest = max(longest, total)
+        kind = kinds([s.request.settings for _, s in live])
+        self.run(steps, self.bucket(longest), kind)
+        log = self.state.log[: steps + 1]
+        if self.device.type != "cuda":
+            return log.clone(), None, lines
+        host = torch.empty(log.shape, dtype=log.dtype, pin_memory=True).copy_(
+            log, non_blocking=True
+        )
+        event = torch.cuda.Event()
+        event.record()
+        return host, event, lines
+
+    def check(self, index: int, request: Request) -> Slot:
+        """A request that can be served, keyed by its place."""
+        s, vocab = request.settings, self.model.config.embedding.vocab
+        for f in fields(s):
+            if f.name not in KNOWN and getattr(s, f.name) != f.default:
+                raise UsageError(f"{f.name} is not decoded in graphs; use regard.generate")
+        if request.stop or request.source is not None or request.deadline is not None:
+            raise UsageError("stop, source and deadline are not known here; use regard.generate")
+        wrong = next((i for i in [*request.ids, *s.eos] if not 0 <= i < vocab), None)
+        if wrong is not None or not request.ids:
+            what = (
+                "the prompt is empty"
+                if not request.ids
+                else f"token {wrong} is not in 0..{vocab - 1}"
+            )
+            raise UsageError(f"request {index}: {what}")
+        if len(request.ids) + s.max_new_tokens > self.length:
+            raise UsageError(
+                f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones do not fit length={self.length}"
+            )
+        key = index if request.key is None else request.key
+        return Slot(index, replace(request, key=key), s.max_new_tokens - 1)
+
+
+def land(flight: Flight, results: dict[int, Result]) -> None:
+    """Read a round's tokens; those of a slot that had ended are dropped."""
+    host, event, lines = flight
+    if event is not None:
+        event.synchronize()
+    columns = host.t().tolist()
+    for row, slot, first, last in lines:
+        if not slot.finish:
+            slot.take(columns[row][first:last])
+            if slot.finish:
+                results[slot.index] = Result(slot.ids, [], 0.0, slot.finish)

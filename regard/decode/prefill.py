@@ -1,0 +1,128 @@
+"""Requests on their way into a cache: prompts are fed in chunks, and begin with pages that others left."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.cache import Cache, Paged
+from regard.decode.sample import Row
+from regard.decode.settings import Request
+
+
+class Prefill:
+    """Requests that will have `times` rows each, `chunk` tokens a step.
+
+    `resumed` are the rows of preempted requests: what they had said is fed after the prompt. One row's is simply more
+    prompt; several rows (their request is alone here) share the prompt and part after it."""
+
+    def __init__(self, requests: list[Request], resumed: dict[int, list[Row]], cache: Cache):
+        self.requests, self.cache = requests, cache
+        self.rows = [resumed.get(r.number, []) for r in requests]
+        self.times = len(self.rows[0]) or requests[0].settings.rows
+        self.split = self.times == 1 or not self.rows[0]  # nothing is left to part
+        said = [rows[0].ids if len(rows) == 1 else [] for rows in self.rows]
+        self._begin([r.ids + ids for r, ids in zip(requests, said, strict=True)])
+
+    def _begin(self, texts: list[list[int]]) -> None:
+        self.texts, self.fed = texts, [0] * len(texts)
+        self.last: list[Tensor | None] = [None] * len(texts)
+        self._keys: list[list[bytes]] | None = None
+
+    @property
+    def through(self) -> bool:
+        return self.split and all(x is not None for x in self.last)
+
+    @property
+    def logits(self) -> Tensor:
+        return torch.stack([x for x in self.last if x is not None])
+
+    def drop(self, request: Request) -> None:
+        """Forget one of the requests; its pages are free."""
+        index = [i for i, r in enumerate(self.requests) if r is not request]
+        if not index:
+            self.cache.release()
+            self.requests = []
+            return
+        self.cache = self.cache.take(torch.tensor(index, device=self.cache.device))
+        for name in ("requests", "rows", "texts", "fed", "last"):
+            setattr(self, name, [getattr(self, name)[i] for i in index])
+        self._keys = None
+
+    def feed(self, model: Any, chunk: int, backend: str) -> None:
+        """Feed up to `chunk` tokens over all rows, one a row at least."""
+        device = self.cache.device
+        live = sum(n < len(text) for text, n in zip(self.texts, self.fed, strict=True))
+        size = max(1, chunk // live)
+        parts = [text[n : n + size] for text, n in zip(self.texts, self.fed, strict=True)]
+        width = max(map(len, parts))
+        lengths = torch.tensor([len(p) for p in parts], device=device)
+        ids = torch.tensor([p + [0] * (width - len(p)) for p in parts], device=device)
+        more = sources(self.requests, device) if self.cache.cross is None else {}
+        logits = model.next_logits(ids, lengths, cache=self.cache, backend=backend, **more)
+        for i, part in enumerate(parts):
+            self.fed[i] += len(part)
+            if part and self.fed[i] == len(self.texts[i]):
+                self.last[i] = logits[i]
+        if not self.split and self.last[0] is not None:
+            self._part(model.shares_source)
+
+    def _part(self, shared: bool) -> None:
+        """The prompt of a preempted request is through: its rows go on with what each had said."""
+        (request,), (rows,) = self.requests, self.rows
+        self.cache = self.cache.spread(self.times, shared)
+        self._begin([request.ids + row.ids for row in rows])
+        self.fed = [len(request.ids)] * len(rows)
+        self.split = True
+
+    # --- the prefix cache ---
+
+    def keys(self) -> list[list[bytes]]:
+        """Of every text: a key for each full page."""
+        if self._keys is None:
+            assert isinstance(self.cache, Paged)
+            size, one = self.cache.page, len(self.requests) == 1
+            salts = [self.requests[0 if one else i].salt for i in range(len(self.texts))]
+            self._keys = [
+                page_keys(t, size, salt) for t, salt in zip(self.texts, salts, strict=True)
+            ]
+        return self._keys
+
+    def adopt(self) -> None:
+        """Begin with pages that earlier prompts left; at least one token stays to be fed, for its logits."""
+        assert isinstance(self.cache, Paged)
+        for row, (text, keys) in enumerate(zip(self.texts, self.keys(), strict=True)):
+            self.fed[row] = self.cache.adopt(row, keys[: (len(text) - 1) // self.cache.page])
+
+    def publish(self) -> None:
+        """Leave the full pages to later prompts, if the model answered with numbers."""
+        assert isinstance(self.cache, Paged)
+        sound = self.logits.isfinite().any(-1) & ~self.logits.isnan().any(-1)
+        for row, (good, keys) in enumerate(zip(sound.tolist(), self.keys(), strict=True)):
+            if good:
+                self.cache.publish(row, keys)
+
+
+def page_keys(text: list[int], page: int, salt: str = "") -> list[bytes]:
+    """A chain of SHA-256, one for each full page of a text: equal keys mean equal tokens from the start."""
+    key, keys = hashlib.sha256(salt.encode()).digest(), []
+    for end in range(page, len(text) + 1, page):
+        key = hashlib.sha256(key + array("q", text[end - page : end]).tobytes()).digest()
+        keys.append(key)
+    return keys
+
+
+def sources(requests: list[Request], device: torch.device) -> dict[str, Any]:
+    """What encoders read, as one batch; nothing for other models."""
+    found = [r.source for r in requests if r.source is not None]
+    if not found:
+        return {}
+    if found[0].dim() > 1:
+        return {"source": torch.stack(found).to(device)}
+    lengths = torch.tensor([len(s) for s in found], device=device)
+    ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    return {"source": ids.to(device), "source_lengths": lengths}

@@ -1,0 +1,277 @@
+"""Attention of one new token a row over a cache on a GPU: grouped heads, any lengths, rows of memory or pages.
+
+    python bench/gpu_decode.py --part k      checks and times it against torch's
+
+A program takes all query heads of one group and a part of the keys (flash-decoding), turns its queries (RoPE), and a
+second kernel merges the parts by their log-sum-exp. The first part also turns the new key, stores it and the new value
+in the cache, and starts its sums with them, so that nobody reads what is being written.
+"""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard.kernels.gpu_linear import SWITCH, jit, ready, triton
+
+if triton is not None:
+    import triton.language as tl
+
+PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
+TILES = {
+    64: (64, 4, 2),
+    128: (64, 4, 2),
+    256: (32, 4, 2),
+}  # head width -> keys a step, warps, stages
+
+
+# --- the plain form -----------------------------------------------------------------------------------------------
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(q k^T * scale) v over the first `lengths` (b) keys of each row, the last `window` of them.
+    q (b h d), k (b s g d), v (b s g e) -> (b h e)."""
+    b, h, _ = q.shape
+    s, g = k.shape[1:3]
+    at = torch.arange(s, device=q.device)
+    seen = at < lengths[:, None]  # b s
+    if window is not None:
+        seen &= at >= lengths[:, None] - window
+    q = q.view(b, g, h // g, -1).float()
+    scores = torch.einsum("bgrd,bsgd->bgrs", q, k.float()) * scale
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("bgrs,bsge->bgre", weights, v.float()).flatten(1, 2).to(v.dtype)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on halves: x (b n d), cos and sin (b d/2)."""
+    a, b = x.float().chunk(2, -1)
+    c, s = cos[:, None].float(), sin[:, None].float()
+    return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+
+
+# --- the kernels --------------------------------------------------------------------------------------------------
+
+
+@jit
+def _place(table, b, s, row, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Where token s of row b begins: `row` tokens a row, or pages named by a table with `row` entries a row."""
+    if PAGE:
+        page = tl.load(table + b * row + s // PAGE).to(tl.int64)
+        return (page * PAGE + s % PAGE) * (G * D)
+    return (b * row + s).to(tl.int64) * (G * D)
+
+
+@jit
+def _turned(x, cos, sin, half, HALF: tl.constexpr, ROPE: tl.constexpr):
+    """Both halves of heads at pointers x (r 1), turned by cos and sin (1 HALF), float32."""
+    a = tl.load(x + half).to(tl.float32)
+    b = tl.load(x + HALF + half).to(tl.float32)
+    if ROPE:
+        return a * cos - b * sin, b * cos + a * sin
+    return a, b
+
+
+@jit
+def _split(
+    qkv,
+    keys,
+    values,
+    table,
+    pos,
+    cos,
+    sin,
+    part,
+    stat,
+    out,
+    row,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROPE: tl.constexpr,
+    NEW: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    R: tl.constexpr = H // G
+    HALF: tl.constexpr = D // 2
+    WIDE: tl.constexpr = (H + 2 * G) * D if NEW else H * D
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    b, g, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(pos + b).to(tl.int32)  # keys in the cache, the new one not among them
+    half, full = tl.arange(0, HALF)[None, :], tl.arange(0, D)
+    r = tl.arange(0, BLOCK_R)
+    kind = keys.dtype.element_ty
+    c, s = 1.0, 0.0
+    if ROPE:
+        c = tl.load(cos + length * HALF + half).to(tl.float32)
+        s = tl.load(sin + length * HALF + half).to(tl.float32)
+    mine = qkv + b * WIDE
+    head = g * R + tl.minimum(r, R - 1)
+    q1, q2 = _turned(mine + head[:, None] * D, c, s, half, HALF, ROPE)
+    q1, q2 = q1.to(kind), q2.to(kind)
+
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, D], tl.float32)
+    low = 0
+    if NEW:
+        one = tl.zeros([1, 1], tl.int32)
+        n1, n2 = _turned(mine + (H + g) * D + one, c, s, half, HALF, ROPE)  # 1 HALF
+        n1, n2 = n1.to(kind), n2.to(kind)
+        nv = tl.load(mine + (H + G + g) * D + full).to(kind)
+        if split == 0:
+            spot = _place(table, b, length, row, G, D, PAGE) + g * D
+            tl.store(keys + spot + half, n1)
+            tl.store(keys + spot + HALF + half, n2)
+            tl.store(values + spot + full, nv)
+            own = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
+            top = tl.sum(own, 1) * scale
+            total = tl.full([BLOCK_R], 1.0, tl.float32)
+            acc += nv.to(tl.float32)[None, :]
+        if WINDOW:
+            low = tl.maximum(length + 1 - WINDOW, 0)
+    elif WINDOW:
+        low = tl.maximum(length - WINDOW, 0)
+
+    each = tl.cdiv(tl.cdiv(length - low, SPLITS), BLOCK_S) * BLOCK_S
+    start = low + split * each
+    end = tl.minimum(start + each, length)
+    for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
+        at = s0 + tl.arange(0, BLOCK_S)
+        valid = at < end
+        place = _place(table, b, tl.minimum(at, length - 1), row, G, D, PAGE) + g * D
+        here = keys + place[None, :]
+        k1 = tl.load(here + tl.arange(0, HALF)[:, None], mask=valid[None, :], other=0.0)
+        k2 = tl.load(here + HALF + tl.arange(0, HALF)[:, None], mask=valid[None, :], other=0.0)
+        x = tl.dot(q1, k1, input_precision=precision)
+        x = tl.dot(q2, k2, x, input_precision=precision) * scale
+        x = tl.where(valid[None, :], x, float("-inf"))
+        new = tl.maximum(top, tl.max(x, 1))
+        shrink, p = tl.exp2(top - new), tl.exp2(x - new[:, None])
+        v = tl.load(values + place[:, None] + full[None, :], mask=valid[:, None], other=0.0)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(kind), v, acc * shrink[:, None], input_precision=precision)
+        top = new
+
+    real = (r < R)[:, None]
+    if SPLITS == 1:
+        to = out + (b * H + head[:, None]) * D + full[None, :]
+        tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+    else:
+        to = (b * H + head) * SPLITS + split
+        tl.store(part + to[:, None] * D + full[None, :], acc, mask=real)
+        tl.store(stat + to * 2, top, mask=r < R)
+        tl.store(stat + to * 2 + 1, total, mask=r < R)
+
+
+@jit
+def _merge(part, stat, out, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """sum_i 2^(top_i - top) acc_i / sum_i 2^(top_i - top) total_i, one head a program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    head = tl.program_id(0).to(tl.int64)
+    i, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    top = tl.load(stat + (head * SPLITS + i) * 2)
+    total = tl.load(stat + (head * SPLITS + i) * 2 + 1)
+    share = tl.exp2(top - tl.max(top, 0))
+    acc = tl.load(part + (head * SPLITS + i)[:, None] * D + d[None, :])
+    y = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(out + head * D + d, y.to(out.dtype.element_ty))
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+
+
+def splits_for(groups: int, length: int, tile: int) -> int:
+    """Parts of the keys: enough programs for the chip, none with less than a step of keys; a power of two <= 64."""
+    most = max(1, min(64, PROGRAMS // max(groups, 1), length // tile))
+    return 1 << (most.bit_length() - 1)
+
+
+def suits(q_heads: int, groups: int, d: int, x: Tensor) -> bool:
+    """Whether the kernel can do it: 32, 64, 128 or 256 wide heads, at most 64 of them a group."""
+    return ready(x) and d in (32, 64, 128, 256) and q_heads // groups <= 64
+
+
+def decode(
+    qkv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    *,
+    heads: int,
+    scale: float,
+    angles: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None,
+    table: Tensor | None = None,
+    new: bool = True,
+    bound: int | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Store the new key and value at `pos` (b) and attend to all up to it: (b h d).
+
+    qkv (b, (h + 2g) d) = [q | k | v] before RoPE; `angles`: cos and sin (positions, d/2), halves layout.
+    k, v (b s g d), or with a block table (b pages, int32) pools (pages page g d). new=False: qkv is q alone and `pos`
+    counts the keys there are. `bound`: no row is longer; it decides the number of parts. Equals `turn` and
+    `reference`; see test_gpu_attention_matches_attend."""
+    b, (g, d) = len(qkv), k.shape[2:]
+    page = 0 if table is None else k.shape[1]
+    row = k.shape[1] if table is None else table.shape[1]
+    tile, warps, stages = TILES.get(d, (64, 4, 3))
+    bound = bound or row * max(page, 1)
+    n = splits or splits_for(b * g, bound, tile)
+    out = torch.empty(b, heads, d, dtype=v.dtype, device=v.device)
+    part = out if n == 1 else torch.empty(b, heads, n, d, dtype=torch.float32, device=v.device)
+    stat = out if n == 1 else torch.empty(b, heads, n, 2, dtype=torch.float32, device=v.device)
+    cos, sin = (qkv, qkv) if angles is None else angles
+    pdl = SWITCH["pdl"] and qkv.is_cuda
+    extra = {"launch_pdl": True} if pdl else {}
+    _split[(b, g, n)](
+        qkv,
+        k,
+        v,
+        pos if table is None else table,
+        pos,
+        cos,
+        sin,
+        part,
+        stat,
+        out,
+        row,
+        scale * math.log2(math.e),
+        H=heads,
+        G=g,
+        D=d,
+        BLOCK_R=max(16, 1 << (heads // g - 1).bit_length()),
+        BLOCK_S=tile,
+        SPLITS=n,
+        STAGES=stages,
+        WINDOW=window or 0,
+        PAGE=page,
+        ROPE=angles is not None,
+        NEW=new,
+        EXACT=k.dtype == torch.float32,
+        PDL=pdl,
+        num_warps=warps,
+        **extra,
+    )
+    if n > 1:
+        _merge[(b * heads,)](part, stat, out, D=d, SPLITS=n, PDL=pdl, num_warps=2, **extra)
+    return out

@@ -1,0 +1,197 @@
+"""A request's text is its own: whoever its neighbours are, in whatever pieces, pages and order it is made.
+
+Models are float64, so that texts can be asked to be equal: see tiny.py.
+"""
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from regard.config import UsageError
+from regard.decode.engine import Engine
+from regard.decode.settings import Event, Settings
+from tests.decode.tiny import (
+    MODELS,
+    answers,
+    full,
+    model,
+    prompts,
+    request,
+    run,
+    tokens_of,
+)
+
+ENDS = (3, 5)
+GREEDY = Settings(
+    max_new_tokens=12, eos=ENDS, frequency_penalty=0.8
+)  # a penalty, for a text that varies
+SEEDED = Settings(max_new_tokens=12, eos=ENDS, temperature=0.9, top_p=0.97, seed=4)
+SAMPLES = Settings(max_new_tokens=10, eos=ENDS, temperature=1.1, samples=3, seed=2)
+BEAMS = Settings(max_new_tokens=12, eos=ENDS, beams=3, n_best=3, length_penalty=0.8)
+SHORT = Settings(max_new_tokens=4, eos=ENDS, beams=2, early_stopping="first")
+ASKED = list(
+    zip(
+        [[7, 1, 2, 7, 1, 2, 9], *prompts((3, 9, 1, 6, 2, 8)), [7, 1, 2, 7, 1, 2, 9, 4]],
+        [GREEDY, BEAMS, SEEDED, GREEDY, SAMPLES, SHORT, BEAMS, SEEDED],
+        strict=True,
+    )
+)
+TIGHT = {"page": 4, "pages": 14}  # what the largest request needs alone
+
+
+@functools.cache
+def alone(name: str) -> list[list[list[int]]]:
+    """Each request by itself in an engine of its own, with a contiguous cache."""
+    found = []
+    for i, (prompt, settings) in enumerate(ASKED):
+        engine = Engine(model(name), layout="contiguous")
+        engine.submit(request(name, prompt, settings, key=i))
+        found.append([r.ids for r in run(engine)[0]])
+    return found
+
+
+VARIED: dict[str, dict[str, Any]] = {
+    "together": {},
+    "in_reverse": {"order": list(range(len(ASKED)))[::-1]},
+    "shuffled": {"order": [4, 7, 0, 5, 2, 6, 1, 3]},
+    "one_row": {"rows": 1},
+    "five_rows": {"rows": 5},
+    "chunks_of_1": {"chunk": 1},
+    "chunks_of_7": {"chunk": 7},
+    "pages_of_1": {"page": 1, "pages": 500},
+    "pages_of_5": {"page": 5},
+    "contiguous": {"layout": "contiguous"},
+    "contiguous_chunks": {"layout": "contiguous", "chunk": 5, "rows": 7},
+    "no_prefix": {"prefix": False},
+    "preempted": TIGHT,
+    "preempted_pages_of_2": {"page": 2, "pages": 26, "chunk": 6, "prefix": False},
+}
+
+
+@pytest.mark.parametrize("how", VARIED)
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_the_same(name: str, how: str) -> None:
+    assert answers(name, ASKED, **VARIED[how]) == alone(name)
+
+
+def test_texts_of_the_table_vary_and_end_both_ways() -> None:
+    """Else the test above would hold for an engine that mixes its rows up."""
+    for name in MODELS:
+        ids = [tuple(text) for each in alone(name) for text in each]
+        assert len(set(ids)) >= 10
+        assert len({len(text) for text in ids}) > 2
+
+
+@pytest.mark.parametrize("name", ["mla", "pair", "lstm_attention"])
+def test_text_is_the_same_for_late_arrivals(name: str) -> None:
+    engine = Engine(model(name), page=4, pages=200, chunk=6)
+    numbers, found = {}, {}
+    for i, (prompt, settings) in enumerate(ASKED):
+        numbers[engine.submit(request(name, prompt, settings, key=i))] = i
+        for _ in range(i % 3):
+            found |= {e.request: e.done for e in engine.step() if e.done}
+    found |= run(engine)
+    assert {numbers[n]: [r.ids for r in done] for n, done in found.items()} == dict(
+        enumerate(alone(name))
+    )
+
+
+# --- preemption ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def put_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The requests that were preempted, in order."""
+    found: list[int] = []
+    preempt = Engine._preempt
+
+    def noted(self: Engine) -> None:
+        preempt(self)
+        found.append(self.waiting[0].number)
+
+    monkeypatch.setattr(Engine, "_preempt", noted)
+    return found
+
+
+def shown(events: list[Event], asked: list[tuple[list[int], Settings]]) -> list[list[list[int]]]:
+    """The ids of all results; of samples, what a reader of events saw was the same, token by token."""
+    done = {e.request: [r.ids for r in e.done] for e in events if e.done is not None}
+    assert sorted(done) == list(range(len(asked)))
+    assert sum(e.done is not None for e in events) == len(asked)
+    for number, (_, settings) in enumerate(asked):
+        seen = [tokens_of(events, number, k) for k in range(settings.samples)]
+        assert seen == (done[number] if settings.beams == 1 else [[]])
+    return [done[i] for i in range(len(asked))]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_the_same_when_preempted_at_any_step(
+    name: str, seed: int, put_back: list[int]
+) -> None:
+    """The youngest request is put back at random steps: while it is read, while it writes, again and again. No token
+    is shown twice."""
+    rng = random.Random(seed)
+    engine = Engine(model(name), page=4, pages=200, chunk=5)
+    for i, (prompt, settings) in enumerate(ASKED):
+        engine.submit(request(name, prompt, settings, key=i))
+    events: list[Event] = []
+    while not engine.idle:
+        events += engine.step()
+        running = len(list(engine._all())) - len(engine.waiting)
+        if running > 1 and rng.random() < 0.5:
+            with torch.inference_mode():
+                engine._preempt()
+    assert shown(events, ASKED) == alone(name)
+    assert put_back
+    full(engine.pool)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("name", ["gqa_rope", "dsa_mla", "pair", "lstm_attention"])
+def test_pool_too_small_for_all_preempts_and_says_the_same(
+    name: str, prefix: bool, put_back: list[int]
+) -> None:
+    """Prompts are short and texts long: more are let in than can be brought to an end together."""
+    kinds = [
+        Settings(max_new_tokens=30, frequency_penalty=0.8),
+        Settings(max_new_tokens=14, temperature=1.0, samples=3),
+        Settings(max_new_tokens=30, temperature=1.0),
+        Settings(max_new_tokens=14, beams=3, n_best=2),
+    ]
+    asked = [(p, kinds[i % 4]) for i, p in enumerate(prompts((2, 3, 1, 2, 5, 2, 3, 2)))]
+    engine = Engine(model(name), page=4, pages=16, prefix=prefix)
+    for i, (prompt, settings) in enumerate(asked):
+        engine.submit(request(name, prompt, settings, key=i))
+    found = shown(list(engine.run()), asked)
+    assert found == answers(name, asked)
+    assert len(put_back) > 3
+    assert 0 not in put_back  # the oldest always goes on, so there is an end
+    full(engine.pool)
+
+
+def test_pool_that_just_fits_a_request_runs_it_to_its_end() -> None:
+    """`check_pages` is exact: with one page fewer the request is refused, with as many it runs alone."""
+    for settings in (
+        Settings(max_new_tokens=9),
+        Settings(max_new_tokens=9, temperature=2.0, samples=5),
+        Settings(max_new_tokens=9, beams=5, n_best=5),
+        Settings(max_new_tokens=9, lookup=4),
+    ):
+        for size in (1, 3, 4, 6):
+            (prompt,) = prompts((size,))
+            full_pages, pages = size // 4, -(-(size + 8) // 4)
+            need = full_pages + settings.rows * (pages - full_pages)
+            engine = Engine(model("gqa_rope"), page=4, pages=need)
+            engine.submit(request("gqa_rope", prompt, settings))
+            engine.submit(request("gqa_rope", prompt, settings))
+            assert len(run(engine)) == 2
+            full(engine.pool)
+            small = Engine(model("gqa_rope"), page=4, pages=need - 1)
+            with pytest.raises(
+                UsageError, match=f"need {need} pages of 4, the pool has {need - 1}"
+            ):
+                small.submit(request("gqa_rope", prompt, settings))

@@ -1,0 +1,203 @@
+"""The same tokens as transformers' `generate`, on tiny random models of every family that writes.
+
+Both sides run in float32 and round differently, so equal ids also need texts without near-ties: the seeds are fixed.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.decode.engine import Engine
+from regard.decode.settings import Request, Result, Settings
+from tests.checkpoint.families import CASES
+
+FAMILIES = [
+    "gpt2", "llama-mqa", "mistral", "mixtral", "qwen2", "qwen3", "deepseek-v2", "deepseek-v3",
+    "deepseek-v32-sparse", "t5", "bart", "marian",
+]  # fmt: skip
+NEW = 9
+EARLY = {"first": True, "heuristic": False, "never": "never"}
+RAGGED, EVEN = (7, 3, 5, 1), (6, 6, 6)
+CLOSE = 1e-4  # float32 against float32, sums of at most NEW log probabilities
+
+
+def flat(answers: list[list[Result]]) -> list[Result]:
+    return [result for each in answers for result in each]
+
+
+class Pair:
+    """A transformers model, ours with the same weights, ragged prompts, and an end token that really comes."""
+
+    def __init__(self, name: str, sizes: tuple[int, ...] = RAGGED):
+        self.theirs = CASES[name].make()
+        self.ours = regard.from_hf(self.theirs).eval()
+        self.two = self.theirs.config.is_encoder_decoder
+        g = torch.Generator().manual_seed(3)
+        self.prompts = [torch.randint(3, 42, (n,), generator=g).tolist() for n in sizes]
+        start = getattr(self.theirs.config, "decoder_start_token_id", None) or 0
+        self.start = [start] if self.two else []
+        said = [r.ids for r in flat(self.answer(Settings(max_new_tokens=NEW)))]
+        # of the tokens that greedy search says late, one that it does not say at once
+        late = [token for ids in said for token in ids[3:] if token not in ids[:2]]
+        self.eos = late[0] if late else said[0][-1]
+
+    def settings(self, **more: Any) -> Settings:
+        return Settings.of({"max_new_tokens": NEW, "eos": (self.eos,)} | more)
+
+    def answer(self, settings: Settings, layout: str = "contiguous") -> list[list[Result]]:
+        engine = Engine(self.ours, layout=layout, page=4, pages=120)
+        for prompt in self.prompts:
+            source = torch.tensor(prompt) if self.two else None
+            engine.submit(Request(self.start or prompt, settings, source=source))
+        found = {e.request: e.done for e in engine.run() if e.done is not None}
+        return [found[i] for i in range(len(self.prompts))]
+
+    def generate(self, **options: Any) -> Any:
+        """What transformers says: ids without prompt, start and end, and the score of each."""
+        width, pad = (
+            max(map(len, self.prompts)),
+            getattr(self.theirs.config, "pad_token_id", None) or 0,
+        )
+        rows, mask = [], []
+        for prompt in self.prompts:
+            blank = [0] * (width - len(prompt))
+            ones = [1] * len(prompt)
+            rows.append(prompt + [pad] * len(blank) if self.two else [pad] * len(blank) + prompt)
+            mask.append(ones + blank if self.two else blank + ones)
+        settings = {"forced_eos_token_id": None, "num_beams": 1} | options
+        if self.two:
+            settings["decoder_start_token_id"] = self.start[0]
+        out = self.theirs.generate(
+            input_ids=torch.tensor(rows), attention_mask=torch.tensor(mask), max_new_tokens=NEW, do_sample=False,
+            pad_token_id=pad, eos_token_id=self.eos, return_dict_in_generate=True, output_logits=True,
+            output_scores=True, **settings,
+        )  # fmt: skip
+        ids = [s[len(self.start) if self.two else width :] for s in out.sequences.tolist()]
+        ids = [s[: s.index(self.eos)] if self.eos in s else s[:NEW] for s in ids]
+        return ids, out
+
+
+pair = functools.cache(Pair)
+
+
+@functools.cache
+def expected(name: str, forced: bool, penalty: float | None, early: str) -> Any:
+    p = pair(name)
+    options: dict[str, Any] = {"forced_eos_token_id": p.eos if forced else None}
+    if penalty is not None:
+        options |= {"num_beams": 4, "length_penalty": penalty, "num_return_sequences": 2}
+        options |= {"early_stopping": EARLY[early]}
+    return p.generate(**options)
+
+
+layouts = pytest.mark.parametrize("layout", ["contiguous", "paged"])
+families = pytest.mark.parametrize("name", FAMILIES)
+forcing = pytest.mark.parametrize("forced", [False, True], ids=["free", "forced_end"])
+
+
+@layouts
+@forcing
+@families
+def test_greedy_equals_transformers(name: str, forced: bool, layout: str) -> None:
+    p = pair(name)
+    ids, out = expected(name, forced, None, "")
+    found = p.answer(p.settings(forced_last=p.eos if forced else None), layout)
+    assert [r.ids for (r,) in found] == ids
+    logp = torch.stack(out.logits).log_softmax(-1)  # t b V
+    for i, (r,) in enumerate(found):
+        theirs = [logp[t, i, token].item() for t, token in enumerate(r.ids)]
+        torch.testing.assert_close(r.logprobs, theirs, rtol=0, atol=CLOSE)
+
+
+@layouts
+@pytest.mark.parametrize("early", EARLY)
+@pytest.mark.parametrize("penalty", [0.6, 1.0, 1.4])
+@forcing
+@families
+def test_beams_equal_transformers(
+    name: str, forced: bool, penalty: float, early: str, layout: str
+) -> None:
+    p = pair(name)
+    ids, out = expected(name, forced, penalty, early)
+    s = p.settings(
+        beams=4,
+        n_best=2,
+        length_penalty=penalty,
+        early_stopping=early,
+        forced_last=p.eos if forced else None,
+    )
+    found = flat(p.answer(s, layout))
+    assert [r.ids for r in found] == ids
+    torch.testing.assert_close(
+        [r.score for r in found], out.sequences_scores.tolist(), rtol=0, atol=CLOSE
+    )
+
+
+@families
+def test_parity_prompts_meet_the_end_token_and_the_limit(name: str) -> None:
+    p = pair(name)
+    assert {r.finish for (r,) in p.answer(p.settings())} == {"eos", "length"}
+
+
+# Prompts are equally long here: transformers counts padding among the tokens that were said.
+BAD = list(range(4, 40, 3))
+PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "repetition": ({"repetition_penalty": 1.6}, {"repetition_penalty": 1.6}),
+    "encouragement": ({"repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
+    "least_length": ({"min_new_tokens": 6}, {"min_new_tokens": 6}),
+    "banned": ({"banned": BAD}, {"bad_words_ids": [[i] for i in BAD]}),
+    "bias": (
+        {"logit_bias": {5: 3.0, 9: -2.5, 30: 1.5}},
+        {"sequence_bias": {(5,): 3.0, (9,): -2.5, (30,): 1.5}},
+    ),
+    "forced_first": ({"forced_first": 8}, {"forced_bos_token_id": 8}),
+    "together": (
+        {"repetition_penalty": 1.3, "min_new_tokens": 4, "banned": [12], "logit_bias": {5: 2.0}},
+        {
+            "repetition_penalty": 1.3,
+            "min_new_tokens": 4,
+            "bad_words_ids": [[12]],
+            "sequence_bias": {(5,): 2.0},
+        },
+    ),
+}
+processed = pytest.mark.parametrize(
+    "name, what",
+    [
+        (name, what)
+        for name in ("gpt2", "llama-mqa", "deepseek-v3", "t5", "bart")
+        for what in PROCESSORS
+        # transformers forces a first token only right after the start token
+        if what != "forced_first" or name in ("t5", "bart")
+    ],
+)
+
+
+@processed
+def test_greedy_with_processors_equals_transformers(name: str, what: str) -> None:
+    p = pair(name, EVEN)
+    mine, theirs = PROCESSORS[what]
+    ids, _ = p.generate(**theirs)
+    assert [r.ids for (r,) in p.answer(p.settings(**mine))] == ids
+
+
+@processed
+def test_beams_with_processors_equal_transformers(name: str, what: str) -> None:
+    p = pair(name, EVEN)
+    mine, theirs = PROCESSORS[what]
+    ids, out = p.generate(**theirs, num_beams=3, num_return_sequences=3)
+    found = flat(p.answer(p.settings(**mine, beams=3, n_best=3)))
+    assert [r.ids for r in found] == ids
+    torch.testing.assert_close(
+        [r.score for r in found], out.sequences_scores.tolist(), rtol=0, atol=CLOSE
+    )
+
+
+@pytest.mark.parametrize("what", PROCESSORS)
+def test_processors_change_something(what: str) -> None:
+    """Else the tests above would hold for a processor that does nothing."""
+    p = pair("bart", EVEN)
+    assert p.answer(p.settings(**PROCESSORS[what][0])) != p.answer(p.settings())

@@ -1,0 +1,156 @@
+"""Several answers to one prompt: samples, beams, groups; and what rows share."""
+
+import pytest
+import torch
+
+from regard.decode.engine import Engine
+from regard.decode.sample import SampleLane
+from regard.decode.settings import Settings
+from tests.decode.tiny import (
+    Counted,
+    answers,
+    model,
+    prompts,
+    request,
+    run,
+)
+
+ENDS = (3, 5)
+GREEDY = Settings(max_new_tokens=12, eos=ENDS, frequency_penalty=0.8)
+SEEDED = Settings(max_new_tokens=12, eos=ENDS, temperature=0.9, top_p=0.97, seed=4)
+SAMPLES = Settings(max_new_tokens=10, eos=ENDS, temperature=1.1, samples=3, seed=2)
+BEAMS = Settings(max_new_tokens=12, eos=ENDS, beams=3, n_best=3, length_penalty=0.8)
+SHORT = Settings(max_new_tokens=4, eos=ENDS, beams=2, early_stopping="first")
+
+
+def test_samples_share_the_prefill() -> None:
+    counted = Counted(model("gqa_rope"))
+    engine = Engine(counted, page=4, pages=100)
+    s = Settings(max_new_tokens=1, temperature=1.0, samples=8)
+    (prompt,) = prompts((30,))
+    engine.submit(request("gqa_rope", prompt, s))
+    engine.step()
+    assert counted.fed == 30
+
+
+def test_samples_share_pages_of_the_prompt() -> None:
+    engine = Engine(model("gqa_rope"), page=4, pages=100)
+    s = Settings(max_new_tokens=8, temperature=1.0, samples=8)
+    engine.submit(request("gqa_rope", prompts((30,))[0], s))
+    engine.step()  # 31 tokens: 7 full pages together, and an eighth each
+    assert sum(n > 0 for n in engine.pool.users) == 7 + 8
+
+
+def test_samples_differ_and_each_equals_a_lone_request_with_its_key() -> None:
+    """Sample k of key i draws by the counter 1024 i + k."""
+    s = Settings(max_new_tokens=10, temperature=1.2, samples=4, seed=3)
+    ((prompt),) = prompts((5,))
+    ((first, *others),) = answers("mla", [(prompt, s)])
+    assert len({tuple(x) for x in (first, *others)}) == 4
+    one = Settings(max_new_tokens=10, temperature=1.2, seed=3)
+    assert answers("mla", [(prompt, one)]) == [[first]]
+
+
+def test_seed_and_key_choose_the_text() -> None:
+    (prompt,) = prompts((5,))
+    texts = set()
+    for seed in (0, 1):
+        s = Settings(max_new_tokens=12, temperature=1.5, seed=seed)
+        found = answers("gqa_rope", [(prompt, s), (prompt, s)])
+        assert found == answers("gqa_rope", [(prompt, s), (prompt, s)])
+        texts |= {tuple(found[0][0]), tuple(found[1][0])}
+    assert len(texts) == 4
+
+
+@pytest.mark.parametrize("name", ["gqa_rope", "pair"])
+def test_beam_width_one_is_greedy(name: str) -> None:
+    """By the lane of beam search itself; the engine gives such a request to the lane of greedy ones."""
+    from regard.decode.beam import BeamLane
+    from regard.decode.prefill import Prefill
+
+    s, m = Settings(max_new_tokens=12, eos=ENDS), model(name)
+    for prompt in prompts((4, 7)):
+        asked = request(name, prompt, s)
+        asked.number = 0
+        job = Prefill([asked], {}, m.cache(1))
+        with torch.inference_mode():
+            job.feed(m, 100, "sdpa")
+            lane = BeamLane(job.cache, [asked], job.logits.shape[-1])
+            lane.choose(job.logits)
+            while not lane.over():
+                lane.step(m, "sdpa")
+        ((greedy,),) = answers(name, [(prompt, s)])
+        assert [r.ids for r in lane.results(0)] == [greedy]
+
+
+def test_one_group_is_plain_beam_search() -> None:
+    asked = [(p, BEAMS) for p in prompts((4, 7))]
+    grouped = Settings(
+        max_new_tokens=12, eos=ENDS, beams=3, n_best=3, length_penalty=0.8, groups=1, diversity=5.0
+    )
+    assert answers("mla", [(p, grouped) for p, _ in asked]) == answers("mla", asked)
+
+
+def test_diverse_groups_say_different_things() -> None:
+    s = {"max_new_tokens": 8, "beams": 4, "n_best": 4}
+    for prompt in prompts((4, 7, 2)):
+        (plain,) = answers("gqa_rope", [(prompt, Settings(**s))])
+        (diverse,) = answers("gqa_rope", [(prompt, Settings(**s, groups=4, diversity=3.0))])
+        (same,) = answers("gqa_rope", [(prompt, Settings(**s, groups=4, diversity=0.0))])
+        assert len({text[0] for text in plain}) < len({text[0] for text in diverse}) == 4
+        assert len({tuple(text) for text in same}) == 1  # without a penalty all groups agree
+
+
+def test_n_best_is_sorted_and_without_repeats() -> None:
+    for early in ("heuristic", "never", "first"):
+        s = Settings(max_new_tokens=8, beams=6, n_best=6, eos=ENDS, early_stopping=early)
+        engine = Engine(model("gqa_rope"))
+        engine.submit(request("gqa_rope", prompts((4,))[0], s))
+        (found,) = run(engine).values()
+        scores = [r.score for r in found]
+        assert scores == sorted(scores, reverse=True)
+        assert len({(tuple(r.ids), r.finish) for r in found}) == 6
+
+
+def test_n_best_of_so_few_texts_is_what_there_is() -> None:
+    """One new token and nineteen words: twenty-five beams find nineteen texts, not the same one again."""
+    s = Settings(max_new_tokens=1, beams=25, n_best=25)
+    ((*texts,),) = answers("gqa_rope", [([4, 2], s)])
+    assert sorted(texts) == [[i] for i in range(19)]
+
+
+# --- encoders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pair", "captioner"])
+def test_beams_share_one_row_of_the_source(name: str) -> None:
+    engine = Engine(model(name), page=4, pages=100)
+    for i, prompt in enumerate(prompts((5, 3, 6))):
+        engine.submit(request(name, prompt, Settings(max_new_tokens=9, beams=4), key=i))
+    for _ in range(5):
+        engine.step()
+        (lane,) = engine.lanes.values()
+        assert lane.cache.batch == 12
+        assert lane.cache.cross.batch == 3
+
+
+def test_rows_that_share_a_source_join_rows_that_do_not() -> None:
+    asked = [(p, s) for p, s in zip(prompts((5, 3, 6)), (SAMPLES, GREEDY, SAMPLES), strict=True)]
+    engine = Engine(model("pair"), page=4, pages=100, chunk=4)
+    for i, (prompt, settings) in enumerate(asked):
+        engine.submit(request("pair", prompt, settings, key=i))
+    found = run(engine)
+    for i, (prompt, settings) in enumerate(asked):
+        one = Engine(model("pair"))
+        one.submit(request("pair", prompt, settings, key=i))
+        assert [r.ids for r in found[i]] == [r.ids for r in run(one)[0]]
+
+
+def test_engine_lanes_are_by_kind() -> None:
+    engine = Engine(model("gqa_rope"))
+    for settings in (GREEDY, SEEDED, SAMPLES, BEAMS, SHORT, BEAMS):
+        engine.submit(request("gqa_rope", [1, 2], settings))
+    for _ in range(5):
+        engine.step()
+    assert {type(lane) for lane in engine.lanes.values()} >= {SampleLane}
+    assert set(engine.lanes) <= {None, BEAMS, SHORT}

@@ -1,0 +1,84 @@
+"""Speculation by looking up: fewer passes, the same text."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from regard.decode.engine import Engine
+from regard.decode.settings import Settings
+from tests.decode.tiny import (
+    DECODERS,
+    Counted,
+    answers,
+    model,
+    prompts,
+    request,
+    run,
+    tokens_of,
+)
+
+ENDS = (3, 5)
+REPETITIVE = [4, 9, 2, 11, 4, 9, 2, 11, 4, 9, 2]
+
+
+@pytest.mark.parametrize("lookup", [1, 3, 8])
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("name", [*DECODERS, "pair", "captioner"])
+def test_lookup_changes_no_token(name: str, layout: str, lookup: int) -> None:
+    """Greedy or drawn, with neighbours that do not speculate."""
+    kinds: list[dict[str, Any]] = [
+        {"max_new_tokens": 25, "eos": ENDS},
+        {"max_new_tokens": 25, "temperature": 0.5, "top_k": 4},
+        {"max_new_tokens": 20, "frequency_penalty": 0.5},
+        {"max_new_tokens": 20, "temperature": 0.6, "samples": 2, "min_new_tokens": 9, "eos": ENDS},
+    ]
+    texts = [REPETITIVE, *prompts((6,)), [1] * 7, prompts((9,), 2)[0]]
+    plain = [(p, Settings(**k)) for p, k in zip(texts, kinds, strict=True)]
+    quick = [
+        (p, Settings(**k, lookup=lookup if i != 1 else 0))
+        for i, (p, k) in enumerate(zip(texts, kinds))
+    ]
+    assert answers(name, quick, layout=layout) == answers(name, plain, layout=layout)
+
+
+def test_lookup_saves_passes_on_a_repetitive_text() -> None:
+    passes, texts = {}, {}
+    for lookup in (0, 6):
+        counted = Counted(model("window"))  # it falls into a loop
+        engine = Engine(counted)
+        engine.submit(request("window", REPETITIVE, Settings(max_new_tokens=60, lookup=lookup)))
+        (texts[lookup],) = (r.ids for (r,) in run(engine).values())
+        passes[lookup] = counted.passes
+    assert texts[0] == texts[6]
+    assert passes[0] == 60
+    assert passes[6] < 40
+
+
+def test_lookup_emits_events_in_order() -> None:
+    engine = Engine(model("window"))
+    engine.submit(request("window", REPETITIVE, Settings(max_new_tokens=30, lookup=5)))
+    events = list(engine.run())
+    ((result,),) = (e.done for e in events if e.done)
+    assert tokens_of(events, 0) == result.ids
+    assert len(result.logprobs) == 30
+
+
+def test_lookup_finds_the_latest_longest_run() -> None:
+    """Held against a plain search through the whole text."""
+    from regard.decode.lookup import LONGEST, Index
+
+    def plainly(text: list[int], room: int) -> list[int]:
+        for n in range(min(LONGEST, len(text) - 1), 0, -1):
+            for start in range(len(text) - n - 1, -1, -1):
+                if text[start : start + n] == text[-n:]:
+                    return text[start + n : start + n + room]
+        return []
+
+    g = torch.Generator().manual_seed(0)
+    for words in (2, 4, 30):
+        text = torch.randint(words, (80,), generator=g).tolist()
+        index = Index(text[:5])
+        for end in range(5, 80):
+            index.extend(text[len(index.text) : end])
+            assert index.after(4) == plainly(text[:end], 4)

@@ -1,0 +1,120 @@
+"""GraphDecoder as CUDA graphs with Triton kernels: the tokens of the plain form. Skipped without a GPU."""
+
+import pytest
+import torch
+
+import regard
+from regard.decode.graphs import GraphDecoder
+from regard.decode.settings import Request, Settings
+from regard.kernels import gpu_attention, gpu_latent, gpu_linear
+from regard.models import Tokens, TransformerConfig
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: there is none here"
+)
+ROPE = regard.Rope()
+MECHANISMS = {
+    "gqa": regard.GQA(8, 2, 64, rope=ROPE),
+    "qk_norm": regard.GQA(4, 2, 64, rope=ROPE, qk_norm=1e-6),
+    "window": regard.GQA(4, 4, 32, rope=ROPE, window=9, bias=True),
+    "mla": regard.MLA(16, 64, 32, 16, rope=ROPE),
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> regard.Model:
+    torch.manual_seed(0)
+    ffn, norm = regard.MLP(256, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
+    tower = regard.Tower(128, 2, MECHANISMS[name], ffn, norm=norm)
+    config = TransformerConfig(Tokens(97), tower, regard.LM(), max_len=512)
+    model = regard.build(config, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(3)
+    return model
+
+
+def requests(count: int = 12, **settings: object) -> list[Request]:
+    g = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 300, (count, 2), generator=g).tolist()
+    return [
+        Request(
+            torch.randint(0, 97, (n,), generator=g).tolist(),
+            Settings(max_new_tokens=1 + new // 4, **settings),  # type: ignore[arg-type]
+        )
+        for n, new in sizes
+    ]
+
+
+def agreement(a: list, b: list) -> float:
+    """Share of tokens before an answer's first that differs: sums in another order may turn a close call."""
+    same = total = 0
+    for x, y in zip(a, b, strict=True):
+        pairs = [p == q for p, q in zip(x.ids, y.ids)]
+        same += pairs.index(False) if False in pairs else len(pairs)
+        total += len(pairs)
+    return same / total
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
+    model, asked = build(name), requests()
+    want = GraphDecoder(model.cpu(), 4, 512, graph=False, kernels=False).serve(asked)
+    model = model.cuda()
+    for kernels in (False, True):
+        decoder = GraphDecoder(model, rows, 512, kernels=kernels)
+        assert agreement(decoder.serve(asked), want) > 0.9
+        assert agreement(decoder.serve(asked, refill=False), want) > 0.9
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8}, {"min_p": 0.05}, {}])
+def test_graph_draws_on_the_device(settings: dict) -> None:
+    model, asked = build("gqa"), requests(temperature=1.0, seed=5, **settings)
+    want = GraphDecoder(model.cpu(), 4, 512, graph=False, kernels=False).serve(asked)
+    assert agreement(GraphDecoder(model.cuda(), 4, 512).serve(asked), want) > 0.8
+
+
+def test_dependent_launch_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = build("gqa", torch.bfloat16), requests()
+    want = GraphDecoder(model, 2, 512).serve(asked)
+    monkeypatch.setitem(gpu_linear.SWITCH, "pdl", True)
+    got = GraphDecoder(model, 2, 512).serve(asked)
+    assert [r.ids for r in got] == [r.ids for r in want]
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got.float() - want.float()).norm() / want.float().norm()
+    assert error < 1e-2, f"relative error {error:.1e}"  # bf16 in and out
+
+
+@pytest.mark.parametrize("m, k, n, gated", [(1, 2048, 3072, False), (4, 768, 1000, True)])
+def test_linear_on_cuda(m: int, k: int, n: int, gated: bool) -> None:
+    x, g = torch.randn(m, k).cuda().bfloat16(), torch.rand(k).cuda().bfloat16()
+    w = (torch.randn(n * (1 + gated), k) / k**0.5).cuda().bfloat16()
+    act = "silu" if gated else ""
+    got = gpu_linear.fused(x, w, norm=(g, 1e-5), act=act, gated=gated)
+    wide = (g.float(), 1e-5)
+    close(got, gpu_linear.reference(x.float(), w.float(), norm=wide, act=act, gated=gated))
+
+
+@pytest.mark.parametrize("b, h, g, d, s", [(1, 32, 8, 64, 400), (3, 8, 8, 128, 3000)])
+def test_attention_on_cuda(b: int, h: int, g: int, d: int, s: int) -> None:
+    qkv, k, v = (
+        torch.randn(*n).cuda().bfloat16()
+        for n in ((b, (h + 2 * g) * d), (b, s, g, d), (b, s, g, d))
+    )
+    pos = torch.randint(s // 2, s, (b,)).cuda()
+    got = gpu_attention.decode(qkv, k, v, pos, heads=h, scale=d**-0.5)
+    q = qkv[:, : h * d].view(b, h, d)
+    close(got, gpu_attention.reference(q, k, v, pos + 1, d**-0.5))
+
+
+@pytest.mark.parametrize("h", [16, 32, 128])
+def test_latent_on_cuda(h: int) -> None:
+    q, entry, cache = (
+        torch.randn(*n).cuda().bfloat16() for n in ((2, h, 576), (2, 576), (2, 2000, 576))
+    )
+    pos = torch.tensor([1999, 777]).cuda()
+    got = gpu_latent.decode(q, entry, cache, pos, latent=512, scale=0.05)
+    close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))

@@ -1,0 +1,101 @@
+"""GraphDecoder off the GPU: the eager form of its step gives the engine's tokens, in any slots."""
+
+import pytest
+import torch
+
+import regard
+from regard.config import UsageError
+from regard.decode.engine import Engine
+from regard.decode.graphs import GraphDecoder
+from regard.decode.settings import Request, Settings
+from regard.models import Tokens, TransformerConfig
+
+ROPE = regard.Rope()
+ODD = regard.Rope(layout="interleaved", partial=0.5)
+MECHANISMS = {
+    "gqa": regard.GQA(8, 2, 32, rope=ROPE),
+    "qk_norm": regard.GQA(4, 2, 32, rope=ROPE, qk_norm=1e-6),
+    "window": regard.GQA(4, 4, 32, rope=ROPE, window=9, bias=True),
+    "interleaved": regard.GQA(4, 2, 32, rope=ODD),
+    "mla": regard.MLA(4, 64, 32, 16, rope=ROPE),
+    "mla_query": regard.MLA(4, 64, 32, 16, 24, 48, rope=regard.Rope(layout="interleaved")),
+}
+
+
+def build(name: str) -> regard.Model:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        sizes = {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 128, "vocab": 97, "max_len": 96}
+        model = regard.build("gpt2", **sizes)
+    else:
+        ffn, norm = regard.MLP(256, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
+        tower = regard.Tower(128, 2, MECHANISMS[name], ffn, norm=norm)
+        head = regard.LM(tied=name != "qk_norm")
+        model = TransformerConfig(Tokens(97), tower, head, max_len=96).make()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(3)  # so that answers differ
+    return model.eval()
+
+
+def requests(count: int = 9, **settings: object) -> list[Request]:
+    g = torch.Generator().manual_seed(1)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=g))
+
+    return [
+        Request(
+            torch.randint(0, 97, (number(1, 40),), generator=g).tolist(),
+            Settings(max_new_tokens=number(1, 40), **settings),  # type: ignore[arg-type]
+        )
+        for _ in range(count)
+    ]
+
+
+def by_engine(model: regard.Model, asked: list[Request]) -> list[tuple[list[int], str]]:
+    engine = Engine(model, rows=4)
+    numbers = [engine.submit(Request(list(r.ids), r.settings)) for r in asked]
+    done: dict[int, tuple[list[int], str]] = {}
+    while len(done) < len(asked):
+        for event in engine.step():
+            if event.done:
+                done[event.request] = event.done[0].ids, event.done[0].finish
+    return [done[n] for n in numbers]
+
+
+@pytest.mark.parametrize("name", [*MECHANISMS, "gpt2"])
+@pytest.mark.parametrize("settings", [{}, {"eos": (5, 7, 11, 20)}], ids=["length", "eos"])
+def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
+    model, asked = build(name), requests(**settings)
+    decoder = GraphDecoder(model, 3, 96, graph=False, look=8)
+    want = by_engine(model, asked)
+    assert [(r.ids, r.finish) for r in decoder.serve(asked)] == want
+    assert [(r.ids, r.finish) for r in decoder.serve(asked, refill=False)] == want
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8, "seed": 3}, {"min_p": 0.05}])
+def test_graphs_draw_as_the_engine_draws(settings: dict) -> None:
+    model, asked = build("gqa"), requests(temperature=1.1, **settings)
+    decoder = GraphDecoder(model, 4, 96, graph=False)
+    assert [(r.ids, r.finish) for r in decoder.serve(asked)] == by_engine(model, asked)
+
+
+def test_graphs_refuse_what_they_cannot_do() -> None:
+    model = build("gqa")
+    with pytest.raises(UsageError, match="on a GPU|on cpu"):
+        GraphDecoder(model, 1, 96, graph=True)
+    with pytest.raises(UsageError, match="context is 96"):
+        GraphDecoder(model, 1, 97, graph=False)
+    with pytest.raises(UsageError, match="no CUDA graph"):
+        GraphDecoder(regard.build("t5-small", layers=1), graph=False)
+    decoder = GraphDecoder(model, 1, 64, graph=False)
+    for wrong, words in (
+        (Request([1] * 60, Settings(max_new_tokens=5)), "do not fit"),
+        (Request([97]), "not in 0..96"),
+        (Request([]), "empty"),
+        (Request([1], Settings(max_new_tokens=2, beams=2)), "beams"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            decoder.serve([wrong])

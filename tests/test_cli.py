@@ -1,0 +1,278 @@
+"""The command `regard`: what it prints where, what it needs to start, and how each mistake ends."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import regard
+from regard import cli_options
+from regard.cli import COMMANDS, main
+from tests.text import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL: dict[str, Any] = dict(layers=2, dim=32, heads=4, ffn_dim=48)
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+HOME = tempfile.TemporaryDirectory(prefix="regard-cli-")
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def call(*arguments: Any, stdin: str | bytes = b"") -> Done:
+    """`regard arguments` in this process, on streams whose encoding is wrong as some terminals' is."""
+    raw = stdin.encode() if isinstance(stdin, str) else stdin
+    before = sys.stdin, sys.stdout, sys.stderr
+    given, out, err = (io.TextIOWrapper(io.BytesIO(x), encoding="ascii") for x in (raw, b"", b""))
+    sys.stdin, sys.stdout, sys.stderr = given, out, err
+    try:
+        code = main([str(a) for a in arguments])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
+    out.flush()
+    err.flush()
+    written = (x.buffer.getvalue().decode("utf-8") for x in (out, err))  # type: ignore[attr-defined]
+    return Done(code, *written)
+
+
+def command(*arguments: Any) -> dict[str, Any]:
+    """What subprocess needs to run `regard arguments`."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+    env.pop("NO_COLOR", None)
+    return dict(args=[sys.executable, "-m", "regard", *map(str, arguments)], env=env)
+
+
+def process(*arguments: Any, stdin: str = "") -> Done:
+    done = subprocess.run(**command(*arguments), input=stdin.encode(), capture_output=True)
+    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@cache
+def folder(name: str) -> Path:
+    """A tiny model with a tiny tokenizer, saved once: gpt2 (with a chat template), t5, marian; bare, bert and
+    captioner have no tokenizer."""
+    torch.manual_seed(0)
+    path = Path(HOME.name) / name
+    if name == "gpt2":
+        regard.build("gpt2", vocab=400, max_len=96, **SMALL).save(path)
+        return put(path, tiny.gpt2(chat_template=CHATML))
+    if name == "bare":
+        return regard.build("gpt2", vocab=50, max_len=40, **SMALL).save(path)
+    if name == "bert":
+        return regard.build("bert-base", vocab=50, max_len=40, **SMALL).save(path)
+    if name == "captioner":
+        return regard.build("captioner", size=16, patch=8, vocab=50, **SMALL).save(path)
+    vocab = max(json.loads(tiny.marian()["vocab.json"]).values()) + 1 if name == "marian" else 145
+    preset = "marian" if name == "marian" else "t5-small"
+    regard.build(preset, vocab=vocab, **SMALL).save(path)
+    start, eos = (vocab - 1, 0) if name == "marian" else (0, 1)
+    saved = tiny.dump({"decoder_start_token_id": start, "eos_token_id": eos})
+    return put(path, {**tiny.ALL[name](), "generation_config.json": saved})
+
+
+def put(path: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return path
+
+
+# --- starting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], [], ["bench", "--help"]]
+    + [[name, "--help"] for name in COMMANDS if name != "bench"]
+    + [["generate", "--max-new-tokns", "3"], ["generat"]],
+    ids=" ".join,
+)
+def test_help_and_typing_mistakes_do_not_import_torch(arguments: list[str]) -> None:
+    script = f"""
+import sys
+from regard.cli import main
+try:
+    main({arguments!r})
+except SystemExit as end:
+    assert not end.code
+heavy = {{"torch", "numpy", "tokenizers", "safetensors"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_command_and_shows_examples_first() -> None:
+    text = call("--help").out
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert text.index("regard generate MODEL") < text.index("commands")
+    text = call("generate", "--help").out
+    assert text.index("regard generate MODEL") < text.index("usage:") < text.index("--top-k")
+    assert all(len(line) <= 120 and line == line.rstrip() for line in text.splitlines())
+
+
+def test_every_setting_of_decoding_is_a_flag_with_its_default() -> None:
+    made = cli_options.values(cli_options.Generate(model="m"))
+    for f in dataclasses.fields(regard.Settings):
+        assert made[f.name] == f.default, f.name
+
+
+def test_flags_may_be_written_with_underscores() -> None:
+    kebab = cli_options.parse(cli_options.Generate, "generate", ["m", "--max-new-tokens", "3"])
+    snake = cli_options.parse(cli_options.Generate, "generate", ["m", "--max_new_tokens", "3"])
+    assert kebab == snake and kebab.max_new_tokens == 3
+
+
+# --- generate -----------------------------------------------------------------------------------------------------
+
+
+def test_process_writes_the_text_and_nothing_else(shared: Path) -> None:
+    model = shared / "weights" / "stories260K"
+    done = process("generate", model, "Once upon a time", "--max-new-tokens", 24)
+    text = regard.generate(regard.load(model), "Once upon a time", max_new_tokens=24)[0].text
+    assert done == Done(0, f"{text}\n", "")
+    assert text.startswith(", there was a little girl")
+
+
+def test_prompt_comes_from_stdin_without_its_line_end() -> None:
+    given = call("generate", folder("gpt2"), "The dog", "--max-new-tokens", 8)
+    assert given.code == 0 and given.err == "" and given.out.endswith("\n")
+    for dash in ([], ["-"]):
+        read = call("generate", folder("gpt2"), *dash, "--max-new-tokens", 8, stdin="The dog\r\n")
+        assert read == given
+
+
+def test_json_holds_the_result() -> None:
+    done = call("generate", folder("gpt2"), "The dog", "--max-new-tokens", 8, "--json")
+    (want,) = regard.generate(regard.load(folder("gpt2")), "The dog", max_new_tokens=8)
+    found = json.loads(done.out)
+    assert list(found) == ["text", "ids", "logprobs", "score", "finish"]
+    assert (found["text"], found["ids"], found["finish"]) == (want.text, want.ids, want.finish)
+    assert found["score"] == pytest.approx(want.score, abs=1e-4)
+    assert found["logprobs"] == pytest.approx(want.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "flags, count",
+    [
+        (["--beams", 3, "--n-best", 2], 2),
+        (["--samples", 3, "--temperature", 0.9, "--top-k", 40, "--seed", 5], 3),
+        (["--lookup", 4], 1),
+        (["--beams", 4, "--groups", 2, "--diversity", 0.5, "--early-stopping", "first"], 1),
+    ],
+)
+def test_several_answers_are_several_lines_of_json(flags: list[Any], count: int) -> None:
+    done = call("generate", folder("gpt2"), "The", "--max-new-tokens", 6, "--json", *flags)
+    found = [json.loads(line) for line in done.out.splitlines()]
+    settings = {str(k)[2:].replace("-", "_"): v for k, v in zip(flags[::2], flags[1::2])}
+    model = regard.load(folder("gpt2"))
+    want = regard.generate(model, ["The"], max_new_tokens=6, **settings)
+    assert [f["ids"] for f in found] == [r.ids for r in want] and len(found) == count
+    plain = call("generate", folder("gpt2"), "The", "--max-new-tokens", 6, *flags)
+    assert plain.out == "".join(f["text"] + "\n" for f in found)
+
+
+def test_flags_about_tokens_have_their_effect() -> None:
+    def ids(*flags: Any) -> list[int]:
+        return json.loads(
+            call("generate", folder("gpt2"), "The", "--max-new-tokens", 5, "--json", *flags).out
+        )["ids"]
+
+    plain = ids()
+    assert plain[0] not in ids("--banned", plain[0], "--banned", 7)
+    assert ids("--logit-bias", "9=100") == [9] * 5
+    assert ids("--forced-first", 0, "--eos", 399)[0] == 0
+    assert ids("--forced-last", 11)[-1] == 11
+    assert ids("--eos", plain[0]) == []
+    assert len(ids("--eos", plain[0], "--min-new-tokens", 2)) >= 2
+    assert ids("--repetition-penalty", 50.0) != plain
+
+
+def test_stop_ends_the_text() -> None:
+    whole = call("generate", folder("gpt2"), "The dog", "--max-new-tokens", 12).out.rstrip("\n")
+    stop = whole[3:5]
+    done = call(
+        "generate",
+        folder("gpt2"),
+        "The dog",
+        "--max-new-tokens",
+        12,
+        "--stop",
+        "§§",
+        f"--stop={stop}",
+    )
+    assert done.out == whole[: whole.index(stop)] + "\n"
+
+
+def test_ids_in_and_out_without_a_tokenizer() -> None:
+    done = call("generate", folder("bare"), "5, 9 2", "--ids", "--max-new-tokens", 6)
+    (want,) = regard.generate(regard.load(folder("bare")), [5, 9, 2], max_new_tokens=6)
+    assert done == Done(0, " ".join(map(str, want.ids)) + "\n", "")
+    done = call("generate", folder("bare"), "5, 9 2", "--ids", "--max-new-tokens", 6, "--json")
+    assert json.loads(done.out)["text"] is None and json.loads(done.out)["ids"] == want.ids
+
+
+@pytest.mark.parametrize(
+    "prompt", ["👩‍👩‍👧 😀", "שלום مرحبا", "e\u0301 你好", "a\tb\nc", "nul\x01", "-5 x"]
+)
+def test_any_unicode_may_be_a_prompt(prompt: str) -> None:
+    done = call("generate", folder("gpt2"), prompt, "--max-new-tokens", 4)
+    (want,) = regard.generate(regard.load(folder("gpt2")), [prompt], max_new_tokens=4)
+    assert done == Done(0, f"{want.text}\n", "")
+    assert call("generate", folder("gpt2"), "--max-new-tokens", 4, stdin=prompt) == done
+
+
+def test_unicode_survives_a_process_with_another_locale() -> None:
+    given = command("generate", folder("gpt2"), "😀 שלום", "--max-new-tokens", 4, "--json")
+    given["env"] |= {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii",
+    }
+    done = subprocess.run(**given, capture_output=True)
+    (want,) = regard.generate(regard.load(folder("gpt2")), ["😀 שלום"], max_new_tokens=4)
+    if (
+        done.returncode == 0
+    ):  # without UTF-8 mode the argument arrives as surrogates, which are refused
+        assert json.loads(done.stdout)["text"] == want.text
+    else:
+        assert (done.returncode, b"Unicode" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "bf16"], ["--precision", "fp32", "--device", "cpu"]])
+def test_device_and_precision_are_accepted(flags: list[str]) -> None:
+    done = call("generate", folder("gpt2"), "The dog", "--max-new-tokens", 3, *flags)
+    assert done.code == 0 and done.err == ""
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantize_says_what_it_costs(kind: str) -> None:
+    done = call(
+        "generate", folder("gpt2"), "The dog runs", "--max-new-tokens", 3, "--quantize", kind
+    )
+    assert done.code == 0
+    assert done.err.startswith(f"{kind}: perplexity of the prompt ") and " -> " in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_encoder_decoder_generates_from_its_source() -> None:
+    done = call("generate", folder("t5"), "The dog", "--max-new-tokens", 6)
+    (want,) = regard.generate(regard.load(folder("t5")), ["The dog"], max_new_tokens=6)
+    assert done == Done(0, f"{want.text}\n", "")
