@@ -245,7 +245,7 @@ def part_c(args: argparse.Namespace) -> None:
                 gpu_linear.SWITCH["pdl"] = False
             first = SEEN.setdefault(("tokens", batch), out)
             same = sum(a.ids == b.ids for a, b in zip(out, first, strict=True))
-            hf = hf_rate(theirs, batch, 16) if theirs is not None else math.nan
+            hf = hf_rate(theirs, batch, 32) if theirs is not None else math.nan
             print(
                 f"  {batch:5d}  {name:20s} {rate:13,.0f} {100 * rate / limit:10.1f} {whole:15,.0f} "
                 f"{hf:13,.0f} {whole / hf:8.1f}x   same tokens in {same} of {batch}"
@@ -350,7 +350,7 @@ def part_e(args: argparse.Namespace) -> None:
 
 def part_t(args: argparse.Namespace) -> None:
     """The best (rows of W, elements of K, warps) for each matrix of the model, over weights larger than the cache."""
-    for rows in (1, 4):
+    for rows in map(int, args.rows.split(",")):
         for name, k, n, gated, norm in (
             ("qkv", 2048, 3072, False, True),
             ("out", 2048, 2048, False, False),
@@ -369,7 +369,7 @@ def part_t(args: argparse.Namespace) -> None:
             more["norm"] = (g, 1e-5) if norm else None
             found = []
             for block_n, block_k, warps in itertools.product(
-                (1, 2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8, 16)
+                (1, 2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8)
             ):
                 load = block_n * block_k * (1 + gated) / (32 * warps)
                 if not (16 <= load <= 128) or block_k > max(k, 1024) or k // block_k > 8:
@@ -394,6 +394,7 @@ def part_t(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", default="k,a,b,c,d,e")
+    parser.add_argument("--rows", default="1", help="rows of x in part t")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()

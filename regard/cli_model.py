@@ -48,17 +48,17 @@ class Opened:
             self.plain: Model = load(folder, device=device, dtype=DTYPES[machine.dtype])
             self.tokenizer = tokenizer_of(self.plain)
         self.model, self.precision = self.plain, "fp32"
-        self.quantized = machine.quantize != "none"
+        quantized = machine.quantize != "none"
         if device.type == "cpu":
             use_threads()
         stored = next(self.plain.parameters()).dtype
-        if self.quantized:
+        if quantized:
             self.precision = machine.quantize
         elif stored != torch.float32:
             self.precision = "bf16"
-        if self.quantized or device.type == "cpu":
+        if quantized or device.type == "cpu":
             self.model = prepare(self.plain, self.precision, rows=rows)
-        if not self.quantized:
+        if not quantized:
             self.plain = self.model
         talk(f"{device} ({why}), {self.precision}")
 
@@ -69,7 +69,7 @@ class Opened:
     def compare(self, prompt: Any) -> None:
         """Say what quantization costs: perplexity of the prompt, or of the plain model's answer to it where the prompt
         is a source. Then let the plain model go."""
-        if not self.quantized:
+        if self.plain is self.model:
             return
         plain, self.plain = self.plain, self.model
         text = isinstance(prompt, str)

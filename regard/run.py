@@ -27,19 +27,22 @@ def generate(
     rows: int = 64,
     layout: str = "contiguous",
     invariant: bool = False,
+    draft_model: Any = None,
     **settings: Any,
 ) -> list[Result]:
     """Answers to prompts, which are texts or lists of ids (an encoder-decoder's source; images for a captioner).
 
     settings: see regard.decode.settings.Settings. With n_best or samples above 1 a prompt's results follow each other.
     `rows` bounds the batch; more prompts than fit are served as rows become free. `invariant`: an answer has the same
-    bits whatever the other prompts are (slower; see regard.decode.invariant)."""
+    bits whatever the other prompts are (slower; see regard.decode.invariant). `draft_model`: a small model of the same
+    vocabulary that guesses tokens ahead (`draft` of them, 4 if not said)."""
+    if draft_model is not None:
+        settings.setdefault("draft", 4)
     job = Job(model, stop, settings)
     many = job.requests(prompts)
-    if invariant:
-        engine = Engine(steady(model), layout=layout, rows=rows, backend="ordered")
-    else:
-        engine = Engine(model, layout=layout, rows=rows)
+    backend = "ordered" if invariant else "sdpa"
+    runner = steady(model) if invariant else model
+    engine = Engine(runner, layout=layout, rows=rows, backend=backend, draft=draft_model)
     results: dict[int, list[Result]] = {}
     numbers = {}
     for i in sorted(range(len(many)), key=lambda i: -_size(many[i])):

@@ -2,20 +2,20 @@
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import regard
-from regard.text import render_chat
+from regard.run import tokenizer_of
+from regard.text import needed, render_chat
 from tests.test_cli import Done, call, command, folder, process
 
 
 def answers(*said: str, system: str | None = None, tokens: int = 5) -> list[str]:
     """What the model says to each message, by the Python functions."""
     model = regard.load(folder("gpt2"))
-    tokenizer = regard.run.tokenizer_of(model)
+    tokenizer = needed(tokenizer_of(model))
     messages = [] if system is None else [{"role": "system", "content": system}]
     found = []
     for text in said:
@@ -62,45 +62,36 @@ def test_wrong_message_is_the_users_mistake() -> None:
     assert done.code == 4 and "line 1 of stdin is no UTF-8" in done.err
 
 
-@pytest.fixture
-def terminal() -> Callable[[bytes], tuple[int, bytes]]:
-    """Chat on a terminal: type something, press Ctrl-D; the exit code and what was on the screen."""
+def terminal(*typed: bytes) -> tuple[int, bytes]:
+    """Chat on a terminal: at each prompt type the next line, then Ctrl-D; the exit code and what the screen showed."""
     pty = pytest.importorskip("pty")
-
-    def run(typed: bytes) -> tuple[int, bytes]:
-        mine, theirs = pty.openpty()
-        given = command("chat", folder("gpt2"), "--max-new-tokens", 5)
-        given["env"] |= {"TERM": "dumb"}
-        streams = dict(stdin=theirs, stdout=theirs, stderr=theirs)
-        with subprocess.Popen(**given, **streams) as child:
-            os.close(theirs)
-            os.write(mine, typed)
-            seen = b""
-            try:
-                while chunk := os.read(mine, 4096):
-                    seen += chunk
-            except OSError:  # how a terminal ends
-                pass
-        os.close(mine)
-        return child.returncode, seen
-
-    return run
+    mine, theirs = pty.openpty()
+    given = command("chat", folder("gpt2"), "--max-new-tokens", 5)
+    given["env"] |= {"TERM": "dumb"}
+    lines, seen = [*typed, b"\x04"], b""
+    with subprocess.Popen(**given, stdin=theirs, stdout=theirs, stderr=theirs) as child:
+        os.close(theirs)
+        try:
+            while chunk := os.read(mine, 4096):
+                seen += chunk
+                if lines and seen.endswith(b"> "):
+                    os.write(mine, lines.pop(0))
+        except OSError:  # how a terminal ends
+            pass
+    os.close(mine)
+    return child.returncode, seen
 
 
-def test_terminal_shows_a_prompt_and_why_the_answer_ended(
-    terminal: Callable[[bytes], tuple[int, bytes]],
-) -> None:
+def test_terminal_shows_a_prompt_and_why_the_answer_ended() -> None:
     (want,) = answers("Hi")
-    code, seen = terminal(b"Hi\n\x04")
+    code, seen = terminal(b"Hi\n")
     assert code == 0 and b"> " in seen and want.encode() in seen
     assert b"5 tokens, " in seen and b"ended by length" in seen and b"no cuda device" in seen
 
 
-def test_mistake_on_a_terminal_does_not_end_the_conversation(
-    terminal: Callable[[bytes], tuple[int, bytes]],
-) -> None:
+def test_mistake_on_a_terminal_does_not_end_the_conversation() -> None:
     (want,) = answers("Hi")
-    code, seen = terminal(b"a" * 300 + b"\nHi\n\x04")
+    code, seen = terminal(b"a" * 300 + b"\n", b"Hi\n")
     assert code == 0 and b"error: " in seen and b"/clear" in seen and want.encode() in seen
 
 

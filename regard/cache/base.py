@@ -131,6 +131,13 @@ class Cache:
 
     def fork(self, rows: Tensor) -> Cache:
         """A cache whose row i continues row rows[i]: beams, samples, a shared prefix. The old one stays as it was."""
+        new = self._shell(rows)
+        new._fork_from(self, rows.to(self.device))
+        new._all = new._positions()
+        return new
+
+    def _shell(self, rows: Tensor) -> Cache:
+        """All of a fork but the stored tokens."""
         new = self.__class__.__new__(self.__class__)
         new.__dict__.update(self.__dict__)
         rows = rows.to(self.device)
@@ -139,8 +146,6 @@ class Cache:
             new.even = _common(new.lengths)
         new.states = [{n: s[rows] for n, s in state.items()} for state in self.states]
         new.cross = None if self.cross is None else self._fork_cross(rows)
-        new._fork_from(self, rows)
-        new._all = new._positions()
         return new
 
     def _fork_cross(self, rows: Tensor) -> Cache:
@@ -171,8 +176,9 @@ class Cache:
             new.cross = cross if shared else cross.fork(rows)
         return new
 
-    def take(self, rows: Tensor) -> Cache:
-        """`fork`, after which this cache is given up: what the rows leave behind is free."""
+    def take(self, rows: Tensor, common: int = 0) -> Cache:
+        """`fork`, after which this cache is given up: what the rows leave behind is free. Where as many rows trade
+        places with others that came of the same one (beams), `common` tells how many first tokens they share."""
         new = self.fork(rows)
         self.release()
         return new

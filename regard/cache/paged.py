@@ -209,13 +209,14 @@ class Paged(Cache):
                 self.pool.hold(page)
         return new
 
-    def take(self, rows: Tensor) -> Cache:
-        """A row that goes on once keeps its pages as they are; only second copies and lost rows are counted."""
+    def take(self, rows: Tensor, common: int = 0) -> Cache:
+        """A row that goes on once keeps its pages as they are; only second copies and lost rows are counted, and of
+        them what is not common."""
         new = super().fork(rows)
         uses = Counter(rows.tolist())
         for row, table in enumerate(self.tables):
             if uses[row] != 1:
-                for page in reversed(table):
+                for page in reversed(table[common // self.page :]):
                     self.pool.share(page, uses[row] - 1)
             table.clear()
         return new

@@ -54,6 +54,18 @@ class Contiguous(Cache):
     def _read(self, layer: int) -> dict[str, Tensor]:
         return {name: x[:, : self._all.size] for name, x in self.slots[layer].items()}
 
+    def take(self, rows: Tensor, common: int = 0) -> Cache:
+        """In place where the rows stay as many: only what changes is copied."""
+        if len(rows) != self.batch:
+            return super().take(rows)
+        new, used = self._shell(rows), self._all.size
+        moved = (rows != torch.arange(self.batch, device=self.device)).nonzero()[:, 0]
+        for store in self.slots:
+            for x in store.values():
+                x[moved, common:used] = x[rows[moved], common:used]
+        new._all = new._positions()
+        return new
+
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
         assert isinstance(old, Contiguous)
         used = old._all.size
@@ -117,6 +129,12 @@ class Ring(Contiguous):
         last = self.lengths[:, None] - 1
         pos = last - (last - slot) % self.capacity
         return Span(torch.where(pos >= 0, pos, -1))
+
+    def take(self, rows: Tensor, common: int = 0) -> Cache:
+        new = super().take(rows)  # slots are no positions here: all of them may differ
+        assert isinstance(new, Ring)
+        new.high = self.high[rows]
+        return new
 
     def _check_rewind(self, drop: Tensor) -> None:
         oldest = self.lengths - drop - self.window + 1  # the next token still sees it

@@ -31,14 +31,14 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
         ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
         for name, tensor in zip(step.theirs, step.op.save(ours, len(step.theirs)), strict=True):
             tensors[name] = tensor.contiguous()
-    if family is not None and family.heads[theirs["architectures"][0]] is None:
-        tensors = {name.removeprefix(family.base): tensor for name, tensor in tensors.items()}
     if family is not None and family.apart and theirs.get("tie_word_embeddings") is False:
         for name, (first, *_), switch in family.twins:
             if switch == "shared" and name not in tensors:
                 tensors[name] = tensors[first].clone()
     if family is not None and family.name == origin.family:
         tensors.update(origin.tensors)
+    if family is not None and family.heads[theirs["architectures"][0]] is None:
+        tensors = {name.removeprefix(family.base): tensor for name, tensor in tensors.items()}
     with replacing(path) as folder:
         write_json(folder / "config.json", theirs)
         write_weights(folder, tensors, shard_bytes)

@@ -109,6 +109,8 @@ def _t5_scale_of(theirs: Data) -> bool:
 
 
 def _write_t5_scale(ours: Data, theirs: Data) -> None:
+    if ours["head"] is None:
+        return
     scaled = ours["head"]["scaled"]
     if "scale_decoder_outputs" not in theirs or _t5_scale_of(theirs) != scaled:
         theirs["scale_decoder_outputs"] = theirs["tie_word_embeddings"] = scaled
@@ -121,7 +123,7 @@ T5 = Family(
     name="t5",
     base="",
     blank=EncoderDecoderConfig(Tokens(1), _T5_ENCODER, Tokens(1), _T5_DECODER),
-    heads={"T5ForConditionalGeneration": LM()},
+    heads={"T5ForConditionalGeneration": LM(), "T5Model": None},
     config=(
         Key("vocab_size", "source.vocab", also=("target.vocab",)),
         _shared("d_model", "dim", REQUIRED),
@@ -243,11 +245,11 @@ def _bart_block(tower: str) -> tuple[Any, ...]:
 
 BART = Family(
     name="bart",
-    base="",
+    base="model.",
     blank=EncoderDecoderConfig(
         _BART_TOKENS, _BART_ENCODER, _BART_TOKENS, _BART_DECODER, LM(bias=True), max_len=1
     ),
-    heads={"BartForConditionalGeneration": LM(bias=True)},
+    heads={"BartForConditionalGeneration": LM(bias=True), "BartModel": None},
     config=(
         Key("vocab_size", "source.vocab", also=("target.vocab",)),
         *_BART_KEYS,
@@ -310,7 +312,7 @@ MARIAN = replace(
     blank=EncoderDecoderConfig(
         _MARIAN_TOKENS, _BART_ENCODER, _MARIAN_TOKENS, _BART_DECODER, LM(bias=True), max_len=1
     ),
-    heads={"MarianMTModel": LM(bias=True)},
+    heads={"MarianMTModel": LM(bias=True), "MarianModel": None},
     config=(
         Key("vocab_size", "source.vocab"),
         Key("decoder_vocab_size", "target.vocab", lambda hf: hf["vocab_size"]),

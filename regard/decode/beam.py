@@ -114,7 +114,7 @@ class BeamLane:
         parents, over = self._advance(logits.view(shape), norm.view(shape))
         rows = (torch.arange(g, device=logits.device)[:, None] * s.beams + parents).view(-1)
         if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
-            self.cache = self.cache.take(rows)
+            self.cache = self.cache.take(rows, min(len(r.ids) for r in self.requests_))
         ends = over.tolist()
         self.closed = [ends[i] or self.broken[i] for i in range(g)]
         return []

@@ -18,7 +18,7 @@ def check(request: Request, model: Any) -> None:
     s, config = request.settings, model.config
     if not request.ids:
         raise UsageError("the prompt is empty; give at least one token")
-    tokens = getattr(config, "target", None) or getattr(config, "embedding", None) or config
+    tokens = written(model)
     forced = [i for i in (s.forced_first, s.forced_last) if i is not None]
     named = [*request.ids, *s.eos, *s.banned, *forced, *(i for i, _ in s.logit_bias)]
     check_tokens(named, tokens.vocab)
@@ -30,9 +30,9 @@ def check(request: Request, model: Any) -> None:
             f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones are more than the model's context of "
             f"{longest}; shorten the prompt, or ask for at most {max(longest - len(request.ids), 0)} new tokens"
         )
-    if s.lookup and any(spec.state for spec in model.cache_specs()):
+    if (s.lookup or s.draft) and any(spec.state for spec in model.cache_specs()):
         raise UsageError(
-            "a recurrent model cannot take tokens back, so it cannot speculate; leave lookup out"
+            "a recurrent model cannot take tokens back, so it cannot speculate; leave lookup and draft out"
         )
     if request.key is not None and not -(2**52) <= request.key < 2**52:
         raise UsageError(f"key is {request.key}; give a number from -2**52 to 2**52 - 1")
@@ -92,3 +92,9 @@ def check_pages(request: Request, pool: Pool) -> None:
             f"{len(request.ids)} + {s.max_new_tokens} tokens{rows} need {need} pages of {page}, the pool has "
             f"{have}; shorten the request, or make more pages"
         )
+
+
+def written(model: Any) -> Any:
+    """The config that tells the vocabulary a model writes in."""
+    config = model.config
+    return getattr(config, "target", None) or getattr(config, "embedding", None) or config

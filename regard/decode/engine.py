@@ -21,7 +21,8 @@ import torch
 from regard.cache import Cache, Contiguous, OutOfPages, Paged, Pool
 from regard.config import UsageError
 from regard.decode.beam import BeamLane
-from regard.decode.check import check, check_pages
+from regard.decode.check import check, check_pages, written
+from regard.decode.draft import Draft
 from regard.decode.prefill import Prefill
 from regard.decode.sample import Row, SampleLane
 from regard.decode.settings import Event, Request, Result
@@ -45,6 +46,7 @@ class Engine:
         page: int = 16,
         prefix: bool = True,
         backend: str = "sdpa",
+        draft: Any = None,
     ):
         if layout not in ("paged", "contiguous"):
             raise UsageError(f"an engine has no layout {layout!r}; choose paged or contiguous")
@@ -52,6 +54,7 @@ class Engine:
             if n < 1:
                 raise UsageError(f"{name} is {n}; give 1 or more")
         self.model, self.rows, self.chunk, self.backend = model, rows, chunk, backend
+        self.draft = draft
         self.specs = model.cache_specs()
         weight = next(model.parameters())
         self.where = {"device": weight.device, "dtype": weight.dtype}
@@ -76,6 +79,10 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; its number names it in events."""
         check(request, self.model)
+        if request.settings.draft and self.draft is None:
+            raise UsageError(
+                "draft asks for guesses of a draft model; give one: Engine(model, draft=small_model)"
+            )
         if self.pool is not None:
             check_pages(request, self.pool)
         if request.number >= 0:  # given before: the same words, another request
@@ -182,9 +189,9 @@ class Engine:
         if key is None:
             mine = [self.resumed.pop(r.number, None) for r in job.requests]
             new = [[Row(r, i) for i in range(times)] for r in job.requests]
-            lane: Lane = SampleLane(
-                cache, [row for m, n in zip(mine, new, strict=True) for row in m or n]
-            )
+            rows = [row for m, n in zip(mine, new, strict=True) for row in m or n]
+            draft = None if self.draft is None else Draft(self.draft, written(self.model).vocab)
+            lane: Lane = SampleLane(cache, rows, draft)
         else:
             lane = BeamLane(cache, job.requests, logits.shape[-1])
         events = lane.choose(logits)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +22,8 @@ from regard.attention.context import Context
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block
-from regard.config import UsageError, nearest
-from regard.kernels.linear import PRECISIONS, THEN, Packed, gelu_tanh, pack
+from regard.config import UsageError
+from regard.kernels.linear import PRECISIONS, THEN, Packed, gelu_tanh, pack, packs
 from regard.layers import LM, FeedForward, LMHead, times
 from regard.models import EncoderDecoder, Model
 from regard.models.recurrent import Recurrent, Seq2Seq
@@ -33,26 +31,26 @@ from regard.moe import MixtureOfExperts
 
 
 def prepare(model: Model, precision: str = "fp32", *, rows: int = 1) -> Model:
-    """`model` ready to run in `precision`: fp32, bf16, int8 or int4.
+    """`model` ready to run in `precision`: fp32, bf16, int8 or int4. `rows` is how many rows a step will have (batch
+    times beams): the packing that suits them is taken; any other number works too.
 
-    fp32 is the same up to rounding. bf16 keeps everything in bf16 (cache too). int8 and int4 hold the weights of linear
-    layers in 8 or 4 bits and the rest in bf16; experts of a mixture and MLA's up-projection stay in bf16. Logits are
-    float32. Recurrent cells keep their dtype; what is linear around them is packed. `rows` is how many rows a step will
-    have (batch times beams), if known: the packing that suits them is taken.
+    fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too. int8 and int4 hold linear layers in 8
+    or 4 bits and the rest in bf16 (in float32 on a CPU without bf16), experts of a mixture and MLA's up-projection
+    among it. Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
 
-    Weights that need no change are shared with `model`. The head is packed too: if it is tied, the embedding remains
-    beside it, which costs vocab x dim numbers more (not in fp32 for one or two rows, where both are one)."""
+    Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab x dim
+    numbers beside the embedding; not where nothing is packed (fp32 up to two rows, bf16 for one): both stay one."""
     if precision not in PRECISIONS:
         raise UsageError(
-            f"precision {precision!r} is unknown; {nearest(precision, PRECISIONS)} ({', '.join(PRECISIONS)})"
+            f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}"
         )
+    if rows < 1:
+        raise UsageError(f"rows={rows}: a step has at least one row")
     if isinstance(model, Prepared):
         raise UsageError(
             f"this model is already prepared in {model.precision}; prepare the original"
         )
-    recurrent = isinstance(model, (Recurrent, Seq2Seq))
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    maker = Maker(precision, rows, None if recurrent else dtype)
+    maker = Maker(precision, rows, _stream(model, precision))
     parts = {}
     if isinstance(model.head, LMHead):
         two = isinstance(model, (EncoderDecoder, Seq2Seq))
@@ -62,6 +60,17 @@ def prepare(model: Model, precision: str = "fp32", *, rows: int = 1) -> Model:
     made = maker.twin(model, _prepared(kind), **parts)
     made.precision = precision
     return made.eval()
+
+
+def _stream(model: Model, precision: str) -> torch.dtype | None:
+    """The dtype of all that is not packed; None: as it is."""
+    if isinstance(model, (Recurrent, Seq2Seq)):
+        return None
+    device = next(model.parameters()).device.type
+    slow = device == "cpu" and not packs(device, torch.bfloat16)
+    return (
+        torch.float32 if precision == "fp32" or (slow and precision != "bf16") else torch.bfloat16
+    )
 
 
 class Prepared:
@@ -126,7 +135,9 @@ class Maker:
             return self.twin(module, w_ukv=self.twin(module.w_ukv))
         if isinstance(module, MixtureOfExperts):  # likewise
             return self.twin(module, router=self.twin(module.router))
-        return module if module is None or isinstance(module, nn.RNNBase) else self.twin(module)
+        if isinstance(module, nn.RNNBase):  # it holds its weights twice over
+            return copy.copy(module)
+        return None if module is None else self.twin(module)
 
     def twin(self, module: nn.Module, kind: Any = None, **parts: nn.Module | None) -> Any:
         """A copy of `module`, of class `kind` if given, with `parts` instead of its own; the rest is made."""
@@ -176,23 +187,21 @@ class Maker:
         down = self.product(module.down, out=self.dtype)
         if module.gate is not None:
             joined = self.product(module.gate, module.up, out=inner)
-            return self.twin(
-                module, JoinedFeedForward, gate=None, up=None, gate_up=joined, down=down
-            )
-        up = self.product(module.up, out=inner)
-        new = self.twin(module, up=up, down=down)
-        if isinstance(up, Packed) and name in THEN:
-            up.then, up.out, new.act = THEN[name], None, _same
-        elif name == "gelu_tanh":
+            parts = {"gate": None, "up": None, "gate_up": joined, "down": down}
+            new = self.twin(module, JoinedFeedForward, **parts)
+        else:
+            up = self.product(module.up, out=inner)
+            new = self.twin(module, up=up, down=down)
+            if isinstance(up, Packed) and name in THEN:
+                up.then, up.out, new.act = THEN[name], None, _same
+                return new
+        if name == "gelu_tanh":
             new.act = gelu_tanh
         return new
 
     def head(self, module: LMHead, embedding: Any) -> nn.Module:
         weight = embedding if module.weight is None else module.weight
-        if self.precision in (
-            "fp32",
-            "bf16",
-        ):  # one copy for the embedding and a head that needs no packing
+        if self.precision in ("fp32", "bf16"):  # a head that needs no packing shares it
             weight = self.parameter(weight)
         new = self.twin(module, PackedHead)
         new.product = pack(
@@ -251,6 +260,8 @@ class JoinedFeedForward(FeedForward):
 
 
 class PackedHead(LMHead):
+    """With a weight of its own."""
+
     product: nn.Module
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
@@ -261,7 +272,7 @@ class PackedHead(LMHead):
         return self.product(h)
 
 
-# --- what it costs in quality, and how many threads to run it on --------------------------------------------------
+# --- what it costs in quality -------------------------------------------------------------------------------------
 
 
 class Perplexity(NamedTuple):
@@ -286,34 +297,3 @@ def _perplexity(model: Model, ids: Tensor, source: Tensor | None) -> float:
         logits = model(row[None], **given)[0, :-1].float()
         total += F.cross_entropy(logits, row[1:], reduction="sum").item()
     return math.exp(total / (len(ids) * (ids.shape[1] - 1)))
-
-
-def use_threads(count: int | None = None) -> int:
-    """Let torch compute on `count` threads; by default on OMP_NUM_THREADS if it is set, else on every physical core
-    that this process may use.
-
-    A step of decoding waits for memory and for the matrix unit, which two threads of one core share; and one thread
-    more than there is processor time for makes all others wait at the end of every product."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    count = count or (int(given) if given.isdigit() and int(given) else cores())
-    if torch.get_num_threads() != count:
-        torch.set_num_threads(count)
-    return count
-
-
-def cores() -> int:
-    """Physical cores among the processors of this process, and no more than its container's quota."""
-    mine = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
-    each = {
-        _read(f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list") or i for i in mine
-    }
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    limit = int(quota) // int(period) if quota.isdigit() and period.isdigit() else len(each)
-    return max(1, min(len(each), limit))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import Cache
+from regard.decode.draft import Draft
 from regard.decode.lookup import Index
 from regard.decode.sampling import draw, min_p, repeat, top_k, top_p, typical_p, uniform
 from regard.decode.settings import Event, Request, Result
@@ -36,14 +37,17 @@ class Row:
 
     def guesses(self) -> list[int]:
         """Tokens that may come next, found earlier in the text."""
-        s = self.request.settings
-        room = min(s.lookup, s.max_new_tokens - len(self.ids) - 1)
-        if room <= 0:
+        room = self.room(self.request.settings.lookup)
+        if not room:
             return []
         if self.index is None:
             self.index = Index(self.request.ids)
         self.index.extend(self.ids[len(self.index.text) - len(self.request.ids) :])
         return self.index.after(room)
+
+    def room(self, wish: int) -> int:
+        """How many tokens can be guessed: as many as wished, but one must stay to be chosen."""
+        return max(0, min(wish, self.request.settings.max_new_tokens - len(self.ids) - 1))
 
     def result(self) -> Result:
         ends = self.finish == "eos"
@@ -56,16 +60,17 @@ class Row:
 class SampleLane:
     """Rows of any settings without beams, over one cache."""
 
-    def __init__(self, cache: Cache, rows: list[Row]):
-        self.cache, self.rows = cache, rows
+    def __init__(self, cache: Cache, rows: list[Row], draft: Draft | None = None):
+        self.cache, self.rows, self.draft = cache, rows, draft
+        if draft is not None:
+            draft.join(len(rows))
         self._columns: dict[str, Tensor] = {}
 
     # --- one step ---
 
     def step(self, model: Any, backend: str) -> list[Event]:
         """Feed the last token (and guesses) of every row, choose, and forget the guesses that failed."""
-        for row in self.rows:
-            row.guess = row.guesses()
+        self.speculate()
         width = 1 + max(len(row.guess) for row in self.rows)
         fed = [[(row.ids or row.request.ids)[-1], *row.guess] for row in self.rows]
         device = self.cache.device
@@ -77,6 +82,16 @@ class SampleLane:
         lengths = torch.tensor([len(f) for f in fed], device=device)
         ids = torch.tensor([f + [0] * (width - len(f)) for f in fed], device=device)
         return self.verify(model(ids, lengths, cache=self.cache, backend=backend), lengths)
+
+    def speculate(self) -> None:
+        """Guess the next tokens of every row: looked up in its text, or by the draft model."""
+        for row in self.rows:
+            row.guess = row.guesses()
+        if self.draft is not None:
+            texts = [row.request.ids + row.ids for row in self.rows]
+            room = [0 if row.guess else row.room(row.request.settings.draft) for row in self.rows]
+            for row, guess in zip(self.rows, self.draft.guess(texts, room), strict=True):
+                row.guess = row.guess or guess
 
     def verify(self, logits: Tensor, lengths: Tensor) -> list[Event]:
         """Choose along each row's guesses until one fails; logits (n t V)."""
@@ -189,10 +204,14 @@ class SampleLane:
         at = torch.tensor(kept, dtype=torch.long, device=self.cache.device)
         self.cache = self.cache.take(at)
         self.rows = [self.rows[i] for i in kept]
+        if self.draft is not None:
+            self.draft.keep(kept)
         self._columns = {}
 
     def join(self, other: SampleLane) -> None:
         self.cache = self.cache.join(other.cache)
+        if self.draft is not None and other.draft is not None:
+            self.draft.cache = self.draft.cache.join(other.draft.cache)
         self.rows += other.rows
         self._columns = {}
 

@@ -43,6 +43,7 @@ class Settings:
     n_best: int = 1
     groups: int = 1  # diverse beam search: groups of beams that avoid each other's tokens
     diversity: float = 0.0
+    draft: int = 0  # speculate this many tokens by the engine's draft model
     lookup: int = 0  # speculate this many tokens by looking the last ones up in the text so far
 
     def __post_init__(self) -> None:
@@ -121,6 +122,7 @@ LIMITS: tuple[tuple[str, float, float], ...] = (
     ("n_best", 1, 1024),
     ("groups", 1, 1024),
     ("diversity", 0.0, 100.0),
+    ("draft", 0, 64),
     ("lookup", 0, 64),
 )
 

@@ -205,6 +205,15 @@ def splits_for(groups: int, length: int, tile: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
+def merge(part: Tensor, stat: Tensor, out: Tensor) -> None:
+    """Parts (b h n d) and their maxima and sums (b h n 2) into out (b h d)."""
+    b, h, n, d = part.shape
+    pdl = SWITCH["pdl"] and part.is_cuda
+    extra = {"launch_pdl": True} if pdl else {}
+    warps = max(1, min(16, n * d // 2048))
+    _merge[(b * h,)](part, stat, out, D=d, SPLITS=n, PDL=pdl, num_warps=warps, **extra)
+
+
 def suits(q_heads: int, groups: int, d: int, x: Tensor) -> bool:
     """Whether the kernel can do it: 32, 64, 128 or 256 wide heads, at most 64 of them a group."""
     return ready(x) and d in (32, 64, 128, 256) and q_heads // groups <= 64
@@ -273,5 +282,5 @@ def decode(
         **extra,
     )
     if n > 1:
-        _merge[(b * heads,)](part, stat, out, D=d, SPLITS=n, PDL=pdl, num_warps=2, **extra)
+        merge(part, stat, out)
     return out

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from regard.kernels.gpu_attention import PROGRAMS, _merge
+from regard.kernels.gpu_attention import PROGRAMS, merge
 from regard.kernels.gpu_linear import SWITCH, jit, ready, triton
 
 if triton is not None:
@@ -165,5 +165,5 @@ def decode(
         **extra,
     )
     if not one:
-        _merge[(b * h,)](part, stat, out, D=latent, SPLITS=splits, PDL=pdl, num_warps=4, **extra)
+        merge(part, stat, out)
     return out

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 FEW = 2  # fp32 rows up to which F.linear reads W as fast as memory gives it
-SOME = 32  # bf16 rows up to which W x^T is faster than x W^T
-LIGHT = (
-    2**23
-)  # multiplications up to which fbgemm's smaller start beats oneDNN's matrix unit in int8
+SOME = 32  # bf16 rows up to which W x^T is faster than x W^T when W is not packed
+LIGHT = 2**23  # int8 multiplications up to which fbgemm's quick start beats oneDNN
 DENSE = 40  # rows above which a 4-bit W is better turned back first
 GROUP = 32  # inputs that share a scale in 4 bits
 
@@ -49,8 +47,7 @@ def pack(
         return Plain(weight, bias, out)
     if dtype == torch.float32:
         return Packed(weight, bias, out) if rows > FEW else Plain(weight, bias, out)
-    wide = rows > 1 and len(weight) > 8192  # to turn so wide a result costs more than it saves
-    return Packed(weight, bias, out) if rows > SOME or wide else Half(weight, bias, out)
+    return Packed(weight, bias, out) if rows > 1 else Half(weight.contiguous(), bias, out)
 
 
 class Layer(nn.Module):
@@ -72,8 +69,8 @@ class Plain(Layer):
 
 
 class Half(Plain):
-    """bf16, W as it lies, few rows: W x^T, where oneDNN reads W in order; x W^T would copy it, and reads oneDNN's own
-    order (`Packed`) a quarter slower."""
+    """bf16, W as it lies: few rows as W x^T, for which oneDNN reads W in order, as fast as memory gives it. For one row
+    that is as fast as `Packed`, and needs no other copy of W."""
 
     def __call__(self, x: Tensor) -> Tensor:
         flat, dtype = x.to(torch.bfloat16).reshape(-1, x.shape[-1]), self.out or x.dtype
@@ -175,10 +172,8 @@ class Int8(Layer):
             inside = self.bias if alike and bias is not None else None
             self.many = _prepack(q, inside, "onednn")
             self.few = _prepack(q, inside, "x86") if rows <= self.light else self.many
-            start = w.new_zeros(
-                rows, w.shape[1]
-            )  # oneDNN keeps what it sets up for its first shape
-            _dynamic()(start, self.many, _narrow())
+            # oneDNN keeps what it sets up for the first shape it sees
+            _dynamic()(w.new_zeros(rows, w.shape[1]), self.many, _narrow())
         else:
             self.q, self.scale = (w / scale[:, None]).round().to(torch.int8), scale
 
@@ -187,14 +182,15 @@ class Int8(Layer):
         if self.many is None:
             y = F.linear(x, self.q.to(x.dtype)) * self.scale + self.bias
             return y.to(dtype)
-        flat, w = x.reshape(rows, -1), self.few if rows <= self.light else self.many
+        flat, w = x.reshape(rows, -1).float(), self.few if rows <= self.light else self.many
         if self.alike:
-            y = _dynamic()(flat.float(), w, _narrow())
+            y = _dynamic()(flat, w, _narrow())
         elif rows == 1:
-            y = _dynamic()(flat.float(), w, _narrow()).add_(self.bias)
+            y = _dynamic()(flat, w, _narrow()).add_(self.bias)
         else:
-            size = flat.abs().amax(1, keepdim=True).float().clamp_(min=1e-30)
-            y = _dynamic()(flat / size, w, _narrow())
+            size = torch.maximum(flat.amax(1, keepdim=True), flat.amin(1, keepdim=True).neg_())
+            size.clamp_(min=1e-30)
+            y = _dynamic()(flat * size.reciprocal(), w, _narrow())
             y = torch.addcmul(self.bias, y, size, out=y)
         return y.view(*x.shape[:-1], -1).to(dtype)
 

@@ -27,7 +27,7 @@ class EncoderDecoderConfig:
     encoder: Tower
     target: Tokens
     decoder: Tower
-    head: LM = LM()
+    head: LM | None = LM()
     shared: bool = True  # one embedding table for source and target
     max_len: int | None = None
     kind: str = "encoder_decoder"
@@ -65,7 +65,7 @@ class EncoderDecoder(Model):
         self.encoder = Stack(c.encoder)
         self.target = TokenEmbedding(c.target, c.decoder.dim)
         self.decoder = Stack(c.decoder)
-        self.head = make_head(c.head, c.decoder.dim, c.target.vocab)
+        self.head = make_head(c.head, c.decoder.dim, c.target.vocab) if c.head else None
         if c.shared:
             assert isinstance(self.source, TokenEmbedding)
             self.source.weight = self.target.weight
@@ -117,7 +117,7 @@ class EncoderDecoder(Model):
         return self.logits(h)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden, self.target.weight)
+        return hidden if self.head is None else self.head(hidden, self.target.weight)
 
     def hidden(
         self,

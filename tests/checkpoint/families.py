@@ -213,6 +213,9 @@ SEQ2SEQ = [
     case("marian-odd", _MARIAN, MARIAN, d_model=21, encoder_attention_heads=7,
          decoder_attention_heads=3),
     case("marian-untied", _MARIAN, MARIAN, tie_word_embeddings=False),
+    case("t5-body", "T5Model", T5),
+    case("bart-body", "BartModel", BART),
+    case("bart-body-untied", "BartModel", BART, tie_word_embeddings=False),
 ]  # fmt: skip
 
 CASES = {c.name: c for c in (*DECODERS, *ENCODERS, *IMAGES, *SEQ2SEQ)}

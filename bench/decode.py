@@ -1,0 +1,324 @@
+"""Decoding on the CPU: Regard against transformers' generate and CTranslate2, the same weights, one interleaved run.
+
+    python bench/decode.py [--part gpt2 llama marian t5 translate] [--quick] [--repeats 3]
+
+Random weights of real shape, no end token, so that every side makes the same number of tokens. For each model, batch
+and search: median milliseconds and tokens per second of each side, the ratio (the better of transformers' fp32 and bf16
+over ours; above 1: Regard is faster), and how many rows have the tokens of transformers' fp32. `translate` runs beam 4
+over 200 sentences of ../shared/data/multi30k and adds the memory of each side, in a process of its own (every one has
+torch in it, which CTranslate2 imports where it finds it). CTranslate2 takes part if it can be imported. Each part takes
+up to four minutes on two cores; run it alone. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import growth, header, medians
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
+PARTS = ("gpt2", "llama", "marian", "t5", "translate")
+PRECISIONS = ("fp32", "bf16", "int8")
+PROMPT, NEW, BATCHES = 32, 64, (1, 8)
+LINES, LINE_NEW, BEAMS, BATCH = 200, 16, 4, 32  # of the part `translate`
+
+Prompts = Sequence[Sequence[int]]
+Side = Callable[[], list[list[int]]]
+
+
+# --- the models ---------------------------------------------------------------------------------------------------
+
+
+def peer(name: str, quick: bool) -> Any:
+    """transformers' model of that shape in fp32, with random weights and no end token."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    dim, layers, ffn, vocab = (32, 2, 64, 500) if quick else (768, 12, 2048, 32000)
+    heads, narrow = (4, dim) if quick else (12, 512)
+    if name == "gpt2":
+        shape = dict(n_embd=dim, n_layer=layers, n_head=heads, vocab_size=500 if quick else 50257)
+        model: Any = tf.GPT2LMHeadModel(tf.GPT2Config(**shape))
+    elif name == "llama":
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(
+            vocab_size=vocab, hidden_size=dim, intermediate_size=ffn, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=heads // (2 if quick else 3), max_position_embeddings=2048,
+        ))  # fmt: skip
+    elif name == "t5":
+        model = tf.T5ForConditionalGeneration(tf.T5Config(
+            vocab_size=vocab + 128, d_model=narrow, d_kv=narrow // 8, d_ff=ffn, num_layers=min(layers, 6),
+            num_heads=8, decoder_start_token_id=0,
+        ))  # fmt: skip
+    else:
+        both = dict(layers=min(layers, 6), attention_heads=8, ffn_dim=ffn)
+        model = tf.MarianMTModel(tf.MarianConfig(
+            vocab_size=vocab, d_model=narrow, max_position_embeddings=512, scale_embedding=True,
+            pad_token_id=vocab - 1, decoder_start_token_id=vocab - 1, eos_token_id=0, forced_eos_token_id=None,
+            **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in both.items()},
+        ))  # fmt: skip
+    model.config._attn_implementation = "sdpa"
+    start = model.config.decoder_start_token_id if model.config.is_encoder_decoder else None
+    pad = 0 if name != "marian" else model.config.pad_token_id
+    model.generation_config = tf.GenerationConfig(pad_token_id=pad, decoder_start_token_id=start)
+    return model.eval()
+
+
+def theirs(model: Any, prompts: Prompts, beams: int, new: int, banned: Sequence[int] = ()) -> Any:
+    """transformers' generate: a decoder's prompts are padded on the left, sources on the right."""
+    two, pad = model.config.is_encoder_decoder, model.generation_config.pad_token_id
+    width = max(map(len, prompts))
+    order = slice(None, None, 1 if two else -1)
+    rows = [[[*p], [pad] * (width - len(p))][order] for p in prompts]
+    real = [[[1] * len(p), [0] * (width - len(p))][order] for p in prompts]
+    ids, mask = (torch.tensor([a + b for a, b in pairs]) for pairs in (rows, real))
+    more = {"bad_words_ids": [[i] for i in banned]} if banned else {}
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=new, num_beams=beams, do_sample=False, **more
+        )
+    return out[:, 1 if two else width :].tolist()
+
+
+def ours(
+    model: Any, prompts: Prompts, beams: int, new: int, banned: Sequence[int] = (), rows: int = 64
+) -> list[list[int]]:
+    import regard
+
+    settings: dict[str, Any] = dict(eos=(), banned=tuple(banned), forced_last=None)
+    settings |= dict(beams=beams, max_new_tokens=new, rows=rows)
+    return [r.ids for r in regard.generate(model, [list(p) for p in prompts], **settings)]
+
+
+# --- one model: batches and searches ------------------------------------------------------------------------------
+
+
+def ragged(batch: int, vocab: int, about: int) -> list[list[int]]:
+    """Prompts of `about` tokens, up to a quarter more or less."""
+    g = torch.Generator().manual_seed(0)
+    step = about // (4 * max(batch - 1, 1))
+    sizes = [about + step * (2 * i - batch + 1) for i in range(batch)]
+    return [torch.randint(3, vocab - 1, (n,), generator=g).tolist() for n in sizes]
+
+
+def compare(name: str, args: argparse.Namespace) -> None:
+    import regard
+
+    plain = peer(name, args.quick)
+    peers = {"fp32": plain, "bf16": copy.deepcopy(plain).to(torch.bfloat16)}
+    model = regard.from_hf(plain)
+    about, new = (8, 8) if args.quick else (PROMPT, NEW)
+    two = bool(plain.config.is_encoder_decoder)
+    for batch in BATCHES:
+        for beams in (1, BEAMS) if two else (1,):
+            prompts = ragged(batch, plain.config.vocab_size, about)
+            made = {p: regard.prepare(model, p, rows=batch * beams) for p in PRECISIONS}
+            sides: dict[str, Side] = {
+                f"transformers {p}": partial(theirs, m, prompts, beams, new) for p, m in peers.items()
+            } | {f"regard {p}": partial(ours, m, prompts, beams, new) for p, m in made.items()}  # fmt: skip
+            report(f"{name} batch {batch} beams {beams}", sides, batch * new, args.repeats)
+
+
+def report(
+    title: str, sides: dict[str, Side], tokens: int, repeats: int, notes: dict[str, str] | None = None
+) -> None:  # fmt: skip
+    """Time the sides in turn and print a line for each."""
+    found: dict[str, list[list[int]]] = {}
+    calls = [lambda n=n, side=side: found.__setitem__(n, side()) for n, side in sides.items()]
+    times = dict(zip(sides, medians(calls, repeats), strict=True))
+    best = min(t for name, t in times.items() if name.startswith("transformers"))
+    truth = found.get("transformers fp32") or found["regard fp32"]
+    for name, seconds in times.items():
+        same = sum(a == b for a, b in zip(truth, found[name], strict=True))
+        ratio = "" if name.startswith("transformers") else f"{best / seconds:.2f}"
+        print(f"{title:<26} {name:<18} {seconds * 1e3:>9.1f} {tokens / seconds:>9.1f} {ratio:>6}  "
+              f"{same}/{len(truth)} {(notes or {}).get(name, '')}".rstrip(), flush=True)  # fmt: skip
+    for p in PRECISIONS:
+        if f"ctranslate2 {p}" in times:
+            ratio = f"{times[f'ctranslate2 {p}'] / times[f'regard {p}']:.2f}"
+            print(f"{title:<26} regard {p} is {ratio} times as fast as ctranslate2 {p}")
+
+
+# --- translation of real sentences --------------------------------------------------------------------------------
+
+
+def sentences(quick: bool) -> list[list[int]]:
+    """German test sentences as ids below the model's vocabulary, each with its end token 0."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    def read(name: str) -> list[str]:
+        with lzma.open(DATA / f"{name}.de.xz", "rt", encoding="utf-8") as file:
+            return file.read().splitlines()
+
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400 if quick else 16000, special_tokens=["</s>", "<unk>"], show_progress=False
+    )
+    core.train_from_iterator(read("train")[: 2000 if quick else None], trainer)
+    lines = read("test_2016_flickr")[: 8 if quick else LINES]
+    return [[*core.encode(line).ids, 0] for line in lines]
+
+
+class Words:
+    """What CTranslate2's converter asks of a tokenizer."""
+
+    eos_token, unk_token, bos_token = "</s>", "<unk>", "<s>"
+
+    def __init__(self, vocab: int):
+        self.words = ["</s>", "<unk>", *(f"t{i}" for i in range(2, vocab - 1)), "<pad>"]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.words)}
+
+
+def make(side: str, folder: Path, lines: list[list[int]], new: int) -> Side:
+    """A side of the translation, its model read from the folder."""
+    library, precision = side.split()
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    if library == "ctranslate2":
+        return translator(folder / precision, lines, new, Words(vocab).words)
+    if library == "regard":
+        import regard
+
+        model = regard.prepare(regard.load(folder), precision, rows=BATCH * BEAMS)
+        return partial(ours, model, lines, BEAMS, new, [vocab - 1], BATCH * BEAMS)
+    import transformers
+
+    kind = torch.float32 if precision == "fp32" else torch.bfloat16
+    peer = transformers.MarianMTModel.from_pretrained(folder, dtype=kind)
+    peer.generation_config.eos_token_id = None  # the folder's config names one
+    order = sorted(range(len(lines)), key=lambda i: -len(lines[i]))
+
+    def run() -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for at in range(0, len(order), BATCH):
+            part = order[at : at + BATCH]
+            out = theirs(peer, [lines[i] for i in part], BEAMS, new, [vocab - 1])
+            found |= dict(zip(part, out, strict=True))
+        return [found[i] for i in range(len(lines))]
+
+    return run
+
+
+def translator(folder: Path, lines: list[list[int]], new: int, words: list[str]) -> Side:
+    import ctranslate2
+
+    kind = "int8" if folder.name == "int8" else "float32"
+    engine = ctranslate2.Translator(
+        str(folder), compute_type=kind, inter_threads=1, intra_threads=torch.get_num_threads()
+    )
+    number = {word: i for i, word in enumerate(words)}
+    source = [[words[i] for i in line] for line in lines]
+
+    def run() -> list[list[int]]:
+        limits = dict(max_decoding_length=new, min_decoding_length=new, max_batch_size=BATCH)
+        out = engine.translate_batch(source, beam_size=BEAMS, **limits)
+        return [[number[word] for word in result.hypotheses[0]] for result in out]
+
+    return run
+
+
+def convert(folder: Path, vocab: int) -> None:
+    """The folder's weights for CTranslate2, in fp32 and in int8."""
+    from ctranslate2.converters import TransformersConverter
+
+    class Converter(TransformersConverter):
+        def load_tokenizer(self, *_: Any, **__: Any) -> Words:
+            return Words(vocab)
+
+    for precision, kind in (("fp32", None), ("int8", "int8")):
+        Converter(str(folder)).convert(str(folder / precision), quantization=kind)
+
+
+def translate(args: argparse.Namespace) -> None:
+    if not DATA.is_dir():
+        print(f"translate: left out, {DATA} is not on this machine")
+        return
+    with tempfile.TemporaryDirectory() as home:
+        folder, lines = Path(home), sentences(args.quick)
+        model = peer("marian", args.quick)
+        model.save_pretrained(folder)
+        new = 4 if args.quick else LINE_NEW
+        (folder / "lines.json").write_text(json.dumps({"lines": lines, "new": new}))
+        names = [f"regard {p}" for p in PRECISIONS]
+        if importlib.util.find_spec("ctranslate2"):
+            convert(folder, model.config.vocab_size)
+            names += ["ctranslate2 fp32", "ctranslate2 int8"]
+        else:
+            print("translate: without CTranslate2, which is not installed here")
+        few = [make(f"transformers {p}", folder, lines[:BATCH], new) for p in ("fp32", "bf16")]
+        slow, fast = medians(few, 1)  # only the better one does the whole work
+        names.insert(0, "transformers fp32" if slow <= fast else "transformers bf16")
+        print(
+            f"translate: transformers on {min(BATCH, len(lines))} sentences: fp32 {slow:.2f} s, bf16 {fast:.2f} s"
+        )
+        sides = {name: make(name, folder, lines, new) for name in names}
+        notes = {name: "{:.0f} MB for the model and its work, {:.0f} MB the process".format(*peak(name, folder))
+                 for name in names}  # fmt: skip
+        report(
+            f"translate {len(lines)} beams {BEAMS}", sides, len(lines) * new, args.repeats, notes
+        )
+
+
+def peak(side: str, folder: Path) -> list[float]:
+    """Megabytes at the peak: what reading the model and translating added, and the whole process."""
+    command = [sys.executable, __file__, "--peak", side, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return [float(x) / 1e6 for x in done.stdout.split()[-2:]]
+
+
+def measure_peak(side: str, folder: str) -> None:
+    given = json.loads((Path(folder) / "lines.json").read_text())
+    library = importlib.import_module(side.split()[0])
+    for name in ("load", "prepare", "generate", "MarianMTModel"):
+        getattr(library, name, None)  # libraries import what they need when they are asked for it
+    added = growth(lambda: make(side, Path(folder), given["lines"], given["new"])())
+    status = Path("/proc/self/status").read_text()
+    print(added, int(status.split("VmHWM:")[1].split()[0]) * 1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--translate", action="store_true", help="the same as --part translate")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs at all")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from regard.decode.prepare import use_threads
+
+    use_threads()
+    warnings.simplefilter("ignore")
+    if args.peak:
+        return measure_peak(*args.peak)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    args.repeats = 1 if args.quick else args.repeats
+    print(f"{header()}, transformers {transformers.__version__}")
+    print(f"{'':<26} {'side':<18} {'ms':>9} {'tokens/s':>9} {'ratio':>6}  same")
+    for name in ["translate"] if args.translate else args.part:
+        translate(args) if name == "translate" else compare(name, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""What a user can get wrong is said before anything runs: what was asked, and what is possible."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from regard.attention import GQA
+from regard.block import Tower
+from regard.config import UsageError
+from regard.decode.engine import Engine
+from regard.decode.settings import Request, Settings
+from regard.layers import LM, MLP
+from regard.models import Tokens, TransformerConfig
+from regard.position import Learned
+from tests.decode.tiny import VOCAB, model, request
+
+NAN, INF = float("nan"), float("inf")
+HUGE = 10**400  # more than any float holds
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": NAN}, "temperature is nan; give a number from 0.0 to 100.0"),
+    ({"temperature": INF}, "temperature is inf; give a number from 0.0 to 100.0"),
+    ({"temperature": -0.5}, "temperature is -0.5; give a number from 0.0 to 100.0"),
+    ({"temperature": "warm"}, "temperature is 'warm'; give a number from 0.0 to 100.0"),
+    ({"temperature": True}, "temperature is True; give a number"),
+    ({"temperature": None}, "temperature is None; give a number"),
+    ({"top_k": -1}, "top_k is -1; give a number from 0"),
+    ({"top_k": 2.5}, "top_k is 2.5; give a whole number from 0"),
+    ({"top_k": HUGE}, "top_k is 1000.*; give a number from 0 to"),
+    ({"top_p": 1.01}, "top_p is 1.01; give a number from 0.0 to 1.0"),
+    ({"top_p": -0.1}, "top_p is -0.1; give a number from 0.0 to 1.0"),
+    ({"min_p": 2}, "min_p is 2.0; give a number from 0.0 to 1.0"),
+    ({"typical_p": NAN}, "typical_p is nan; give a number from 0.0 to 1.0"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; give a number from 0.01 to"),
+    ({"presence_penalty": INF}, "presence_penalty is inf; give a number from -100.0 to 100.0"),
+    ({"frequency_penalty": -1e308}, "frequency_penalty is -1e\\+308; give a number from"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0; give a number from 1"),
+    ({"max_new_tokens": 10**9}, "max_new_tokens is 1000000000; give a number from 1 to 1000000"),
+    ({"max_new_tokens": 5.0}, "max_new_tokens is 5.0; give a whole number"),
+    ({"min_new_tokens": -1}, "min_new_tokens is -1; give a number from 0"),
+    ({"min_new_tokens": 9, "max_new_tokens": 5}, "min_new_tokens=9 .* max_new_tokens=5; .* 0 to 5"),
+    ({"seed": 2**64}, "seed is .*; give a number from -9223372036854775808 to"),
+    ({"samples": 0}, "samples is 0; give a number from 1 to 1024"),
+    ({"samples": 10**6, "temperature": 1.0}, "samples is 1000000; give a number from 1 to 1024"),
+    ({"samples": 3}, "samples=3 would all be the same at temperature 0; raise temperature"),
+    ({"beams": 0}, "beams is 0; give a number from 1 to 1024"),
+    ({"beams": 10**7}, "beams is 10000000; give a number from 1 to 1024"),
+    ({"beams": 4, "temperature": 0.7}, "does not draw: leave temperature=0.7 out, or beams"),
+    ({"beams": 4, "samples": 2, "temperature": 1.0}, "does not draw: leave temperature"),
+    ({"beams": 4, "top_p": 0.9}, "does not draw: leave top_p=0.9 out, or beams"),
+    ({"beams": 4, "n_best": 5}, "n_best=5 of 4 beams; give a number from 1 to 4"),
+    ({"n_best": 2}, "n_best=2 of 1 beams; give a number from 1 to 1"),
+    ({"beams": 6, "groups": 4}, r"groups=4 must divide beams=6; choose one of \[1, 2, 3, 6\]"),
+    ({"diversity": -1.0}, "diversity is -1.0; give a number from 0.0"),
+    ({"length_penalty": NAN}, "length_penalty is nan; give a number from -100.0 to 100.0"),
+    ({"early_stopping": "soon"}, "early_stopping is 'soon'; choose heuristic, never, first"),
+    ({"early_stopping": True}, "early_stopping is True; choose heuristic, never, first"),
+    ({"lookup": 1000}, "lookup is 1000; give a number from 0 to 64"),
+    ({"eos": 3}, "eos is 3; give a list of token ids"),
+    ({"eos": ["</s>"]}, "'</s>' is no token id; give a whole number"),
+    ({"banned": [1.5]}, "1.5 is no token id"),
+    ({"forced_first": "a"}, "'a' is no token id"),
+    ({"logit_bias": {4: NAN}}, "logit_bias is {token: bias, ...}, each bias a number from -1e9"),
+    ({"logit_bias": [4]}, "logit_bias is {token: bias, ...}"),
+    ({"logit_bias": {"x": 1.0}}, "'x' is no token id"),
+    ({"temprature": 1.0}, "no setting 'temprature'; did you mean 'temperature'"),
+]
+
+
+@pytest.mark.parametrize(
+    "given, says", BAD, ids=[f"{i}-{'-'.join(g)}" for i, (g, _) in enumerate(BAD)]
+)
+def test_settings_say_what_is_possible(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Settings.of(given)
+
+
+def test_settings_take_whole_numbers_lists_and_dicts() -> None:
+    s = Settings.of({"temperature": 1, "eos": [2], "logit_bias": {7: 1, 3: -2.0}})
+    assert s == Settings(temperature=1.0, eos=(2,), logit_bias=((3, -2.0), (7, 1)))
+
+
+def test_settings_at_their_limits_are_taken() -> None:
+    Settings(temperature=100.0, top_p=0.0, min_p=1.0, seed=-(2**63), samples=1024, lookup=64)
+    Settings(beams=1024, n_best=1024, groups=1024, length_penalty=-100.0)
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ids, settings, says",
+    [
+        ([], {}, "the prompt is empty; give at least one token"),
+        ([1, VOCAB], {}, f"token {VOCAB} is outside the vocabulary \\(0 to {VOCAB - 1}\\)"),
+        ([-1], {}, "token -1 is outside the vocabulary"),
+        ([1.0], {}, f"token 1.0 is no whole number; give ids from 0 to {VOCAB - 1}"),
+        ([True], {}, "token True is no whole number"),
+        ([1], {"eos": (99,)}, "token 99 is outside the vocabulary"),
+        ([1], {"banned": (-3,)}, "token -3 is outside the vocabulary"),
+        ([1], {"logit_bias": ((50, 1.0),)}, "token 50 is outside the vocabulary"),
+        ([1], {"forced_first": 77}, "token 77 is outside the vocabulary"),
+        ([1], {"forced_last": 78}, "token 78 is outside the vocabulary"),
+        (
+            [1],
+            {"banned": tuple(range(VOCAB))},
+            f"all {VOCAB} tokens are banned; leave at least one",
+        ),
+        (
+            [1] * 30,
+            {"max_new_tokens": 200},
+            "30 \\+ 200 tokens need 58 pages of 4, the pool has 20",
+        ),
+        ([1], {"max_new_tokens": 30, "beams": 4}, "1 \\+ 30 tokens in 4 rows need 32 pages of 4"),
+    ],
+)
+def test_request_says_what_is_wrong(ids: list[Any], settings: dict[str, Any], says: str) -> None:
+    engine = Engine(model("gqa_rope"), page=4, pages=20)
+    with pytest.raises(UsageError, match=says):
+        engine.submit(Request(ids, Settings(**settings)))
+    assert engine.idle
+
+
+def test_request_over_the_context_says_both_numbers_and_the_ways_out() -> None:
+    """By `max_len` or by the table of learned positions, whichever is less."""
+    tower = Tower(8, 1, GQA(2), MLP(8))
+    for config in (
+        TransformerConfig(Tokens(9), tower, LM(), max_len=16),
+        TransformerConfig(Tokens(9, Learned(16)), tower, LM()),
+        TransformerConfig(Tokens(9, Learned(16)), tower, LM(), max_len=40),
+    ):
+        engine = Engine(config.make().eval())
+        engine.submit(Request([1] * 10, Settings(max_new_tokens=6)))
+        for _ in engine.run():
+            pass
+        says = (
+            "10 tokens of prompt and 7 new ones are more than the model's context of 16; "
+            "shorten the prompt, or ask for at most 6 new tokens"
+        )
+        with pytest.raises(UsageError, match=says):
+            engine.submit(Request([1] * 10, Settings(max_new_tokens=7)))
+
+
+@pytest.mark.parametrize(
+    "name, source, says",
+    [
+        ("gqa_rope", torch.tensor([1]), "no encoder; leave source out"),
+        ("pair", None, "an encoder-decoder needs a source"),
+        (
+            "pair",
+            torch.tensor([], dtype=torch.long),
+            "whole numbers of shape \\(s,\\), one at least",
+        ),
+        (
+            "pair",
+            torch.tensor([1.0]),
+            "whole numbers of shape \\(s,\\), one at least, got torch.float32",
+        ),
+        ("pair", torch.tensor([[1]]), "whole numbers of shape \\(s,\\), one at least"),
+        ("pair", torch.tensor([2, VOCAB]), f"source token {VOCAB} is outside the vocabulary"),
+        ("pair", torch.tensor([-2, 3]), "source token -2 is outside the vocabulary"),
+        ("seq2seq", torch.tensor([VOCAB]), f"source token {VOCAB} is outside the vocabulary"),
+        (
+            "captioner",
+            torch.tensor([1, 2]),
+            "must be an image of real numbers of shape \\(3, 8, 8\\)",
+        ),
+        (
+            "captioner",
+            torch.zeros(3, 8, 9),
+            "must be an image of real numbers of shape \\(3, 8, 8\\)",
+        ),
+    ],
+)
+def test_source_says_what_is_wrong(name: str, source: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Engine(model(name)).submit(Request([1], source=source))
+
+
+@pytest.mark.parametrize("name", ["gru", "seq2seq"])
+def test_recurrent_model_refuses_to_speculate(name: str) -> None:
+    with pytest.raises(UsageError, match="cannot take tokens back.*leave lookup out"):
+        Engine(model(name)).submit(request(name, [1], Settings(lookup=2)))
+
+
+def test_key_beyond_the_counter_is_refused() -> None:
+    with pytest.raises(UsageError, match="key is"):
+        Engine(model("gqa_rope")).submit(Request([1], key=2**60))
+
+
+def test_bad_request_leaves_the_engine_as_it_was() -> None:
+    engine = Engine(model("gqa_rope"))
+    engine.submit(Request([1, 2]))
+    with pytest.raises(UsageError):
+        engine.submit(Request([VOCAB]))
+    assert [e.request for e in engine.run() if e.done] == [0]
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"layout": "ring"}, "no layout 'ring'; choose paged or contiguous"),
+        ({"rows": 0}, "rows is 0; give 1 or more"),
+        ({"chunk": -1}, "chunk is -1; give 1 or more"),
+        ({"page": 0}, "page is 0; give 1 or more"),
+        ({"pages": 0}, "pages is 0; give 1 or more"),
+    ],
+)
+def test_engine_says_what_is_possible(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Engine(model("gqa_rope"), **options)
+
+
+def test_model_that_does_not_write_is_refused() -> None:
+    encoder = TransformerConfig(Tokens(9), Tower(8, 1, GQA(2), MLP(8), causal=False)).make()
+    with pytest.raises(UsageError, match="does not decode step by step"):
+        Engine(encoder)
