@@ -110,8 +110,8 @@ def ours(
 def ragged(batch: int, vocab: int, about: int) -> list[list[int]]:
     """Prompts of `about` tokens, up to a quarter more or less."""
     g = torch.Generator().manual_seed(0)
-    step = about // (4 * max(batch - 1, 1))
-    sizes = [about + step * (2 * i - batch + 1) for i in range(batch)]
+    most = 4 * max(batch - 1, 1)
+    sizes = [about + about * (2 * i - batch + 1) // most for i in range(batch)]
     return [torch.randint(3, vocab - 1, (n,), generator=g).tolist() for n in sizes]
 
 
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from regard.decode.prepare import use_threads
+    from regard.kernels.threads import use_threads
 
     use_threads()
     warnings.simplefilter("ignore")

@@ -58,6 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
         return code
     except UsageError as error:
         return fail(str(error), getattr(error, "code", 2))
+    except ModuleNotFoundError as error:
+        package = (error.name or "regard").partition(".")[0]
+        if package == "regard":
+            raise
+        return fail(f"the package {package} is missing; pip install {package}", ENVIRONMENT)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has gone; Python's own flush at exit must not complain

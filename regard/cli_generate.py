@@ -22,17 +22,25 @@ from regard.run import Job, Prompt, generate
 def run(options: Generate) -> int:
     given = settings_of(values(options))
     rows = Settings.of(given).rows  # a wrong setting is told before the model is read
+    if options.search.draft and options.search.draft_model is None:
+        raise UsageError(
+            "--draft counts the guesses of a draft model; name it: --draft-model FOLDER"
+        )
     prompt = read_prompt(options)
     opened_model = Opened(options.model, options.machine, rows)
     check_reads_text(opened_model.model)
     opened_model.compare(prompt)
-    model, one = opened_model.model, rows == 1
+    model, one, drafted = opened_model.model, rows == 1, options.search.draft_model
+    draft = Opened(drafted, options.machine, rows).model if drafted else None
+    if drafted:
+        given["draft"] = given["draft"] or 4
     text = one and not options.json and opened_model.tokenizer is not None
     rate = Rate(streaming=text)
     if text:
-        results = [write(model, prompt, options.stop, given, rate)]
+        results = [write(follow(model, prompt, options.stop, given, rate, draft))]
     else:
-        results = generate(model, [prompt], stop=options.stop, rows=max(rows, 1), **given)
+        given |= {"draft_model": draft} if draft is not None else {}
+        results = generate(model, [prompt], stop=options.stop, rows=rows, **given)
         rate.add(sum(len(r.ids) for r in results))
         for result in results:
             print(as_json(result) if options.json else as_text(result))
@@ -85,11 +93,9 @@ def check_reads_text(model: Any) -> None:
         )
 
 
-def write(
-    model: Any, prompt: Prompt, stop: Sequence[str], settings: dict[str, Any], rate: Rate
-) -> Result:
+def write(pieces: Iterator[tuple[str, Result | None]]) -> Result:
     """Write an answer to stdout while it is made."""
-    for piece, result in follow(model, prompt, stop, settings, rate):
+    for piece, result in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
         if result is not None:
@@ -99,12 +105,17 @@ def write(
 
 
 def follow(
-    model: Any, prompt: Prompt, stop: Sequence[str], settings: dict[str, Any], rate: Rate
+    model: Any,
+    prompt: Prompt,
+    stop: Sequence[str],
+    settings: dict[str, Any],
+    rate: Rate,
+    draft: Any = None,
 ) -> Iterator[tuple[str, Result | None]]:
     """As regard.stream, piece by piece, and with the last piece the result."""
     job = Job(model, stop, settings)
     (request,) = job.requests(prompt)
-    engine = Engine(model, layout="contiguous", rows=1)
+    engine = Engine(model, layout="contiguous", rows=1, draft=draft)
     engine.submit(request)
     for event in engine.run():
         if event.done is None:

@@ -17,7 +17,8 @@ from regard.checkpoint import load
 from regard.cli import DATA, ENVIRONMENT, Fault
 from regard.cli_options import Machine
 from regard.config import UsageError
-from regard.decode.prepare import perplexity_change, prepare, use_threads
+from regard.decode.prepare import perplexity_change, prepare
+from regard.kernels.threads import use_threads
 from regard.models import Model
 from regard.run import generate, special_of, tokenizer_of
 from regard.text import needed

@@ -76,6 +76,10 @@ class Search:
     """groups of beams that avoid each other's tokens"""
     diversity: float = 0.0
     """how much they avoid them"""
+    draft_model: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """a small model of the same vocabulary that guesses tokens ahead; changes no greedy token"""
+    draft: int = 0
+    """how many it guesses at once; 0: 4"""
     lookup: int = 0
     """guess this many tokens at once by looking the last ones up in the text; changes no token"""
 

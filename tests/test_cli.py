@@ -220,6 +220,15 @@ def test_stop_ends_the_text() -> None:
     assert done.out == whole[: whole.index(stop)] + "\n"
 
 
+def test_draft_model_changes_no_token() -> None:
+    plain = call("generate", folder("gpt2"), "The dog", "--max-new-tokens", 12)
+    for more in (["--draft", 2], ["--json"]):
+        flags = ["--max-new-tokens", 12, "--draft-model", folder("gpt2"), *more]
+        done = call("generate", folder("gpt2"), "The dog", *flags)
+        text = json.loads(done.out)["text"] + "\n" if "--json" in more else done.out
+        assert (done.code, text) == (0, plain.out)
+
+
 def test_ids_in_and_out_without_a_tokenizer() -> None:
     done = call("generate", folder("bare"), "5, 9 2", "--ids", "--max-new-tokens", 6)
     (want,) = regard.generate(regard.load(folder("bare")), [5, 9, 2], max_new_tokens=6)

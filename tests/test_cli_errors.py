@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ WRONG: dict[str, tuple[list[Any], int, str]] = {
     "together": (["generate", GPT2, "a", "--beams", 2, "--temperature", 1], 2, "beam search"),
     "n-best": (["generate", GPT2, "a", "--n-best", 3], 2, "n_best=3"),
     "samples": (["generate", GPT2, "a", "--samples", 3], 2, "temperature 0"),
+    "draft": (["generate", GPT2, "a", "--draft", 3], 2, "--draft-model FOLDER"),
+    "draft folder": (["generate", GPT2, "a", "--draft-model", "nowhere"], 4, "nowhere is no folder"),
     "bias": (["generate", GPT2, "a", "--logit-bias", "5:3"], 2, "ID=BIAS"),
     "stop": (["generate", GPT2, "a", "--stop="], 2, "stop must be"),
     "stop and beams": (["generate", GPT2, "a", "--stop", "x", "--beams", 2], 2, "stop strings"),
@@ -97,6 +100,13 @@ def test_broken_weights_end_the_answer_with_an_error(tmp_path: Path) -> None:
     model.save(tmp_path / "m")
     done = call("generate", tmp_path / "m", "a")
     assert (done.code, done.out) == (1, "") and "not a number" in done.err
+
+
+def test_missing_package_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.delitem(sys.modules, "regard.cli_options")
+    done = call("generate", folder("gpt2"), "a")
+    assert done.code == 3 and done.err == "error: the package tyro is missing; pip install tyro\n"
 
 
 def test_bench_is_refused_outside_a_checkout(

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attention import Context
 from regard.config import UsageError
 from regard.decode.sampling import draw, min_p, top_k, top_p, uniform
 from regard.decode.settings import Request, Result, Settings
-from regard.kernels.gpu_model import Slots, layers_of, norm_of, turns, why_not
+from regard.kernels import gpu_prompt
+from regard.kernels.gpu_model import layers_of, norm_of, why_not
+from regard.kernels.gpu_prompt import Pack
 from regard.kernels.gpu_sample import State, advance, greedy_advance
 from regard.kernels.gpu_step import Linear
-from regard.mask import Causal, Span
+from regard.kernels.gpu_wide import summed
+from regard.mask import Span
 from regard.models.embedding import context
 
 FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p}

@@ -33,6 +33,7 @@ class Row:
     finish: str = ""
     error: str | None = None
     guess: list[int] = field(default_factory=list)
+    guessed: int = -1  # tokens said when `guess` was made
     index: Index | None = None  # of the text so far, where lookup is asked for
 
     def guesses(self) -> list[int]:
@@ -85,8 +86,10 @@ class SampleLane:
 
     def speculate(self) -> None:
         """Guess the next tokens of every row: looked up in its text, or by the draft model."""
+        if all(row.guessed == len(row.ids) for row in self.rows):
+            return  # the step was tried before and found no page
         for row in self.rows:
-            row.guess = row.guesses()
+            row.guess, row.guessed = row.guesses(), len(row.ids)
         if self.draft is not None:
             texts = [row.request.ids + row.ids for row in self.rows]
             room = [0 if row.guess else row.room(row.request.settings.draft) for row in self.rows]

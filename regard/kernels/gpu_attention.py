@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from regard.kernels.gpu_linear import SWITCH, jit, ready, triton
+from regard.kernels.gpu_linear import jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl
@@ -208,8 +208,7 @@ def splits_for(groups: int, length: int, tile: int) -> int:
 def merge(part: Tensor, stat: Tensor, out: Tensor) -> None:
     """Parts (b h n d) and their maxima and sums (b h n 2) into out (b h d)."""
     b, h, n, d = part.shape
-    pdl = SWITCH["pdl"] and part.is_cuda
-    extra = {"launch_pdl": True} if pdl else {}
+    pdl, extra = launch(part)
     warps = max(1, min(16, n * d // 2048))
     _merge[(b * h,)](part, stat, out, D=d, SPLITS=n, PDL=pdl, num_warps=warps, **extra)
 
@@ -250,8 +249,7 @@ def decode(
     part = out if n == 1 else torch.empty(b, heads, n, d, dtype=torch.float32, device=v.device)
     stat = out if n == 1 else torch.empty(b, heads, n, 2, dtype=torch.float32, device=v.device)
     cos, sin = (qkv, qkv) if angles is None else angles
-    pdl = SWITCH["pdl"] and qkv.is_cuda
-    extra = {"launch_pdl": True} if pdl else {}
+    pdl, extra = launch(qkv)
     _split[(b, g, n)](
         qkv,
         k,

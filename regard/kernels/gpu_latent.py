@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.gpu_attention import PROGRAMS, merge
-from regard.kernels.gpu_linear import SWITCH, jit, ready, triton
+from regard.kernels.gpu_linear import jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl
@@ -140,8 +140,7 @@ def decode(
     one = splits == 1
     part = out if one else torch.empty(b, h, splits, latent, dtype=torch.float32, device=q.device)
     stat = out if one else torch.empty(b, h, splits, 2, dtype=torch.float32, device=q.device)
-    pdl = SWITCH["pdl"] and q.is_cuda
-    extra = {"launch_pdl": True} if pdl else {}
+    pdl, extra = launch(q)
     _latent[(b, blocks, splits)](
         q,
         entry,

@@ -27,7 +27,9 @@ MOST = 4  # rows of x above which torch's matrix product takes over
 LONGEST = 16384  # largest K: its loop is unrolled
 SWITCH = {
     "triton": True,  # False: plain torch everywhere
-    "pdl": False,  # programmatic dependent launch: a kernel fetches its weights while the last one ends
+    "pdl": True,  # programmatic dependent launch where there is: a kernel is set up while the last one ends
+    "split": False,  # above MOST rows: out and down projections in parts by gpu_wide.py, not by torch
+    "tall": False,  # above MOST rows: the other products too
     "interpreted": False,  # kernels off the GPU too: for tests under TRITON_INTERPRET=1
 }
 # (K, N, gated) -> rows of W a program, elements of K a step, warps; measured on an H200. Others: see `shape`.
@@ -167,6 +169,24 @@ def _rows(
     tl.store(y + place, acc.to(y.dtype.element_ty), mask=valid)
 
 
+@functools.cache
+def dependent(index: int) -> bool:
+    """Whether kernels can be launched early there: capability 9.0 and a Triton that knows how."""
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+
+        known = hasattr(CUDAOptions, "launch_pdl") and hasattr(tl.extra.cuda, "gdc_wait")
+    except (ImportError, AttributeError):
+        return False
+    return known and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def launch(x: Tensor) -> tuple[bool, dict[str, bool]]:
+    """Whether a kernel on x's device starts early (its PDL), and what its launch needs for that."""
+    pdl = SWITCH["pdl"] and x.is_cuda and dependent(x.device.index or 0)
+    return pdl, {"launch_pdl": True} if pdl else {}
+
+
 def shape(k: int, n: int, gated: bool) -> tuple[int, int, int]:
     """Rows of W a program, elements of K a step, warps: 64 numbers of W a thread on the way at once."""
     if (k, n, gated) in SHAPES:
@@ -193,8 +213,7 @@ def fused(
     n = len(w) // 2 if gated else len(w)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     block_n, block_k, warps = blocks or shape(k, n, gated)
-    pdl = SWITCH["pdl"] and x.is_cuda
-    options = {"num_warps": warps, **({"launch_pdl": True} if pdl else {})}
+    pdl, extra = launch(x)
     _rows[(triton.cdiv(n, block_n),)](
         x,
         w,
@@ -215,7 +234,8 @@ def fused(
         RESIDUAL=residual is not None,
         ACT=act,
         PDL=pdl,
-        **options,
+        num_warps=warps,
+        **extra,
     )
     return y
 

@@ -90,29 +90,3 @@ def layers_of(model: Any, rows: int, length: int, kernels: bool) -> list[Layer]:
         cell = empty(a.c + a.r)
         layers.append(Latent(first, second, kv_norm, ups, cell, turn, rest=rest, **turns))
     return layers
-
-
-def turns(model: Any, layers: list[Layer], size: int) -> dict[Any, Angles]:
-    """The angles of positions 0..size-1 as a Context remembers them, so that prefill need not make them."""
-    memo = {}
-    for block, layer in zip(model.tower.blocks, layers, strict=True):
-        a, angles = block.attention, layer.angles
-        if angles is not None:
-            cos, sin = angles[0][:size], angles[1][:size]
-            width = a.d if a.config.kind == "gqa" else a.r
-            memo[a.config.rope, width, cos.dtype] = cos[None, :, None], sin[None, :, None]
-    return memo
-
-
-class Slots:
-    """What prefill sees as its cache: entries go into the decoder's memory, and the prompt alone is attended to."""
-
-    def __init__(self, layers: list[Layer], rows: Tensor, span: Any, index: int = 0):
-        self.layers, self.rows, self.span, self.index = layers, rows, span, index
-
-    def layer(self, index: int) -> Slots:
-        return Slots(self.layers, self.rows, self.span, index)
-
-    def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Any]:
-        self.layers[self.index].fill(self.rows, entries)
-        return entries, self.span

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.kernels.gpu_linear import SWITCH, jit, ready, triton
+from regard.kernels.gpu_linear import jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl
@@ -104,8 +104,7 @@ def kernels(state: State, logits: Tensor) -> None:
     chunks = triton.cdiv(vocab, CHUNK)
     top = torch.empty(b, chunks, dtype=torch.float32, device=logits.device)
     at = torch.empty(b, chunks, dtype=torch.int32, device=logits.device)
-    pdl = SWITCH["pdl"] and logits.is_cuda
-    extra = {"launch_pdl": True} if pdl else {}
+    pdl, extra = launch(logits)
     _best[(b, chunks)](logits, top, at, vocab, CHUNK=CHUNK, PDL=pdl, num_warps=8, **extra)
     _next[(b,)](
         top,

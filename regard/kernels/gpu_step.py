@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels import gpu_attention, gpu_latent
-from regard.kernels.gpu_linear import linear, reference
+from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_prompt
+from regard.kernels.gpu_linear import ACTIVATIONS, linear, reference
+from regard.kernels.gpu_prompt import Pack
+from regard.kernels.gpu_wide import add_norm, gate, product, summed
 
 Angles = tuple[Tensor, Tensor]  # cos and sin for every position, (s r/2) each
 
@@ -61,6 +63,18 @@ class Linear:
             residual=residual,
         )
 
+    def settle(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream x + more, and what this layer reads of it."""
+        if self.norm is not None and self.norm.bias is None:
+            return add_norm(x, more, self.norm.weight, self.norm.eps, self.fast)
+        x = summed(x, more)
+        return x, x if self.norm is None else self.norm(x)
+
+    def wide(self, x: Tensor, split: bool = False) -> Tensor:
+        """act(x W^T + b) of many rows that `settle` gave; with `split` perhaps in parts (s m n)."""
+        y = product(x, self.weight, self.bias, self.fast, split)
+        return gate(y, self.act, self.fast) if self.gated else ACTIVATIONS[self.act](y)
+
 
 def rotate(x: Tensor, angles: Angles, pos: Tensor, interleaved: bool) -> Tensor:
     """RoPE at positions (b): x (b n d), the first features of each head turn, the rest stay."""
@@ -86,16 +100,41 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tenso
 
 
 class Layer:
-    """A block: attention, then its MLP. Subclasses attend."""
+    """A block: attention, then its MLP. Subclasses attend, from the product of their first matrix."""
 
-    def __init__(self, up: Linear, down: Linear, out: Linear, scale: float, window: int | None):
-        self.up, self.down, self.out, self.scale, self.window = up, down, out, scale, window
+    def __init__(
+        self,
+        first: Linear,
+        up: Linear,
+        down: Linear,
+        out: Linear,
+        scale: float,
+        window: int | None,
+    ):
+        self.first, self.up, self.down, self.out = first, up, down, out
+        self.scale, self.window = scale, window
         self.angles: Angles | None = None
 
-    def step(self, x: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
-        """x (b m) at positions (b); the mask (b 1 1 bound) is for layers that are not `fast`."""
-        x = self.out(self.attention(x, pos, bound, mask), x)
-        return self.down(self.up(x), x)
+    def step(
+        self, x: Tensor, more: Tensor | None, pos: Tensor, bound: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x + more (b m) at positions (b), and as such back: a sum is left to the norm that reads it. The mask
+        (b 1 1 bound) is for layers that are not `fast`."""
+        if self.up.fast and len(x) > gpu_linear.MOST:
+            x, y = self.first.settle(x, more)
+            return self.tail(x, self.attention(self.first.wide(y), pos, bound, mask))
+        x = self.out(self.attention(self.first(x), pos, bound, mask), x)
+        return self.down(self.up(x), x), None
+
+    def prompt(self, x: Tensor, more: Tensor | None, pack: Pack) -> tuple[Tensor, Tensor]:
+        """The same for prompts laid end to end (t m); fills the cache."""
+        x, y = self.first.settle(x, more)
+        return self.tail(x, self.read(self.first.wide(y), pack))
+
+    def tail(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        """What comes after attention, for many rows."""
+        x, y = self.up.settle(x, self.out.wide(o, split=True))
+        return x, self.down.wide(self.up.wide(y), split=True)
 
     @property
     def fast(self) -> bool:
@@ -105,8 +144,8 @@ class Layer:
     def attention(self, x: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def fill(self, rows: Tensor, entries: dict[str, Tensor]) -> None:
-        """Prompts' entries (n t ...) into rows (n) of the cache."""
+    def read(self, x: Tensor, pack: Pack) -> Tensor:
+        """Attention among each prompt's own tokens, their entries stored."""
         raise NotImplementedError
 
     def seen(self, mask: Tensor | None, pos: Tensor) -> Tensor:
@@ -131,8 +170,8 @@ class Gqa(Layer):
         norms: tuple[Norm, Norm] | None,
         rest: tuple[Linear, Linear, Linear, float, int | None],
     ):
-        super().__init__(*rest)
-        self.qkv, self.h, self.angles, self.interleaved = qkv, heads, angles, interleaved
+        super().__init__(qkv, *rest)
+        self.h, self.angles, self.interleaved = heads, angles, interleaved
         self.norms = norms
         self.k, self.v = cache
         self.g, self.d, self.e = self.k.shape[2], self.k.shape[3], self.v.shape[3]
@@ -142,10 +181,9 @@ class Gqa(Layer):
     @property
     def fast(self) -> bool:
         same = self.d == self.e
-        return self.qkv.fast and same and gpu_attention.suits(self.h, self.g, self.d, self.k)
+        return self.first.fast and same and gpu_attention.suits(self.h, self.g, self.d, self.k)
 
-    def attention(self, x: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
-        qkv = self.qkv(x)
+    def attention(self, qkv: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
         angles = self.angles
         if not (self.fast and self.plain_rope):
             q, k, v = self.turned(qkv, pos)
@@ -164,7 +202,7 @@ class Gqa(Layer):
                 bound=bound,
             )
         else:
-            row = torch.arange(len(x), device=x.device)
+            row = torch.arange(len(q), device=q.device)
             self.k[row, pos], self.v[row, pos] = k, v
             seen = self.seen(mask, pos)
             o = attend(q, self.k[:, :bound], self.v[:, :bound], seen, self.scale)
@@ -182,9 +220,14 @@ class Gqa(Layer):
             k = rotate(k, self.angles, pos, self.interleaved)
         return q.contiguous(), k, v
 
-    def fill(self, rows: Tensor, entries: dict[str, Tensor]) -> None:
-        size = min(entries["k"].shape[1], self.k.shape[1])
-        self.k[rows, :size], self.v[rows, :size] = entries["k"][:, :size], entries["v"][:, :size]
+    def read(self, qkv: Tensor, pack: Pack) -> Tensor:
+        if self.fast and self.plain_rope:
+            laid = gpu_prompt.lay_qkv(qkv, pack, self.k, self.v, self.h, self.angles)
+        else:
+            q, k, v = self.turned(qkv, pack.pos)
+            self.k[pack.row, pack.pos], self.v[pack.row, pack.pos] = k, v
+            laid = gpu_prompt.lay(pack, q, k, v)
+        return gpu_prompt.attend(*laid, pack, self.scale, self.window)
 
 
 class Latent(Layer):
@@ -204,8 +247,8 @@ class Latent(Layer):
     ):
         """`first` gives [queries, or their latent | latent | rotary key], `second` queries from their latent; `up` is
         W_UK (h d c) and W_UV (h e c)."""
-        super().__init__(*rest)
-        self.first, self.second, self.latent_norm, self.cache = first, second, latent_norm, cache
+        super().__init__(first, *rest)
+        self.second, self.latent_norm, self.cache = second, latent_norm, cache
         self.w_uk, self.w_uv = up
         self.h, self.d, self.c = self.w_uk.shape
         self.r = cache.shape[-1] - self.c
@@ -216,8 +259,8 @@ class Latent(Layer):
         fits = self.window is None and gpu_latent.suits(self.c, self.r, self.cache)
         return self.first.fast and fits
 
-    def attention(self, x: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
-        both = self.first(x)
+    def queries(self, both: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of each token the heads' (b h d) and turned (b h r) features, its latent (b c) and its rotary key (b r)."""
         q, latent, key = both.split([both.shape[-1] - self.c - self.r, self.c, self.r], -1)
         if self.second is not None:
             q = self.second(q.contiguous())
@@ -226,6 +269,10 @@ class Latent(Layer):
         if self.angles is not None:
             rope = rotate(rope, self.angles, pos, self.interleaved)
             key = rotate(key[:, None], self.angles, pos, self.interleaved)[:, 0]
+        return nope, rope, latent, key
+
+    def attention(self, both: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
+        nope, rope, latent, key = self.queries(both, pos)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, self.w_uk), rope], -1)
         entry = torch.cat([latent, key], -1)
         if self.fast:
@@ -233,12 +280,17 @@ class Latent(Layer):
                 q, entry, self.cache, pos, latent=self.c, scale=self.scale, bound=bound
             )
         else:
-            self.cache[torch.arange(len(x), device=x.device), pos] = entry
+            self.cache[torch.arange(len(q), device=q.device), pos] = entry
             kept = self.cache[:, :bound, None]
             o = attend(q, kept, kept[..., : self.c], self.seen(mask, pos), self.scale)
         return torch.einsum("bhc,hec->bhe", o, self.w_uv).flatten(1)
 
-    def fill(self, rows: Tensor, entries: dict[str, Tensor]) -> None:
-        size = min(entries["latent"].shape[1], self.cache.shape[1])
-        both = [entries[n][:, :size] for n in ("latent", "k_rope") if n in entries]
-        self.cache[rows, :size] = torch.cat(both, -1)
+    def read(self, both: Tensor, pack: Pack) -> Tensor:
+        """Heads of their own, from the latents: cheaper than to attend c wide."""
+        nope, rope, latent, key = self.queries(both, pack.pos)
+        self.cache[pack.row, pack.pos] = torch.cat([latent, key], -1)
+        k = torch.einsum("tc,hdc->thd", latent, self.w_uk)
+        k = torch.cat([k, key[:, None].expand(-1, self.h, -1)], -1)
+        v = torch.einsum("tc,hec->the", latent, self.w_uv)
+        laid = gpu_prompt.lay(pack, torch.cat([nope, rope], -1), k, v)
+        return gpu_prompt.attend(*laid, pack, self.scale, self.window)

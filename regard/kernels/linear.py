@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -167,11 +168,9 @@ class Int8(Layer):
         self.light = max(1, LIGHT // w.numel())  # rows
         self.bias = w.new_zeros(len(w)) if bias is None else bias.detach().float()
         if w.is_cpu and quantizes():
-            zeros = torch.zeros(len(w), dtype=torch.long)
-            q = torch.quantize_per_channel(w, scale.double(), zeros, 0, torch.qint8)
             inside = self.bias if alike and bias is not None else None
-            self.many = _prepack(q, inside, "onednn")
-            self.few = _prepack(q, inside, "x86") if rows <= self.light else self.many
+            self.many = _prepack(w, scale, inside, "onednn")
+            self.few = _prepack(w, scale, inside, "x86") if rows <= self.light else self.many
             # oneDNN keeps what it sets up for the first shape it sees
             _dynamic()(w.new_zeros(rows, w.shape[1]), self.many, _narrow())
         else:
@@ -195,10 +194,13 @@ class Int8(Layer):
         return y.view(*x.shape[:-1], -1).to(dtype)
 
 
-def _prepack(q: Tensor, bias: Tensor | None, engine: str) -> torch.ScriptObject:
-    before = torch.backends.quantized.engine
+def _prepack(w: Tensor, scale: Tensor, bias: Tensor | None, engine: str) -> torch.ScriptObject:
+    before, zeros = torch.backends.quantized.engine, torch.zeros(len(w), dtype=torch.long)
     torch.backends.quantized.engine = engine
     try:
+        with warnings.catch_warnings():  # torch means to give this up; `quantizes` will notice
+            warnings.simplefilter("ignore")
+            q = torch.quantize_per_channel(w, scale.double(), zeros, 0, torch.qint8)
         return torch.ops.quantized.linear_prepack(q, bias)
     finally:
         torch.backends.quantized.engine = before
@@ -209,10 +211,9 @@ def quantizes() -> bool:
     """Whether both 8-bit engines are here and work."""
     if not {"x86", "onednn"} <= set(torch.backends.quantized.supported_engines):
         return False
-    w = torch.eye(16)
+    w, scale = torch.eye(16), torch.full((16,), 1 / 127)
     try:
-        q = torch.quantize_per_tensor(w, 1 / 127, 0, torch.qint8)
-        ys = [_dynamic()(w, _prepack(q, None, e)) for e in ("x86", "onednn")]
+        ys = [_dynamic()(w, _prepack(w, scale, None, e)) for e in ("x86", "onednn")]
         return all(torch.allclose(y, w, atol=0.02) for y in ys)
     except (AttributeError, RuntimeError):
         return False

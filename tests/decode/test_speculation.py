@@ -11,6 +11,7 @@ from tests.decode.tiny import (
     DECODERS,
     Counted,
     answers,
+    full,
     model,
     prompts,
     request,
@@ -82,3 +83,17 @@ def test_lookup_finds_the_latest_longest_run() -> None:
         for end in range(5, 80):
             index.extend(text[len(index.text) : end])
             assert index.after(4) == plainly(text[:end], 4)
+
+
+@pytest.mark.parametrize("setting", ["lookup", "draft"])
+def test_speculation_changes_no_token_when_pages_run_out(setting: str) -> None:
+    """A step that finds no page is tried again after a request was put back: its guesses stand."""
+    texts = {}
+    for guesses in (0, 3):
+        s = Settings(max_new_tokens=40, temperature=0.7, **{setting: guesses})
+        engine = Engine(model("gqa_rope"), page=4, pages=12, draft=model("window"))
+        for i, prompt in enumerate(prompts((2, 2, 3))):
+            engine.submit(request("gqa_rope", prompt, s, key=i))
+        texts[guesses] = {n: r.ids for n, (r,) in run(engine).items()}
+        full(engine.pool)
+    assert texts[0] == texts[3]

@@ -1,0 +1,281 @@
+"""A prepared model says what its original says, as exactly as its precision allows, and leaves the original alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.attention import GQA, MLA
+from regard.block import Tower
+from regard.cache import LAYOUTS
+from regard.config import UsageError
+from regard.decode.prepare import perplexity_change, prepare
+from regard.kernels.linear import PRECISIONS
+from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
+from regard.look.probe import Probe
+from regard.models import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    Model,
+    Patches,
+    RecurrentConfig,
+    Seq2SeqConfig,
+    Tokens,
+    Transformer,
+    TransformerConfig,
+)
+from regard.moe import MoE
+from regard.position import Learned, Rope, Sinusoidal
+from tests.laws.mechanisms import TOWERS, VOCAB, decoder, ids, options, stir
+
+# |logits - original| / |original| of two stirred layers, 24 to 64 wide: each rounding adds to the one before
+BOUND = {"fp32": 2e-6, "bf16": 0.03, "int8": 0.06, "int4": 0.35}
+precisions = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+def small(name: str, **more: object) -> Transformer:
+    return decoder(name, **more).float()
+
+
+def feed(model: Model, x: Tensor, cache: object, sizes: list[int], **first: object) -> Tensor:
+    """x in pieces; `first` goes with the first one."""
+    out = []
+    for part in x.split(sizes, 1):
+        out.append(model(part, cache=cache, **first))
+        first = {}
+    return torch.cat(out, 1)
+
+
+def error(y: Tensor, want: Tensor) -> float:
+    assert y.shape == want.shape and y.isfinite().all()
+    return ((y - want).norm() / want.norm()).item()
+
+
+# --- the same answers ---------------------------------------------------------------------------------------------
+
+
+@precisions
+@pytest.mark.parametrize("name", TOWERS)
+@torch.inference_mode()
+def test_prepared_decoder_equals_its_original(name: str, precision: str) -> None:
+    model, x = small(name), ids(2, 9)
+    want = model(x)
+    if name.startswith("dsa") or name == "mixed":  # rounding may choose other keys
+        bound = BOUND["fp32"] if precision == "fp32" else 0.5
+    else:
+        bound = BOUND[precision]
+    fast = prepare(model, precision)
+    assert error(fast(x), want) < bound
+    assert error(feed(fast, x, fast.cache(2), [4, 1, 1, 3]), want) < bound
+
+
+@precisions
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.inference_mode()
+def test_prepared_decoder_runs_in_every_layout(layout: str, precision: str) -> None:
+    for name in ("window", "mla_window"):
+        model, x = small(name), ids(3, 9)
+        fast = prepare(model, precision, rows=3)
+        cache = fast.cache(3, layout, **options(model, layout, 9))
+        assert error(feed(fast, x, cache, [4, 1, 4]), model(x)) < BOUND[precision]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("act", ["relu", "gelu", "gelu_tanh", "silu", "tanh"])
+@torch.inference_mode()
+def test_prepared_feed_forward_equals_its_original(act: str, gated: bool, rows: int) -> None:
+    for bias in (True, False):
+        model = small("gqa_rope", ffn=MLP(32, act, gated, bias))
+        x = ids(2, 5)
+        for precision in ("fp32", "bf16", "int8"):
+            fast = prepare(model, precision, rows=rows)
+            assert error(fast(x), model(x)) < max(BOUND[precision], 1e-5)
+
+
+def pair(cross: GQA | MLA, order: str = "pre", **more: object) -> EncoderDecoder:
+    tokens, ffn = Tokens(VOCAB, Sinusoidal(64), scaled=True), MLP(64, "relu")
+    encoder = Tower(32, 2, GQA(4, bias=True), ffn, causal=False, order=order)
+    own = GQA(4, 2, rope=Rope(), bias=True, out_bias=True)
+    tower = Tower(32, 2, own, ffn, cross=cross, order=order)
+    head = LM(bias=True, scaled=True)
+    return stir(EncoderDecoder(EncoderDecoderConfig(tokens, encoder, tokens, tower, head, **more))).float()  # type: ignore[arg-type]  # fmt: skip
+
+
+CROSS = {
+    "mha": GQA(4),
+    "mqa": GQA(4, 1, bias=True, value_dim=6),
+    "qk_norm": GQA(4, qk_norm=1e-6),
+    "mla": MLA(4, latent=9, query_latent=7),
+}
+
+
+@precisions
+@pytest.mark.parametrize("order", ["pre", "post"])
+@pytest.mark.parametrize("cross", CROSS)
+@torch.inference_mode()
+def test_prepared_encoder_decoder_equals_its_original(
+    cross: str, order: str, precision: str
+) -> None:
+    model, x, source = pair(CROSS[cross], order), ids(3, 7), ids(3, 6, seed=2)
+    more = {"source": source, "source_lengths": [6, 2, 5]}
+    fast = prepare(model, precision, rows=3)
+    want = model(x, **more)
+    assert error(fast(x, **more), want) < BOUND[precision]
+    assert error(feed(fast, x, fast.cache(3), [3, 1, 1, 2], **more), want) < BOUND[precision]
+    memory, _ = fast.encode(source)
+    assert memory.shape == (3, 6, 32)
+
+
+@precisions
+@torch.inference_mode()
+def test_prepared_mixture_of_experts_equals_its_original(precision: str) -> None:
+    """One expert, always chosen: another choice would be no rounding."""
+    model = small("gqa_rope", ffn=MoE(1, 1, 32, shared=1))
+    x = ids(2, 6)
+    assert error(prepare(model, precision)(x), model(x)) < BOUND[precision]
+
+
+@precisions
+@pytest.mark.parametrize("tied", [True, False])
+@torch.inference_mode()
+def test_prepared_recurrent_models_equal_their_originals(tied: bool, precision: str) -> None:
+    x, source = ids(2, 6), ids(2, 5, seed=2)
+    for attention in (None, "additive", "bilinear"):
+        model = RecurrentConfig(VOCAB, 32, 2, "gru", attention, tied).make().eval()
+        fast = prepare(model, precision)
+        want = model(x)
+        assert error(fast(x), want) < BOUND[precision]
+        assert error(feed(fast, x, fast.cache(2), [3, 1, 2]), want) < BOUND[precision]
+    model = Seq2SeqConfig(VOCAB, VOCAB, 32, bidirectional=True, tied=tied).make().eval()
+    fast, want = prepare(model, precision), model(x, source=source)
+    assert error(fast(x, source=source), want) < BOUND[precision]
+    ours = feed(fast, x, fast.cache(2), [3, 1, 2], source=source)
+    assert error(ours, want) < BOUND[precision]
+
+
+@precisions
+@pytest.mark.parametrize("head", [None, MLM(), Classify(3), Tag(3), Answer()])
+@torch.inference_mode()
+def test_prepared_encoder_gives_what_its_head_gives(head: object, precision: str) -> None:
+    tokens = Tokens(VOCAB, Learned(10), types=2, norm=Norm())
+    tower = Tower(32, 2, GQA(4, bias=True), MLP(64, "gelu"), causal=False, order="post")
+    model = stir(Transformer(TransformerConfig(tokens, tower, head, "tanh"))).float()  # type: ignore[arg-type]
+    fast, x = prepare(model, precision), ids(2, 6)
+    y = fast(x, [6, 4])
+    assert y.dtype == torch.float32 and error(y, model(x, [6, 4])) < BOUND[precision]
+    assert error(fast.pool(x).float(), model.pool(x)) < BOUND[precision]
+
+
+@precisions
+@torch.inference_mode()
+def test_prepared_image_model_gives_labels(precision: str) -> None:
+    tower = Tower(32, 2, GQA(4), MLP(64), causal=False)
+    model = stir(Transformer(TransformerConfig(Patches(8, 4), tower, Classify(3)))).float()
+    images = torch.randn(2, 3, 8, 8)
+    assert error(prepare(model, precision)(images), model(images)) < BOUND[precision]
+
+
+@torch.inference_mode()
+def test_prepared_model_shows_its_attention_to_a_probe() -> None:
+    model, x = small("gqa_rope"), ids(1, 5)
+    ours, theirs = Probe(), Probe()
+    prepare(model)(x, probe=ours), model(x, probe=theirs)
+    torch.testing.assert_close(ours.maps["1.self"][0], theirs.maps["1.self"][0])
+
+
+@torch.inference_mode()
+def test_prepared_fp32_takes_a_model_of_another_dtype() -> None:
+    model, x = decoder("gqa_rope"), ids(2, 5)
+    fast = prepare(model)
+    assert fast(x).dtype == torch.float32
+    assert error(fast(x), model(x).float()) < BOUND["fp32"]
+
+
+# --- the original, and memory -------------------------------------------------------------------------------------
+
+
+@precisions
+def test_original_stays_as_it_was(precision: str) -> None:
+    for model in (small("qk_norm"), pair(GQA(4)), RecurrentConfig(VOCAB, 32).make()):
+        more = {"source": ids(2, 4)} if isinstance(model, EncoderDecoder) else {}
+        model.train()
+        tensors = {n: (p, p.clone()) for n, p in model.named_parameters()}
+        before = model(ids(2, 5), **more)
+        fast = prepare(model, precision)
+        fast(ids(2, 5), **more)
+        assert torch.equal(model(ids(2, 5), **more), before)
+        assert model.training and all(m.training for m in model.modules())
+        assert dict(model.named_parameters()).keys() == tensors.keys()
+        for name, p in model.named_parameters():
+            assert p is tensors[name][0] and torch.equal(p, tensors[name][1]) and p.requires_grad
+        assert fast.config is model.config and fast.origin is model.origin
+
+
+def test_prepared_model_shares_what_needs_no_change() -> None:
+    model = small("gqa_rope")
+    fast = prepare(model)
+    assert fast.embedding.weight.data_ptr() == model.embedding.weight.data_ptr()
+    assert fast.head.product.weight.data_ptr() == model.head.weight.data_ptr()
+    both = pair(GQA(4))
+    half = prepare(both, "bf16")
+    assert half.source.weight is half.target.weight
+    assert half.head.product.weight.data_ptr() == half.target.weight.data_ptr()
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_cache_of_a_prepared_model_has_its_dtype(precision: str, dtype: torch.dtype) -> None:
+    assert prepare(small("mla"), precision).cache(1).dtype == dtype
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def refused(match: str) -> object:
+    return pytest.raises(UsageError, match=match)
+
+
+def test_unknown_precision_names_the_choices() -> None:
+    with refused("precision 'fp16' is unknown; choose one of fp32, bf16, int8, int4"):
+        prepare(small("mha"), "fp16")
+    with refused("rows=0: a step has at least one row"):
+        prepare(small("mha"), rows=0)
+
+
+def test_prepared_model_is_for_running(tmp_path: Path) -> None:
+    fast = prepare(small("mha"), "int8")
+    with refused("prepared in int8 is for running.*save the original"):
+        fast.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    with refused("cannot be trained"):
+        fast.train()
+    with refused("cannot be moved or cast"):
+        fast.to(torch.float64)
+    with refused("already prepared in int8; prepare the original"):
+        prepare(fast, "int4")
+
+
+# --- the price ----------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_change_is_the_mean_over_all_tokens_but_the_first() -> None:
+    model, x = small("gqa_rope"), ids(3, 7)
+    log_p = model(x)[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None])
+    before, after = perplexity_change(model, prepare(model), x)
+    assert before == pytest.approx(log_p.mean().neg().exp().item(), rel=1e-5)
+    assert after == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision, worst", [("bf16", 0.02), ("int8", 0.05), ("int4", 0.3)])
+def test_perplexity_changes_little(precision: str, worst: float) -> None:
+    model = pair(GQA(4))
+    source = ids(4, 6, seed=2)
+    change = perplexity_change(model, prepare(model, precision), ids(4, 12), source=source)
+    assert abs(change.after / change.before - 1) < worst
+
+
+def test_perplexity_needs_two_tokens() -> None:
+    model = small("mha")
+    with refused("at least two tokens"):
+        perplexity_change(model, model, ids(2, 1))
