@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -55,21 +55,30 @@ def generate(
 
 def stream(
     model: Any, prompt: Prompt, *, stop: str | Sequence[str] = (), **settings: Any
-) -> Iterator[str]:
-    """The answer to one prompt piece by piece, as it is made; joined, they are generate's text."""
+) -> Generator[str, None, Result]:
+    """The answer to one prompt piece by piece, as it is made; joined, they are generate's text. The generator's return
+    value is the Result."""
     job = Job(model, stop, settings)
     if job.settings.rows > 1:
         raise UsageError("a stream is one answer; leave beams and samples out")
     (request,) = job.requests(prompt)
     engine = Engine(model, layout="contiguous", rows=1)
     engine.submit(request)
-    for _ in engine.run():
+    text = []
+    for event in engine.run():
+        if event.done is not None:
+            result = event.done[0]
         piece = job.take(request, 0)
         if piece:
+            text.append(piece)
             yield piece
     rest = job.rest(request, 0)
     if rest:
         yield rest
+    if result.finish == "error":
+        raise UsageError(f"the prompt could not be answered: {result.error}")
+    result.text = "".join([*text, rest]) if job.tokenizer is not None else None
+    return result
 
 
 def translate(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
@@ -214,8 +215,17 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
 
 
 def _empty(config: Any) -> Model:
-    with _blaming("no model has these sizes"), torch.device("meta"):
+    """The model without memory for its weights. Their random start is skipped: on the meta device it would do nothing
+    but import torch's compiler."""
+    with _blaming("no model has these sizes"), torch.device("meta"), _NoStart():
         return config.make()
+
+
+class _NoStart(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "zeros_", "ones_"):
+            return args[0] if args else (kwargs or {}).get("tensor")
+        return func(*args, **(kwargs or {}))
 
 
 def plan(model: Model, family: Family | None) -> list[Step]:

@@ -22,6 +22,7 @@ from regard.decode.settings import Request, Result, Settings
 from regard.kernels import gpu_prompt
 from regard.kernels.gpu_model import layers_of, norm_of, why_not
 from regard.kernels.gpu_prompt import Pack
+from regard.kernels.gpu_record import Recorder, send
 from regard.kernels.gpu_sample import State, advance, greedy_advance
 from regard.kernels.gpu_step import Linear
 from regard.kernels.gpu_wide import summed
@@ -32,6 +33,7 @@ FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
 KNOWN = {"max_new_tokens", "temperature", "eos", "seed", *FILTERS}
 SHORTEST = 256  # the smallest bucket of lengths
 BUDGET = 16384  # tokens of prompts prefilled in one pass
+RECORDED = 4096  # and in a pass that is recorded
 
 # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -87,9 +89,7 @@ class GraphDecoder:
     ):
         why = why_not(model)
         if why:
-            raise UsageError(
-                f"this model has no CUDA graph: {why}. regard.generate runs it without"
-            )
+            raise UsageError(f"this model has no CUDA graph: {why}. Use regard.generate")
         most = context(model.config.max_len, model.config.embedding)
         if most is not None and length > most:
             raise UsageError(f"length={length}, but the model's context is {most}")
@@ -116,22 +116,28 @@ class GraphDecoder:
             name: torch.full((rows, 1), value, device=self.device)
             for name, value in {**idle, "key": 0}.items()
         }
-        self.graphs: dict[tuple[int, tuple[str, ...]], torch.cuda.CUDAGraph] = {}
-        self.pool: Any = None
+        self.held = Recorder()
+        self.rooms: dict[Any, Tensor] = {}  # what recorded prefills read, by their sizes
+        self.drew = [False] * rows  # whose columns are not idle
 
     # --- one step ---
 
     def logits(self, bound: int) -> Tensor:
         """Feed every row's token; (rows V). No row that counts is longer than `bound`."""
-        s, mask = self.state, None
+        s, mask, more = self.state, None, None
         x = self.model.embedding(s.ids[:, None], Span(s.pos[:, None]))[:, 0].contiguous()
         if not all(layer.fast for layer in self.layers):
             mask = (torch.arange(bound, device=self.device) <= s.pos[:, None])[:, None, None]
         for layer in self.layers:
-            x = layer.step(x, s.pos, bound, mask)
+            x, more = layer.step(x, more, s.pos, bound, mask)
+        return self.scores(x, more)
+
+    def scores(self, x: Tensor, more: Tensor | None) -> Tensor:
+        """Logits (n V) from what the last block gave."""
         if self.head is not None:
-            return self.head(x)
-        return self.model.logits(x if self.model.tower.norm is None else self.model.tower.norm(x))
+            return self.head(x) if more is None else self.head.wide(self.head.settle(x, more)[1])
+        x, norm = summed(x, more), self.model.tower.norm
+        return self.model.logits(x if norm is None else norm(x))
 
     def step(self, bound: int, kind: tuple[str, ...]) -> None:
         """What a graph holds: logits, choice, and the state moved on by one token."""
@@ -161,34 +167,19 @@ class GraphDecoder:
         """Advance every row by `steps` <= look tokens; the log holds what they were fed first, then what they chose."""
         if self.graph:
             self.capture(bound, kind)
-        self.state.log[0].copy_(self.state.ids)
-        self.state.tick.fill_(1)
-        for _ in range(steps):
-            if self.graph:
-                self.graphs[bound, kind].replay()
-            else:
-                self.step(bound, kind)
+        with self.held.timed("decode"):
+            self.state.log[0].copy_(self.state.ids)
+            self.state.tick.fill_(1)
+            for _ in range(steps):
+                self.held.graphs[bound, kind].replay() if self.graph else self.step(bound, kind)
 
     @torch.no_grad()
     def capture(self, bound: int, kind: tuple[str, ...] = ()) -> None:
-        """Record the step for this bucket, once. Trying it out first leaves the state as it was; what it wrote to the
-        caches is written over before it is seen."""
-        if (bound, kind) in self.graphs:
-            return
-        before = [x.clone() for x in self.state.tensors()]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.step(bound, kind)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            self.step(bound, kind)
-        self.pool = self.pool or graph.pool()
-        for x, old in zip(self.state.tensors(), before, strict=True):
-            x.copy_(old)
-        self.graphs[bound, kind] = graph
+        """Record the step for this bucket, once. What trying it writes to the caches is written over before it is
+        seen."""
+        if (bound, kind) not in self.held.graphs:
+            state = self.state.tensors()
+            self.held.try_and_record((bound, kind), lambda: self.step(bound, kind), state)
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
@@ -198,43 +189,60 @@ class GraphDecoder:
 
     @torch.no_grad()
     def prefill(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Read prompts into slots and choose their first tokens, without waiting for the device."""
-        size = max(len(r.ids) for r in requests)
-        size = min(size + -size % 16, self.length)
-        ids = self.send([r.ids + [0] * (size - len(r.ids)) for r in requests])
-        rows, lengths = self.send(list(slots)), self.send([len(r.ids) for r in requests])
+        """Read prompts into slots and choose their first tokens, without waiting for the device. Sizes that come again
+        are recorded as a graph; large ones keep the device busy without."""
+        texts = [r.ids for r in requests]
+        sizes, kind = gpu_prompt.sizes_of(texts), kinds([r.settings for r in requests])
+        numbers = send(gpu_prompt.flat(texts, slots, sizes), self.device)
+        with self.held.timed("prefill"):
+            self.tell(slots, requests)
+            key = (sizes, kind)
+            again = key in self.rooms
+            room = self.rooms.setdefault(key, torch.empty_like(numbers))
+            if not (again and self.graph and sizes[0] <= RECORDED):
+                return self.read(Pack.of(numbers, sizes), kind)
+            if key not in self.held.graphs:
+                self.held.record(key, lambda: self.read(Pack.of(room, sizes), kind))
+            room.copy_(numbers)
+            self.held.graphs[key].replay()
+
+    def read(self, pack: Pack, kind: tuple[str, ...]) -> None:
+        """What a prompts' graph holds: caches filled, first tokens chosen, the state set."""
+        more, last = None, pack.last
+        x = self.model.embedding(pack.ids[None], Span(pack.pos[None]))[0].contiguous()
+        for layer in self.layers:
+            x, more = layer.prompt(x, more, pack)
+        more = None if more is None else more[..., last, :]
+        self.state.count.index_fill_(0, pack.rows, 0)
+        self.state.pos[pack.rows] = pack.lengths
+        self.state.ids[pack.rows] = self.choose(self.scores(x[last], more), kind, pack.rows)
+        self.state.count.index_fill_(0, pack.rows, 1)
+
+    def tell(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Settings into the columns; greedy after greedy has none to tell."""
+        draws = [r.settings.temperature > 0 for r in requests]
+        if not any(draws) and not any(self.drew[i] for i in slots):
+            return
+        rows = send(list(slots), self.device)
         for name, column in self.columns.items():
             key = [(r.key or 0) * 1024 for r in requests]
             values = key if name == "key" else [getattr(r.settings, name) for r in requests]
-            column[rows] = self.send(values).to(column.dtype)[:, None]
-        span = Span.run(0, size, self.device)
-        told = Context(span, Causal(), memo=turns(self.model, self.layers, size))
-        cache = Slots(self.layers, rows, span)
-        h = self.model.tower(self.model.embedding(ids, span), told, caches=(cache, None))
-        last = h[torch.arange(len(requests), device=self.device), lengths - 1]
-        self.state.count.index_fill_(0, rows, 0)
-        self.state.pos[rows] = lengths
-        kind = kinds([r.settings for r in requests])
-        self.state.ids[rows] = self.choose(self.model.logits(last), kind, rows)
-        self.state.count.index_fill_(0, rows, 1)
-
-    def send(self, values: list[Any]) -> Tensor:
-        """A tensor on the device; from pinned memory, so that nobody waits."""
-        x = torch.tensor(values)
-        return (
-            x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
-        )
+            column[rows] = send(values, self.device).to(column.dtype)[:, None]
+        for i, drew in zip(slots, draws, strict=True):
+            self.drew[i] = drew
 
     # --- many requests ---
 
-    def serve(self, requests: Sequence[Request], *, refill: bool = True) -> list[Result]:
-        """Answers in the order of the requests, without log probabilities. refill=False is static batching: all slots
-        are filled together."""
+    def serve(
+        self, requests: Sequence[Request], *, refill: bool = True, few: int | None = None
+    ) -> list[Result]:
+        """Answers in the order of the requests, without log probabilities. Slots are refilled when `few` (an eighth)
+        are free; refill=False is static batching: all slots are filled together."""
         waiting = deque(self.check(i, r) for i, r in enumerate(requests))
         slots: list[Slot | None] = [None] * self.rows
         results: dict[int, Result] = {}
         flying: Flight | None = None
-        few = max(1, self.rows // 8)
+        few = few or max(1, self.rows // 8)
         while len(results) < len(requests):
             free = [i for i, s in enumerate(slots) if s is None or s.finish or not s.left]
             enough = min(few, len(waiting)) if refill else self.rows
@@ -280,9 +288,8 @@ class GraphDecoder:
         log = self.state.log[: steps + 1]
         if self.device.type != "cuda":
             return log.clone(), None, lines
-        host = torch.empty(log.shape, dtype=log.dtype, pin_memory=True).copy_(
-            log, non_blocking=True
-        )
+        host = torch.empty(log.shape, dtype=log.dtype, pin_memory=True)
+        host.copy_(log, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         return host, event, lines
@@ -298,9 +305,7 @@ class GraphDecoder:
         wrong = next((i for i in [*request.ids, *s.eos] if not 0 <= i < vocab), None)
         if wrong is not None or not request.ids:
             what = (
-                "the prompt is empty"
-                if not request.ids
-                else f"token {wrong} is not in 0..{vocab - 1}"
+                f"token {wrong} is not in 0..{vocab - 1}" if request.ids else "the prompt is empty"
             )
             raise UsageError(f"request {index}: {what}")
         if len(request.ids) + s.max_new_tokens > self.length:

@@ -1,8 +1,8 @@
 """Prompts laid end to end, (t ...), so that no matrix product sees padding; only attention lays them out in rows (n s).
 
-Sizes are rounded up, so that a few CUDA graphs hold every pass: spare tokens repeat the last one, spare prompts the last
-prompt, and both write again what it wrote. One kernel turns queries and keys, stores keys and values in the cache, and
-lays all three out for torch's attention; `lay` is that in torch.
+Sizes are rounded up, so that a few CUDA graphs hold every pass: spare tokens repeat the last one, spare prompts the
+last prompt, and both write again what it wrote. One kernel turns queries and keys, stores keys and values in the cache,
+and lays all three out for torch's attention; `lay` is that in torch.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.gpu_linear import jit, launch, triton
+from regard.kernels.gpu_linear import jit, triton
 
 if triton is not None:
     import triton.language as tl
 
+Laid = tuple[Tensor, Tensor, Tensor]  # q, k, v in rows (n s . d)
 Sizes = tuple[int, int, int]  # tokens, prompts, tokens of the longest
 
 
@@ -73,29 +74,30 @@ class Pack:
     last: Tensor  # (n) where each prompt ends,
     rows: Tensor  # (n) its row of the cache
     lengths: Tensor  # (n) and its length
-    laid: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)  # q, k, v in rows
+    laid: dict[tuple[int, ...], Laid] = field(default_factory=dict)
 
     @classmethod
     def of(cls, numbers: Tensor, sizes: Sizes) -> Pack:
         t, n, s = sizes
-        cut = numbers.split([t, t, t, t, n * s, n, n, n])
-        return cls(*cut[:4], cut[4].view(n, s), *cut[5:])
+        ids, pos, row, back, grid, *ends = numbers.split([t, t, t, t, n * s, n, n, n])
+        return cls(ids, pos, row, back, grid.view(n, s), *ends)
 
-    def rooms(self, like: Tensor, *shapes: tuple[int, int]) -> list[Tensor]:
-        """Zeros (n s h d) for q, k and v, the same for every layer: what no token is written to stays zero."""
-        key = tuple(x for shape in shapes for x in shape)
+    def rooms(self, like: Tensor, heads: int, groups: int, d: int) -> Laid:
+        """Zeros for q, k and v, the same for every layer: what no token is written to stays zero."""
+        key = (heads, groups, d)
         if key not in self.laid:
             n, s = self.grid.shape
-            self.laid[key] = [like.new_zeros(n, s, *shape) for shape in shapes]
+            q, k, v = (like.new_zeros(n, s, count, d) for count in (heads, groups, groups))
+            self.laid[key] = q, k, v
         return self.laid[key]
 
 
 # --- queries, keys and values in rows -------------------------------------------------------------------------------
 
 
-def lay(pack: Pack, *each: Tensor) -> list[Tensor]:
+def lay(pack: Pack, q: Tensor, k: Tensor, v: Tensor) -> Laid:
     """Tokens (t h d) in rows (n s h d)."""
-    return [x[pack.grid] for x in each]
+    return q[pack.grid], k[pack.grid], v[pack.grid]
 
 
 @jit
@@ -117,11 +119,7 @@ def _lay(
     D: tl.constexpr,
     HEADS: tl.constexpr,
     ROPE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = D // 2
     t = tl.program_id(0).to(tl.int64)
     r, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
@@ -159,13 +157,12 @@ def lay_qkv(
     values: Tensor,
     heads: int,
     angles: tuple[Tensor, Tensor] | None,
-) -> list[Tensor]:
+) -> Laid:
     """qkv (t, (h + 2g) d) before RoPE: keys and values into the caches (b s g d), and q, k, v in rows (n s . d).
     Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
     length, g, d = keys.shape[1:]
-    rooms = pack.rooms(qkv, (heads, d), (g, d), (g, d))
+    rooms = pack.rooms(qkv, heads, g, d)
     cos, sin = (qkv, qkv) if angles is None else angles
-    pdl, extra = launch(qkv)
     _lay[(len(qkv),)](
         qkv,
         cos,
@@ -182,17 +179,14 @@ def lay_qkv(
         D=d,
         HEADS=triton.next_power_of_2(heads + 2 * g),
         ROPE=angles is not None,
-        PDL=pdl,
         num_warps=4,
-        **extra,
     )
     return rooms
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None
-) -> Tensor:
+def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
     """Causal attention of q (n s h d) over k (n s g d), v (n s g e), back as tokens (t, h e)."""
+    q, k, v = laid
     mask = None
     if window is not None:
         at = torch.arange(q.shape[1], device=q.device)

@@ -227,7 +227,7 @@ class Gqa(Layer):
             q, k, v = self.turned(qkv, pack.pos)
             self.k[pack.row, pack.pos], self.v[pack.row, pack.pos] = k, v
             laid = gpu_prompt.lay(pack, q, k, v)
-        return gpu_prompt.attend(*laid, pack, self.scale, self.window)
+        return gpu_prompt.attend(laid, pack, self.scale, self.window)
 
 
 class Latent(Layer):
@@ -293,4 +293,4 @@ class Latent(Layer):
         k = torch.cat([k, key[:, None].expand(-1, self.h, -1)], -1)
         v = torch.einsum("tc,hec->the", latent, self.w_uv)
         laid = gpu_prompt.lay(pack, torch.cat([nope, rope], -1), k, v)
-        return gpu_prompt.attend(*laid, pack, self.scale, self.window)
+        return gpu_prompt.attend(laid, pack, self.scale, self.window)

@@ -1,5 +1,5 @@
-"""What stands between the matrix products of many rows on a GPU, each as one kernel: residual + RMS norm, act(gate) * up,
-and products split along K whose parts the next residual adds up.
+"""What stands between the matrix products of many rows on a GPU, each as one kernel: residual + RMS norm, act(gate) *
+up, and products split along K whose parts the next residual adds up.
 
     python bench/gpu_decode.py --part w      times the products against torch's
 
@@ -124,9 +124,7 @@ def gate(x: Tensor, act: str, fast: bool = True) -> Tensor:
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     block = min(2048, triton.next_power_of_2(n))
     pdl, extra = launch(x)
-    _gate[(m, triton.cdiv(n, block))](
-        x, y, n, BLOCK=block, ACT=act, PDL=pdl, num_warps=4, **extra
-    )
+    _gate[(m, triton.cdiv(n, block))](x, y, n, BLOCK=block, ACT=act, PDL=pdl, num_warps=4, **extra)
     return y
 
 
@@ -171,7 +169,7 @@ def _parts(
 
 
 def blocks_for(k: int, n: int, split: bool) -> tuple[int, int, int, int, int]:
-    """Rows of W a program, elements of K a step, parts of K, stages, warps: one wave of programs where K may be split."""
+    """Rows of W a program, elements of K a step, parts of K, stages, warps: with `split` one wave of programs."""
     if (k, n, split) in BLOCKS:
         return BLOCKS[k, n, split]
     block_n = 64 if split or n >= 8192 else 32

@@ -8,6 +8,7 @@ from regard.config import UsageError
 from regard.decode.engine import Engine
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
+from regard.kernels import gpu_prompt
 from regard.models import Tokens, TransformerConfig
 
 ROPE = regard.Rope()
@@ -73,6 +74,8 @@ def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
     want = by_engine(model, asked)
     assert [(r.ids, r.finish) for r in decoder.serve(asked)] == want
     assert [(r.ids, r.finish) for r in decoder.serve(asked, refill=False)] == want
+    decoder = GraphDecoder(model, 7, 96, graph=False)  # more rows: sums are left to the norms
+    assert [(r.ids, r.finish) for r in decoder.serve(asked, few=2)] == want
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8, "seed": 3}, {"min_p": 0.05}])
@@ -99,3 +102,16 @@ def test_graphs_refuse_what_they_cannot_do() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             decoder.serve([wrong])
+
+
+def test_packs_hold_every_token_once() -> None:
+    texts, rows = [[4, 5, 6], [7] * 70, [8]], [5, 0, 3]
+    t, n, s = sizes = gpu_prompt.sizes_of(texts)
+    assert (t, n, s) == (128, 4, 96)
+    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(texts, rows, sizes)), sizes)
+    assert pack.ids[pack.last].tolist() == [6, 7, 8, 8] and pack.rows.tolist() == [5, 0, 3, 3]
+    assert torch.equal(pack.grid.flatten()[pack.back][:74], torch.arange(74))
+    assert (pack.row[73:] == 3).all() and (pack.pos[73:] == 0).all() and (pack.ids[73:] == 8).all()
+    for wide in range(1, 5000):
+        up = gpu_prompt.up(wide)
+        assert wide <= up <= max(wide + 63, wide * 5 // 4)

@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard.attention import attend
-from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_sample
+from regard.decode.graphs import GraphDecoder
+from regard.decode.settings import Request, Settings
+from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_prompt, gpu_sample, gpu_wide
+from regard.models import Tokens, TransformerConfig
 
 pytestmark = pytest.mark.skipif(
     gpu_linear.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -129,3 +133,102 @@ def test_gpu_greedy_matches_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu_sample.kernels(b, logits)
         for x, y in zip([*a.tensors(), a.log], [*b.tensors(), b.log], strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_linear.SWITCH, "interpreted", True)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("m, n, parts", [(3, 40, None), (6, 64, 0), (5, 50, 1), (7, 96, 4)])
+def test_gpu_add_norm_matches_torch(m: int, n: int, parts: int | None) -> None:
+    x, weight = torch.randn(m, n), torch.rand(n) + 0.5
+    more = None if parts is None else torch.randn(*(parts,) * bool(parts), m, n)
+    before = x.clone()
+    got = gpu_wide.add_norm(x, more, weight, 1e-5)
+    want = gpu_wide.add_norm(x, more, weight, 1e-5, fast=False)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu"])
+def test_gpu_gate_matches_torch(act: str) -> None:
+    x = torch.randn(5, 2 * 2500)
+    torch.testing.assert_close(gpu_wide.gate(x, act), gpu_wide.gate(x, act, fast=False))
+
+
+@pytest.mark.parametrize(
+    "m, k, n, split", [(8, 64, 40, False), (20, 256, 70, True), (64, 96, 33, True)]
+)
+def test_gpu_parts_sum_to_the_product(m: int, k: int, n: int, split: bool) -> None:
+    x, w = torch.randn(m, k), torch.randn(n, k) / 8
+    got = gpu_wide.parts(x, w, split)
+    assert len(got) == 1 or split
+    torch.testing.assert_close(got.sum(0), x @ w.T, rtol=1e-4, atol=1e-5)
+    got = gpu_wide.parts(x, w, blocks=(16, 16, 2, 2, 4))
+    assert got.shape == (2, m, n)
+    torch.testing.assert_close(got.sum(0), x @ w.T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_gpu_lay_matches_indexing(turned: bool) -> None:
+    h, g, d, length = 6, 2, 32, 90
+    texts, rows = [[1] * 7, [2] * 40, [3] * 33], [4, 0, 2]
+    sizes = gpu_prompt.sizes_of(texts)
+    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(texts, rows, sizes)), sizes)
+    qkv = torch.randn(sizes[0], (h + 2 * g) * d)
+    qkv[80:] = qkv[79]  # spare tokens repeat the last
+    angles = (torch.rand(length, d // 2), torch.rand(length, d // 2)) if turned else None
+    keys, values = torch.zeros(2, 5, length, g, d)
+    laid = gpu_prompt.lay_qkv(qkv, pack, keys, values, h, angles)
+    q, k, v = qkv.unflatten(1, (-1, d)).split([h, g, g], 1)
+    if angles is not None:
+        cos, sin = angles[0][pack.pos], angles[1][pack.pos]
+        q, k = gpu_attention.turn(q, cos, sin), gpu_attention.turn(k, cos, sin)
+    for got, x in zip(laid, gpu_prompt.lay(pack, q, k, v), strict=True):
+        for i, text in enumerate(texts):
+            torch.testing.assert_close(got[i, : len(text)], x[i, : len(text)])
+            assert not got[i, len(text) :].any()
+    for cache, x in ((keys, k), (values, v)):
+        want = torch.zeros_like(cache)
+        want[pack.row, pack.pos] = x
+        torch.testing.assert_close(cache, want)
+    o = gpu_prompt.attend(laid, pack, 0.2, None)
+    assert o.shape == (sizes[0], h * d) and not o.isnan().any()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("switch", ["", "split", "tall"])
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_gpu_decoder_gives_the_plain_tokens(
+    name: str, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(name)
+    texts = [[5, 9, 2], [7] * 20, [1, 2], [3, 4, 5, 6, 7], [8]]
+    asked = [Request(ids, Settings(max_new_tokens=4)) for ids in texts]
+    want = GraphDecoder(model, 5, 48, graph=False, kernels=False).serve(asked)
+    if switch:
+        monkeypatch.setitem(gpu_linear.SWITCH, switch, True)
+    for rows in (2, 5):  # few rows, and more than MOST
+        got = GraphDecoder(model, rows, 48, graph=False).serve(asked)
+        assert [r.ids for r in got] == [r.ids for r in want]
+
+
+def small(name: str) -> regard.Model:
+    torch.manual_seed(0)
+    rope = regard.Rope()
+    attention = (
+        regard.GQA(4, 2, 32, rope=rope) if name == "gqa" else regard.MLA(4, 32, 32, 16, rope=rope)
+    )
+    ffn, norm = regard.MLP(96, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
+    config = TransformerConfig(
+        Tokens(97), regard.Tower(64, 1, attention, ffn, norm=norm), regard.LM(), max_len=48
+    )
+    model = config.make()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(3)
+    return model.eval()

@@ -1,0 +1,58 @@
+"""Calls on a GPU recorded as CUDA graphs that share their memory, marks of time around them, and numbers sent there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Recorder:
+    """Graphs by key. What they compute must stay in tensors that were there before."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self.pool: Any = None
+        self.spans: list[tuple[str, Any, Any]] | None = None  # a list: device times, for a bench
+
+    def record(self, key: Any, call: Callable[[], Any]) -> None:
+        """`call` has run before, so that nothing is compiled or chosen now."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            call()
+        self.pool = self.pool or graph.pool()
+        self.graphs[key] = graph
+
+    def try_and_record(self, key: Any, call: Callable[[], Any], state: Sequence[Tensor]) -> None:
+        """Record a call that changes `state`, which is put back after two tries."""
+        before = [x.clone() for x in state]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.record(key, call)
+        for x, old in zip(state, before, strict=True):
+            x.copy_(old)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Marks on the device around what it does, where someone asked."""
+        if self.spans is None:
+            yield
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        yield
+        last.record()
+        self.spans.append((name, first, last))
+
+
+def send(values: list[Any], device: torch.device) -> Tensor:
+    """A tensor on the device; from pinned memory, so that nobody waits."""
+    x = torch.tensor(values)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
