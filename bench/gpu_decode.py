@@ -2,7 +2,8 @@
 
     python bench/gpu_decode.py                         parts k,a,b,c,d,e; under four minutes on an H200
     python bench/gpu_decode.py --part t                 sweeps the linear kernels' shapes and prints the best as a table
-    python bench/gpu_decode.py --part c --profile       also the kernels of a step at batch 1
+    python bench/gpu_decode.py --part w                 the same for products of 8 and 64 rows, and attention
+    python bench/gpu_decode.py --part c --profile       also the kernels of a step at batch 1 and 64
     python bench/gpu_decode.py --part c --compile       also transformers with a static cache, compiled
 
 k kernels against their plain forms; a copy bandwidth; b tokens against the model itself; c tokens/s at batch 1, 8, 64
@@ -21,10 +22,12 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -34,7 +37,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import regard
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
-from regard.kernels import gpu_attention, gpu_latent, gpu_linear
+from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_wide
 from regard.models import Tokens, TransformerConfig
 
 BF16 = torch.bfloat16
@@ -134,6 +137,15 @@ def part_k(args: argparse.Namespace) -> None:
             pools.append(pool)
         got = gpu_attention.decode(qkv, *pools, pos, heads=h, scale=d**-0.5, table=table)
         show("  the same in pages", got, want)
+    for m, k, n in ((8, 2048, 3072), (64, 8192, 2048), (33, 768, 1000)):
+        x, w, g, more = randn(m, k), randn(n, k, by=k**-0.5), randn(k), randn(4, m, k).float()
+        want = x.float() @ w.float().T
+        show(f"parts m={m} k={k} n={n}", gpu_wide.parts(x, w).sum(0), want)
+        show("  in one", gpu_wide.parts(x, w, split=False)[0], want)
+        for i, name in enumerate(("  residual", "  norm")):
+            got, want = (gpu_wide.add_norm(x, more, g, 1e-5, fast)[i] for fast in (True, False))
+            show(name, got, want)
+        show("  gate", gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
     for b, h, s in ((1, 16, 700), (4, 32, 4096), (2, 128, 1000)):
         q, entry, cache = randn(b, h, 576), randn(b, 576), randn(b, s, 576)
         pos = torch.randint(s // 2, s, (b,), device="cuda")
@@ -155,10 +167,13 @@ def part_b(args: argparse.Namespace) -> None:
         ("graph, kernels, batch 1", 1, {}),
         ("graph, kernels, batch 4", 4, {}),
         ("graph, kernels, batch 8", 8, {}),
+        ("the same, split and tall", 8, {}),
         ("graph, torch only, batch 8", 8, {"kernels": False}),
     ):
         try:
-            out = GraphDecoder(model, rows, 512, **options).serve(asked)
+            with switched(split="split" in name, tall="tall" in name):
+                decoder = GraphDecoder(model, rows, 512, **options)
+                out = [decoder.serve(asked) for _ in range(3)][-1]  # prefill as a graph
         except Exception:
             print(f"  {name}: FAILED")
             traceback.print_exc()
@@ -211,7 +226,30 @@ def hf_rate(model: Any, batch: int, new: int, **options: Any) -> float:
         return batch * new / seconds(lambda: model.generate(ids, attention_mask=mask, **asked))
 
 
+@contextmanager
+def switched(most: int = gpu_linear.MOST, **on: bool) -> Iterator[None]:
+    before, old = gpu_linear.MOST, dict(gpu_linear.SWITCH)
+    gpu_linear.MOST = most
+    gpu_linear.SWITCH.update(on)
+    try:
+        yield
+    finally:
+        gpu_linear.MOST = before
+        gpu_linear.SWITCH.update(old)
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
+    "kernels": ({}, {}, (1, 8, 64)),
+    "no pdl": ({}, {"pdl": False}, (1, 64)),
+    "kernels, m=8": ({}, {"most": 8}, (8,)),
+    "split": ({}, {"split": True}, (8, 64)),
+    "split, tall": ({}, {"split": True, "tall": True}, (8, 64)),
+    "torch only": ({"kernels": False}, {}, (1, 8, 64)),
+}  # name -> the decoder's options, switches, batches
+
+
 def part_c(args: argparse.Namespace) -> None:
+    """Transformers warm, with 256 new tokens too unless that takes over 15 s (then 32), before and among our forms."""
     model, copy = llama(), bandwidth()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     theirs = None
@@ -220,39 +258,44 @@ def part_c(args: argparse.Namespace) -> None:
         hf_rate(theirs, 1, 4)
     except Exception as error:
         print(f"  transformers: {type(error).__name__}: {error}")
-    print(
-        "  batch  form                    steps tok/s  % of limit   with prefill   transformers   ratio"
-    )
+    print("  batch  form              steps tok/s  % of limit   with prefill")
     for batch in (1, 8, 64):
         low, high = (128, 128) if batch == 1 else (96, 160)
         texts = prompts(batch, low, high, 128256, batch)
         cached = batch * (128 + 128) * 16 * 2 * 8 * 64 * 2  # at the middle of the answer
         limit = batch / ((weights + cached) / copy)
-        forms = {
-            "kernels": ({}, False),
-            "kernels, pdl": ({}, True),
-            "torch only": ({"kernels": False}, False),
-        }
-        for name, (options, pdl) in forms.items():
-            gpu_linear.SWITCH["pdl"] = pdl
-            try:
-                d = GraphDecoder(model, batch, 512, **options)
-                rate, whole, out = ours(d, texts)
-            except Exception as error:
-                print(f"  {batch:5d}  {name:20s}  FAILED {type(error).__name__}: {error}")
+        hf, new, rates = [], 32, {}
+        if theirs is not None:
+            warm = [hf_rate(theirs, batch, 32) for _ in range(2)][1]
+            new = 256 if batch * 256 / warm < 15 else 32
+        for name, (options, switches, batches) in FORMS.items():
+            if batch not in batches:
                 continue
-            finally:
-                gpu_linear.SWITCH["pdl"] = False
-            first = SEEN.setdefault(("tokens", batch), out)
-            same = sum(a.ids == b.ids for a, b in zip(out, first, strict=True))
-            hf = hf_rate(theirs, batch, 32) if theirs is not None else math.nan
+            if theirs is not None and len(hf) < 3:
+                hf.append(hf_rate(theirs, batch, new))
+            try:
+                with switched(**switches):
+                    d = GraphDecoder(model, batch, 512, **options)
+                    rate, rates[name], out = ours(d, texts)
+                    first = SEEN.setdefault(("tokens", batch), out)
+                    same = sum(a.ids == b.ids for a, b in zip(out, first, strict=True))
+                    print(
+                        f"  {batch:5d}  {name:14s} {rate:13,.0f} {100 * rate / limit:10.1f} {rates[name]:15,.0f}"
+                        f"   same tokens in {same} of {batch}",
+                        flush=True,
+                    )
+                    if args.profile and name != "torch only" and batch in (1, 64):
+                        profile(d)
+                    del d
+            except Exception as error:
+                print(f"  {batch:5d}  {name:14s}  FAILED {type(error).__name__}: {error}")
+        if hf:
+            peer_rate = statistics.median(hf)
+            ratios = ", ".join(f"{name} {rate / peer_rate:.1f}x" for name, rate in rates.items())
             print(
-                f"  {batch:5d}  {name:20s} {rate:13,.0f} {100 * rate / limit:10.1f} {whole:15,.0f} "
-                f"{hf:13,.0f} {whole / hf:8.1f}x   same tokens in {same} of {batch}"
+                f"  {batch:5d}  transformers   {peer_rate:,.0f} tokens/s with prefill ({new} new, warm, "
+                f"median of {', '.join(f'{r:,.0f}' for r in hf)}): {ratios}"
             )
-            if args.profile and name != "torch only" and batch in (1, 64):
-                profile(d)
-            del d
     if args.compile and theirs is not None:
         for _ in range(2):
             rate = hf_rate(theirs, 1, 256, cache_implementation="static")
@@ -293,16 +336,36 @@ def part_d(args: argparse.Namespace) -> None:
     sizes = [round(16 * 16 ** r.random()) for _ in texts]
     asked = [Request(i, Settings(max_new_tokens=n)) for i, n in zip(texts, sizes, strict=True)]
     d = GraphDecoder(model, 64, 512)
-    d.serve(asked[:128]), d.serve(asked[:64], refill=False)
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(2):
-        for refill in (False, True):
-            times[refill].append(seconds(lambda refill=refill: d.serve(asked, refill=refill)))
-    slow, fast = statistics.median(times[False]), statistics.median(times[True])
+    forms: dict[str, dict[str, Any]] = {
+        "static": {"refill": False},
+        "continuous, 8 free": {"few": 8},
+        "continuous, 4 free": {"few": 4},
+    }
+    for options in forms.values():
+        d.serve(asked, **options), d.serve(asked, **options)  # sizes that come again are recorded
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(3):
+        for name, options in forms.items():
+            times[name].append(seconds(lambda o=options: d.serve(asked, **o)))
+    slow = statistics.median(times["static"])
     print(
-        f"  {sum(sizes):,} tokens: static {slow:.2f} s ({sum(sizes) / slow:,.0f} tokens/s), continuous {fast:.2f} s "
-        f"({sum(sizes) / fast:,.0f} tokens/s), {slow / fast:.2f}x"
+        f"  {sum(sizes):,} tokens, answers log-uniform in 16..256, the same prefill on both sides"
     )
+    for name, options in forms.items():
+        took = statistics.median(times[name])
+        d.held.spans = []
+        whole = seconds(lambda o=options: d.serve(asked, **o))
+        spans, d.held.spans = d.held.spans, None
+        parts = {
+            n: sum(a.elapsed_time(b) for m, a, b in spans if m == n) / 1e3
+            for n in ("prefill", "decode")
+        }
+        passes = sum(n == "prefill" for n, _, _ in spans)
+        print(
+            f"  {name:20s} {took:.2f} s ({sum(sizes) / took:,.0f} tokens/s), {slow / took:.2f}x static; "
+            f"of {whole:.2f} s: prefill {parts['prefill']:.2f} in {passes} passes, decode {parts['decode']:.2f}, "
+            f"waiting {whole - sum(parts.values()):.2f}"
+        )
 
 
 def part_e(args: argparse.Namespace) -> None:
@@ -389,6 +452,56 @@ def part_t(args: argparse.Namespace) -> None:
                     f"{size / took / 1e12:.2f} TB/s; default {now} {mine * 1e6:.1f} us, torch {plain * 1e6:.1f} us"
                 )
             del w
+
+
+def part_w(args: argparse.Namespace) -> None:
+    """For many rows: (rows of W, elements of K, parts, stages, warps) of our products, and attention's tiles."""
+    for rows in (8, 64):
+        for name, k, n, split in (
+            ("qkv", 2048, 3072, False),
+            ("out", 2048, 2048, True),
+            ("gate|up", 2048, 16384, False),
+            ("down", 8192, 2048, True),
+            ("head", 2048, 128256, False),
+        ):
+            copies = max(2, min(24, 400_000_000 // (n * k * 2)))
+            w = [torch.randn(n, k, device="cuda", dtype=BF16) for _ in range(copies)]
+            x = torch.randn(rows, k, device="cuda", dtype=BF16)
+            plain = replayed([partial(torch.nn.functional.linear, x, each) for each in w])
+            shapes = [(32, 128), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
+            tried = [(*s, p, 4, 4) for s in shapes for p in ((2, 4) if split else (1,))]
+            found = []
+            for blocks in dict.fromkeys([gpu_wide.blocks_for(k, n, split), *tried]):
+                try:
+                    calls = [partial(gpu_wide.parts, x, each, split, blocks) for each in w]
+                    found.append((replayed(calls, 3), blocks))
+                except Exception as error:
+                    print(f"    {name} {blocks}: {type(error).__name__}")
+            for took, blocks in [*sorted(found)[:2], *found[:1]]:
+                print(
+                    f"  m={rows} ({k}, {n}, {split}): {blocks},  # {name} {took * 1e6:.1f} us, "
+                    f"{n * k * 2 / took / 1e12:.2f} TB/s; torch {plain * 1e6:.1f} us"
+                )
+            del w
+    b, h, g, d, s = 64, 32, 8, 64, 512
+    caches = torch.randn(8, 2, b, s, g, d, device="cuda", dtype=BF16)
+    qkv = torch.randn(b, (h + 2 * g) * d, device="cuda", dtype=BF16)
+    for keys in (140, 256, 390):
+        pos, found = torch.full((b,), keys, device="cuda"), []
+        for tiles in (
+            (64, 4, 2),
+            (32, 4, 2),
+            (64, 4, 3),
+            (64, 2, 2),
+            (64, 8, 2),
+            (128, 4, 2),
+            (128, 8, 2),
+        ):
+            one = partial(gpu_attention.decode, qkv, pos=pos, heads=h, scale=0.1)
+            with patch.dict(gpu_attention.TILES, {d: tiles}):
+                found.append((replayed([partial(one, k=k, v=v) for k, v in caches]), tiles))
+        line = ", ".join(f"{tiles} {took * 1e6:.1f}" for took, tiles in found)
+        print(f"  attention, 64 rows of {keys} keys, (keys a step, warps, stages) us: {line}")
 
 
 def main() -> None:

@@ -205,6 +205,16 @@ def splits_for(groups: int, length: int, tile: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
+def rooms(like: Tensor, b: int, h: int, n: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """out (b h d); and, of n > 1 parts, their sums (b h n d) and their maxima and totals (b h n 2)."""
+    out = torch.empty(b, h, d, dtype=like.dtype, device=like.device)
+    if n == 1:
+        return out, out, out
+    both = torch.empty(b * h * n * (d + 2), dtype=torch.float32, device=like.device)
+    part, stat = both.split([b * h * n * d, b * h * n * 2])
+    return out, part.view(b, h, n, d), stat.view(b, h, n, 2)
+
+
 def merge(part: Tensor, stat: Tensor, out: Tensor) -> None:
     """Parts (b h n d) and their maxima and sums (b h n 2) into out (b h d)."""
     b, h, n, d = part.shape
@@ -240,14 +250,10 @@ def decode(
     counts the keys there are. `bound`: no row is longer; it decides the number of parts. Equals `turn` and
     `reference`; see test_gpu_attention_matches_attend."""
     b, (g, d) = len(qkv), k.shape[2:]
-    page = 0 if table is None else k.shape[1]
-    row = k.shape[1] if table is None else table.shape[1]
+    page, row = (0, k.shape[1]) if table is None else (k.shape[1], table.shape[1])
     tile, warps, stages = TILES.get(d, (64, 4, 3))
-    bound = bound or row * max(page, 1)
-    n = splits or splits_for(b * g, bound, tile)
-    out = torch.empty(b, heads, d, dtype=v.dtype, device=v.device)
-    part = out if n == 1 else torch.empty(b, heads, n, d, dtype=torch.float32, device=v.device)
-    stat = out if n == 1 else torch.empty(b, heads, n, 2, dtype=torch.float32, device=v.device)
+    n = splits or splits_for(b * g, bound or row * max(page, 1), tile)
+    out, part, stat = rooms(v, b, heads, n, d)
     cos, sin = (qkv, qkv) if angles is None else angles
     pdl, extra = launch(qkv)
     _split[(b, g, n)](

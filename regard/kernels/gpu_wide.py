@@ -192,6 +192,7 @@ def parts(
     See test_gpu_parts_sum_to_the_product."""
     (m, k), n = x.shape, len(w)
     block_n, block_k, count, stages, warps = blocks or blocks_for(k, n, split)
+    stages = min(stages, 2) if x.element_size() == 4 else stages  # shared memory
     kind = x.dtype if count == 1 else torch.float32
     out = torch.empty(count, m, n, dtype=kind, device=x.device)
     pdl, extra = launch(x)

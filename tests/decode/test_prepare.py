@@ -10,7 +10,9 @@ from regard.attention import GQA, MLA
 from regard.block import Tower
 from regard.cache import LAYOUTS
 from regard.config import UsageError
+from regard.decode import prepare as prepared
 from regard.decode.prepare import perplexity_change, prepare
+from regard.kernels import linear
 from regard.kernels.linear import PRECISIONS
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.look.probe import Probe
@@ -191,6 +193,22 @@ def test_prepared_fp32_takes_a_model_of_another_dtype() -> None:
     fast = prepare(model)
     assert fast(x).dtype == torch.float32
     assert error(fast(x), model(x).float()) < BOUND["fp32"]
+
+
+@precisions
+@torch.inference_mode()
+def test_prepared_model_runs_on_a_machine_without_the_ops(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    for module in (linear, prepared):
+        monkeypatch.setattr(module, "packs", lambda *_: False)
+    monkeypatch.setattr(linear, "quantizes", lambda: False)
+    monkeypatch.setattr(linear, "reads_nibbles", lambda: False)
+    model, x = small("gqa_rope"), ids(2, 9)
+    fast = prepare(model, precision, rows=2)
+    assert error(feed(fast, x, fast.cache(2), [4, 1, 4]), model(x)) < BOUND[precision]
+    wide = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert fast.cache(1).dtype == wide  # bf16 would be slow here
 
 
 # --- the original, and memory -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 import regard
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
-from regard.kernels import gpu_attention, gpu_latent, gpu_linear
+from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_wide
 from regard.models import Tokens, TransformerConfig
 
 pytestmark = pytest.mark.skipif(
@@ -77,10 +77,39 @@ def test_graph_draws_on_the_device(settings: dict) -> None:
 
 def test_dependent_launch_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = build("gqa", torch.bfloat16), requests()
-    want = GraphDecoder(model, 2, 512).serve(asked)
-    monkeypatch.setitem(gpu_linear.SWITCH, "pdl", True)
-    got = GraphDecoder(model, 2, 512).serve(asked)
-    assert [r.ids for r in got] == [r.ids for r in want]
+    for rows in (2, 16):
+        monkeypatch.setitem(gpu_linear.SWITCH, "pdl", False)
+        want = GraphDecoder(model, rows, 512).serve(asked)
+        monkeypatch.setitem(gpu_linear.SWITCH, "pdl", True)
+        got = GraphDecoder(model, rows, 512).serve(asked)
+        assert [r.ids for r in got] == [r.ids for r in want]
+
+
+@pytest.mark.parametrize("switch", ["split", "tall"])
+def test_our_products_give_the_plain_tokens(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = build("gqa"), requests()
+    want = GraphDecoder(model.cpu(), 4, 512, graph=False, kernels=False).serve(asked)
+    monkeypatch.setitem(gpu_linear.SWITCH, switch, True)
+    assert agreement(GraphDecoder(model.cuda(), 16, 512).serve(asked), want) > 0.9
+
+
+def test_recorded_prefill_gives_the_same_tokens() -> None:
+    model, asked = build("gqa"), requests()
+    decoder = GraphDecoder(model, 4, 512)
+    first, second, third = (decoder.serve(asked) for _ in range(3))  # eager, recorded, replayed
+    assert len(decoder.held.graphs) > 1
+    assert agreement(second, first) > 0.9 and [r.ids for r in third] == [r.ids for r in second]
+
+
+@pytest.mark.parametrize("m", [8, 64])
+def test_wide_kernels_on_cuda(m: int) -> None:
+    x, w = torch.randn(m, 2048).cuda().bfloat16(), torch.randn(2048, 2048).cuda().bfloat16() / 45
+    g, more = torch.rand(2048).cuda().bfloat16(), gpu_wide.parts(x, w)
+    close(more.sum(0), x.float() @ w.float().T)
+    close(gpu_wide.parts(x, w, split=False)[0], x.float() @ w.float().T)
+    got, want = (gpu_wide.add_norm(x, more, g, 1e-5, fast) for fast in (True, False))
+    close(got[0], want[0]), close(got[1], want[1])
+    close(gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:

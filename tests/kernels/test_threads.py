@@ -1,13 +1,15 @@
-"""Threads: what was asked for, OMP_NUM_THREADS, or the physical cores."""
+"""Threads: what was asked for, OMP_NUM_THREADS, or the physical cores; and they wait asleep."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from regard.kernels import threads
-from regard.kernels.threads import cores, use_threads
+from regard.kernels.threads import cores, use_threads, wait_asleep
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +53,16 @@ def test_cores_count_siblings_once_and_keep_to_the_quota(monkeypatch: pytest.Mon
     assert cores() == 1
     files["cpu.max"] = "max 100000"
     assert cores() == 4
+
+
+def test_waiting_asleep_is_set_before_torch_and_gives_way_to_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = "from regard.kernels.threads import wait_asleep as w; import os; print(w(), os.environ['OMP_WAIT_POLICY'])"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env.pop("OMP_WAIT_POLICY", None)
+    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert out.stdout.split() == ["True", "passive"], out.stderr
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert not wait_asleep()  # torch is here already
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
