@@ -17,6 +17,7 @@ from measure import child, growth, header, medians
 from torch import Tensor
 
 from regard.attention import DSA, GQA, MLA, Context
+from regard.attention.select import WORK
 from regard.mask import Causal, Span, Visible
 
 DIM = 512
@@ -50,8 +51,16 @@ class Setting:
         return self.layer.sparse(self.x, self.q, self.index_q, self.kept, self.mask, self.ctx, None)
 
     def index(self) -> Tensor:
-        scores = self.layer.indexer.scores(self.index_q, self.kept["index_k"], self.x)
-        return self.layer.choice(scores.masked_fill(~self.seen, -torch.inf), self.k, None)
+        step = max(1, WORK // (self.kept["index_k"].shape[1] * self.layer.config.index_heads))
+        parts = []
+        for i in range(0, self.x.shape[1], step):  # in chunks, as `sparse` does
+            at = slice(i, i + step)
+            scores = self.layer.indexer.scores(
+                self.index_q[:, at], self.kept["index_k"], self.x[:, at]
+            )
+            scores = scores.masked_fill(~self.seen[:, at], -torch.inf)
+            parts.append(self.layer.choice(scores, self.k, None))
+        return torch.cat(parts, 1)
 
     def gather(self) -> Tensor:
         kept = {key: value for key, value in self.kept.items() if key != "index_k"}
@@ -89,6 +98,8 @@ def draw(
         axis.set_xticks(lengths, [f"{x // 1024}k" for x in lengths])
         axis.set_title(f"over {name.upper()}, k = {topk}, {n} queries")
         axis.set_xlabel("keys in the context")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.grid(True, which="both", alpha=0.25)
     axes[0].set_ylabel("milliseconds")
     axes[0].legend()
