@@ -147,3 +147,18 @@ def check_ids(ids: Tensor, vocab: int, name: str = "ids") -> None:
             raise UsageError(
                 f"{name} must be between 0 and {vocab - 1} (the vocabulary), got {low if low < 0 else high}"
             )
+
+
+def check_source(ids: Tensor, source: Tensor | None, cache: Cache | None) -> bool:
+    """Whether a source is to be encoded now: on the first call, and never again with a cache that keeps it."""
+    if cache is not None and cache.cross is not None:
+        if source is not None:
+            raise UsageError(
+                "this cache already holds a source; leave `source` out, or make a new cache"
+            )
+        return False
+    if source is None:
+        raise UsageError("an encoder-decoder needs its source: model(ids, source=source_ids)")
+    if len(source) != len(ids):
+        raise UsageError(f"source has {len(source)} rows, ids {len(ids)}; they must agree")
+    return True

@@ -13,7 +13,7 @@ from regard.cache import Cache, CacheSpec, Contiguous
 from regard.config import UsageError
 from regard.layers import LM, make_head
 from regard.mask import Full, Mask, Span
-from regard.models.base import Model, check_ids, positions
+from regard.models.base import Model, check_ids, check_source, positions
 from regard.models.embedding import TokenEmbedding, Tokens, context
 from regard.models.summary import pair_flops, weight_flops
 from regard.models.vision import PatchEmbedding, Patches
@@ -135,8 +135,11 @@ class EncoderDecoder(Model):
         c = self.config
         check_backend(backend)
         check_ids(ids, c.target.vocab)
-        kept = cache is not None and cache.cross is not None
-        memory, memory_pos = self._memory(ids, source, source_lengths, kept, probe, backend)
+        memory: Tensor | None = None
+        memory_pos: Span | None = None
+        if check_source(ids, source, cache):
+            assert source is not None
+            memory, memory_pos = self.encode(source, source_lengths, probe=probe, backend=backend)
         pos = positions(ids, lengths, context(c.max_len, c.target), cache)
         cross = self._cross(cache, memory, memory_pos)
         ctx = Context(pos, mask or c.decoder.mask, probe=probe, backend=backend, site="decoder.")
@@ -147,28 +150,6 @@ class EncoderDecoder(Model):
         if cross is not None:
             cross.freeze()
         return h
-
-    def _memory(
-        self,
-        ids: Tensor,
-        source: Tensor | None,
-        source_lengths: Tensor | list[int] | None,
-        kept: bool,
-        probe: Any,
-        backend: str,
-    ) -> tuple[Tensor | None, Span | None]:
-        """The encoded source, or nothing where a cache keeps its keys and values."""
-        if kept:
-            if source is not None:
-                raise UsageError(
-                    "this cache already holds a source; leave `source` out, or make a new cache"
-                )
-            return None, None
-        if source is None:
-            raise UsageError("an encoder-decoder needs its source: model(ids, source=source_ids)")
-        if len(source) != len(ids):
-            raise UsageError(f"source has {len(source)} rows, ids {len(ids)}; they must agree")
-        return self.encode(source, source_lengths, probe=probe, backend=backend)
 
     def _cross(self, cache: Cache | None, memory: Tensor | None, pos: Span | None) -> Cache | None:
         """The cache of cross-attention: made for a new memory, ready to be written once."""

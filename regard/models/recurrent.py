@@ -17,7 +17,7 @@ from regard.cache import Cache, CacheSpec, Contiguous
 from regard.config import UsageError
 from regard.layers import LM, make_head
 from regard.mask import Causal, Full, Span
-from regard.models.base import Model, check_ids, positions
+from regard.models.base import Model, check_ids, check_source, positions
 from regard.models.cells import CELLS, BahdanauDecoder, LuongDecoder, Recurrence, State
 
 # --- the language model -------------------------------------------------------------------------------------------
@@ -237,17 +237,11 @@ class Seq2Seq(Model):
         cache: Cache | None,
     ) -> tuple[Tensor | None, Span, State]:
         """The source's memory and the decoder's first state, or where the cache left off."""
-        if cache is not None and cache.cross is not None:
-            if source is not None:
-                raise UsageError(
-                    "this cache already holds a source; leave `source` out, or make a new cache"
-                )
-            return None, cache.cross.span, self.decoder.rnn.load(cache)
-        if source is None:
-            raise UsageError("a seq2seq model needs its source: model(ids, source=source_ids)")
-        if len(source) != len(ids):
-            raise UsageError(f"source has {len(source)} rows, ids {len(ids)}; they must agree")
-        return self.encode(source, lengths)
+        if check_source(ids, source, cache):
+            assert source is not None
+            return self.encode(source, lengths)
+        assert cache is not None and cache.cross is not None
+        return None, cache.cross.span, self.decoder.rnn.load(cache)
 
     def _cross(self, memory: Tensor | None, pos: Span, cache: Cache | None) -> Cache | None:
         if cache is None or memory is None:
