@@ -68,13 +68,25 @@ def _place(table, b, s, row, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexp
 
 
 @jit
-def _turned(x, cos, sin, half, HALF: tl.constexpr, ROPE: tl.constexpr):
-    """Both halves of heads at pointers x (r 1), turned by cos and sin (1 HALF), float32."""
-    a = tl.load(x + half).to(tl.float32)
-    b = tl.load(x + HALF + half).to(tl.float32)
+def _read(x, stride, kind, PARTS: tl.constexpr):
+    """What lies at pointers x, rounded to `kind`; or the sum of PARTS that lie `stride` apart."""
+    a = tl.load(x)
+    if PARTS > 1:
+        for p in tl.static_range(1, PARTS):
+            a += tl.load(x + p * stride)
+    return a.to(kind)
+
+
+@jit
+def _turned(x, stride, cos, sin, kind, HALF: tl.constexpr, PARTS: tl.constexpr, ROPE: tl.constexpr):
+    """Heads at pointers x (r 1), turned by cos and sin (1 HALF): (r 2 HALF)."""
+    half = tl.arange(0, HALF)[None, :]
+    a = _read(x + half, stride, kind, PARTS)
+    b = _read(x + HALF + half, stride, kind, PARTS)
     if ROPE:
-        return a * cos - b * sin, b * cos + a * sin
-    return a, b
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        a, b = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (x.shape[0], 2 * HALF))
 
 
 @jit
@@ -90,6 +102,7 @@ def _split(
     stat,
     out,
     row,
+    stride,
     scale,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -100,6 +113,7 @@ def _split(
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
     ROPE: tl.constexpr,
     NEW: tl.constexpr,
     EXACT: tl.constexpr,
@@ -123,8 +137,7 @@ def _split(
         s = tl.load(sin + length * HALF + half).to(tl.float32)
     mine = qkv + b * WIDE
     head = g * R + tl.minimum(r, R - 1)
-    q1, q2 = _turned(mine + head[:, None] * D, c, s, half, HALF, ROPE)
-    q1, q2 = q1.to(kind), q2.to(kind)
+    q = _turned(mine + head[:, None] * D, stride, c, s, kind, HALF, PARTS, ROPE)
 
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
@@ -132,16 +145,13 @@ def _split(
     low = 0
     if NEW:
         one = tl.zeros([1, 1], tl.int32)
-        n1, n2 = _turned(mine + (H + g) * D + one, c, s, half, HALF, ROPE)  # 1 HALF
-        n1, n2 = n1.to(kind), n2.to(kind)
-        nv = tl.load(mine + (H + G + g) * D + full).to(kind)
+        nk = _turned(mine + (H + g) * D + one, stride, c, s, kind, HALF, PARTS, ROPE)  # 1 D
+        nv = _read(mine + (H + G + g) * D + full, stride, kind, PARTS)
         if split == 0:
             spot = _place(table, b, length, row, G, D, PAGE) + g * D
-            tl.store(keys + spot + half, n1)
-            tl.store(keys + spot + HALF + half, n2)
+            tl.store(keys + spot + full[None, :], nk)
             tl.store(values + spot + full, nv)
-            own = q1.to(tl.float32) * n1.to(tl.float32) + q2.to(tl.float32) * n2.to(tl.float32)
-            top = tl.sum(own, 1) * scale
+            top = tl.sum(q.to(tl.float32) * nk.to(tl.float32), 1) * scale
             total = tl.full([BLOCK_R], 1.0, tl.float32)
             acc += nv.to(tl.float32)[None, :]
         if WINDOW:
@@ -156,11 +166,8 @@ def _split(
         at = s0 + tl.arange(0, BLOCK_S)
         valid = at < end
         place = _place(table, b, tl.minimum(at, length - 1), row, G, D, PAGE) + g * D
-        here = keys + place[None, :]
-        k1 = tl.load(here + tl.arange(0, HALF)[:, None], mask=valid[None, :], other=0.0)
-        k2 = tl.load(here + HALF + tl.arange(0, HALF)[:, None], mask=valid[None, :], other=0.0)
-        x = tl.dot(q1, k1, input_precision=precision)
-        x = tl.dot(q2, k2, x, input_precision=precision) * scale
+        k = tl.load(keys + place[:, None] + full[None, :], mask=valid[:, None], other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=precision) * scale
         x = tl.where(valid[None, :], x, float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))
         shrink, p = tl.exp2(top - new), tl.exp2(x - new[:, None])
@@ -245,11 +252,12 @@ def decode(
 ) -> Tensor:
     """Store the new key and value at `pos` (b) and attend to all up to it: (b h d).
 
-    qkv (b, (h + 2g) d) = [q | k | v] before RoPE; `angles`: cos and sin (positions, d/2), halves layout.
+    qkv (b, (h + 2g) d) = [q | k | v] before RoPE, or parts (n b ..) whose sum it is; `angles`: cos and sin (positions,
+    d/2), halves layout.
     k, v (b s g d), or with a block table (b pages, int32) pools (pages page g d). new=False: qkv is q alone and `pos`
     counts the keys there are. `bound`: no row is longer; it decides the number of parts. Equals `turn` and
     `reference`; see test_gpu_attention_matches_attend."""
-    b, (g, d) = len(qkv), k.shape[2:]
+    b, (g, d) = qkv.shape[-2], k.shape[2:]
     page, row = (0, k.shape[1]) if table is None else (k.shape[1], table.shape[1])
     tile, warps, stages = TILES.get(d, (64, 4, 3))
     n = splits or splits_for(b * g, bound or row * max(page, 1), tile)
@@ -268,6 +276,7 @@ def decode(
         stat,
         out,
         row,
+        qkv[0].numel() if qkv.dim() == 3 else 0,
         scale * math.log2(math.e),
         H=heads,
         G=g,
@@ -278,6 +287,7 @@ def decode(
         STAGES=stages,
         WINDOW=window or 0,
         PAGE=page,
+        PARTS=len(qkv) if qkv.dim() == 3 else 1,
         ROPE=angles is not None,
         NEW=new,
         EXACT=k.dtype == torch.float32,

@@ -28,8 +28,7 @@ LONGEST = 16384  # largest K: its loop is unrolled
 SWITCH = {
     "triton": True,  # False: plain torch everywhere
     "pdl": True,  # programmatic dependent launch where there is: a kernel is set up while the last one ends
-    "split": False,  # above MOST rows: out and down projections in parts by gpu_wide.py, not by torch
-    "tall": False,  # above MOST rows: the other products too
+    "wide": True,  # MOST to 64 rows by gpu_wide.py; False: by torch's matrix product
     "interpreted": False,  # kernels off the GPU too: for tests under TRITON_INTERPRET=1
 }
 # (K, N, gated) -> rows of W a program, elements of K a step, warps; measured on an H200. Others: see `shape`.

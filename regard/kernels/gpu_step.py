@@ -16,7 +16,7 @@ from torch import Tensor
 from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_prompt
 from regard.kernels.gpu_linear import ACTIVATIONS, linear, reference
 from regard.kernels.gpu_prompt import Pack
-from regard.kernels.gpu_wide import add_norm, gate, product, summed
+from regard.kernels.gpu_wide import add_norm, gated, product, summed
 
 Angles = tuple[Tensor, Tensor]  # cos and sin for every position, (s r/2) each
 
@@ -72,8 +72,9 @@ class Linear:
 
     def wide(self, x: Tensor, split: bool = False) -> Tensor:
         """act(x W^T + b) of many rows that `settle` gave; with `split` perhaps in parts (s m n)."""
-        y = product(x, self.weight, self.bias, self.fast, split)
-        return gate(y, self.act, self.fast) if self.gated else ACTIVATIONS[self.act](y)
+        if self.gated:
+            return gated(x, self.weight, self.bias, self.act, self.fast)
+        return ACTIVATIONS[self.act](product(x, self.weight, self.bias, self.fast, split))
 
 
 def rotate(x: Tensor, angles: Angles, pos: Tensor, interleaved: bool) -> Tensor:
@@ -122,7 +123,8 @@ class Layer:
         (b 1 1 bound) is for layers that are not `fast`."""
         if self.up.fast and len(x) > gpu_linear.MOST:
             x, y = self.first.settle(x, more)
-            return self.tail(x, self.attention(self.first.wide(y), pos, bound, mask))
+            qkv = self.first.wide(y, split=self.parted)
+            return self.tail(x, self.attention(qkv, pos, bound, mask))
         x = self.out(self.attention(self.first(x), pos, bound, mask), x)
         return self.down(self.up(x), x), None
 
@@ -140,6 +142,11 @@ class Layer:
     def fast(self) -> bool:
         """Whether attention needs no mask, because a kernel does it."""
         raise NotImplementedError
+
+    @property
+    def parted(self) -> bool:
+        """Whether attention adds up parts of the first product itself."""
+        return False
 
     def attention(self, x: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -182,6 +189,10 @@ class Gqa(Layer):
     def fast(self) -> bool:
         same = self.d == self.e
         return self.first.fast and same and gpu_attention.suits(self.h, self.g, self.d, self.k)
+
+    @property
+    def parted(self) -> bool:
+        return self.fast and self.plain_rope
 
     def attention(self, qkv: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
         angles = self.angles

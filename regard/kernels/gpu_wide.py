@@ -20,8 +20,12 @@ if triton is not None:
 
 SMS = 132  # an H200's multiprocessors
 HIGHEST = 64  # rows above which torch's matrix product takes over
-# (K, N, split) -> rows of W a program, elements of K a step, parts, stages, warps; others: see `blocks_for`
-BLOCKS: dict[tuple[int, int, bool], tuple[int, int, int, int, int]] = {}
+# (K, N, split) -> rows of W a program, elements of K a step, parts, stages, warps, measured on an H200; others: see
+# `blocks_for`
+BLOCKS: dict[tuple[int, int, bool], tuple[int, int, int, int, int]] = {
+    (2048, 3072, True): (64, 128, 2, 4, 4),
+    (2048, 128256, False): (128, 64, 1, 4, 4),
+}
 
 
 # --- residual + norm ----------------------------------------------------------------------------------------------
@@ -144,35 +148,44 @@ def _parts(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of W times all of x^T over a part of K, on tensor cores."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """Rows of W times all of x^T over a part of K, on tensor cores. GATED: W is [gate ; up], act(gate x) * up x."""
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     EACH: tl.constexpr = K // PARTS
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    home_w = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + part * EACH + k[None, :]
+    mine = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + part * EACH
+    other = mine + N.to(tl.int64) * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     home_x = x + tl.minimum(m, M - 1)[None, :] * K + part * EACH + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k0 in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
-        a = tl.load(home_w + k0, eviction_policy="evict_first")
         b = tl.load(home_x + k0)
+        a = tl.load(mine + k0 + k[None, :], eviction_policy="evict_first")
         acc = tl.dot(a, b, acc, input_precision=precision)
+        if GATED:
+            a = tl.load(other + k0 + k[None, :], eviction_policy="evict_first")
+            up = tl.dot(a, b, up, input_precision=precision)
+    if GATED:
+        acc = _activate(acc, ACT) * up
     to = out + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
     valid = (m < M)[None, :] & (n < N)[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=valid)
 
 
-def blocks_for(k: int, n: int, split: bool) -> tuple[int, int, int, int, int]:
+def blocks_for(k: int, n: int, split: bool, gated: bool = False) -> tuple[int, int, int, int, int]:
     """Rows of W a program, elements of K a step, parts of K, stages, warps: with `split` one wave of programs."""
     if (k, n, split) in BLOCKS:
         return BLOCKS[k, n, split]
-    block_n = 64 if split or n >= 8192 else 32
+    block_n = 64 if split or gated or n >= 8192 else 32
     block_k = 128 if k % 128 == 0 else 32 if k % 32 == 0 else 16
     parts = 1
     while split and parts < 8 and -(-n // block_n) * parts * 2 <= SMS:
@@ -187,11 +200,14 @@ def parts(
     w: Tensor,
     split: bool = True,
     blocks: tuple[int, int, int, int, int] | None = None,
+    *,
+    act: str = "",
+    gated: bool = False,
 ) -> Tensor:
-    """x (m k) w^T (n k) in parts (s m n), float32, whose sum is the product; without `split` one, as x is.
-    See test_gpu_parts_sum_to_the_product."""
-    (m, k), n = x.shape, len(w)
-    block_n, block_k, count, stages, warps = blocks or blocks_for(k, n, split)
+    """x (m k) w^T (n k) in parts (s m n), float32, whose sum is the product; without `split` one, as x is, which may be
+    `gated`: act(gate) * up of w = [gate ; up]. See test_gpu_parts_sum_to_the_product."""
+    (m, k), n = x.shape, len(w) // 2 if gated else len(w)
+    block_n, block_k, count, stages, warps = blocks or blocks_for(k, n, split, gated)
     stages = min(stages, 2) if x.element_size() == 4 else stages  # shared memory
     kind = x.dtype if count == 1 else torch.float32
     out = torch.empty(count, m, n, dtype=kind, device=x.device)
@@ -208,6 +224,8 @@ def parts(
         BLOCK_K=block_k,
         PARTS=count,
         STAGES=stages,
+        GATED=gated,
+        ACT=act,
         EXACT=x.dtype == torch.float32,
         PDL=pdl,
         num_warps=warps,
@@ -216,13 +234,24 @@ def parts(
     return out
 
 
+def ours(x: Tensor, w: Tensor, bias: Tensor | None, fast: bool) -> bool:
+    """Whether `parts` is to do this product."""
+    fits = len(x) <= HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype and bias is None
+    return fast and fits and SWITCH["wide"] and ready(x) and x.is_contiguous() and w.is_contiguous()
+
+
 def product(
     x: Tensor, w: Tensor, bias: Tensor | None, fast: bool = True, split: bool = False
 ) -> Tensor:
-    """x w^T + bias (m n); with `split` perhaps as parts (s m n). Torch's, or ours where a switch says so."""
-    on = fast and bias is None and SWITCH["split" if split else "tall"] and ready(x)
-    fits = len(x) <= HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype
-    if not (on and fits and x.is_contiguous() and w.is_contiguous()):
+    """x w^T + bias (m n); with `split` perhaps as parts (s m n)."""
+    if not ours(x, w, bias, fast):
         return F.linear(x, w, bias)
     y = parts(x, w, split)
     return y if split else y[0]
+
+
+def gated(x: Tensor, w: Tensor, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
+    """act(gate) * up of x by w = [gate ; up] (2n k)."""
+    if ours(x, w, bias, fast):
+        return parts(x, w, False, act=act, gated=True)[0]
+    return gate(F.linear(x, w, bias), act, fast)

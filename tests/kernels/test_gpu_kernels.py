@@ -172,6 +172,15 @@ def test_gpu_parts_sum_to_the_product(m: int, k: int, n: int, split: bool) -> No
     torch.testing.assert_close(got.sum(0), x @ w.T, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("m, k, n", [(8, 64, 40), (33, 128, 70)])
+def test_gpu_gated_product_matches_torch(m: int, k: int, n: int, act: str) -> None:
+    x, w = torch.randn(m, k), torch.randn(2 * n, k) / 8
+    got, want = (gpu_wide.gated(x, w, None, act, fast) for fast in (True, False))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("turned", [True, False])
 def test_gpu_lay_matches_indexing(turned: bool) -> None:
     h, g, d, length = 6, 2, 32, 90
@@ -200,17 +209,16 @@ def test_gpu_lay_matches_indexing(turned: bool) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("switch", ["", "split", "tall"])
+@pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("name", ["gqa", "mla"])
 def test_gpu_decoder_gives_the_plain_tokens(
-    name: str, switch: str, monkeypatch: pytest.MonkeyPatch
+    name: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small(name)
     texts = [[5, 9, 2], [7] * 20, [1, 2], [3, 4, 5, 6, 7], [8]]
     asked = [Request(ids, Settings(max_new_tokens=4)) for ids in texts]
     want = GraphDecoder(model, 5, 48, graph=False, kernels=False).serve(asked)
-    if switch:
-        monkeypatch.setitem(gpu_linear.SWITCH, switch, True)
+    monkeypatch.setitem(gpu_linear.SWITCH, "wide", wide)
     for rows in (2, 5):  # few rows, and more than MOST
         got = GraphDecoder(model, rows, 48, graph=False).serve(asked)
         assert [r.ids for r in got] == [r.ids for r in want]
