@@ -195,7 +195,9 @@ def make(side: str, folder: Path, lines: list[list[int]], new: int) -> Side:
     if library == "regard":
         import regard
 
-        model = regard.prepare(regard.load(folder), precision, rows=BATCH * BEAMS)
+        kind = torch.float32 if precision == "fp32" else torch.bfloat16
+        read = regard.load(folder, dtype=kind)
+        model = regard.prepare(read, precision, rows=BATCH * BEAMS, consume=True)
         return partial(ours, model, lines, BEAMS, new, [vocab - 1], BATCH * BEAMS)
     import transformers
 

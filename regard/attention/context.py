@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from regard.attention.core import Probe
@@ -35,14 +36,21 @@ class Context:
     site: str = ""
     memo: dict[Any, Any] = field(default_factory=dict)
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once a call for all layers."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        key = (rope, dim, dtype)
+        return self.once(key, lambda: rope.angles(self.pos.index, dim, dtype))
+
     def turn(self, x: Tensor, rope: Rope | None, layout: str | None = None) -> Tensor:
-        """x (b t h d) rotated to its positions; the angles are made once a call."""
+        """x (b t h d) rotated to its positions."""
         if rope is None:
             return x
-        key = (rope, x.shape[-1], x.dtype)
-        if key not in self.memo:
-            self.memo[key] = rope.angles(self.pos.index, x.shape[-1], x.dtype)
-        cos, sin = self.memo[key]
+        cos, sin = self.angles(rope, x.shape[-1], x.dtype)
         return rotate(x, cos, sin, layout or rope.layout)
 
     def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
@@ -53,19 +61,16 @@ class Context:
 
     def visible(self, k_pos: Span, window: int | None = None) -> Visible:
         """The mask bound to these keys; layers that share positions share it."""
-        key = ("visible", id(k_pos), window)
-        if key not in self.memo:
-            mask = self.mask if window is None else self.mask & Window(window)
-            self.memo[key] = (Visible(mask, self.pos, k_pos), k_pos)
-        return self.memo[key][0]
+        mask = self.mask if window is None else self.mask & Window(window)
+        make = lambda: (Visible(mask, self.pos, k_pos), k_pos)  # noqa: E731  held, so that no other gets its id
+        return self.once(("visible", id(k_pos), window), make)[0]
 
     def bias(self, k_pos: Span) -> Tensor | None:
         if self.relative is None:
             return None
-        key = ("bias", id(k_pos))
-        if key not in self.memo:
-            self.memo[key] = (self.relative(self.pos.index, k_pos.index), k_pos)
-        return self.memo[key][0]
+        relative = self.relative
+        make = lambda: (relative(self.pos.index, k_pos.index), k_pos)  # noqa: E731
+        return self.once(("bias", id(k_pos)), make)[0]
 
     def watch(self) -> Probe | None:
         """The probe for this place (such as `decoder.3.self`), or None if it does not want it."""

@@ -13,7 +13,10 @@ from regard.mask import Span
 
 
 class Contiguous(Cache):
-    """Row r's token at position p lies at [r, p]: (b, capacity, ...). Grows by doubling up to any length."""
+    """Row r's token at position p lies at [r, p]: (b, capacity, ...). Grows by doubling up to any length.
+
+    Where rows trade places (beams), the tokens stay where they are and `place` (b capacity) tells the row that holds
+    them, until somebody reads the memory who does not know of it."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], batch: int, *, capacity: int = 64, **where: object
@@ -24,6 +27,7 @@ class Contiguous(Cache):
             for spec in self.specs
         ]
         self.capacity = capacity
+        self.place: Tensor | None = None
 
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
         need = (self.even if self.even is not None else int(old.max())) + size
@@ -32,6 +36,9 @@ class Contiguous(Cache):
             for store in self.slots:
                 for name, x in store.items():
                     store[name] = _grown(x, self.capacity)
+            if self.place is not None:
+                more = self.capacity - self.place.shape[1]
+                self.place = torch.cat([self.place, _own(self.place).expand(-1, more)], 1)
 
     def _slot(self, pos: Tensor) -> Tensor:
         return pos
@@ -52,27 +59,48 @@ class Contiguous(Cache):
                 store[row, self._slot(at)] = x[row, column].to(store.dtype)
 
     def _read(self, layer: int) -> dict[str, Tensor]:
+        self._settle()
         return {name: x[:, : self._all.size] for name, x in self.slots[layer].items()}
 
-    def take(self, rows: Tensor, common: int = 0) -> Cache:
-        """In place where the rows stay as many: only what changes is copied."""
-        if len(rows) != self.batch:
-            return super().take(rows)
-        new, used = self._shell(rows), self._all.size
-        moved = (rows != torch.arange(self.batch, device=self.device)).nonzero()[:, 0]
+    def _settle(self) -> None:
+        """Bring every token to its own row."""
+        if self.place is None:
+            return
+        used = self._all.size
+        rows, column = self.place[:, :used].long(), torch.arange(used, device=self.device)
         for store in self.slots:
             for x in store.values():
-                x[moved, common:used] = x[rows[moved], common:used]
+                x[:, :used] = x[rows, column]
+        self.place = None
+
+    def take(self, rows: Tensor, common: int = 0) -> Cache:
+        """Nothing is moved where the rows stay as many: `place` tells where they come from."""
+        if len(rows) != self.batch:
+            return super().take(rows)
+        new, place = self._shell(rows), self.place
+        assert isinstance(new, Contiguous)
+        if place is None:
+            place = torch.arange(self.batch, dtype=torch.int32, device=self.device)[:, None]
+            place = place.expand(-1, self.capacity)
+        written = torch.arange(self.capacity, device=self.device) < new.lengths[:, None]
+        new.place = torch.where(written, place[rows], _own(place))
         new._all = new._positions()
         return new
 
+    def _check_rewind(self, drop: Tensor) -> None:
+        self._settle()
+
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
         assert isinstance(old, Contiguous)
-        used = old._all.size
+        old._settle()
+        self.place, used = None, old._all.size
         self.slots = [{n: _rows_of(x, rows, used) for n, x in store.items()} for store in old.slots]
 
     def _join_from(self, a: Cache, b: Cache) -> None:
         assert isinstance(a, Contiguous) and isinstance(b, Contiguous)
+        for each in (a, b):
+            each._settle()
+        self.place = None
         self.capacity = max(a.capacity, b.capacity)
         self.slots = [
             {
@@ -83,6 +111,7 @@ class Contiguous(Cache):
         ]
 
     def _free(self) -> None:
+        self.place = None
         for store in self.slots:
             for x in store.values():
                 x.zero_()
@@ -131,10 +160,7 @@ class Ring(Contiguous):
         return Span(torch.where(pos >= 0, pos, -1))
 
     def take(self, rows: Tensor, common: int = 0) -> Cache:
-        new = super().take(rows)  # slots are no positions here: all of them may differ
-        assert isinstance(new, Ring)
-        new.high = self.high[rows]
-        return new
+        return Cache.take(self, rows)  # slots are no positions here
 
     def _check_rewind(self, drop: Tensor) -> None:
         oldest = self.lengths - drop - self.window + 1  # the next token still sees it
@@ -158,6 +184,11 @@ class Ring(Contiguous):
     def _free(self) -> None:
         super()._free()
         self.high = self.lengths
+
+
+def _own(place: Tensor) -> Tensor:
+    """(b 1): each row's own number."""
+    return torch.arange(len(place), dtype=place.dtype, device=place.device)[:, None]
 
 
 def _grown(x: Tensor, capacity: int) -> Tensor:

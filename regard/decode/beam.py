@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.cache import Cache
-from regard.decode.sample import BROKEN, forced
+from regard.decode.sample import BROKEN, constrained, forced
 from regard.decode.sampling import repeat
 from regard.decode.settings import Event, Request, Result, Settings
+from regard.kernels.native_rows import choose
 
 WORST = -1.0e9
 ROOM = 32  # places for tokens at first; they double as texts grow
@@ -105,13 +106,14 @@ class BeamLane:
             self.state = self.state.roomy(min(2 * self.made, s.max_new_tokens))
         self.made += 1
         logits = logits.float()
-        norm = logits.logsumexp(-1, keepdim=True)
-        bad = ~norm.isfinite()
+        best = Best.of(logits, self.state, s)
+        bad = ~best.norm.isfinite()
         self.broken = bad.view(g, -1).any(-1).tolist()
         if any(self.broken):
-            logits, norm = logits.masked_fill(bad, 0.0), norm.masked_fill(bad, 0.0)
+            logits = logits.masked_fill(bad[:, None], 0.0)
+            best = Best.of(logits, self.state, s)
         shape = (g, s.groups, s.beams // s.groups, -1)
-        parents, over = self._advance(logits.view(shape), norm.view(shape))
+        parents, over = self._advance(logits.view(shape), best)
         rows = (torch.arange(g, device=logits.device)[:, None] * s.beams + parents).view(-1)
         if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
             self.cache = self.cache.take(rows, min(len(r.ids) for r in self.requests_))
@@ -119,19 +121,20 @@ class BeamLane:
         self.closed = [ends[i] or self.broken[i] for i in range(g)]
         return []
 
-    def _advance(self, logits: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    def _advance(self, logits: Tensor, best: Best) -> tuple[Tensor, Tensor]:
         """All groups of beams one after the other, as a later one avoids what the earlier ones just said. logits
         (g groups w V) -> the parent of every beam (g beams) within its request, and which requests are done (g)."""
         s, (g, groups, w, v) = self.settings, logits.shape
         if groups == 1:
-            self.state, parents, over = advance(self.state, logits[:, 0], norm[:, 0], None, s)
+            self.state, parents, over = advance(self.state, logits[:, 0], best, None, s)
             return parents, over
-        said = torch.zeros(g, v, device=logits.device)
+        said, norm = torch.zeros(g, v, device=logits.device), best.norm.view(g, groups, -1)
         found, ends = [], []
         for k in range(groups):
             at = torch.arange(k, g * groups, groups, device=logits.device)
             part = self.state.each(lambda x, at=at: x[at])
-            part, parents, over = advance(part, logits[:, k], norm[:, k], said * s.diversity, s)
+            mine = Best(norm[:, k].flatten())
+            part, parents, over = advance(part, logits[:, k], mine, said * s.diversity, s)
             self.state = self.state.each(lambda x, y, at=at: x.index_copy(0, at, y), part)
             said = said.scatter_add(1, part.last, torch.ones_like(part.score))
             found.append(parents + k * w)
@@ -196,17 +199,43 @@ class BeamLane:
         return self.requests_
 
 
+@dataclass
+class Best:
+    """The log sum exp of every row's logits (r); and, where nothing changes them but bans, the largest ones and their
+    tokens (r k)."""
+
+    norm: Tensor
+    top: Tensor | None = None
+    token: Tensor | None = None
+
+    @staticmethod
+    def of(logits: Tensor, b: Beams, s: Settings) -> Best:
+        changes = s.logit_bias or b.seen.shape[1] or s.groups > 1
+        if changes or any(constrained(s, n) for n in b.count.tolist()):
+            return Best(choose(logits, 1)[0])
+        free = logits.shape[1] - len(s.banned)
+        return Best(*choose(logits, min(candidates(s), free), s.banned))
+
+
+def candidates(s: Settings) -> int:
+    """Of each running text: should every end token be among them, enough are left to go on."""
+    return max(2, 1 + len(s.eos)) * (s.beams // s.groups)
+
+
 def advance(
-    b: Beams, logits: Tensor, norm: Tensor, penalty: Tensor | None, s: Settings
+    b: Beams, logits: Tensor, best: Best, penalty: Tensor | None, s: Settings
 ) -> tuple[Beams, Tensor, Tensor]:
-    """One step of g groups from logits (g w V) and their log sum exp (g w 1): the new state, each new beam's parent
-    (g w), and which groups are done."""
+    """One step of g groups from logits (g w V): the new state, each new beam's parent (g w), and which groups are
+    done."""
     g, w, v = logits.shape
-    k = max(2, 1 + len(s.eos)) * w
-    changed = changed_scores(logits, norm, penalty, b, s)
-    top, token = (logits if changed is None else changed).topk(min(k, v))  # g w k
-    logp = logits.gather(-1, token) - norm
-    score = logp if changed is None else top
+    k, norm = candidates(s), best.norm.view(g, w, 1)
+    if best.top is not None and best.token is not None:
+        token = best.token.view(g, w, -1)
+        score = logp = best.top.view(g, w, -1) - norm
+    else:
+        changed = changed_scores(logits, norm, penalty, b, s)
+        score, token = changed.topk(min(k, v))  # g w k
+        logp = logits.gather(-1, token) - norm
     total = (b.score[:, :, None] + score).view(g, -1)
     value, index = total.topk(min(k, total.shape[1]))  # g k
     parent, token = index // score.shape[2], token.view(g, -1).gather(1, index)
@@ -243,11 +272,8 @@ def advance(
 
 def changed_scores(
     logits: Tensor, norm: Tensor, penalty: Tensor | None, b: Beams, s: Settings
-) -> Tensor | None:
-    """Log probabilities (g w V) after bias, bans, penalties and forced tokens; None where none of them acts."""
-    acts = s.logit_bias or s.banned or s.min_new_tokens or b.seen.shape[1] or penalty is not None
-    if not (acts or s.forced_first is not None or s.forced_last is not None):
-        return None
+) -> Tensor:
+    """Log probabilities (g w V) after bias, bans, penalties and forced tokens."""
     score = logits - norm
     for id_, bias in s.logit_bias:
         score[..., id_] += bias

@@ -28,6 +28,7 @@ from regard.decode.sample import Row, SampleLane
 from regard.decode.settings import Event, Request, Result
 
 Lane = SampleLane | BeamLane
+ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 
 
 class Engine:
@@ -141,7 +142,7 @@ class Engine:
             batch.append(self.waiting.popleft())
             room, pages = room - times, pages - need
         if batch:
-            self.loading = Prefill(batch, self.resumed, self._cache(len(batch)))
+            self.loading = Prefill(batch, self.resumed, self._cache(batch))
             if self.prefix:
                 self.loading.adopt()
 
@@ -158,10 +159,11 @@ class Engine:
         alone = any(len(self.resumed.get(r.number, ())) > 1 for r in (a, b))
         return not alone and _kind(a) == _kind(b) and self._times(a) == self._times(b)
 
-    def _cache(self, batch: int) -> Cache:
+    def _cache(self, batch: list[Request]) -> Cache:
         if self.pool is not None:
-            return Paged(self.specs, batch, pool=self.pool, **self.where)
-        return Contiguous(self.specs, batch, capacity=128, **self.where)
+            return Paged(self.specs, len(batch), pool=self.pool, **self.where)
+        size = max(len(r.ids) + r.settings.max_new_tokens for r in batch)
+        return Contiguous(self.specs, len(batch), capacity=min(size, ROOM), **self.where)
 
     def _load(self) -> list[Event]:
         """One chunk of the prompts being prefilled; when they are through, they join their lane."""

@@ -18,6 +18,7 @@ from regard.decode.draft import Draft
 from regard.decode.lookup import Index
 from regard.decode.sampling import draw, min_p, repeat, top_k, top_p, typical_p, uniform
 from regard.decode.settings import Event, Request, Result
+from regard.kernels.native_rows import choose
 
 BROKEN = "the model gave a logit that is not a number"
 
@@ -124,12 +125,15 @@ class SampleLane:
         if only is not None:
             logits = logits[torch.tensor(index, device=logits.device)]
         raw = logits.float()
-        norm = raw.logsumexp(-1)
+        norm, top, best = choose(raw, 1)  # one norm for every row, whatever its company asks for
         broken = (~norm.isfinite()).tolist()
-        if any(broken):
-            raw = raw.masked_fill(~norm.isfinite()[:, None], 0.0)
-        tokens = self.pick(raw, rows, index)
-        chosen = raw.gather(-1, tokens[:, None])[:, 0] - norm
+        if self.columns(raw).keys() == {"seed", "key"} and not any(map(held, rows)):
+            tokens, chosen = best[:, 0], top[:, 0] - norm
+        else:
+            if any(broken):
+                raw = raw.masked_fill(~norm.isfinite()[:, None], 0.0)
+            tokens = self.pick(raw, rows, index)
+            chosen = raw.gather(-1, tokens[:, None])[:, 0] - norm
         events = []
         for row, token, logprob, bad in zip(
             rows, tokens.tolist(), chosen.tolist(), broken, strict=True
@@ -252,13 +256,22 @@ def adjust(logits: Tensor, rows: list[Row], columns: dict[str, Tensor]) -> Tenso
     for i, row in enumerate(rows):
         s, n = row.request.settings, len(row.ids)
         must = forced(s, n)
-        if n >= s.min_new_tokens and must is None:
+        if not constrained(s, n):
             continue
         own = logits.clone() if own is None else own
         own[i, list(s.eos)] = -torch.inf
         if must is not None:
             own[i], own[i, must] = -torch.inf, 0.0
     return logits if own is None else own
+
+
+def constrained(settings: Any, produced: int) -> bool:
+    """Whether the next token may not end the text yet, or is prescribed."""
+    return produced < settings.min_new_tokens or forced(settings, produced) is not None
+
+
+def held(row: Row) -> bool:
+    return constrained(row.request.settings, len(row.ids))
 
 
 def forced(settings: Any, produced: int) -> int | None:

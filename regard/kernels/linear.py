@@ -100,6 +100,24 @@ class Packed(Layer):
         return y.to(self.out or x.dtype)
 
 
+class Fused(Layer):
+    """Packed float32 with what follows: act(x W^T + b) + add; `gated`: W is [gate ; up], act(gate x) * up x."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "", gated: bool = False):
+        super().__init__()
+        parts = 2 if gated else 1
+        weights = weight.detach().float().chunk(parts)
+        biases = [None] * parts if bias is None else bias.detach().float().chunk(parts)
+        self.first, *rest = (Packed(w, b) for w, b in zip(weights, biases, strict=True))
+        self.first.then = THEN[act] if act else NOTHING
+        self.up = rest[0] if gated else None
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        x = x.float()
+        y = self.first(x) if self.up is None else self.first(x).mul_(self.up(x))
+        return y if add is None else y.add_(add)
+
+
 @functools.cache
 def _pointwise() -> Callable[..., Tensor]:
     return torch.ops.mkldnn._linear_pointwise.default

@@ -1,0 +1,133 @@
+"""C code for the CPU: every `native/*.c` beside this file, compiled on first use into one library that ctypes loads.
+
+The library is kept in the user's cache folder under a hash of all that went into it: sources, compiler, flags, CPU.
+Without a compiler, on other systems, or with REGARD_NATIVE=0 there is no library, `why` tells the reason, and callers
+take their torch forms. $CC names another compiler. Nothing happens on import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch  # noqa: F401  its OpenMP runtime must be loaded first: the library is to share its threads
+
+SOURCES = Path(__file__).with_suffix("")
+MACHINES = ("x86_64", "aarch64")
+# Not -ffast-math: NaN must stay NaN, and linking with it would flush denormals in the whole process.
+FLAGS = shlex.split(
+    "-std=gnu11 -O3 -march=native -fopenmp -shared -fPIC -Wl,-Bsymbolic -fno-math-errno "
+    "-fno-trapping-math -fassociative-math -fno-signed-zeros -freciprocal-math"
+)
+PATIENCE = 300  # seconds for the compiler
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled C code, or None; see `why`."""
+    return _loaded()[0]
+
+
+def why() -> str:
+    """Why there is no library, for the user; "" if there is one."""
+    return _loaded()[1]
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Whether the library multiplies tiles: this CPU has AMX for bf16 and int8, and the system lets us use it."""
+    found = library()
+    return found is not None and bool(found.amx_allowed())
+
+
+@functools.cache
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
+    if os.environ.get("REGARD_NATIVE") == "0":
+        return None, "switched off by REGARD_NATIVE=0"
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        return None, f"no native code for {platform.machine()} on {sys.platform}"
+    try:
+        return _open(), ""
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return None, str(error)
+
+
+def _open() -> ctypes.CDLL:
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    name = f"native-{_key(compiler)}.so"
+    folder = _cache()
+    if folder is not None:
+        # An OSError here: not compiled yet, a file cut short, or a disk from which nothing may be run.
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(str(folder / name))
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(_compiled(compiler, folder / name))
+    with tempfile.TemporaryDirectory(prefix="regard-") as private:
+        return ctypes.CDLL(_compiled(compiler, Path(private) / name))
+
+
+def _key(compiler: list[str]) -> str:
+    """A hash of everything that decides the library."""
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=PATIENCE)
+    except OSError:
+        reason = f"no C compiler {compiler[0]!r}; install gcc or name one in $CC"
+        raise RuntimeError(reason) from None
+    digest = hashlib.sha256(repr((compiler, FLAGS, _openmp(), _cpu())).encode() + version.stdout)
+    for source in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _compiled(compiler: list[str], path: Path) -> str:
+    """Compiles to a name of its own and renames it, so that other processes see a whole file or none."""
+    handle, work = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
+        # The runtime comes before the compiler's own -lgomp, which is then not needed.
+        command = [*compiler, *FLAGS, *sources, "-o", work, "-Wl,--as-needed", *_openmp(), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            reason = lines[0] if lines else f"exit status {done.returncode}"
+            raise RuntimeError(f"{compiler[0]} could not compile the native code: {reason}")
+        os.replace(work, path)
+    finally:
+        Path(work).unlink(missing_ok=True)
+    return str(path)
+
+
+def _cache() -> Path | None:
+    """The folder for libraries, None unless it is this user's and nobody else may write to it."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "regard"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.lstat()
+    except OSError:
+        return None
+    mine = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+    shut = not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return folder if mine and shut and os.access(folder, os.W_OK) else None
+
+
+@functools.cache
+def _openmp() -> list[str]:
+    """The OpenMP runtime that torch has loaded: a second one would bring threads of its own."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})[:1]
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,65 @@
+"""What a training step is given: a batch of examples, whatever the task, and where batches come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # a label that is not counted
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples of one size, padded on the right. What a task does not have is None.
+
+    `labels` stand beside the model's outputs: of a language model label t is the token after ids t."""
+
+    ids: Tensor  # b t: what the model, or the decoder, reads; images (b c h w)
+    labels: Tensor  # b t, or b for one label a row
+    lengths: Tensor | None = None  # b: real tokens of ids; None: all
+    source: Tensor | None = None  # b s: what an encoder reads
+    source_lengths: Tensor | None = None
+    doc: Tensor | None = None  # b t: the document of each packed token
+    prefix: Tensor | None = None  # b: tokens of a prefix language model's prefix
+
+    @property
+    def tokens(self) -> int:
+        """Labels that count."""
+        return int((self.labels != IGNORE).sum())
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with every tensor changed."""
+        given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        made: dict[str, Any] = {n: x if x is None else change(x) for n, x in given.items()}
+        return Batch(**made)
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self.each(lambda x: x.to(device, non_blocking=True))
+
+    def split(self, parts: int) -> list[Batch]:
+        """At most `parts` batches with the same rows, in order."""
+        size = -(-len(self.ids) // parts)
+        starts = range(0, len(self.ids), size)
+        return [self.each(lambda x, a=a: x[a : a + size]) for a in starts]  # type: ignore[misc]
+
+
+Objective = Callable[
+    [Any, Batch], tuple[Tensor, Tensor]
+]  # (model, batch) -> (sum of losses, count)
+
+
+class Feed(Protocol):
+    """Batches by number. `batch(k)` is a function of the seed and k alone, so that going on costs one integer."""
+
+    fingerprint: str  # of the data, the tokenizer and the settings
+    epoch: int  # batches in one pass over the data
+
+    def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch: ...
+
+    def evaluation(self) -> Iterator[Batch]: ...
+
+    def describe(self) -> str: ...

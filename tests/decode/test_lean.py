@@ -1,0 +1,121 @@
+"""Prepared blocks in native code say what the plain blocks say: prompts, single steps, beams that trade places."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.attention import GQA
+from regard.block import Tower
+from regard.cache import Cache, Contiguous
+from regard.decode.lean import LeanBlock
+from regard.decode.prepare import prepare
+from regard.kernels import native
+from regard.kernels.native_linear import usable
+from regard.layers import LM, MLP, Norm
+from regard.models import EncoderDecoderConfig, Model, Tokens, TransformerConfig
+from regard.position import Learned, Rope, Sinusoidal, T5Bias
+from tests.laws.mechanisms import stir
+
+VOCAB, DIM = 61, 48
+# |logits - original| / |original|: weights and cache rounded, each product adding to the one before
+BOUND = {"fp32": 2e-6, "bf16": 0.03, "int8": 0.06}
+RMS, GATED = Norm(1e-6, rms=True), MLP(80, "silu", gated=True, bias=False)
+
+pytestmark = pytest.mark.skipif(
+    not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}"
+)
+
+
+def decoder(attention: GQA, ffn: MLP, norm: Norm, position: object, **more: object) -> Model:
+    tower = Tower(DIM, 2, attention, ffn, norm=norm, **more)  # type: ignore[arg-type]
+    return TransformerConfig(Tokens(VOCAB, position), tower, LM(), max_len=64).make()  # type: ignore[arg-type]
+
+
+def pair(order: str, ffn: MLP, norm: Norm, relative: T5Bias | None) -> Model:
+    tokens = Tokens(VOCAB, None if relative else Sinusoidal(64))
+    both = dict(norm=norm, order=order, final_norm=order == "pre")
+    other = None if relative is None else T5Bias(4, causal=False)
+    encoder = Tower(DIM, 1, GQA(4, bias=True), ffn, causal=False, relative=other, **both)  # type: ignore[arg-type]
+    own = GQA(4, bias=True, out_bias=True)
+    writer = Tower(DIM, 2, own, ffn, cross=GQA(4, 2), relative=relative, **both)  # type: ignore[arg-type]
+    return EncoderDecoderConfig(tokens, encoder, tokens, writer).make()
+
+
+DECODERS = {
+    "gpt2": lambda: decoder(GQA(4, bias=True, out_bias=True), MLP(96, "gelu_tanh"), Norm(), Learned(64)),
+    "llama": lambda: decoder(GQA(4, 2, rope=Rope()), GATED, RMS, None),
+    "window": lambda: decoder(GQA(4, 1, rope=Rope(), window=5), GATED, RMS, None),
+    "partial": lambda: decoder(GQA(3, 3, 16, rope=Rope(layout="interleaved")), MLP(96, "gelu"), Norm(), None),
+    "wide": lambda: decoder(GQA(4, 2, 20, value_dim=12, qk_norm=1e-6), MLP(50), Norm(), Learned(64), order="post"),
+}  # fmt: skip
+PAIRS = {
+    "marian": lambda: pair("post", MLP(96, "silu"), Norm(), None),
+    "bart": lambda: pair("post", MLP(96, "gelu"), Norm(), None),
+    "t5": lambda: pair("pre", MLP(96, "relu", bias=False), RMS, T5Bias(4, causal=True)),
+}
+
+
+def made(name: str) -> Model:
+    torch.manual_seed(0)
+    return stir({**DECODERS, **PAIRS}[name]()).float()
+
+
+def error(y: Tensor, want: Tensor) -> float:
+    assert y.shape == want.shape and y.isfinite().all()
+    return ((y - want).norm() / want.norm()).item()
+
+
+def story(model: Model, name: str) -> Tensor:
+    """A ragged prompt, then steps between which rows trade places, go and come: all logits, one after the other."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (4, 40), generator=g)
+    more: dict[str, object] = {}
+    lengths = torch.tensor([5, 5, 3, 3])
+    if name in PAIRS:
+        more = {"source": torch.randint(VOCAB, (4, 7), generator=g), "source_lengths": [7, 2, 5, 7]}
+    cache: Cache = model.cache(4, capacity=8)
+    out = [model.next_logits(ids[:, :5], lengths, cache=cache, **more)]
+    for step, rows in enumerate(
+        [None, [1, 0, 3, 2], [0, 0, 2, 2], None, [1, 1, 3, 2], [2, 3, 0], None]
+    ):
+        if rows is not None:
+            cache = cache.take(torch.tensor(rows))
+        out.append(model.next_logits(ids[: cache.batch, 10 + step : 11 + step], cache=cache))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+@pytest.mark.parametrize("precision", BOUND)
+@torch.inference_mode()
+def test_lean_blocks_give_the_models_logits(name: str, precision: str) -> None:
+    model = made(name)
+    lean = prepare(model, precision)
+    assert any(isinstance(m, LeanBlock) for m in lean.modules())
+    assert error(story(lean, name), story(model, name)) < BOUND[precision]
+
+
+@pytest.mark.parametrize("name", ["llama", *PAIRS])
+def test_lean_beams_are_the_models_beams(name: str) -> None:
+    model = made(name)
+    prompts = [[5, 9, 2, 7], [3, 3], [8, 1, 4]]
+    asked = dict(beams=4, max_new_tokens=12, eos=(7,), n_best=2)
+    want = regard.generate(model, prompts, **asked)  # type: ignore[arg-type]
+    got = regard.generate(prepare(model, "fp32"), prompts, **asked)  # type: ignore[arg-type]
+    assert [r.ids for r in got] == [r.ids for r in want]
+    assert [r.score for r in got] == pytest.approx([r.score for r in want], abs=1e-4)
+
+
+def test_rows_that_trade_places_leave_their_tokens_where_they_are() -> None:
+    lean = prepare(made("llama"), "fp32")
+    cache = lean.cache(3)
+    with torch.inference_mode():
+        lean(torch.randint(VOCAB, (3, 4)), cache=cache)
+        before = [x.clone() for store in cache.slots for x in store.values()]  # type: ignore[attr-defined]
+        moved = cache.take(torch.tensor([2, 2, 0]))
+        lean(torch.tensor([[1], [2], [3]]), cache=moved)
+    assert isinstance(moved, Contiguous) and moved.place is not None
+    after = [x for store in moved.slots for x in store.values()]
+    assert all(torch.equal(a[:, :4], b[:, :4]) for a, b in zip(before, after, strict=True))
+    assert moved.place[:, :4].tolist() == [[2] * 4, [2] * 4, [0] * 4]
+    assert moved.place[:, 4].tolist() == [0, 1, 2]
