@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from struct import Struct
 from typing import Any
@@ -31,7 +32,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 MOST = 8  # rows of float32 above which torch's product is faster
-HUGE = 2**21  # bytes of a huge page
+HUGE, STRETCH = 2**21, 2**25  # bytes of a huge page, and of what is asked for at once
+PART = 2048  # rows of W that are packed at once, a multiple of 32
 FIXED = Struct("8q")
 
 
@@ -63,9 +65,31 @@ def _calls() -> Any:
     assert found is not None
     whole = ctypes.c_int64
     found.linear_bytes.argtypes, found.linear_bytes.restype = [whole] * 4, whole
-    found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, whole], None
+    found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, *[whole] * 3], None
+    found.linear_room.argtypes, found.linear_room.restype = [whole, whole], None
     found.linear.argtypes, found.linear.restype = [ctypes.c_char_p, *[whole] * 4], None
     return found
+
+
+class Room:
+    """Memory for packed weights, many layers in one stretch: huge pages of their own would be half empty."""
+
+    def __init__(self) -> None:
+        self.lock, self.left = threading.Lock(), torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes that begin at a multiple of 64."""
+        size = -(-size // 64) * 64
+        with self.lock:
+            if size > len(self.left):
+                room = torch.empty(max(size, STRETCH) + HUGE, dtype=torch.uint8)
+                self.left = room[-room.data_ptr() % HUGE :][: max(size, STRETCH)]
+                _calls().linear_room(self.left.data_ptr(), len(self.left))
+            taken, self.left = self.left[:size], self.left[size:]
+            return taken
+
+
+ROOM = Room()
 
 
 class NativeLinear(Layer):
@@ -83,24 +107,30 @@ class NativeLinear(Layer):
         super().__init__()
         n, self.k = weight.shape
         self.n, self.act, self.gated, self.precision = n // 2 if gated else n, act, gated, precision
-        w = weight.detach().float().contiguous()
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        self.scale = w.abs().amax(1).div_(127).clamp_(min=1e-30) if precision == "int8" else None
+        self.scale = torch.empty(n) if precision == "int8" else None
         kind, calls = KINDS[precision], _calls()
         if precision == "fp32":
-            self.weight, start = w, w.data_ptr()
+            self.weight = weight.detach().float().contiguous()
         else:
-            self.weight = torch.empty(
-                calls.linear_bytes(kind, n, self.k, gated) + HUGE, dtype=torch.uint8
-            )
-            start = -(-self.weight.data_ptr() // HUGE) * HUGE
-        pointers = (0 if x is None else x.data_ptr() for x in (self.scale, self.bias))
-        self.fixed = FIXED.pack(
-            kind, n, self.k, gated, list(ACTIVATIONS).index(act), start, *pointers
-        )
+            self.weight = ROOM.take(calls.linear_bytes(kind, n, self.k, gated))
+        pointers = (0 if x is None else x.data_ptr() for x in (self.weight, self.scale, self.bias))
+        act_number = list(ACTIVATIONS).index(act)
+        self.fixed = FIXED.pack(kind, n, self.k, gated, act_number, *pointers)
         if precision != "fp32":
-            calls.linear_pack(self.fixed, w.data_ptr())
+            self.pack(weight.detach())
         self.call = calls.linear
+
+    def pack(self, weight: Tensor) -> None:
+        """Part by part: W in float32 may be as large as all the rest."""
+        each = len(weight) if self.gated else PART
+        for first in range(0, len(weight), each):
+            part = weight[first : first + each].float().contiguous()
+            if self.scale is not None:
+                low, high = part.aminmax(dim=1)
+                scale = torch.maximum(high, low.neg_()).div_(127).clamp_(min=1e-30)
+                self.scale[first : first + each] = scale
+            _calls().linear_pack(self.fixed, part.data_ptr(), first, len(part))
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         x = x.float().contiguous()
@@ -108,11 +138,7 @@ class NativeLinear(Layer):
         if self.precision == "fp32" and m > MOST:
             return plain(x, self.weight, self.bias, self.act, self.gated, add)
         y = x.new_empty(*x.shape[:-1], self.n)
-        self.call(
-            self.fixed,
-            x.data_ptr(),
-            m,
-            0 if add is None else add.contiguous().data_ptr(),
-            y.data_ptr(),
-        )
+        extra = None if add is None else add.float().contiguous()
+        more = 0 if extra is None else extra.data_ptr()
+        self.call(self.fixed, x.data_ptr(), m, more, y.data_ptr())
         return y

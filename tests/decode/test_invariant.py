@@ -1,101 +1,192 @@
-"""Batch-invariant mode: a request's ids and log probabilities have the same bits in any company."""
+"""Batch-invariant mode, part by part: each gives a row the same bits in any company. Whole models are in
+test_invariant_families.py. Equality is exact unless a tolerance is named."""
+
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import regard
+from regard.attention import DSA, GQA, attend
+from regard.attention.ordered import dots
+from regard.attention.scores import Additive
+from regard.attention.select import Indexer, dots_exact
 from regard.config import UsageError
-from regard.decode.engine import Engine
-from regard.decode.invariant import invariant
-from regard.decode.settings import Request, Result, Settings
-from regard.models import Model
+from regard.decode.invariant import WIDE, Product, Steady, _agrees, _cancelling, invariant
+from regard.layers import ACTIVATIONS
+from regard.models import Model, Seq2SeqConfig
+from regard.moe import MoE
+from regard.position import Rope
 
-SMALL = {"dim": 96, "layers": 2, "ffn_dim": 250, "vocab": 300, "max_len": 160}
-MODELS = {
-    "gqa": ("llama", {"heads": 6, "kv_heads": 2, "head_dim": 20}),  # widths that leave tails
-    "learned": ("gpt2", {"heads": 4}),
-    "mla": ("llama", {"attention": regard.MLA(4, 40, 24, 12, rope=regard.Rope())}),
-}
-each = pytest.mark.parametrize("name", MODELS)
+GROUPED = GQA(6, 2, 20, rope=Rope())
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-WAYS = {
-    "batched": {"layout": "contiguous"},
-    "few rows": {"layout": "contiguous", "rows": 3},
-    "small chunks": {"layout": "paged", "chunk": 16},
-    "odd chunks and pages": {"layout": "paged", "chunk": 7, "page": 8},
-    "no prefix cache": {"layout": "paged", "prefix": False},
-    "preempted": {"layout": "paged", "page": 8, "pages": 18, "prefix": False},
-}
 
 
-def build(name: str, dtype: torch.dtype) -> Model:
-    preset, changes = MODELS[name]
-    return regard.build(preset, dtype=dtype, **SMALL, **changes)
+def build(attention: GQA | DSA = GROUPED) -> Model:
+    return regard.build("llama", dim=96, layers=2, attention=attention, ffn_dim=250, vocab=300)
 
 
-def prompts() -> list[list[int]]:
-    g = torch.Generator().manual_seed(1)
-    texts = [torch.randint(0, 300, (n,), generator=g).tolist() for n in (5, 70, 17, 33, 1, 40, 90)]
-    texts[3][:20] = texts[1][:20]  # something for the prefix cache to find
-    return texts
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads torch computes on, until the test is over."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
-def run(model: Model, which: list[int], **options: object) -> dict[int, Result]:
-    engine = Engine(model, backend="ordered", **options)  # type: ignore[arg-type]
-    settings = Settings(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=3)
-    texts = prompts()
-    number = {engine.submit(Request(texts[i], settings, key=i)): i for i in which}
-    return {number[e.request]: e.done[0] for e in engine.run() if e.done is not None}
-
-
-@each
-@dtypes
-@pytest.mark.parametrize("way", WAYS)
-def test_invariant_bits_do_not_depend_on_company(name: str, dtype: torch.dtype, way: str) -> None:
-    model = invariant(build(name, dtype))
-    alone = {i: run(model, [i], layout="contiguous")[i] for i in range(len(prompts()))}
-    for order in (list(alone), list(alone)[::-1]):
-        together = run(model, order, **WAYS[way])
-        assert {i: (r.ids, r.logprobs) for i, r in together.items()} == {
-            i: (r.ids, r.logprobs) for i, r in alone.items()
-        }
-
-
-@each
-def test_invariant_model_equals_the_model(name: str) -> None:
-    model = build(name, torch.float32)
-    ids = torch.randint(0, 300, (2, 50))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            invariant(model)(ids, backend="ordered"), model(ids), rtol=1e-4, atol=1e-5
-        )
-
-
-def test_invariant_model_shares_its_weights() -> None:
-    model = build("gqa", torch.float32)
-    theirs = {p.data_ptr() for p in model.parameters()}
-    assert {p.data_ptr() for p in invariant(model).parameters()} == theirs
+# --- the model ----------------------------------------------------------------------------------------------------
 
 
 def test_plain_batching_does_change_bits() -> None:
     """Why the mode exists. If this fails, torch has become invariant and the mode can go."""
-    model = build("gqa", torch.float32)
-    ids = torch.randint(0, 300, (8, 40))
+    model, ids = build(), torch.randint(0, 300, (8, 40))
     with torch.no_grad():
         assert not torch.equal(model(ids)[:1], model(ids[:1]))
 
 
-def test_invariant_mode_refuses_what_it_cannot_promise() -> None:
-    with pytest.raises(UsageError, match="no invariant mode for MixtureOfExperts"):
-        invariant(
-            regard.build(
-                "mixtral-8x7b",
-                dim=32,
-                layers=1,
-                heads=2,
-                kv_heads=1,
-                head_dim=16,
-                ffn_dim=16,
-                vocab=50,
-            )
-        )
+def test_invariant_model_shares_its_weights() -> None:
+    model = build()
+    theirs = {p.data_ptr() for p in model.parameters()}
+    assert {p.data_ptr() for p in invariant(model).parameters()} == theirs
+
+
+def test_invariant_model_of_an_invariant_model_is_itself() -> None:
+    model = invariant(build())
+    assert invariant(model) is model
+
+
+def test_invariant_mode_refuses_a_prepared_model() -> None:
+    with pytest.raises(UsageError, match="prepared in fp32.*give the original"):
+        invariant(regard.prepare(build(), "fp32"))
+
+
+def test_invariant_mode_refuses_parts_that_it_does_not_know() -> None:
+    model = build()
+    model.extra = nn.Conv1d(3, 3, 1)
+    with pytest.raises(UsageError, match="no invariant mode for Conv1d"):
+        invariant(model)
+
+
+# --- products -----------------------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(250, 96), (96, 250), (37, 50), (8, 24), (1, 33), (512, 300)])
+def test_product_gives_a_row_the_same_bits_among_any_number(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, w = (y.to(dtype) for y in _cancelling(*shape))
+    x = torch.cat([x, x.flip(0), x[:44]])  # 300 rows: more than one product holds
+    product = Product(w, torch.randn(shape[0]).to(dtype) * 1e-6)
+    whole = product(x)
+    for start, n in ((0, 1), (7, 1), (299, 1), (3, 2), (50, 15), (11, 33), (90, 64), (1, 200)):
+        assert torch.equal(product(x[start : start + n]), whole[start : start + n])
+    order = torch.randperm(300)
+    assert torch.equal(product(x[order]), whole[order])
+
+
+def test_search_for_a_class_sees_another_order_of_the_sum_in_bfloat16() -> None:
+    """Of ordinary numbers hardly a product differs after rounding to 8 bits; those of `_cancelling` all do."""
+    x, w = (y.bfloat16() for y in _cancelling(40, 64))
+
+    def fickle(x: Tensor) -> Tensor:
+        """Sums from the other end in products of 24 rows and more."""
+        parts = (x.float()[:, None] * w.float()).unbind(-1)
+        return sum(parts if len(x) < 24 else parts[::-1], start=torch.zeros(())).bfloat16()  # type: ignore[attr-defined]
+
+    assert _agrees(fickle, x[:16], 2, 16)
+    assert not _agrees(fickle, x[:32], 2, 32)
+    assert not any(_agrees(fickle, x[: c[1]], *c) for c in WIDE[:-1])
+
+
+# --- functions of single numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", [*ACTIVATIONS, "sigmoid"])
+def test_steady_activation_has_no_tails(
+    name: str, count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    act = Steady(ACTIVATIONS.get(name, torch.sigmoid))
+    x = 3 * torch.randn(200_003)
+    whole = act(x)
+    for n in (1, 5, 31, 63, 1000, 32_769, 70_001, 131_075):
+        for start in (0, 13):
+            assert torch.equal(act(x[start : start + n]), whole[start : start + n])
+
+
+@dtypes
+@pytest.mark.parametrize("name", ["exp", "tanh", "sin", "cos", "log"])
+def test_functions_that_are_used_as_they_are_have_no_tails(name: str, dtype: torch.dtype) -> None:
+    act, x = getattr(torch, name), (9 * torch.rand(5000) + 0.1).to(dtype)
+    whole = act(x)
+    for n in range(1, 130):
+        assert torch.equal(act(x[7 : 7 + n].clone()), whole[7 : 7 + n])
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 1)])
+def test_ordered_attention_does_not_depend_on_company(
+    heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Fewer rows, fewer queries at other places, more masked keys, a bias or none of them: the same bits."""
+    (h, g), (b, t, s) = heads, (3, 21, 300)
+    q, k, v = (torch.randn(b, n, heads, 20).to(dtype) for n, heads in ((t, h), (s, g), (s, g)))
+    seen = torch.arange(s)[None] <= torch.arange(t)[:, None] + 240
+    seen = seen.expand(b, 1, t, s)
+    bias = torch.randn(1, h, t, s)
+    whole = attend(q, k, v, seen, bias=bias, backend="ordered")
+    for row, start, n, keys in ((0, 0, 1, 241), (1, 20, 1, 261), (2, 5, 7, 300), (1, 3, 18, 264)):
+        rows, at = slice(row, row + 1), slice(start, start + n)
+        part = attend(
+            q[rows, at], k[rows, :keys], v[rows, :keys], seen[rows, :, at, :keys],
+            bias=bias[:, :, at, :keys], backend="ordered",
+        )  # fmt: skip
+        assert torch.equal(part, whole[rows, at])
+
+
+@dtypes
+def test_ordered_index_products_equal_the_exact_ones(dtype: torch.dtype) -> None:
+    q, k = torch.randn(2, 9, 3, 20).to(dtype), torch.randn(2, 45, 20).to(dtype)
+    torch.testing.assert_close(dots(q, k), dots_exact(q, k), rtol=1e-5, atol=1e-5)  # sums of 20
+
+
+@dtypes
+@pytest.mark.parametrize("precision", ["exact", "fp8"])
+def test_invariant_index_scores_do_not_depend_on_company(
+    precision: str, dtype: torch.dtype
+) -> None:
+    model = build(attention=DSA(GQA(6, 2, 20), 5, 200, 4, precision=precision)).to(dtype)
+    indexer = next(m for m in invariant(model).modules() if isinstance(m, Indexer))
+    q, k, x = (torch.randn(3, *size).to(dtype) for size in ((25, 5, 200), (150, 200), (25, 96)))
+    with torch.no_grad():
+        whole = indexer.scores(q, k, x)
+        for row, start, n, keys in ((0, 0, 1, 1), (1, 24, 1, 33), (2, 3, 17, 150), (1, 7, 9, 97)):
+            rows, at = slice(row, row + 1), slice(start, start + n)
+            part = indexer.scores(q[rows, at], k[rows, :keys], x[rows, at])
+            assert torch.equal(part, whole[rows, at, :keys])
+
+
+@dtypes
+def test_invariant_additive_score_does_not_depend_on_company(dtype: torch.dtype) -> None:
+    model = invariant(Seq2SeqConfig(30, 30, 200, attention="additive").make().to(dtype))
+    score = next(m for m in model.modules() if isinstance(m, Additive))
+    q, k = torch.randn(5, 1, 16, 200).to(dtype), torch.randn(5, 1, 32, 200).to(dtype)
+    whole = score.join(q, k)
+    torch.testing.assert_close(whole, Additive.join(score, q, k), rtol=0.02, atol=0.05)  # of 8 bits
+    for n in range(1, 5):
+        assert torch.equal(score.join(q[n:], k[n:]), whole[n:])
+
+
+def test_router_gives_ties_to_the_first_expert() -> None:
+    moe = MoE(9, 2, 4, score="sigmoid", groups=3, active_groups=2).make(6)
+    with torch.no_grad():
+        chosen, _ = moe.route(torch.zeros(5, 6))
+    assert chosen.tolist() == [[0, 1]] * 5
+    assert F.one_hot(chosen, 9).sum() == 10

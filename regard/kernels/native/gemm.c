@@ -1,8 +1,8 @@
 /* y = act(x W^T + b) + add, x (m k) and y (m n) float32, W packed once by `linear_pack`.
 
-   bf16 and int8 multiply in AMX tiles: W lies as stripes of 32 outputs, each a run of pairs of 1 KB tiles along k, in the
-   order in which they are read, so that few rows stream W from memory once and many rows keep a stripe in the cache.
-   float32 reads W as it is, with AVX-512. Called by native_linear.py, which says what it computes. */
+   bf16 and int8 multiply in AMX tiles: W lies as stripes of 32 outputs, each a run of pairs of 1 KB tiles along k, in
+   the order in which they are read, so that few rows stream W from memory once and many rows keep a stripe in the
+   cache. float32 reads W as it is, with AVX-512. Called by native_linear.py, which says what it computes. */
 
 #include "common.h"
 
@@ -19,6 +19,7 @@
 
 enum { FP32, BF16, INT8 };
 enum { NONE, RELU, GELU, GELU_TANH, SILU };
+enum { FAR = 1 << 20 }; /* outputs that no cache near the core would keep */
 
 typedef struct {
     int64_t kind, n, k, gated, act; /* n outputs of W: twice the outputs of y where gated */
@@ -34,58 +35,88 @@ typedef struct {
 
 int amx_allowed(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-/* ---- activations: plain C that the compiler vectorises ---- */
+/* ---- what follows a product ---- */
 
-static inline float exp_of(float x) { /* relative error below 2e-7; NaN stays NaN */
-    x = x > 88.f ? 88.f : x;
-    x = x < -87.f ? -87.f : x;
-    float n = __builtin_rintf(x * 1.44269504f), r = __builtin_fmaf(n, -0.693359375f, x);
-    r = __builtin_fmaf(n, 2.12194440e-4f, r);
-    float p = 1.9875691500e-4f;
-    p = __builtin_fmaf(p, r, 1.3981999507e-3f), p = __builtin_fmaf(p, r, 8.3334519073e-3f);
-    p = __builtin_fmaf(p, r, 4.1665795894e-2f), p = __builtin_fmaf(p, r, 1.6666665459e-1f);
-    p = __builtin_fmaf(p, r, 5.0000001201e-1f), p = __builtin_fmaf(p, r * r, r + 1.f);
-    union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
-    return p * power.f;
+static inline __m512 exp_of(__m512 x) { /* relative error below 2e-7; NaN stays NaN */
+    x = _mm512_min_ps(_mm512_set1_ps(88.f), _mm512_max_ps(_mm512_set1_ps(-87.f), x));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x), p = _mm512_set1_ps(1.9875691500e-4f);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.f)));
+    return _mm512_scalef_ps(p, n);
 }
 
-static inline float erf_of(float x) { /* Abramowitz and Stegun 7.1.26, error below 2e-7 */
-    float a = __builtin_fabsf(x), t = 1.f / (1.f + 0.3275911f * a), p = 1.061405429f;
-    p = __builtin_fmaf(p, t, -1.453152027f), p = __builtin_fmaf(p, t, 1.421413741f);
-    p = __builtin_fmaf(p, t, -0.284496736f), p = __builtin_fmaf(p, t, 0.254829592f);
-    return __builtin_copysignf(1.f - p * t * exp_of(-a * a), x);
+static inline __m512 over(__m512 x, __m512 z) { /* x / (1 + e^-z) */
+    __m512 low = _mm512_add_ps(_mm512_set1_ps(1.f), exp_of(_mm512_sub_ps(_mm512_setzero_ps(), z)));
+    return _mm512_div_ps(x, low);
 }
 
-static void activate(float *y, int64_t n, int64_t act) {
-    if (act == RELU)
-        for (int64_t i = 0; i < n; i++) y[i] = y[i] < 0.f ? 0.f : y[i];
-    else if (act == GELU)
-        for (int64_t i = 0; i < n; i++) y[i] = 0.5f * y[i] * (1.f + erf_of(y[i] * 0.70710678f));
-    else if (act == GELU_TANH)
-        for (int64_t i = 0; i < n; i++)
-            y[i] = y[i] / (1.f + exp_of(-1.5957691216f * (y[i] + 0.044715f * y[i] * y[i] * y[i])));
-    else if (act == SILU)
-        for (int64_t i = 0; i < n; i++) y[i] = y[i] / (1.f + exp_of(-y[i]));
+static inline __m512 erf_of(__m512 x) { /* Abramowitz and Stegun 7.1.26, error below 2e-7 */
+    __m512 one = _mm512_set1_ps(1.f), a = _mm512_abs_ps(x), p = _mm512_set1_ps(1.061405429f);
+    __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(_mm512_set1_ps(0.3275911f), a, one));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
+    __m512 e = exp_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), a), a));
+    __m512 y = _mm512_fnmadd_ps(_mm512_mul_ps(p, t), e, one);
+    __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    return _mm512_mask_sub_ps(y, below, _mm512_setzero_ps(), y);
 }
 
-/* Columns of a stripe: what their sums are multiplied by, what is added to them. */
+static inline __attribute__((always_inline)) __m512 activate(__m512 x, int act) {
+    if (act == RELU) return _mm512_max_ps(_mm512_setzero_ps(), x); /* NaN stays: the second one is taken */
+    if (act == SILU) return over(x, x);
+    if (act == GELU) {
+        __m512 e = erf_of(_mm512_mul_ps(x, _mm512_set1_ps(0.70710678f)));
+        return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), _mm512_add_ps(e, _mm512_set1_ps(1.f)));
+    }
+    if (act == GELU_TANH) { /* x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) */
+        __m512 z = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.0713548162f), _mm512_set1_ps(1.5957691216f));
+        return over(x, _mm512_mul_ps(x, z));
+    }
+    return x;
+}
+
+/* The 32 columns of a stripe: what their sums are multiplied by, what is added to them, and where they go. */
 typedef struct {
-    float scale[32], bias[32];
-    int64_t at, width; /* outputs of y: the first, how many */
+    __m512 scale[2], bias[2];
+    __mmask16 real[2];
+    int64_t at;
 } Stripe;
 
-static inline __attribute__((always_inline)) void finish(
-    float *got, const Stripe *s, int whole, int gated, int64_t act, float scale, int64_t width, const float *add, float *y) {
-    if (whole)
-        for (int j = 0; j < 32; j++) got[j] = (float)((int32_t *)got)[j] * (scale * s->scale[j]);
-    for (int j = 0; j < 32; j++) got[j] += s->bias[j];
-    activate(got, gated ? 16 : 32, act);
-    if (gated)
-        for (int j = 0; j < 16; j++) got[j] *= got[16 + j];
-    if (add)
-        for (int64_t j = 0; j < width; j++) y[j] = got[j] + add[j];
+static inline __attribute__((always_inline)) void put(float *y, __mmask16 real, __m512 x, const float *add, int past) {
+    if (add) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(real, add));
+    if (past)
+        _mm512_stream_ps(y, x);
     else
-        for (int64_t j = 0; j < width; j++) y[j] = got[j];
+        _mm512_mask_storeu_ps(y, real, x);
+}
+
+/* Sums (count 32), of float32 or, with `scales` of the rows, int32, to y; `past` the cache if nobody reads it soon. */
+static inline __attribute__((always_inline)) void finish(
+    const Stripe *s, const float *sums, int64_t count, const float *scales, const float *add, float *y, int64_t outs,
+    int gated, int act, int past) {
+    for (int64_t i = 0; i < count; i++, sums += 32, y += outs, add = add ? add + outs : 0) {
+        __m512 a = _mm512_load_ps(sums), b = _mm512_load_ps(sums + 16);
+        if (scales) {
+            __m512 each = _mm512_set1_ps(scales[i]);
+            a = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(a)), _mm512_mul_ps(each, s->scale[0]));
+            b = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(b)), _mm512_mul_ps(each, s->scale[1]));
+        }
+        a = activate(_mm512_add_ps(a, s->bias[0]), act), b = _mm512_add_ps(b, s->bias[1]);
+        if (gated) {
+            put(y, s->real[0], _mm512_mul_ps(a, b), add, past);
+        } else {
+            put(y, s->real[0], a, add, past);
+            put(y + 16, s->real[1], activate(b, act), add ? add + 16 : 0, past);
+        }
+    }
 }
 
 /* ---- packing ---- */
@@ -102,18 +133,21 @@ int64_t linear_bytes(int64_t kind, int64_t n, int64_t k, int64_t gated) {
     return stripes(n, gated) * tiles_of(k, kind) * 2048;
 }
 
-void linear_pack(const Linear *l, const float *w) { /* tiles lie 2 MB aligned, untouched */
-    madvise(l->tiles, linear_bytes(l->kind, l->n, l->k, l->gated), MADV_HUGEPAGE);
+/* Memory that nobody has touched yet, 2 MB aligned: in huge pages W streams a fifth faster. */
+void linear_room(char *start, int64_t bytes) { madvise(start, bytes, MADV_HUGEPAGE); }
+
+/* Rows first.. of W, `count` of them, a multiple of 32 but for the last; all at once where gated. */
+void linear_pack(const Linear *l, const float *w, int64_t first, int64_t count) {
     int64_t many = tiles_of(l->k, l->kind), deep = depth(l->kind), each = deep / 16, half = l->n / 2;
 #pragma omp parallel for
-    for (int64_t s = 0; s < stripes(l->n, l->gated); s++)
+    for (int64_t s = first / 32; s < first / 32 + stripes(count, l->gated); s++)
         for (int64_t t = 0; t < many; t++)
             for (int64_t j = 0; j < 32; j++) {
                 int64_t row = !l->gated ? 32 * s + j : (j < 16 ? 16 * s + j : half + 16 * s + j - 16);
                 int real = !l->gated ? row < l->n : 16 * s + j % 16 < half;
                 char *tile = l->tiles + (s * many + t) * 2048 + (j / 16) * 1024 + (j % 16) * 4;
                 for (int64_t i = 0; i < deep; i++) {
-                    float x = real && t * deep + i < l->k ? w[row * l->k + t * deep + i] : 0.f;
+                    float x = real && t * deep + i < l->k ? w[(row - first) * l->k + t * deep + i] : 0.f;
                     char *to = tile + (i / each) * 64;
                     if (l->kind == BF16)
                         ((uint16_t *)to)[i % each] = half_of(x);
@@ -133,16 +167,26 @@ static void to_half(const float *x, int64_t k, int64_t room, uint16_t *to) {
     memset(to + k, 0, (room - k) * 2);
 }
 
+/* Returns the scale: largest / 127, NaN where a number is not finite. */
 static float to_bytes(const float *x, int64_t k, int64_t room, int8_t *to) {
-    float top = 0.f, sum = 0.f; /* the sum is NaN where a number is not finite */
-    for (int64_t i = 0; i < k; i++) {
-        float a = __builtin_fabsf(x[i]);
-        top = a > top ? a : top, sum += a * 0.f;
+    __m512 top = _mm512_setzero_ps(), sum = top; /* 0 times a number is 0, or else NaN */
+    for (int64_t i = 0; i < k; i += 16) {
+        __m512 a = _mm512_maskz_loadu_ps(k - i < 16 ? (1 << (k - i)) - 1 : 0xffff, x + i);
+        top = _mm512_max_ps(top, _mm512_abs_ps(a)), sum = _mm512_fmadd_ps(a, _mm512_setzero_ps(), sum);
     }
-    float scale = sum == sum ? top / 127.f : NAN, back = top > 0.f && sum == sum ? 127.f / top : 0.f;
-    for (int64_t i = 0; i < k; i++) to[i] = (int8_t)__builtin_rintf(sum == sum ? x[i] * back : 0.f);
+    float most = _mm512_reduce_max_ps(top), bad = _mm512_reduce_add_ps(sum);
+    float back = most > 0.f && bad == bad ? 127.f / most : 0.f;
     memset(to + k, 0, room - k);
-    return scale;
+    if (bad != bad) {
+        memset(to, 0, k);
+        return NAN;
+    }
+    for (int64_t i = 0; i < k; i += 16) {
+        __mmask16 real = k - i < 16 ? (1 << (k - i)) - 1 : 0xffff;
+        __m512 a = _mm512_mul_ps(_mm512_maskz_loadu_ps(real, x + i), _mm512_set1_ps(back));
+        _mm512_mask_cvtsepi32_storeu_epi8(to + i, real, _mm512_cvtps_epi32(a));
+    }
+    return most / 127.f;
 }
 
 /* ---- products ---- */
@@ -170,7 +214,8 @@ static void configure(Config *c, int rows) { /* 0-3 sums, 4-5 of x, 6-7 of W */
     }
 
 /* 32 outputs of 16 or 32 rows into sums (32 32) */
-static void block(int kind, const char *a, int64_t stride, const char *w, int64_t many, int two, int64_t ahead, float *sums) {
+static void block(
+    int kind, const char *a, int64_t stride, const char *w, int64_t many, int two, int64_t ahead, float *sums) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -185,33 +230,40 @@ static void block(int kind, const char *a, int64_t stride, const char *w, int64_
 }
 
 static Stripe stripe_of(const Linear *l, int64_t number) {
-    int64_t wide = l->gated ? 16 : 32, outs = l->gated ? l->n / 2 : l->n;
-    Stripe s = {.at = number * wide};
-    s.width = outs - s.at < wide ? outs - s.at : wide;
-    for (int64_t j = 0; j < s.width * (l->gated ? 2 : 1); j++) {
-        int64_t up = j >= s.width, row = up ? outs + s.at + j - s.width : s.at + j, to = up ? 16 + j - s.width : j;
-        if (l->kind == INT8) s.scale[to] = l->scale[row];
-        if (l->bias) s.bias[to] = l->bias[row];
+    int64_t outs = l->gated ? l->n / 2 : l->n, at = number * (l->gated ? 16 : 32);
+    Stripe s = {.at = at};
+    for (int i = 0; i < 2; i++) {
+        int64_t first = l->gated ? at : at + 16 * i, left = outs - first < 16 ? outs - first : 16;
+        int64_t row = l->gated ? first + i * outs : first;
+        s.real[i] = left <= 0 ? 0 : (1 << left) - 1;
+        s.scale[i] = l->kind == INT8 ? _mm512_maskz_loadu_ps(s.real[i], l->scale + row) : _mm512_setzero_ps();
+        s.bias[i] = l->bias ? _mm512_maskz_loadu_ps(s.real[i], l->bias + row) : _mm512_setzero_ps();
     }
     return s;
 }
 
-static void rows_of(const Linear *l, const Stripe *s, int64_t count, float *sums, const float *scales, const float *add, float *y) {
+#define FINISH(ACT)                                                                                \
+    case ACT:                                                                                      \
+        if (l->gated)                                                                              \
+            finish(s, sums, count, scales, add, y, outs, 1, ACT, 0);                               \
+        else                                                                                       \
+            finish(s, sums, count, scales, add, y, outs, 0, ACT, 0);                               \
+        break;
+
+static void rows_of(
+    const Linear *l, const Stripe *s, int64_t count, const float *sums, const float *scales, const float *add, float *y,
+    int past) {
     int64_t outs = l->gated ? l->n / 2 : l->n;
-    for (int64_t i = 0; i < count; i++, sums += 32, y += outs, add = add ? add + outs : 0) {
-        if (l->kind == INT8) {
-            if (l->gated)
-                finish(sums, s, 1, 1, l->act, scales[i], s->width, add, y);
-            else if (s->width == 32)
-                finish(sums, s, 1, 0, l->act, scales[i], 32, add, y);
-            else
-                finish(sums, s, 1, 0, l->act, scales[i], s->width, add, y);
-        } else if (l->gated)
-            finish(sums, s, 0, 1, l->act, 1.f, s->width, add, y);
-        else if (s->width == 32)
-            finish(sums, s, 0, 0, l->act, 1.f, 32, add, y);
-        else
-            finish(sums, s, 0, 0, l->act, 1.f, s->width, add, y);
+    if (past && s->real[0] == 0xffff && s->real[1] == 0xffff) {
+        finish(s, sums, count, scales, add, y, outs, 0, NONE, 1);
+        return;
+    }
+    switch (l->act) {
+        FINISH(NONE)
+        FINISH(RELU)
+        FINISH(GELU)
+        FINISH(GELU_TANH)
+        FINISH(SILU)
     }
 }
 
@@ -222,6 +274,7 @@ static void by_tiles(const Linear *l, const float *x, int64_t m, const float *ad
     char *a = aligned_alloc(64, high * room);
     float *scales = malloc(m * sizeof(float));
     int threads = one ? 1 : omp_get_max_threads();
+    int past = !l->gated && l->act == NONE && m * outs > FAR && outs % 16 == 0 && (uintptr_t)y % 64 == 0;
     if (high > m) memset(a + m * room, 0, (high - m) * room);
 #pragma omp parallel num_threads(threads)
     {
@@ -243,9 +296,11 @@ static void by_tiles(const Linear *l, const float *x, int64_t m, const float *ad
             for (int64_t i = 0; i < m; i += 32) {
                 int64_t count = m - i < 32 ? m - i : 32, to = i * outs + s.at;
                 block(l->kind, a + i * room, room, w, many, count > 16, i ? 0 : 8192, sums);
-                rows_of(l, &s, count, sums, scales + i, add ? add + to : 0, y + to);
+                const float *each = l->kind == INT8 ? scales + i : 0;
+                rows_of(l, &s, count, sums, each, add ? add + to : 0, y + to, past);
             }
         }
+        if (past) _mm_sfence();
         if (old.palette)
             _tile_loadconfig(&old);
         else
@@ -255,7 +310,8 @@ static void by_tiles(const Linear *l, const float *x, int64_t m, const float *ad
 }
 
 /* float32: four outputs of up to six rows at a time */
-static inline __attribute__((always_inline)) void dots(const float *const w[4], const float *x, int64_t k, int rows, float got[4][6]) {
+static inline __attribute__((always_inline)) void dots(
+    const float *const w[4], const float *x, int64_t k, int rows, float got[4][6]) {
     __m512 acc[4][6];
     for (int o = 0; o < 4; o++)
         for (int r = 0; r < rows; r++) acc[o][r] = _mm512_setzero_ps();
@@ -273,6 +329,16 @@ static inline __attribute__((always_inline)) void dots(const float *const w[4], 
     }
     for (int o = 0; o < 4; o++)
         for (int r = 0; r < rows; r++) got[o][r] = _mm512_reduce_add_ps(acc[o][r]);
+}
+
+static __m512 switched(__m512 x, int64_t act) {
+    switch (act) {
+    case RELU: return activate(x, RELU);
+    case GELU: return activate(x, GELU);
+    case GELU_TANH: return activate(x, GELU_TANH);
+    case SILU: return activate(x, SILU);
+    }
+    return x;
 }
 
 static void by_rows(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
@@ -301,9 +367,9 @@ static void by_rows(const Linear *l, const float *x, int64_t m, const float *add
             for (int64_t r = 0; r < 6 && i + r < m; r++) {
                 int64_t to = (i + r) * outs + at;
                 for (int o = 0; o < 4; o++) line[o] = got[o][r] + (l->bias ? l->bias[(from[o] - w) / l->k] : 0.f);
-                activate(line, each, l->act);
-                for (int64_t o = 0; o < width; o++)
-                    y[to + o] = (l->gated ? line[o] * line[2 + o] : line[o]) + (add ? add[to + o] : 0.f);
+                __m512 sums = _mm512_maskz_loadu_ps(15, line), done = switched(sums, l->act);
+                if (l->gated) done = _mm512_mul_ps(done, _mm512_permutexvar_ps(_mm512_set1_epi64(0x300000002), sums));
+                put(y + to, (1 << width) - 1, done, add ? add + to : 0, 0);
             }
         }
     }
@@ -312,7 +378,7 @@ static void by_rows(const Linear *l, const float *x, int64_t m, const float *add
 void linear(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
     if (l->kind == FP32)
         by_rows(l, x, m, add, y);
-    else
+    else if (m) /* no tile has no rows */
         by_tiles(l, x, m, add, y);
 }
 

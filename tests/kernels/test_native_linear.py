@@ -1,0 +1,133 @@
+"""Native products say what their plain form says, on weights and inputs rounded as their precision rounds them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.kernels import native
+from regard.kernels.linear import Fused, Packed, packs
+from regard.kernels.native_linear import ACTIVATIONS, MOST, ROOM, NativeLinear, plain, usable
+
+pytestmark = pytest.mark.skipif(
+    not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}"
+)
+PRECISIONS = ["fp32", "bf16", "int8"]
+
+
+def rounded(x: Tensor, precision: str) -> Tensor:
+    """What the product sees of rows x, in float64."""
+    if precision == "bf16":
+        return x.bfloat16().double()
+    if precision == "fp32":
+        return x.double()
+    scale = x.abs().amax(1, keepdim=True).div(127).clamp(min=1e-30)
+    return (x / scale).round().double() * scale.double()
+
+
+def made(m: int, k: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g) / k**0.5
+    return x, w, torch.randn(n, generator=g)
+
+
+def check(m: int, k: int, n: int, precision: str, act: str = "", gated: bool = False) -> None:
+    x, w, b = made(m, k, n)
+    add = torch.randn(m, n // 2 if gated else n)
+    want = plain(rounded(x, precision), rounded(w, precision), b.double(), act, gated, add.double())
+    got = NativeLinear(w, b, precision, act=act, gated=gated)(x, add)
+    # float32 sums and activations; in int8 a number halfway between two steps may go either way
+    bound = 0.02 if precision == "int8" else 2e-5
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=bound)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 16, 17, 33, 129])
+def test_native_linear_matches_plain_in_odd_sizes(m: int, precision: str) -> None:
+    for k in (1, 31, 64, 100, 768):
+        for n in (1, 15, 16, 50, 257):
+            check(m, k, n, precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_native_linear_matches_plain_with_what_follows(
+    act: str, gated: bool, precision: str
+) -> None:
+    for m in (1, 5, 40):
+        for n in (2, 30, 32, 70, 512):
+            check(m, 48, n, precision, act, gated)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_large_outputs_match_plain(precision: str) -> None:
+    check(40, 16, 32000, precision)  # written past the cache
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_that_are_no_numbers_spoil_no_others(precision: str) -> None:
+    x, w, b = made(6, 64, 40)
+    layer = NativeLinear(w, b, precision)
+    good = layer(x)
+    x[1, 3], x[4, 5] = torch.nan, torch.inf
+    got = layer(x)
+    assert got[1].isnan().all() and not got[4].isfinite().any()
+    assert torch.equal(got[[0, 2, 3, 5]], good[[0, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_zero_row_gives_the_bias(precision: str) -> None:
+    _, w, b = made(1, 40, 33)
+    torch.testing.assert_close(NativeLinear(w, b, precision)(torch.zeros(3, 40)), b.expand(3, -1))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_residual_may_be_strided_or_of_another_dtype(precision: str) -> None:
+    x, w, _ = made(4, 32, 48)
+    layer, add = NativeLinear(w, None, precision), torch.randn(48, 4).t()
+    assert torch.equal(layer(x, add), layer(x, add.contiguous()))
+    assert torch.equal(layer(x.t().contiguous().t()), layer(x))
+    assert torch.equal(layer(x.double()[None]), layer(x)[None])
+    assert layer(x[:0]).shape == (0, 48)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_row_is_the_same_in_any_company(precision: str) -> None:
+    x, w, b = made(70, 96, 64)
+    layer = NativeLinear(w, b, precision)
+    whole = layer(x)
+    for rows in (1, 3, 16, 33):
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tiles_of_torch_are_left_as_they_were(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, w, b = made(64, 256, 512)
+        ours = [NativeLinear(w, b, p) for p in ("bf16", "int8")]
+        first = [layer(x) for layer in ours]
+        theirs = Packed(w.bfloat16(), None) if packs("cpu", torch.bfloat16) else None
+        want = None if theirs is None else theirs(x.bfloat16())
+        for _ in range(3):
+            assert all(torch.equal(layer(x), y) for layer, y in zip(ours, first, strict=True))
+            assert theirs is None or torch.equal(theirs(x.bfloat16()), want)
+            torch.mm(x.bfloat16(), w.bfloat16().t())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_layers_share_a_stretch_of_memory() -> None:
+    a, b = ROOM.take(1000), ROOM.take(64)
+    assert a.data_ptr() % 64 == b.data_ptr() % 64 == 0 and len(a) == 1024
+    assert len(ROOM.take(2**26)) == 2**26
+
+
+@pytest.mark.parametrize("act", ["", "gelu", "silu"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_fused_float32_matches_plain(act: str, gated: bool) -> None:
+    x, w, b = made(MOST + 5, 40, 64)
+    add = torch.randn(MOST + 5, 32 if gated else 64)
+    got = Fused(w, b, act, gated)(x, add)
+    torch.testing.assert_close(got, plain(x, w, b, act, gated, add), rtol=1e-5, atol=1e-5)
