@@ -6,6 +6,7 @@ Nothing heavy is imported here: `regard --help` needs neither torch nor tyro. Te
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 from regard import __version__
 from regard.config import UsageError, nearest
+from regard.kernels.threads import use_threads, wait_asleep
 
 HELP = """Regard: run Transformers of every family, from a folder on this machine.
 
@@ -26,7 +28,7 @@ commands
   generate    answer a prompt (text or ids), greedily, drawn, or by beam search
   translate   translate lines with an encoder-decoder; --align shows which words belong together
   chat        a conversation, turn by turn
-  bench       compare speed with other libraries (from a source checkout)
+  bench       compare the speed of decoding with other libraries (from a source checkout)
 
 MODEL is a Hugging Face folder: config.json, model.safetensors, tokenizer.json. Nothing is downloaded.
 Options of a command: regard generate --help.   Version: regard --version.
@@ -34,7 +36,9 @@ Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or pa
 missing or broken, 130 interrupted."""
 
 COMMANDS = ("generate", "translate", "chat", "bench")
-BENCHES = ("decode",)
+BENCHES = {"decode": ("decode", "invariant", "gpu_decode")}  # name -> scripts in bench/
+BENCH_HELP = """regard bench decode [--quick]              every comparison of decoding that this machine can run
+regard bench decode --part gpt2 ...        the options of bench/decode.py, which then runs alone"""
 RUN, ENVIRONMENT, DATA = 1, 3, 4  # exit codes beside 2, which is every other UsageError
 FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try --dtype bf16 or --quantize int8"
 
@@ -50,6 +54,7 @@ class Fault(UsageError):
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code. User mistakes are one line on stderr, never a traceback."""
     try:
+        open_streams()
         with warnings.catch_warnings():
             if not sys.warnoptions:  # what libraries tell programmers is nothing to users
                 warnings.simplefilter("ignore")
@@ -65,19 +70,39 @@ def main(arguments: list[str] | None = None) -> int:
         return fail(f"the package {package} is missing; pip install {package}", ENVIRONMENT)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has gone; Python's own flush at exit must not complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except BrokenPipeError:  # the reader has gone
+        return give_up(141)
+    except OSError as error:  # a full disk, say
+        where = f"{error.filename}: " if error.filename else ""
+        return give_up(fail(f"{where}{error.strerror or error}", RUN))
     except (MemoryError, RuntimeError) as error:
-        text = str(error) or "no memory left"
-        if not isinstance(error, MemoryError) and "memory" not in text:
+        text = (str(error) or "no memory left").partition("\n")[0]
+        if isinstance(error, MemoryError) or "memory" in text:
+            return fail(FULL.format(text), RUN)
+        if "CUDA" not in text:
             raise
-        return fail(FULL.format(text.partition("\n")[0]), RUN)
+        return fail(f"{text}; try --device cpu", ENVIRONMENT)
 
 
 def fail(text: str, code: int) -> int:
     print("error:", " ".join(text.splitlines()), file=sys.stderr)
     return code
+
+
+def give_up(code: int) -> int:
+    """Drop what is not written yet: Python would try it again at exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def open_streams() -> None:
+    """A stream that the caller has closed: stdin is empty then, stderr silent, and without stdout nothing is done."""
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:  # also so that no other file gets its number
+        mode = "r" if name == "stdin" else "w"
+        setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    if "stdout" in closed:
+        raise Fault("stdout is closed, so nothing could be written", RUN)
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -93,27 +118,50 @@ def dispatch(arguments: list[str]) -> int:
         raise UsageError(f"there is no {what} {name!r}; {nearest(name, COMMANDS)}")
     if name == "bench":
         return bench(rest)
-    for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says
-        stream.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
     from regard.cli_options import OPTIONS, parse
 
+    for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says
+        stream.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
     options: Any = parse(OPTIONS[name], name, rest)
-    return importlib.import_module(f"regard.cli_{name}").run(options)  # only now torch
+    if options is None:  # help was asked for
+        return 0
+    wait_asleep()
+    command = importlib.import_module(f"regard.cli_{name}")  # only now torch
+    use_threads()
+    return command.run(options)
 
 
 def bench(arguments: list[str]) -> int:
-    """regard bench decode [OPTIONS]: run bench/decode.py of the source checkout."""
+    """Run scripts of the source checkout's bench/; the exit code is the first that is not 0."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(f"regard bench {'|'.join(BENCHES)} [--quick] [--repeats N] ...   runs bench/NAME.py")
+        print(BENCH_HELP)
         return 0
     if name not in BENCHES:
         raise UsageError(f"there is no bench {name!r}; {nearest(name, BENCHES)}")
-    script = Path(__file__).resolve().parents[1] / "bench" / f"{name}.py"
-    if not script.is_file():
+    home = Path(__file__).resolve().parents[1] / "bench"
+    if not (home / f"{name}.py").is_file():
         raise Fault(
-            f"{script} is not there: benches are part of the source checkout, not of the installed package; "
+            f"{home / name}.py is not there: benches are part of the source checkout, not of the installed package; "
             "run this inside a clone, installed with pip install -e .",
             ENVIRONMENT,
         )
-    return subprocess.run([sys.executable, str(script), *rest]).returncode
+    if importlib.util.find_spec("transformers") is None:
+        raise Fault("the package transformers is missing; pip install transformers", ENVIRONMENT)
+    codes = []
+    for script in BENCHES[name] if rest in ([], ["--quick"]) else (name,):
+        why = left_out(script)
+        print(f"--- bench/{script}.py" + (f": left out, {why}" if why else ""), flush=True)
+        if not why:
+            command = [sys.executable, str(home / f"{script}.py"), *rest]
+            codes.append(subprocess.run(command).returncode)
+    return next((code for code in codes if code), 0)
+
+
+def left_out(script: str) -> str:
+    """Why this machine cannot run a bench, or nothing."""
+    if not script.startswith("gpu_"):
+        return ""
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device here"

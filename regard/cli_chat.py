@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from regard.cli import DATA, fail
-from regard.cli_generate import check_reads_text, follow, settings_of
+from regard.cli_generate import check_reads_text, settings_of, write
 from regard.cli_model import Opened, Rate, blaming, context_of, read_lines
 from regard.cli_options import Chat, values
 from regard.config import UsageError
 from regard.decode.settings import Settings
+from regard.run import stream
 from regard.text import needed, render_chat
+from regard.text.tokenizer import check_unicode
 
 LONGEST = 1024  # tokens of an answer, where the context is longer
 
@@ -23,6 +25,7 @@ def run(options: Chat) -> int:
     if options.max_new_tokens is None:
         del given["max_new_tokens"]
     Settings.of(given)
+    check_unicode(options.system or "", "--system")
     opened_model = Opened(options.model, options.machine, rows=1)
     check_reads_text(opened_model.model)
     talk_to = Conversation(opened_model, options, given)
@@ -47,6 +50,8 @@ def lines() -> Iterator[str]:
     if sys.stdin.isatty() and sys.stdout.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() then has a history and can be edited
+        # what is no UTF-8 is then told as a mistake in the message
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
         while True:
             try:
                 yield input("> ")
@@ -77,23 +82,18 @@ class Conversation:
         prompt = self.tokenizer.encode(render_chat(self.tokenizer, asked), special=False)
         self.opened.compare(prompt)
         settings = {"max_new_tokens": self.room(len(prompt)), **self.settings}
-        rate, pieces, why = Rate(streaming=True), [], "Ctrl-C"
+        pieces = stream(self.opened.model, prompt, stop=self.options.stop, **settings)
+        rate, why = Rate(streaming=True), "Ctrl-C"
+        said: list[str] = []
         try:
-            for piece, result in follow(
-                self.opened.model, prompt, self.options.stop, settings, rate
-            ):
-                pieces.append(piece)
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-                why = why if result is None else result.finish
+            why = write(pieces, rate, said).finish
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
         sys.stdout.write("\n")
         sys.stdout.flush()
         rate.done(f", ended by {why}")
-        answer = "".join(pieces)
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def room(self, used: int) -> int:
         """Tokens that an answer may have."""

@@ -5,47 +5,53 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator
 from dataclasses import fields
 from typing import Any
 
-from regard.cli import RUN, Fault
 from regard.cli_model import Opened, Rate, decoded, opened
-from regard.cli_options import Generate, values
+from regard.cli_options import Generate, Search, values
 from regard.config import UsageError
-from regard.decode.engine import Engine
 from regard.decode.settings import Result, Settings
 from regard.models import Patches
-from regard.run import Job, Prompt, generate
+from regard.run import Prompt, generate, stream
 
 
 def run(options: Generate) -> int:
     given = settings_of(values(options))
     rows = Settings.of(given).rows  # a wrong setting is told before the model is read
-    if options.search.draft and options.search.draft_model is None:
-        raise UsageError(
-            "--draft counts the guesses of a draft model; name it: --draft-model FOLDER"
-        )
-    prompt = read_prompt(options)
+    check_guesses(options.search)
+    prompt, drafted = read_prompt(options), options.search.draft_model
     opened_model = Opened(options.model, options.machine, rows)
     check_reads_text(opened_model.model)
     opened_model.compare(prompt)
-    model, one, drafted = opened_model.model, rows == 1, options.search.draft_model
-    draft = Opened(drafted, options.machine, rows).model if drafted else None
-    if drafted:
+    model, given["stop"] = opened_model.model, options.stop
+    if drafted is not None:
+        given["draft_model"] = Opened(drafted, options.machine, rows).model
         given["draft"] = given["draft"] or 4
-    text = one and not options.json and opened_model.tokenizer is not None
+    text = rows == 1 and not options.json and opened_model.tokenizer is not None
     rate = Rate(streaming=text)
     if text:
-        results = [write(follow(model, prompt, options.stop, given, rate, draft))]
+        results = [write(stream(model, prompt, **given), rate, [])]
+        print()
     else:
-        given |= {"draft_model": draft} if draft is not None else {}
-        results = generate(model, [prompt], stop=options.stop, rows=rows, **given)
+        results = generate(model, [prompt], rows=rows, **given)
         rate.add(sum(len(r.ids) for r in results))
         for result in results:
             print(as_json(result) if options.json else as_text(result))
     rate.done(f", ended by {', '.join(dict.fromkeys(r.finish for r in results))}")
     return 0
+
+
+def check_guesses(search: Search) -> None:
+    if search.draft and search.draft_model is None:
+        raise UsageError(
+            "--draft counts the guesses of a draft model; name it: --draft-model FOLDER"
+        )
+    if search.beams > 1 and (search.lookup or search.draft_model is not None):
+        raise UsageError(
+            "beam search does not guess ahead: leave --lookup and --draft-model out, or --beams"
+        )
 
 
 def settings_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -93,39 +99,19 @@ def check_reads_text(model: Any) -> None:
         )
 
 
-def write(pieces: Iterator[tuple[str, Result | None]]) -> Result:
-    """Write an answer to stdout while it is made."""
-    for piece, result in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-        if result is not None:
-            sys.stdout.write("\n")
-            return result
-    raise AssertionError("the engine ended without a result")
-
-
-def follow(
-    model: Any,
-    prompt: Prompt,
-    stop: Sequence[str],
-    settings: dict[str, Any],
-    rate: Rate,
-    draft: Any = None,
-) -> Iterator[tuple[str, Result | None]]:
-    """As regard.stream, piece by piece, and with the last piece the result."""
-    job = Job(model, stop, settings)
-    (request,) = job.requests(prompt)
-    engine = Engine(model, layout="contiguous", rows=1, draft=draft)
-    engine.submit(request)
-    for event in engine.run():
-        if event.done is None:
-            rate.add(1)
-            yield job.take(request, 0), None
-            continue
-        (result,) = event.done
-        if result.finish == "error":
-            raise Fault(f"the answer ended early: {result.error}", RUN)
-        yield job.rest(request, 0), result
+def write(pieces: Generator[str, None, Result], rate: Rate, said: list[str]) -> Result:
+    """Write an answer to stdout while it is made; `said` gets what was written, should it be interrupted."""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            rate.tokens = len(end.value.ids)  # the last piece may be the rest of others
+            return end.value
+        rate.add(1)
+        if piece:
+            said.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
 
 
 def as_text(result: Result) -> str:

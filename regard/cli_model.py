@@ -18,45 +18,46 @@ from regard.cli import DATA, ENVIRONMENT, Fault
 from regard.cli_options import Machine
 from regard.config import UsageError
 from regard.decode.prepare import perplexity_change, prepare
-from regard.kernels.threads import use_threads
+from regard.kernels.linear import packs
 from regard.models import Model
-from regard.run import generate, special_of, tokenizer_of
+from regard.run import generate, special_of, tokenizer_of, told
 from regard.text import needed
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @contextlib.contextmanager
 def blaming(code: int) -> Iterator[None]:
-    """Give the mistakes found in here this exit code."""
+    """Give the mistakes found in here this exit code, and those of reading files."""
     try:
         yield
     except Fault:
         raise
     except UsageError as error:
         raise Fault(str(error), code) from None
+    except OSError as error:
+        name = "the model folder" if error.filename is None else str(error.filename)
+        raise Fault(f"{name!r:.80} cannot be read: {error.strerror or error}", code) from None
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
 class Opened:
-    """A model from its folder, ready to run: packed for the CPU, or as it is on a GPU."""
+    """A model from its folder, ready to run: packed for the CPU, or as it is on a GPU.
+
+    On a GPU too it is driven by the engine, not by GraphDecoder, which serves many requests together and gives no
+    pieces, log probabilities, stop strings or beams."""
 
     def __init__(self, folder: str, machine: Machine, rows: int):
         device, why = pick_device(machine.device)
         with blaming(DATA):
             self.plain: Model = load(folder, device=device, dtype=DTYPES[machine.dtype])
             self.tokenizer = tokenizer_of(self.plain)
-        self.model, self.precision = self.plain, "fp32"
-        quantized = machine.quantize != "none"
-        if device.type == "cpu":
-            use_threads()
-        stored = next(self.plain.parameters()).dtype
-        if quantized:
-            self.precision = machine.quantize
-        elif stored != torch.float32:
-            self.precision = "bf16"
+            told(self.plain)
+        self.model, quantized = self.plain, machine.quantize != "none"
+        self.precision = machine.quantize if quantized else precision_of(self.plain, machine.dtype)
         if quantized or device.type == "cpu":
             self.model = prepare(self.plain, self.precision, rows=rows)
         if not quantized:
@@ -69,13 +70,15 @@ class Opened:
 
     def compare(self, prompt: Any) -> None:
         """Say what quantization costs: perplexity of the prompt, or of the plain model's answer to it where the prompt
-        is a source. Then let the plain model go."""
+        is a source. Then let the plain model go. A prompt that leaves no room is refused later."""
         if self.plain is self.model:
             return
         plain, self.plain = self.plain, self.model
-        text = isinstance(prompt, str)
+        text, longest = isinstance(prompt, str), context_of(plain)
         given = needed(self.tokenizer).encode(prompt) if text else list(prompt)
-        what, source, ids = "the prompt", None, given[: context_of(plain)]
+        if longest is not None and len(given) >= longest:
+            return
+        what, source, ids = "the prompt", None, given
         if self.two:
             what, source = "the plain model's answer", torch.tensor([given])
             ids = [start_of(plain), *generate(plain, [given], max_new_tokens=32)[0].ids]
@@ -98,18 +101,27 @@ def context_of(model: Model) -> int | None:
 
 def pick_device(name: str) -> tuple[torch.device, str]:
     """The device, and why it is that one."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise UsageError(f"--device is {name!r}; choose auto, cpu, cuda or cuda:N")
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", name):
+        raise UsageError(f"--device is {name!r:.60}; choose auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return (torch.device("cuda"), "auto") if count else (torch.device("cpu"), "no cuda device")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= count:
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= count:
         raise Fault(
             f"--device {name}: this machine has {count} cuda devices that torch can use; try --device cpu",
             ENVIRONMENT,
         )
-    return device, "as asked"
+    return torch.device(name), "as asked"
+
+
+def precision_of(model: Model, asked: str) -> str:
+    """What the model runs in. On a CPU half precision is bf16, or fp32 where the CPU has no bf16 and none was asked."""
+    weight = next(model.parameters())
+    if weight.device.type != "cpu":
+        return NAMES.get(weight.dtype, str(weight.dtype))
+    half = weight.dtype.itemsize < 4
+    return "bf16" if half and (asked == "bf16" or packs("cpu", torch.bfloat16)) else "fp32"
 
 
 # --- text in ------------------------------------------------------------------------------------------------------
@@ -141,13 +153,10 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, str]]:
             talk("reading the keyboard; Ctrl-D ends")
         yield sys.stdin.buffer, "stdin"
         return
-    try:
-        with open(path, "rb") as file:
-            yield file, path
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise Fault(f"{path} cannot be read: {error.strerror}", DATA) from None
+    with blaming(DATA):
+        file = open(path, "rb")  # noqa: SIM115  what goes wrong while it is used is no fault of the file
+    with file:
+        yield file, path
 
 
 # --- talk ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Machine:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ...; auto takes cuda where there is one"""
     dtype: Annotated[Literal["auto", "fp32", "bf16"], arg(aliases=ALIASES["dtype"])] = "auto"
-    """auto: as the weights are stored"""
+    """auto: as the weights are stored; on a CPU half precision is bf16, or fp32 if it has no bf16"""
     quantize: Literal["none", "int8", "int4"] = "none"
     """hold weights in 8 or 4 bits; the change of perplexity is printed"""
 
@@ -194,8 +194,9 @@ OPTIONS: dict[str, type] = {"generate": Generate, "translate": Translate, "chat"
 # --- reading a command line ---------------------------------------------------------------------------------------
 
 
-def parse(cls: type[T], name: str, arguments: list[str]) -> T:
-    """The command line as a `cls`; with --help, print and leave. What is wrong is a UsageError of one line."""
+def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
+    """The command line as a `cls`; nothing where it asks for --help, which is printed. What is wrong is a UsageError of
+    one line."""
     known = {f"--{flag.replace('_', '-')}" for flag in names(cls)} | {"--help"}
     known |= {flag for flags in ALIASES.values() for flag in flags}
     for text in arguments[: arguments.index("--")] if "--" in arguments else arguments:
@@ -222,7 +223,7 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T:
     head, *examples = inspect.cleandoc(cls.__doc__ or "").splitlines()
     print("\n".join([head, *(f"  {line}" if line else "" for line in examples)]).rstrip())
     print("\n".join(["", *(line.rstrip() for line in out.getvalue().strip().splitlines())]))
-    raise SystemExit(0)
+    return None
 
 
 def one_line(box: str) -> str:

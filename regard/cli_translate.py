@@ -28,16 +28,14 @@ def run(options: Translate) -> int:
     given = settings_of(values(options))
     if options.max_new_tokens is None:
         del given["max_new_tokens"]
-    if options.beams == 1:
-        del given["length_penalty"], given["early_stopping"]
     Settings.of(given)
     for name in ("rows", "block"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise UsageError(f"--{name} is {getattr(options, name)}; give a number from 1")
     with opened(options.file) as (stream, name):
-        translator = Translator(options, given)
         alone = options.file == "-" and sys.stdin.isatty()
-        block = options.block or (1 if alone else BLOCK)
+        block = min(options.block or (1 if alone else BLOCK), sys.maxsize)
+        translator = Translator(options, given, min(options.rows, block * options.beams))
         lines = enumerate(read_lines(stream, name), 1)
         done, rate = 0, Rate(streaming=False)
         while part := list(itertools.islice(lines, block)):
@@ -51,11 +49,11 @@ def run(options: Translate) -> int:
 
 
 class Translator:
-    """A model that translates, and how it was asked to."""
+    """A model that translates, and how it was asked to; `rows` is what a step will have."""
 
-    def __init__(self, options: Translate, settings: dict[str, Any]):
+    def __init__(self, options: Translate, settings: dict[str, Any], rows: int):
         self.options, self.settings = options, settings
-        self.opened = Opened(options.model, options.machine, min(options.rows, 1024))
+        self.opened = Opened(options.model, options.machine, rows)
         self.model, self.tokens = self.opened.model, 0
         if not self.opened.two:
             raise UsageError(
@@ -72,23 +70,25 @@ class Translator:
 
     def translate(self, numbered: list[tuple[int, str]], name: str) -> Iterator[str]:
         """One line of output for each (number, line)."""
-        full = [line for _, line in numbered if line.strip()]
+        sources = [self.read(line, f"line {number} of {name}") for number, line in numbered]
+        full = [source for source in sources if source]
         found: Iterator[Result] = iter(())
         if full:
-            for number, line in numbered:
-                self.check(line, f"line {number} of {name}")
             self.opened.compare(full[0])
             limit = {"max_new_tokens": default_length(self.model, full), **self.settings}
             found = iter(generate(self.model, full, rows=self.options.rows, **limit))
-        for _, line in numbered:
-            yield self.show(line, next(found) if line.strip() else None)
+        for (_, line), source in zip(numbered, sources, strict=True):
+            yield self.show(line, next(found) if source else None)
 
-    def check(self, line: str, where: str) -> None:
-        size, longest = len(self.tokenizer.encode(line)), self.longest
-        if longest is not None and size > longest:
+    def read(self, line: str, where: str) -> list[int]:
+        """The ids of a line; none if it is empty."""
+        ids, longest = self.tokenizer.encode(line) if line.strip() else [], self.longest
+        if longest is not None and len(ids) > longest:
             raise Fault(
-                f"{where} has {size} tokens, the model's context is {longest}; split the line", DATA
+                f"{where} has {len(ids)} tokens, the model's context is {longest}; split the line",
+                DATA,
             )
+        return ids
 
     @property
     def longest(self) -> int | None:

@@ -11,12 +11,20 @@ import torch
 from torch import Tensor
 
 from regard.config import UsageError, nearest
+from regard.decode.check import check_tokens, written
 from regard.decode.engine import Engine
 from regard.decode.invariant import invariant as steady
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.text import Special, Stream, Tokenizer, needed, special_ids
+from regard.text.stream import check_stop
 
 Prompt = str | Sequence[int] | Tensor
+
+
+class Unanswered(UsageError):
+    """A request that failed while it ran, by no mistake of the caller: a command ends with this code, not with 2."""
+
+    code = 1
 
 
 def generate(
@@ -54,30 +62,34 @@ def generate(
 
 
 def stream(
-    model: Any, prompt: Prompt, *, stop: str | Sequence[str] = (), **settings: Any
+    model: Any,
+    prompt: Prompt,
+    *,
+    stop: str | Sequence[str] = (),
+    draft_model: Any = None,
+    **settings: Any,
 ) -> Generator[str, None, Result]:
-    """The answer to one prompt piece by piece, as it is made; joined, they are generate's text. The generator's return
-    value is the Result."""
-    job = Job(model, stop, settings)
+    """The answer to one prompt while it is made: a piece for each token, empty as long as a character is not complete;
+    joined, they are generate's text. The generator's return value is the Result."""
+    if draft_model is not None:
+        settings.setdefault("draft", 4)
+    job = Job(model, stop, settings, live=True)
     if job.settings.rows > 1:
         raise UsageError("a stream is one answer; leave beams and samples out")
     (request,) = job.requests(prompt)
-    engine = Engine(model, layout="contiguous", rows=1)
+    engine = Engine(model, layout="contiguous", rows=1, draft=draft_model)
     engine.submit(request)
-    text = []
+    pieces = []
     for event in engine.run():
-        if event.done is not None:
-            result = event.done[0]
-        piece = job.take(request, 0)
-        if piece:
-            text.append(piece)
-            yield piece
-    rest = job.rest(request, 0)
-    if rest:
-        yield rest
-    if result.finish == "error":
-        raise UsageError(f"the prompt could not be answered: {result.error}")
-    result.text = "".join([*text, rest]) if job.tokenizer is not None else None
+        if event.done is None:
+            pieces.append(job.take(request, 0))
+            yield pieces[-1]
+        else:
+            result = job.finish(request, 0, event.done[0])
+    if result.text is not None:
+        rest, result.text = result.text, "".join([*pieces, result.text])
+        if rest:
+            yield rest
     return result
 
 
@@ -89,33 +101,38 @@ def translate(
         raise UsageError(
             "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use generate"
         )
-    full = [line for line in lines if line.strip()]
+    tokenizer = needed(tokenizer_of(model))
+    sources = [tokenizer.encode(line) if line.strip() else [] for line in lines]
+    full = [source for source in sources if source]
     if not full:
         return [""] * len(lines)
     settings.setdefault("max_new_tokens", default_length(model, full))
     found = iter(generate(model, full, beams=beams, rows=rows, **settings))
-    return [(next(found).text or "") if line.strip() else "" for line in lines]
+    return [(next(found).text or "") if source else "" for source in sources]
 
 
-def default_length(model: Any, lines: Sequence[str]) -> int:
+def default_length(model: Any, sources: Sequence[Sequence[int]]) -> int:
     """Twice the longest source and ten, within the model's context."""
-    tokenizer = needed(tokenizer_of(model))
-    longest = 2 * max(len(tokenizer.encode(line)) for line in lines) + 10
+    longest = 2 * max(map(len, sources)) + 10
     context = getattr(model.config, "max_len", None)
     return longest if context is None else min(longest, context - 1)
 
 
 class Job:
-    """One call: its settings, its tokenizer, and the text of every answer so far."""
+    """One call: its settings and its tokenizer. Where text is wanted with each token (`live`, or to find stop strings)
+    it holds the text of every answer so far; else an answer is turned into text when it is complete."""
 
-    def __init__(self, model: Any, stop: str | Sequence[str], settings: dict[str, Any]):
-        self.model, self.stop = model, stop
+    def __init__(
+        self, model: Any, stop: str | Sequence[str], settings: dict[str, Any], live: bool = False
+    ):
+        self.model, self.stop = model, check_stop(stop)
+        self.live = live or bool(self.stop)
         self.two = hasattr(model, "encode")
         self.tokenizer = tokenizer_of(model)
         self.settings = _settings(model, settings)
         self.streams: dict[tuple[int, int], Stream] = {}
         self.texts: dict[tuple[int, int], list[str]] = {}
-        if stop and self.settings.beams > 1:
+        if self.stop and self.settings.beams > 1:
             raise UsageError(
                 "stop strings end a text while it is made; beam search cannot stop so, leave one out"
             )
@@ -133,10 +150,10 @@ class Job:
                 raise UsageError("the source is empty; give at least one token")
             start = special_of(self.model).start
             request = Request([0 if start is None else start], self.settings, source, key=key)
-        if self.tokenizer is not None and self.settings.beams == 1:
-            request.stop = lambda sample, ids, r=request: self.push(r, sample, ids[-1])
-        elif self.stop:
+        if self.stop:
             needed(self.tokenizer)
+        if self.live and self.tokenizer is not None:
+            request.stop = lambda sample, ids, r=request: self.push(r, sample, ids[-1])
         return request
 
     def read(self, prompt: Prompt) -> list[int] | Tensor:
@@ -169,14 +186,16 @@ class Job:
         )
 
     def finish(self, request: Request, sample: int, result: Result) -> Result:
+        """The result with its text; of a live one, with the text that has not been taken."""
         if result.finish == "error":
-            raise UsageError(f"a prompt could not be answered: {result.error}")
-        if self.tokenizer is not None:
-            if self.settings.beams > 1:
-                after = [] if self.two else request.ids
-                result.text = self.tokenizer.decode(result.ids, after=after)
-            else:
-                result.text = self.rest(request, sample)
+            raise Unanswered(f"the prompt could not be answered: {result.error}")
+        if self.tokenizer is None:
+            return result
+        if self.live:
+            result.text = self.rest(request, sample)
+        else:
+            after = [] if self.two else request.ids
+            result.text = self.tokenizer.decode(result.ids, after=after)
         return result
 
 
@@ -198,22 +217,37 @@ def special_of(model: Any) -> Special:
 
 
 def _settings(model: Any, given: dict[str, Any]) -> Settings:
-    """The user's settings, with the end and forced tokens that the model's folder names."""
+    """The user's settings, with the end, forced and banned tokens that the model's folder names."""
     known = {f.name for f in fields(Settings)}
     for name in given:
         if name not in known:
             raise UsageError(f"generate has no setting {name!r}; {nearest(name, known)}")
+    found = {name: value for name, value in told(model).items() if name not in given}
+    for name, value in found.items():
+        tokens = list(value) if isinstance(value, tuple) else [] if value is None else [value]
+        if tokens:
+            check_tokens(tokens, written(model).vocab, f"the model folder's {name}")
+    return Settings.of({**found, **given})
+
+
+def told(model: Any) -> dict[str, Any]:
+    """The settings that the model's folder names: end, forced and banned tokens."""
     found: dict[str, Any] = {"eos": special_of(model).eos}
     origin = model.origin
-    if origin is not None:
-        saved = json.loads(origin.files.get("generation_config.json", b"{}"))
-        said = {**origin.config, **{k: v for k, v in saved.items() if v is not None}}
-        found["forced_first"] = said.get("forced_bos_token_id")
-        last = said.get("forced_eos_token_id")
-        found["forced_last"] = last[0] if isinstance(last, list) else last
-        words = said.get("bad_words_ids") or []
-        found["banned"] = tuple(word[0] for word in words if len(word) == 1)
-    return Settings.of({**found, **given})
+    if origin is None:
+        return found
+    saved = json.loads(origin.files.get("generation_config.json", b"{}"))
+    said = {**origin.config, **{k: v for k, v in saved.items() if v is not None}}
+    found["forced_first"] = said.get("forced_bos_token_id")
+    last = said.get("forced_eos_token_id")
+    found["forced_last"] = next(iter(last), None) if isinstance(last, list) else last
+    words = said.get("bad_words_ids") or []
+    if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+        raise UsageError(
+            f"the model folder's bad_words_ids must be lists of ids, got {words!r:.60}"
+        )
+    found["banned"] = tuple(word[0] for word in words if len(word) == 1)
+    return found
 
 
 def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,7 +1,6 @@
-"""How each mistake ends: one line, an exit code; and how the process of `regard` ends otherwise."""
+"""How each mistake ends: one line, an exit code."""
 
-import os
-import signal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,7 @@ import pytest
 import torch
 
 import regard
-from tests.test_cli import SMALL, call, command, folder, process, put
-
-# --- mistakes -----------------------------------------------------------------------------------------------------
+from tests.test_cli import SMALL, Done, call, folder, put
 
 GPT2 = "gpt2"  # stands for the folder in the table
 WRONG: dict[str, tuple[list[Any], int, str]] = {
@@ -42,22 +39,52 @@ WRONG: dict[str, tuple[list[Any], int, str]] = {
     "stop and beams": (["generate", GPT2, "a", "--stop", "x", "--beams", 2], 2, "stop strings"),
     "ids": (["generate", GPT2, "a b", "--ids"], 2, "--ids wants whole numbers"),
     "id": (["generate", GPT2, "400", "--ids"], 2, "outside the vocabulary (0 to 399)"),
+    "id below": (["generate", GPT2, "5 -1", "--ids"], 2, "token -1 is outside the vocabulary"),
+    "id too large": (["generate", GPT2, 10**30, "--ids"], 2, "outside the vocabulary"),
+    "id too long": (["generate", GPT2, "1" * 5000, "--ids"], 2, "--ids wants whole numbers"),
+    "id and text": (["generate", GPT2, "5", "hello", "--ids"], 2, "hello"),
+    "no ids": (["generate", GPT2, "", "--ids"], 2, "no prompt given"),
+    "eos": (["generate", GPT2, "a", "--eos", 400], 2, "token 400 is outside the vocabulary"),
+    "banned": (["generate", GPT2, "a", "--banned", -1], 2, "token -1 is outside the vocabulary"),
+    "bias id": (["generate", GPT2, "a", "--logit-bias", "400=1"], 2, "token 400 is outside"),
+    "bias nan": (["generate", GPT2, "a", "--logit-bias", "4=nan"], 2, "logit_bias is"),
+    "hot": (["generate", GPT2, "a", "--temperature", "inf"], 2, "temperature is inf"),
+    "seed": (["generate", GPT2, "a", "--seed", 2**64], 2, "seed is 18446744073709551616"),
+    "many": (["generate", GPT2, "a", "--samples", 10**6], 2, "samples is 1000000"),
+    "negative": (["generate", GPT2, "a", "--beams", -1], 2, "beams is -1"),
+    "real": (["generate", GPT2, "a", "--beams", "1e3"], 2, "--beams"),
+    "tokens": (["generate", GPT2, "a", "--max-new-tokens", 10**9], 2, "max_new_tokens is 1000000000"),
+    "guess and search": (["generate", GPT2, "a", "--beams", 2, "--lookup", 3], 2, "does not guess"),
+    "draft and search": (["generate", GPT2, "a", "--beams", 2, "--draft-model", "x"], 2, "does not guess"),
     "empty": (["generate", GPT2, ""], 2, "the prompt is empty"),
     "too long": (["generate", GPT2, "a" * 200], 2, "context of 96"),
     "surrogate": (["generate", GPT2, "\udcff"], 2, "surrogate"),
+    "stop surrogate": (["generate", GPT2, "a", "--stop", "\udcff"], 2, "stop holds half a surrogate"),
+    "too long in int8": (["generate", GPT2, "a" * 200, "--quantize", "int8"], 2, "context of 96"),
     "device": (["generate", GPT2, "a", "--device", "gpu"], 2, "choose auto, cpu, cuda"),
+    "device number": (["generate", GPT2, "a", "--device", f"cuda:{10**20}"], 2, "choose auto, cpu, cuda"),
+    "device digit": (["chat", GPT2, "--device", "cuda:\u0663"], 2, "choose auto, cpu, cuda"),
+    "long folder": (["generate", "x" * 5000, "a"], 4, "cannot be read: File name too long"),
+    "file as folder": (["generate", __file__, "a"], 4, "is no folder"),
+    "name as folder": (["generate", "org/model", "a"], 4, "org/model is no folder"),
     "no folder": (["generate", "nowhere", "a"], 4, "nowhere is no folder"),
     "no tokenizer": (["generate", "bare", "a"], 2, "carries no tokenizer"),
     "encoder": (["generate", "bert", "5", "--ids"], 2, "does not decode"),
     "image": (["generate", "captioner", "5", "--ids"], 2, "this model reads images"),
     "translate what": (["translate", GPT2], 2, "translate needs an encoder-decoder"),
-    "translate file": (["translate", "t5", "nowhere.txt"], 4, "nowhere.txt cannot be read: No such"),
-    "translate folder": (["translate", "t5", "."], 4, ". cannot be read: Is a directory"),
+    "translate file": (["translate", "t5", "nowhere.txt"], 4, "'nowhere.txt' cannot be read: No such"),
+    "translate folder": (["translate", "t5", "."], 4, "'.' cannot be read: Is a directory"),
+    "translate no name": (["translate", "t5", ""], 4, "'' cannot be read: No such"),
+    "translate image": (["translate", "captioner"], 2, "this model reads images"),
+    "translate penalty": (["translate", "t5", "--beams", 1, "--length-penalty", "nan"], 2, "is nan"),
     "translate rows": (["translate", "t5", "--rows", 0], 2, "--rows is 0"),
     "translate block": (["translate", "t5", "--block", 0], 2, "--block is 0"),
     "translate beams": (["translate", "t5", "--beams", 0], 2, "beams is 0"),
     "chat template": (["chat", "t5"], 4, "carries no chat template"),
     "chat tokenizer": (["chat", "bare"], 4, "carries no tokenizer"),
+    "chat image": (["chat", "captioner"], 2, "this model reads images"),
+    "chat word": (["chat", GPT2, "hello"], 2, "hello"),
+    "chat system": (["chat", GPT2, "--system", "\udcff"], 2, "--system holds half a surrogate"),
     "bench": (["bench", "encode"], 2, "did you mean 'decode'?"),
 }  # fmt: skip
 
@@ -72,9 +99,49 @@ def test_mistake_is_one_line_and_an_exit_code(name: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a cuda device")
-def test_missing_device_is_the_environments_fault() -> None:
-    done = call("generate", folder("gpt2"), "a", "--device", "cuda")
-    assert done.code == 3 and "this machine has 0 cuda devices" in done.err
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:300"])
+@pytest.mark.parametrize(
+    "name, model", [("generate", "gpt2"), ("translate", "t5"), ("chat", "gpt2")]
+)
+def test_missing_device_is_the_environments_fault(name: str, model: str, device: str) -> None:
+    done = call(name, folder(model), "--device", device, stdin="a")
+    text = (
+        f"--device {device}: this machine has 0 cuda devices that torch can use; try --device cpu"
+    )
+    assert done == Done(3, "", f"error: {text}\n")
+
+
+@pytest.mark.parametrize(
+    "said, code, part",
+    [
+        (
+            "CUDA error: no kernel image is available\nCompile with",
+            3,
+            "available; try --device cpu",
+        ),
+        ("CUDA out of memory. Tried to allocate 2 GiB", 1, "fewer beams"),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory", 1, "fewer beams"),
+    ],
+)
+def test_failing_device_is_one_line(
+    said: str, code: int, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("regard.cli_model.load", fails)
+    done = call("generate", folder("gpt2"), "a")
+    assert (done.code, done.out) == (code, "")
+    assert done.err.count("\n") == 1 and part in done.err
+
+
+def test_errors_that_are_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("regard.cli_model.load", fails)
+    with pytest.raises(RuntimeError, match="shapes"):
+        call("generate", folder("gpt2"), "a")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +155,54 @@ def test_broken_folder_is_the_datas_fault(name: str, content: bytes, tmp_path: P
     assert done.code == 4 and done.err.startswith("error: ") and done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "saved, code, part",
+    [
+        (b"[", 4, "is no JSON"),
+        (b'{"eos_token_id": "x"}', 4, "eos_token_id must be an id"),
+        (b'{"eos_token_id": 400}', 2, "the model folder's eos 400 is outside the vocabulary"),
+        (
+            b'{"forced_bos_token_id": "x"}',
+            2,
+            "the model folder's forced_first 'x' is no whole number",
+        ),
+        (b'{"forced_eos_token_id": [400]}', 2, "the model folder's forced_last 400 is outside"),
+        (b'{"bad_words_ids": 5}', 4, "bad_words_ids must be lists of ids"),
+        (b'{"bad_words_ids": [5]}', 4, "bad_words_ids must be lists of ids"),
+        (b'{"bad_words_ids": [[400]]}', 2, "the model folder's banned 400 is outside"),
+    ],
+)
+def test_settings_of_a_folder_are_checked(
+    saved: bytes, code: int, part: str, tmp_path: Path
+) -> None:
+    shutil.copytree(folder("gpt2"), tmp_path / "m")
+    put(tmp_path / "m", {"generation_config.json": saved})
+    done = call("generate", tmp_path / "m", "a")
+    assert (done.code, done.out) == (code, "")
+    assert done.err.count("\n") == 1 and part in done.err
+
+
+def test_flags_stand_above_the_folders_settings(tmp_path: Path) -> None:
+    shutil.copytree(folder("gpt2"), tmp_path / "m")
+    put(tmp_path / "m", {"generation_config.json": b'{"eos_token_id": 400}'})
+    done = call("generate", tmp_path / "m", "a", "--eos", 7, "--max-new-tokens", 3)
+    assert done.code == 0
+
+
+@pytest.mark.parametrize("template", [b"{% for", b"{{ 1/0 }}", b"\xff"])
+def test_broken_chat_template_is_the_datas_fault(template: bytes, tmp_path: Path) -> None:
+    shutil.copytree(folder("gpt2"), tmp_path / "m")
+    put(tmp_path / "m", {"chat_template.jinja": template})
+    done = call("chat", tmp_path / "m", stdin="a")
+    assert (done.code, done.out) == (4, "") and done.err.count("\n") == 1
+
+
+def test_file_that_is_no_text_is_the_datas_fault() -> None:
+    weights = folder("gpt2") / "model.safetensors"
+    done = call("translate", folder("t5"), weights)
+    assert (done.code, done.out) == (4, "") and "is no UTF-8 text: byte" in done.err
+
+
 def test_stdin_that_is_no_text_is_the_datas_fault() -> None:
     done = call("generate", folder("gpt2"), stdin=b"ab\xff")
     assert done.code == 4 and "stdin is no UTF-8 text: byte 2 is 0xff" in done.err
@@ -98,8 +213,9 @@ def test_broken_weights_end_the_answer_with_an_error(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
     model.save(tmp_path / "m")
-    done = call("generate", tmp_path / "m", "a")
-    assert (done.code, done.out) == (1, "") and "not a number" in done.err
+    for more in ([], ["--json"], ["--beams", 2]):
+        done = call("generate", tmp_path / "m", "a", *more)
+        assert (done.code, done.out) == (1, "") and "not a number" in done.err
 
 
 def test_missing_package_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,54 +233,33 @@ def test_bench_is_refused_outside_a_checkout(
     assert done.code == 3 and "part of the source checkout" in done.err
 
 
+def test_bench_decode_runs_what_the_machine_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def record(command: list[str]) -> Any:
+        ran.append([Path(command[1]).name, *command[2:]])
+        return subprocess.CompletedProcess(command, 5 if "invariant" in command[1] else 0)
+
+    monkeypatch.setattr("regard.cli.subprocess.run", record)
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        for flags in ([], ["--quick"]):
+            ran.clear()
+            done = call("bench", "decode", *flags)
+            assert done.code == 5 and ran[:2] == [["decode.py", *flags], ["invariant.py", *flags]]
+            assert ran[2:] == ([["gpu_decode.py", *flags]] if there else [])
+            assert ("gpu_decode.py: left out, torch finds no CUDA" in done.out) != there
+    ran.clear()
+    assert call("bench", "decode", "--part", "gpt2").code == 0
+    assert ran == [["decode.py", "--part", "gpt2"]]
+
+
+def test_bench_needs_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.cli.importlib.util.find_spec", lambda name: None)
+    done = call("bench", "decode")
+    assert (done.code, done.err.count("\n")) == (3, 1) and "transformers is missing" in done.err
+
+
 def test_bench_passes_its_options_and_exit_code_on(capfd: pytest.CaptureFixture[str]) -> None:
     assert call("bench", "decode", "--part", "nothing").code == 2
     assert "invalid choice: 'nothing'" in capfd.readouterr().err
-
-
-# --- the process --------------------------------------------------------------------------------------------------
-
-
-def test_interrupt_ends_with_130_and_no_traceback() -> None:
-    given = command("chat", folder("gpt2"), "--max-new-tokens", 4)
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(**given, **pipes) as child:
-        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
-        child.stdin.write(b"hello\n")
-        child.stdin.flush()
-        assert child.stdout.readline()  # it has answered, and now waits for the next line
-        child.send_signal(signal.SIGINT)
-        assert child.wait(20) == 130
-        assert child.stderr.read() == b""
-
-
-def test_broken_pipe_is_quiet() -> None:
-    given = command("generate", folder("gpt2"), "The", "--max-new-tokens", 80)
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(**given, **pipes) as child:
-        assert child.stdout is not None and child.stderr is not None
-        child.stdout.close()
-        assert child.stderr.read() == b""
-        assert child.wait(20) == 141
-
-
-@pytest.mark.parametrize("colour", [True, False])
-def test_rate_is_shown_on_a_terminal_only_and_obeys_no_color(colour: bool) -> None:
-    pty = pytest.importorskip("pty")
-    mine, theirs = pty.openpty()
-    given = command("generate", folder("gpt2"), "The dog", "--max-new-tokens", 40)
-    given["env"] |= {"TERM": "xterm"} | ({} if colour else {"NO_COLOR": "1"})
-    with subprocess.Popen(**given, stdout=subprocess.PIPE, stderr=theirs) as child:
-        os.close(theirs)
-        assert child.stdout is not None
-        text = child.stdout.read().decode()
-        seen = b""
-        try:
-            while chunk := os.read(mine, 4096):
-                seen += chunk
-        except OSError:  # how a terminal ends
-            pass
-        os.close(mine)
-    assert child.returncode == 0 and text == process(*given["args"][3:]).out
-    assert b"40 tokens, " in seen and b"tokens/s" in seen and b"ended by length" in seen
-    assert (b"\x1b[2m" in seen) == colour

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tokenizers import models, pre_tokenizers, processors
 
 import regard
+from regard import cli_model
 from regard.cli_translate import source_words, target_words, word_numbers
 from regard.text import Tokenizer, needed
 from tests.test_cli import HOME, Done, call, folder, process, put
@@ -72,6 +73,42 @@ def test_quantize_says_what_it_costs_once() -> None:
     assert done.code == 0 and len(done.out.splitlines()) == 2
     assert done.err.startswith("int8: perplexity of the plain model's answer ")
     assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "flags, rows",
+    [
+        ([], 128),
+        (["--rows", 32], 32),
+        (["--rows", 10**6, "--block", 3], 12),
+        (["--block", 10**30, "--beams", 1], 128),
+    ],
+)
+def test_model_is_packed_for_the_rows_of_a_step(
+    flags: list[int], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def prepared(model: Any, precision: str, *, rows: int) -> Any:
+        seen.append((precision, rows))
+        return regard.prepare(model, precision, rows=rows)
+
+    monkeypatch.setattr(cli_model, "prepare", prepared)
+    assert call("translate", folder("t5"), "--max-new-tokens", 2, *flags, stdin="Hund").code == 0
+    assert seen == [("fp32", rows)]
+
+
+def test_every_line_is_cut_into_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, encode = [], Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        read.append(text)
+        return encode(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    assert call("translate", folder("t5"), "--beams", 2, stdin="Ein\n\nHund").code == 0
+    regard.translate(regard.load(folder("t5")), ["Ein", " ", "Hund"], beams=2)
+    assert read == ["Ein", "Hund"] * 2
 
 
 # --- alignment ----------------------------------------------------------------------------------------------------

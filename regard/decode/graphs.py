@@ -237,12 +237,14 @@ class GraphDecoder:
         self, requests: Sequence[Request], *, refill: bool = True, few: int | None = None
     ) -> list[Result]:
         """Answers in the order of the requests, without log probabilities. Slots are refilled when `few` (an eighth)
-        are free; refill=False is static batching: all slots are filled together."""
-        waiting = deque(self.check(i, r) for i, r in enumerate(requests))
+        are free, the longest answers first, so that none is left alone at the end; refill=False is static batching: all
+        slots are filled together, in order."""
+        asked = [self.check(i, r) for i, r in enumerate(requests)]
+        waiting = deque(sorted(asked, key=lambda s: -s.left) if refill else asked)
         slots: list[Slot | None] = [None] * self.rows
         results: dict[int, Result] = {}
         flying: Flight | None = None
-        few = few or max(1, self.rows // 8)
+        few = min(few or max(1, self.rows // 8), self.rows)
         while len(results) < len(requests):
             free = [i for i, s in enumerate(slots) if s is None or s.finish or not s.left]
             enough = min(few, len(waiting)) if refill else self.rows

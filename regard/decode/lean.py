@@ -173,9 +173,11 @@ class LeanSelfAttention(LeanAttention):
         layout = c.rope.layout if c.rope else ""
         enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, pos)
         q, bias = qkv[:, : self.h * self.d].unflatten(-1, (self.h, self.d)), ctx.bias(cache.span)
-        bias = None if bias is None else bias[:, :, 0].float()
-        how = dict(place=place, window=c.window, bias=bias)
-        return attend_one(q, k, v, pos, scale=self.scale, **how)[:, None]  # type: ignore[arg-type]
+        if bias is not None:
+            given = bias
+            bias = ctx.once("bias of rows", lambda: given[:, :, 0].float().contiguous())
+        o = attend_one(q, k, v, pos, scale=self.scale, place=place, window=c.window, bias=bias)
+        return o[:, None]
 
 
 class LeanCrossAttention(LeanAttention):

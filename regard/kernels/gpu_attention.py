@@ -1,6 +1,6 @@
 """Attention of one new token a row over a cache on a GPU: grouped heads, any lengths, rows of memory or pages.
 
-    python bench/gpu_decode.py --part k      checks and times it against torch's
+    python bench/gpu_kernels.py --part k      checks and times it against torch's
 
 A program takes all query heads of one group and a part of the keys (flash-decoding), turns its queries (RoPE), and a
 second kernel merges the parts by their log-sum-exp. The first part also turns the new key, stores it and the new value

@@ -1,6 +1,6 @@
 """Linear layers for one to eight rows on a GPU, y = act(norm(x) W^T + b) + residual: reading W is all that counts.
 
-    python bench/gpu_decode.py --part t      times them against torch's
+    python bench/gpu_kernels.py --part t      times them against torch's
 
 `linear` is the dispatch, `reference` the plain form. The kernel gives each program a few rows of W over the whole of K,
 all of it on the way from memory at once; the norm's factor is applied to the sum, 1/rms(x) sum_k x_k g_k w_nk, so that

@@ -1,7 +1,7 @@
 """What stands between the matrix products of many rows on a GPU, each as one kernel: residual + RMS norm, act(gate) *
 up, and products split along K whose parts the next residual adds up.
 
-    python bench/gpu_decode.py --part w      times the products against torch's
+    python bench/gpu_kernels.py --part w      times the products against torch's
 
 Plain forms beside each; `fast=False`, or no GPU, takes those.
 """

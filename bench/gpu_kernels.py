@@ -1,0 +1,218 @@
+"""The GPU kernels alone: against their plain forms, and over the shapes they can have, in bf16.
+
+python bench/gpu_kernels.py                 k: every kernel's error
+python bench/gpu_kernels.py --part t        sweeps the shapes of linear layers of few rows, prints the best as a table
+python bench/gpu_kernels.py --part w        the same for products of 8 and 64 rows, and attention
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from gpu_measure import BF16, replayed, run_parts
+
+from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_wide
+
+COLD = 400_000_000  # bytes of weights that a sweep reads in turn, more than the device's cache
+
+
+def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * by).to(BF16)
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def part_k(args: argparse.Namespace) -> None:
+    """Relative error ||kernel - plain in float32|| / ||plain|| of each kernel in bf16; about 3e-3 is rounding."""
+    torch.manual_seed(0)
+    check_linear()
+    check_attention()
+    check_wide()
+    check_latent()
+
+
+def show(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    error = ((got.float() - want.float()).norm() / want.float().norm()).item()
+    print(f"  {name:44s} {error:.1e} {'ok' if error < 1e-2 else 'WRONG'}")
+
+
+def check_linear() -> None:
+    for (m, n), k, gated in itertools.product(
+        ((1, 2048), (4, 1000), (8, 2048)), (2048, 8192, 768), (False, True)
+    ):
+        x, w, g = randn(m, k), randn(n * (1 + gated), k, by=k**-0.5), randn(k)
+        more: dict[str, Any] = {"act": "silu" if gated else "", "gated": gated}
+        got = gpu_linear.fused(x, w, norm=(g, 1e-5), residual=randn(m, n).zero_(), **more)
+        want = gpu_linear.reference(x.float(), w.float(), norm=(g.float(), 1e-5), **more)
+        show(f"linear m={m} k={k} n={n} gated={gated}", got, want)
+
+
+def check_attention() -> None:
+    for b, h, g, d, s in (
+        (1, 32, 8, 64, 400),
+        (64, 32, 8, 64, 400),
+        (4, 32, 32, 128, 4096),
+        (3, 16, 2, 128, 900),
+    ):
+        qkv, k, v = randn(b, (h + 2 * g) * d), randn(b, s, g, d), randn(b, s, g, d)
+        pos = torch.randint(s // 2, s, (b,), device="cuda")
+        row = torch.arange(b, device="cuda")
+        got = gpu_attention.decode(qkv, k, v, pos, heads=h, scale=d**-0.5)
+        q = qkv[:, : h * d].view(b, h, d)
+        fine = torch.equal(k[row, pos].flatten(1), qkv[:, h * d : (h + g) * d])
+        want = gpu_attention.reference(q, k, v, pos + 1, d**-0.5)
+        show(f"attention b={b} h={h} g={g} d={d} stored={fine}", got, want)
+        pools, table = paged(k, v)
+        got = gpu_attention.decode(
+            qkv, pools[0], pools[1], pos, heads=h, scale=d**-0.5, table=table
+        )
+        show("  the same in pages", got, want)
+
+
+def paged(*stored: torch.Tensor, page: int = 16) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Caches (b s g d) as pools of pages in random order, and the table that finds them."""
+    b, s, g, d = stored[0].shape
+    pages = -(-s // page)
+    table = torch.randperm(b * pages, device="cuda").view(b, pages).int()
+    pools = []
+    for x in stored:
+        pool = torch.zeros(b * pages, page, g, d, dtype=BF16, device="cuda")
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pages * page - s))
+        pool[table.flatten().long()] = x.view(b * pages, page, g, d)
+        pools.append(pool)
+    return pools, table
+
+
+def check_wide() -> None:
+    for m, k, n in ((8, 2048, 3072), (64, 8192, 2048), (33, 768, 1000)):
+        x, w, g, more = randn(m, k), randn(n, k, by=k**-0.5), randn(k), randn(4, m, k).float()
+        want = x.float() @ w.float().T
+        show(f"parts m={m} k={k} n={n}", gpu_wide.parts(x, w).sum(0), want)
+        show("  in one", gpu_wide.parts(x, w, split=False)[0], want)
+        got = gpu_wide.gated(x, w, None, "silu")
+        show("  gated", got, gpu_wide.gate(want, "silu", fast=False))
+        for i, name in enumerate(("  residual", "  norm")):
+            got, want = (gpu_wide.add_norm(x, more, g, 1e-5, fast)[i] for fast in (True, False))
+            show(name, got, want)
+        show("  gate", gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
+
+
+def check_latent() -> None:
+    for b, h, s in ((1, 16, 700), (4, 32, 4096), (2, 128, 1000)):
+        q, entry, cache = randn(b, h, 576), randn(b, 576), randn(b, s, 576)
+        pos = torch.randint(s // 2, s, (b,), device="cuda")
+        got = gpu_latent.decode(q, entry, cache, pos, latent=512, scale=0.05)
+        want = gpu_latent.reference(q, cache, pos + 1, 512, 0.05)
+        show(f"latent b={b} h={h}", got, want)
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+
+def weights(n: int, k: int) -> list[torch.Tensor]:
+    """As many matrices (n k) as no cache holds."""
+    return [randn(n, k) for _ in range(max(2, min(24, COLD // (n * k * 2))))]
+
+
+def part_t(args: argparse.Namespace) -> None:
+    """The best (rows of W, elements of K, warps) for each matrix of the model, over weights larger than the cache."""
+    for rows in map(int, args.rows.split(",")):
+        for name, k, n, gated, norm in (
+            ("qkv", 2048, 3072, False, True),
+            ("out", 2048, 2048, False, False),
+            ("gate|up", 2048, 8192, True, True),
+            ("down", 8192, 2048, False, False),
+            ("head", 2048, 128256, False, True),
+        ):
+            x, w, g = randn(rows, k), weights(n * (1 + gated), k), torch.ones(k).cuda().to(BF16)
+            more: dict[str, Any] = {"act": "silu" if gated else "", "gated": gated}
+            more["norm"] = (g, 1e-5) if norm else None
+            found = few_rows(name, x, w, more)
+            plain = replayed([partial(gpu_linear.reference, x, each, **more) for each in w])
+            now, size = gpu_linear.shape(k, n, gated), w[0].numel() * 2
+            mine = next((t for t, b in found if b == now), math.nan)
+            for took, blocks in sorted(found)[:3]:
+                print(
+                    f"  m={rows} {name:8s} ({k}, {n}, {gated}): {blocks},  # {took * 1e6:.1f} us, "
+                    f"{size / took / 1e12:.2f} TB/s; default {now} {mine * 1e6:.1f} us, torch {plain * 1e6:.1f} us"
+                )
+            del w
+
+
+def few_rows(
+    name: str, x: torch.Tensor, w: list[torch.Tensor], more: dict[str, Any]
+) -> list[tuple[float, tuple[int, int, int]]]:
+    """Seconds of each shape that the kernel for few rows can have."""
+    k, found = x.shape[1], []
+    for block_n, block_k, warps in itertools.product(
+        (1, 2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4, 8)
+    ):
+        load = block_n * block_k * (1 + more["gated"]) / (32 * warps)
+        if not (16 <= load <= 128) or block_k > max(k, 1024) or k // block_k > 8:
+            continue
+        blocks = (block_n, block_k, warps)
+        try:
+            one = partial(gpu_linear.fused, x, blocks=blocks, **more)
+            found.append((replayed([partial(one, each) for each in w], 3), blocks))
+        except Exception as error:
+            print(f"    {name} {blocks}: {type(error).__name__}")
+    return found
+
+
+def part_w(args: argparse.Namespace) -> None:
+    """For many rows: (rows of W, elements of K, parts, stages, warps) of our products, and attention's tiles."""
+    for rows in (8, 64):
+        for name, k, n, split, gated in (
+            ("qkv", 2048, 3072, True, False),
+            ("out", 2048, 2048, True, False),
+            ("gate|up", 2048, 8192, False, True),
+            ("down", 8192, 2048, True, False),
+            ("head", 2048, 128256, False, False),
+        ):
+            x, w = randn(rows, k), weights(n * (1 + gated), k)
+            plain = replayed([partial(torch.nn.functional.linear, x, each) for each in w])
+            shapes = [(32, 128), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
+            tried = [(*s, p, 4, 4) for s in shapes for p in ((2, 4) if split else (1,))]
+            more: dict[str, Any] = {"act": "silu", "gated": True} if gated else {}
+            found = []
+            for blocks in dict.fromkeys([gpu_wide.blocks_for(k, n, split, gated), *tried]):
+                try:
+                    calls = [partial(gpu_wide.parts, x, each, split, blocks, **more) for each in w]
+                    found.append((replayed(calls, 3), blocks))
+                except Exception as error:
+                    print(f"    {name} {blocks}: {type(error).__name__}")
+            for took, blocks in [*sorted(found)[:2], *found[:1]]:
+                print(
+                    f"  m={rows} ({k}, {n}, {split}): {blocks},  # {name} {took * 1e6:.1f} us, "
+                    f"{w[0].numel() * 2 / took / 1e12:.2f} TB/s; torch's product {plain * 1e6:.1f} us"
+                )
+            del w
+    attention_tiles()
+
+
+def attention_tiles() -> None:
+    b, h, g, d, s = 64, 32, 8, 64, 512
+    caches = randn(8, 2, b, s, g, d)
+    qkv = randn(b, (h + 2 * g) * d)
+    tried = ((64, 4, 2), (32, 4, 2), (64, 4, 3), (64, 2, 2), (64, 8, 2), (128, 4, 2), (128, 8, 2))
+    for keys in (140, 256, 390):
+        pos, found = torch.full((b,), keys, device="cuda"), []
+        for tiles in tried:
+            one = partial(gpu_attention.decode, qkv, pos=pos, heads=h, scale=0.1)
+            with patch.dict(gpu_attention.TILES, {d: tiles}):
+                found.append((replayed([partial(one, k=k, v=v) for k, v in caches]), tiles))
+        line = ", ".join(f"{tiles} {took * 1e6:.1f}" for took, tiles in found)
+        print(f"  attention, 64 rows of {keys} keys, (keys a step, warps, stages) us: {line}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", default="1", help="rows of x in part t")
+    run_parts(parser, {"k": part_k, "t": part_t, "w": part_w}, "k")

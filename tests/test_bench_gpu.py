@@ -1,0 +1,48 @@
+"""The GPU benches where there is no GPU: they need nothing installed but torch, and say what they miss."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Python in an empty environment, from another folder."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, env={}
+    )
+
+
+def test_gpu_benches_need_no_package_of_the_commands(tmp_path: Path) -> None:
+    script = f"""
+import sys
+
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("tyro", "rich", "msgspec", "sacrebleu", "tokenizers", "transformers"):
+            raise ModuleNotFoundError(name)
+
+
+sys.meta_path.insert(0, Block())
+sys.path.insert(0, {str(BENCH)!r})
+import gpu_decode, gpu_kernels
+"""
+    done = run("-c", script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a cuda device")
+def test_gpu_bench_without_a_device_is_one_line(tmp_path: Path) -> None:
+    done = run(str(BENCH / "gpu_decode.py"), "--quick", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "error: this bench needs a CUDA device, and torch finds none here\n"
+
+
+def test_gpu_bench_names_its_parts(tmp_path: Path) -> None:
+    done = run(str(BENCH / "gpu_decode.py"), "--part", "k", folder=tmp_path)
+    assert done.returncode == 2 and "there is no part 'k'; choose from a, b, c, d, e" in done.stderr
