@@ -1,6 +1,7 @@
 """Latent attention (MLA, absorbed) of one new token a row over a cache of [latent | rotary key] rows on a GPU.
 
-    python bench/gpu_decode.py --part k,e      checks it and times it against GQA and MHA
+    python bench/gpu_kernels.py --part k      checks it
+    python bench/gpu_decode.py --part e      times it against GQA and MHA
 
 Multi-query attention c + r wide: a program takes up to 64 heads and a part of the keys, and loads every tile of latents
 once, as keys and as values. As in gpu_attention.py the first part stores the new row, and the parts are merged after.
