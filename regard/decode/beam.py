@@ -8,7 +8,7 @@ log probability / length ** penalty. A group is done when its finished texts can
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -254,19 +254,8 @@ def advance(
     improvable = b.improvable & (bound > worst).any(-1)
     full = b.done.all(-1) & (s.early_stopping == "first")
     over = ~improvable | full | ends.all(-1)
-    new = Beams(
-        running,
-        texts.gather(1, wide),
-        logps.gather(1, wide),
-        b.done_score,
-        b.done_ids,
-        b.done_logp,
-        b.done_size,
-        b.done,
-        improvable,
-        count,
-        b.seen,
-    )
+    going = {"score": running, "ids": texts.gather(1, wide), "logp": logps.gather(1, wide)}
+    new = replace(b, **going, improvable=improvable, count=count)
     return new, parent.gather(1, order), over
 
 
@@ -311,18 +300,13 @@ def _file(
     best, at = torch.cat([b.done_score, score], 1).topk(w)
     wide = at[..., None].expand(-1, -1, texts.shape[-1])
     size = torch.cat([b.done_size, count[:, None].expand_as(ends)], 1)
-    return Beams(
-        b.score,
-        b.ids,
-        b.logp,
-        best,
-        torch.cat([b.done_ids, texts], 1).gather(1, wide),
-        torch.cat([b.done_logp, logps], 1).gather(1, wide),
-        size.gather(1, at),
-        torch.cat([b.done, new], 1).gather(1, at),
-        b.improvable,
-        b.count,
-        b.seen,
+    return replace(
+        b,
+        done_score=best,
+        done_ids=torch.cat([b.done_ids, texts], 1).gather(1, wide),
+        done_logp=torch.cat([b.done_logp, logps], 1).gather(1, wide),
+        done_size=size.gather(1, at),
+        done=torch.cat([b.done, new], 1).gather(1, at),
     )
 
 

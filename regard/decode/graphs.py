@@ -306,10 +306,8 @@ class GraphDecoder:
             raise UsageError("stop, source and deadline are not known here; use regard.generate")
         wrong = next((i for i in [*request.ids, *s.eos] if not 0 <= i < vocab), None)
         if wrong is not None or not request.ids:
-            what = (
-                f"token {wrong} is not in 0..{vocab - 1}" if request.ids else "the prompt is empty"
-            )
-            raise UsageError(f"request {index}: {what}")
+            what = f"token {wrong} is not in 0..{vocab - 1}"
+            raise UsageError(f"request {index}: {what if request.ids else 'the prompt is empty'}")
         if len(request.ids) + s.max_new_tokens > self.length:
             raise UsageError(
                 f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones do not fit length={self.length}"

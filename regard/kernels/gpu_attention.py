@@ -252,18 +252,15 @@ def decode(
 ) -> Tensor:
     """Store the new key and value at `pos` (b) and attend to all up to it: (b h d).
 
-    qkv (b, (h + 2g) d) = [q | k | v] before RoPE, or parts (n b ..) whose sum it is; `angles`: cos and sin (positions,
-    d/2), halves layout.
-    k, v (b s g d), or with a block table (b pages, int32) pools (pages page g d). new=False: qkv is q alone and `pos`
-    counts the keys there are. `bound`: no row is longer; it decides the number of parts. Equals `turn` and
-    `reference`; see test_gpu_attention_matches_attend."""
+    qkv (b, (h + 2g) d) = [q | k | v] before RoPE, or parts (n b ..) of that sum; `angles`: cos and sin (s d/2), halves
+    layout. k, v (b s g d), or with a block table (b pages, int32) pools (pages page g d). new=False: qkv is q alone and
+    `pos` counts the keys. `bound`, the longest row, decides the parts. Test: test_gpu_attention_matches_attend."""
     b, (g, d) = qkv.shape[-2], k.shape[2:]
     page, row = (0, k.shape[1]) if table is None else (k.shape[1], table.shape[1])
-    tile, warps, stages = TILES.get(d, (64, 4, 3))
+    whole, (tile, warps, stages) = qkv if qkv.dim() == 3 else qkv[None], TILES.get(d, (64, 4, 3))
     n = splits or splits_for(b * g, bound or row * max(page, 1), tile)
     out, part, stat = rooms(v, b, heads, n, d)
-    cos, sin = (qkv, qkv) if angles is None else angles
-    pdl, extra = launch(qkv)
+    (cos, sin), (pdl, extra) = (qkv, qkv) if angles is None else angles, launch(qkv)
     _split[(b, g, n)](
         qkv,
         k,
@@ -276,7 +273,7 @@ def decode(
         stat,
         out,
         row,
-        qkv[0].numel() if qkv.dim() == 3 else 0,
+        whole[0].numel(),
         scale * math.log2(math.e),
         H=heads,
         G=g,
@@ -287,7 +284,7 @@ def decode(
         STAGES=stages,
         WINDOW=window or 0,
         PAGE=page,
-        PARTS=len(qkv) if qkv.dim() == 3 else 1,
+        PARTS=len(whole),
         ROPE=angles is not None,
         NEW=new,
         EXACT=k.dtype == torch.float32,
