@@ -66,7 +66,9 @@ class Settings:
                         f"beam search does not draw: leave {name}={getattr(self, name)} out, or beams"
                     )
             if self.lookup or self.draft:
-                raise UsageError("beam search does not speculate: leave lookup and draft out, or beams")
+                raise UsageError(
+                    "beam search does not guess ahead: leave lookup and draft out, or beams"
+                )
         if self.n_best > self.beams:
             raise UsageError(
                 f"n_best={self.n_best} of {self.beams} beams; give a number from 1 to {self.beams}"

@@ -49,7 +49,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"beams": 4, "temperature": 0.7}, "does not draw: leave temperature=0.7 out, or beams"),
     ({"beams": 4, "samples": 2, "temperature": 1.0}, "does not draw: leave temperature"),
     ({"beams": 4, "top_p": 0.9}, "does not draw: leave top_p=0.9 out, or beams"),
-    ({"beams": 4, "lookup": 2}, "beam search does not speculate: leave lookup and draft out"),
+    ({"beams": 4, "lookup": 2}, "beam search does not guess ahead: leave lookup and draft out"),
     ({"beams": 4, "n_best": 5}, "n_best=5 of 4 beams; give a number from 1 to 4"),
     ({"n_best": 2}, "n_best=2 of 1 beams; give a number from 1 to 1"),
     ({"beams": 6, "groups": 4}, r"groups=4 must divide beams=6; choose one of \[1, 2, 3, 6\]"),
