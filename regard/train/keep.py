@@ -1,0 +1,184 @@
+"""The folder of a run: checkpoints written whole or not at all, every byte hashed, and one trainer at a time.
+
+A checkpoint is a model folder as any other, with the trainer's state beside it in `trainer/`: tensors as safetensors,
+numbers as JSON, and a manifest with the size and SHA-256 of every file. A folder whose bytes differ is not used; the
+one before it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from regard.config import UsageError
+
+STEP = re.compile(r"step-(\d{8})")
+STATE, TENSORS, MANIFEST = (
+    "trainer/state.json",
+    "trainer/state.safetensors",
+    "trainer/manifest.json",
+)
+SPARE = 1 << 20  # bytes beside the tensors
+
+
+class Keeper:
+    """Writes and reads the checkpoints of `folder`; `save(model, path)` writes a model folder. The newest `keep` stay,
+    and the best."""
+
+    def __init__(self, folder: Path, save: Callable[[Any, Path], object], keep: int = 2):
+        if keep < 1:
+            raise UsageError(f"keep = {keep}: at least one checkpoint must stay")
+        self.folder, self.save, self.keep = folder, save, keep
+        self.broken: list[str] = []  # what `latest` passed over, and why
+
+    def write(
+        self, step: int, model: Any, tensors: dict[str, Tensor], state: dict[str, Any]
+    ) -> Path:
+        """The checkpoint of a step; `state["best"]` names the best step so far, or None."""
+        target = self.folder / f"step-{step:08d}"
+        new = self.folder / f".{target.name}.new-{os.getpid()}"
+        if target.exists() and not fault(target):
+            return target
+        weights = sum(p.nbytes for p in model.state_dict().values())
+        self._check_room(weights + sum(x.nbytes for x in tensors.values()) + SPARE, target)
+        shutil.rmtree(new, ignore_errors=True)
+        try:
+            self.save(model, new)
+            (new / "trainer").mkdir()
+            save_file({n: x.detach().cpu().contiguous() for n, x in tensors.items()}, new / TENSORS)
+            (new / STATE).write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
+            (new / MANIFEST).write_bytes(manifest(new))
+            for path in [*new.rglob("*"), new]:
+                sync(path)
+            shutil.rmtree(target, ignore_errors=True)  # it is broken
+            new.rename(target)
+            sync(self.folder)
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot write {target}: {why}; {self._last()}") from None
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        self._prune(state.get("best"))
+        return target
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose bytes are as they were written."""
+        self.broken = []
+        for path in reversed(self.steps()):
+            why = fault(path)
+            if not why:
+                return path
+            self.broken.append(f"{path.name}: {why}")
+        return None
+
+    def steps(self) -> list[Path]:
+        """All checkpoints, oldest first."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(path for path in found if STEP.fullmatch(path.name))
+
+    def clean(self) -> None:
+        """Remove what a killed trainer left half written; only with the lock held."""
+        for path in self.folder.glob(".step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _prune(self, best: int | None) -> None:
+        for path in self.steps()[: -self.keep]:
+            if best is None or path.name != f"step-{best:08d}":
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _check_room(self, need: int, target: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise UsageError(
+                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has {free / 1e6:,.0f} MB free; "
+                f"make room, then go on with --resume; {self._last()}"
+            )
+
+    def _last(self) -> str:
+        steps = self.steps()
+        return f"{steps[-1].name} is as it was" if steps else "there is no checkpoint yet"
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The trainer's tensors and state of a checkpoint that `latest` gave."""
+    return load_file(path / TENSORS), json.loads((path / STATE).read_text(encoding="utf-8"))
+
+
+# --- hashes -------------------------------------------------------------------------------------------------------
+
+
+def manifest(folder: Path) -> bytes:
+    """Size and SHA-256 of every file but the manifest itself, and a hash over these."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name != MANIFEST:
+            with path.open("rb") as file:
+                files[name] = [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+    return _sealed(files)
+
+
+def _sealed(files: dict[str, Any]) -> bytes:
+    seal = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, "seal": seal}, sort_keys=True, indent=1).encode()
+
+
+def fault(folder: Path) -> str:
+    """What is wrong with a checkpoint; "" if nothing is."""
+    try:
+        told = (folder / MANIFEST).read_bytes()
+        if told != _sealed(json.loads(told)["files"]):
+            return f"{MANIFEST} has changed"
+        if told == manifest(folder):
+            return ""
+        then, now = json.loads(told)["files"], json.loads(manifest(folder))["files"]
+    except OSError as error:
+        return f"{Path(error.filename or folder).name}: {error.strerror}"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} has changed"
+    changed = sorted(n for n in then.keys() | now.keys() if then.get(n) != now.get(n))
+    return f"{', '.join(changed[:3])} changed, is missing or is new"
+
+
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- one trainer --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One trainer a folder. The system frees the lock however the process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            who = file.read().strip() or "unknown"
+            raise UsageError(
+                f"another trainer (process {who}) is at work in {folder}; wait for it, or train into another folder"
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
