@@ -1,22 +1,34 @@
-"""What is minimised. Every loss is (sum over counted tokens, how many they are), so that masks, packing and gradient
-accumulation divide by the right number once, at the end. A label of -100 is not counted."""
+"""What is minimised. Every loss is (sum over counted labels, how many they are), so that masks, packing and gradient
+accumulation divide by the right number once, at the end. A label of -100 is not counted.
+
+First the losses of logits, straight from their formulas; then the objectives, functions (model, batch) -> (sum, count)
+that a trainer takes. `index.py` has the one of the sparse indexer.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.config import UsageError, nearest
+from regard.config import UsageError
+from regard.mask import Causal, Documents, Mask, Prefix
+from regard.models.recurrent import Recurrent
+from regard.train.batch import IGNORE as IGNORE
+from regard.train.batch import Batch, Objective
+from regard.train.head import NONE, Smoothing, vocabulary_loss
+from regard.train.head import SMOOTHINGS as SMOOTHINGS
+from regard.train.index import dense_index, sparse_index
 
-IGNORE = -100
-SMOOTHINGS = ("V-1", "V", "V-2")
+# --- losses of logits ---------------------------------------------------------------------------------------------
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """- sum_t log p(y_{t+1} | y_<=t), p(. | y_<=t) = softmax(logits_t).   logits (b t V), labels (b t) = the ids fed.
 
-    The shift is here and nowhere else: the caller passes labels = ids."""
+    The shift is here, for labels = ids; the labels of a `Batch` have been shifted before."""
     return masked_lm_loss(logits[:, :-1], labels[:, 1:])
 
 
@@ -35,27 +47,20 @@ def teacher_forcing(target: Tensor) -> tuple[Tensor, Tensor]:
 def smooth(
     labels: Tensor, vocab: int, eps: float, over: str = "V-1", padding: int | None = None
 ) -> Tensor:
-    """The distribution q (... V) that replaces a one-hot label; three definitions are in use:
-
-    "V-1": q_y = 1 - eps, the others eps / (V-1)   (the default);
-    "V":   q_y = 1 - eps + eps / V, the others eps / V   (torch, Hugging Face);
-    "V-2": q_y = 1 - eps, the others eps / (V-2), the `padding` id 0   (The Annotated Transformer)."""
-    if over not in SMOOTHINGS:
-        raise UsageError(f"label smoothing over {over!r} is unknown; {nearest(over, SMOOTHINGS)}")
-    if (over == "V-2") != (padding is not None):
-        raise UsageError('label smoothing over "V-2", and no other, needs the padding id')
-    share = eps / {"V-1": vocab - 1, "V": vocab, "V-2": vocab - 2}[over]
-    q = torch.full((*labels.shape, vocab), share, dtype=torch.float64, device=labels.device)
+    """The distribution q (... V) that replaces a one-hot label, by one of the definitions of `Smoothing`."""
+    smoothing = Smoothing(eps, over, padding)
+    shape = (*labels.shape, vocab)
+    q = torch.full(shape, smoothing.share(vocab), dtype=torch.float64, device=labels.device)
     if padding is not None:
         q[..., padding] = 0.0
-    return q.scatter(-1, labels[..., None], 1 - eps + (share if over == "V" else 0.0))
+    return q.scatter(-1, labels[..., None], smoothing.top(vocab))
 
 
 def smoothed_loss(
     logits: Tensor, labels: Tensor, eps: float, over: str = "V-1", padding: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """- sum_t sum_v q_tv log softmax(logits_t)_v with q of `smooth`; not shifted."""
-    counted = labels != IGNORE
+    counted = Smoothing(eps, over, padding).counted(labels)
     log_p = _wide(logits).log_softmax(-1)[counted]
     q = smooth(labels[counted], logits.shape[-1], eps, over, padding)
     return -(q.to(log_p.dtype) * log_p).sum(), counted.sum()
@@ -63,3 +68,84 @@ def smoothed_loss(
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+# --- objectives ---------------------------------------------------------------------------------------------------
+
+
+def causal(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
+    """- sum_t log p(label_t | ids_<=t): the next token, packed documents not seeing each other.
+
+    Lengths are not told to the model: padding stands behind what could see it, and the fast causal kernel stays."""
+    if batch.doc is None:
+        return vocabulary_loss(model, model.hidden(batch.ids), batch.labels, smoothing)
+    if isinstance(model, Recurrent):
+        raise UsageError("a recurrent model carries its state on: it cannot read packed documents")
+    mask = Causal() & Documents(batch.doc)
+    return vocabulary_loss(model, model.hidden(batch.ids, mask=mask), batch.labels, smoothing)
+
+
+def masked(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
+    """- sum over selected tokens of log p(original | corrupted, both sides): the head sees only those tokens."""
+    mask: Mask | None = None if batch.doc is None else Documents(batch.doc)
+    hidden = model.hidden(batch.ids, batch.lengths, mask=mask)
+    selected = batch.labels != IGNORE
+    return vocabulary_loss(model, hidden[selected], batch.labels[selected], smoothing)
+
+
+def seq2seq(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
+    """- sum_t log p(label_t | source, ids_<=t): teacher forcing, for translation, T5's spans, BART, captions."""
+    hidden = model.hidden(batch.ids, source=batch.source, source_lengths=batch.source_lengths)
+    return vocabulary_loss(model, hidden, batch.labels, smoothing)
+
+
+def prefix(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
+    """As `causal` after a prefix that sees both ways; what stands in the prefix, and was seen, is not counted."""
+    if batch.prefix is None:
+        raise UsageError("the prefix objective needs batch.prefix: the length of each row's prefix")
+    hidden = model.hidden(batch.ids, mask=Prefix(batch.prefix))
+    place = torch.arange(batch.labels.shape[1], device=batch.labels.device)
+    seen = (
+        place < batch.prefix[:, None] - 1
+    )  # the prefix's last token predicts the first one after it
+    return vocabulary_loss(model, hidden, batch.labels.masked_fill(seen, IGNORE), smoothing)
+
+
+def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
+    """- sum over rows of log p(label | text or image).   labels (b)."""
+    return _label_loss(model(batch.ids, batch.lengths), batch.labels, smoothing)
+
+
+def tag(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
+    """- sum over tokens of log p(label_t | text).   labels (b t)."""
+    return _label_loss(model(batch.ids, batch.lengths), batch.labels, smoothing)
+
+
+def answer(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """- sum over rows of log p(start) + log p(end), each a softmax over the row's tokens.   labels (b 2), each
+    counted."""
+    logits = model(batch.ids, batch.lengths)  # b t 2
+    if batch.lengths is not None:
+        place = torch.arange(logits.shape[1], device=logits.device)
+        padding = place >= batch.lengths[:, None]
+        logits = logits.masked_fill(padding[..., None], -torch.inf)
+    return masked_lm_loss(logits.transpose(1, 2), batch.labels)
+
+
+def _label_loss(logits: Tensor, labels: Tensor, smoothing: Smoothing) -> tuple[Tensor, Tensor]:
+    if not smoothing.eps:
+        return masked_lm_loss(logits, labels)
+    return smoothed_loss(logits, labels, smoothing.eps, smoothing.over, smoothing.padding)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "causal": causal,
+    "masked": masked,
+    "seq2seq": seq2seq,
+    "prefix": prefix,
+    "classify": classify,
+    "tag": tag,
+    "answer": answer,
+    "dense_index": dense_index,
+    "sparse_index": sparse_index,
+}

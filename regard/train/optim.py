@@ -1,13 +1,239 @@
-"""How the step is taken: the learning rate over time, and the limit on a gradient's length."""
+"""How the step is taken: which parameters decay, AdamW and Muon as one optimiser, clipping, accumulation, averages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-def noam(step: int, dim: int, warmup: int) -> float:
-    """dim^-0.5 min(step^-0.5, step warmup^-1.5), step = 1, 2, ..., largest at `warmup` (Vaswani et al. 2017, eq. 3)."""
-    return dim**-0.5 * min(step**-0.5, step * warmup**-1.5)
+import torch
+from torch import Tensor, nn
+
+from regard.config import UsageError, nearest
+from regard.layers import LMHead
+from regard.models.embedding import TokenEmbedding
+from regard.models.vision import PatchEmbedding
+from regard.position import PositionVectors, RelativeBias
+from regard.train.batch import Batch, Objective
+from regard.train.head import table
+from regard.train.schedule import noam as noam
+
+# --- which parameter gets what ------------------------------------------------------------------------------------
+
+_TABLES = (TokenEmbedding, PatchEmbedding, PositionVectors, RelativeBias, nn.Embedding)
+
+
+def kinds(model: nn.Module) -> dict[str, str]:
+    """Every trained parameter by name: "matrix", "table" or "vector".
+
+    A table is looked up by row (embeddings, positions, types, class tokens, relative biases); a vector has one axis
+    (norms, biases, sinks); all else multiplies: a matrix."""
+    tables = {id(p) for m in model.modules() if isinstance(m, _TABLES) for p in m.parameters(False)}
+    return {
+        name: "vector" if p.dim() < 2 else "table" if id(p) in tables else "matrix"
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def decays(model: nn.Module) -> set[str]:
+    """Names of the parameters that decay: matrices, and a table that is the head's matrix too. A row of any other table
+    gets no gradient in most steps; decay alone would wear rare words away."""
+    head = getattr(model, "head", None)
+    shared = table(model) if isinstance(head, LMHead) and head.weight is None else None
+    named = dict(model.named_parameters())
+    return {n for n, kind in kinds(model).items() if kind == "matrix" or named[n] is shared}
+
+
+# --- the optimiser ------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = ("adamw", "muon")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW (Loshchilov and Hutter 2019) for all; or Muon (Jordan et al. 2024) for matrices of two axes and AdamW for
+    the rest, at one rate: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982)."""
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    decay: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.95  # Muon's
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise UsageError(
+                f"optimiser {self.name!r} is unknown; {nearest(self.name, OPTIMIZERS)}"
+            )
+        if self.lr <= 0 or self.decay < 0 or len(self.betas) != 2:
+            raise UsageError(
+                f"the optimiser needs lr above 0, decay of at least 0 and two betas; got lr={self.lr}, "
+                f"decay={self.decay}, betas={self.betas}"
+            )
+
+
+class Optimizer:
+    """One object over AdamW and, if asked for, Muon. Its state is tensors by name and nothing else: no pickle."""
+
+    def __init__(self, model: nn.Module, config: Optim):
+        self.config = config
+        self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not self.named:
+            raise UsageError("nothing to train: every parameter is frozen")
+        kind, decayed = kinds(model), decays(model)
+        turned = {n for n in self.named if config.name == "muon" and kind[n] == "matrix"}
+        turned = {n for n in turned if self.named[n].dim() == 2}
+        self.parts: list[torch.optim.Optimizer] = []
+        if turned:
+            self.parts.append(
+                torch.optim.Muon(
+                    self._groups(turned, decayed),
+                    lr=config.lr,
+                    momentum=config.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        if rest := self.named.keys() - turned:
+            fused = all(self.named[n].device.type in ("cpu", "cuda") for n in rest)
+            betas = (config.betas[0], config.betas[1])
+            groups = self._groups(rest, decayed)
+            self.parts.append(
+                torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+            )
+
+    def _groups(self, names: Iterable[str], decayed: set[str]) -> list[dict[str, Any]]:
+        names = [n for n in self.named if n in set(names)]  # in the model's order
+        groups = [
+            {
+                "params": [self.named[n] for n in names if (n in decayed) == yes],
+                "weight_decay": amount,
+            }
+            for yes, amount in ((True, self.config.decay), (False, 0.0))
+        ]
+        return [group for group in groups if group["params"]]
+
+    def step(self, factor: float = 1.0) -> None:
+        """One step at lr times `factor`; parameters without a gradient stay, undecayed."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = self.config.lr * factor
+            part.step()
+
+    def zero(self) -> None:
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """All there is to save, as "parameter:what" -> tensor: exp_avg, exp_avg_sq, step; momentum_buffer."""
+        return {
+            f"{name}:{what}": x
+            for name, parameter in self.named.items()
+            for part in self.parts
+            for what, x in part.state.get(parameter, {}).items()
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `state()` of the same model and settings; anything else is refused."""
+        mine = {id(p): part for part in self.parts for g in part.param_groups for p in g["params"]}
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, x in state.items():
+            name, _, what = key.rpartition(":")
+            if name not in self.named:
+                hint = nearest(name, self.named)
+                raise UsageError(f"the optimiser's state is of another model: {name!r}; {hint}")
+            part, parameter = mine[id(self.named[name])], self.named[name]
+            muon = isinstance(part, torch.optim.Muon)
+            known = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq", "step")
+            if what not in known or x.shape != (() if what == "step" else parameter.shape):
+                raise UsageError(
+                    f"the optimiser's state does not fit: {key!r} of shape {tuple(x.shape)}; "
+                    f"go on with the model and the optimiser that wrote it"
+                )
+            found.setdefault(name, {})[what] = x
+        for name, parameter in self.named.items():
+            part = mine[id(parameter)]
+            wanted = 1 if isinstance(part, torch.optim.Muon) else 3
+            if name in found and len(found[name]) != wanted:
+                raise UsageError(f"the optimiser's state of {name!r} is incomplete")
+            part.state.pop(parameter, None)
+            if name in found:
+                kept = found[name].items()
+                part.state[parameter] = {k: x.to(parameter.device, copy=True) for k, x in kept}
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+def accumulate(objective: Objective, model: Any, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+    """Add the gradient of the sum of losses over all batches to .grad -> (that sum, the count of labels).
+
+    `divide` by the count of the whole step then gives the mean's gradient: any split of a batch gives the same."""
+    losses, counts = [], []
+    for batch in batches:
+        loss, count = objective(model, batch)
+        loss.backward()
+        losses.append(loss.detach())
+        counts.append(count)
+    return torch.stack(losses).sum(), torch.stack(counts).sum()
+
+
+def divide(parameters: Iterable[Tensor], count: Tensor | int) -> None:
+    """Every gradient over `count`, in place; a step without a label leaves zeros."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if grads:
+        dtype = torch.promote_types(grads[0].dtype, torch.float32)
+        by = torch.as_tensor(count, device=grads[0].device).clamp(min=1).to(dtype)
+        torch._foreach_div_(grads, by)
 
 
 def clip_factor(norm: float, max_norm: float, eps: float = 1e-6) -> float:
     """What every gradient is multiplied by: min(1, max_norm / (norm + eps)), norm over all of them; eps as in torch."""
     return min(1.0, max_norm / (norm + eps))
+
+
+def clip(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """The length of all gradients taken as one vector; if it is above `max_norm` they are shortened by `clip_factor`.
+
+    A length that is not finite is returned and nothing is changed: the caller must not take the step. Nothing here
+    waits for a GPU."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    norm = torch.nn.utils.get_total_norm(grads)
+    if max_norm is not None:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, torch.where(norm.isfinite(), factor, 1.0))
+    return norm
+
+
+# --- averages of weights ------------------------------------------------------------------------------------------
+
+
+def follow(mean: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: float) -> None:
+    """mean <- decay mean + (1 - decay) weights, in place: the exponential average (Polyak)."""
+    real = [n for n, x in mean.items() if x.is_floating_point()]
+    ours, theirs = [mean[n] for n in real], [weights[n].detach().to(mean[n]) for n in real]
+    torch._foreach_lerp_(ours, theirs, 1 - decay)
+
+
+def average(checkpoints: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The plain mean of checkpoints, one in memory at a time, summed in float64; whole numbers come from the last."""
+    total: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for count, weights in enumerate(checkpoints, 1):
+        if total and weights.keys() != total.keys():
+            lost = sorted(weights.keys() ^ total.keys())[0]
+            raise UsageError(
+                f"checkpoints of different models cannot be averaged: {lost!r} is not in all"
+            )
+        for name, x in weights.items():
+            dtypes[name] = x.dtype
+            if not x.is_floating_point() or count == 1:
+                total[name] = x.double() if x.is_floating_point() else x.clone()
+            else:
+                total[name] += (x.double() - total[name]) / count
+    if not total:
+        raise UsageError("no checkpoint to average; give at least one")
+    return {name: x.to(dtypes[name]) for name, x in total.items()}

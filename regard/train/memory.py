@@ -1,0 +1,51 @@
+"""What lets a model fit, applied from outside to one that is finished: recomputing activations, and bf16."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from regard.attention import Context
+from regard.block import Block
+from regard.config import UsageError, nearest
+
+PRECISIONS = ("fp32", "bf16")
+M = TypeVar("M", bound=nn.Module)
+
+
+def precision(name: str, device: torch.device | str) -> AbstractContextManager[object]:
+    """The context to run an objective in. "bf16" is autocast: products and attention in bf16, weights, gradients,
+    norms, softmax, loss and the optimiser in fp32. (bf16 weights would lose every update below 1/256 of a weight.)"""
+    if name not in PRECISIONS:
+        raise UsageError(f"precision {name!r} is unknown; {nearest(name, PRECISIONS)}")
+    if name == "fp32":
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, torch.bfloat16)
+
+
+class Recomputed(Block):
+    """A block that keeps only its input for the backward pass and computes the rest again there.
+
+    About a third more work; activations of one block instead of all."""
+
+    def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x, ctx, cross)
+        ctx.bias(ctx.pos)  # all blocks share it, and it has a gradient: made here, outside
+        return checkpoint(super().forward, x, ctx, cross, use_reentrant=False)
+
+
+def checkpointed(model: M) -> M:
+    """The same model, its blocks recomputed in the backward pass; parameters and their names stay as they are."""
+    blocks = [m for m in model.modules() if isinstance(m, Block)]
+    if not blocks:
+        raise UsageError(
+            "activation checkpointing needs a model of blocks; a recurrent one has none"
+        )
+    for block in blocks:
+        block.__class__ = Recomputed
+    return model

@@ -1,0 +1,83 @@
+"""The learning rate over time: pure functions of the step, so that resuming needs no state.
+
+Steps count 1, 2, ...; each function gives the factor by which the peak rate is multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from regard.config import UsageError, nearest
+
+
+def noam(step: int, dim: int, warmup: int) -> float:
+    """dim^-0.5 min(step^-0.5, step warmup^-1.5), the rate itself, largest at `warmup` (Vaswani et al. 2017, eq. 3)."""
+    return dim**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A linear warm-up to 1 over `warmup` steps, then a `shape` that ends at step `steps` and stays there.
+
+    "noam": sqrt(warmup / step), the shape of 2017 with its peak at 1;  "cosine" and "linear": from 1 to `floor`;
+    "wsd": 1, then linearly to `floor` over the last `decay` steps (Hu et al. 2024, arXiv:2404.06395);  "constant": 1.
+    """
+
+    shape: str = "cosine"
+    steps: int = 1000
+    warmup: int = 0
+    floor: float = 0.0
+    decay: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise UsageError(f"schedule {self.shape!r} is unknown; {nearest(self.shape, SHAPES)}")
+        if self.steps < 1 or not 0 <= self.warmup <= self.steps:
+            raise UsageError(
+                f"a schedule of {self.steps} steps cannot warm up for {self.warmup}; "
+                f"give steps of at least 1 and warmup from 0 to steps"
+            )
+        if not 0 <= self.floor <= 1:
+            raise UsageError(f"schedule.floor is {self.floor}, a share of the peak; give 0 to 1")
+        if self.shape == "noam" and not self.warmup:
+            raise UsageError("the noam schedule falls from its warm-up: give warmup of at least 1")
+        if (self.shape == "wsd") != (self.decay > 0) or self.warmup + self.decay > self.steps:
+            raise UsageError(
+                f"schedule.decay is {self.decay}; the wsd schedule, and no other, needs it: "
+                f"give 1 to steps - warmup = {self.steps - self.warmup}"
+            )
+
+    def __call__(self, step: int) -> float:
+        if step < 1:
+            raise UsageError(f"steps count from 1, got {step}")
+        if step < self.warmup:
+            return step / self.warmup
+        return SHAPES[self.shape](self, step)
+
+
+def _share(first: int, last: int, step: int) -> float:
+    """How far `step` has come on the way from `first` to `last`, 0 to 1."""
+    return 1.0 if step >= last else max(0.0, (step - first) / (last - first))
+
+
+def _cosine(s: Schedule, step: int) -> float:
+    return s.floor + (1 - s.floor) * (1 + math.cos(math.pi * _share(s.warmup, s.steps, step))) / 2
+
+
+def _linear(s: Schedule, step: int) -> float:
+    return 1 - (1 - s.floor) * _share(s.warmup, s.steps, step)
+
+
+def _wsd(s: Schedule, step: int) -> float:
+    return 1 - (1 - s.floor) * _share(s.steps - s.decay, s.steps, step)
+
+
+SHAPES: dict[str, Callable[[Schedule, int], float]] = {
+    "noam": lambda s, step: math.sqrt(s.warmup / step),
+    "cosine": _cosine,
+    "linear": _linear,
+    "wsd": _wsd,
+    "constant": lambda s, step: 1.0,
+}

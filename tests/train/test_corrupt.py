@@ -1,0 +1,309 @@
+"""Corruption: the original comes back from what was made of it, and the rates are those of the papers."""
+
+import math
+import re
+from collections.abc import Iterator
+from itertools import chain, permutations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+
+from regard.config import UsageError
+from regard.train.batch import IGNORE, Batch
+from regard.train.corrupt import (
+    Corrupted,
+    Corruption,
+    DrawPrefix,
+    Infill,
+    Marks,
+    MaskTokens,
+    Spans,
+    drawing,
+    infill,
+    rows,
+    shuffle_sentences,
+    span_counts,
+    span_size,
+    spans,
+)
+
+CLS, SEP, PAD, MASK, STOP = 0, 1, 2, 3, 9  # STOP is an ordinary word
+V = 60
+SENTINELS = tuple(range(V + 39, V - 1, -1))  # from the end of the vocabulary down, as in T5
+MARKS = Marks(V + 40, (CLS, SEP, PAD, MASK, *SENTINELS), MASK, SENTINELS, SEP, SEP, PAD)
+
+
+def text(size: int, seed: int = 0) -> Tensor:
+    return torch.randint(4, V, (size,), generator=drawing("text", seed))
+
+
+def batch(*sizes: int) -> Batch:
+    ids = torch.full((len(sizes), max(sizes) + 2), PAD)
+    labels = torch.full_like(ids, IGNORE)
+    for i, size in enumerate(sizes):
+        ids[i, : size + 2] = torch.cat([torch.tensor([CLS]), text(size, i), torch.tensor([SEP])])
+        labels[i, : size + 2] = ids[i, : size + 2]
+    return Batch(ids, labels, torch.tensor(sizes) + 2)
+
+
+def sure(share: float, rate: float, count: int) -> bool:
+    """Within five standard deviations of a share of `count` independent draws."""
+    return abs(share - rate) < 5 * math.sqrt(rate * (1 - rate) / count)
+
+
+# --- BERT ---------------------------------------------------------------------------------------------------------
+
+
+def test_mask_tokens_gives_the_original_back() -> None:
+    whole = batch(300, 40, 7)
+    made = MaskTokens(MARKS)(whole, drawing(1))
+    selected = made.labels != IGNORE
+    torch.testing.assert_close(torch.where(selected, made.labels, made.ids), whole.ids)
+    assert selected.any() and made.lengths is whole.lengths
+
+
+def test_mask_tokens_leaves_special_tokens_and_padding_alone() -> None:
+    whole = batch(300, 40, 7)
+    made = MaskTokens(MARKS, rate=1.0)(whole, drawing(1))
+    special = torch.isin(whole.ids, torch.tensor(MARKS.special))
+    assert torch.equal(made.labels != IGNORE, ~special)
+    drawn = made.ids[~special & (made.ids != MASK)]
+    assert not torch.isin(drawn, torch.tensor(MARKS.special)).any() and drawn.max() < V
+
+
+def test_mask_tokens_rates_are_15_and_80_10_10() -> None:
+    whole = batch(*[4000] * 10)
+    made = MaskTokens(MARKS)(whole, drawing(2))
+    selected, n = made.labels != IGNORE, 40_000
+    assert sure(int(selected.sum()) / n, 0.15, n)
+    before, after = whole.ids[selected], made.ids[selected]
+    hit, count = after == MASK, len(after)
+    assert sure(hit.double().mean().item(), 0.8, count)
+    # another token is now and then the token itself: 1 of the V - 4 that are not special
+    changed = (~hit & (after != before)).double().mean().item()
+    assert sure(changed, 0.1 * (1 - 1 / (V - 4)), count)
+
+
+def test_mask_tokens_draws_other_tokens_evenly() -> None:
+    made = MaskTokens(MARKS, rate=1.0)(batch(*[4000] * 20), drawing(2))
+    drawn = made.ids[(made.labels != IGNORE) & (made.ids != MASK) & (made.ids != made.labels)]
+    counts = drawn.bincount(minlength=V)[4:V].double()
+    expected = counts.mean()
+    chi = ((counts - expected) ** 2 / expected).sum().item()
+    freedom = V - 4 - 1
+    assert abs(chi - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_mask_tokens_of_whole_words_takes_all_of_a_word_or_nothing() -> None:
+    begins = torch.arange(MARKS.vocab) % 3 != 0  # ids that are multiples of 3 go on with a word
+    whole = batch(*[2000] * 5)
+    made = MaskTokens(MARKS, begins=begins)(whole, drawing(3))
+    selected = made.labels != IGNORE
+    inside = whole.labels != IGNORE
+    inside &= ~torch.isin(whole.ids, torch.tensor(MARKS.special))
+    goes_on = ~begins[whole.ids[:, 1:]] & inside[:, 1:] & inside[:, :-1]
+    assert goes_on.any() and torch.equal(selected[:, 1:][goes_on], selected[:, :-1][goes_on])
+    words = int((begins[whole.ids] & inside).sum())
+    assert sure(int((selected & begins[whole.ids]).sum()) / words, 0.15, words)
+
+
+def test_mask_tokens_needs_a_mask() -> None:
+    with pytest.raises(UsageError, match="mask token"):
+        MaskTokens(Marks(V))(batch(5), drawing(0))
+
+
+# --- T5 -----------------------------------------------------------------------------------------------------------
+
+
+def restored(source: list[int], target: list[int]) -> list[int]:
+    """The text: each sentinel of the source replaced by what the target lists for it."""
+    parts: dict[int, list[int]] = {}
+    for token in target:
+        if token in SENTINELS:
+            parts[token] = []
+        else:
+            parts[next(reversed(parts))].append(token)
+    assert list(parts) == list(SENTINELS[: len(parts)])  # descending from the first
+    return [t for token in source for t in parts.get(token, [token])]
+
+
+@given(st.integers(0, 120), st.integers(0, 10**6), st.sampled_from([0.15, 0.3, 0.5]))
+def test_spans_give_the_original_back_with_exact_lengths(size: int, seed: int, rate: float) -> None:
+    ids = text(size, seed)
+    source, target = spans(ids, SENTINELS, drawing(seed), rate)
+    assert restored(source.tolist(), target.tolist()) == ids.tolist()
+    taken, count = span_counts(size, rate)
+    assert (len(source), len(target)) == (size - taken + count, taken + count)
+    found = torch.isin(source, torch.tensor(SENTINELS))
+    assert not (found[1:] & found[:-1]).any()  # spans lie apart
+
+
+def test_spans_take_15_percent_in_threes() -> None:
+    assert span_counts(568) == (85, 28)
+    assert span_counts(100, 0.15, 3.0) == (15, 5)
+    assert span_counts(1) == (0, 0) and span_counts(0) == (0, 0)
+
+
+def test_span_size_is_that_of_the_paper() -> None:
+    """An input of 512 tokens comes from 568 tokens of text and asks for 114: Raffel et al.'s own numbers."""
+    assert span_size(512) == (568, 114)
+    for source in (20, 77, 512):
+        size, _ = span_size(source)
+        made = Spans(MARKS)(Batch(text(size)[None], text(size)[None]), drawing(1))
+        assert made.source is not None and made.source.shape[1] <= source
+
+
+def test_spans_reach_every_token_alike() -> None:
+    """T5's own code never keeps the last token; here the place in a row makes no difference but at its ends."""
+    hidden = torch.zeros(20)
+    for seed in range(3000):
+        source, _ = spans(torch.arange(4, 24), SENTINELS, drawing(seed))
+        hidden += ~torch.isin(torch.arange(4, 24), source)
+    assert hidden.sum() == 3000 * 3
+    middle = hidden[3:-3]
+    assert middle.max() < 1.3 * middle.min() and hidden[0] > 0 and hidden[-1] < 3000
+
+
+def test_spans_need_enough_sentinels() -> None:
+    with pytest.raises(UsageError, match="2 sentinels"):
+        spans(text(100), SENTINELS[:2], drawing(0))
+
+
+def test_spans_batch_reads_one_step_behind_its_labels() -> None:
+    whole = batch(60, 31)
+    made = Spans(MARKS)(whole, drawing(4))
+    assert made.source is not None and made.source_lengths is not None
+    for i, row in enumerate(rows(whole)):
+        said = made.labels[i][made.labels[i] != IGNORE]
+        assert made.ids[i, : len(said)].tolist() == [SEP, *said[:-1].tolist()]
+        assert said[-1] == SEP and (made.lengths is None or made.lengths[i] == len(said))
+        source = made.source[i, : made.source_lengths[i]].tolist()
+        assert restored(source, said[:-1].tolist()) == row.tolist()
+
+
+# --- BART ---------------------------------------------------------------------------------------------------------
+
+
+def matches(source: Tensor, original: Tensor) -> bool:
+    """Whether some text behind each mask makes the original of the source."""
+    pattern = "".join("(?:,\\d+)*" if t == MASK else f",{t}" for t in source.tolist())
+    return re.fullmatch(pattern, "".join(f",{t}" for t in original.tolist())) is not None
+
+
+@given(st.integers(0, 60), st.integers(0, 10**6), st.sampled_from([0.0, 0.15, 0.3, 0.8]))
+def test_infill_hides_spans_of_the_original(size: int, seed: int, rate: float) -> None:
+    ids = text(size, seed)
+    source = infill(ids, MASK, drawing(seed), rate)
+    assert matches(source, ids)
+    kept, wanted = int((source != MASK).sum()), size - round(size * rate)
+    assert kept == wanted if rate < 0.8 else kept >= wanted  # so many spans may not lie apart
+
+
+def test_infill_spans_are_poisson_and_some_are_empty() -> None:
+    masks, taken = 0, 0
+    for seed in range(200):
+        source = infill(text(300, seed), MASK, drawing(seed))
+        masks += int((source == MASK).sum())
+        taken += 300 - int((source != MASK).sum())
+    assert taken == 200 * 90
+    # 3 tokens a mask on average; the last span of a row is cut short, which makes them a little shorter
+    assert 2.7 < taken / masks < 3.05
+    inserted = [s for s in range(200) if len(infill(text(3, s), MASK, drawing(s), 0.34)) == 4]
+    assert inserted  # a mask came in and 1 token went: one span was empty
+
+
+def test_sentences_shuffled_are_the_same_sentences() -> None:
+    stops = torch.zeros(V, dtype=torch.bool)
+    stops[STOP] = True
+    parts = [[11, 12, STOP], [13, STOP], [14, 15, 16, STOP], [17]]
+    ids = torch.tensor(list(chain(*parts)))
+    seen = {tuple(shuffle_sentences(ids, stops, drawing(seed)).tolist()) for seed in range(300)}
+    assert seen == {tuple(chain(*order)) for order in permutations(parts)}
+    assert shuffle_sentences(ids[:0], stops, drawing(0)).tolist() == []
+
+
+def test_infill_batch_keeps_its_ends_and_asks_for_the_text() -> None:
+    whole = batch(60, 31)
+    made = Infill(MARKS)(whole, drawing(5))
+    assert made.source is not None and made.source_lengths is not None
+    for i, row in enumerate(rows(whole)):
+        source = made.source[i, : made.source_lengths[i]]
+        assert source[0] == CLS and source[-1] == SEP and matches(source, row)
+        assert made.labels[i][made.labels[i] != IGNORE].tolist() == row.tolist()
+        assert made.ids[i, 0] == SEP and made.ids[i, 1 : len(row)].tolist() == row[:-1].tolist()
+
+
+def test_text_to_repair_is_not_packed() -> None:
+    whole = batch(8)
+    packed = Batch(whole.ids, whole.labels, doc=torch.zeros_like(whole.ids))
+    with pytest.raises(UsageError, match="pack"):
+        Infill(MARKS)(packed, drawing(0))
+
+
+def test_draw_prefix_leaves_something_to_say() -> None:
+    whole = batch(*[5] * 400, 0)
+    made = DrawPrefix()(whole, drawing(6))
+    assert made.prefix is not None
+    assert set(made.prefix[:-1].tolist()) == {1, 2, 3, 4, 5, 6} and made.prefix[-1] == 1
+
+
+# --- the feed -----------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    fingerprint, epoch = "f", 3
+
+    def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch:
+        return batch(*[20 + k] * 5)
+
+    def evaluation(self) -> Iterator[Batch]:
+        return iter([batch(19), batch(19)])
+
+    def describe(self) -> str:
+        return "plain"
+
+
+def read(made: Batch) -> Tensor:
+    return made.ids if made.source is None else made.source
+
+
+@pytest.mark.parametrize("corruption", [MaskTokens(MARKS), Spans(MARKS), Infill(MARKS)])
+def test_corrupted_batch_is_a_function_of_seed_and_number(corruption: Corruption) -> None:
+    feed, again, other = (Corrupted(Plain(), corruption, seed) for seed in (7, 7, 8))
+    same = [feed.batch(2), again.batch(2)]
+    assert torch.equal(same[0].ids, same[1].ids) and torch.equal(same[0].labels, same[1].labels)
+    assert not torch.equal(read(feed.batch(2)), read(other.batch(2)))
+    assert feed.fingerprint == again.fingerprint != other.fingerprint
+    first, second = feed.evaluation()
+    assert torch.equal(read(next(feed.evaluation())), read(first))
+    assert not torch.equal(read(first), read(second))
+
+
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_corrupted_parts_of_ranks_are_the_batch(world: int) -> None:
+    feed = Corrupted(Plain(), Spans(MARKS), 7)
+    whole, parts = feed.batch(1), [feed.batch(1, rank, world) for rank in range(world)]
+    real = [p for p in parts if (p.labels != IGNORE).any()]
+    torch.testing.assert_close(torch.cat([p.labels for p in real]), whole.labels)
+    assert all(len(p.ids) >= 1 for p in parts)
+
+
+def test_corrupted_fingerprint_sees_the_settings() -> None:
+    tables = [torch.arange(MARKS.vocab) == i for i in (50, 51)]  # a long table prints shortened
+    made = [MaskTokens(MARKS), MaskTokens(MARKS, rate=0.2), Spans(MARKS)]
+    made += [MaskTokens(MARKS, begins=table) for table in tables]
+    assert len({Corrupted(Plain(), c, 0).fingerprint for c in made}) == 5
+
+
+def test_drawing_depends_on_its_key_alone() -> None:
+    def draw(g: Generator) -> float:
+        return torch.rand((), generator=g, dtype=torch.float64).item()
+
+    assert draw(drawing(1, 2)) == draw(drawing(1, 2))
+    assert (
+        len({draw(drawing(1, k)) for k in range(100)} | {draw(drawing(12)), draw(drawing(2, 1))})
+        == 102
+    )

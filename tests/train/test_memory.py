@@ -1,0 +1,171 @@
+"""Recomputed activations and bf16: the same model, the same gradient."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regard.attention import GQA
+from regard.block import Block, Tower
+from regard.config import UsageError
+from regard.layers import MLP
+from regard.models import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    Recurrent,
+    RecurrentConfig,
+    Tokens,
+)
+from regard.position import T5Bias
+from regard.train.batch import Batch
+from regard.train.memory import checkpointed, precision
+from regard.train.objective import OBJECTIVES, causal, seq2seq
+from regard.train.optim import Optim, Optimizer
+from tests.laws.mechanisms import DIM, TOWERS, VOCAB, decoder, ids
+
+
+def t5() -> EncoderDecoder:
+    def tower(causal: bool, **more: Any) -> Tower:
+        bias = T5Bias(3, 8, 16, causal=causal)
+        return Tower(DIM, 2, GQA(3), MLP(16), causal=causal, relative=bias, dropout=0.1, **more)
+
+    towers = tower(False), tower(True, cross=GQA(3))
+    tokens = Tokens(VOCAB)
+    return EncoderDecoder(EncoderDecoderConfig(tokens, towers[0], tokens, towers[1])).double()
+
+
+def gradients(model: nn.Module, objective: Any, batch: Batch) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)  # dropout falls alike
+    loss, count = objective(model, batch)
+    (loss / count).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_checkpointed_model_has_the_same_gradient(name: str) -> None:
+    model = decoder(name, dropout=0.1).train()
+    batch = Batch(ids(2, 9), ids(2, 9, seed=2))
+    want = gradients(model, causal, batch)
+    again = gradients(checkpointed(copy.deepcopy(model)), causal, batch)
+    assert want.keys() == again.keys()
+    for key, x in want.items():
+        torch.testing.assert_close(again[key], x, rtol=1e-12, atol=1e-14)
+
+
+def test_checkpointed_towers_share_their_relative_bias() -> None:
+    model = t5()
+    batch = Batch(
+        ids(2, 6), ids(2, 6, seed=2), source=ids(2, 8, seed=3), source_lengths=torch.tensor([8, 5])
+    )
+    want = gradients(model, seq2seq, batch)
+    again = gradients(checkpointed(copy.deepcopy(model)), seq2seq, batch)
+    assert any("relative" in key for key in want)
+    for key, x in want.items():
+        torch.testing.assert_close(again[key], x, rtol=1e-12, atol=1e-14)
+
+
+def test_checkpointed_model_trains_its_indexer_alike() -> None:
+    model = decoder("dsa_mla")
+    batch = Batch(ids(2, 9), ids(2, 9, seed=2))
+    want = gradients(model, OBJECTIVES["sparse_index"], batch)
+    again = gradients(checkpointed(copy.deepcopy(model)), OBJECTIVES["sparse_index"], batch)
+    for key, x in want.items():
+        torch.testing.assert_close(again[key], x, rtol=1e-12, atol=1e-14)
+
+
+def test_checkpointed_model_keeps_its_names_and_can_be_copied() -> None:
+    model = decoder("mha")
+    made = copy.deepcopy(checkpointed(copy.deepcopy(model)))
+    assert made.state_dict().keys() == model.state_dict().keys()
+    blocks = [m for m in made.modules() if isinstance(m, Block)]
+    with torch.no_grad():
+        made.embedding.weight.zero_()  # a copy runs on its own weights
+        assert not torch.allclose(made(ids(1, 5)), model(ids(1, 5)))
+    assert len(blocks) == 2
+
+
+def test_checkpointed_model_saves_less_for_the_backward_pass() -> None:
+    def saved(model: nn.Module) -> int:
+        sizes: list[int] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        with hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+            model.hidden(ids(2, 40))  # type: ignore[operator]
+        return sum(sizes)
+
+    model = decoder("mha", layers=4)
+    assert saved(checkpointed(copy.deepcopy(model))) < saved(model) / 5
+
+
+def test_checkpointed_needs_blocks() -> None:
+    with pytest.raises(UsageError, match="recurrent"):
+        checkpointed(Recurrent(RecurrentConfig(9, 8)))
+
+
+# --- bf16 ---------------------------------------------------------------------------------------------------------
+
+
+# rounding changes what an untrained indexer chooses, and so the function
+SMOOTH = [name for name in TOWERS if "dsa" not in name and name != "mixed"]
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_bf16_gradient_is_the_fp32_gradient_to_rounding(name: str) -> None:
+    """fp32 in and out, and near: 8 bits in each product, a few layers, sharp random weights."""
+    model = decoder(name).float()
+    batch = Batch(ids(4, 9), ids(4, 9, seed=2))
+    want = gradients(model, causal, batch)
+    with precision("bf16", "cpu"):
+        loss, count = causal(model, batch)
+    assert loss.dtype == torch.float32 and loss.isfinite()
+    model.zero_grad()
+    (loss / count).backward()
+    for key, p in model.named_parameters():
+        assert p.grad is not None and p.grad.dtype == torch.float32
+        error = (p.grad - want[key]).norm() / want[key].norm().clamp(min=1e-3)
+        assert error < 0.1, key
+
+
+class Products(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.dtypes.add(out.dtype)
+        return out
+
+
+def test_bf16_makes_every_product_in_bf16() -> None:
+    model, batch = decoder("mha").float(), Batch(ids(2, 9), ids(2, 9, seed=2))
+    with Products() as seen, precision("bf16", "cpu"):
+        causal(model, batch)
+    assert seen.dtypes == {torch.bfloat16}
+
+
+def test_bf16_keeps_updates_that_bf16_weights_would_lose() -> None:
+    """The reason for weights in fp32: a step of 1/1000 of a weight is below half a bf16 rounding, and is lost."""
+    model = decoder("mha").float()
+    rounded = copy.deepcopy(model).bfloat16()
+    for which in (model, rounded):
+        with torch.no_grad():
+            for p in which.parameters():
+                p.fill_(1.0)
+        optimizer = Optimizer(which, Optim(lr=1e-3, decay=0.0))
+        for p in which.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert all((p < 1).all() for p in model.parameters())
+    assert all((p == 1).all() for p in rounded.parameters())
+
+
+def test_precision_names_are_checked() -> None:
+    with pytest.raises(UsageError, match="did you mean 'bf16'"):
+        precision("b16", "cpu")
+    with precision("fp32", "cpu"):
+        assert not torch.is_autocast_enabled("cpu")

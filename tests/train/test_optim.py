@@ -1,0 +1,304 @@
+"""The step: groups, AdamW and Muon as one, their state, clipping, token-exact accumulation, averages."""
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+import regard
+from regard.attention import DSA, GQA
+from regard.block import Tower
+from regard.config import UsageError, from_dict, to_dict
+from regard.layers import LM, MLP, Classify
+from regard.models import Patches, Tokens, Transformer, TransformerConfig
+from regard.moe import MoE
+from regard.position import Learned, Rope
+from regard.train.batch import IGNORE, Batch, Objective
+from regard.train.objective import OBJECTIVES
+from regard.train.optim import (
+    OPTIMIZERS,
+    Optim,
+    Optimizer,
+    accumulate,
+    average,
+    clip,
+    clip_factor,
+    decays,
+    divide,
+    follow,
+    kinds,
+)
+
+V, M = 17, 12
+
+
+def decoder(tied: bool = True, ffn: Any = None, attention: Any = None) -> Transformer:
+    tower = Tower(M, 2, attention or GQA(3, sinks=True), ffn or MLP(16))
+    return Transformer(TransformerConfig(Tokens(V, Learned(16)), tower, LM(tied=tied)))
+
+
+def batch(rows: int = 6, size: int = 9, vocab: int = V) -> Batch:
+    ids = torch.randint(vocab, (rows, size))
+    labels = ids.roll(-1, 1)
+    labels[torch.rand(rows, size) < 0.4] = IGNORE  # rows count differently
+    return Batch(ids, labels)
+
+
+# --- groups -------------------------------------------------------------------------------------------------------
+
+
+def test_decay_falls_on_matrices_and_a_head_that_is_tied() -> None:
+    tied, untied = decoder(), decoder(tied=False)
+    plain = {n for n, p in tied.named_parameters() if p.dim() == 2 and "embedding" not in n}
+    assert decays(tied) == plain | {"embedding.weight"}
+    assert decays(untied) == plain | {"head.weight"}
+    kind = kinds(tied)
+    assert kind["embedding.position.weight"] == kind["embedding.weight"] == "table"
+    assert kind["tower.blocks.0.attention.sinks"] == "vector"
+
+
+def test_decay_spares_class_tokens_and_positions_of_images() -> None:
+    tower = Tower(M, 1, GQA(3), MLP(16), causal=False)
+    kind = kinds(Transformer(TransformerConfig(Patches(8, 4, 1), tower, Classify(4))))
+    assert kind["embedding.extra"] == kind["embedding.position"] == "table"
+    assert kind["embedding.project.weight"] == kind["head.out.weight"] == "matrix"
+
+
+FAMILIES = ["gpt2", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v3.2", "bert-base", "vit-base"]
+FAMILIES += ["vaswani-base", "t5-small", "bart-base", "captioner", "gru-lm", "bahdanau"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kinds_of_the_families_agree_with_their_names(name: str) -> None:
+    """Names tell what the code finds out by itself: tables are embeddings, positions, types and relative biases."""
+    model = regard.build(name, layers=1, device="meta")
+    words = ("embedding.", "source.", "target.", "relative.")
+    for key, kind in kinds(model).items():
+        p = dict(model.named_parameters())[key]
+        table = any(word in key for word in words) and ".norm" not in key and ".project" not in key
+        assert kind == ("vector" if p.dim() == 1 else "table" if table else "matrix"), key
+
+
+# --- the optimiser ------------------------------------------------------------------------------------------------
+
+
+def test_adamw_steps_are_those_of_torch_with_two_groups() -> None:
+    ours, theirs = decoder().double(), decoder().double()
+    theirs.load_state_dict(ours.state_dict())
+    mine = Optimizer(ours, Optim(lr=0.01, decay=0.3))
+    named, yes = dict(theirs.named_parameters()), decays(theirs)
+    groups = [
+        {"params": [p for n, p in named.items() if n in yes], "weight_decay": 0.3},
+        {"params": [p for n, p in named.items() if n not in yes], "weight_decay": 0.0},
+    ]
+    peer = torch.optim.AdamW(groups, lr=0.005, betas=(0.9, 0.95), eps=1e-8)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        data = batch()
+        for model, step in ((ours, lambda: mine.step(0.5)), (theirs, peer.step)):
+            model.zero_grad()
+            OBJECTIVES["causal"](model, data)[0].backward()
+            step()
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p, named[name], rtol=1e-10, atol=1e-12)
+
+
+def test_muon_takes_matrices_and_leaves_the_rest_to_adamw() -> None:
+    model = decoder(tied=False, ffn=MoE(4, 2, 8))
+    state = _trained(model, "muon").state()
+    muon = {key.rpartition(":")[0] for key in state if key.endswith("momentum_buffer")}
+    flat = {
+        n for n, p in model.named_parameters() if kinds(model).get(n) == "matrix" and p.dim() == 2
+    }
+    assert muon == flat and "head.weight" in muon and "embedding.weight" not in muon
+    experts = [n for n, p in model.named_parameters() if p.dim() == 3]
+    assert experts and all(f"{n}:exp_avg" in state for n in experts)
+
+
+def _trained(model: nn.Module, name: str, steps: int = 3, first: int = 0) -> Optimizer:
+    optimizer = Optimizer(model, Optim(name, lr=0.01))
+    _go_on(model, optimizer, steps, first)
+    return optimizer
+
+
+def _go_on(model: nn.Module, optimizer: Optimizer, steps: int, first: int) -> None:
+    for k in range(first, first + steps):
+        torch.manual_seed(k)
+        optimizer.zero()
+        OBJECTIVES["causal"](model, batch())[0].backward()
+        optimizer.step(1 / (k + 1))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_goes_on_to_the_bit_from_a_state_of_plain_tensors(name: str) -> None:
+    whole, first = decoder(), decoder()
+    first.load_state_dict(whole.state_dict())
+    _trained(whole, name, 5)
+    kept = _trained(first, name, 3).state()
+    data = save({key: x.contiguous() for key, x in kept.items()})  # safetensors: no pickle
+    second, optimizer = copy.deepcopy(first), None
+    optimizer = Optimizer(second, Optim(name, lr=0.01))
+    optimizer.load(load(data))
+    _go_on(second, optimizer, 2, 3)
+    for name_, p in whole.named_parameters():
+        assert torch.equal(p, dict(second.named_parameters())[name_]), name_
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_lowers_the_loss(name: str) -> None:
+    model, data = decoder(), batch(16)
+    before = OBJECTIVES["causal"](model, data)[0].item()
+    optimizer = Optimizer(model, Optim(name, lr=0.02))
+    for _ in range(30):
+        optimizer.zero()
+        accumulate(OBJECTIVES["causal"], model, [data])
+        clip(optimizer.named.values(), 1.0)
+        optimizer.step()
+    assert OBJECTIVES["causal"](model, data)[0].item() < 0.7 * before
+
+
+def test_optimizer_leaves_parameters_without_a_gradient_alone() -> None:
+    model = decoder(attention=DSA(GQA(3, rope=Rope()), 2, 4, topk=3))
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    _trained(model, "adamw")
+    for (
+        name,
+        p,
+    ) in model.named_parameters():  # the causal loss does not reach the indexer: nor may decay
+        assert torch.equal(p, before[name]) == ("indexer" in name), name
+
+
+def test_optimizer_refuses_a_state_that_does_not_fit() -> None:
+    adamw, muon = _trained(decoder(), "adamw").state(), _trained(decoder(), "muon").state()
+    key = "tower.blocks.0.attention.wq.weight:exp_avg"
+    wrong: list[tuple[str, dict[str, Tensor], str]] = [
+        ("adamw", {"tower.blocks.7.norm1.weight:exp_avg": torch.zeros(M)}, "another model"),
+        ("adamw", muon, "does not fit"),
+        ("muon", adamw, "does not fit"),
+        ("adamw", adamw | {key: torch.zeros(3)}, "does not fit"),
+        ("adamw", {k: x for k, x in adamw.items() if k != key}, "incomplete"),
+    ]
+    for name, state, why in wrong:
+        with pytest.raises(UsageError, match=why):
+            Optimizer(decoder(), Optim(name)).load(state)
+
+
+def test_optim_settings_are_checked_and_readable() -> None:
+    config = Optim("muon", lr=0.02)
+    assert from_dict(Optim, json.loads(json.dumps(to_dict(config)))) == config
+    for settings, why in (({"name": "adam"}, "did you mean 'adamw'"), ({"lr": 0.0}, "lr above 0")):
+        with pytest.raises(UsageError, match=why):
+            Optim(**settings)
+    model = decoder().requires_grad_(False)
+    with pytest.raises(UsageError, match="nothing to train"):
+        Optimizer(model, config)
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+def step_gradient(objective: Objective, model: nn.Module, parts: list[Batch]) -> dict[str, Tensor]:
+    model.zero_grad()
+    total, count = accumulate(objective, model, parts)
+    divide(model.parameters(), count)
+    assert total.isfinite()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dtype, tight", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("name", ["causal", "masked", "dense_index", "sparse_index"])
+def test_accumulated_gradient_does_not_depend_on_the_split(
+    name: str, dtype: torch.dtype, tight: float
+) -> None:
+    model = decoder(attention=DSA(GQA(3, rope=Rope()), 2, 4, topk=3)).to(dtype)
+    data = batch()
+    counts = (data.labels != IGNORE).sum(1)
+    assert len(counts.unique()) > 1  # else a mean of means would do
+    whole = step_gradient(OBJECTIVES[name], model, [data])
+    for parts in (2, 3, 6):
+        split = step_gradient(OBJECTIVES[name], model, data.split(parts))
+        for key, want in whole.items():
+            torch.testing.assert_close(
+                split[key], want, rtol=tight, atol=tight * want.abs().max().item()
+            )
+
+
+def test_accumulated_gradient_is_that_of_the_mean() -> None:
+    model, data = decoder().double(), batch()
+    mine = step_gradient(OBJECTIVES["causal"], model, data.split(3))
+    loss = nn.functional.cross_entropy(model(data.ids).flatten(0, 1), data.labels.flatten())
+    model.zero_grad()
+    loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(mine[name], p.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_divide_by_no_label_leaves_zeros() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.zeros(3)
+    divide([weight], torch.tensor(0))
+    assert torch.equal(weight.grad, torch.zeros(3))
+
+
+def with_gradients(*values: list[float]) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.zeros(len(v))) for v in values]
+    for p, v in zip(made, values):
+        p.grad = torch.tensor(v)
+    return made
+
+
+def test_clip_shortens_to_the_limit_and_returns_the_length() -> None:
+    made = [
+        *with_gradients([3.0, 0.0], [4.0]),
+        nn.Parameter(torch.zeros(2)),
+    ]  # one without a gradient
+    norm = clip(made, 1.0)
+    torch.testing.assert_close(norm, torch.tensor(5.0))
+    want = torch.tensor([3.0, 0.0, 4.0]) * clip_factor(5.0, 1.0)
+    torch.testing.assert_close(torch.cat([p.grad for p in made if p.grad is not None]), want)
+    short = with_gradients([0.3])
+    assert clip(short, 1.0) == torch.tensor(0.3) and torch.equal(short[0].grad, torch.tensor([0.3]))
+    assert clip(with_gradients([30.0]), None) == 30
+    assert clip([], 1.0) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_clip_reports_a_length_that_is_not_finite_and_changes_nothing(bad: float) -> None:
+    made = with_gradients([3.0, 4.0], [bad])
+    assert not clip(made, 1.0).isfinite()
+    assert torch.equal(made[0].grad, torch.tensor([3.0, 4.0]))
+
+
+# --- averages -----------------------------------------------------------------------------------------------------
+
+
+def test_average_is_the_mean_of_checkpoints_in_their_type() -> None:
+    parts = [{"w": torch.randn(50).bfloat16(), "n": torch.tensor(i)} for i in range(5)]
+    mean = average(iter(parts))
+    want = torch.stack([p["w"].double() for p in parts]).mean(0).bfloat16()
+    assert torch.equal(mean["w"], want) and mean["n"] == 4
+    for wrong, why in (
+        ([], "no checkpoint"),
+        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "'a'"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            average(wrong)
+
+
+def test_follow_is_the_exponential_average() -> None:
+    weights = [{"w": torch.randn(4), "n": torch.tensor(i)} for i in range(20)]
+    mean = {k: x.clone() for k, x in weights[0].items()}
+    for later in weights[1:]:
+        follow(mean, later, 0.9)
+    want = 0.9**19 * weights[0]["w"]
+    want += sum(0.1 * 0.9 ** (19 - i) * w["w"] for i, w in enumerate(weights) if i)
+    torch.testing.assert_close(mean["w"], want)
+    constant: Callable[[], dict[str, Tensor]] = lambda: {"w": torch.full((3,), 0.1)}  # noqa: E731
+    same = constant()
+    follow(same, constant(), 0.999)
+    assert torch.equal(same["w"], constant()["w"])
