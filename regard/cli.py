@@ -18,7 +18,7 @@ from regard import __version__
 from regard.config import UsageError, nearest
 from regard.kernels.threads import use_threads, wait_asleep
 
-HELP = """Regard: run Transformers of every family, from a folder on this machine.
+HELP = """Regard: train and run Transformers of every family, on this machine.
 
   regard generate MODEL "Once upon a time"           answer a prompt, as the text is made
   regard translate MODEL lines.de > lines.en         one line in, one line out
@@ -28,6 +28,7 @@ commands
   generate    answer a prompt (text or ids), greedily, drawn, or by beam search
   translate   translate lines with an encoder-decoder; --align shows which words belong together
   chat        a conversation, turn by turn
+  train       train a model from a TOML file; stopped any way, it goes on to the same bits
   bench       compare the speed of decoding with other libraries (from a source checkout)
 
 MODEL is a Hugging Face folder: config.json, model.safetensors, tokenizer.json. Nothing is downloaded.
@@ -35,7 +36,7 @@ Options of a command: regard generate --help.   Version: regard --version.
 Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or package missing, 4 model folder or data
 missing or broken, 130 interrupted."""
 
-COMMANDS = ("generate", "translate", "chat", "bench")
+COMMANDS = ("generate", "translate", "chat", "train", "bench")
 BENCHES = {"decode": ("decode", "invariant", "gpu_decode")}  # name -> scripts in bench/
 BENCH_HELP = """regard bench decode [--quick]              every comparison of decoding that this machine can run
 regard bench decode --part gpt2 ...        the options of bench/decode.py, which then runs alone"""
@@ -118,11 +119,11 @@ def dispatch(arguments: list[str]) -> int:
         raise UsageError(f"there is no {what} {name!r}; {nearest(name, COMMANDS)}")
     if name == "bench":
         return bench(rest)
-    from regard.cli_options import OPTIONS, parse
+    from regard.cli_options import OPTIONS, folded, parse
 
     for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says
         stream.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
-    options: Any = parse(OPTIONS[name], name, rest)
+    options: Any = parse(OPTIONS[name], name, folded(rest) if name == "train" else rest)
     if options is None:  # help was asked for
         return 0
     wait_asleep()

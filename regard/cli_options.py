@@ -188,7 +188,42 @@ class Chat:
     machine: Machine = field(default_factory=Machine)
 
 
-OPTIONS: dict[str, type] = {"generate": Generate, "translate": Translate, "chat": Chat}
+@dataclass(frozen=True)
+class TrainRun:
+    """Train a model from a TOML file; stop it any way you like, and go on with --resume.
+
+    regard train story.toml                          into runs/story
+    regard train story.toml --resume                 go on after a stop, to the same bits
+    regard train story.toml --train.optim.lr 3e-4    change one setting
+    regard train story.toml --smoke --output-dir /tmp/try      three steps, an evaluation, a save, a reload
+    """
+
+    config: Annotated[Positional[str], arg(metavar="CONFIG")]
+    """a TOML file with task, [model], [data], [tokenizer], [train]"""
+    output_dir: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """the run's folder; default: runs/ and the config's name"""
+    resume: Switch = False
+    """go on from the newest sound checkpoint of the folder"""
+    overwrite: Switch = False
+    """start anew in a folder that has a run"""
+    smoke: Switch = False
+    """three steps, to find at once what would fail later"""
+    keep: int = 2
+    """checkpoints that stay, beside the best"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    quiet: Switch = False
+    """no progress lines"""
+    changes: Annotated[dict[str, str], arg(metavar="NAME VALUE")] = field(default_factory=dict)
+    """settings of the config, changed: the same as --NAME VALUE with a dot in NAME"""
+
+
+OPTIONS: dict[str, type] = {
+    "generate": Generate,
+    "translate": Translate,
+    "chat": Chat,
+    "train": TrainRun,
+}
 
 
 # --- reading a command line ---------------------------------------------------------------------------------------
@@ -224,6 +259,21 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
     print("\n".join([head, *(f"  {line}" if line else "" for line in examples)]).rstrip())
     print("\n".join(["", *(line.rstrip() for line in out.getvalue().strip().splitlines())]))
     return None
+
+
+def folded(arguments: list[str]) -> list[str]:
+    """Flags with a dot in their name (--train.seed 7) as pairs of --changes."""
+    rest, changes, given = [], [], iter(arguments)
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(text)
+            continue
+        value = value if equals else next(given, "")
+        if not value or value.startswith("--"):
+            raise UsageError(f"{name} needs a value: {name} VALUE")
+        changes += [name.removeprefix("--"), value]
+    return [*rest, "--changes", *changes] if changes else rest
 
 
 def one_line(box: str) -> str:

@@ -55,8 +55,11 @@ Objective = Callable[
 class Feed(Protocol):
     """Batches by number. `batch(k)` is a function of the seed and k alone, so that going on costs one integer."""
 
-    fingerprint: str  # of the data, the tokenizer and the settings
-    epoch: int  # batches in one pass over the data
+    @property
+    def fingerprint(self) -> str: ...  # of the data, the tokenizer and the settings
+
+    @property
+    def epoch(self) -> int: ...  # batches in one pass over the data
 
     def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch: ...
 

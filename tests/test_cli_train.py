@@ -1,0 +1,144 @@
+"""regard train: a text file and a dozen lines of TOML become a model folder; a stop and --resume change no bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import regard
+from regard.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "the quick brown fox jumps over the lazy dog. " * 60
+CONFIG = """
+task = "lm"
+[model]
+preset = "gpt2"
+layers = 1
+dim = 16
+heads = 2
+max-len = 32
+[data]
+train = "story.txt"
+held = 0.2
+length = 16
+rows = 4
+pack = "windows"
+[tokenizer]
+kind = "chars"
+[train]
+steps = 8
+evaluate = 4
+save = 2
+optim = { lr = 1e-2 }
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "story.toml").write_text(CONFIG, encoding="utf-8")
+    return tmp_path
+
+
+def test_train_writes_a_folder_that_generates(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "story.toml", "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "runs/story/checkpoints/step-00000008\n"
+    assert "eval  step 4" in said.err
+    run = home / "runs/story"
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [e for e in events if e["kind"] == "step"]
+    assert [e["step"] for e in steps] == list(range(1, 9)) and steps[-1]["loss"] < steps[0]["loss"]
+    model = regard.load(run / "last")
+    (result,) = regard.generate(model, ["the "], max_new_tokens=5)
+    assert result.text is not None and len(result.text) == 5
+    assert (run / "best" / "config.json").is_file()
+
+
+def test_changed_settings_and_resume_give_the_same_bits(home: Path) -> None:
+    assert main(["train", "story.toml", "--output-dir", "whole", "--train.seed", "7"]) == 0
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "regard",
+        "train",
+        "story.toml",
+        "--output-dir",
+        "parts",
+        "--train.seed=7",
+    ]
+    process = subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert process.stderr is not None
+    process.stderr.readline()  # the data is read, the first step begins
+    process.send_signal(signal.SIGTERM)
+    code, rest = process.wait(timeout=60), process.stderr.read()
+    if code != 0:  # it may have been done already
+        assert code == 143 and "go on: regard train story.toml --resume" in rest
+        assert (
+            main(["train", "story.toml", "--output-dir", "parts", "--resume", "--train.seed", "7"])
+            == 0
+        )
+    a, b = (load_file(home / n / "last" / "model.safetensors") for n in ("whole", "parts"))
+    assert a.keys() == b.keys() and all(a[n].equal(b[n]) for n in a)
+
+
+def test_smoke_saves_and_reloads(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "story.toml", "--smoke", "--output-dir", "try"]) == 0
+    said = capsys.readouterr()
+    assert (
+        "step-00000003" in said.out
+        and "reloaded: Transformer" in said.err
+        and "sample:" in said.err
+    )
+
+
+MISTAKES = {
+    "no file": (["train", "no.toml"], 2, "no.toml cannot be read: No such file"),
+    "unknown key": (["train", "story.toml", "--train.stpes", "3"], 2, "train.stpes is not a setting of Train"),
+    "no value": (["train", "story.toml", "--train.steps"], 2, "--train.steps needs a value"),
+    "bad value": (["train", "story.toml", "--train.steps", "many"], 2, "train.steps must be int, got 'many'"),
+    "task": (["train", "story.toml", "--task.x", "1"], 2, "task is a value, not a table"),
+    "preset": (["train", "story.toml", "--model.preset", "gtp2"], 2, "preset 'gtp2' is unknown"),
+    "tokenizer": (["train", "story.toml", "--tokenizer.knid", "bpe"], 4, "tokenizer.knid is no setting"),
+    "data": (["train", "story.toml", "--data.train", "gone.txt"], 4, "gone.txt"),
+    "resume nothing": (["train", "story.toml", "--resume"], 2, "has nothing to go on with"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.usefixtures("home")
+def test_mistake_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, code, text = MISTAKES[name]
+    assert main(list(arguments)) == code
+    said = capsys.readouterr()
+    lines = said.err.strip().splitlines()
+    assert said.out == "" and lines[-1].startswith("error: ") and text in lines[-1]
+
+
+def test_folder_with_a_run_is_not_touched(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "story.toml", "--quiet", "--train.steps", "2"]) == 0
+    before = (home / "runs/story/metrics.jsonl").read_bytes()
+    assert main(["train", "story.toml"]) == 2
+    assert (
+        "is not empty; go on with --resume, start anew with --overwrite" in capsys.readouterr().err
+    )
+    assert (home / "runs/story/metrics.jsonl").read_bytes() == before
+    assert main(["train", "story.toml", "--overwrite", "--train.steps", "3", "--quiet"]) == 0
+
+
+def test_not_toml_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "story.toml").write_text("task = ")
+    assert main(["train", "story.toml"]) == 2
+    assert "story.toml is no TOML" in capsys.readouterr().err
