@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,24 +72,25 @@ class MixtureOfExperts(nn.Module):
             nn.init.normal_(weight, std=0.02)
         shared = MLP(c.shared * c.ffn_dim, c.activation, gated=True, bias=c.shared_bias)
         self.shared = FeedForward(shared, dim) if c.shared else None
+        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The router's (n E), in float32."""
+        return F.linear(x.float(), self.router.weight.float())
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (n m) -> the chosen experts (n a) and their weights (n a), in float32."""
-        c = self.config
-        logits = F.linear(x.float(), self.router.weight.float())
-        score = logits.softmax(-1) if c.score == "softmax" else logits.sigmoid()
+        c, logits = self.config, self.logits(x)
+        score = logits.softmax(-1) if c.score == "softmax" else self.sigmoid(logits)
         wish = score if self.correction is None else score + self.correction
         if c.groups > 1:
             grouped = wish.unflatten(-1, (c.groups, -1))  # n groups E/groups
-            best = 1 if c.score == "softmax" else min(2, grouped.shape[-1])
-            rank = grouped.topk(best, -1).values.sum(-1)
-            kept = (
-                torch.zeros_like(rank)
-                .scatter(1, rank.topk(c.active_groups, -1).indices, 1.0)
-                .bool()
-            )
+            top = 1 if c.score == "softmax" else min(2, grouped.shape[-1])
+            rank = grouped.topk(top, -1).values.sum(-1)
+            kept = torch.zeros_like(rank).scatter(1, best(rank, c.active_groups), 1.0).bool()
             wish = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-        chosen = wish.topk(c.active, -1).indices
+        chosen = best(wish, c.active)
         weight = score.gather(-1, chosen)
         if c.normalized:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
@@ -101,8 +103,13 @@ class MixtureOfExperts(nn.Module):
         for e in chosen.unique().tolist():
             token, place = (chosen == e).nonzero(as_tuple=True)
             mine = flat[token]
-            h = self.act(F.linear(mine, self.gate[e])) * F.linear(mine, self.up[e])
-            y = F.linear(h, self.down[e]) * weight[token, place, None]
+            h = self.act(self.project(mine, self.gate[e])) * self.project(mine, self.up[e])
+            y = self.project(h, self.down[e]) * weight[token, place, None]
             out.index_add_(0, token, y.to(out.dtype))
         out = out.view_as(x)
         return out if self.shared is None else out + self.shared(x)
+
+
+def best(x: Tensor, k: int) -> Tensor:
+    """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
+    return x.argsort(dim=-1, descending=True, stable=True)[:, :k]

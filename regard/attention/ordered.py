@@ -1,6 +1,11 @@
-"""Attention whose bits do not depend on the batch, on how a prompt was cut into chunks, or on padding."""
+"""Attention whose bits do not depend on the batch, on how a prompt was cut into chunks, or on padding; and the search
+for numbers of rows at which a product gives each row the same bits."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -9,57 +14,157 @@ from torch import Tensor
 from regard.attention.core import Terms, _spread, _tensor, reference, scores
 from regard.mask import Visible
 
-QUERIES, KEYS = 16, 32  # every product has these sizes, so one kernel computes them all
+KEYS = 32  # of a tile
+QUERIES = ((2, 64), (16, 64), (16, 16))  # of a tile, fewest and most; the last is one size
+TRIED = (2, 3, 5, 8, 12, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127)
 
 
 def ordered(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms
 ) -> Tensor:
-    """`online` with fixed tiles: 16 queries at a time against keys 0-31, 32-63, ... in this order. A tile that is all
-    masked changes no bit (it multiplies by 1 and adds 0), so padding and longer neighbours do not either. Keys must
-    lie at their positions, as in the contiguous and paged caches. Equals `reference`: tests/laws/test_backends.py."""
-    if terms.score is not None or terms.dropout:
+    """`reference` with sums of a fixed order: some queries at a time against keys 0-31, 32-63, ...
+
+    Tile j has a maximum m_j, a sum d_j and an output o_j of its own; the result is sum_j e^(m_j - m) o_j over
+    sum_j e^(m_j - m) d_j, m = max m_j, both added in pairs of neighbours. A tile that is all masked adds zeros, so
+    padding and longer neighbours change no bit. Query heads that share keys stand side by side as queries.
+    Keys must lie at their positions, as in the contiguous and paged caches. Equals `reference`:
+    tests/laws/test_backends.py."""
+    if terms.dropout:
         return reference(q, k, v, visible, terms)
-    (h, t), s = q.shape[1:3], k.shape[2]
-    seen = _tensor(visible)
+    (h, t), s, dtype = q.shape[1:3], k.shape[2], v.dtype
+    kind = _wide(dtype)
+    if terms.score is not None:  # it may tell heads apart
+        k, v = _spread(k, h), _spread(v, h)
+    g, seen = k.shape[1], _tensor(visible)
     seen = torch.ones(1, 1, 1, s, dtype=torch.bool, device=q.device) if seen is None else seen
-    k, v = (F.pad(_spread(x, h), (0, 0, 0, -s % KEYS)) for x in (k, v))
-    q = F.pad(q, (0, 0, 0, -t % QUERIES))
-    seen = F.pad(seen.expand(-1, -1, t, -1), (0, -s % KEYS, 0, -t % QUERIES))
-    bias = (
-        None
-        if terms.bias is None
-        else F.pad(terms.bias.expand(-1, h, t, s), (0, -s % KEYS, 0, -t % QUERIES))
-    )
-    rows = [_row(q, k, v, seen, bias, terms, i) for i in range(0, q.shape[2], QUERIES)]
-    return torch.cat(rows, 2)[:, :, :t].to(v.dtype)
+    seen = seen.expand(-1, -1, t, s) if seen.shape[1] == 1 else _folded(seen, g)
+    bias = None if terms.bias is None else _folded(terms.bias.expand(-1, h, t, s), g)
+    q, v = _folded(q, g), _tiles(v, kind)
+    if terms.score is None:
+        q, k = q.to(kind), _tiles(k, kind, columns=True)
+    else:  # it has a dtype of its own
+        k = _tiles(k, k.dtype)
+    out = []
+    for rows in _rows(q, v.shape[-1]):
+        some = None if bias is None else _cut(bias[:, :, rows])
+        x = _scores(q[:, :, rows], k, replace(terms, bias=some))
+        x = x.to(kind).masked_fill(~_cut(seen[:, :, rows % seen.shape[2]]), -torch.inf)
+        out.append(_sum(x, v))
+    o = torch.cat(out, 2)[:, :, : q.shape[2]]  # b g rt e
+    return o.unflatten(2, (-1, t)).flatten(1, 2).to(dtype)
 
 
-def _row(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | None, terms: Terms, i: int
-) -> Tensor:
-    """One tile of queries against all tiles of keys: running maximum m, sum d, output o."""
-    at = slice(i, i + QUERIES)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    m = torch.full((*q.shape[:2], QUERIES, 1), -torch.inf, dtype=wide, device=q.device)
-    d, o = (
-        torch.zeros_like(m),
-        torch.zeros(*q.shape[:2], QUERIES, v.shape[-1], dtype=wide, device=q.device),
-    )
-    for j in range(0, k.shape[2], KEYS):
-        part = slice(j, j + KEYS)
-        mine = Terms(
-            terms.scale, None if bias is None else bias[:, :, at, part], None, terms.softcap
-        )
-        x = (
-            scores(q[:, :, at], k[:, :, part], mine)
-            .to(wide)
-            .masked_fill(~seen[:, :, at, part], -torch.inf)
-        )
-        new = torch.maximum(m, x.amax(-1, keepdim=True))
-        safe = new.masked_fill(new == -torch.inf, 0.0)
-        shrink, p = torch.exp(m - safe), torch.exp(x - safe)
-        d = d * shrink + p.sum(-1, keepdim=True)
-        o = o * shrink + p @ v[:, :, part].to(wide)
-        m = new
+def dots(q: Tensor, k: Tensor) -> Tensor:
+    """q_tj . k_s in the same tiles, for the indexer of sparse attention: (b t H D), (b s D) -> (b t H s). Equals
+    `dots_exact`."""
+    kind, (t, h), s = _wide(q.dtype), q.shape[1:3], k.shape[1]
+    q, k = q.flatten(1, 2)[:, None].to(kind), _tiles(k[:, None], kind, columns=True)  # b 1 tH D
+    parts = [_scores(q[:, :, rows], k, Terms(1.0)) for rows in _rows(q, KEYS)]  # b 1 n rows 32
+    whole = torch.cat([x[:, 0].transpose(1, 2).flatten(2) for x in parts], 1)
+    return whole[:, : t * h, :s].unflatten(1, (t, h))
+
+
+# --- tiles --------------------------------------------------------------------------------------------------------
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _folded(x: Tensor, g: int) -> Tensor:
+    """(b h t d) -> (b g rt d), h = g r."""
+    return x.unflatten(1, (g, -1)).flatten(2, 3)
+
+
+def _tiles(x: Tensor, kind: torch.dtype, columns: bool = False) -> Tensor:
+    """(b g s d) -> (b g n 32 d), zeros behind the last key. `columns`: each tile lies in memory column by column;
+    multiplied by such a one, any number of rows gets the same bits."""
+    (b, g, s, d), (full, rest) = x.shape, divmod(x.shape[2], KEYS)
+    sizes = (b, g, full + (rest > 0), *((d, KEYS) if columns else (KEYS, d)))
+    out = x.new_empty(sizes, dtype=kind)
+    out = out.mT if columns else out
+    out[:, :, :full] = x[:, :, : s - rest].unflatten(2, (full, KEYS))
+    if rest:
+        out[:, :, full, :rest], out[:, :, full, rest:] = x[:, :, s - rest :], 0.0
+    return out
+
+
+def _cut(x: Tensor) -> Tensor:
+    """(b g t s) -> (b g n t 32)."""
+    return F.pad(x, (0, -x.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS)).transpose(2, 3)
+
+
+def _rows(q: Tensor, e: int) -> Iterator[Tensor]:
+    """Which queries of q (b g t d) make a tile; the last is repeated where they are too few."""
+    size, device = q.shape[2], q.device
+    low, high = _heights(q.shape[-1], e, _wide(q.dtype), device, torch.get_num_threads())
+    for i in range(0, size, high):
+        last = i + min(high, max(low, size - i))
+        yield torch.arange(i, last, device=device).clamp(max=size - 1)
+
+
+def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+    """`scores` of a tile of queries (b g t d) and every tile of keys (b g n 32 d): (b g n t 32)."""
+    score, q = terms.score, q[:, :, None].expand(-1, -1, k.shape[2], -1, -1)
+    if score is None:
+        return scores(q, k, terms)
+
+    def each(q: Tensor, k: Tensor) -> Tensor:
+        x = score(*(y.transpose(1, 2).flatten(0, 1) for y in (q, k)))
+        return x.unflatten(0, (len(q), -1)).transpose(1, 2)
+
+    return scores(q, k, replace(terms, score=each))
+
+
+def _sum(x: Tensor, v: Tensor) -> Tensor:
+    """softmax(x) v from scores (b g n t 32) and values (b g n 32 e) in tiles: (b g t e)."""
+    m = x.detach().amax(-1, keepdim=True)
+    p = torch.exp(x - m.masked_fill(m == -torch.inf, 0.0))
+    top = m.amax(2, keepdim=True)
+    share = torch.exp(m - top.masked_fill(top == -torch.inf, 0.0))  # b g n t 1
+    o, d = _paired((p @ v) * share), _paired(p.sum(-1, keepdim=True) * share)
     return o / d.masked_fill(d == 0, 1.0)
+
+
+def _paired(x: Tensor) -> Tensor:
+    """The sum over the tiles of (b g n ...), each with its neighbour, then pair with pair."""
+    while x.shape[2] > 1:
+        x = F.pad(x, (0, 0, 0, 0, 0, x.shape[2] % 2))
+        x = x[:, :, 0::2] + x[:, :, 1::2]
+    return x[:, :, 0]
+
+
+# --- how many rows a product may have -----------------------------------------------------------------------------
+
+
+@functools.cache
+def _heights(
+    d: int, e: int, kind: torch.dtype, device: torch.device, threads: int
+) -> tuple[int, int]:
+    """Between which numbers of queries both products of a tile give a query the same bits."""
+    pairs = [[y.to(device, kind) for y in cancelling(*shape)] for shape in ((KEYS, d), (e, KEYS))]
+
+    def steady(x: Tensor, w: Tensor, low: int, high: int) -> bool:
+        return agrees(lambda x: x[None] @ w, x[:high], low, high)
+
+    steady_in = [c for c in QUERIES if all(steady(x, w.T[None].contiguous(), *c) for x, w in pairs)]
+    return (*steady_in, QUERIES[-1])[0]
+
+
+def agrees(run: Callable[[Tensor], Tensor], x: Tensor, low: int, high: int) -> bool:
+    """Whether rows of x (high k) come out of `run` equal among many numbers of them, wherever they stand."""
+    whole = run(x)
+    places = [(0, n) for n in TRIED if low <= n < high] + [(high - n, n) for n in (low, high // 2)]
+    places += [(i, low) for i in range(1, high - low, 5)]
+    return all(torch.equal(run(x[i : i + n]), whole[..., i : i + n, :]) for i, n in places)
+
+
+def cancelling(n: int, k: int) -> tuple[Tensor, Tensor]:
+    """128 rows and n weights of width k whose exact products are 0: all that is left is how the sum was rounded, so
+    that another order shows, after rounding to bfloat16 too."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, k // 2, generator=g) for rows in (128, n))
+    order, odd = torch.randperm(k, generator=g), k % 2
+    both = (torch.cat([y, sign * y, y.new_zeros(len(y), odd)], 1) for y, sign in ((x, 1), (w, -1)))
+    x, w = (y[:, order] for y in both)
+    return x, w

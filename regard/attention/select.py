@@ -80,6 +80,8 @@ class Indexer(nn.Module):
         self.wk = nn.Linear(dim, self.d, bias=False)
         self.k_norm = nn.LayerNorm(self.d, 1e-6)
         self.ww = nn.Linear(dim, self.h, bias=False)
+        self.dots: Callable[[Tensor, Tensor], Tensor] = dots_exact
+        self.join: Callable[[Tensor, Tensor], Tensor] = index_scores
 
     def queries(self, c_q: Tensor, ctx: Context) -> Tensor:
         return self._place(self.wq(c_q).unflatten(-1, (self.h, self.d)), ctx)  # b t H D
@@ -97,8 +99,9 @@ class Indexer(nn.Module):
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
         """I (b t s) of queries (b t H D) against every key (b s D); x gives the head weights."""
-        dots = fp8_dots(q, k) if self.config.precision == "fp8" else dots_exact(q, k)
-        return index_scores(dots, self.ww(x).to(dots.dtype) * (self.h * self.d) ** -0.5)
+        fp8 = self.config.precision == "fp8"
+        dots = fp8_dots(q, k, self.dots) if fp8 else self.dots(q, k)
+        return self.join(dots, self.ww(x).to(dots.dtype) * (self.h * self.d) ** -0.5)
 
 
 def index_scores(dots: Tensor, w: Tensor) -> Tensor:
@@ -115,11 +118,12 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def fp8_dots(q: Tensor, k: Tensor) -> Tensor:
+def fp8_dots(q: Tensor, k: Tensor, dots: Callable[[Tensor, Tensor], Tensor] = dots_exact) -> Tensor:
     """The same with q and k rounded to float8 e4m3, one scale a row; on the tensor cores where they have it."""
     q8, q_scale = to_fp8(q)
     k8, k_scale = to_fp8(k)
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9) and q.shape[-1] % 16 == 0:
+    modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
+    if dots is dots_exact and modern and q.shape[-1] % 16 == 0:
         one = torch.ones((), device=q.device)
         raw = torch.stack(
             [
@@ -130,7 +134,7 @@ def fp8_dots(q: Tensor, k: Tensor) -> Tensor:
             ]
         )
     else:
-        raw = dots_exact(q8, k8)
+        raw = dots(q8, k8)
     return raw * q_scale * k_scale[:, None, None, :, 0]
 
 
@@ -201,11 +205,15 @@ class SparseAttention(nn.Module):
         q = self.attention.queries(c_q, ctx)
         kept, k_pos = ctx.keep(**self.attention.entries(x, ctx), index_k=self.indexer.keys(x, ctx))
         mask, bias = ctx.visible(k_pos, self.config.window), ctx.bias(k_pos)
-        if k_pos.size <= self.config.topk:
+        if self.dense(k_pos.size):
             o = self.attention.mix(q, kept, mask, ctx, bias)
         else:
             o = self.sparse(x, q, self.indexer.queries(c_q, ctx), kept, mask, ctx, bias)
         return self.attention.wo(o.flatten(2))
+
+    def dense(self, keys: int) -> bool:
+        """Whether the choice would be all keys."""
+        return keys <= self.config.topk
 
     def sparse(
         self,

@@ -4,17 +4,15 @@ What makes a row's numbers depend on the batch, and what is done here:
 - matrix products choose their kernel by the number of rows: they are always made with a number of rows from one class
   whose kernels agree, found by trying on this processor, torch and number of threads;
 - fused attention sums in an order that depends on lengths and chunks: the `ordered` backend has fixed tiles;
-- exp, tanh, cos and sin round differently in the last few elements of a tensor: activations work on padded tensors,
-  cos and sin of positions come from a table of fixed size;
-- MLA has two forms: it is always expanded.
-Norms, softmax and argmax work row by row already.
+- MLA has two forms: it is always absorbed. Sparse attention is dense while all keys can be chosen: it always chooses;
+- fused recurrent layers sum as they please: the cells' equations are run step by step. Images are read one by one;
+- sigmoid, SiLU and GELU round differently in the last few elements of a tensor: they work on padded pieces.
+Norms, softmax, exp, tanh, sin, cos, sorting and all plain arithmetic give an element the same bits anywhere.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -22,126 +20,278 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention import Context, attend
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.ordered import agrees, cancelling, dots
+from regard.attention.scores import Additive, Bilinear
 from regard.attention.select import SparseAttention
 from regard.config import UsageError
-from regard.layers import FeedForward, LMHead
+from regard.decode.prepare import Prepared
+from regard.kernels.linear import Packed, packs
+from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
+from regard.mask import Visible
 from regard.models import Model
+from regard.models.cells import Recurrence, State, hold
+from regard.models.embedding import TokenEmbedding
+from regard.models.vision import PatchEmbedding
 from regard.moe import MixtureOfExperts
-from regard.position import PositionVectors, Rope, Sinusoidal
+from regard.position import PositionVectors, RelativeBias
 
-CLASSES = ((16, 128), (16, 64), (16, 32), (32, 32))  # widest first; the last is one fixed size
-SHORT = CLASSES[2:]  # of bfloat16: wider ones differ in so few rows that a trial may miss them
-LONGEST = 1 << 17
+WIDE = ((2, 128), (16, 128), (16, 64), (16, 32), (32, 32))  # rows, best first; the last is one size
+SHORT = ((2, 32), *WIDE[3:])  # of bfloat16, whose kernels change above
+TOKENS = 16  # of a product head by head
+PIECE = 1 << 14  # numbers; from 1.5 times as many on torch shares some functions among threads
 _found: dict[tuple, tuple[int, int]] = {}
 
 
 def invariant(model: Model) -> Model:
-    """A model that shares its weights with this one and gives every row the same bits in any batch. Use it with
-    backend="ordered"; `generate(..., invariant=True)` does both."""
+    """A model that gives every row the same bits in any batch; for inference, with backend="ordered", as
+    `generate(..., invariant=True)` uses it. It holds the weights of `model`, and packed copies of those that it
+    multiplies by. An invariant model is returned as it is: made once, it serves many calls."""
+    if isinstance(model, Prepared):
+        raise UsageError(
+            f"no invariant mode for a model prepared in {model.precision}: its packed products depend on "
+            "the number of rows; give the original, which packs its own, or leave invariant out"
+        )
+    if any(isinstance(module, SteadyLinear) for module in model.modules()):
+        return model
     new = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    size = getattr(model.config, "max_len", None) or LONGEST
     for module in list(new.modules()):
-        if isinstance(module, MixtureOfExperts | SparseAttention | nn.RNNBase):
-            raise UsageError(
-                f"no invariant mode for {type(module).__name__} yet: its products have as many rows as "
-                "the tokens happen to need; leave invariant out"
-            )
-        if isinstance(module, LatentAttention):
-            module.mix = module.expanded  # type: ignore[method-assign]
-        if isinstance(module, LMHead):
-            module.project = RowClass()
-        if isinstance(module, FeedForward | LMHead) and module.act is not None:
-            module.act = SteadyActivation(module.act)
-        if (
-            isinstance(module, GroupedQueryAttention | LatentAttention)
-            and module.config.rope is not None
-        ):
-            rope = Table(**vars(module.config.rope), size=size)
-            module.config = dataclasses.replace(module.config, rope=rope)
-        if isinstance(module, PositionVectors) and isinstance(module.config, Sinusoidal):
-            table = module(torch.arange(min(size, module.config.max_len))[None])[0]
-            module.forward = partial(_look_up, table)  # type: ignore[method-assign]
+        for kind, change in CHANGES.items():
+            if isinstance(module, kind):
+                change(module)
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
                 setattr(module, name, SteadyLinear(child))
+    for module in new.modules():
+        if module._parameters and not isinstance(module, (*CHANGES, *STEADY)):
+            raise UsageError(
+                f"no invariant mode for {type(module).__name__}: how its bits depend on the batch is not "
+                "known; leave invariant out, or build the model of Regard's own parts"
+            )
     return new.eval()
 
 
-def _look_up(table: Tensor, pos: Tensor, ids: Tensor | None = None) -> Tensor:
-    return table[pos.clamp(min=0)]
+# --- products -----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Table(Rope):
-    """RoPE whose cosines and sines are looked up."""
+class Product:
+    """y = x W^T + b for rows of any number, in pieces whose number of rows lies in the class found for its shape."""
 
-    size: int = LONGEST
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        weight, bias = weight.detach().contiguous(), None if bias is None else bias.detach()
+        self.weight, self.bias, self.run = weight, bias, _kernel(weight, bias)
 
-    def angles(self, pos: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = _table(self, dim, dtype)
-        at = pos.clamp(min=0)
-        return cos[at], sin[at]
+    def __call__(self, x: Tensor) -> Tensor:
+        low, high = find_class(self.weight, self.bias)
+        flat = x.to(self.weight.dtype).reshape(-1, x.shape[-1])
+        parts = []
+        for rows in flat.split(high):
+            short = max(0, low - len(rows))
+            y = self.run(F.pad(rows, (0, 0, 0, short)) if short else rows)
+            parts.append(y[: len(rows)] if short else y)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*x.shape[:-1], -1)
 
 
-@functools.cache
-def _table(rope: Table, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return Rope.angles(rope, torch.arange(rope.size), dim, dtype)
+def _kernel(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if packs(weight.device.type, weight.dtype):
+        return Packed(weight, bias)
+    return partial(F.linear, weight=weight, bias=bias)
 
 
-class SteadyActivation:
-    """An activation on a tensor padded to a multiple of 1024 elements: then no element is in a tail."""
+def find_class(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
+    """The widest range of row counts in which products of this shape give a row the same bits, found by trying."""
+    shape, dtype = tuple(weight.shape), weight.dtype
+    key = (shape, dtype, weight.device, bias is not None, torch.get_num_threads())
+    if key not in _found:
+        classes = SHORT if dtype == torch.bfloat16 else WIDE
+        x, w = (y.to(weight) for y in cancelling(*shape))
+        run = _kernel(w, None if bias is None else torch.zeros_like(bias))
+        _found[key] = next((c for c in classes if agrees(run, x[: c[1]], *c)), classes[-1])
+    return _found[key]
+
+
+class Products:
+    """F.linear by a `Product` for each weight, made when it is first met."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple, Product] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        key = (weight.data_ptr(), weight.shape, weight.stride())
+        if key not in self.made:
+            self.made[key] = Product(weight, bias)
+        return self.made[key](x)
+
+
+class SteadyLinear(nn.Module):
+    """nn.Linear whose rows have the same bits in any company."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight, self.bias, self.project = linear.weight, linear.bias, Products()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x, self.weight, self.bias)
+
+
+class Steady:
+    """A function of single numbers, in pieces that no vector leaves a rest of and that torch gives to one thread."""
 
     def __init__(self, act: Callable[[Tensor], Tensor]):
         self.act = act
 
     def __call__(self, x: Tensor) -> Tensor:
-        flat = F.pad(x.reshape(-1), (0, -x.numel() % 1024))
-        return self.act(flat)[: x.numel()].view(x.shape)
+        flat = F.pad(x.reshape(-1), (0, -x.numel() % 64))
+        parts = [self.act(part) for part in flat.split(PIECE)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole[: x.numel()].view(x.shape)
 
 
-class SteadyLinear(nn.Module):
-    """y = x W^T + b with the same bits for a row in any company."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.rows = RowClass()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rows(x, self.weight, self.bias)
+# --- what is changed in each part ---------------------------------------------------------------------------------
 
 
-class RowClass:
-    """F.linear in pieces whose number of rows lies in the class that the weight's shape was found to have."""
-
-    def __init__(self) -> None:
-        self.sizes: tuple[int, int] | None = None
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        low, high = self.sizes = self.sizes or find_class(weight, bias)
-        flat = x.reshape(-1, x.shape[-1])
-        parts = []
-        for rows in flat.split(high):
-            short = max(0, low - len(rows))
-            y = F.linear(F.pad(rows, (0, 0, 0, short)) if short else rows, weight, bias)
-            parts.append(y[: len(rows)] if short else y)
-        return torch.cat(parts).view(*x.shape[:-1], -1)
+def _feed_forward(module: FeedForward | LMHead | LabelHead) -> None:
+    if module.act is not None:
+        module.act = Steady(module.act)
+    if isinstance(module, LMHead):
+        module.project = Products()
 
 
-def find_class(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    """The widest range of row counts in which this product gives a row the same bits, found by trying it."""
-    key = (tuple(weight.shape), weight.dtype, bias is not None, torch.get_num_threads())
-    if key not in _found:
-        classes = SHORT if weight.dtype == torch.bfloat16 else CLASSES
-        _found[key] = next((c for c in classes if _agrees(weight, bias, *c)), CLASSES[-1])
-    return _found[key]
+def _experts(module: MixtureOfExperts) -> None:
+    module.act, module.sigmoid, module.project = (
+        Steady(module.act),
+        Steady(torch.sigmoid),
+        Products(),
+    )
+    module.logits = Product(module.router.weight.float(), None)  # type: ignore[method-assign]
 
 
-def _agrees(weight: Tensor, bias: Tensor | None, low: int, high: int) -> bool:
-    x = torch.randn(high, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    whole = F.linear(x, weight, bias)
-    powers = {n + d for n in (16, 32, 64, 128) for d in (-1, 0, 1)}
-    trials = {n for n in (*range(low, high, 7), *powers) if low <= n <= high}
-    return all(torch.equal(F.linear(x[:n], weight, bias), whole[:n]) for n in sorted(trials))
+def _latent(module: LatentAttention) -> None:
+    module.mix = module.absorbed = partial(_absorbed, module)  # type: ignore[method-assign]
+
+
+def _absorbed(
+    self: LatentAttention,
+    q: Tensor,
+    kept: dict[str, Tensor],
+    mask: Visible | Tensor,
+    ctx: Context,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """LatentAttention.absorbed with the products of its heads in tiles."""
+    up = self.w_ukv.weight.view(self.h, self.d + self.e, self.c)
+    w_uk, w_uv = up.split([self.d, self.e], 1)  # h d c, h e c
+    nope, rope = q.split([self.d, self.r], -1)
+    q = torch.cat([_each_head(nope, w_uk), rope], -1)
+    latent = kept["latent"][:, :, None]  # b s 1 c
+    k = torch.cat([latent, kept["k_rope"][:, :, None]], -1) if self.r else latent
+    o = attend(q, k, latent, mask, bias=bias, **self.terms(ctx))
+    return _each_head(o, w_uv.transpose(1, 2))
+
+
+def _each_head(x: Tensor, w: Tensor) -> Tensor:
+    """(b t h i), (h i o) -> (b t h o), 16 tokens at a time."""
+    rows = x.flatten(0, 1).transpose(0, 1)  # h n i
+    n = rows.shape[1]
+    rows = F.pad(rows, (0, 0, 0, -n % TOKENS))
+    y = torch.cat([part @ w for part in rows.split(TOKENS, 1)], 1)[:, :n]
+    return y.transpose(0, 1).unflatten(0, x.shape[:2])
+
+
+def _sparse(module: SparseAttention) -> None:
+    module.dense = lambda keys: False  # type: ignore[method-assign]
+    module.choice = partial(_seen_first, module.choice)  # type: ignore[method-assign]
+    module.indexer.dots, module.indexer.join = dots, _index_scores
+
+
+def _index_scores(dots: Tensor, w: Tensor) -> Tensor:
+    """`index_scores`, head after head."""
+    total = torch.zeros_like(dots[:, :, 0])
+    for j in range(dots.shape[2]):
+        total = total + w[:, :, j, None] * torch.relu(dots[:, :, j])
+    return total
+
+
+def _seen_first(
+    choice: Callable[[Tensor, int, Tensor | None], Tensor],
+    scores: Tensor,
+    k: int,
+    order: Tensor | None,
+) -> Tensor:
+    """The choice with what may not be seen at its end, so that the rest lies in the same tiles with any k."""
+    chosen = choice(scores, k, order)
+    hidden = scores.gather(-1, chosen) == -torch.inf
+    return chosen.gather(-1, hidden.to(torch.uint8).argsort(dim=-1, stable=True))
+
+
+def _additive(module: Additive) -> None:
+    def join(q: Tensor, k: Tensor) -> Tensor:
+        return (torch.tanh(q[..., :, None, :] + k[..., None, :, :]) * module.wv).sum(-1)
+
+    module.join = join  # type: ignore[method-assign]
+
+
+def _bilinear(module: Bilinear) -> None:
+    products = Products()
+    module.query = lambda q: products(q, module.weight.t())  # type: ignore[method-assign]
+
+
+def _recurrence(module: Recurrence) -> None:
+    module.forward = partial(_recur, module, Products())  # type: ignore[method-assign]
+
+
+def _recur(
+    self: Recurrence, project: Products, x: Tensor, state: State, lengths: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """`Recurrence.plain`, in both directions where there are two; padding never moves a state."""
+    ends: list[State] = []
+    sides = ("", "_reverse") if self.rnn.bidirectional else ("",)
+    for i in range(self.layers):
+        outs = []
+        for side in sides:
+            names = ("weight_ih_l", "weight_hh_l", "bias_ih_l", "bias_hh_l")
+            w, u, b, d = (getattr(self.rnn, f"{name}{i}{side}") for name in names)
+            now, inputs = tuple(s[len(ends)] for s in state), project(x, w, b).unbind(1)
+            out = {}
+            for t in reversed(range(len(inputs))) if side else range(len(inputs)):
+                new = self.cell.gates(inputs[t], project(now[0], u, d), now, GATE)
+                now = new if lengths is None else hold(new, now, lengths > t)
+                out[t] = now[0]
+            outs.append(torch.stack([out[t] for t in range(len(inputs))], 1))
+            ends.append(now)
+        x = torch.cat(outs, -1)
+    return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+
+def _convolution(module: nn.Conv2d) -> None:
+    whole = module.forward
+    module.forward = lambda input: torch.cat([whole(x[None]) for x in input])  # type: ignore[method-assign]
+
+
+GATE = Steady(torch.sigmoid)
+CHANGES: dict[type, Callable] = {
+    FeedForward: _feed_forward,
+    LMHead: _feed_forward,
+    LabelHead: _feed_forward,
+    MixtureOfExperts: _experts,
+    LatentAttention: _latent,
+    SparseAttention: _sparse,
+    Additive: _additive,
+    Bilinear: _bilinear,
+    Recurrence: _recurrence,
+    nn.Conv2d: _convolution,
+}
+STEADY = (  # parts with weights that need no change
+    SteadyLinear,
+    GroupedQueryAttention,
+    TokenEmbedding,
+    PatchEmbedding,
+    PositionVectors,
+    RelativeBias,
+    RMSNorm,
+    nn.LayerNorm,
+    nn.Embedding,
+    nn.RNNBase,  # whose weights are run by the cells
+)

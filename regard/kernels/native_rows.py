@@ -38,8 +38,12 @@ def _call(name: str) -> Callable[[bytes], int] | None:
 
 
 def _readable(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether C may read x: on the CPU, the last axis without gaps, no gradient wanted."""
-    return x.is_cpu and x.dtype is dtype and x.stride(-1) == 1 and not x.requires_grad
+    """Whether C can read x: on the CPU, the last axis without gaps."""
+    return x.is_cpu and x.dtype is dtype and x.stride(-1) == 1
+
+
+def _learns(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 # --- attention of one token ---------------------------------------------------------------------------------------
@@ -69,10 +73,11 @@ def attend_one(
         call is None
         or half is None
         or not (q.is_cpu and q.dtype is torch.float32 and v.dtype is k.dtype)
-        or not (by_q[2] == by_k[3] == by_v[3] == 1 and not q.requires_grad)
+        or not (by_q[2] == by_k[3] == by_v[3] == 1)
         or not (_readable(pos, torch.int64) and len(pos) == len(q))
         or not (place is None or (_readable(place, torch.int32) and len(place) == len(q)))
-        or not (bias is None or (_readable(bias, torch.float32) and len(bias) in (1, len(q))))
+        or not (bias is None or (_readable(bias) and len(bias) in (1, len(q))))
+        or _learns(q, k, v)
     ):
         return plain_attend_one(
             q, k, v, pos, scale=scale, place=place, share=share, window=window, bias=bias
@@ -91,9 +96,7 @@ def attend_one(
     sizes = (r, h, g, d, e, half, stored, slots, share, slots if window is None else window)
     queries, pointers = (q.data_ptr(), *by_q[:2]), (pos.data_ptr(), *places, *extra)
     keys, values = (k.data_ptr(), *by_k[:3]), (v.data_ptr(), *by_v[:3])
-    outside = call(
-        ATTEND.pack(*sizes, *queries, *keys, *values, *pointers, out.data_ptr(), scale)
-    )
+    outside = call(ATTEND.pack(*sizes, *queries, *keys, *values, *pointers, out.data_ptr(), scale))
     if outside:
         raise IndexError("attend_one: a position or a place lies outside of the cache")
     return out
@@ -201,14 +204,13 @@ def plain_enter(
     if cos is not None and sin is not None:
         n = cos.shape[-1]
         cos, sin = cos.reshape(-1, 1, n), sin.reshape(-1, 1, n)
-        step = (
-            (slice(n), slice(n, 2 * n))
-            if layout == "half"
-            else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
-        )
-        a, b = qk[..., step[0]], qk[..., step[1]]
+        pair = (slice(n), slice(n, 2 * n))
+        if layout == "interleaved":
+            pair = (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+        a, b = (qk[..., x] for x in pair)
         c, d = a * cos - b * sin, b * cos + a * sin
-        a.copy_(c), b.copy_(d)
+        a.copy_(c)
+        b.copy_(d)
     row = (pos >= 0).nonzero()[:, 0]
     k_store[row, pos[row]] = qk[row, heads:].to(k_store.dtype)
     v_store[row, pos[row]] = v[row].unflatten(-1, (groups, value_width)).to(v_store.dtype)
@@ -223,8 +225,9 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) 
     call = _call("norm")
     if (
         call is None
-        or not (_readable(x) and _readable(weight) and x.is_contiguous())
-        or not (bias is None or _readable(bias))
+        or not (x.is_cpu and x.dtype is weight.dtype is torch.float32 and x.is_contiguous())
+        or not (bias is None or bias.dtype is torch.float32)
+        or _learns(x, weight)
     ):
         return plain_norm(x, weight, bias, eps, kind)
     m = x.shape[-1]
@@ -253,13 +256,14 @@ def choose(logits: Tensor, k: int, banned: Sequence[int] = ()) -> tuple[Tensor, 
     r, vocab = logits.shape
     assert 0 < k <= vocab - len(banned), f"{k} of {vocab} logits, {len(banned)} of them banned"
     call = _call("choose")
-    if call is None or not _readable(logits):
+    if call is None or not _readable(logits) or _learns(logits):
         return plain_choose(logits, k, banned)
     lse, values = logits.new_empty(r), logits.new_empty(r, k)
     ids = torch.empty(r, k, dtype=torch.int64)
     bans = array("q", banned)
-    sizes = (r, vocab, k, len(bans), logits.stride(0), logits.data_ptr(), bans.buffer_info()[0])
-    call(CHOOSE.pack(*sizes, lse.data_ptr(), values.data_ptr(), ids.data_ptr()))
+    given = (logits.stride(0), logits.data_ptr(), bans.buffer_info()[0])
+    found = (lse.data_ptr(), values.data_ptr(), ids.data_ptr())
+    call(CHOOSE.pack(r, vocab, k, len(bans), *given, *found))
     return lse, values, ids
 
 

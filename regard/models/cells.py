@@ -21,39 +21,43 @@ from regard.cache import Cache, CacheSpec
 from regard.mask import Visible
 
 State = tuple[Tensor, ...]  # (h,) or (h, c): (b m) of one cell, (layers b m) of a stack
+Gate = Callable[[Tensor], Tensor]
 
 
-def elman(x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
+# x is W x + b of the token and h is U h + d of the state before it; `gate` is the sigmoid
+
+
+def elman(x: Tensor, h: Tensor, state: State, gate: Gate = torch.sigmoid) -> State:
     """h' = tanh(W x + b + U h + d) (Elman 1990)."""
-    (h,) = state
-    return (torch.tanh(F.linear(x, w, b) + F.linear(h, u, d)),)
+    return (torch.tanh(x + h),)
 
 
-def gru(x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
+def gru(x: Tensor, h: Tensor, state: State, gate: Gate = torch.sigmoid) -> State:
     """r, z = sigmoid(W x + b + U h + d), n = tanh(W x + b + r (U h + d)), h' = (1 - z) n + z h (Cho et al. 2014)."""
-    (h,) = state
-    x_r, x_z, x_n = F.linear(x, w, b).chunk(3, -1)
-    h_r, h_z, h_n = F.linear(h, u, d).chunk(3, -1)
-    r, z = torch.sigmoid(x_r + h_r), torch.sigmoid(x_z + h_z)
+    x_r, x_z, x_n = x.chunk(3, -1)
+    h_r, h_z, h_n = h.chunk(3, -1)
+    r, z = gate(x_r + h_r), gate(x_z + h_z)
     n = torch.tanh(x_n + r * h_n)
-    return ((1 - z) * n + z * h,)
+    return ((1 - z) * n + z * state[0],)
 
 
-def lstm(x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
+def lstm(x: Tensor, h: Tensor, state: State, gate: Gate = torch.sigmoid) -> State:
     """i, f, o = sigmoid(...), g = tanh(W x + b + U h + d),  c' = f c + i g,  h' = o tanh(c') (Gers et al. 2000)."""
-    h, c = state
-    i, f, g, o = (F.linear(x, w, b) + F.linear(h, u, d)).chunk(4, -1)
-    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
+    i, f, g, o = (x + h).chunk(4, -1)
+    c = gate(f) * state[1] + gate(i) * torch.tanh(g)
+    return gate(o) * torch.tanh(c), c
 
 
 @dataclass(frozen=True)
 class Cell:
     """A cell's equations, torch's layer with the same weights, and the names of what its state holds."""
 
-    step: Callable[[Tensor, State, Tensor, Tensor, Tensor, Tensor], State]
+    gates: Callable[..., State]
     fast: Callable[..., nn.RNNBase]
     state: tuple[str, ...]
+
+    def step(self, x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
+        return self.gates(F.linear(x, w, b), F.linear(state[0], u, d), state)
 
 
 CELLS: dict[str, Cell] = {

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import regard
 from regard.attention import DSA, GQA, attend
-from regard.attention.ordered import dots
+from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive
 from regard.attention.select import Indexer, dots_exact
 from regard.config import UsageError
-from regard.decode.invariant import WIDE, Product, Steady, _agrees, _cancelling, invariant
+from regard.decode.invariant import WIDE, Product, Steady, invariant
 from regard.layers import ACTIVATIONS
 from regard.models import Model, Seq2SeqConfig
 from regard.moe import MoE
@@ -77,7 +77,7 @@ def test_invariant_mode_refuses_parts_that_it_does_not_know() -> None:
 def test_product_gives_a_row_the_same_bits_among_any_number(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    x, w = (y.to(dtype) for y in _cancelling(*shape))
+    x, w = (y.to(dtype) for y in cancelling(*shape))
     x = torch.cat([x, x.flip(0), x[:44]])  # 300 rows: more than one product holds
     product = Product(w, torch.randn(shape[0]).to(dtype) * 1e-6)
     whole = product(x)
@@ -88,17 +88,17 @@ def test_product_gives_a_row_the_same_bits_among_any_number(
 
 
 def test_search_for_a_class_sees_another_order_of_the_sum_in_bfloat16() -> None:
-    """Of ordinary numbers hardly a product differs after rounding to 8 bits; those of `_cancelling` all do."""
-    x, w = (y.bfloat16() for y in _cancelling(40, 64))
+    """Of ordinary numbers hardly a product differs after rounding to 8 bits; those of `cancelling` all do."""
+    x, w = (y.bfloat16() for y in cancelling(40, 64))
 
     def fickle(x: Tensor) -> Tensor:
         """Sums from the other end in products of 24 rows and more."""
         parts = (x.float()[:, None] * w.float()).unbind(-1)
         return sum(parts if len(x) < 24 else parts[::-1], start=torch.zeros(())).bfloat16()  # type: ignore[attr-defined]
 
-    assert _agrees(fickle, x[:16], 2, 16)
-    assert not _agrees(fickle, x[:32], 2, 32)
-    assert not any(_agrees(fickle, x[: c[1]], *c) for c in WIDE[:-1])
+    assert agrees(fickle, x[:16], 2, 16)
+    assert not agrees(fickle, x[:32], 2, 32)
+    assert not any(agrees(fickle, x[: c[1]], *c) for c in WIDE[:-1])
 
 
 # --- functions of single numbers ----------------------------------------------------------------------------------

@@ -4,9 +4,9 @@
 #include <float.h>
 
 enum {
-    BLOCK = 1024, /* logits that are read for their maximum, then again, from the first cache, for their exponentials */
-    STRIP = 4 * LANES, /* of which those are looked at one by one that hold something better than the k best so far */
-    WORTH = 65536      /* logits that are worth a second thread */
+    BLOCK = 64 * LANES, /* logits that are read for their maximum, and again, out of the first cache, for their sum */
+    STRIP = 4 * LANES,  /* logits that are looked at one by one if one of them may be among the best */
+    WORTH = 65536       /* logits that are worth a second thread */
 };
 
 /* What native_rows.choose packs; the stride counts numbers. */
@@ -38,10 +38,18 @@ static void offer(struct best *b, float x, int64_t id) {
     b->ids[at] = id;
 }
 
-/* Offers the n logits from `id` on; equals stay in the order of their ids. */
+/* Offers n logits of a strip whose first id is given; equals stay in the order of their ids. */
 static void look(struct best *b, const float *x, int64_t id, int64_t n) {
-    for (int64_t i = 0; i < n; i++)
-        if (b->count < b->k || x[i] > b->values[b->k - 1]) offer(b, x[i], id + i);
+    int64_t i = 0;
+    for (; i < n && b->count < b->k; i++) offer(b, x[i], id + i);
+    for (; i < n && i % LANES; i++)
+        if (x[i] > b->values[b->k - 1]) offer(b, x[i], id + i);
+    for (; i < n; i += LANES) {
+        for (uint32_t found = above(load(x + i), b->values[b->k - 1]); found; found &= found - 1) {
+            int64_t j = i + __builtin_ctz(found);
+            if (x[j] > b->values[b->k - 1]) offer(b, x[j], id + j);
+        }
+    }
 }
 
 /* The largest of n logits, behind which -inf fills a strip; whatever is among the best is offered. */
@@ -51,8 +59,7 @@ static float survey(struct best *b, const float *x, int64_t id, int64_t n) {
         vec top = larger(larger(load(x + i), load(x + i + LANES)),
                          larger(load(x + i + 2 * LANES), load(x + i + 3 * LANES)));
         most = larger(top, most);
-        if (b->count < b->k || any_above(top, b->values[b->k - 1]))
-            look(b, x + i, id + i, n - i < STRIP ? n - i : STRIP);
+        if (b->count < b->k || above(top, b->values[b->k - 1])) look(b, x + i, id + i, n - i < STRIP ? n - i : STRIP);
     }
     return largest(most);
 }

@@ -1,7 +1,10 @@
 /* What a decoding step does to each row besides products and attention: norms, turning, entering the cache. */
 #include "vector.h"
 
-enum { WORTH = 150000 }; /* numbers that are worth a second thread */
+enum {
+    WORTH = 60000,    /* numbers that are worth a second thread */
+    PART = 32 * LANES /* numbers that are summed as floats */
+};
 
 /* What native_rows.norm packs. */
 struct norm {
@@ -11,18 +14,27 @@ struct norm {
     double eps;
 };
 
-/* The sum of x - mean, or of its square. */
+/* The sum of x - mean, or of its square; in parts, as a long sum of floats rounds too often. */
 INLINE float spread(const float *x, int64_t m, float mean, const int plain) {
-    vec a = splat(0), b = splat(0);
+    double sum = 0;
     int64_t i = 0;
-    for (; i + 2 * LANES <= m; i += 2 * LANES) {
-        vec y = load(x + i) - mean, z = load(x + i + LANES) - mean;
-        a += plain ? y : y * y;
-        b += plain ? z : z * z;
+    while (i + LANES <= m) {
+        vec a = splat(0), b = splat(0);
+        int64_t end = m < i + PART ? m : i + PART;
+        for (; i + 2 * LANES <= end; i += 2 * LANES) {
+            vec y = load(x + i) - mean, z = load(x + i + LANES) - mean;
+            a += plain ? y : y * y;
+            b += plain ? z : z * z;
+        }
+        if (i + LANES <= end) {
+            vec y = load(x + i) - mean;
+            a += plain ? y : y * y;
+            i += LANES;
+        }
+        sum += total(a + b);
     }
-    float sum = total(a + b);
     for (; i < m; i++) sum += plain ? x[i] - mean : (x[i] - mean) * (x[i] - mean);
-    return sum;
+    return (float)sum;
 }
 
 static void norm_row(const struct norm *a, const float *x, float *y) {

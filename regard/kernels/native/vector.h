@@ -4,8 +4,11 @@
 
 #include "common.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
 #define LANES 8
@@ -91,12 +94,16 @@ INLINE float largest(vec x) {
 #endif
 }
 
-/* Whether a number is above `floor`. */
-INLINE int any_above(vec x, float floor) {
+/* A bit for each number that is above `floor`. */
+INLINE uint32_t above(vec x, float floor) {
 #if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(floor), _CMP_GT_OQ) != 0;
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(floor), _CMP_GT_OQ);
+#elif defined(__AVX__)
+    return (uint32_t)_mm256_movemask_ps((__m256)(x > floor));
 #else
-    return largest(x) > floor;
+    uint32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= (uint32_t)(x[i] > floor) << i;
+    return found;
 #endif
 }
 

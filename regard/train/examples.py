@@ -1,0 +1,233 @@
+"""Feeds of examples that have an answer: `PairFeed` for translation and its like, `LabelFeed` for classes of texts,
+tokens and spans, `ImageFeed` for pictures. See regard.train.feed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+
+from regard.config import UsageError
+from regard.train.batch import IGNORE, Batch
+from regard.train.feed import Base, Batching, tensors
+from regard.train.files import DataError
+from regard.train.pack import CHANGES, Buckets, Deck, cut, draws, framed
+from regard.train.shards import Column, digest
+
+Around = tuple[Sequence[int], Sequence[int]]  # ids in front of a text and behind it
+
+
+def ends_of(around: Around, batching: Batching) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    before, after = (tuple(side) for side in around)
+    if batching.length is not None and batching.length <= len(before) + len(after):
+        raise UsageError(
+            f"length = {batching.length} leaves no room beside {len(before) + len(after)} special tokens"
+        )
+    return before, after
+
+
+class PairFeed(Base):
+    """A source to read and a target to write, in batches of about one length.
+
+    The encoder reads `before` source `after`; the decoder reads `start` target and must say target `end`. A target that
+    was truncated has no end."""
+
+    def __init__(
+        self,
+        source: Column,
+        target: Column,
+        batching: Batching,
+        *,
+        start: int,
+        end: int,
+        pad: int = 0,
+        around: Around = ((), ()),
+        held: PairFeed | None = None,
+        fingerprint: str = "",
+    ):
+        if len(source) != len(target):
+            raise DataError(f"{len(source):,} sources and {len(target):,} targets; they must agree")
+        if batching.overlong == "split":
+            raise UsageError("a pair cannot be split; say overlong = error, truncate or drop")
+        self.source, self.target, self.batching = source, target, batching
+        self.start, self.end, self.pad = start, end, pad
+        self.before, self.after = ends_of(around, batching)
+        self.held = held
+        self._lay()
+        self.epoch = self.order.epoch
+        name = fingerprint or digest([source.fingerprint, target.fingerprint])
+        special = {"start": start, "end": end, "pad": pad, "around": [self.before, self.after]}
+        self.fingerprint = self.sign(name, **asdict(batching), **special)
+
+    def _lay(self) -> None:
+        b, ends = self.batching, len(self.before) + len(self.after)
+        read, said = self.source.lengths + ends, self.target.lengths + 1
+        cuts = [
+            cut(n, b.length, b.overlong, what) for n, what in ((read, "source"), (said, "target"))
+        ]
+        kept = self.kept = np.intersect1d(cuts[0].row, cuts[1].row)
+        if not len(kept):
+            raise DataError(f"every pair is longer than {b.length} tokens, and was dropped")
+        limit = np.iinfo(np.int64).max if b.length is None else b.length
+        over = int(((read > limit) | (said > limit)).sum())
+        self.cut = replace(cuts[0], over=over)
+        self.read = np.minimum(read[kept], limit)
+        self.said = np.minimum(said[kept], limit)
+        widest = b.padded(np.maximum(self.read, self.said))
+        self.order = Buckets(widest, b.tokens, b.rows, b.seed)
+
+    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        read, said = self.read[numbers], self.said[numbers]
+        widths = [int(self.batching.padded(sizes).max()) for sizes in (read, said)]
+        row, sizes, steps = self.kept[numbers[part]], read[part], said[part]
+        assert self.source.ends is not None and self.target.ends is not None
+        size = sizes - len(self.before) - len(self.after)
+        around = (self.pad, self.before, self.after)
+        source = framed(self.source.values, self.source.ends[row], size, widths[0], *around)
+        values, starts, whole = self.target.values, self.target.ends[row], self.target.lengths[row]
+        ids = framed(values, starts, steps - 1, widths[1], self.pad, (self.start,))
+        labels = framed(values, starts, np.minimum(whole, steps), widths[1], IGNORE)
+        ended = np.flatnonzero(whole < steps)
+        labels[ended, whole[ended]] = self.end
+        more = {"source": torch.from_numpy(source)}
+        if (read < widths[0]).any():
+            more["source_lengths"] = torch.from_numpy(sizes)
+        return tensors(ids, labels, steps, said, **more)
+
+    def describe(self) -> str:
+        real = int(self.read.sum() + self.said.sum())
+        whole = sum(
+            len(n) * int(self.batching.padded(x[n]).max())
+            for n in self.order.fixed()
+            for x in (self.read, self.said)
+        )
+        return (
+            f"{len(self.kept):,} pairs, {self.read.sum():,} source and {self.said.sum():,} target tokens in "
+            f"{self.epoch:,} batches a pass ({1 - real / whole:.1%} padding){self.cut.said()}"
+        )
+
+
+# --- labels -------------------------------------------------------------------------------------------------------
+
+
+class LabelFeed(Base):
+    """Texts with labels: one a text; one a token, as many as the text has; or first and last token of a span (n 2).
+
+    The model reads `before` text `after`; labels of tokens and spans move along. A span that was cut off is not
+    counted."""
+
+    def __init__(
+        self,
+        texts: Column,
+        labels: Column,
+        batching: Batching,
+        *,
+        pad: int = 0,
+        around: Around = ((), ()),
+        held: LabelFeed | None = None,
+        fingerprint: str = "",
+    ):
+        if len(texts) != len(labels):
+            raise DataError(f"{len(texts):,} texts and {len(labels):,} labels; they must agree")
+        if batching.overlong == "split":
+            raise UsageError(
+                "a labelled text cannot be split; say overlong = error, truncate, drop"
+            )
+        self.texts, self.labels, self.batching, self.pad = texts, labels, batching, pad
+        self.before, self.after = ends_of(around, batching)
+        self.held, b = held, batching
+        ends = len(self.before) + len(self.after)
+        self.cut = cut(texts.lengths + ends, b.length, b.overlong, "text")
+        if not len(self.cut.row):
+            raise DataError(f"every text is longer than {b.length} tokens, and was dropped")
+        self.order = Buckets(b.padded(self.cut.size), b.tokens, b.rows, b.seed)
+        self.epoch = self.order.epoch
+        name = fingerprint or digest([texts.fingerprint, labels.fingerprint])
+        special = {"pad": pad, "around": [self.before, self.after]}
+        self.fingerprint = self.sign(name, **asdict(batching), **special)
+
+    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        whole = self.cut.size[numbers]
+        width = int(self.batching.padded(whole).max())
+        sizes, row = whole[part], self.cut.row[numbers[part]]
+        size = sizes - len(self.before) - len(self.after)
+        assert self.texts.ends is not None
+        starts = self.texts.ends[row]
+        ids = framed(self.texts.values, starts, size, width, self.pad, self.before, self.after)
+        return tensors(ids, self._labels(row, size, width), sizes, whole)
+
+    def _labels(self, row: np.ndarray, size: np.ndarray, width: int) -> np.ndarray:
+        values, ends = self.labels.values, self.labels.ends
+        if ends is not None:
+            gap = (IGNORE,) * len(self.before)
+            return framed(values, ends[row], size, width, IGNORE, gap)
+        found = values[row].astype(np.int64)
+        if found.ndim == 2:
+            lost = (found >= size[:, None]).any(1) | (found < 0).any(1)
+            found = np.where(lost[:, None], IGNORE, found + len(self.before))
+        return found
+
+    def describe(self) -> str:
+        said = f"{len(self.cut.row):,} texts, {self.cut.size.sum():,} tokens"
+        return f"{said}; {self.epoch:,} batches a pass{self.cut.said()}"
+
+
+class ImageFeed(Base):
+    """Pictures, bytes (n h w c), and a class for each: x / 255, minus `mean`, over `std`.
+
+    While training, each is moved by at most `shift` pixels either way (black comes in) and, with `flip`, mirrored every
+    other time."""
+
+    def __init__(
+        self,
+        pictures: Column,
+        labels: Column,
+        batching: Batching,
+        *,
+        mean: Sequence[float] = (0.5,),
+        std: Sequence[float] = (0.5,),
+        shift: int = 0,
+        flip: bool = False,
+        held: ImageFeed | None = None,
+        fingerprint: str = "",
+    ):
+        if len(pictures) != len(labels):
+            raise DataError(f"{len(pictures):,} pictures, {len(labels):,} labels; they must agree")
+        if batching.rows is None:
+            raise UsageError("a batch of pictures is counted in rows: rows = N")
+        self.pictures, self.labels, self.batching = pictures, labels, batching
+        self.mean, self.std = (np.array(x, np.float32).reshape(-1, 1, 1) for x in (mean, std))
+        self.shift, self.flip, self.held = shift, flip, held
+        self.order = Deck(len(pictures), batching.rows, batching.seed)
+        self.epoch = self.order.epoch
+        name = fingerprint or digest([pictures.fingerprint, labels.fingerprint])
+        changes = {"mean": list(mean), "std": list(std), "shift": shift, "flip": flip}
+        self.fingerprint = self.sign(name, **asdict(batching), **changes)
+
+    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        x = self.pictures.values[numbers[part]]
+        if k is not None and (self.shift or self.flip):
+            drawn = draws(self.batching.seed, CHANGES, k, 3 * len(numbers)).reshape(-1, 3)[part]
+            x = self._moved(x, drawn)
+        x = (x.transpose(0, 3, 1, 2).astype(np.float32) / 255 - self.mean) / self.std
+        labels = self.labels.values[numbers[part]].astype(np.int64)
+        return Batch(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(labels))
+
+    def _moved(self, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+        b, height, width, _ = x.shape
+        by = (drawn[:, :2] % np.uint64(2 * self.shift + 1)).astype(np.int64) - self.shift
+        down, right = np.arange(height) + by[:, :1], np.arange(width) + by[:, 1:]  # b h, b w
+        if self.flip:
+            right = np.where(drawn[:, 2:] & np.uint64(1), right[:, ::-1], right)
+        inside = ((down >= 0) & (down < height))[:, :, None] & ((right >= 0) & (right < width))[
+            :, None
+        ]
+        row = np.arange(b)[:, None, None]
+        at = down.clip(0, height - 1)[:, :, None], right.clip(0, width - 1)[:, None]
+        return x[row, *at] * inside[..., None]
+
+    def describe(self) -> str:
+        size = "{1} x {0}".format(*self.pictures.values.shape[1:3])
+        return f"{len(self.pictures):,} pictures of {size}; {self.epoch:,} batches a pass"

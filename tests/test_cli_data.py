@@ -1,0 +1,260 @@
+"""regard data peek and regard tokenizer train: what they print, what they write, how mistakes end."""
+
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from regard.cli_data import Peek, Train, run
+from regard.cli_options import parse
+from regard.cli_peek import breadth, columns, picture, visible
+from regard.config import UsageError
+from regard.text import Tokenizer, needed
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES = ["the dog runs", "a cat sleeps in the park", "", "größer 😀", "dogs and cats"]
+
+
+def put(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def command(cls: Any, *arguments: Any) -> int:
+    options = parse(cls, "data peek", [str(a) for a in arguments])
+    assert options is not None
+    return run(options)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return put(tmp_path / "a.txt", "".join(f"{line}\n" for line in LINES))
+
+
+@pytest.fixture
+def tok(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert command(Train, text, "--out", tmp_path / "tok", "--vocab", 270, "--unit", "line") == 0
+    capsys.readouterr()
+    return tmp_path / "tok"
+
+
+def test_help_and_options_do_not_import_torch() -> None:
+    script = """
+import sys
+from regard.cli_data import Peek, Train
+from regard.cli_options import parse
+assert parse(Peek, "data peek", ["--help"]) is None and parse(Train, "tokenizer train", ["--help"]) is None
+assert parse(Peek, "data peek", ["a", "b", "--rows", "2"]).files == ("a", "b")
+heavy = {"torch", "numpy", "tokenizers", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "regard data peek story.txt" in done.stdout and "--overlong" in done.stdout
+
+
+# --- tokenizer train ----------------------------------------------------------------------------------------------
+
+
+def test_tokenizer_is_written_and_described(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tok"
+    assert command(Train, text, "--out", out, "--kind", "chars", "--unit", "line") == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{out}: chars, ") and "1.00 characters a token" in said
+    assert "learned from 5 texts" in said
+    tokenizer = needed(Tokenizer.from_folder(out))
+    assert tokenizer.decode(tokenizer.encode(LINES[3])) == LINES[3]
+
+
+def test_sides_get_one_tokenizer_or_two(text: Path, tmp_path: Path) -> None:
+    other = put(tmp_path / "b.txt", "".join(f"{line.upper()}\n" for line in LINES))
+    given = [text, "--target", other, "--kind", "chars", "--task", "seq2seq"]
+    command(Train, *given, "--out", tmp_path / "joint")
+    command(Train, *given, "--out", tmp_path / "sides", "--sides")
+    joint = needed(Tokenizer.from_folder(tmp_path / "joint"))
+    source, target = (
+        needed(Tokenizer.from_folder(tmp_path / "sides" / s)) for s in ("source", "target")
+    )
+    assert joint.special.unk not in joint.encode("the dog THE DOG")
+    assert source.special.unk in source.encode("THE") and target.special.unk in target.encode("the")
+
+
+def test_tokenizer_takes_special_tokens_and_columns(tmp_path: Path) -> None:
+    table = put(tmp_path / "a.tsv", "1\tthe dog\n0\ta cat\n")
+    out = tmp_path / "tok"
+    command(
+        Train, table, "--columns", "text=1", "--kind", "chars", "--special", "unk=<u>", "--special", "eos=<e>",
+        "--more", "<user>", "--around", "end", "--out", out,
+    )  # fmt: skip
+    tokenizer = needed(Tokenizer.from_folder(out))
+    assert [tokenizer.core.token_to_id(t) for t in ("<u>", "<e>", "<user>")] == [0, 1, 2]
+    assert tokenizer.encode("1<user>")[:] == [0, 2, 1]  # the labels were not learned
+
+
+def test_tokenizer_is_not_overwritten_unasked(text: Path, tok: Path) -> None:
+    before = (tok / "tokenizer.json").read_bytes()
+    with pytest.raises(UsageError, match="tokenizer.json exists; .* --overwrite"):
+        command(Train, text, "--out", tok, "--kind", "bytes")
+    assert (tok / "tokenizer.json").read_bytes() == before
+    command(Train, text, "--out", tok, "--kind", "bytes", "--overwrite")
+    assert (tok / "tokenizer.json").read_bytes() != before
+
+
+# --- data peek ----------------------------------------------------------------------------------------------------
+
+
+def test_peek_shows_tokens_ids_labels_and_borders(
+    text: Path, tok: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--tokenizer", tok, "--unit", "line", "--length", 40, "--rows", 1]
+    assert command(Peek, text, *flags) == 0
+    out = capsys.readouterr().out
+    head, about, batch, *_ = out.splitlines()
+    assert head.startswith(f"{text}: 5 examples, 1 empty; ") and "0.00% unknown" in head
+    assert "documents, packed into" in about and "task lm, seed 0, batch 0: 1 x 40" in batch
+    table = [line for line in out.splitlines() if line.startswith("  ")]
+    assert {line.split()[0] for line in table} == {"input", "ids", "label"}
+    said = json.loads(capture(Peek, text, *flags, "--json", capsys=capsys))
+    row = said["rows"][0]
+    borders = sum(a != b for a, b in zip(row["doc"], row["doc"][1:]))
+    assert borders > 0
+    for name in ("input", "ids", "label"):
+        lines = [line for line in table if line.split()[0] == name]
+        assert sum(line.count(" | ") for line in lines) == borders
+
+
+def capture(cls: Any, *arguments: Any, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert command(cls, *arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_peek_as_json_is_the_batch(
+    text: Path, tok: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--tokenizer", tok, "--unit", "line", "--pack", "none", "--rows", 4, "--json"]
+    said = json.loads(capture(Peek, text, *flags, capsys=capsys))
+    assert said["version"] == 1 and said["counts"]["empty"] == 1 and said["task"] == "lm"
+    assert len(said["rows"]) == 4 and len(said["fingerprint"]) == 64
+    tokenizer = needed(Tokenizer.from_folder(tok))
+    for row in said["rows"]:
+        assert row["labels"] == [*row["ids"][1:], tokenizer.special.eos[0]]
+        assert all(row["counted"]) and tokenizer.decode(row["ids"]) in LINES
+    other = [*flags, "--batch", 1]
+    assert json.loads(capture(Peek, text, *other, capsys=capsys))["batch"] == 1
+
+
+def test_peek_shows_both_sides_of_a_pair(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(Train, text, "--out", tmp_path / "t", "--kind", "chars", "--task", "seq2seq")
+    out = capture(
+        Peek, text, "--target", text, "--tokenizer", tmp_path / "t", "--rows", 1, capsys=capsys
+    )
+    lines = [line.split() for line in out.splitlines()]
+    assert {"source", "input", "ids", "label"} <= {line[0] for line in lines if line}
+    assert next(line for line in lines if line[:1] == ["input"])[1] == "<s>"
+    assert any(line[:1] == ["label"] and line[-1] == "</s>" for line in lines)
+
+
+def test_peek_shows_what_is_masked(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(
+        Train, text, "--out", tmp_path / "t", "--kind", "wordpiece", "--task", "mlm", "--vocab", 60
+    )
+    flags = ["--tokenizer", tmp_path / "t", "--task", "mlm", "--unit", "line", "--length", 60]
+    out = capture(Peek, text, *flags, capsys=capsys)
+    assert "corrupted by MaskTokens" in out
+    labels = [
+        w for line in out.splitlines() if line.startswith("  label") for w in line.split()[1:]
+    ]
+    assert labels.count(".") > 0.5 * len(labels) and set(labels) != {"."}
+
+
+def test_peek_names_classes_and_answers(
+    tmp_path: Path, tok: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = put(tmp_path / "a.csv", "text,label\nthe dog,animal\nthe park,place\n")
+    columns = ["--columns", "text=text", "--columns", "label=label"]
+    out = capture(Peek, table, *columns, "--tokenizer", tok, capsys=capsys)
+    assert "2 classes: animal, place" in out and "task classify" in out
+    assert "  label  animal (0)" in out and "  label  place (1)" in out
+    asked = {"text": "who?", "second": "the dog runs", "start": 4, "end": 7}
+    row = put(tmp_path / "q.jsonl", json.dumps(asked) + "\n")
+    out = capture(Peek, row, "--task", "answer", "--tokenizer", tok, capsys=capsys)
+    assert out.splitlines()[-1].startswith("  label  ") and "dog" in out.splitlines()[-1].replace(
+        " ", ""
+    )
+
+
+def test_peek_draws_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.zeros((2, 8, 8), np.uint8)
+    x[:, :, 4:] = 255
+    for name, array in (("x", x), ("y", np.array([0, 1]))):
+        np.save(tmp_path / f"{name}.npy", array)
+        (tmp_path / f"{name}.npy.xz").write_bytes(
+            lzma.compress((tmp_path / f"{name}.npy").read_bytes())
+        )
+    out = capture(Peek, tmp_path / "x.npy.xz", "--target", tmp_path / "y.npy.xz", capsys=capsys)
+    assert "task image" in out and out.count("      @@@@") == 8 and "label  1 (1)" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence, code",
+    [
+        ([], "name a data file", 2),
+        (["A", "--length", 4, "--unit", "line"], "say a larger length, or overlong = truncate", 4),
+        (["nowhere.txt"], "nowhere.txt does not exist", 4),
+        (["A", "--batch", -1], "--batch is -1", 2),
+        (["A", "--columns", "text"], "--columns is 'text'; give NAME=VALUE", 2),
+        (["A", "--task", "classify"], "plain text, which has no columns", 2),
+        (["A", "--rows", 0, "--pack", "none"], "rows = 0", 2),
+    ],
+)
+def test_mistake_is_one_sentence(
+    arguments: list[Any], sentence: str, code: int, text: Path, tok: Path
+) -> None:
+    given = [text if a == "A" else a for a in arguments]
+    with pytest.raises(UsageError, match=sentence) as caught:
+        command(Peek, *given, "--tokenizer", tok)
+    assert getattr(caught.value, "code", 2) == code and "\n" not in str(caught.value)
+
+
+def test_text_without_a_tokenizer_says_how_to_get_one(text: Path) -> None:
+    with pytest.raises(UsageError, match="--tokenizer FOLDER .regard tokenizer train"):
+        command(Peek, text)
+
+
+# --- on a plain terminal ------------------------------------------------------------------------------------------
+
+
+def test_columns_stand_below_each_other_and_fit_the_width() -> None:
+    table = {"a": ["one", "2", "日本", "x" * 9], "bb": ["1", "two", "3", "4"]}
+    lines = columns(table, [1], 24)
+    assert lines == [
+        "  a   one | 2   日本",
+        "  bb  1   | two 3",
+        "  a   xxxxxxxxx",
+        "  bb  4",
+    ]
+    assert all(breadth(line) <= 24 for line in lines)
+
+
+def test_spaces_and_control_characters_are_visible() -> None:
+    shown = [visible(text) for text in (" a\n", "\x1b[31m", "", '"', "\\", "é")]
+    assert shown == ["▁a\\n", "\\u001b[31m", "''", '"', "\\", "é"]
+
+
+def test_picture_is_drawn_in_shades() -> None:
+    import torch
+
+    x = torch.linspace(0, 1, 10).expand(3, 4, 10)
+    assert picture(x) == ["   .:-=+*#%@"] * 2

@@ -1,0 +1,238 @@
+"""Files of every format give the same records, and each mistake one sentence."""
+
+import gzip
+import json
+import lzma
+import sys
+import tracemalloc
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard.config import UsageError
+from regard.train.files import DataError, found, sha256
+from regard.train.read import Record, Source, format_of, records
+
+ROWS = [("good, film", "1"), ('says "no"', "0"), ("über 😀 \u2028 \x0b שלום", "1")]
+CSV = 'text,label\n"good, film",1\n"says ""no""",0\nüber 😀 \u2028 \x0b שלום,1\n'
+TSV = "".join(f"{text}\t{label}\n" for text, label in ROWS)
+JSONL = "".join(json.dumps({"text": t, "label": y, "more": 1}) + "\n" for t, y in ROWS)
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+}
+
+
+def put(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(path)
+
+
+def read(*paths: str, roles: tuple[str, ...] = ("text",), **settings: Any) -> list[Record]:
+    return list(records(Source(paths, **settings), roles))
+
+
+def texts(path: str, **settings: Any) -> list[str]:
+    return [record["text"] for record in read(path, **settings)]
+
+
+@pytest.mark.parametrize("packing", PACKED)
+@pytest.mark.parametrize(
+    "name, text, columns",
+    [
+        ("a.csv", CSV, {}),
+        ("a.tsv", TSV, {"text": 0, "label": "1"}),
+        ("a.tsv", f"text\tlabel\n{TSV}", {}),
+        ("a.tsv", f"x\ty\n{TSV}", {"text": "x", "label": "y"}),
+        ("a.jsonl", JSONL, {}),
+        ("a.ndjson", JSONL.replace("\n", "\r\n") + "\n", {}),
+    ],
+)
+def test_tables_of_every_format_give_the_same_records(
+    packing: str, name: str, text: str, columns: dict[str, Any], tmp_path: Path
+) -> None:
+    path = put(tmp_path / f"{name}{packing}", PACKED[packing](text.encode()))
+    found = read(path, roles=("label", "text"), columns=columns)
+    assert found == [{"text": t, "label": y} for t, y in ROWS]
+
+
+def test_documents_are_files_lines_paragraphs_or_what_a_marker_parts(tmp_path: Path) -> None:
+    text = "one\ntwo\n\n \nthree\n<end>\nfour<end>five\n"
+    path = put(tmp_path / "a.txt", text)
+    assert texts(path) == [text]
+    assert texts(path, unit="line") == text.split("\n")[:-1]
+    assert texts(path, unit="paragraph") == ["one\ntwo", "three\n<end>\nfour<end>five"]
+    assert texts(path, marker="<end>") == ["one\ntwo\n\n \nthree", "four", "five"]
+
+
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.txt", "a\u2028b\x0bc\x85d\re\r\nsecond\n")
+    assert texts(path, unit="line") == ["a\u2028b\x0bc\x85d\re", "second"]
+
+
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.txt", b"\xef\xbb\xbfa\nb")
+    assert texts(path, unit="line") == ["a", "b"] and texts(path) == ["a\nb"]
+
+
+def test_quoted_field_may_hold_a_line_break(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.csv", 'text\n"one\ntwo"\n' + "long " * 40_000 + "\n")
+    one, two = texts(path)
+    assert one == "one\ntwo" and len(two) == 200_000
+
+
+def test_parallel_files_are_read_side_by_side(tmp_path: Path) -> None:
+    left = put(tmp_path / "a.en.xz", lzma.compress(b"a\n\nc"))
+    right = put(tmp_path / "a.de", "x\r\ny\r\nz\r\n")
+    sides = read(left, roles=("source", "target"), beside=(right,))
+    assert [tuple(r.values()) for r in sides] == [("a", "x"), ("", "y"), ("c", "z")]
+
+
+def test_patterns_mean_files_in_order(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        put(tmp_path / f"{name}.txt", name)
+    assert texts(f"{tmp_path}/[ab]*.txt") == ["a", "b"]
+    odd = put(tmp_path / "[x].txt", "odd")  # a file of that very name is no pattern
+    assert found([odd]) == [Path(odd)] and sha256(Path(odd)) == sha256(tmp_path / "[x].txt")
+
+
+def test_questions_are_read_with_their_answers(tmp_path: Path) -> None:
+    answers = [{"text": "blue", "answer_start": 7}]
+    asked = {"context": "It was blue.", "qas": [{"question": "Colour?", "answers": answers}]}
+    path = put(tmp_path / "a.json", json.dumps({"data": [{"paragraphs": [asked]}]}))
+    (record,) = read(path, roles=("text", "second", "start", "end"))
+    assert record["second"][record["start"] : record["end"]] == "blue"
+    with pytest.raises(DataError, match="no JSON of the SQuAD form"):
+        read(put(tmp_path / "b.json", '{"data": [{}]}'))
+
+
+@pytest.mark.parametrize(
+    "name, format",
+    [("a.txt", "text"), ("a.en", "text"), ("a", "text"), ("a.tsv.gz", "tsv"), ("a.CSV", "csv")]
+    + [("x-idx3-ubyte.gz", "idx"), ("a.npy.xz", "npy"), ("hub", "text"), ("a.hub", "text")],
+)
+def test_format_is_told_by_the_name(name: str, format: str) -> None:
+    assert format_of(Path(name), "auto") == format
+
+
+def test_reading_lines_needs_little_memory(tmp_path: Path) -> None:
+    line = b"word " * 20 + b"\n"
+    path = put(tmp_path / "a.txt.gz", gzip.compress(line * 100_000))  # 10 MB
+    tracemalloc.start()
+    count = sum(1 for _ in records(Source((path,), unit="line"), ("text",)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 100_000 and peak < 2_000_000
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+MISTAKES: list[tuple[str, str | bytes, dict[str, Any], str, int]] = [
+    ("a.txt", "", {}, "a.txt is empty: it holds no examples", 4),
+    ("a.jsonl", "\n\n", {}, "a.jsonl is empty: it holds no examples", 4),
+    ("a.csv", "text\n", {}, "a.csv is empty: it holds no examples", 4),
+    ("a.txt", b"fine\nab\xffc\n", {"unit": "line"}, "line 2 of .*a.txt is no UTF-8 .* byte 2 is 0xff", 4),
+    ("a.txt", b"fine\nab\xffc\n", {}, "line 2 of .*a.txt is no UTF-8 .* byte 2 is 0xff", 4),
+    ("a.csv", "text,b\n1,2\n3\n", {}, "line 3 of .*a.csv has 1 columns, the first line 2", 4),
+    ("a.csv", 'text\n"open\n', {}, "line 2 of .*a.csv is no CSV", 4),
+    ("a.tsv", "a\tb\n", {"columns": {"text": 2}}, r"no column '2' .* 0 \('a'\), 1 \('b'\)", 2),
+    ("a.csv", "x,y\n1,2\n", {}, "no column 'text' for the role text; its columns: 'x', 'y'", 2),
+    ("a.jsonl", '{"text": "a"}\n[1]\n', {}, r"line 2 of .*a.jsonl is no JSON object .* list", 4),
+    ("a.jsonl", '{"text": "a"}\n{\n', {}, "line 2 of .*a.jsonl is no JSON", 4),
+    ("a.jsonl", '{"x": 1}', {}, "line 1 of .*a.jsonl has no 'text'; it has: 'x'", 2),
+    ("a.jsonl", "[" * 100_000, {}, "line 1 of .*a.jsonl is no JSON", 4),
+    ("a.txt.xz", b"no archive", {}, "a.txt.xz is a broken xz file", 4),
+    ("a.txt.xz", lzma.compress(b"abc" * 999)[:-9], {}, "a.txt.xz is a broken xz file", 4),
+    ("a.txt.gz", gzip.compress(b"abc" * 999)[:-9], {}, "a.txt.gz is a broken gz file", 4),
+    ("a.txt", "x", {"unit": "lines"}, "unit = 'lines' is no unit of text; did you mean 'line'", 2),
+    ("a.txt", "x", {"format": "tvs"}, "format = 'tvs' is unknown; did you mean 'tsv'", 2),
+    ("a.txt", "x", {"columns": {"lable": 1}}, "'lable' is no role; did you mean 'label'", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, content, settings, sentence, code", MISTAKES, ids=range(len(MISTAKES))
+)
+def test_mistake_is_one_sentence(
+    name: str,
+    content: str | bytes,
+    settings: dict[str, Any],
+    sentence: str,
+    code: int,
+    tmp_path: Path,
+) -> None:
+    path = put(tmp_path / name, content)
+    with pytest.raises(UsageError, match=sentence) as caught:
+        read(path, **settings)
+    assert "\n" not in str(caught.value) and getattr(caught.value, "code", 2) == code
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere.txt does not exist"):
+        read(str(tmp_path / "nowhere.txt"))
+    with pytest.raises(DataError, match="cannot be read"):
+        read(str(tmp_path), format="text")
+
+
+def test_sides_of_different_length_are_both_counted(tmp_path: Path) -> None:
+    left, right = put(tmp_path / "a", "1\n2\n3\n4\n"), put(tmp_path / "b", "1\n2\n")
+    for one, other in ((left, right), (right, left)):
+        with pytest.raises(DataError, match="a has 4 lines, .*b 2;"):
+            read(one, roles=("source", "target"), beside=(other,))
+
+
+def test_plain_text_has_no_labels(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="plain text, which has no columns, but text, label"):
+        read(put(tmp_path / "a.txt", "x"), roles=("text", "label"))
+
+
+# --- the hub extra ------------------------------------------------------------------------------------------------
+
+
+def test_parquet_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"pip install 'regard\[hub\]'") as caught:
+        read(put(tmp_path / "a.parquet", "PAR1"))
+    assert getattr(caught.value, "code", 2) == 3
+
+
+def test_hub_and_parquet_ask_the_package_for_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load_dataset(*names: str, **settings: Any) -> list[Record]:
+        asked.append((names, settings))
+        return [{"sentence": "a", "label": 1}]
+
+    fake = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    columns = {"text": "sentence"}
+    path = put(tmp_path / "a.parquet", "PAR1")
+    assert texts(path, columns=columns) == ["a"]
+    assert texts("glue/sst2:validation", columns=columns, format="hub") == ["a"]
+    assert asked[1] == (("glue/sst2",), {"split": "validation", "streaming": True})
+    with pytest.raises(UsageError, match="has no 'text'; it has: 'sentence', 'label'"):
+        read(path)
+
+
+def test_real_files_have_the_documented_numbers(shared: Path) -> None:
+    def count(name: str, roles: tuple[str, ...], **settings: Any) -> int:
+        beside = tuple(str(shared / b) for b in settings.pop("beside", ()))
+        source = Source((str(shared / name),), beside, **settings)
+        return sum(1 for _ in records(source, roles))
+
+    sides = ("source", "target")
+    assert count("multi30k/val.en.xz", sides, beside=["multi30k/val.de.xz"]) == 1014
+    both = {"columns": {"source": 0, "target": 1}}
+    assert count("tatoeba_ende/test.tsv.xz", sides, **both) == 996
+    answers = {"columns": {"source": "question", "target": "answer"}}
+    assert count("text2text/gsm8k_test.jsonl.xz", sides, **answers) == 1319
+    assert count("lm/tinystories_2mb.txt.xz", ("text",), marker="<|endoftext|>") == 2317
+    assert count("text2text/xquad_de.json.xz", ("text", "start")) == 1190
