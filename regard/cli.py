@@ -29,6 +29,8 @@ commands
   translate   translate lines with an encoder-decoder; --align shows which words belong together
   chat        a conversation, turn by turn
   train       train a model from a TOML file; stopped any way, it goes on to the same bits
+  data peek   print the first real batch of training data, with what is learned from it
+  tokenizer train   learn a tokenizer from files
   bench       compare the speed of decoding with other libraries (from a source checkout)
 
 MODEL is a Hugging Face folder: config.json, model.safetensors, tokenizer.json. Nothing is downloaded.
@@ -36,7 +38,8 @@ Options of a command: regard generate --help.   Version: regard --version.
 Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or package missing, 4 model folder or data
 missing or broken, 130 interrupted."""
 
-COMMANDS = ("generate", "translate", "chat", "train", "bench")
+COMMANDS = ("generate", "translate", "chat", "train", "data", "tokenizer", "bench")
+SECOND = {"data": "peek", "tokenizer": "train"}  # commands of two words
 BENCHES = {"decode": ("decode", "invariant", "gpu_decode")}  # name -> scripts in bench/
 BENCH_HELP = """regard bench decode [--quick]              every comparison of decoding that this machine can run
 regard bench decode --part gpt2 ...        the options of bench/decode.py, which then runs alone"""
@@ -119,6 +122,8 @@ def dispatch(arguments: list[str]) -> int:
         raise UsageError(f"there is no {what} {name!r}; {nearest(name, COMMANDS)}")
     if name == "bench":
         return bench(rest)
+    if name in SECOND:
+        return second(name, rest)
     from regard.cli_options import OPTIONS, folded, parse
 
     for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says
@@ -130,6 +135,19 @@ def dispatch(arguments: list[str]) -> int:
     command = importlib.import_module(f"regard.cli_{name}")  # only now torch
     use_threads()
     return command.run(options)
+
+
+def second(name: str, arguments: list[str]) -> int:
+    """A command of two words."""
+    word = SECOND[name]
+    if arguments[:1] != [word]:
+        raise UsageError(f"say regard {name} {word}; see regard {name} {word} --help")
+    from regard.cli_data import Peek, Train, run
+    from regard.cli_options import parse
+
+    kind: Any = Peek if word == "peek" else Train
+    options = parse(kind, f"{name} {word}", arguments[1:])
+    return 0 if options is None else run(options)
 
 
 def bench(arguments: list[str]) -> int:

@@ -195,7 +195,7 @@ class TrainRun:
     regard train story.toml                          into runs/story
     regard train story.toml --resume                 go on after a stop, to the same bits
     regard train story.toml --train.optim.lr 3e-4    change one setting
-    regard train story.toml --smoke --output-dir /tmp/try      three steps, an evaluation, a save, a reload
+    regard train story.toml --smoke --output-dir try      three steps, an evaluation, a save, a reload
     """
 
     config: Annotated[Positional[str], arg(metavar="CONFIG")]

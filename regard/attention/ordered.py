@@ -15,7 +15,7 @@ from regard.attention.core import Terms, _spread, _tensor, reference, scores
 from regard.mask import Visible
 
 KEYS = 32  # of a tile
-QUERIES = ((2, 64), (16, 64), (16, 16))  # of a tile, fewest and most; the last is one size
+QUERIES = ((2, 64), (4, 64), (8, 64), (16, 64), (16, 16))  # of a tile, fewest and most
 TRIED = (2, 3, 5, 8, 12, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127)
 
 
@@ -33,17 +33,14 @@ def ordered(
         return reference(q, k, v, visible, terms)
     (h, t), s, dtype = q.shape[1:3], k.shape[2], v.dtype
     kind = _wide(dtype)
-    if terms.score is not None:  # it may tell heads apart
+    if terms.score is not None:  # it may tell heads apart, and has a dtype of its own
         k, v = _spread(k, h), _spread(v, h)
     g, seen = k.shape[1], _tensor(visible)
     seen = torch.ones(1, 1, 1, s, dtype=torch.bool, device=q.device) if seen is None else seen
     seen = seen.expand(-1, -1, t, s) if seen.shape[1] == 1 else _folded(seen, g)
     bias = None if terms.bias is None else _folded(terms.bias.expand(-1, h, t, s), g)
-    q, v = _folded(q, g), _tiles(v, kind)
-    if terms.score is None:
-        q, k = q.to(kind), _tiles(k, kind, columns=True)
-    else:  # it has a dtype of its own
-        k = _tiles(k, k.dtype)
+    own = kind if terms.score is None else q.dtype
+    q, k, v = _folded(q, g).to(own), _tiles(k, own), _tiles(v, kind)
     out = []
     for rows in _rows(q, v.shape[-1]):
         some = None if bias is None else _cut(bias[:, :, rows])
@@ -58,7 +55,7 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
     """q_tj . k_s in the same tiles, for the indexer of sparse attention: (b t H D), (b s D) -> (b t H s). Equals
     `dots_exact`."""
     kind, (t, h), s = _wide(q.dtype), q.shape[1:3], k.shape[1]
-    q, k = q.flatten(1, 2)[:, None].to(kind), _tiles(k[:, None], kind, columns=True)  # b 1 tH D
+    q, k = q.flatten(1, 2)[:, None].to(kind), _tiles(k[:, None], kind)  # b 1 tH D
     parts = [_scores(q[:, :, rows], k, Terms(1.0)) for rows in _rows(q, KEYS)]  # b 1 n rows 32
     whole = torch.cat([x[:, 0].transpose(1, 2).flatten(2) for x in parts], 1)
     return whole[:, : t * h, :s].unflatten(1, (t, h))
@@ -76,13 +73,10 @@ def _folded(x: Tensor, g: int) -> Tensor:
     return x.unflatten(1, (g, -1)).flatten(2, 3)
 
 
-def _tiles(x: Tensor, kind: torch.dtype, columns: bool = False) -> Tensor:
-    """(b g s d) -> (b g n 32 d), zeros behind the last key. `columns`: each tile lies in memory column by column;
-    multiplied by such a one, any number of rows gets the same bits."""
+def _tiles(x: Tensor, kind: torch.dtype) -> Tensor:
+    """(b g s d) -> (b g n 32 d), zeros behind the last key."""
     (b, g, s, d), (full, rest) = x.shape, divmod(x.shape[2], KEYS)
-    sizes = (b, g, full + (rest > 0), *((d, KEYS) if columns else (KEYS, d)))
-    out = x.new_empty(sizes, dtype=kind)
-    out = out.mT if columns else out
+    out = x.new_empty(b, g, full + (rest > 0), KEYS, d, dtype=kind)
     out[:, :, :full] = x[:, :, : s - rest].unflatten(2, (full, KEYS))
     if rest:
         out[:, :, full, :rest], out[:, :, full, rest:] = x[:, :, s - rest :], 0.0
@@ -142,13 +136,15 @@ def _heights(
     d: int, e: int, kind: torch.dtype, device: torch.device, threads: int
 ) -> tuple[int, int]:
     """Between which numbers of queries both products of a tile give a query the same bits."""
-    pairs = [[y.to(device, kind) for y in cancelling(*shape)] for shape in ((KEYS, d), (e, KEYS))]
+    x, k, p, v = (y.to(device, kind) for y in (*cancelling(KEYS, d), *cancelling(e, KEYS)))
 
     def steady(x: Tensor, w: Tensor, low: int, high: int) -> bool:
-        return agrees(lambda x: x[None] @ w, x[:high], low, high)
+        return agrees(lambda x: x[None] @ w.mT, x[:high], low, high)
 
-    steady_in = [c for c in QUERIES if all(steady(x, w.T[None].contiguous(), *c) for x, w in pairs)]
-    return (*steady_in, QUERIES[-1])[0]
+    found = (
+        c for c in QUERIES if steady(x, k[None], *c) and steady(p, v[None].mT.contiguous().mT, *c)
+    )
+    return next(found, QUERIES[-1])
 
 
 def agrees(run: Callable[[Tensor], Tensor], x: Tensor, low: int, high: int) -> bool:
