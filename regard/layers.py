@@ -158,12 +158,15 @@ class LMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab)) if masked or c.bias else None  # type: ignore[union-attr]
         self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
-    def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
+    def features(self, h: Tensor) -> Tensor:
+        """What the vocabulary's weights are multiplied by."""
         if self.dense is not None and self.act is not None and self.norm is not None:
-            h = self.norm(self.act(self.dense(h)))
-        elif isinstance(self.config, LM) and self.config.scaled:
-            h = h * h.shape[-1] ** -0.5
-        return self.project(h, embedding if self.weight is None else self.weight, self.bias)
+            return self.norm(self.act(self.dense(h)))
+        return h * h.shape[-1] ** -0.5 if isinstance(self.config, LM) and self.config.scaled else h
+
+    def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
+        weight = embedding if self.weight is None else self.weight
+        return self.project(self.features(h), weight, self.bias)
 
 
 class LabelHead(nn.Module):

@@ -16,7 +16,7 @@ from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block
 from regard.kernels.linear import THEN, Packed, gelu_tanh, pack
-from regard.layers import LM, FeedForward, LMHead, times
+from regard.layers import FeedForward, LMHead, times
 from regard.moe import MixtureOfExperts
 
 
@@ -196,8 +196,4 @@ class PackedHead(LMHead):
     product: nn.Module
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
-        if self.dense is not None and self.act is not None and self.norm is not None:
-            h = self.norm(self.act(self.dense(h)))
-        elif isinstance(self.config, LM) and self.config.scaled:
-            h = h * h.shape[-1] ** -0.5
-        return self.product(h)
+        return self.product(self.features(h))

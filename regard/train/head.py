@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from regard.config import UsageError, nearest
 from regard.kernels.gpu_loss import turn
-from regard.layers import LM, LMHead
+from regard.layers import LMHead
 from regard.train.batch import IGNORE
 
 CHUNK = {
@@ -82,11 +82,8 @@ def projection(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | Non
         raise UsageError(
             "this objective predicts words: it needs a model with an LM or MLM head that has not been prepared"
         )
-    if head.dense is not None and head.act is not None and head.norm is not None:
-        hidden = head.norm(head.act(head.dense(hidden)))
-    elif isinstance(head.config, LM) and head.config.scaled:
-        hidden = hidden * hidden.shape[-1] ** -0.5
-    return hidden, table(model) if head.weight is None else head.weight, head.bias
+    weight = table(model) if head.weight is None else head.weight
+    return head.features(hidden), weight, head.bias
 
 
 def table(model: Any) -> Tensor:
