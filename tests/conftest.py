@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from regard.kernels import native
+
 ROOT = Path(__file__).resolve().parents[1]
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # two workers with two threads each are three times slower
+
+native.build()  # tiny models do not ask for it
 
 try:
     from hypothesis import settings

@@ -43,10 +43,11 @@ def ordered(
     q, k, v = _folded(q, g).to(own), _tiles(k, own), _tiles(v, kind)
     out = []
     for rows in _rows(q, v.shape[-1]):
-        some = None if bias is None else _cut(bias[:, :, rows])
-        x = _scores(q[:, :, rows], k, replace(terms, bias=some))
-        x = x.to(kind).masked_fill(~_cut(seen[:, :, rows % seen.shape[2]]), -torch.inf)
-        out.append(_sum(x, v))
+        mask = _cut(seen[:, :, rows % seen.shape[2]])
+        n = _used(mask)
+        some = None if bias is None else _cut(bias[:, :, rows])[:n]
+        x = _scores(q[:, :, rows], k[:n], replace(terms, bias=some))
+        out.append(_sum(x.to(kind).masked_fill(~mask[:n], -torch.inf), v[:n]))
     o = torch.cat(out, 2)[:, :, : q.shape[2]]  # b g rt e
     return o.unflatten(2, (-1, t)).flatten(1, 2).to(dtype)
 
@@ -56,8 +57,8 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
     `dots_exact`."""
     kind, (t, h), s = _wide(q.dtype), q.shape[1:3], k.shape[1]
     q, k = q.flatten(1, 2)[:, None].to(kind), _tiles(k[:, None], kind)  # b 1 tH D
-    parts = [_scores(q[:, :, rows], k, Terms(1.0)) for rows in _rows(q, KEYS)]  # b 1 n rows 32
-    whole = torch.cat([x[:, 0].transpose(1, 2).flatten(2) for x in parts], 1)
+    parts = [_scores(q[:, :, rows], k, Terms(1.0)) for rows in _rows(q, KEYS)]  # n b 1 rows 32
+    whole = torch.cat([x[:, :, 0].movedim(0, 2).flatten(2) for x in parts], 1)
     return whole[:, : t * h, :s].unflatten(1, (t, h))
 
 
@@ -74,18 +75,24 @@ def _folded(x: Tensor, g: int) -> Tensor:
 
 
 def _tiles(x: Tensor, kind: torch.dtype) -> Tensor:
-    """(b g s d) -> (b g n 32 d), zeros behind the last key."""
+    """(b g s d) -> (n b g 32 d), zeros behind the last key."""
     (b, g, s, d), (full, rest) = x.shape, divmod(x.shape[2], KEYS)
-    out = x.new_empty(b, g, full + (rest > 0), KEYS, d, dtype=kind)
-    out[:, :, :full] = x[:, :, : s - rest].unflatten(2, (full, KEYS))
+    out = x.new_empty(full + (rest > 0), b, g, KEYS, d, dtype=kind)
+    out[:full] = x[:, :, : s - rest].unflatten(2, (full, KEYS)).movedim(2, 0)
     if rest:
-        out[:, :, full, :rest], out[:, :, full, rest:] = x[:, :, s - rest :], 0.0
+        out[full, :, :, :rest], out[full, :, :, rest:] = x[:, :, s - rest :], 0.0
     return out
 
 
 def _cut(x: Tensor) -> Tensor:
-    """(b g t s) -> (b g n t 32)."""
-    return F.pad(x, (0, -x.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS)).transpose(2, 3)
+    """(b g t s) -> (n b g t 32)."""
+    return F.pad(x, (0, -x.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS)).movedim(-2, 0)
+
+
+def _used(mask: Tensor) -> int:
+    """How many tiles of (n b g t 32) there are up to the last that shows something; one at least."""
+    some = mask.flatten(1).any(1).nonzero()
+    return int(some[-1]) + 1 if len(some) else 1
 
 
 def _rows(q: Tensor, e: int) -> Iterator[Tensor]:
@@ -98,34 +105,33 @@ def _rows(q: Tensor, e: int) -> Iterator[Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
-    """`scores` of a tile of queries (b g t d) and every tile of keys (b g n 32 d): (b g n t 32)."""
-    score, q = terms.score, q[:, :, None].expand(-1, -1, k.shape[2], -1, -1)
+    """`scores` of a tile of queries (b g t d) and tiles of keys (n b g 32 d): (n b g t 32)."""
+    score, q = terms.score, q.expand(len(k), -1, -1, -1, -1)
     if score is None:
         return scores(q, k, terms)
 
     def each(q: Tensor, k: Tensor) -> Tensor:
-        x = score(*(y.transpose(1, 2).flatten(0, 1) for y in (q, k)))
-        return x.unflatten(0, (len(q), -1)).transpose(1, 2)
+        return score(q.flatten(0, 1), k.flatten(0, 1)).unflatten(0, q.shape[:2])
 
     return scores(q, k, replace(terms, score=each))
 
 
 def _sum(x: Tensor, v: Tensor) -> Tensor:
-    """softmax(x) v from scores (b g n t 32) and values (b g n 32 e) in tiles: (b g t e)."""
+    """softmax(x) v from scores (n b g t 32) and values (n b g 32 e) in tiles: (b g t e)."""
     m = x.detach().amax(-1, keepdim=True)
     p = torch.exp(x - m.masked_fill(m == -torch.inf, 0.0))
-    top = m.amax(2, keepdim=True)
-    share = torch.exp(m - top.masked_fill(top == -torch.inf, 0.0))  # b g n t 1
+    top = m.amax(0)
+    share = torch.exp(m - top.masked_fill(top == -torch.inf, 0.0))  # n b g t 1
     o, d = _paired((p @ v) * share), _paired(p.sum(-1, keepdim=True) * share)
     return o / d.masked_fill(d == 0, 1.0)
 
 
 def _paired(x: Tensor) -> Tensor:
-    """The sum over the tiles of (b g n ...), each with its neighbour, then pair with pair."""
-    while x.shape[2] > 1:
-        x = F.pad(x, (0, 0, 0, 0, 0, x.shape[2] % 2))
-        x = x[:, :, 0::2] + x[:, :, 1::2]
-    return x[:, :, 0]
+    """The sum over the first axis: each with its neighbour, then pair with pair."""
+    while len(x) > 1:
+        x = torch.cat([x, torch.zeros_like(x[:1])]) if len(x) % 2 else x
+        x = x[0::2] + x[1::2]
+    return x[0]
 
 
 # --- how many rows a product may have -----------------------------------------------------------------------------
@@ -139,11 +145,10 @@ def _heights(
     x, k, p, v = (y.to(device, kind) for y in (*cancelling(KEYS, d), *cancelling(e, KEYS)))
 
     def steady(x: Tensor, w: Tensor, low: int, high: int) -> bool:
-        return agrees(lambda x: x[None] @ w.mT, x[:high], low, high)
+        return agrees(lambda x: x[None] @ w, x[:high], low, high)
 
-    found = (
-        c for c in QUERIES if steady(x, k[None], *c) and steady(p, v[None].mT.contiguous().mT, *c)
-    )
+    k, v = k.mT[None], v.mT[None].contiguous()  # as they lie in `_scores` and in `_sum`
+    found = (c for c in QUERIES if steady(x, k, *c) and steady(p, v, *c))
     return next(found, QUERIES[-1])
 
 

@@ -19,6 +19,7 @@ from regard.block import Block
 from regard.cache import Contiguous
 from regard.cache.base import Layer
 from regard.decode.joined import Maker, joined
+from regard.kernels import native
 from regard.kernels.linear import Fused
 from regard.kernels.native_linear import ACTIVATIONS, MOST, NativeLinear, usable
 from regard.kernels.native_rows import attend_one, enter, norm
@@ -26,12 +27,18 @@ from regard.layers import FeedForward, RMSNorm
 from regard.mask import Causal
 from regard.models import EncoderDecoder, Model, Transformer
 
+WORTH = 10_000_000  # parameters for which the native code is compiled if it is not yet
+
 
 def suits(model: Model, precision: str) -> bool:
     """Whether every block of the model has a lean form here."""
     if not isinstance(model, (Transformer, EncoderDecoder)) or not next(model.parameters()).is_cpu:
         return False
-    return usable(precision) and all(_plain(m) for m in model.modules() if isinstance(m, Block))
+    if not all(_plain(m) for m in model.modules() if isinstance(m, Block)):
+        return False
+    if sum(p.numel() for p in model.parameters()) >= WORTH:
+        native.build()
+    return usable(precision)
 
 
 def _plain(block: Block) -> bool:

@@ -1,4 +1,5 @@
-"""C code for the CPU: every `native/*.c` beside this file, compiled on first use into one library that ctypes loads.
+"""C code for the CPU: every `native/*.c` beside this file, compiled once into one library that ctypes loads. `build`
+compiles it, where a model is worth the wait; from then on everybody has it.
 
 The library is kept in the user's cache folder under a hash of all that went into it: sources, compiler, flags, CPU.
 Without a compiler, on other systems, or with REGARD_NATIVE=0 there is no library, `why` tells the reason, and callers
@@ -32,47 +33,69 @@ FLAGS = shlex.split(
 PATIENCE = 300  # seconds for the compiler
 
 
+LATER = "it is not compiled yet"
+
+
 def library() -> ctypes.CDLL | None:
-    """The compiled C code, or None; see `why`."""
-    return _loaded()[0]
+    """The C code if it has been compiled, now or ever before; else None, see `why`."""
+    return _found()[0]
+
+
+def build() -> bool:
+    """Compile it unless that was done, which takes some seconds; whether there is a library."""
+    return _found(compile=True)[0] is not None
 
 
 def why() -> str:
     """Why there is no library, for the user; "" if there is one."""
-    return _loaded()[1]
+    return _found()[1]
 
 
-@functools.cache
+_kept: tuple[ctypes.CDLL | None, str] | None = None
+
+
+def _found(compile: bool = False) -> tuple[ctypes.CDLL | None, str]:
+    global _kept
+    if _kept is None or (compile and _kept[1] == LATER):
+        _kept = _loaded(compile)
+    return _kept
+
+
 def has_amx() -> bool:
     """Whether the library multiplies tiles: this CPU has AMX for bf16 and int8, and the system lets us use it."""
     found = library()
     return found is not None and bool(found.amx_allowed())
 
 
-@functools.cache
-def _loaded() -> tuple[ctypes.CDLL | None, str]:
+def _loaded(compile: bool) -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("REGARD_NATIVE") == "0":
         return None, "switched off by REGARD_NATIVE=0"
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return None, f"no native code for {platform.machine()} on {sys.platform}"
     try:
-        return _open(), ""
+        return _open(compile), ""
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, str(error)
 
 
-def _open() -> ctypes.CDLL:
+def _open(compile: bool) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    name = f"native-{_key(compiler)}.so"
-    folder = _cache()
+    name, folder = f"native-{_key(compiler)}", _cache()
+    for path in sorted(folder.glob(f"{name}-*.so")) if folder is not None else ():
+        if path.stem.endswith(_digest(path)):  # to load a file cut short would end the process
+            with contextlib.suppress(OSError):  # a disk from which nothing may be run
+                return ctypes.CDLL(str(path))
+    if not compile:
+        raise RuntimeError(LATER)
     if folder is not None:
-        # An OSError here: not compiled yet, a file cut short, or a disk from which nothing may be run.
         with contextlib.suppress(OSError):
-            return ctypes.CDLL(str(folder / name))
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(_compiled(compiler, folder / name))
+            return ctypes.CDLL(_compiled(compiler, folder, name))
     with tempfile.TemporaryDirectory(prefix="regard-") as private:
-        return ctypes.CDLL(_compiled(compiler, Path(private) / name))
+        return ctypes.CDLL(_compiled(compiler, Path(private), name))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
 def _key(compiler: list[str]) -> str:
@@ -88,9 +111,10 @@ def _key(compiler: list[str]) -> str:
     return digest.hexdigest()[:20]
 
 
-def _compiled(compiler: list[str], path: Path) -> str:
-    """Compiles to a name of its own and renames it, so that other processes see a whole file or none."""
-    handle, work = tempfile.mkstemp(suffix=".so", dir=path.parent)
+def _compiled(compiler: list[str], folder: Path, name: str) -> str:
+    """Compiles to a name of its own, then renames it, with a hash of its bytes: other processes see a whole file or
+    none."""
+    handle, work = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
         sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
@@ -101,6 +125,7 @@ def _compiled(compiler: list[str], path: Path) -> str:
             lines = [line for line in done.stderr.splitlines() if "error" in line]
             reason = lines[0] if lines else f"exit status {done.returncode}"
             raise RuntimeError(f"{compiler[0]} could not compile the native code: {reason}")
+        path = folder / f"{name}-{_digest(Path(work))}.so"
         os.replace(work, path)
     finally:
         Path(work).unlink(missing_ok=True)

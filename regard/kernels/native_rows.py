@@ -11,7 +11,6 @@ as one packed struct: ctypes takes seven times as long over them one by one.
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Callable, Sequence
 from struct import Struct
@@ -26,15 +25,19 @@ HALF = {torch.float32: 0, torch.bfloat16: 1}  # what a cache may hold
 ATTEND, ENTER, NORM, CHOOSE = Struct("28qd"), Struct("24q"), Struct("7qd"), Struct("10q")
 
 
-@functools.cache
+CALLS: dict[str, Callable[[bytes], int]] = {}
+
+
 def _call(name: str) -> Callable[[bytes], int] | None:
     """The C function `name`, of one packed struct; None without native code."""
-    found = library()
-    if found is None:
-        return None
-    function = getattr(found, name)
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-    return function
+    if name not in CALLS:
+        found = library()
+        if found is None:
+            return None
+        function = getattr(found, name)
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+        CALLS[name] = function
+    return CALLS[name]
 
 
 def _readable(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:

@@ -114,9 +114,11 @@ class TextFeed(Base):
     """Documents in rows of `length` tokens.
 
     pack = "documents": whole documents share a row; `doc` numbers them (-1: padding) so that none sees another, and no
-    label is a token of the next one. "stream": all text end to end, cut into rows. "windows": rows from anywhere in it.
-    "none": a document a row. With `shift`, label t is the token after ids t; else it is ids t (masked models).
-    `prompts`: how many tokens at the start of each document are only read, never learned."""
+    label is a token of the next one. (Positions count through the row, which only absolute ones feel.) "stream": all
+    text end to end, cut into rows. "windows": rows from anywhere in it. "none": a document a row.
+
+    With `shift`, label t is the token after ids t; else it is ids t (masked models). `prompts`: how many tokens at the
+    start of each document are only read, never learned."""
 
     def __init__(
         self,
@@ -145,7 +147,9 @@ class TextFeed(Base):
         self._lay()
         self.epoch = self.order.epoch
         name = fingerprint or documents.fingerprint
-        self.fingerprint = self.sign(name, **asdict(batching), pack=pack, shift=shift, pad=pad)
+        settings = {**asdict(batching), "pack": pack, "shift": shift, "pad": pad}
+        asked = None if prompts is None else Column(prompts).fingerprint
+        self.fingerprint = self.sign(name, **settings, prompts=asked)
 
     def _lay(self) -> None:
         """Find the pieces of text that make a row, and the order of the rows."""
@@ -157,19 +161,18 @@ class TextFeed(Base):
             drawn = self.pack == "windows"
             self.order = Tiles(n, length, self.extra, rows, b.seed, drawn)
             return
-        long_enough = np.flatnonzero(lengths > self.extra)
-        self.short = len(lengths) - len(long_enough)
-        if not len(long_enough):
-            raise DataError("no document has a token to learn; give longer ones")
         limit = None if b.length is None else b.length + self.extra
-        pieces = cut(lengths[long_enough], limit, b.overlong, "document", overlap=self.extra)
+        self.pieces = pieces = cut(lengths, limit, b.overlong, "document", overlap=self.extra)
         if not len(pieces.row):
             raise DataError(f"every document is longer than {b.length:,} tokens, and was dropped")
-        self.pieces, self.row = pieces, long_enough[pieces.row]
+        kept = pieces.size > self.extra  # others have no label
+        self.short = int((~kept).sum())
+        if not kept.any():
+            raise DataError("no document has a token to learn; give longer ones")
         assert self.documents.ends is not None
-        self.start = self.documents.ends[self.row] + pieces.start
-        self.size = pieces.size - self.extra
-        self.inside = pieces.start
+        self.row, self.inside = pieces.row[kept], pieces.start[kept]
+        self.start = self.documents.ends[self.row] + self.inside
+        self.size = pieces.size[kept] - self.extra
         if self.pack == "none":
             self.order = Buckets(b.padded(self.size), b.tokens, b.rows, b.seed)
             return

@@ -164,10 +164,9 @@ def cut(
     long = lengths > limit if limit is not None else np.zeros(len(lengths), bool)
     over = int(long.sum())
     if over and policy == "error":
-        i = int(np.argmax(lengths))
         raise DataError(
-            f"{what} {i} has {lengths[i] - overlap:,} tokens, a row holds {shown:,} ({over:,} of {len(lengths):,} are "
-            "longer); say a larger length, or overlong = truncate, drop or split"
+            f"the longest {what} has {lengths.max() - overlap:,} tokens, a row holds {shown:,} ({over:,} of "
+            f"{len(lengths):,} are longer); say a larger length, or overlong = truncate, drop or split"
         )
     size = lengths.astype(np.int64)
     start = np.zeros_like(size)

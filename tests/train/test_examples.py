@@ -106,9 +106,9 @@ def test_padding_changes_no_loss() -> None:
 
 def test_overlong_pairs_are_refused_dropped_or_truncated() -> None:
     source, target = [[11] * 9, [12] * 2, [13] * 2], [[21], [22] * 9, [23] * 2]
-    with pytest.raises(DataError, match=r"source 0 has 9 tokens, a row holds 5 \(1 of 3"):
+    with pytest.raises(DataError, match=r"longest source has 9 tokens, a row holds 5 \(1 of 3"):
         pairs(source, target, length=5)
-    with pytest.raises(DataError, match=r"target 0 has 10 tokens, a row holds 5"):
+    with pytest.raises(DataError, match=r"longest target has 10 tokens, a row holds 5"):
         pairs(source[1:], target[1:], length=5)
     with pytest.raises(UsageError, match="a pair cannot be split"):
         pairs(source, target, length=5, overlong="split")
@@ -185,7 +185,7 @@ def test_labels_must_agree_with_texts() -> None:
         labelled(Column(np.array([0, 1])))
     with pytest.raises(UsageError, match="a labelled text cannot be split"):
         labelled(Column(np.array([0, 1, 2])), overlong="split")
-    with pytest.raises(DataError, match="text 0 has 5 tokens, a row holds 4"):
+    with pytest.raises(DataError, match="longest text has 5 tokens, a row holds 4"):
         labelled(Column(np.array([0, 1, 2])), length=4)
 
 

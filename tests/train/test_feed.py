@@ -266,7 +266,7 @@ def test_overlong_document_is_refused_with_both_numbers() -> None:
         with pytest.raises(DataError) as caught:
             feed(docs, pack, overlong="error")
         said = str(caught.value)
-        assert "document 1 has 29 tokens, a row holds 10 (2 of 3 are longer)" in said
+        assert "the longest document has 29 tokens, a row holds 10 (2 of 3 are longer)" in said
         assert "overlong = truncate, drop or split" in said
     feed(docs, "stream", overlong="error")  # a stream has no borders that could be too far apart
 
@@ -303,6 +303,7 @@ def test_settings_that_cannot_be_are_one_sentence() -> None:
             feed(**wrong)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no document has a token to learn"):
         feed([[1], [2]])
+    assert "1 too short to learn from" in feed([[1], [2, 3]]).describe()
     with pytest.raises(DataError, match="every document is longer than 10 tokens"):
         feed([[1] * 20], overlong="drop")
 
@@ -310,7 +311,7 @@ def test_settings_that_cannot_be_are_one_sentence() -> None:
 def test_fingerprint_tells_data_and_settings_apart() -> None:
     base = feed().fingerprint
     others = [feed(seed=6), feed(rows=3), feed(pack="none"), feed(documents(39)), feed(shift=False)]
-    others += [feed(held=feed())]
+    others += [feed(held=feed()), feed(prompts=np.ones(40, np.int64))]
     assert len({base, *(f.fingerprint for f in others)}) == 1 + len(others)
     assert feed().fingerprint == base
 
