@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
     args = parser.parse_args()
-    if native.why():
+    if not native.build():
         raise SystemExit(f"no native code to time: {native.why()}")
     print(header())
     print(f"{'':>38}{'torch':>8}{'C':>8}")

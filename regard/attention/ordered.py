@@ -40,16 +40,21 @@ def ordered(
     seen = seen.expand(-1, -1, t, s) if seen.shape[1] == 1 else _folded(seen, g)
     bias = None if terms.bias is None else _folded(terms.bias.expand(-1, h, t, s), g)
     own = kind if terms.score is None else q.dtype
-    q, k, v = _folded(q, g).to(own), _tiles(k, own), _tiles(v, kind)
-    out = []
-    for rows in _rows(q, v.shape[-1]):
+    q, places = _folded(q, g).to(own), list(_rows(t * h // g, q.shape[-1], v))
+
+    def tile(rows: Tensor, k: Tensor) -> Tensor:
         mask = _cut(seen[:, :, rows % seen.shape[2]])
         n = _used(mask)
         some = None if bias is None else _cut(bias[:, :, rows])[:n]
         x = _scores(q[:, :, rows], k[:n], replace(terms, bias=some))
-        out.append(_sum(x.to(kind).masked_fill(~mask[:n], -torch.inf), v[:n]))
-    o = torch.cat(out, 2)[:, :, : q.shape[2]]  # b g rt e
-    return o.unflatten(2, (-1, t)).flatten(1, 2).to(dtype)
+        return x.to(kind).masked_fill(~mask[:n], -torch.inf)
+
+    if len(places) == 1:  # the copy of the keys goes before that of the values comes
+        o = _sum(tile(places[0], _tiles(k, own)), _tiles(v, kind))
+    else:
+        k, v = _tiles(k, own), _tiles(v, kind)
+        o = torch.cat([_sum(tile(rows, k), v) for rows in places], 2)
+    return o[:, :, : q.shape[2]].unflatten(2, (-1, t)).flatten(1, 2).to(dtype)
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:
@@ -57,7 +62,8 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
     `dots_exact`."""
     kind, (t, h), s = _wide(q.dtype), q.shape[1:3], k.shape[1]
     q, k = q.flatten(1, 2)[:, None].to(kind), _tiles(k[:, None], kind)  # b 1 tH D
-    parts = [_scores(q[:, :, rows], k, Terms(1.0)) for rows in _rows(q, KEYS)]  # n b 1 rows 32
+    places = _rows(t * h, q.shape[-1], k)
+    parts = [_scores(q[:, :, rows], k, Terms(1.0)) for rows in places]  # n b 1 rows 32
     whole = torch.cat([x[:, :, 0].movedim(0, 2).flatten(2) for x in parts], 1)
     return whole[:, : t * h, :s].unflatten(1, (t, h))
 
@@ -95,13 +101,12 @@ def _used(mask: Tensor) -> int:
     return int(some[-1]) + 1 if len(some) else 1
 
 
-def _rows(q: Tensor, e: int) -> Iterator[Tensor]:
-    """Which queries of q (b g t d) make a tile; the last is repeated where they are too few."""
-    size, device = q.shape[2], q.device
-    low, high = _heights(q.shape[-1], e, _wide(q.dtype), device, torch.get_num_threads())
+def _rows(size: int, d: int, v: Tensor) -> Iterator[Tensor]:
+    """Which of `size` queries of width d make a tile; the last is repeated where they are too few."""
+    low, high = _heights(d, v.shape[-1], _wide(v.dtype), v.device, torch.get_num_threads())
     for i in range(0, size, high):
         last = i + min(high, max(low, size - i))
-        yield torch.arange(i, last, device=device).clamp(max=size - 1)
+        yield torch.arange(i, last, device=v.device).clamp(max=size - 1)
 
 
 def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
@@ -117,12 +122,12 @@ def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
 
 
 def _sum(x: Tensor, v: Tensor) -> Tensor:
-    """softmax(x) v from scores (n b g t 32) and values (n b g 32 e) in tiles: (b g t e)."""
+    """softmax(x) v from scores (n b g t 32) and values (n or more, b g 32 e) in tiles: (b g t e)."""
     m = x.detach().amax(-1, keepdim=True)
     p = torch.exp(x - m.masked_fill(m == -torch.inf, 0.0))
     top = m.amax(0)
     share = torch.exp(m - top.masked_fill(top == -torch.inf, 0.0))  # n b g t 1
-    o, d = _paired((p @ v) * share), _paired(p.sum(-1, keepdim=True) * share)
+    o, d = _paired((p @ v[: len(x)]) * share), _paired(p.sum(-1, keepdim=True) * share)
     return o / d.masked_fill(d == 0, 1.0)
 
 

@@ -23,8 +23,6 @@ from regard.kernels.native import library
 
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # what a cache may hold
 ATTEND, ENTER, NORM, CHOOSE = Struct("28qd"), Struct("24q"), Struct("7qd"), Struct("10q")
-
-
 CALLS: dict[str, Callable[[bytes], int]] = {}
 
 

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 enum {
-    SPAN = 1024,                /* slots after which sums begin anew, on another thread or not: a row's bits are its own */
+    SPAN = 1024,                /* slots after which sums begin anew, however many threads: a row's bits are its own */
     BLOCK = 64,                 /* keys whose scores are at hand at a time */
     TILE = 4,                   /* queries that read a key or value together */
     CHUNK = LANES == 8 ? 2 : 4, /* vectors of a value that are summed together: AVX has half the registers */

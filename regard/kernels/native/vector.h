@@ -107,8 +107,8 @@ INLINE uint32_t above(vec x, float floor) {
 #endif
 }
 
-/* e^x for x <= 0, all that a softmax needs: 2^n e^r with |r| <= ln(2) / 2, and a polynomial for e^r that is off by 1e-7;
-   with fused products less than 5e-7 in all. 0 below -87; NaN stays NaN. */
+/* e^x for x <= 0, all that a softmax needs: 2^n e^r with |r| <= ln(2) / 2, and a polynomial for e^r, off by 1e-7; with
+   fused products less than 5e-7 in all. 0 below -87; NaN stays NaN. */
 INLINE vec exp_below(vec x) {
     ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
     vec r = x - __builtin_convertvector(n, vec) * 0.693147182f;
