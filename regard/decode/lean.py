@@ -18,7 +18,7 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block
 from regard.cache import Contiguous
 from regard.cache.base import Layer
-from regard.decode.joined import Maker, joined
+from regard.decode.joined import JoinedCrossAttention, Maker, joined
 from regard.kernels import native
 from regard.kernels.linear import Fused
 from regard.kernels.native_linear import ACTIVATIONS, MOST, NativeLinear, usable
@@ -187,10 +187,8 @@ class LeanSelfAttention(LeanAttention):
         return o[:, None]
 
 
-class LeanCrossAttention(LeanAttention):
-    """Keys and values of the memory by one product."""
-
-    wkv: nn.Module
+class LeanCrossAttention(LeanAttention, JoinedCrossAttention):
+    """Keys and values of the memory by one product, read where they lie."""
 
     def forward(self, x: Tensor, ctx: Context, residual: Tensor) -> Tensor:  # type: ignore[override]
         q = self.wq(x).unflatten(-1, (self.h, self.d))
@@ -206,14 +204,6 @@ class LeanCrossAttention(LeanAttention):
         kept, k_pos = ctx.keep(**self.entries(x, ctx))
         seen, bias = ctx.visible(k_pos), ctx.bias(k_pos)
         return self.out(self.mix(q.to(kept["k"].dtype), kept, seen, ctx, bias), residual)
-
-    def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
-        if ctx.memory is None:
-            return {}
-        k, v = self.wkv(ctx.memory).split((self.g * self.d, self.g * self.e), -1)
-        k = k.unflatten(-1, (self.g, self.d))
-        v = v.unflatten(-1, (self.g, self.e))
-        return {"k": k if self.k_norm is None else self.k_norm(k), "v": v}
 
 
 def _cache(ctx: Context) -> Layer | None:
