@@ -54,6 +54,12 @@ def invariant(model: Model) -> Model:
             f"no invariant mode for a model prepared in {model.precision}: its packed products depend on "
             "the number of rows; give the original, which packs its own, or leave invariant out"
         )
+    device = next(model.parameters()).device.type
+    if device != "cpu":
+        raise UsageError(
+            f"no invariant mode on {device}: which products agree is known for CPUs alone; "
+            'call model.to("cpu"), or leave invariant out'
+        )
     if any(isinstance(module, SteadyLinear) for module in model.modules()):
         return model
     new = copy.deepcopy(model, {id(p): p for p in model.parameters()})
@@ -95,7 +101,7 @@ class Product:
 
 
 def _kernel(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    if packs(weight.device.type, weight.dtype):
+    if packs("cpu", weight.dtype):
         return Packed(weight, bias)
     return partial(F.linear, weight=weight, bias=bias)
 
@@ -103,7 +109,7 @@ def _kernel(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 def find_class(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
     """The widest range of row counts in which products of this shape give a row the same bits, found by trying."""
     shape, dtype = tuple(weight.shape), weight.dtype
-    key = (shape, dtype, weight.device, bias is not None, torch.get_num_threads())
+    key = (shape, dtype, bias is not None, torch.get_num_threads())
     if key not in _found:
         classes = SHORT if dtype == torch.bfloat16 else WIDE
         x, w = (y.to(weight) for y in cancelling(*shape))
@@ -160,11 +166,8 @@ def _feed_forward(module: FeedForward | LMHead | LabelHead) -> None:
 
 
 def _experts(module: MixtureOfExperts) -> None:
-    module.act, module.sigmoid, module.project = (
-        Steady(module.act),
-        Steady(torch.sigmoid),
-        Products(),
-    )
+    module.act, module.sigmoid = Steady(module.act), Steady(torch.sigmoid)
+    module.project = Products()
     module.logits = Product(module.router.weight.float(), None)  # type: ignore[method-assign]
 
 

@@ -62,6 +62,11 @@ def test_invariant_mode_refuses_a_prepared_model() -> None:
         invariant(regard.prepare(build(), "fp32"))
 
 
+def test_invariant_mode_refuses_other_devices() -> None:
+    with pytest.raises(UsageError, match="no invariant mode on meta.*model.to"):
+        invariant(build().to("meta"))
+
+
 def test_invariant_mode_refuses_parts_that_it_does_not_know() -> None:
     model = build()
     model.extra = nn.Conv1d(3, 3, 1)
