@@ -29,16 +29,28 @@ commands
   translate   translate lines with an encoder-decoder; --align shows which words belong together
   chat        a conversation, turn by turn
   train       train a model from a TOML file; stopped any way, it goes on to the same bits
+  eval        measure a model on data: loss, BLEU, chrF, accuracy, F1
+  classify    label lines with a trained classifier
+  embed       one vector a line
+  plan        what a run will need: parameters, memory, disk, time; nothing is trained
+  report      a run as one page of HTML
+  compare     runs side by side
+  recipes     list, show or copy configs that are known to work
   data peek   print the first real batch of training data, with what is learned from it
   tokenizer train   learn a tokenizer from files
+  doctor      what this machine has and can do
   bench       compare the speed of decoding with other libraries (from a source checkout)
 
 MODEL is a Hugging Face folder: config.json, model.safetensors, tokenizer.json. Nothing is downloaded.
 Options of a command: regard generate --help.   Version: regard --version.
 Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or package missing, 4 model folder or data
-missing or broken, 130 interrupted."""
+missing or broken, 5 a check that was asked for failed, 130 interrupted."""
 
-COMMANDS = ("generate", "translate", "chat", "train", "data", "tokenizer", "bench")
+COMMANDS = (
+    *("generate", "translate", "chat", "train", "eval", "classify", "embed", "plan", "report"),
+    *("compare", "recipes", "data", "tokenizer", "doctor", "bench"),
+)
+SET = ("train", "plan")  # take settings of a config as flags: --train.steps 100
 SECOND = {"data": "peek", "tokenizer": "train"}  # commands of two words
 BENCHES = {"decode": ("decode", "invariant", "gpu_decode")}  # name -> scripts in bench/
 BENCH_HELP = """regard bench decode [--quick]              every comparison of decoding that this machine can run
@@ -124,15 +136,16 @@ def dispatch(arguments: list[str]) -> int:
         return bench(rest)
     if name in SECOND:
         return second(name, rest)
-    from regard.cli_options import OPTIONS, folded, parse
+    from regard.commands.options import OPTIONS
+    from regard.commands.parse import folded, parse
 
     for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says
         stream.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
-    options: Any = parse(OPTIONS[name], name, folded(rest) if name == "train" else rest)
+    options: Any = parse(OPTIONS[name], name, folded(rest) if name in SET else rest)
     if options is None:  # help was asked for
         return 0
     wait_asleep()
-    command = importlib.import_module(f"regard.cli_{name}")  # only now torch
+    command = importlib.import_module(f"regard.commands.{name}")  # only now torch
     use_threads()
     return command.run(options)
 
@@ -142,8 +155,8 @@ def second(name: str, arguments: list[str]) -> int:
     word = SECOND[name]
     if arguments[:1] != [word]:
         raise UsageError(f"say regard {name} {word}; see regard {name} {word} --help")
-    from regard.cli_data import Peek, Train, run
-    from regard.cli_options import parse
+    from regard.commands.data import Peek, Train, run
+    from regard.commands.parse import parse
 
     kind: Any = Peek if word == "peek" else Train
     options = parse(kind, f"{name} {word}", arguments[1:])

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import regard
-from regard import cli_model, cli_options
 from regard.cli import COMMANDS, main
+from regard.commands import model as cli_model
+from regard.commands import options as cli_options
+from regard.commands import parse as cli_parse
 from tests.text import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,7 +126,7 @@ def test_help_names_every_command_and_shows_examples_first() -> None:
 
 
 def test_every_setting_of_decoding_is_a_flag_with_its_default() -> None:
-    made = cli_options.values(cli_options.Generate(model="m"))
+    made = cli_parse.values(cli_options.Generate(model="m"))
     for f in dataclasses.fields(regard.Settings):
         assert made[f.name] == f.default, f.name
 
@@ -146,8 +148,8 @@ assert steps == [("asleep", False), ("threads", True)], steps
 
 
 def test_flags_may_be_written_with_underscores() -> None:
-    kebab = cli_options.parse(cli_options.Generate, "generate", ["m", "--max-new-tokens", "3"])
-    snake = cli_options.parse(cli_options.Generate, "generate", ["m", "--max_new_tokens", "3"])
+    kebab = cli_parse.parse(cli_options.Generate, "generate", ["m", "--max-new-tokens", "3"])
+    snake = cli_parse.parse(cli_options.Generate, "generate", ["m", "--max_new_tokens", "3"])
     assert kebab == snake and kebab is not None and kebab.max_new_tokens == 3
 
 
@@ -290,9 +292,9 @@ def test_precision_on_a_cpu_is_the_weights_own(
 ) -> None:
     monkeypatch.setattr(cli_model, "packs", lambda device, dtype: fast)  # does the CPU have bf16?
     regard.load(folder("gpt2"), dtype=stored).save(tmp_path / "m")
-    opened = cli_model.Opened(str(tmp_path / "m"), cli_options.Machine(), rows=1)
+    opened = cli_model.Opened(str(tmp_path / "m"), cli_parse.Machine(), rows=1)
     assert opened.precision == ("bf16" if stored.itemsize == 2 and fast else "fp32")
-    asked = cli_model.Opened(str(tmp_path / "m"), cli_options.Machine(dtype="bf16"), rows=1)
+    asked = cli_model.Opened(str(tmp_path / "m"), cli_parse.Machine(dtype="bf16"), rows=1)
     assert asked.precision == "bf16"
 
 

@@ -10,8 +10,8 @@ pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenize
 
 import regard
 from regard.cli import left_out
-from regard.cli_model import Opened, pick_device
-from regard.cli_options import Machine
+from regard.commands.model import Opened, pick_device
+from regard.commands.parse import Machine
 from regard.text import needed, render_chat
 from tests.test_cli import Done, call, folder
 

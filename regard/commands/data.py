@@ -1,5 +1,5 @@
 """regard data peek, regard tokenizer train: what they can be told, and the second's work (the first's is in
-regard.cli_peek). Importing this needs neither torch nor numpy."""
+regard.commands.peek). Importing this needs neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 from tyro.conf import UseAppendAction as Many
 
-from regard.cli_options import Count, Switch
+from regard.commands.parse import Count, Switch
 from regard.config import UsageError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Train:
 
 def run(options: Peek | Train) -> int:
     if isinstance(options, Peek):
-        from regard.cli_peek import peek
+        from regard.commands.peek import peek
 
         return peek(options)
     return train(options)

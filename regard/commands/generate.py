@@ -9,8 +9,9 @@ from collections.abc import Generator
 from dataclasses import fields
 from typing import Any
 
-from regard.cli_model import Opened, Rate, decoded, opened
-from regard.cli_options import Generate, Search, values
+from regard.commands.model import Opened, Rate, decoded, opened
+from regard.commands.options import Generate, Search
+from regard.commands.parse import values
 from regard.config import UsageError
 from regard.decode.settings import Result, Settings
 from regard.models import Patches

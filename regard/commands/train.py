@@ -20,8 +20,8 @@ import torch
 from regard.checkpoint import load as load_model
 from regard.checkpoint.hf import Origin
 from regard.cli import DATA, RUN, Fault
-from regard.cli_model import blaming, pick_device
-from regard.cli_options import TrainRun
+from regard.commands.model import blaming, pick_device
+from regard.commands.options_work import TrainRun
 from regard.config import UsageError, nearest
 from regard.presets import build
 from regard.run import generate

@@ -15,7 +15,7 @@ import torch
 
 from regard.checkpoint import load
 from regard.cli import DATA, ENVIRONMENT, Fault
-from regard.cli_options import Machine
+from regard.commands.parse import Machine
 from regard.config import UsageError
 from regard.decode.prepare import perplexity_change, prepare
 from regard.kernels.linear import packs

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.cli_data import Peek, check_given, settings
+from regard.commands.data import Peek, check_given, settings
 from regard.config import UsageError
 from regard.text import Tokenizer, needed
 from regard.text.coder import Coder

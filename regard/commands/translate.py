@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from regard.cli import DATA, Fault
-from regard.cli_generate import as_json, check_reads_text, settings_of
-from regard.cli_model import Opened, Rate, opened, read_lines, start_of
-from regard.cli_options import Translate, values
+from regard.commands.generate import as_json, check_reads_text, settings_of
+from regard.commands.model import Opened, Rate, opened, read_lines, start_of
+from regard.commands.options import Translate
+from regard.commands.parse import values
 from regard.config import UsageError
 from regard.decode.settings import Result, Settings
 from regard.look.probe import Probe

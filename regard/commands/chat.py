@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from regard.cli import DATA, fail
-from regard.cli_generate import check_reads_text, settings_of, write
-from regard.cli_model import Opened, Rate, blaming, context_of, read_lines
-from regard.cli_options import Chat, values
+from regard.commands.generate import check_reads_text, settings_of, write
+from regard.commands.model import Opened, Rate, blaming, context_of, read_lines
+from regard.commands.options import Chat
+from regard.commands.parse import values
 from regard.config import UsageError
 from regard.decode.settings import Settings
 from regard.run import stream
