@@ -32,6 +32,7 @@ commands
   eval        measure a model on data: loss, BLEU, chrF, accuracy, F1
   classify    label lines with a trained classifier
   embed       one vector a line
+  merge       join an adapter (LoRA) and its model into one folder
   plan        what a run will need: parameters, memory, disk, time; nothing is trained
   report      a run as one page of HTML
   compare     runs side by side
@@ -47,8 +48,8 @@ Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or pa
 missing or broken, 5 a check that was asked for failed, 130 interrupted."""
 
 COMMANDS = (
-    *("generate", "translate", "chat", "train", "eval", "classify", "embed", "plan", "report"),
-    *("compare", "recipes", "data", "tokenizer", "doctor", "bench"),
+    *("generate", "translate", "chat", "train", "eval", "classify", "embed", "merge", "plan"),
+    *("report", "compare", "recipes", "data", "tokenizer", "doctor", "bench"),
 )
 SET = ("train", "plan")  # take settings of a config as flags: --train.steps 100
 SECOND = {"data": "peek", "tokenizer": "train"}  # commands of two words

@@ -119,11 +119,18 @@ class MLM:
 
 @dataclass(frozen=True)
 class Classify:
-    """One label for the whole: out(act(dense h_0)) of the first token, or out(h_0) without `dense`."""
+    """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
+    first token, a causal tower at its last real one, which alone has seen all."""
 
     labels: int
     dense: str | None = "tanh"
+    token: str = "first"
+    bias: bool = True  # of `out`
     kind: str = "classify"
+
+    def __post_init__(self) -> None:
+        if self.token not in ("first", "last"):
+            raise UsageError(f"head.token is {self.token!r}; choose first or last")
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ class LMHead(nn.Module):
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(vocab)) if masked or c.bias else None  # type: ignore[union-attr]
+        self.fresh = False  # put on a trained body, still to be learnt: see with_head
         self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def features(self, h: Tensor) -> Tensor:
@@ -170,7 +178,8 @@ class LMHead(nn.Module):
 
 
 class LabelHead(nn.Module):
-    """hidden -> (b labels) for Classify, (b t labels) for Tag and Answer."""
+    """hidden (b t m) -> (b labels) for Classify, (b t labels) for Tag and Answer. What is given ends where the text
+    does: of a ragged batch, Transformer gives the last real tokens alone."""
 
     def __init__(self, config: Classify | Tag | Answer, dim: int):
         super().__init__()
@@ -178,11 +187,12 @@ class LabelHead(nn.Module):
         name = config.dense if isinstance(config, Classify) else None
         self.dense = nn.Linear(dim, dim) if name else None
         self.act = activation(name) if name else None
-        self.out = nn.Linear(dim, config.labels)
+        bias = config.bias if isinstance(config, Classify) else True
+        self.out = nn.Linear(dim, config.labels, bias=bias)
 
     def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
         if isinstance(self.config, Classify):
-            h = h[:, 0]
+            h = h[:, 0 if self.config.token == "first" else -1]
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
         return self.out(h)

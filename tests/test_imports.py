@@ -18,7 +18,7 @@ LAYERS = [
     {"block", "layers", "moe", "attention", "cache", "mask", "position", "config"},
     {"models", "presets"},
     {"checkpoint", "text", "train", "decode", "look", "convert"},  # siblings keep apart
-    {"cli", "commands", "run", "measure", "serve", "__init__", "__main__"},
+    {"cli", "commands", "recipes", "run", "measure", "serve", "__init__", "__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 SIBLINGS = LAYERS[3]

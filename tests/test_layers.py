@@ -132,3 +132,11 @@ def test_classify_reads_the_first_token() -> None:
 )
 def test_head_gives_its_shape(config: LM | MLM | Classify | Tag | Answer, shape: tuple) -> None:
     assert make_head(config, 4, 7)(torch.randn(2, 5, 4), torch.randn(7, 4)).shape == shape
+
+
+def test_classify_reads_the_last_token_where_it_says_so() -> None:
+    head, h = LabelHead(Classify(3, None, "last", bias=False), 4), torch.randn(2, 5, 4)
+    assert head.out.bias is None
+    torch.testing.assert_close(head(h), h[:, -1] @ head.out.weight.T)
+    with pytest.raises(UsageError, match="head.token is 'lst'; choose first or last"):
+        Classify(3, token="lst")

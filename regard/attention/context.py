@@ -62,15 +62,22 @@ class Context:
     def visible(self, k_pos: Span, window: int | None = None) -> Visible:
         """The mask bound to these keys; layers that share positions share it."""
         mask = self.mask if window is None else self.mask & Window(window)
-        make = lambda: (Visible(mask, self.pos, k_pos), k_pos)  # noqa: E731  held, so that no other gets its id
-        return self.once(("visible", id(k_pos), window), make)[0]
+        return self.bound(("visible", window), k_pos, lambda: Visible(mask, self.pos, k_pos))
 
     def bias(self, k_pos: Span) -> Tensor | None:
         if self.relative is None:
             return None
         relative = self.relative
-        make = lambda: (relative(self.pos.index, k_pos.index), k_pos)  # noqa: E731
-        return self.once(("bias", id(k_pos)), make)[0]
+        return self.bound("bias", k_pos, lambda: relative(self.pos.index, k_pos.index))
+
+    def bound(self, key: Any, k_pos: Span, make: Callable[[], Any]) -> Any:
+        """What `make` gives for these very keys, made once a call for all layers that read them."""
+        made = self.memo.setdefault(key, [])
+        for pos, value in made:
+            if pos is k_pos:
+                return value
+        made.append((k_pos, make()))
+        return made[-1][1]
 
     def watch(self) -> Probe | None:
         """The probe for this place (such as `decoder.3.self`), or None if it does not want it."""

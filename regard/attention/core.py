@@ -32,8 +32,6 @@ class Probe(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
     ) -> None: ...
 
-    def put(self, weights: Tensor, rows: slice, size: int) -> None: ...
-
 
 @dataclass(frozen=True)
 class Terms:
@@ -46,6 +44,9 @@ class Terms:
     softcap: float | None = None
     dropout: float = 0.0
     sinks: int = 0  # leading keys that are sinks: they take weight and stand for no token
+    up: Tensor | None = (
+        None  # (h e c) turns values c wide into each head's own: only probes read it
+    )
 
 
 # --- the reference ------------------------------------------------------------------------------------------------
@@ -66,6 +67,11 @@ def scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     """(b h t d), (b g s d) -> (b h t s), before the mask."""
     k = _spread(k, q.shape[1])
     s = q @ k.transpose(-1, -2) * terms.scale if terms.score is None else terms.score(q, k)
+    return finish(s, terms)
+
+
+def finish(s: Tensor, terms: Terms) -> Tensor:
+    """Products (b h t s) become scores: capped softly, plus the bias."""
     if terms.softcap is not None:
         s = terms.softcap * torch.tanh(s / terms.softcap)
     return s if terms.bias is None else s + terms.bias

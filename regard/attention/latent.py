@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.attention.context import Context
-from regard.attention.core import attend
+from regard.attention.core import Probe, Terms, attend
 from regard.cache import CacheSpec
 from regard.config import UsageError
 from regard.layers import RMSNorm
@@ -125,9 +125,11 @@ class LatentAttention(nn.Module):
             return {"latent": latent}
         return {"latent": latent, "k_rope": ctx.turn(rope[:, :, None], self.config.rope)[:, :, 0]}
 
-    def terms(self, ctx: Context) -> dict[str, Any]:
-        drop = self.config.dropout if self.training else 0.0
-        return {"scale": self.scale, "dropout": drop, "probe": ctx.watch(), "backend": ctx.backend}
+    def terms(self, ctx: Context, w_uv: Tensor | None = None) -> dict[str, Any]:
+        drop, probe = self.config.dropout if self.training else 0.0, ctx.watch()
+        if probe is not None and w_uv is not None:
+            probe = _Lifted(probe, w_uv)
+        return {"scale": self.scale, "dropout": drop, "probe": probe, "backend": ctx.backend}
 
     def expanded(
         self,
@@ -158,7 +160,20 @@ class LatentAttention(nn.Module):
         q = torch.cat([torch.einsum("bthd,hdc->bthc", nope, w_uk), rope], -1)
         latent = kept["latent"][:, :, None]  # b s 1 c
         k = torch.cat([latent, kept["k_rope"][:, :, None]], -1) if self.r else latent
-        o = attend(q, k, latent, mask, bias=bias, **self.terms(ctx))
+        o = attend(q, k, latent, mask, bias=bias, **self.terms(ctx, w_uv))
         return torch.einsum("bthc,hec->bthe", o, w_uv)
 
     # [/docs]
+
+
+@dataclass
+class _Lifted:
+    """A probe of latents that is told how each head's values come from them."""
+
+    probe: Probe
+    w_uv: Tensor  # h e c
+
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
+    ) -> None:
+        self.probe.see(q, k, v, mask, replace(terms, up=self.w_uv))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -280,26 +282,42 @@ class SparseAttention(nn.Module):
     # [/docs]
 
     def _watch(self, ctx: Context, rows: slice, chosen: Tensor, size: tuple[int, int]) -> Context:
-        """A context whose probe sees full rows again: weights of chosen keys at their places, zeros elsewhere."""
+        """A context whose probe learns which queries and keys these are."""
         probe = ctx.watch()
-        return ctx if probe is None else replace(ctx, probe=_Spread(probe.put, rows, chosen, size))
+        return ctx if probe is None else replace(ctx, probe=Spread(probe, rows, chosen, size))
+
+
+class SparseProbe(ABC):
+    """A probe that takes a gathered call as it is, to compute no more than it wants of it."""
+
+    @abstractmethod
+    def gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
+    ) -> None:
+        """q (bn h 1 d), k (bn g k d): every query with its own keys, whose slots are `where.chosen`."""
 
 
 @dataclass
-class _Spread:
-    put: Callable[[Tensor, slice, int], None]
+class Spread:
+    """Where gathered queries and keys belong. A probe that is no SparseProbe is put full rows: weights (b h n s) of the
+    chosen keys at their places, zeros elsewhere."""
+
+    probe: Any
     rows: slice
-    chosen: Tensor
+    chosen: Tensor  # b n k
     size: tuple[int, int]  # t, s
 
-    def at(self, site: str) -> _Spread:
+    def at(self, site: str) -> Spread:
         return self
 
-    def see(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, terms: Terms) -> None:
+    def see(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms) -> None:
+        if isinstance(self.probe, SparseProbe):
+            self.probe.gathered(q, k, v, mask, terms, self)
+            return
         b, n, picked = self.chosen.shape
         a = (
             weights(q, k, mask, terms)[..., -picked:].view(b, n, -1, picked).transpose(1, 2)
         )  # b h n k
         full = a.new_zeros(*a.shape[:3], self.size[1])
         full = full.scatter(-1, self.chosen[:, None].expand_as(a), a)
-        self.put(full, self.rows, self.size[0])
+        self.probe.put(full, self.rows, self.size[0])

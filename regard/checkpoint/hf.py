@@ -35,6 +35,7 @@ class Origin:
     config: Data = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
+    base: Any = None  # the folder itself, as adapter.py names it
 
 
 def load(
@@ -91,7 +92,7 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
     if kind == NATIVE:
         config = read_native(theirs)
         model, family = _empty(config), None
-        model.origin = Origin(NATIVE)
+        model.origin = Origin(NATIVE, config={k: v for k, v in theirs.items() if k in INERT})
     else:
         if not isinstance(kind, str) or kind not in FAMILIES:
             what = (

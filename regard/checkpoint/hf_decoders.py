@@ -7,7 +7,7 @@ from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.hf_config import ACTIVATIONS, ROPE, WINDOWS
+from regard.checkpoint.hf_config import ACTIVATIONS, LABELS, ROPE, WINDOWS
 from regard.checkpoint.rules import (
     JOINED_TRANSPOSED,
     STACKED,
@@ -18,7 +18,7 @@ from regard.checkpoint.rules import (
     Key,
     rule,
 )
-from regard.layers import LM, MLP, Norm
+from regard.layers import LM, MLP, Classify, Norm, Tag
 from regard.models import Tokens, TransformerConfig
 from regard.moe import MoE
 from regard.position import Learned, Rope
@@ -29,9 +29,17 @@ def lm(*names: str) -> dict[str, Any]:
     return {head: LM(), body: None}
 
 
+def labelled(name: str, *, tag: bool = True) -> dict[str, Any]:
+    """Their classes for labels: of the whole, at the last token, and of each token."""
+    heads: dict[str, Any] = {f"{name}ForSequenceClassification": Classify(2, None, "last", False)}
+    return {**heads, f"{name}ForTokenClassification": Tag(2)} if tag else heads
+
+
 BODY = "tower.blocks.{i}."
 _TIED = (("lm_head.weight", ("model.embed_tokens.weight",), "head.tied"),)
 _LM_HEAD = {"lm": (rule("lm_head.weight", "head.weight"),)}
+_SCORE = (rule("score.*", "head.out.*"),)
+_HEADS = {**_LM_HEAD, "classify": _SCORE, "tag": _SCORE}
 _LLAMA_ATTENTION = tuple(
     rule(f"model.layers.{{i}}.self_attn.{a}", f"{BODY}attention.{b}")
     for a, b in [
@@ -59,6 +67,7 @@ KEYS = (
     Key("max_position_embeddings", "max_len"),
     Key("rms_norm_eps", "tower.norm.eps", 1e-6),
     Key("tie_word_embeddings", "head.tied", False),
+    LABELS,
 )
 
 
@@ -103,7 +112,7 @@ LLAMA = Family(
     name="llama",
     base="model.",
     blank=llama_like(_GQA, SWIGLU),
-    heads=lm("LlamaModel", "LlamaForCausalLM"),
+    heads={**lm("LlamaModel", "LlamaForCausalLM"), **labelled("Llama")},
     config=(
         *KEYS,
         *_LLAMA_HEADS,
@@ -112,14 +121,14 @@ LLAMA = Family(
         Key("mlp_bias", "tower.ffn.bias", False),
     ),
     tensors=(*FRAME, *_LLAMA_ATTENTION, *MLP_TENSORS),
-    head_tensors=_LM_HEAD,
+    head_tensors=_HEADS,
     twins=_TIED,
     derived=(r".*rotary_emb\.inv_freq",),
 )
 MISTRAL = replace(
     LLAMA,
     name="mistral",
-    heads=lm("MistralModel", "MistralForCausalLM"),
+    heads={**lm("MistralModel", "MistralForCausalLM"), **labelled("Mistral")},
     config=(
         *KEYS,
         *_but(_LLAMA_HEADS, _EIGHT_KV),
@@ -131,14 +140,14 @@ QWEN2 = replace(
     LLAMA,
     name="qwen2",
     blank=llama_like(replace(_GQA, bias=True), SWIGLU),
-    heads=lm("Qwen2Model", "Qwen2ForCausalLM"),
+    heads={**lm("Qwen2Model", "Qwen2ForCausalLM"), **labelled("Qwen2")},
     config=(*KEYS, *_LLAMA_HEADS, *_GATED, WINDOWS),
 )
 QWEN3 = replace(
     LLAMA,
     name="qwen3",
     blank=llama_like(replace(_GQA, qk_norm=1e-6), SWIGLU),
-    heads=lm("Qwen3Model", "Qwen3ForCausalLM"),
+    heads={**lm("Qwen3Model", "Qwen3ForCausalLM"), **labelled("Qwen3")},
     config=(
         *_but(
             KEYS,
@@ -154,7 +163,7 @@ MIXTRAL = replace(
     LLAMA,
     name="mixtral",
     blank=llama_like(replace(_GQA, rope=Rope(1e6)), MoE(1, 1, 1)),
-    heads=lm("MixtralModel", "MixtralForCausalLM"),
+    heads={**lm("MixtralModel", "MixtralForCausalLM"), **labelled("Mixtral")},
     config=(
         *_but(KEYS, Key("rms_norm_eps", "tower.norm.eps", 1e-5)),
         *_but(_LLAMA_HEADS, _EIGHT_KV),
@@ -182,7 +191,7 @@ GPT2 = Family(
         Tower(1, 1, GQA(1, bias=True, out_bias=True), MLP(1, "gelu_tanh")),
         max_len=1,
     ),
-    heads=lm("GPT2Model", "GPT2LMHeadModel"),
+    heads={**lm("GPT2Model", "GPT2LMHeadModel"), **labelled("GPT2")},
     config=(
         Key("vocab_size", "embedding.vocab"),
         Key("n_embd", "tower.dim"),
@@ -193,6 +202,7 @@ GPT2 = Family(
         Key("activation_function", "tower.ffn.activation", "gelu_new", ACTIVATIONS),
         Key("layer_norm_epsilon", "tower.norm.eps", 1e-5),
         Key("tie_word_embeddings", "head.tied", True),
+        LABELS,
         Key("resid_pdrop", "tower.dropout", 0.1),
         Key("embd_pdrop", "embedding.dropout", 0.1),
         Key("attn_pdrop", "tower.attention.dropout", 0.1),
@@ -228,7 +238,7 @@ GPT2 = Family(
         rule("transformer.h.{i}.mlp.c_proj.*", BODY + "ffn.down.*", TRANSPOSED),
         rule("transformer.ln_f.*", "tower.norm.*"),
     ),
-    head_tensors=_LM_HEAD,
+    head_tensors={**_HEADS, "tag": (rule("classifier.*", "head.out.*"),)},
     twins=(("lm_head.weight", ("transformer.wte.weight",), "head.tied"),),
     derived=(r".*\.attn\.(masked_)?bias",),
 )

@@ -14,6 +14,7 @@ from regard.checkpoint.hf_decoders import (
     LLAMA,
     MLP_TENSORS,
     SWIGLU,
+    labelled,
     llama_like,
     lm,
 )
@@ -117,7 +118,10 @@ DEEPSEEK_V2 = replace(
     LLAMA,
     name="deepseek_v2",
     blank=_deepseek(_MLA, _EXPERTS_V2),
-    heads=lm("DeepseekV2Model", "DeepseekV2ForCausalLM"),
+    heads={
+        **lm("DeepseekV2Model", "DeepseekV2ForCausalLM"),
+        **labelled("DeepseekV2", tag=False),
+    },
     config=(
         *_deepseek_keys("tower.attention", 2, 1.0),
         Key("mlp_bias", "tower.ffn.0.bias", False, also=("tower.ffn.1.shared_bias",)),
@@ -132,7 +136,7 @@ DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     name="deepseek_v3",
     blank=_deepseek(_MLA, _EXPERTS_V3),
-    heads=lm("DeepseekV3Model", "DeepseekV3ForCausalLM"),
+    heads={**lm("DeepseekV3Model", "DeepseekV3ForCausalLM"), **labelled("DeepseekV3")},
     config=(
         *_deepseek_keys("tower.attention", 1, 2.5),
         Key("norm_topk_prob", "tower.ffn.1.normalized", True),

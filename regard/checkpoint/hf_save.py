@@ -11,16 +11,21 @@ from typing import Any
 from torch import Tensor
 
 from regard.checkpoint.hf import NATIVE, Origin, plan, read_config
-from regard.checkpoint.hf_tables import FAMILIES
+from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.rules import Data, Family, get, put
 from regard.checkpoint.store import SHARD_BYTES, replacing, write_json, write_weights
 from regard.config import UsageError, to_dict
 from regard.models import Model
+from regard.models.adapt import low_ranks
 
 
 def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
     path = Path(path)
+    if low_ranks(model):
+        raise UsageError(
+            "this model has LoRA: save_adapter keeps it small, merge(model).save whole"
+        )
     origin = model.origin or Origin(model.family)
     family, theirs = _express(model, origin)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -62,8 +67,9 @@ def _express(model: Model, origin: Origin) -> tuple[Family | None, Data]:
             theirs = {**known, "model_type": name, "architectures": [architecture]}
             if _says(family, architecture, model.config, theirs):
                 return family, theirs
-    data = to_dict(model.config)
-    return None, {"model_type": NATIVE, "architectures": [type(model).__name__], "config": data}
+    theirs = {key: value for key, value in origin.config.items() if key in INERT}
+    theirs |= {"model_type": NATIVE, "architectures": [type(model).__name__]}
+    return None, {**theirs, "config": to_dict(model.config)}
 
 
 def _says(family: Family, architecture: str, config: Any, theirs: Data) -> bool:

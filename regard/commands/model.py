@@ -9,19 +9,22 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
 from regard.checkpoint import load
 from regard.cli import DATA, ENVIRONMENT, Fault
-from regard.commands.parse import Machine
 from regard.config import UsageError
 from regard.decode.prepare import perplexity_change, prepare
 from regard.kernels.linear import packs
 from regard.models import Model
 from regard.run import generate, special_of, tokenizer_of, told
 from regard.text import needed
+
+if TYPE_CHECKING:
+    from regard.commands.parse import Machine
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -53,7 +56,8 @@ class Opened:
     def __init__(self, folder: str, machine: Machine, rows: int):
         device, why = pick_device(machine.device)
         with blaming(DATA):
-            self.plain: Model = load(folder, device=device, dtype=DTYPES[machine.dtype])
+            where = resolved(folder)
+            self.plain: Model = load(where, device=device, dtype=DTYPES[machine.dtype])
             self.tokenizer = tokenizer_of(self.plain)
             told(self.plain)
         self.model, quantized = self.plain, machine.quantize != "none"
@@ -89,6 +93,17 @@ class Opened:
             before, after = perplexity_change(plain, self.model, rows, source=moved)
             change = f"perplexity of {what} {before:.4g} -> {after:.4g} ({len(ids)} tokens)"
             print(f"{self.precision}: {change}", file=sys.stderr)
+
+
+def resolved(folder: str) -> str:
+    """The model folder that is meant: of a run's folder its best model, or its last where none was evaluated."""
+    home = Path(folder)
+    for place in (home, home / "best", home / "last"):
+        if any((place / name).is_file() for name in ("config.json", "adapter.json")):
+            return str(place)
+    if (home / "run.json").is_file() or (home / "checkpoints").is_dir():
+        raise Fault(f"the run {folder} has saved no model yet; wait for a checkpoint", DATA)
+    return folder
 
 
 def start_of(model: Model) -> int:

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 from tyro.conf import UseAppendAction as Many
 
-from regard.commands.parse import Folder, Machine, Switch
+from regard.commands.data import Reading
+from regard.commands.parse import Count, Folder, Machine, Switch
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class TrainRun:
     """auto, cpu, cuda or cuda:N"""
     quiet: Switch = False
     """no progress lines"""
+    force: Switch = False
+    """start although the plan says that memory or disk will not do"""
+    log_to: Annotated[Many[tuple[str, ...]], arg(metavar="TRACKER")] = ()
+    """tensorboard, wandb or trackio, where they are installed"""
     changes: Annotated[dict[str, str], arg(metavar="NAME VALUE")] = field(default_factory=dict)
     """settings of the config, changed: the same as --NAME VALUE with a dot in NAME"""
 
@@ -54,17 +59,20 @@ class Eval:
     data: Annotated[Many[tuple[str, ...]], arg(metavar="FILE")]
     """text, tsv, csv, jsonl, also gz and xz; an image folder or npz"""
     target: Annotated[Many[tuple[str, ...]], arg(metavar="FILE")] = ()
-    """the other side of parallel files"""
+    """the other side of parallel files; classes of npy and idx files"""
     metric: Annotated[Many[tuple[str, ...]], arg(metavar="NAME")] = ()
-    """loss, perplexity, bleu, chrf, exact, accuracy, f1; default: those of the task"""
+    """loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task"""
     min: Annotated[float | None, arg(metavar="VALUE")] = None
     """exit 5 if the first metric is worse than this"""
-    columns: Annotated[Many[tuple[str, ...]], arg(metavar="ROLE=COLUMN")] = ()
-    """which column is source, target, text or label"""
     beams: int = 4
-    """of translation"""
+    """of translation; 1 is greedy"""
+    length: Count = None
+    """tokens of a row; default: the model's context, of a language model 1024 at most"""
+    overlong: Literal["error", "truncate"] = "error"
+    """what happens to examples that are longer; text of a language model is cut into rows"""
     json: Switch = False
     """one JSON object"""
+    reading: Reading = field(default_factory=Reading)
     machine: Machine = field(default_factory=Machine)
 
 
@@ -78,11 +86,14 @@ class Classify:
 
     model: Folder
     file: Annotated[Positional[str], arg(metavar="[FILE]")] = "-"
-    """text file, one example a line; a picture or a folder of pictures; - is stdin"""
+    """text file, one example a line; a picture, a folder of pictures, npz or npy; - is stdin: lines, or names of
+    pictures"""
     top: int = 1
     """this many labels a line, the most probable first"""
     rows: int = 32
-    """lines in a batch"""
+    """examples in a batch"""
+    overlong: Literal["error", "truncate"] = "error"
+    """what happens to a line that is longer than the model's context"""
     json: Switch = False
     """one JSON object a line: label, probability, all probabilities"""
     machine: Machine = field(default_factory=Machine)
@@ -105,7 +116,22 @@ class Embed:
     """vectors of length 1"""
     rows: int = 32
     """lines in a batch"""
+    overlong: Literal["error", "truncate"] = "error"
+    """what happens to a line that is longer than the model's context"""
     machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Write an adapter and the model it stands on as one model folder, which needs neither.
+
+    regard merge runs/tuned/best merged              then: regard generate merged "Once upon a time"
+    """
+
+    adapter: Annotated[Positional[str], arg(metavar="ADAPTER")]
+    """a folder with adapter.json, as training with LoRA writes it"""
+    out: Annotated[Positional[str], arg(metavar="OUT")]
+    """the new folder; one that has files in it is refused"""
 
 
 @dataclass(frozen=True)
@@ -114,12 +140,17 @@ class Plan:
 
     regard plan story.toml
     regard plan story.toml --model.layers 12 --train.precision bf16
+    regard plan MODEL                                what a model folder needs to run
     """
 
-    config: Annotated[Positional[str], arg(metavar="CONFIG")]
+    config: Annotated[Positional[str], arg(metavar="CONFIG|MODEL")]
     """a TOML file as for regard train, or a model folder"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
+    output_dir: Annotated[str | None, arg(metavar="FOLDER")] = None
+    """the run's folder, whose data and tokenizer are used if they are there; default: runs/ and the config's name"""
+    keep: int = 2
+    """checkpoints that stay, beside the best"""
     json: Switch = False
     """one JSON object"""
     changes: Annotated[dict[str, str], arg(metavar="NAME VALUE")] = field(default_factory=dict)
@@ -192,6 +223,7 @@ WORK: dict[str, type] = {
     "eval": Eval,
     "classify": Classify,
     "embed": Embed,
+    "merge": Merge,
     "plan": Plan,
     "report": Report,
     "compare": Compare,

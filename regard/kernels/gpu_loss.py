@@ -9,6 +9,8 @@ to write the gradient where the logits were, all in float32 inside.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,8 @@ from regard.kernels.gpu_linear import jit, ready, triton
 if triton is not None:
     import triton.language as tl
 
-BLOCK = 2048  # logits a step
+BLOCK = 4096  # logits a step
+LOG2E = math.log2(math.e)
 PART = 2**21  # logits that the plain form makes float32 of at a time: they should fit a cache
 
 
@@ -74,33 +77,38 @@ def _turn(
     padding,
     BLOCK: tl.constexpr,
     TRAIN: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    LOG2E: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = logits + row * stride
     label = tl.load(labels + row)
     real = tl.load(counted + row) != 0
     label = tl.where(real, label, 0)
-    m = tl.full((BLOCK,), float("-inf"), tl.float32)
+    m = tl.full((BLOCK,), -1e30, tl.float32)  # of logits in units of log 2, as d and lse below
     d = tl.zeros((BLOCK,), tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     for i in range(0, V, BLOCK):
         c = i + tl.arange(0, BLOCK)
-        x = tl.load(at + c, mask=c < V, other=float("-inf")).to(tl.float32)
+        x = tl.load(at + c, mask=c < V, other=float("-inf")).to(tl.float32) * LOG2E
         new = tl.maximum(m, x)
-        d = tl.where(new == float("-inf"), 0.0, d * tl.exp(m - new) + tl.exp(x - new))
-        s += tl.where((c < V) & (c != padding), x, 0.0)
+        d = d * tl.exp2(m - new) + tl.exp2(x - new)
+        if SMOOTH:
+            s += tl.where((c < V) & (c != padding), x, 0.0)
         m = new
     most = tl.max(m, 0)
-    lse = most + tl.log(tl.sum(d * tl.exp(m - most), 0))
-    mine = tl.load(at + label).to(tl.float32) - lse
-    others = tl.sum(s, 0) - (V - tl.where(padding < 0, 0, 1)) * lse - mine
-    tl.store(losses + row, tl.where(real, -(top * mine + share * others), 0.0))
+    lse = most + tl.log2(tl.sum(d * tl.exp2(m - most), 0))
+    mine = tl.load(at + label).to(tl.float32) * LOG2E - lse
+    loss = top * mine
+    if SMOOTH:
+        loss += share * (tl.sum(s, 0) - (V - tl.where(padding < 0, 0, 1)) * lse - mine)
+    tl.store(losses + row, tl.where(real, -loss / LOG2E, 0.0))
     if TRAIN:
         for i in range(0, V, BLOCK):
             c = i + tl.arange(0, BLOCK)
-            x = tl.load(at + c, mask=c < V, other=0.0).to(tl.float32)
+            x = tl.load(at + c, mask=c < V, other=0.0).to(tl.float32) * LOG2E
             q = tl.where(c == label, top, tl.where(c == padding, 0.0, share))
-            g = tl.where(real, tl.exp(x - lse) - q, 0.0)
+            g = tl.where(real, tl.exp2(x - lse) - q, 0.0)
             tl.store(at + c, g.to(logits.dtype.element_ty), mask=c < V)
 
 
@@ -130,6 +138,8 @@ def turn(
         -1 if padding is None else padding,
         BLOCK=BLOCK,
         TRAIN=train,
-        num_warps=4,
+        SMOOTH=share != 0,
+        LOG2E=LOG2E,
+        num_warps=8,
     )
     return losses.sum()

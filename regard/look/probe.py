@@ -1,29 +1,50 @@
-"""Exact attention weights on request, from any backend: pass a Probe to a call and read its maps afterwards.
+"""Exact attention on request, from any backend, mechanism and cache: pass a Probe to a call and read it afterwards.
 
-The probe computes the weights of the heads and rows it was asked for, beside the fused kernel that computes the output;
-it changes no logit and leaves nothing on the model.
+    probe = Probe(layers=[0, "decoder.3.cross"], heads=[2], rows=[-1], what=("weight", "score"))
+    model(ids, cache=cache, probe=probe)           # any number of calls: a forward, decoding steps, training
+    probe.maps["0.self"][0]                        # weights of the first call, (b h' t' s)
+    probe.of("score")["0.self"][0]                 # another kind, of the same shape
+    generate(probe.on(model), prompts, beams=4)    # `on`: the model as it is, every call of it watched
+
+    "weight"  softmax(score): rows sum to 1, but for what a sink takes; a row that sees nothing is 0
+    "score"   q.k times scale (or the layer's own score), softly capped, plus bias; -inf where hidden or not chosen
+    "norm"    weight times the length of the head's value vector: how much a key really gives
+    "chosen"  bool (b 1 t' s): keys inside the softmax. Of sparse attention the indexer's choice, else what the mask shows
+
+The maps are computed beside the kernel that computes the output, from the same q and k, in float32 at least: no logit
+and no gradient changes, nothing stays on the model, and only chosen heads and rows are ever made. Dropout is left out.
+`reduce` is for maps too large to keep: it is given each head's map alone, (b 1 t' s), as soon as that is there, and
+what it returns is kept instead (heads joined along axis 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from regard.attention import Terms, weights
-from regard.config import UsageError
+from regard.attention.core import Terms, finish, scores, softmax
+from regard.attention.select import Spread, SparseProbe
+from regard.config import UsageError, nearest
 from regard.mask import Visible
+
+KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}  # at keys not chosen
+Maps = dict[str, list[Tensor]]  # place -> call -> map
+Made = dict[str, Tensor]  # kind -> map
+M = TypeVar("M")
 
 
 class Probe:
-    """Which weights to look at. `model(ids, probe=probe)`, then `probe.maps["0.self"][0]`: (b h' t' s).
+    """What to look at: `what` kinds of map, of these layers, heads and rows; None means all.
 
     `layers`: numbers (in every tower), or places such as "decoder.3.cross". `heads`: numbers. `rows`: queries of a
-    call, -1 being its last; rows that a call does not have are left out. None means all. Heads and rows come in
-    ascending order. Keys are those the layer saw, in its cache's order; a sink is no key: its weight is what
-    a row lacks to 1.
+    call, -1 being its last; rows that a call does not have are left out. Heads and rows come in ascending order. Keys
+    are those the layer saw, in its cache's order. In a beam search a step's rows are the beams as they stood then; to
+    see a finished text whole, feed it once more.
     """
 
     def __init__(
@@ -31,34 +52,67 @@ class Probe:
         layers: Iterable[int | str] | None = None,
         heads: Iterable[int] | None = None,
         rows: Iterable[int] | None = None,
+        *,
+        what: str | Iterable[str] = "weight",
+        reduce: Callable[[Tensor], Tensor] | None = None,
     ):
         self.layers = None if layers is None else set(layers)
         self.heads = None if heads is None else sorted(set(heads))
         self.rows = None if rows is None else list(rows)
+        self.what = (what,) if isinstance(what, str) else tuple(what)
+        self.reduce = reduce
+        for kind in self.what:
+            if kind not in KINDS:
+                raise UsageError(f"probe: there is no map {kind!r}; {nearest(kind, KINDS)}")
         self._sites: dict[str, None] = {}  # every place that asked, in order
-        self._parts: dict[str, list[list[Tensor]]] = {}  # place -> call -> chunks of queries
+        self._maps: dict[str, Maps] = {kind: {} for kind in self.what}
+        self._waiting: dict[str, list[tuple[Made, Tensor]]] = {}  # runs of queries of a sparse call
+        self._batch: int | None = None  # rows of the call, where `on` knows them
 
     def at(self, site: str) -> Recorder | None:
         """The recorder for a place, or None if its layer is not wanted."""
         self._sites[site] = None
         wanted = self.layers is None or not self.layers.isdisjoint((site, _number(site)))
-        return Recorder(self, site) if wanted else None
+        again = torch._C._current_graph_task_id() != -1  # a checkpointed block, computed once more
+        return Recorder(self, site) if wanted and not again else None
+
+    def on(self, model: M) -> M:
+        """A twin of the model, of the same weights, that shows every call to this probe: for `generate` and others that
+        make the calls themselves."""
+        real: Any = model
+        twin = copy.copy(real)
+
+        def hidden(ids: Tensor, *args: Any, probe: Any = None, **rest: Any) -> Tensor:
+            self._batch = len(ids)
+            try:
+                return real.hidden(ids, *args, probe=probe or self, **rest)
+            finally:
+                self._batch = None
+
+        twin.hidden = hidden
+        return twin
 
     @property
-    def maps(self) -> dict[str, list[Tensor]]:
+    def maps(self) -> Maps:
         """Weights (b h' t' s) by place, one tensor for each call."""
+        return self.of("weight")
+
+    def of(self, kind: str) -> Maps:
+        """Maps of this kind by place, one tensor for each call."""
+        if kind not in self._maps:
+            raise UsageError(
+                f"probe: {kind!r} was not asked for; make it Probe(what={(*self.what, kind)!r})"
+            )
         known = {*self._sites, *map(_number, self._sites)}
         lost = [] if self.layers is None or not known else sorted(self.layers - known, key=str)
         if lost:
             raise UsageError(
                 f"probe: there is no layer {lost[0]!r}; this model has {', '.join(self._sites)}"
             )
-        for calls in self._parts.values():
-            calls[:] = [[torch.cat(chunks, 2)] if len(chunks) > 1 else chunks for chunks in calls]
-        return {site: [chunks[0] for chunks in calls] for site, calls in self._parts.items()}
+        return self._maps[kind]
 
 
-class Recorder:
+class Recorder(SparseProbe):
     """What the probe wants from one place."""
 
     def __init__(self, probe: Probe, site: str):
@@ -68,35 +122,93 @@ class Recorder:
     def see(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
     ) -> None:
-        """q (b h t d), k (b g s d): the whole of a dense attention; only chosen heads and rows are computed."""
-        (h, t), g = q.shape[1:3], k.shape[1]
-        heads, rows = self._heads(h, q.device), self._rows(0, t, t, q.device)
+        """q (b h t d), k (b g s d): a whole dense attention; only chosen heads and rows are computed."""
+        b, h, t = q.shape[:3]
+        share = max(1, (self.probe._batch or b) // b)  # beams side by side as one source's queries
+        rows = self._rows(0, t // share, t // share, q.device)
+        if rows is not None and share > 1:
+            rows = (torch.arange(share, device=q.device)[:, None] * (t // share) + rows).flatten()
         if isinstance(mask, Visible):
             mask = None if mask.everything else mask.tensor() if rows is None else mask.rows(rows)
         else:
             mask = _part(mask, 2, rows)
-        q, bias = _pick(q, 2, rows), _part(terms.bias, 2, rows)
-        late = None
-        if terms.score is not None:
-            heads, late = None, heads  # a score may hold parameters of every head
-        elif heads is not None:
-            q, k = q[:, heads], k[:, heads // (h // g)]
-            mask, bias = _part(mask, 1, heads), _part(bias, 1, heads)
-        a = weights(q, k, mask, replace(terms, bias=bias))[..., terms.sinks :]  # b h' t' s
-        self._keep(_pick(a, 1, late), new=True)
+        q, terms = _pick(q, 2, rows), replace(terms, bias=_part(terms.bias, 2, rows))
+
+        def made(heads: Tensor | None) -> Made:
+            found = self._made(heads, q, k, v, mask, terms)
+            return {kind: _apart(a, share) for kind, a in found.items()}
+
+        self._keep(self._heads(h, q.device), h, made)
 
     @torch.no_grad()
-    def put(self, weights: Tensor, rows: slice, size: int) -> None:
-        """Weights (b h n s) of the queries `rows` out of `size`: sparse attention brings them chunk by chunk."""
-        heads = self._heads(weights.shape[1], weights.device)
-        wanted = self._rows(rows.start, rows.stop, size, weights.device)
-        self._keep(_pick(_pick(weights, 1, heads), 2, wanted), new=rows.start == 0)
+    def gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
+    ) -> None:
+        """A run of queries, each with the keys chosen for it. The maps stay k wide until the call is through."""
+        (b, n, picked), (t, s) = where.chosen.shape, where.size
+        rows = self._rows(where.rows.start, where.rows.stop, t, q.device)
+        rows = torch.arange(n, device=q.device) if rows is None else rows
+        flat = (torch.arange(b, device=q.device)[:, None] * n + rows).flatten()
+        q, k, v = (x.index_select(0, flat) for x in (q, k, v))
+        mask, terms = mask.index_select(0, flat), replace(terms, bias=_part(terms.bias, 0, flat))
+        heads = self._heads(q.shape[1], q.device)
+        made = self._made(heads, q, k, v, mask, terms)
+        made = {kind: _by_query(a, b) for kind, a in made.items()}
+        waiting = self.probe._waiting.setdefault(self.site, [])
+        waiting.append((made, where.chosen.index_select(1, rows)))
+        if where.rows.stop < t:
+            return
+        runs = self.probe._waiting.pop(self.site)
+        chosen = torch.cat([chosen for _, chosen in runs], 1)[:, None]  # b 1 t' k
+        made = {kind: torch.cat([run[kind] for run, _ in runs], 2) for kind in made}
 
-    def _keep(self, a: Tensor, new: bool) -> None:
-        calls = self.probe._parts.setdefault(self.site, [])
-        if new:
-            calls.append([])
-        calls[-1].append(a)
+        def full(one: Tensor | None) -> Made:
+            return {
+                kind: _placed(a if one is None else _part(a, 1, one), chosen, s, KINDS[kind])
+                for kind, a in made.items()
+            }
+
+        self._keep(None, q.shape[1] if heads is None else len(heads), full)
+
+    def _keep(
+        self, heads: Tensor | None, count: int, made: Callable[[Tensor | None], Made]
+    ) -> None:
+        """File the maps of these heads (None: all of `count`), or head by head what `reduce` makes of them."""
+        reduce = self.probe.reduce
+        if reduce is None:
+            found = made(heads)
+        else:
+            every = torch.arange(count) if heads is None else heads
+            parts = [{kind: reduce(a) for kind, a in made(one).items()} for one in every.split(1)]
+            found = {kind: torch.cat([part[kind] for part in parts], 1) for kind in parts[0]}
+        for kind, a in found.items():
+            self.probe._maps[kind].setdefault(self.site, []).append(a)
+
+    def _made(
+        self,
+        heads: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        terms: Terms,
+    ) -> Made:
+        """The maps of these heads for queries q (b h t d) over keys k (b g s d)."""
+        what, (b, h, t), skip = self.probe.what, q.shape[:3], terms.sinks
+        with torch.autocast(q.device.type, enabled=False):
+            x = _scores(q, k, heads, terms)  # b h' t s
+            mask = _part(mask, 1, heads)
+            a = softmax(x, mask)[..., skip:] if {"weight", "norm"} & {*what} else x
+            x, mask = x[..., skip:], None if mask is None else mask[..., skip:]
+            made = {"weight": a}
+            if "score" in what:
+                made["score"] = x if mask is None else x.masked_fill(~mask, -torch.inf)
+            if "norm" in what:
+                made["norm"] = a * _lengths(v[:, :, skip:], heads, h, terms.up)
+            if "chosen" in what:
+                seen = mask if mask is not None else x.new_ones(1, 1, 1, 1, dtype=torch.bool)
+                made["chosen"] = seen.expand(b, -1, t, x.shape[-1])
+        return {kind: made[kind] for kind in what}
 
     def _heads(self, count: int, device: torch.device) -> Tensor | None:
         heads = self.probe.heads
@@ -116,8 +228,54 @@ class Recorder:
         return torch.tensor(inside, dtype=torch.long, device=device)
 
 
+# --- the arithmetic -----------------------------------------------------------------------------------------------
+
+
+def _scores(q: Tensor, k: Tensor, heads: Tensor | None, terms: Terms) -> Tensor:
+    """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they lie."""
+    if terms.score is not None:  # it may hold parameters of every head
+        return _pick(scores(q, k, terms), 1, heads)
+    r, t = q.shape[1] // k.shape[1], q.shape[2]
+    if heads is not None:
+        q, k, r = _pick(q, 1, heads), _pick(k, 1, heads // r), 1
+    x = _wide(q).unflatten(1, (-1, r)).flatten(2, 3) @ _wide(k).transpose(-1, -2)  # b g rt s
+    x = x.unflatten(2, (r, t)).flatten(1, 2) * terms.scale
+    return finish(x, replace(terms, bias=_part(terms.bias, 1, heads)))
+
+
+def _lengths(v: Tensor, heads: Tensor | None, count: int, up: Tensor | None) -> Tensor:
+    """Euclidean lengths (b h' 1 s) of the values v (b g s e); of `up` v where v is what all heads share."""
+    if up is not None:
+        own = [_wide(v[:, 0]) @ _wide(w).T for w in _pick(up, 0, heads)]  # b s e for each head
+        return torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in own], 1)[:, :, None]
+    lengths = torch.linalg.vector_norm(_wide(v), dim=-1)  # b g s
+    return _pick(lengths.repeat_interleave(count // v.shape[1], 1), 1, heads)[:, :, None]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _apart(a: Tensor, share: int) -> Tensor:
+    """(b h (share t) s) -> ((b share) h t s)."""
+    if share == 1:
+        return a
+    return a.unflatten(2, (share, a.shape[2] // share)).transpose(1, 2).flatten(0, 1)
+
+
+def _by_query(a: Tensor, batch: int) -> Tensor:
+    """((b n) h 1 k) -> (b h n k)."""
+    return a.squeeze(2).unflatten(0, (batch, len(a) // batch)).transpose(1, 2)
+
+
+def _placed(a: Tensor, chosen: Tensor, size: int, fill: float) -> Tensor:
+    """(b h n k) at the slots `chosen` (b 1 n k): (b h n size)."""
+    full = a.new_full((*a.shape[:3], size), fill)
+    return full.scatter(-1, chosen.expand(-1, a.shape[1], -1, -1), a)
+
+
 def _pick(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
-    return x if index is None else x.index_select(axis, index)
+    return x if index is None else x.index_select(axis, index.to(x.device))
 
 
 def _part(x: Tensor | None, axis: int, index: Tensor | None) -> Tensor | None:

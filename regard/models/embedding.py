@@ -39,7 +39,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         c = self.config = config
         self.weight = nn.Parameter(torch.empty(c.vocab, dim))
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=dim**-0.5 if c.scaled else 0.02)  # scaled: 1 in the sum
         self.position = PositionVectors(c.position, dim) if c.position else None
         self.types = nn.Parameter(torch.empty(c.types, dim).normal_(std=0.02)) if c.types else None
         self.norm = c.norm.make(dim) if c.norm else None

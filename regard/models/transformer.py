@@ -67,6 +67,10 @@ class Transformer(Model):
         h = self.hidden(
             ids, lengths, types=types, cache=cache, mask=mask, probe=probe, backend=backend
         )
+        head = self.config.head
+        if isinstance(head, Classify) and head.token == "last" and lengths is not None:
+            last = torch.as_tensor(lengths, device=h.device).clamp(min=1) - 1
+            h = h[torch.arange(len(h), device=h.device), last][:, None]  # b 1 m
         return self.logits(h)
 
     def logits(self, hidden: Tensor) -> Tensor:

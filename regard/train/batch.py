@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -66,3 +67,18 @@ class Feed(Protocol):
     def evaluation(self) -> Iterator[Batch]: ...
 
     def describe(self) -> str: ...
+
+
+class Ahead:
+    """The batches of a feed for one process, each made in a thread while the one before it is used."""
+
+    def __init__(self, feed: Feed, rank: int, world: int):
+        self.make = lambda k: feed.batch(k, rank, world)
+        self.pool = ThreadPoolExecutor(1)
+        self.coming: tuple[int, Future[Batch]] = (-1, Future())
+
+    def batch(self, k: int) -> Batch:
+        number, future = self.coming
+        made = (future if number == k else self.pool.submit(self.make, k)).result()
+        self.coming = (k + 1, self.pool.submit(self.make, k + 1))
+        return made

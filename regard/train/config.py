@@ -14,6 +14,8 @@ kind = "chars"           # or folder = "a folder with tokenizer.json"
 [train]
 steps = 300
 optim = { lr = 1e-3 }
+[adapt]
+method = "lora"          # with a model folder: full (the default), frozen or lora
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 from regard.config import UsageError, from_dict, nearest
 from regard.train import objective
+from regard.train.adapt import Adapt
 from regard.train.batch import Feed, Objective
 from regard.train.corrupt import Corrupted, DrawPrefix, Infill, Marks, MaskTokens, Spans
 from regard.train.data import Data
@@ -58,6 +61,7 @@ class Config:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     train: Train = field(default_factory=Train)
     smoothing: Smoothing = NONE
+    adapt: Adapt = Adapt()
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -66,6 +70,10 @@ class Config:
             raise UsageError('[model] needs one of preset = "gpt2" (or another) and folder = "..."')
         if self.smoothing != NONE and self.task == "answer":
             raise UsageError("label smoothing is not used for spans of an answer; leave it out")
+        if self.adapt.method != "full" and "folder" not in self.model:
+            raise UsageError(
+                f'adapt.method = "{self.adapt.method}" is for a trained model: name one, [model] folder = "..."'
+            )
 
     @property
     def objective(self) -> Objective:

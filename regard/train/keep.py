@@ -47,7 +47,7 @@ class Keeper:
         self, step: int, model: Any, tensors: dict[str, Tensor], state: dict[str, Any]
     ) -> Path:
         """The checkpoint of a step; `state["best"]` names the best step so far, or None."""
-        target = self.folder / f"step-{step:08d}"
+        target = self.path(step)
         new = self.folder / f".{target.name}.new-{os.getpid()}"
         if target.exists() and not fault(target):
             return target
@@ -59,7 +59,7 @@ class Keeper:
             (new / "trainer").mkdir()
             save_file({n: x.detach().cpu().contiguous() for n, x in tensors.items()}, new / TENSORS)
             (new / STATE).write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
-            (new / MANIFEST).write_bytes(manifest(new))
+            (new / MANIFEST).write_bytes(manifest(new, target.name))
             for path in [*new.rglob("*"), new]:
                 sync(path)
             shutil.rmtree(target, ignore_errors=True)  # it is broken
@@ -70,8 +70,11 @@ class Keeper:
             raise UsageError(f"cannot write {target}: {why}; {self._last()}") from None
         finally:
             shutil.rmtree(new, ignore_errors=True)
-        self._prune(state.get("best"))
+        self._prune(target, state.get("best"))
         return target
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose bytes are as they were written."""
@@ -90,16 +93,17 @@ class Keeper:
 
     def clean(self) -> None:
         """Remove what a killed trainer left half written; only with the lock held."""
-        for path in self.folder.glob(".step-*"):
+        for path in self.folder.glob(".*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _prune(self, best: int | None) -> None:
-        for path in self.steps()[: -self.keep]:
+    def _prune(self, newest: Path, best: int | None) -> None:
+        """What is newer than the newest is broken: it was passed over, and does not count."""
+        for path in [path for path in self.steps() if path <= newest][: -self.keep]:
             if best is None or path.name != f"step-{best:08d}":
                 shutil.rmtree(path, ignore_errors=True)
 
     def _check_room(self, need: int, target: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make(self.folder)
         free = shutil.disk_usage(self.folder).free
         if free < need:
             raise UsageError(
@@ -120,19 +124,20 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 # --- hashes -------------------------------------------------------------------------------------------------------
 
 
-def manifest(folder: Path) -> bytes:
-    """Size and SHA-256 of every file but the manifest itself, and a hash over these."""
+def manifest(folder: Path, name: str) -> bytes:
+    """Size and SHA-256 of every file but the manifest itself, and a hash over these and the checkpoint's name."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        name = path.relative_to(folder).as_posix()
-        if name != MANIFEST:
+        place = path.relative_to(folder).as_posix()
+        if place != MANIFEST:
             with path.open("rb") as file:
-                files[name] = [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-    return _sealed(files)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            files[place] = [path.stat().st_size, digest]
+    return _sealed(files, name)
 
 
-def _sealed(files: dict[str, Any]) -> bytes:
-    seal = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+def _sealed(files: dict[str, Any], name: str) -> bytes:
+    seal = hashlib.sha256(json.dumps([name, files], sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "seal": seal}, sort_keys=True, indent=1).encode()
 
 
@@ -140,17 +145,26 @@ def fault(folder: Path) -> str:
     """What is wrong with a checkpoint; "" if nothing is."""
     try:
         told = (folder / MANIFEST).read_bytes()
-        if told != _sealed(json.loads(told)["files"]):
-            return f"{MANIFEST} has changed"
-        if told == manifest(folder):
+        if told != _sealed(json.loads(told)["files"], folder.name):
+            return f"{MANIFEST} has changed, or is of another step"
+        found = manifest(folder, folder.name)
+        if told == found:
             return ""
-        then, now = json.loads(told)["files"], json.loads(manifest(folder))["files"]
+        then, now = json.loads(told)["files"], json.loads(found)["files"]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"{MANIFEST} has changed"
     changed = sorted(n for n in then.keys() | now.keys() if then.get(n) != now.get(n))
     return f"{', '.join(changed[:3])} changed, is missing or is new"
+
+
+def make(folder: Path) -> None:
+    """A folder, and those above it, that are there after the power has gone too."""
+    if not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
 
 
 def sync(path: Path) -> None:
@@ -167,7 +181,7 @@ def sync(path: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One trainer a folder. The system frees the lock however the process ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make(folder)
     with (folder / "lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

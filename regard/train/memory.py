@@ -1,4 +1,4 @@
-"""What lets a model fit, applied from outside to one that is finished: recomputing activations, and bf16."""
+"""What lets a model fit and run fast, applied from outside to one that is finished: recomputing, bf16, compiling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context
-from regard.block import Block
+from regard.block import Block, Stack
 from regard.config import UsageError, nearest
 
 PRECISIONS = ("fp32", "bf16")
@@ -48,4 +48,14 @@ def checkpointed(model: M) -> M:
         )
     for block in blocks:
         block.__class__ = Recomputed
+    return model
+
+
+def compiled(model: M) -> M:
+    """The same model, its towers compiled by torch when they are first called; parameters keep their names."""
+    towers = [m for m in model.modules() if isinstance(m, Stack)]
+    if not towers:
+        raise UsageError("train.compile needs a model of blocks; a recurrent one has none")
+    for tower in towers:
+        tower.compile()
     return model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,14 +106,13 @@ class Optimizer:
 
     def _groups(self, names: Iterable[str], decayed: set[str]) -> list[dict[str, Any]]:
         names = [n for n in self.named if n in set(names)]  # in the model's order
-        groups = [
-            {
-                "params": [self.named[n] for n in names if (n in decayed) == yes],
-                "weight_decay": amount,
-            }
-            for yes, amount in ((True, self.config.decay), (False, 0.0))
-        ]
-        return [group for group in groups if group["params"]]
+        groups: dict[Any, list[nn.Parameter]] = {}
+        for name in names:  # what is shared out, or among others, is stepped apart
+            mesh = getattr(self.named[name], "device_mesh", None)
+            groups.setdefault((name not in decayed, mesh), []).append(self.named[name])
+        decay = {False: self.config.decay, True: 0.0}
+        order = sorted(groups, key=lambda key: key[0])
+        return [{"params": groups[key], "weight_decay": decay[key[0]]} for key in order]
 
     def step(self, factor: float = 1.0) -> None:
         """One step at lr times `factor`; parameters without a gradient stay, undecayed."""
@@ -166,14 +166,21 @@ class Optimizer:
 # --- gradients ----------------------------------------------------------------------------------------------------
 
 
-def accumulate(objective: Objective, model: Any, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+def accumulate(
+    inside: Callable[..., tuple[Tensor, Tensor]],
+    objective: Objective,
+    batches: Sequence[Batch],
+    hold: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[Tensor, Tensor]:
     """Add the gradient of the sum of losses over all batches to .grad -> (that sum, the count of labels).
 
-    `divide` by the count of the whole step then gives the mean's gradient: any split of a batch gives the same."""
+    inside(objective, batch) is objective(model, batch). `divide` by the count of the whole step then gives the mean's
+    gradient: any split of a batch gives the same. All batches but the last run in the context that `hold` makes."""
     losses, counts = [], []
-    for batch in batches:
-        loss, count = objective(model, batch)
-        loss.backward()
+    for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+        with hold() if left else nullcontext():
+            loss, count = inside(objective, batch)
+            loss.backward()
         losses.append(loss.detach())
         counts.append(count)
     return torch.stack(losses).sum(), torch.stack(counts).sum()
@@ -181,7 +188,7 @@ def accumulate(objective: Objective, model: Any, batches: Iterable[Batch]) -> tu
 
 def divide(parameters: Iterable[Tensor], count: Tensor | int) -> None:
     """Every gradient over `count`, in place; a step without a label leaves zeros."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
     if grads:
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
         by = torch.as_tensor(count, device=grads[0].device).clamp(min=1).to(dtype)
@@ -201,11 +208,42 @@ def clip(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
-    norm = torch.nn.utils.get_total_norm(grads)
+    norm = length(grads)
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, torch.where(norm.isfinite(), factor, 1.0))
+        torch._foreach_mul_([local(g) for g in grads], torch.where(norm.isfinite(), factor, 1.0))
     return norm
+
+
+def local(x: Tensor) -> Tensor:
+    """This process's part of what is shared out among several (a DTensor)."""
+    if type(x) is Tensor:
+        return x
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def length(grads: list[Tensor]) -> Tensor:
+    """Of all gradients as one vector, parts that other processes have included: the same number in all."""
+    if all(type(g) is Tensor for g in grads):
+        return torch.nn.utils.get_total_norm(grads)
+    from torch.distributed.tensor import DTensor
+
+    lying: dict[Any, list[Tensor]] = {None: []}
+    for g in grads:
+        where = None
+        if isinstance(g, DTensor):
+            where = g.device_mesh, tuple(p.is_replicate() for p in g.placements)
+        lying.setdefault(where, []).append(local(g))
+    total = torch.zeros((), dtype=torch.float64, device=local(grads[0]).device)
+    for where, parts in lying.items():
+        square = torch.nn.utils.get_total_norm(parts).double() ** 2
+        for axis, everywhere in enumerate(where[1] if where else ()):
+            if not everywhere:
+                torch.distributed.all_reduce(square, group=where[0].get_group(axis))
+        total += square
+    return total.sqrt().float()
 
 
 # --- averages of weights ------------------------------------------------------------------------------------------

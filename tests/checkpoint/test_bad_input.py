@@ -47,7 +47,7 @@ def test_model_type_that_is_none_lists_the_known(kind: object, folder: Path) -> 
 
 
 def test_unknown_architecture_lists_those_of_the_family(folder: Path) -> None:
-    said = ["GPT2ForSequenceClassification"]
+    said = ["GPT2DoubleHeadsModel"]
     refused(configure(folder, architectures=said), *said, "gpt2", "GPT2LMHeadModel", "GPT2Model")
 
 

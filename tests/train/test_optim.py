@@ -33,6 +33,7 @@ from regard.train.optim import (
     follow,
     kinds,
 )
+from regard.train.parallel import Inside
 
 V, M = 17, 12
 
@@ -156,7 +157,7 @@ def test_optimizer_lowers_the_loss(name: str) -> None:
     optimizer = Optimizer(model, Optim(name, lr=0.02))
     for _ in range(30):
         optimizer.zero()
-        accumulate(OBJECTIVES["causal"], model, [data])
+        accumulate(Inside(model), OBJECTIVES["causal"], [data])
         clip(optimizer.named.values(), 1.0)
         optimizer.step()
     assert OBJECTIVES["causal"](model, data)[0].item() < 0.7 * before
@@ -204,7 +205,7 @@ def test_optim_settings_are_checked_and_readable() -> None:
 
 def step_gradient(objective: Objective, model: nn.Module, parts: list[Batch]) -> dict[str, Tensor]:
     model.zero_grad()
-    total, count = accumulate(objective, model, parts)
+    total, count = accumulate(Inside(model), objective, parts)
     divide(model.parameters(), count)
     assert total.isfinite()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

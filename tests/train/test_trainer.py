@@ -1,13 +1,9 @@
-"""A run that was stopped, killed, spoiled or starved goes on to the same bits; what is not finite touches no weight."""
+"""A run that was stopped, spoiled or starved goes on to the same bits; what is not finite touches no weight.
 
-import json
+`tests/faults` has the harder forms: kills, every system call, lost power, full disks."""
+
 import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +11,11 @@ import pytest
 import torch
 
 from regard.config import UsageError
-from regard.train import keep
 from regard.train.batch import Batch
 from regard.train.keep import Keeper, fault, locked
 from regard.train.objective import causal
 from regard.train.trainer import Diverged, Trainer, seed_of
 from tests.train.toy import Toy, trainer, weights
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def same(a: Trainer, b: Trainer) -> bool:
@@ -90,107 +83,7 @@ def test_patience_ends_a_run_and_the_best_checkpoint_stays(tmp_path: Path) -> No
     assert again.resume() and again.run() == "patience"
 
 
-# --- kill -9 ------------------------------------------------------------------------------------------------------
-
-
-def spawn(folder: Path, **changes: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.train.toy", str(folder), json.dumps(changes)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-
-
-def test_killed_runs_go_on_to_the_same_bits(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # bits depend on it
-    try:
-        want = finished(tmp_path / "whole", steps=40, save=1)
-        draw, kills = random.Random(0), 0
-        for _ in range(5):
-            process = spawn(tmp_path / "killed", steps=40, save=1)
-            assert process.stdout is not None
-            for _ in range(draw.randint(1, 12)):  # events, half of them right after a checkpoint
-                process.stdout.readline()
-            time.sleep(draw.random() * 0.004)
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-                kills += 1
-            process.wait()
-        process = spawn(tmp_path / "killed", steps=40, save=1)
-        assert process.wait(timeout=60) == 0 and kills
-        got = trainer(tmp_path / "killed", steps=40, save=1)
-        assert got.resume() and got.at.step == 40 and same(got, want)
-        assert not list((tmp_path / "killed").glob(".step-*"))
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_every_call_of_a_write_may_be_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stop at each fsync, rename and removal in turn: the checkpoint before is there, or the new one."""
-    calls = 0
-
-    class Killed(BaseException):
-        pass
-
-    def dying(real: Any, at: int) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == at:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    t = trainer(tmp_path, save=1, evaluate=0)
-    t.run(lambda: t.at.step >= 2)
-    t.at.step = 3
-    for at in range(1, 200):
-        calls = 0
-        with monkeypatch.context() as m:
-            m.setattr(keep, "sync", dying(keep.sync, at))
-            m.setattr(Path, "rename", dying(Path.rename, at))
-            m.setattr(Path, "write_bytes", dying(Path.write_bytes, at))
-            m.setattr(shutil, "rmtree", dying(shutil.rmtree, at))
-            try:
-                t.save()
-            except Killed:
-                pass
-            else:
-                break
-        t.keeper.clean()
-        found = t.keeper.latest()
-        assert found is not None and found.name in ("step-00000002", "step-00000003"), at
-        shutil.rmtree(tmp_path / "step-00000003", ignore_errors=True)
-    assert at > 10 and t.keeper.latest() == tmp_path / "step-00000003"
-
-
 # --- spoiled files ------------------------------------------------------------------------------------------------
-
-
-def test_every_corruption_is_found(tmp_path: Path) -> None:
-    t = trainer(tmp_path, evaluate=0)
-    t.run(lambda: t.at.step >= 4)
-    path, draw = t.keeper.steps()[-1], random.Random(0)
-    files = sorted(p for p in path.rglob("*") if p.is_file())
-    for _ in range(120):
-        file = draw.choice(files)
-        old = file.read_bytes()
-        new = bytearray(old)
-        how = draw.choice(["flip", "cut", "grow", "gone"])
-        if how == "flip":
-            new[draw.randrange(len(new))] ^= 1 << draw.randrange(8)
-        elif how == "cut":
-            del new[draw.randrange(len(new)) :]
-        elif how == "grow":
-            new += b" "
-        file.unlink()
-        if how != "gone":
-            file.write_bytes(new)
-        assert fault(path), (file.name, how)
-        file.write_bytes(old)
-    assert not fault(path)
 
 
 def test_broken_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
@@ -201,6 +94,34 @@ def test_broken_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
     again = trainer(tmp_path, events.append, evaluate=0)
     assert again.resume() and again.at.step == 2
     assert "step-00000004: model.safetensors changed" in events[0]["text"]
+
+
+def test_checkpoint_under_another_name_is_broken(tmp_path: Path) -> None:
+    """Its weights would be taken for those of another step, and that step never be written."""
+    t = trainer(tmp_path, evaluate=0)
+    t.run(lambda: t.at.step >= 4)
+    shutil.rmtree(tmp_path / "step-00000004")
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000004")
+    assert "of another step" in fault(tmp_path / "step-00000004")
+    assert t.keeper.latest() == tmp_path / "step-00000002"
+
+
+def test_broken_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+    t = trainer(tmp_path, evaluate=0, keep=1)
+    t.run(lambda: t.at.step >= 2)
+    (tmp_path / "step-00000006").mkdir()  # spoiled beyond recognition
+    again = trainer(tmp_path, evaluate=0, keep=1)
+    assert again.resume() and again.run(lambda: again.at.step >= 4) == "asked"
+    assert again.keeper.latest() == tmp_path / "step-00000004"
+
+
+def test_what_a_kill_left_is_removed(tmp_path: Path) -> None:
+    t = trainer(tmp_path, evaluate=0)
+    t.run(lambda: t.at.step >= 2)
+    for name in (".step-00000004.new-1", "..step-00000004.new-1.new-1", ".average.new-1"):
+        (tmp_path / name).mkdir()
+    t.keeper.clean()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_full_disk_leaves_the_last_checkpoint(
@@ -291,14 +212,16 @@ def test_skipped_step_is_left_out_and_remembered(tmp_path: Path) -> None:
     assert again.resume() and again.at.skipped == [5]
 
 
-def test_going_back_leaves_the_step_out(tmp_path: Path) -> None:
-    t = trainer(tmp_path / "back", parts=1, evaluate=0, nan="back")
-    t.objective = Poisoned(6, "loss")
-    assert t.run() == "done" and t.at.skipped == [6]
-    skip = trainer(tmp_path / "skip", parts=1, evaluate=0, nan="back")
-    skip.at.skipped = [6]
+def test_going_back_leaves_the_step_out_and_evaluates_nothing_twice(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    t = trainer(tmp_path / "back", told.append, parts=1, evaluate=2, nan="back")
+    t.objective = Poisoned(5, "loss")
+    assert t.run() == "done" and t.at.skipped == [5]
+    assert [e["step"] for e in told if e["kind"] == "evaluation"] == [2, 4, 6, 8, 10, 12]
+    skip = trainer(tmp_path / "skip", parts=1, evaluate=2, nan="back")
+    skip.at.skipped = [5]
     skip.run()
-    assert same(t, skip)
+    assert same(t, skip) and t.at == skip.at
 
 
 def test_keep_is_checked(tmp_path: Path) -> None:

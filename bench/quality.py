@@ -1,0 +1,426 @@
+"""What Regard's models learn, from scratch, by the command that users have: a config, a run, a test figure.
+
+    python bench/quality.py prepare --shared DATA --fashion FOLDER --to data    text and image files for the jobs
+    python bench/quality.py run multi30k --data data --out out --seed 1          one job, one seed
+    python bench/quality.py run multi30k --data data --out out --set train.steps=4000 data.tokens=8192
+    python bench/quality.py table --out out                                     all results so far
+
+Jobs: multi30k, multi30k-gru, shakespeare, shakespeare-cpu, fashion, pretrain, sst2, trec, sst2-scratch, trec-scratch
+(sst2 and trec begin from pretrain with the same seed). DATA is a folder with multi30k/, lm/ and classification/ as xz
+files; FOLDER has the four idx files of Fashion-MNIST. Results go to out/JOB-SEED/result.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+MULTI30K = """
+task = "seq2seq"
+smoothing = { eps = 0.1, over = "V" }
+[data]
+train = "{data}/multi30k/train.en"
+target = "{data}/multi30k/train.de"
+valid = "{data}/multi30k/val.en"
+valid-target = "{data}/multi30k/val.de"
+length = 100
+tokens = 4096
+overlong = "truncate"
+[tokenizer]
+kind = "bpe"
+vocab = 10000
+"""
+
+CONFIGS = {
+    "multi30k": MULTI30K
+    + """
+[model]
+preset = "vaswani-base"
+dim = 128
+heads = 4
+ffn-dim = 256
+dropout = 0.3
+"encoder.layers" = 4
+"decoder.layers" = 4
+[train]
+steps = 8000
+evaluate = 400
+save = 100
+average = 10
+optim = { lr = 5e-3, betas = [0.9, 0.98], decay = 1e-4 }
+schedule = { shape = "noam", warmup = 2000 }
+""",
+    "multi30k-gru": MULTI30K
+    + """
+[model]
+preset = "bahdanau"
+dim = 256
+dropout = 0.3
+[train]
+steps = 4000
+evaluate = 400
+save = 400
+optim = { lr = 1e-3, betas = [0.9, 0.98], decay = 1e-4 }
+schedule = { shape = "linear", warmup = 200 }
+""",
+    "shakespeare": """
+task = "lm"
+[data]
+train = "{data}/shakespeare/train.txt"
+valid = "{data}/shakespeare/valid.txt"
+length = 256
+rows = 64
+pack = "windows"
+[tokenizer]
+kind = "chars"
+[model]
+preset = "gpt2"
+layers = 6
+dim = 384
+heads = 6
+ffn-dim = 1536
+max-len = 256
+dropout = 0.2
+"tower.attention.dropout" = 0.2
+[train]
+steps = 2500
+evaluate = 125
+precision = "bf16"
+optim = { lr = 1e-3, betas = [0.9, 0.99], decay = 0.1 }
+schedule = { shape = "cosine", warmup = 100, floor = 0.1 }
+""",
+    "shakespeare-cpu": """
+task = "lm"
+[data]
+train = "{data}/shakespeare/train.txt"
+valid = "{data}/shakespeare/valid.txt"
+length = 64
+rows = 12
+pack = "windows"
+[tokenizer]
+kind = "chars"
+[model]
+preset = "gpt2"
+layers = 4
+dim = 128
+heads = 4
+ffn-dim = 512
+max-len = 64
+[train]
+steps = 2000
+evaluate = 250
+optim = { lr = 1e-3, betas = [0.9, 0.99], decay = 0.1 }
+schedule = { shape = "cosine", warmup = 100, floor = 0.1 }
+""",
+    "fashion": """
+task = "image"
+smoothing = { eps = 0.1, over = "V" }
+[data]
+train = "{data}/fashion/train-images-idx3-ubyte.gz"
+target = "{data}/fashion/train-labels-idx1-ubyte.gz"
+valid = "{data}/fashion/t10k-images-idx3-ubyte.gz"
+valid-target = "{data}/fashion/t10k-labels-idx1-ubyte.gz"
+rows = 512
+shift = 2
+flip = true
+[model]
+preset = "vit-small"
+size = 28
+patch = 4
+channels = 1
+dim = 192
+layers = 8
+heads = 6
+ffn-dim = 768
+dropout = 0.1
+[train]
+steps = 12000
+evaluate = 1000
+metric = "accuracy"
+precision = "bf16"
+compile = true
+optim = { name = "muon", lr = 2e-3, betas = [0.9, 0.99], decay = 0.05 }
+schedule = { shape = "cosine", warmup = 500 }
+""",
+    "pretrain": """
+task = "mlm"
+[data]
+train = "{data}/text/both.txt"
+unit = "line"
+held = 0.02
+length = 64
+rows = 128
+overlong = "truncate"
+[tokenizer]
+kind = "wordpiece"
+vocab = 8000
+[model]
+preset = "bert-base"
+layers = 4
+dim = 256
+heads = 4
+ffn-dim = 1024
+max-len = 64
+dropout = 0.1
+[train]
+steps = 6000
+evaluate = 1000
+precision = "bf16"
+optim = { lr = 1e-3, betas = [0.9, 0.98], decay = 0.01 }
+schedule = { shape = "linear", warmup = 300 }
+""",
+}
+CLASSIFY = """
+task = "classify"
+[data]
+train = "{data}/{name}/train.tsv"
+{valid}
+columns = {{ label = 0, text = 1 }}
+header = false
+length = 64
+rows = 64
+overlong = "truncate"
+[model]
+{model}
+[tokenizer]
+folder = "{out}/pretrain-{seed}/tokenizer"
+[train]
+steps = {steps}
+evaluate = {evaluate}
+metric = "accuracy"
+precision = "bf16"
+optim = {{ lr = {lr}, betas = [0.9, 0.98], decay = 0.01 }}
+schedule = {{ shape = "linear", warmup = 100 }}
+"""
+SCRATCH = """preset = "bert-base"
+layers = 4
+dim = 256
+heads = 4
+ffn-dim = 1024
+max-len = 64
+dropout = 0.1"""
+
+
+def config_of(job: str, data: Path, out: Path, seed: int) -> str:
+    if job in CONFIGS:
+        return CONFIGS[job].replace("{data}", str(data))
+    name, _, scratch = job.partition("-")
+    sst2 = name == "sst2"
+    return CLASSIFY.format(
+        data=data,
+        out=out,
+        seed=seed,
+        name=name,
+        valid=f'valid = "{data}/sst2/dev.tsv"' if sst2 else "held = 0.1",
+        model=SCRATCH if scratch else f'folder = "{out}/pretrain-{seed}"',
+        steps=4000 if sst2 else 1500,
+        evaluate=500 if sst2 else 150,
+        lr="3e-4",
+    )
+
+
+# --- a job --------------------------------------------------------------------------------------------------------
+
+
+def run(job: str, data: Path, out: Path, seed: int, changes: dict[str, str]) -> dict[str, Any]:
+    from regard.commands.train import run as train
+
+    folder = out / f"{job}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    config = out / f"{job}-{seed}.toml"
+    config.write_text(config_of(job, data.resolve(), out.resolve(), seed), encoding="utf-8")
+    options = SimpleNamespace(
+        config=str(config),
+        output_dir=str(folder),
+        resume=False,
+        overwrite=False,
+        smoke=False,
+        keep=2,
+        device="auto",
+        quiet=False,
+        force=True,
+        log_to=(),
+        changes={"train.seed": str(seed), **changes},
+    )
+    start = time.perf_counter()
+    code = train(options)  # type: ignore[arg-type]
+    if code:
+        sys.exit(code)
+    said = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    found = {
+        "job": job,
+        "seed": seed,
+        "changes": changes,
+        "parameters": said["parameters"],
+        "device": said["device_name"],
+        "seconds": round(time.perf_counter() - start, 1),
+        "best": said["best"],
+        "averaged": said["averaged"],
+        **tested(job, data, folder),
+    }
+    (folder / "result.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def tested(job: str, data: Path, folder: Path) -> dict[str, Any]:
+    """Figures on the test set; for language models and images the run has them."""
+    if job.startswith("multi30k"):
+        return translated(data, folder)
+    if job.partition("-")[0] in ("sst2", "trec"):
+        name = job.partition("-")[0]
+        return {"test accuracy": accuracy(data / name / "test.tsv", folder / "best")}
+    return {}
+
+
+@torch.no_grad()
+def translated(data: Path, folder: Path) -> dict[str, Any]:
+    import sacrebleu
+
+    import regard
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lines = (data / "multi30k/test.en").read_text(encoding="utf-8").splitlines()
+    wanted = (data / "multi30k/test.de").read_text(encoding="utf-8").splitlines()
+    found: dict[str, Any] = {}
+    for name in ("best", "last"):
+        model = regard.load(folder / name, device=device)
+        start = time.perf_counter()
+        results = regard.translate(model, lines, beams=5, rows=1280)
+        said = [r if isinstance(r, str) else r.text for r in results]
+        (folder / f"{name}.de").write_text("".join(f"{x}\n" for x in said), encoding="utf-8")
+        bleu = sacrebleu.BLEU(lowercase=True)
+        found[name + " bleu"] = round(bleu.corpus_score(said, [wanted]).score, 2)
+        found["signature"] = str(bleu.get_signature())
+        found[name + " decode seconds"] = round(time.perf_counter() - start, 1)
+        if moses := moses_bleu(said, wanted):
+            found[name + " bleu, Moses tokens"] = moses
+    return found
+
+
+def moses_bleu(said: list[str], wanted: list[str]) -> float | None:
+    """BLEU4 over lower-cased text cut by the Moses rules, as the Multi30k papers have it; needs sacremoses."""
+    try:
+        from sacremoses import MosesTokenizer
+    except ImportError:
+        return None
+    import sacrebleu
+
+    cut = MosesTokenizer("de")
+    texts = [
+        [cut.tokenize(x.lower(), return_str=True, escape=False) for x in xs]
+        for xs in (said, wanted)
+    ]
+    return round(sacrebleu.corpus_bleu(texts[0], [texts[1]], tokenize="none", force=True).score, 2)
+
+
+@torch.no_grad()
+def accuracy(path: Path, folder: Path) -> float:
+    import regard
+    from regard.models.adapt import classes_of
+    from regard.run import tokenizer_of
+    from regard.text import needed
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = regard.load(folder, device=device)
+    tokenizer, classes = needed(tokenizer_of(model)), classes_of(model)
+    rows = [x.split("\t") for x in path.read_text(encoding="utf-8").splitlines()]
+    right = 0
+    for i in range(0, len(rows), 256):
+        part = [tokenizer.encode(text)[:64] for _, text in rows[i : i + 256]]
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in part], batch_first=True)
+        logits = model(ids.to(device), [len(x) for x in part])
+        right += sum(
+            classes[k] == y for k, (y, _) in zip(logits.argmax(-1).tolist(), rows[i : i + 256])
+        )
+    return round(right / len(rows), 4)
+
+
+# --- data, table --------------------------------------------------------------------------------------------------
+
+
+def prepare(shared: Path, fashion: Path, to: Path) -> None:
+    def text(path: Path) -> str:
+        return lzma.open(path, "rt", encoding="utf-8", newline="\n").read()
+
+    def put(path: Path, content: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8", newline="\n")
+
+    for part, name in {"train": "train", "val": "val", "test_2016_flickr": "test"}.items():
+        for side in ("en", "de"):
+            put(to / f"multi30k/{name}.{side}", text(shared / f"multi30k/{part}.{side}.xz").lower())
+    play = text(shared / "lm/tinyshakespeare.txt.xz")
+    put(to / "shakespeare/train.txt", play[:1003854])
+    put(to / "shakespeare/valid.txt", play[1003854:])
+    sentences = []
+    for name, parts in {"sst2": ("train", "dev", "test"), "trec": ("train", "test")}.items():
+        for part in parts:
+            found = text(shared / f"classification/{name}_{part}.tsv.xz").rstrip("\n").split("\n")
+            rows = [(r[0], r[-1]) for r in (line.split("\t") for line in found)]
+            put(to / name / f"{part}.tsv", "".join(f"{y}\t{x}\n" for y, x in rows))
+            sentences += [x for _, x in rows] if part == "train" else []
+    put(to / "text/both.txt", "\n".join(sentences) + "\n")
+    (to / "fashion").mkdir(parents=True, exist_ok=True)
+    for path in fashion.rglob("*-ubyte*"):
+        shutil.copy(path, to / "fashion" / path.name)
+
+
+def table(out: Path) -> None:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(out.glob("*/result.json")):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        found.setdefault(one["job"], []).append(one)
+    for job, runs in found.items():
+        print(f"{job}: {runs[0]['parameters']:,} parameters, {runs[0]['device']}")
+        for one in runs:
+            best = one["best"] and f"best {one['best']['value']:.4f} at step {one['best']['step']}"
+            rest = {k: v for k, v in one.items() if "bleu" in k or "accuracy" in k}
+            print(f"  seed {one['seed']}: {one['seconds']} s, {best}, {rest}")
+        for name in runs[0]:
+            if "bleu" in name or "accuracy" in name:
+                values = [r[name] for r in runs]
+                print(f"  mean of {name}: {statistics.mean(values):.4f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    actions = parser.add_subparsers(dest="action", required=True)
+    ready = actions.add_parser("prepare")
+    ready.add_argument("--shared", type=Path, required=True)
+    ready.add_argument("--fashion", type=Path, required=True)
+    ready.add_argument("--to", type=Path, required=True)
+    one = actions.add_parser("run")
+    one.add_argument("job")
+    one.add_argument("--data", type=Path, required=True)
+    one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--seed", type=int, default=1)
+    one.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    shown = actions.add_parser("table")
+    shown.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if options.action == "prepare":
+        prepare(options.shared, options.fashion, options.to)
+    elif options.action == "table":
+        table(options.out)
+    else:
+        changes = dict(text.split("=", 1) for text in options.set)
+        torch.set_float32_matmul_precision("high")
+        run(options.job, options.data, options.out, options.seed, changes)
+
+
+if __name__ == "__main__":
+    main()

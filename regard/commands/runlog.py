@@ -1,0 +1,157 @@
+"""What a run writes about itself beside its checkpoints: run.json, metrics.jsonl, samples.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard import __version__
+from regard.train.config import Config
+from regard.train.trainer import Trainer
+
+Listener = Callable[[dict[str, Any]], None]
+FORMAT = 1
+
+
+class Log:
+    """Hears what the trainer tells and writes it down; `listeners` hear it too. What a run had written after the step
+    it goes on from is cut off."""
+
+    def __init__(self, folder: Path, step: int, listeners: Sequence[Listener]):
+        self.listeners = listeners
+        self.metrics = opened(folder / "metrics.jsonl", step)
+        self.samples = opened(folder / "samples.jsonl", step)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.metrics.close()
+        self.samples.close()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        samples = event.pop("samples", [])
+        if event["kind"] != "warning":
+            put(self.metrics, event)
+        for sample in samples:
+            put(self.samples, {"step": event["step"], **sample})
+        for listener in self.listeners:
+            listener(event)
+            if samples:
+                listener({"kind": "samples", "step": event["step"], "samples": samples})
+
+
+def opened(path: Path, step: int) -> Any:
+    """To append to, without what came after `step`; a line that was cut off by a kill goes too."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    kept = [line for line in lines if (said := parsed(line)) and said.get("step", 0) <= step]
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8")
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def put(file: Any, event: dict[str, Any]) -> None:
+    file.write(json.dumps(event, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+class RunFile:
+    """run.json: what was run, with what, and how it ended."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        changes: dict[str, str],
+        trainer: Trainer,
+        classes: list[str],
+    ):
+        self.path, self.trainer = folder / "run.json", trainer
+        self.start = time.monotonic()
+        old = parsed(self.path.read_text(encoding="utf-8")) if self.path.is_file() else None
+        self.before = (old or {}).get("seconds") or 0.0
+        self.said = {
+            "format": FORMAT,
+            "name": folder.name,
+            "command": ["regard", *sys.argv[1:]],
+            "task": config.task,
+            "changes": changes,
+            "classes": classes,
+            "config": asdict(config),
+            "metric": config.train.metric,
+            "seed": config.train.seed,
+            "steps": config.train.steps,
+            "precision": config.train.precision,
+            "began": (old or {}).get("began") or now(),
+            **machine(trainer),
+        }
+
+    def write(self, status: str) -> None:
+        """As it stands now; whole or not at all."""
+        at = self.trainer.at
+        best = None if at.best is None else {"step": at.best, "value": at.best_value}
+        running = status == "running"
+        said = {
+            **self.said,
+            "status": status,
+            "step": at.step,
+            "best": best,
+            "averaged": self.trainer.averaged,
+            "ended": None if running else now(),
+            "seconds": round(self.before + time.monotonic() - self.start, 2),
+        }
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(said, indent=1, ensure_ascii=False, default=str), "utf-8")
+        os.replace(new, self.path)
+
+
+def machine(trainer: Trainer) -> dict[str, Any]:
+    device = trainer.device
+    cuda = device.type == "cuda"
+    numbers = [p.numel() for p in trainer.model.parameters()]
+    trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
+    return {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "world": trainer.team.world,
+        "regard": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "parameters": sum(numbers),
+        "trained": sum(trained),
+        "data": trainer.feed.describe(),
+    }
+
+
+def commit() -> str | None:
+    """Of the folder the command was given in, if that is a git checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,183 @@
+"""What `regard explain` and the pages of docs/mechanisms tell of a mechanism: question, formula, code, numbers.
+
+A topic is a function with a docstring (the question, then the formula) whose parameters are the numbers a reader may
+change and whose defaults are the example. It computes by the library's own functions, in float64. The topics are in
+topics_*.py; those of training and decoding in commands/explain_learn.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.config import UsageError, nearest
+from regard.look.show import number
+
+Numbers = tuple[float, ...]
+Cell = float | int | str | None  # None: there is no such number
+MOST = 1_000_000  # of a whole number that is given
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers in rows under named columns."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+    def text(self) -> str:
+        columns = [_column(list(cells)) for cells in zip(*self.rows)] if self.rows else []
+        whole = [[name, *cells] for name, cells in zip(self.columns, columns)]
+        padded = [[cell.rjust(max(map(len, cells))) for cell in cells] for cells in whole]
+        lines = [self.title, *("  ".join(row).rstrip() for row in zip(*padded))]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Topic:
+    """`code`: path::name of what implements it, the most telling first. `inputs`: what may be given, with the example's
+    values: a tuple of numbers, one number, or a text."""
+
+    name: str
+    question: str
+    formula: str
+    code: tuple[str, ...]
+    inputs: dict[str, Any]
+    compute: Callable[..., list[Table]]
+
+    def tables(self, given: dict[str, Any]) -> list[Table]:
+        """The numbers for what is given, and the example's values for the rest."""
+        for name in given:
+            if name not in self.inputs:
+                raise UsageError(f"{self.name} has no --{_flag(name)}; it takes {self.takes()}")
+        read = {name: self._read(name, value) for name, value in given.items()}
+        return self.compute(**{**self.inputs, **read})
+
+    def takes(self) -> str:
+        return ", ".join(f"--{_flag(name)}" for name in self.inputs)
+
+    def _read(self, name: str, value: Any) -> Any:
+        """A value as the example has it: a tuple, a whole number, a number or a text."""
+        example, flag = self.inputs[name], f"--{_flag(name)}"
+        if isinstance(example, str):
+            return value
+        if not value or not all(map(math.isfinite, value)):
+            raise UsageError(f"{flag} needs finite numbers, such as {flag} {shown(example)}")
+        if isinstance(example, tuple):
+            return tuple(value)
+        if len(value) > 1:
+            raise UsageError(f"{self.name} takes one number for {flag}, got {len(value)}")
+        if isinstance(example, int):
+            return whole(name, value[0])
+        return float(value[0])
+
+
+def topic(*code: str) -> Callable[[Callable[..., list[Table]]], Topic]:
+    """A function as a topic: its name with dashes, its docstring as question and formula, its defaults as inputs."""
+
+    def made(compute: Callable[..., list[Table]]) -> Topic:
+        question, _, formula = inspect.cleandoc(compute.__doc__ or "").partition("\n")
+        inputs = {n: p.default for n, p in inspect.signature(compute).parameters.items()}
+        name = compute.__name__.strip("_").replace("_", "-")
+        return Topic(name, question, formula.strip("\n"), code, inputs, compute)
+
+    return made
+
+
+def find(name: str, topics: Iterable[Topic], aliases: dict[str, str]) -> Topic:
+    """The topic of this name; the nearest one is named where there is none."""
+    known = {each.name: each for each in topics}
+    plain = name.strip().lower().replace("_", "-").replace(" ", "-")
+    plain = aliases.get(plain, plain)
+    if plain not in known:
+        hint = nearest(plain, [*known, *aliases])
+        raise UsageError(f"there is no topic {name!r:.60}; {hint} (regard explain lists them all)")
+    return known[plain]
+
+
+# --- what topics share --------------------------------------------------------------------------------------------
+
+
+def real(x: Sequence[float]) -> Tensor:
+    return torch.tensor(tuple(x), dtype=torch.float64)
+
+
+def rows_of(name: str, x: Sequence[float], *, width: int = 0, count: int = 0) -> Tensor:
+    """Numbers as a matrix: `width` numbers a row, or `count` rows."""
+    if len(x) % (width or count):
+        what = f"rows of {width}" if width else f"{count} rows"
+        raise UsageError(f"--{name} has {len(x)} numbers, which are no {what}")
+    return real(x).view(-1, width) if width else real(x).view(count, -1)
+
+
+def whole(name: str, value: float, least: int = 1, most: int = MOST) -> int:
+    if value != int(value) or not least <= value <= most:
+        raise UsageError(
+            f"--{_flag(name)} is {number(value)}; give a whole number from {least} to {most:,}"
+        )
+    return int(value)
+
+
+def positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise UsageError(f"--{_flag(name)} is {number(value)}; give a number above 0")
+    return value
+
+
+def same_count(a: str, x: Sequence[float], b: str, y: Sequence[float]) -> None:
+    if len(x) != len(y):
+        raise UsageError(f"--{a} has {len(x)} numbers and --{b} {len(y)}; give as many of both")
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> nn.Module:
+    """Every weight by one rule, ((3i + 5j + n) mod 13 - 6) / 10 in row i and column j of the n-th: no randomness, and
+    no symmetry that would hide a mistake."""
+    module.double()
+    for n, weight in enumerate(module.parameters()):
+        i, j = (torch.arange(size) for size in weight.reshape(len(weight), -1).shape)
+        weight.copy_((((3 * i[:, None] + 5 * j + n) % 13 - 6) / 10).view_as(weight))
+    return module
+
+
+def spread(x: Tensor) -> list[float]:
+    """A vector as the cells of a row."""
+    return [float(value) for value in x]
+
+
+def shown(value: Any) -> str:
+    """A value of an input as one would type it."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return " ".join(f"{x:g}" for x in (value if isinstance(value, tuple) else (value,)))
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _column(cells: list[Cell]) -> list[str]:
+    """Cells of one column in one form: whole numbers as they are, others with four places, tiny ones with a power."""
+    floats = [c for c in cells if isinstance(c, float) and math.isfinite(c)]
+    plain = all(c == int(c) for c in floats)
+    return [_cell(c, plain) for c in cells]
+
+
+def _cell(cell: Cell, plain: bool) -> str:
+    if cell is None or isinstance(cell, float) and math.isnan(cell):
+        return "none"
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, int) or plain:
+        return f"{int(cell):,}" if math.isfinite(cell) else str(cell)
+    if cell and abs(cell) < 5e-4:
+        return f"{cell:.3e}"
+    text = f"{cell:.4f}"
+    return "0.0000" if text == "-0.0000" else text

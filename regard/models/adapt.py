@@ -1,0 +1,202 @@
+"""What fine-tuning changes in a finished model: its head, and low-rank additions to its linear layers (LoRA).
+
+Training makes them (train/adapt.py), checkpoints keep them apart from the body (checkpoint/adapter.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.config import UsageError, nearest
+from regard.layers import LM, MLM, Classify, Head, LMHead, make_head
+from regard.models.base import Model
+from regard.models.embedding import Tokens
+from regard.models.encoder_decoder import EncoderDecoder
+from regard.models.transformer import Transformer, TransformerConfig
+
+# --- a new head ---------------------------------------------------------------------------------------------------
+
+NAMES = ("id2label", "label2id", "num_labels", "_num_labels", "problem_type")  # of the old labels
+
+
+def with_head(model: Model, head: Head) -> Model:
+    """`model` with a new head in place of its own, and the body as it is: the same tensors, not copies.
+
+    A Classify that says nothing but how many labels there are gets the form that suits the body, which transformers can
+    read too: BERT's for an encoder, ViT's for images, GPT-2's at the last token for a causal tower. Of an
+    encoder-decoder the encoder is the body, unless the head is an LM. New weights are normal with deviation 0.02, drawn
+    on the CPU: torch.manual_seed decides them. A pooler becomes the dense layer of a head that has the same."""
+    if isinstance(model, EncoderDecoder) and not isinstance(head, LM):
+        model = _encoder_of(model)
+    if not isinstance(model, (Transformer, EncoderDecoder)):
+        raise UsageError(
+            "a recurrent model keeps the head it was made with; a new one goes on a Transformer or an encoder-decoder"
+        )
+    dim, vocab = _sizes(model)
+    if isinstance(model, Transformer):
+        head = _suited(head, model)
+    if isinstance(head, (LM, MLM)) and not vocab:
+        raise UsageError("an image has no vocabulary: put a Classify or Tag head on this model")
+    made = make_head(head, dim, vocab)
+    for part in made.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+    made = made.to(next(model.parameters())).train(model.training)
+    if isinstance(made, LMHead):
+        made.fresh = True
+    if isinstance(model, Transformer):
+        if isinstance(head, Classify) and head.dense and head.dense == model.config.pooler:
+            made.dense = model.pooler
+        model.pooler, model.config = None, replace(model.config, pooler=None)
+    model.head, model.config = made, replace(model.config, head=head)
+    if model.origin is not None:
+        kept = {key: value for key, value in model.origin.config.items() if key not in NAMES}
+        model.origin = replace(model.origin, architecture="", config=kept, tensors={})
+    return model
+
+
+def _sizes(model: Transformer | EncoderDecoder) -> tuple[int, int]:
+    c = model.config
+    if isinstance(model, EncoderDecoder):
+        return c.decoder.dim, c.target.vocab
+    return c.tower.dim, c.embedding.vocab if isinstance(c.embedding, Tokens) else 0
+
+
+def _encoder_of(model: EncoderDecoder) -> Transformer:
+    """The encoder as a model of its own, with the same weights."""
+    c = model.config
+    with torch.device("meta"):
+        alone = Transformer(TransformerConfig(c.source, c.encoder, max_len=c.max_len))
+    alone.embedding, alone.tower, alone.origin = model.source, model.encoder, model.origin
+    return alone.train(model.training)
+
+
+def _suited(head: Head, model: Transformer) -> Head:
+    """The form of a Classify for this body, where only its labels are said."""
+    if not isinstance(head, Classify):
+        return head
+    causal = model.config.tower.causal
+    if head == Classify(head.labels):
+        if causal:
+            return Classify(head.labels, None, "last", bias=False)
+        if not isinstance(model.config.embedding, Tokens):
+            return Classify(head.labels, None)
+        family = getattr(model.origin, "family", "") or model.family
+        return replace(head, dense="relu") if family == "distilbert" else head
+    if causal and head.token == "first":
+        raise UsageError(
+            "the first token of a causal tower has seen nothing else; say Classify(labels, token='last')"
+        )
+    return head
+
+
+def labels(classes: Iterable[str]) -> dict[str, Any]:
+    """The names of labels as config.json has them, for `model.origin.config`; nothing where there are none."""
+    names = list(classes)
+    if not names:
+        return {}
+    pairs = list(enumerate(names))
+    return {"id2label": {str(i): n for i, n in pairs}, "label2id": {n: i for i, n in pairs}}
+
+
+def classes_of(model: Any) -> list[str]:
+    """The names of a model's labels, in order; [] where its folder says none."""
+    found = model.origin.config.get("id2label") if model.origin is not None else None
+    return [found[key] for key in sorted(found, key=int)] if found else []
+
+
+# --- LoRA ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685).   y = W x + (alpha / rank) B A x,  A (r in), B (out r)
+
+    B starts as 0, so that nothing changes at first; `dropout` acts on the x that A reads."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class LowRank(nn.Module):
+    """A linear layer `base` with what LoRA adds. A and B are float32 at least, whatever the base is."""
+
+    def __init__(self, base: nn.Linear, config: LoRA):
+        super().__init__()
+        self.base, self.config = base, config
+        dtype = torch.promote_types(base.weight.dtype, torch.float32)
+        bound = base.in_features**-0.5
+        a = torch.empty(config.rank, base.in_features, dtype=dtype).uniform_(-bound, bound)
+        self.a = nn.Parameter(a.to(base.weight.device))
+        b = torch.zeros(base.out_features, config.rank, dtype=dtype)
+        self.b = nn.Parameter(b.to(base.weight.device))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        low = F.linear(F.linear(self.dropout(x).to(self.a.dtype), self.a), self.b)
+        return y + (self.config.scale * low).to(y.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """W + (alpha / rank) B A, for those who multiply by the weight themselves."""
+        w = self.base.weight
+        return w + (self.config.scale * (self.b @ self.a)).to(w.dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The base with W + (alpha / rank) B A as its weight: summed in float64 and rounded once."""
+        w = self.base.weight
+        w.copy_(rounded(w.double() + self.config.scale * (self.b.double() @ self.a.double()), w))
+        return self.base
+
+
+def low_ranks(model: nn.Module) -> dict[str, LowRank]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, LowRank)}
+
+
+def inject(model: nn.Module, names: Iterable[str], config: LoRA) -> None:
+    """Put LoRA on the linear layers of these full names."""
+    known = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"the model has no linear layer {name!r}; {nearest(name, known)}")
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, LowRank(known[name], config))
+
+
+def merge(model: Model) -> Model:
+    """The model with LoRA's products added to the weights, in place: plain linear layers again. What was frozen stays
+    so."""
+    for name, low in low_ranks(model).items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, low.merged())
+    return model
+
+
+def rounded(x: Tensor, like: Tensor) -> Tensor:
+    """x (float64) in the type of `like`, rounded once. torch goes to half precision by way of float32, and what is
+    rounded twice may be off by one bit; a float32 that is made odd where it is not exact keeps on which side x lies."""
+    if like.dtype.itemsize >= 4:
+        return x.to(like.dtype)
+    y = x.float()
+    off, even = x - y.double(), y.view(torch.int32) & 1 == 0
+    odd = torch.nextafter(y, off.sign().float() * torch.inf)
+    return torch.where(even & (off != 0), odd, y).to(like.dtype)

@@ -1,0 +1,74 @@
+"""Configs that are known to work, each a commented TOML file beside this one, and the makers of their data.
+
+The first lines of a file say what it is: # what: ..., # data: a name of MAKERS, # size: parameters, # time: on two
+cores, and # first: the recipe whose run it goes on from, if there is one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from regard.config import UsageError, nearest
+from regard.recipes import bible, dates, digits, pydoc
+
+MAKERS: dict[str, Callable[[Path], str]] = {
+    "dates": dates.make,
+    "pydoc": pydoc.make,
+    "digits": digits.make,
+    "verses": bible.make_pairs,
+    "parts": bible.make_parts,
+}
+NAMES = ("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A config and what its first lines say."""
+
+    name: str
+    text: str
+    what: str
+    data: str
+    size: str
+    time: str
+    first: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Where the config looks for its data, beside itself."""
+        return f"{self.name}-data"
+
+
+def recipe(name: str) -> Recipe:
+    if name not in NAMES:
+        raise UsageError(f"there is no recipe {name!r}; {nearest(name, NAMES)}")
+    text = files(__name__).joinpath(f"{name}.toml").read_text(encoding="utf-8")
+    head = text.partition("\n\n")[0].splitlines()
+    said = dict(line.removeprefix("# ").split(": ", 1) for line in head if ": " in line)
+    return Recipe(
+        name,
+        text,
+        **{key: said[key] for key in ("what", "data", "size", "time", "first") if key in said},
+    )
+
+
+def copy(name: str, to: Path) -> tuple[Path, Path, str]:
+    """Write the config `to`.toml and make its data in the folder `to`-data; both, and what the data is. What is there
+    is never overwritten."""
+    found = recipe(name)
+    config, data = to.with_name(f"{to.name}.toml"), to.with_name(f"{to.name}-data")
+    for path in (config, data):
+        if path.exists():
+            raise UsageError(
+                f"{path} is there already; give another name: regard recipes copy {name} NAME"
+            )
+    begun = to.with_name(f".{data.name}.new")
+    shutil.rmtree(begun, ignore_errors=True)
+    said = MAKERS[found.data](begun)
+    begun.rename(data)
+    config.write_text(found.text.replace(f'"{found.folder}/', f'"{data.name}/'), encoding="utf-8")
+    return config, data, said

@@ -1,0 +1,139 @@
+"""Dates as people write them, in many languages, scripts and formats -> ISO 8601, from the Unicode CLDR (by Babel).
+
+The forms are CLDR's full, long and medium; its short ones (05/03/24) are ambiguous. Digits are Latin, and those of the
+script where it has its own. No date of the test files is in the training file, in any language; languages in UNSEEN are
+not in it at all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from regard.train.files import needed
+
+LOCALES = """
+    af az cs cy de en en_GB eo es et eu fi fil fr ga gl ha hr hu id is it lt lv ms mt nb nl pl pt ro sk sl so sq sv sw
+    tr uz vi zu be bg kk ky mk mn ru sr el he yi ar ckb fa ps sd ug hi ne as bn gu kn ml or pa si ta te lo my th ja ko
+    zh
+""".split()  # noqa: SIM905
+UNSEEN = {"ca da mr uk ur": "known script", "am hy ka km": "new script"}
+STYLES = ("full", "long", "medium")
+DIGITS = {  # CLDR's name of a numbering system -> its zero
+    **{"latn": "0", "arab": "\u0660", "arabext": "\u06f0", "deva": "\u0966", "beng": "\u09e6"},
+    **{"guru": "\u0a66", "gujr": "\u0ae6", "orya": "\u0b66", "tamldec": "\u0be6", "telu": "\u0c66"},
+    **{"knda": "\u0ce6", "mlym": "\u0d66", "thai": "\u0e50", "laoo": "\u0ed0", "mymr": "\u1040"},
+    **{"khmr": "\u17e0"},
+}
+FIRST, LAST = datetime.date(1900, 1, 1), datetime.date(2100, 12, 31)
+YEAR = 2024  # a leap year, on all of whose days the forms are compared
+HEADER = "source\ttarget\tlocale\tform\n"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to write a date."""
+
+    locale: str
+    style: str
+    digits: str  # a name of DIGITS
+
+    @property
+    def name(self) -> str:
+        return self.style if self.digits == "latn" else f"{self.style}-{self.digits}"
+
+
+def make(folder: Path, seed: int = 0, train: int = 120_000, test: int = 2_000) -> str:
+    """Write train.tsv, valid.tsv (unseen dates) and unseen.tsv (unseen dates in unseen languages); what was made."""
+    dates = Dates()
+    unseen = [locale for some in UNSEEN for locale in some.split()]
+    known, held = dates.forms(LOCALES), dates.forms(unseen)
+    doubtful = dates.doubtful([*known, *held])
+    known, held = ([f for f in forms if f not in doubtful] for forms in (known, held))
+    rng = random.Random(seed)
+    days = [FIRST + datetime.timedelta(n) for n in range((LAST - FIRST).days + 1)]
+    new = [rng.random() < 0.05 for _ in days]
+    old_days = [day for day, yes in zip(days, new) if not yes]
+    new_days = [day for day, yes in zip(days, new) if yes]
+    folder.mkdir(parents=True, exist_ok=True)
+    files = (
+        ("train.tsv", known, old_days, train),
+        ("valid.tsv", known, new_days, test),
+        ("unseen.tsv", held, new_days, test),
+    )
+    for name, forms, choice, count in files:
+        lines = (dates.line(*drawn) for drawn in draw(rng, forms, choice, count))
+        (folder / name).write_text(HEADER + "".join(lines), encoding="utf-8")
+    return (
+        f"{train:,} dates in {len(LOCALES)} languages to learn from; {test:,} other dates; {test:,} in {len(unseen)} "
+        f"languages that are never seen; {len(doubtful)} of {len(known) + len(held) + len(doubtful)} forms left out, "
+        "which could mean two dates"
+    )
+
+
+def draw(
+    rng: random.Random, forms: list[Form], days: list[datetime.date], count: int
+) -> Iterator[tuple[Form, datetime.date]]:
+    """Every language as often as any other, then every form of it."""
+    by_locale: dict[str, list[Form]] = {}
+    for form in forms:
+        by_locale.setdefault(form.locale, []).append(form)
+    locales = list(by_locale)
+    for _ in range(count):
+        some = by_locale[locales[int(rng.random() * len(locales))]]
+        form = some[int(rng.random() * len(some))]
+        yield form, days[int(rng.random() * len(days))]
+
+
+class Dates:
+    """Babel, asked for one form at a time."""
+
+    def __init__(self) -> None:
+        self.babel = needed("babel", "the recipe's data (dates in many languages)", "Babel")
+        self.pattern = needed("babel.dates", "dates", "Babel").get_date_format
+        self.write: dict[Form, Callable[[datetime.date], str]] = {}
+
+    def forms(self, locales: list[str]) -> list[Form]:
+        """Three styles of each language, with Latin digits and with its own."""
+        found = []
+        for name in locales:
+            locale = self.babel.Locale.parse(name)
+            own = {locale.default_numbering_system, locale.other_numbering_systems.get("native")}
+            digits = ["latn", *sorted(own & DIGITS.keys() - {"latn"})]
+            for form in (Form(name, style, kind) for style in STYLES for kind in digits):
+                pattern = self.pattern(form.style, locale)
+                self.write[form] = partial(pattern.apply, locale=locale)
+                found.append(form)
+        return found
+
+    def text(self, form: Form, day: datetime.date) -> str:
+        text, zero = self.write[form](day), ord(DIGITS[form.digits])
+        if form.digits != "latn":
+            text = text.translate({48 + n: zero + n for n in range(10)})
+        return unicodedata.normalize("NFC", text)
+
+    def line(self, form: Form, day: datetime.date) -> str:
+        return f"{self.text(form, day)}\t{day.isoformat()}\t{form.locale}\t{form.name}\n"
+
+    def doubtful(self, forms: list[Form]) -> set[Form]:
+        """Forms that do not tell which date is meant: the year is not whole, or a text of theirs is that of another day
+        too, in the same form or in another one (as 5/3/2024 would be)."""
+        days = [datetime.date(YEAR, 1, 1) + datetime.timedelta(n) for n in range(366)]
+        texts: dict[str, dict[datetime.date, set[Form]]] = {}
+        for form in forms:
+            for day in days:
+                texts.setdefault(self.text(form, day), {}).setdefault(day, set()).add(form)
+        gone = {form for form in forms if str(YEAR) not in latin(self.text(form, days[0]))}
+        return gone.union(
+            *(some for meant in texts.values() if len(meant) > 1 for some in meant.values())
+        )
+
+
+def latin(text: str) -> str:
+    """The text with Latin digits."""
+    return "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)

@@ -1,0 +1,67 @@
+"""Whether the other processes live. A process that waits for another inside a collective cannot look for itself: a
+thread beside it does.
+
+torchrun ends the rest when a process dies, but what waits on a GPU does not hear it, and a process that is stopped
+(SIGSTOP, a machine that hangs) does not die. So every process says each second that it lives, in torchrun's store, and
+ends when another has been silent for `PATIENCE` seconds, or the store is gone and torchrun with it: no orphans. To end
+at any time is safe: checkpoints are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+BEAT, PATIENCE = 1.0, 7.0  # seconds; together below the ten in which the others must be gone
+DONE = "done"
+
+
+class Pulse:
+    """Between `start`, which all processes call together, and `stop`."""
+
+    def __init__(self, rank: int, world: int):
+        self.rank, again = rank, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.keys = [f"regard/pulse/{again}/{r}" for r in range(world)]
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        wait = timedelta(seconds=PATIENCE)
+        # a connection of its own: in torch's one, it would wait behind what waits for other processes
+        self.store = dist.TCPStore(address, port, is_master=False, timeout=wait)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        self.store.set(self.keys[self.rank], "0")
+        dist.barrier()
+        self.thread.start()
+
+    def stop(self) -> None:
+        """This process is through; the others need not miss it."""
+        self.ended.set()
+        self.thread.join()
+        self.store.set(self.keys[self.rank], DONE)
+
+    def _watch(self) -> None:
+        beats, heard, count = [b""] * len(self.keys), [time.monotonic()] * len(self.keys), 0
+        while not self.ended.wait(BEAT):
+            count += 1
+            try:
+                self.store.set(self.keys[self.rank], str(count))
+                now = self.store.multi_get(self.keys)
+            except (RuntimeError, ValueError):
+                return self._end("torchrun is gone")
+            for other, beat in enumerate(now):
+                if beat != beats[other] or beat == DONE.encode():
+                    heard[other] = time.monotonic()
+                elif time.monotonic() - heard[other] > PATIENCE:
+                    return self._end(f"process {other} has been silent for {PATIENCE:.0f} seconds")
+            beats = now
+
+    def _end(self, why: str) -> None:
+        if not self.ended.is_set():
+            print(f"{why}: process {self.rank} ends", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,82 @@
+"""What this machine has left, memory and disk, in bytes; and how such numbers are written for people."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+POWERS = ("", "k", "M", "G", "T", "P", "E")
+
+
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes: of a GPU, or of this machine within the limits of the process's control groups."""
+    if device.type == "cuda":
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + spare
+    lines = _read(root / "proc/meminfo").splitlines()
+    told = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+    if not told:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([*told, *_groups(root)]))
+
+
+def _groups(root: Path) -> Iterator[int]:
+    """What each control group, and those above it, leave; files that are only cached can go."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, kind, path = line.split(":", 2)
+        if kind not in ("", "memory"):
+            continue
+        home, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        if kind:
+            home = home / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        inside = Path(path.lstrip("/"))
+        for folder in (home / part for part in (inside, *inside.parents)):
+            limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+            if limit.isdigit() and used.isdigit():
+                stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+                yield int(limit) - int(used) + int(stat.get(names[2], 0))
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes where a folder is, or will be."""
+    while not folder.exists():
+        folder = folder.absolute().parent
+    return shutil.disk_usage(folder).free
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def size(count: float) -> str:
+    """Bytes for people: 512 B, 4.0 KiB, 1.2 GiB."""
+    power = 0
+    while count >= 1000 and power < len(UNITS) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:,.{0 if not power or count >= 100 else 1}f} {UNITS[power]}"
+
+
+def number(count: float) -> str:
+    """A count, to go before its unit: 837 k, 26.4 M, 1.3 T."""
+    power = 0
+    while count >= 1000 and power < len(POWERS) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.3g} {POWERS[power]}"
+
+
+def duration(seconds: float) -> str:
+    """40 s, 6.5 min, 8 h, 12 days."""
+    for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        count = seconds / length
+        if count >= 1.5:
+            return f"{count:,.0f} {name}" if count >= 10 else f"{count:.2g} {name}"
+    return f"{max(seconds, 1):.0f} s"

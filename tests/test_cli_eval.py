@@ -1,0 +1,269 @@
+"""regard eval: a table of metrics for every kind of model, and run folders in place of model folders."""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+import torch.nn.functional as F
+
+import regard
+from regard.checkpoint.hf import Origin
+from regard.cli import Fault
+from regard.commands.model import resolved
+from regard.layers import Answer, Classify, Tag
+from regard.text import Tokenizer, needed
+from tests.test_cli import HOME, call, folder, put
+from tests.text import tiny
+
+SMALL: dict[str, Any] = dict(layers=1, dim=16, heads=2, ffn_dim=24)
+LINES = ["The dog plays in the park.", "Ein kleiner Hund läuft", "a little ball"]
+NAMES = ["bad", "good", "so-so"]
+
+
+@cache
+def encoder(kind: str) -> Path:
+    """A tiny BERT with a head: classify, tag, answer or mlm."""
+    torch.manual_seed(0)
+    heads = {"classify": Classify(3), "tag": Tag(3), "answer": Answer()}
+    changes = {"head": heads[kind]} if kind in heads else {}
+    model = regard.build("bert-base", vocab=300, max_len=24, dropout=0.0, **SMALL, **changes)
+    for p in model.parameters():
+        p.data *= 3  # so that its answers differ
+    names = {"id2label": {str(i): name for i, name in enumerate(NAMES)}}
+    model.origin = Origin("bert", config=names if kind in ("classify", "tag") else {})
+    return put(model.save(Path(HOME.name) / f"eval-{kind}"), tiny.bert())
+
+
+def figures(*arguments: Any) -> dict[str, Any]:
+    done = call("eval", *arguments, "--json")
+    assert done.code == 0 and done.err == "", done.err
+    return json.loads(done.out)
+
+
+def tsv(path: Path, rows: list[tuple[str, ...]]) -> Path:
+    path.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+LABELLED = ["--columns", "text=0", "--columns", "label=1"]
+
+
+# --- language models ----------------------------------------------------------------------------------------------
+
+
+def test_loss_of_a_language_model_is_that_of_its_rows(tmp_path: Path) -> None:
+    text = " ".join(LINES * 20)
+    (tmp_path / "story.txt").write_text(text, encoding="utf-8")
+    found = figures(folder("gpt2"), "--data", tmp_path / "story.txt", "--length", 32)
+    model, tokenizer = regard.load(folder("gpt2")), needed(Tokenizer.from_files(tiny.gpt2()))
+    ids = torch.tensor([*tokenizer.encode(text), 0])  # the end of the document is predicted too
+    total = 0.0
+    for start in range(0, len(ids) - 1, 32):
+        row = ids[start : start + 33]
+        with torch.no_grad():
+            total += F.cross_entropy(model(row[None, :-1])[0], row[1:], reduction="sum").item()
+    loss = total / (len(ids) - 1)
+    assert found["task"] == "lm" and found["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["metrics"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert found["data"] == f"1 example, {len(ids) - 1:,} tokens"
+
+
+def test_quantized_weights_are_what_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "story.txt").write_text(" ".join(LINES * 5), encoding="utf-8")
+    asked = (folder("gpt2"), "--data", tmp_path / "story.txt", "--metric", "loss")
+    plain = figures(*asked)["metrics"]["loss"]
+    packed = figures(*asked, "--quantize", "int8")["metrics"]["loss"]
+    assert packed == pytest.approx(plain, rel=1e-2) and packed != plain
+
+
+def test_masks_of_a_masked_model_are_the_same_each_time(tmp_path: Path) -> None:
+    (tmp_path / "story.txt").write_text("\n".join(LINES * 10), encoding="utf-8")
+    asked = (encoder("mlm"), "--data", tmp_path / "story.txt", "--unit", "line")
+    first = figures(*asked)
+    assert first == figures(*asked) and first["task"] == "mlm"
+    assert 0 < first["metrics"]["loss"] < 100
+
+
+# --- texts --------------------------------------------------------------------------------------------------------
+
+
+def test_translations_are_compared_with_the_file_itself(tmp_path: Path) -> None:
+    model = regard.load(folder("t5"))
+    said = regard.translate(model, LINES, beams=2)
+    said[1] = "ganz <anders>  €"  # what the tokenizer would not give back
+    (tmp_path / "in.en").write_text("\n".join([*LINES, ""]), encoding="utf-8")
+    (tmp_path / "in.de").write_text("\n".join([*said, ""]), encoding="utf-8")
+    sides = ("--data", tmp_path / "in.en", "--target", tmp_path / "in.de", "--beams", 2)
+    found = figures(folder("t5"), *sides, "--metric", "exact", "--metric", "bleu")
+    assert found["task"] == "seq2seq" and found["metrics"]["exact"] == pytest.approx(2 / 3)
+    mine = regard.translate(model, LINES, beams=2)
+    want = sacrebleu.corpus_bleu(mine, [said]).score
+    assert found["metrics"]["bleu"] == pytest.approx(want)
+    assert found["signatures"]["bleu"].startswith("nrefs:1|case:mixed")
+
+
+def test_table_has_metrics_values_and_signatures(tmp_path: Path) -> None:
+    path = tsv(tmp_path / "pairs.tsv", [("The dog", "Der Hund"), ("a ball", "ein Ball")])
+    roles = ("--columns", "source=0", "--columns", "target=1", "--beams", 1)
+    done = call("eval", folder("t5"), "--data", path, *roles)
+    head, *rows = done.out.splitlines()
+    assert done.code == 0 and head.split() == ["metric", "value", "signature"]
+    assert [row.split()[0] for row in rows] == ["bleu", "chrf", "loss", "perplexity"]
+    assert "nrefs:1" in rows[0].split()[2] and len(rows[2].split()) == 2
+
+
+def test_quantized_translation_has_a_loss(tmp_path: Path) -> None:
+    path = tsv(tmp_path / "pairs.tsv", [("The dog", "Der Hund"), ("a little ball", "ein Ball")])
+    asked = (folder("t5"), "--data", path, "--columns", "source=0", "--columns", "target=1")
+    plain = figures(*asked, "--metric", "loss")["metrics"]["loss"]
+    packed = figures(*asked, "--metric", "loss", "--quantize", "int8")["metrics"]["loss"]
+    assert packed == pytest.approx(plain, rel=1e-2) and packed != plain
+
+
+# --- labels -------------------------------------------------------------------------------------------------------
+
+
+def test_labels_are_matched_by_name(tmp_path: Path) -> None:
+    model, tokenizer = regard.load(encoder("classify")), needed(Tokenizer.from_files(tiny.bert()))
+    said = [NAMES[int(model(torch.tensor([tokenizer.encode(t)])).argmax())] for t in LINES]
+    wrong = next(name for name in NAMES if name != said[0])
+    path = tsv(tmp_path / "test.tsv", list(zip(LINES, [wrong, *said[1:]])))
+    found = figures(encoder("classify"), "--data", path, *LABELLED)
+    assert found["task"] == "classify" and found["metrics"]["accuracy"] == pytest.approx(2 / 3)
+    one = tsv(tmp_path / "one.tsv", [(LINES[0], said[0])])  # a single class is no mistake here
+    assert figures(encoder("classify"), "--data", one, *LABELLED)["metrics"]["accuracy"] == 1.0
+
+
+def test_label_the_model_does_not_know_is_told(tmp_path: Path) -> None:
+    path = tsv(tmp_path / "test.tsv", [("a", "good"), ("b", "great")])
+    done = call("eval", encoder("classify"), "--data", path, *LABELLED)
+    assert done.code == 4 and done.out == ""
+    assert "label 'great'" in done.err and "bad, good, so-so" in done.err
+
+
+def test_tags_and_answers(tmp_path: Path) -> None:
+    rows = [{"words": ["The", "dog"], "tags": ["bad", "good"]}, {"words": ["x"], "tags": ["so-so"]}]
+    path = tmp_path / "tags.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = figures(encoder("tag"), "--data", path)
+    assert found["task"] == "tag" and set(found["metrics"]) == {"accuracy", "f1", "loss"}
+    row = {"text": "who", "second": "The dog plays", "start": 4, "end": 7}
+    path.write_text(json.dumps(row) + "\n")
+    found = figures(encoder("answer"), "--data", path)
+    assert found["task"] == "answer" and list(found["metrics"]) == ["exact", "f1", "loss"]
+
+
+def test_pictures_are_read_as_in_training(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = regard.build("vit-small", size=8, patch=4, channels=1, **SMALL, labels=3)
+    for p in model.parameters():
+        p.data *= 3
+    model.origin = Origin("vit", config={"id2label": {"0": "cat", "1": "dog", "2": "owl"}})
+    home = model.save(tmp_path / "vit")
+    x = np.random.default_rng(0).integers(0, 256, (6, 8, 8), dtype=np.uint8)
+    given = torch.from_numpy(x)[:, None].float() / 255 * 2 - 1
+    with torch.no_grad():
+        said = np.array(["cat", "dog", "owl"])[model(given).argmax(-1).numpy()]
+    np.savez(tmp_path / "x.npz", x=x, y=said)
+    found = figures(home, "--data", tmp_path / "x.npz", "--metric", "accuracy")
+    assert found["task"] == "image" and found["metrics"] == {"accuracy": 1.0}
+    np.savez(tmp_path / "x.npz", x=x[:, :4], y=said)
+    done = call("eval", home, "--data", tmp_path / "x.npz")
+    assert done.code == 4 and "pictures are 4 x 8 x 1, the model reads 8 x 8 x 1" in done.err
+
+
+# --- checks and mistakes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "metric, value, code",
+    [("loss", 100, 0), ("loss", 0.1, 5), ("accuracy", 0, 0), ("accuracy", 1.5, 5)],
+)
+def test_min_is_a_check(metric: str, value: float, code: int, tmp_path: Path) -> None:
+    path = tsv(tmp_path / "test.tsv", [("a", "good"), ("b", "bad")])
+    asked = ("--data", path, *LABELLED, "--metric", metric, "--min", value)
+    done = call("eval", encoder("classify"), *asked)
+    assert done.code == code and metric in done.out  # the table comes all the same
+    kind = "at most" if metric == "loss" else "at least"
+    assert (f"asked for {kind} {value:g}" in done.err) == (code == 5)
+
+
+def test_example_that_is_too_long_is_named(tmp_path: Path) -> None:
+    long = "dog " * 40
+    path = tsv(tmp_path / "test.tsv", [("a", "good"), ("", "bad"), (long, "bad")])
+    done = call("eval", encoder("classify"), "--data", path, *LABELLED)
+    assert done.code == 4 and f"example 3 of {path} ('dog dog" in done.err
+    assert "42 tokens, a row holds 24; shorten it, or say --overlong truncate" in done.err
+    cut = ("--overlong", "truncate", "--metric", "accuracy")
+    assert figures(encoder("classify"), "--data", path, *LABELLED, *cut)["data"].startswith("2 exa")
+    sides = tsv(tmp_path / "pairs.tsv", [("a", "b"), ("der Hund " * 300, "x")])
+    roles = ("--columns", "source=0", "--columns", "target=1", "--beams", 1)
+    done = call("eval", folder("marian"), "--data", sides, *roles, "--metric", "bleu")
+    assert done.code == 4 and f"example 2 of {sides} ('der Hund" in done.err
+    done = call("eval", folder("marian"), "--data", sides, *roles, "--metric", "loss")
+    assert done.code == 4 and f"example 2 of {sides} ('der Hund" in done.err
+
+
+MISTAKES = {
+    "metric": (["--data", "x", "--metric", "blue"], 2, "no metric 'blue'; did you mean 'bleu'?"),
+    "unsuited": (["--data", "x", "--metric", "bleu"], 2, "bleu does not suit the task classify"),
+    "no data": ([], 2, "data"),
+    "missing": (["--data", "gone.tsv", *LABELLED], 4, "gone.tsv does not exist"),
+    "beams": (["--data", "x", "--beams", "0"], 2, "--beams is 0"),
+    "length": (["--data", "x", "--length", "99"], 2, "from 1 to 24, the model's context"),
+    "role": (["--data", "x", "--columns", "lable=1"], 2, "did you mean 'label'?"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_one_sentence(name: str) -> None:
+    arguments, code, text = MISTAKES[name]
+    done = call("eval", encoder("classify"), *arguments)
+    assert done.code == code and done.out == ""
+    assert text in done.err and len(done.err.splitlines()) == 1
+
+
+def test_model_without_a_head_or_a_tokenizer_is_told(tmp_path: Path) -> None:
+    bare = regard.build("bert-base", vocab=300, max_len=24, **SMALL, head=None)
+    done = call("eval", put(bare.save(tmp_path / "m"), tiny.bert()), "--data", "x")
+    assert done.code == 4 and "no head" in done.err
+    done = call("eval", folder("bare"), "--data", "x")
+    assert done.code == 4 and "no tokenizer" in done.err
+    assert call("eval", folder("captioner"), "--data", "x").code == 4
+
+
+# --- run folders --------------------------------------------------------------------------------------------------
+
+
+def test_run_folder_means_its_best_model_else_its_last(tmp_path: Path) -> None:
+    run, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    steps.mkdir(parents=True)
+    with pytest.raises(Fault, match="has saved no model yet") as error:
+        resolved(str(run))
+    assert error.value.code == 4
+    for name in ("step-1", "step-2"):
+        (steps / name).mkdir()
+        (steps / name / "config.json").write_text("{}")
+    (run / "last").symlink_to(Path("checkpoints") / "step-2")
+    assert resolved(str(run)) == str(run / "last")
+    (run / "best").symlink_to(Path("checkpoints") / "step-1")
+    assert resolved(str(run)) == str(run / "best")
+    assert resolved(str(steps / "step-1")) == str(steps / "step-1")
+    (steps / "step-1" / "config.json").rename(steps / "step-1" / "adapter.json")  # LoRA
+    assert resolved(str(run)) == str(run / "best")
+    assert resolved("nowhere") == "nowhere"
+
+
+def test_commands_take_run_folders(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "last").symlink_to(folder("gpt2"))
+    want = call("generate", folder("gpt2"), "The dog", "--max-new-tokens", 4)
+    assert call("generate", tmp_path, "The dog", "--max-new-tokens", 4) == want
+    (tmp_path / "story.txt").write_text("The dog plays")
+    assert figures(tmp_path, "--data", tmp_path / "story.txt")["task"] == "lm"

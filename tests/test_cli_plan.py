@@ -1,0 +1,192 @@
+"""regard plan: a table of what a run needs, nothing written, exit 3 where it cannot fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regard
+from regard.cli import main
+from regard.commands.plan import kv
+from regard.presets import build
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 60
+LM = """
+task = "lm"
+[model]
+preset = "llama"
+layers = 2
+dim = 32
+heads = 4
+kv-heads = 2
+ffn-dim = 64
+max-len = 64
+[data]
+train = "story.txt"
+held = 0.2
+length = 16
+rows = 4
+pack = "windows"
+[tokenizer]
+kind = "chars"
+[train]
+steps = 8
+"""
+PAIRS = """
+task = "seq2seq"
+model = { preset = "vaswani-base", layers = 1, dim = 32, heads = 4, ffn-dim = 64 }
+data = { train = "pairs.tsv", columns = { source = 0, target = 1 }, tokens = 400 }
+tokenizer = { vocab = 300 }
+train = { steps = 10 }
+"""
+CLASSES = """
+task = "classify"
+model = { preset = "bert-base", layers = 1, dim = 32, heads = 4, ffn-dim = 64 }
+data = { train = "labels.tsv", columns = { text = 1, label = 0 }, rows = 8 }
+tokenizer = { kind = "wordpiece", vocab = 300 }
+train = { steps = 10 }
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
+    (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
+    pairs = (f"number {i}\tnummer {i} und mehr davon\n" for i in range(200))
+    (tmp_path / "pairs.tsv").write_text("".join(pairs), encoding="utf-8")
+    labels = (f"{'abc'[i % 3]}\tthis is film number {i}\n" for i in range(90))
+    (tmp_path / "labels.tsv").write_text("".join(labels), encoding="utf-8")
+    for name, text in {"lm": LM, "pairs": PAIRS, "classes": CLASSES}.items():
+        (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def planned(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    assert main(["plan", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_is_a_table_and_writes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(home.rglob("*"))
+    assert main(["plan", "lm.toml"]) == 0
+    said = capsys.readouterr()
+    rows = [line.split()[0] for line in said.out.splitlines()]
+    assert rows == ["model", "data", "run", "memory", "disk", "time", "kv"]
+    assert "2 layers x 32, 4 query / 2 kv heads (gqa), rope, gated silu" in said.out
+    assert "8 steps x 64 tokens" in said.out and "mha would be 256 B, 2.0 x" in said.out
+    assert said.err == "" and sorted(home.rglob("*")) == before
+
+
+def test_plan_counts_what_training_then_has(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = planned(["lm.toml"], capsys)
+    assert not before["data"]["exact"] and before["data"]["tokens"] == len(TEXT)
+    assert main(["train", "lm.toml", "--quiet"]) == 0
+    capsys.readouterr()
+    model = regard.load(home / "runs/lm/last")
+    assert before["parameters"] == sum(p.numel() for p in model.parameters())
+    after = planned(["lm.toml"], capsys)
+    assert after["data"]["exact"] and after["data"]["tokens"] == len(TEXT) + 1  # its end
+    (home / "story.txt").write_text(TEXT * 2, encoding="utf-8")
+    assert planned(["lm.toml"], capsys)["data"]["exact"] is False
+
+
+@pytest.mark.usefixtures("home")
+def test_plan_of_pairs_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = planned(["pairs.toml"], capsys)
+    assert pairs["data"]["examples"] == 200 and len(pairs["data"]["longest"]) == 2
+    assert 200 < pairs["tokens"] <= 800 and pairs["kv"]["token"] == 2 * 2 * 32
+    classes = planned(["classes.toml"], capsys)
+    assert classes["data"]["classes"] == 3 and classes["kv"] is None
+    assert classes["memory"]["logits"] == 0
+
+
+@pytest.mark.usefixtures("home")
+def test_settings_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = planned(["lm.toml"], capsys)
+    bf16 = planned(["lm.toml", "--train.precision", "bf16"], capsys)
+    assert bf16["memory"]["activations"] < plain["memory"]["activations"]
+    assert bf16["memory"]["copies"] > 0 == plain["memory"]["copies"]
+    deep = planned(["lm.toml", "--model.layers", "4", "--train.recompute", "true"], capsys)
+    assert deep["parameters"] > plain["parameters"] and deep["flops"] > 2 * plain["flops"]
+    assert planned(["lm.toml", "--keep", "5"], capsys)["disk"]["total"] > plain["disk"]["total"]
+
+
+@pytest.mark.usefixtures("home")
+def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regard.commands.plan.free_memory", lambda device: 4 << 30)
+    large = ["--model.layers", "24", "--model.dim", "256", "--data.rows", "65536"]
+    assert main(["plan", "lm.toml", *large]) == 3
+    said = capsys.readouterr()
+    less = [line.split()[1] for line in said.out.splitlines() if line.startswith("less")]
+    assert less == ["--train.parts", "--train.recompute", "--train.precision", "--data.rows"]
+    assert said.err.startswith("error: this run does not fit: it needs about ")
+    assert len(said.err.splitlines()) == 1
+    told = planned(["lm.toml", *large], capsys, code=3)
+    assert not told["fits"] and told["changes"][0]["total"] <= 4 << 30
+    fixed = f"{told['changes'][0]['settings']['train.parts']}"
+    assert planned(["lm.toml", *large, "--train.parts", fixed], capsys)["fits"]
+
+
+@pytest.mark.usefixtures("home")
+def test_full_disk_is_exit_3(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regard.commands.plan.free_disk", lambda folder: 1 << 20)
+    assert main(["plan", "lm.toml"]) == 3
+    assert "its checkpoints do not fit" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("home")
+def test_overlong_data_is_told_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "lm.toml", "--data.pack", "documents"]) == 0
+    assert "longer than 16 tokens, so training would stop" in capsys.readouterr().out
+
+
+def test_plan_of_a_model_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build("gpt2", layers=1, dim=32, heads=4, vocab=50, max_len=64)
+    model.save(home / "model")
+    told = planned(["model"], capsys)
+    assert told["parameters"] == sum(p.numel() for p in model.parameters()) and told["fits"]
+    assert main(["plan", "model"]) == 0
+    assert "8.0 KiB at 64 tokens" in capsys.readouterr().out
+    assert main(["plan", "model", "--model.layers", "3"]) == 2
+    tune = LM[: LM.index("[model]")] + '[model]\nfolder = "model"\n[adapt]\nmethod = "lora"\n'
+    (home / "tune.toml").write_text(tune + LM[LM.index("[data]") :], encoding="utf-8")
+    told = planned(["tune.toml"], capsys)
+    assert told["trained"] < told["parameters"] / 10
+    assert told["disk"]["checkpoint"] < (1 << 20) + told["memory"]["weights"]
+
+
+def test_cache_of_known_models() -> None:
+    """Llama 3.1 8B: 128 KiB a token. DeepSeek-V3: 70,272 bytes, 56.9 times less than keys and values of all heads."""
+    assert kv(build("llama-3.1-8b", device="meta")) == {"token": 128 << 10, "mha": 512 << 10}
+    found = kv(build("deepseek-v3", device="meta"))
+    assert found is not None and found["token"] == 70_272
+    assert found["mha"] / found["token"] == pytest.approx(56.9, abs=0.05)
+
+
+MISTAKES = {
+    "no file": (["no.toml"], 2, "no.toml cannot be read: No such file"),
+    "no model": (["."], 4, "config.json does not exist"),
+    "unknown key": (["lm.toml", "--train.stpes", "3"], 2, "did you mean 'steps'?"),
+    "preset": (["lm.toml", "--model.preset", "gtp2"], 2, "preset 'gtp2' is unknown"),
+    "tokenizer": (["lm.toml", "--tokenizer.knid", "bpe"], 4, "tokenizer.knid is no setting"),
+    "no tokenizer": (["lm.toml", "--tokenizer.folder", "gone"], 4, "has no tokenizer.json"),
+    "data": (["lm.toml", "--data.train", "gone.txt"], 4, "gone.txt does not exist"),
+    "too long": (["lm.toml", "--data.length", "65"], 2, "the model's context is 64 tokens"),
+    "device": (["lm.toml", "--device", "gpu"], 2, "choose auto, cpu, cuda"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.usefixtures("home")
+def test_mistake_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, code, text = MISTAKES[name]
+    assert main(["plan", *arguments]) == code
+    said = capsys.readouterr()
+    assert said.out == "" and text in said.err
+    assert said.err.startswith("error: ") and len(said.err.splitlines()) == 1

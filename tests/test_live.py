@@ -1,0 +1,361 @@
+"""What a run shows while it goes on, on a terminal and elsewhere, and what trackers are told of it."""
+
+import io
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from regard.cli import Fault
+from regard.commands import live
+from regard.commands.live import Live, Meter, Plain, Trail, evaluation_line, view
+from regard.commands.track import tracker
+from regard.config import UsageError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def step(k: int, loss: float = 3.0, **more: Any) -> dict[str, Any]:
+    told = {"norm": 0.5, "lr": 6e-4, "tokens": 1000, "seconds": 0.25}
+    return {"kind": "step", "step": k, "loss": loss, **told, **more}
+
+
+def evaluation(k: int, best: bool = True, **more: Any) -> dict[str, Any]:
+    return {"kind": "evaluation", "step": k, "loss": 3.041, "best": best, **more}
+
+
+SAMPLES = {
+    "kind": "samples",
+    "step": 2,
+    "samples": [{"source": "the [red]king[/]", "text": "\x1b[31msaid\n", "reference": "is"}],
+}
+
+
+class Time:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- lines --------------------------------------------------------------------------------------------------------
+
+
+def test_plain_line_comes_every_ten_seconds_and_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Time()
+    with Plain(60, quiet=False, now=clock) as plain:
+        for k in range(1, 61):
+            clock.now += 0.5
+            plain(step(k, 3.4121))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    pattern = r"\d\d:\d\d:\d\d step 20/60 loss 3.412 lr 6.0e-4 tok/s 4000 eta 00:00:20"
+    assert re.fullmatch(pattern, lines[0])
+    assert " step 60/60 " in lines[2] and lines[2].endswith("eta 00:00:00")
+
+
+def test_eta_of_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Time()
+    plain = Plain(1000, quiet=False, now=clock)
+    for k in range(901, 921):
+        clock.now += 0.5
+        plain(step(k))
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("step 920/1000 loss 3.000 lr 6.0e-4 tok/s 4000 eta 00:00:40")
+    )
+
+
+def test_quiet_keeps_evaluations_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Plain(2, quiet=True)
+    for event in (step(1), step(2), evaluation(2), SAMPLES, {"kind": "warning", "text": "odd"}):
+        plain(event)
+    plain({"kind": "broken", "step": 2, "loss": float("nan"), "norm": 1.0})
+    plain({"kind": "checkpoint", "step": 2, "path": "x"})
+    assert capsys.readouterr().err.splitlines() == [
+        "eval  step 2  loss 3.0410  ppl 20.93, the best so far",
+        "note: odd",
+        "step 2: loss nan, gradient 1.0: the weights were not touched",
+    ]
+
+
+def test_evaluation_line_names_every_metric() -> None:
+    event = evaluation(150, best=False, bleu=31.24, signatures={"bleu": "x"})
+    assert evaluation_line(event) == "eval  step 150  loss 3.0410  ppl 20.93  bleu 31.24"
+    assert (
+        evaluation_line({"kind": "evaluation", "step": 1, "loss": None, "best": False})
+        == "eval  step 1"
+    )
+
+
+def test_samples_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Plain(2, quiet=False)(SAMPLES)
+    said = capsys.readouterr().err
+    assert said == "sample  the [red]king[/] → ␛[31msaid␊  (wanted is)\n"
+
+
+# --- what is kept -------------------------------------------------------------------------------------------------
+
+
+def test_trail_holds_the_whole_curve_in_few_values() -> None:
+    trail = Trail(16)
+    for i in range(1000):
+        trail.add(float(i))
+        assert len(trail.values) < 16
+    assert trail.values == sorted(trail.values) and len(trail.values) >= 8
+    assert trail.values[0] < 100 and trail.values[-1] > 850
+
+
+def test_mean_loss_starts_at_the_first_value() -> None:
+    meter = Meter(10)
+    meter.hear(step(1, 5.0))
+    assert meter.ema == pytest.approx(5.0)
+    meter.hear(step(2, 3.0))
+    assert meter.ema == pytest.approx((0.98 * 0.02 * 5 + 0.02 * 3) / (0.98 * 0.02 + 0.02))
+
+
+# --- the block ----------------------------------------------------------------------------------------------------
+
+
+def screen(width: int = 100, height: int = 20, **more: Any) -> Console:
+    file = io.StringIO()
+    return Console(
+        file=file,
+        force_terminal=True,
+        width=width,
+        height=height,
+        _environ={"TERM": "xterm"},
+        **more,
+    )
+
+
+def told(shown: Live) -> None:
+    for k in range(1, 61):
+        shown(step(k, 5 - k / 30))
+    shown(evaluation(50, bleu=31.2))
+    shown(evaluation(60, best=False))
+    shown(SAMPLES)
+
+
+def test_block_shows_where_the_run_stands() -> None:
+    console = screen()
+    shown = Live(300, console)
+    told(shown)
+    lines = [text for text, _ in shown.lines(100)]
+    assert lines[0].startswith("step 60/300  ━━━━━━━━╌╌╌") and "20 %  left 00:" in lines[0]
+    assert lines[0].count("━") == 8 and lines[0].count("╌") == 32
+    weights = [0.98 ** (60 - k) for k in range(1, 61)]
+    mean = sum(w * (5 - k / 30) for k, w in enumerate(weights, 1)) / sum(weights)
+    assert lines[1] == f"loss 3.0000 (mean {mean:.4f})  lr 6.00e-4  grad 0.50  4.0k tok/s"
+    assert lines[2].startswith("loss  █") and lines[2].endswith("▁")
+    assert lines[3] == "eval  step 60  loss 3.0410  ppl 20.93"
+    assert lines[4].startswith("eval  step 50") and lines[4].endswith("the best so far")
+    assert lines[5].startswith("sample  the [red]king[/] → ␛[31msaid")
+
+
+@pytest.mark.parametrize("width, height", [(200, 50), (40, 6), (10, 2), (1, 1)])
+def test_block_fits_any_terminal(width: int, height: int) -> None:
+    console = screen(width, height)
+    with Live(300, console) as shown:
+        told(shown)
+        for now in (width, max(width // 2, 1), 1, width):  # it shrinks while the run goes on
+            console.width = now
+            shown.block.refresh()
+    assert all(len(text) <= width for text, _ in shown.lines(width))
+
+
+def test_block_before_the_first_step_and_warnings() -> None:
+    console = screen()
+    with Live(3, console) as shown:
+        shown.block.refresh()
+        shown({"kind": "warning", "text": "[bold]odd"})
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "before the first step" in out and "note: [bold]odd" in out
+
+
+def test_block_has_no_colour_where_none_is_wanted() -> None:
+    for no_color in (False, True):
+        console = screen(color_system="standard", no_color=no_color)
+        with Live(3, console) as shown:
+            told(shown)
+        coloured = re.search(r"\x1b\[3[0-9]m", console.file.getvalue())  # type: ignore[attr-defined]
+        assert bool(coloured) != no_color
+
+
+def test_hearing_a_step_draws_nothing() -> None:
+    console = screen()
+    shown = Live(100_000, console)
+    drawn: list[int] = []
+    shown.block.refresh = lambda: drawn.append(1)  # type: ignore[method-assign]
+    with shown:
+        drawn.clear()
+        begin = time.monotonic()
+        for k in range(1, 20_001):
+            shown(step(k))
+        took = time.monotonic() - begin
+        assert len(drawn) <= live.RATE * took + 2
+    assert took / 20_000 < 2e-4
+
+
+# --- which of them ------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "terminal, term, quiet, kind",
+    [
+        (True, "xterm", False, Live),
+        (True, "dumb", False, Plain),
+        (True, "", False, Plain),
+        (True, "xterm", True, Plain),
+        (False, "xterm", False, Plain),
+    ],
+)
+def test_view_is_chosen_by_the_terminal(
+    terminal: bool, term: str, quiet: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
+    monkeypatch.setenv("TERM", term) if term else monkeypatch.delenv("TERM", raising=False)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    assert type(view(10, quiet)) is kind
+
+
+def test_view_without_rich_is_plain_lines() -> None:
+    script = """
+import sys
+sys.modules["rich"] = sys.modules["rich.console"] = None
+sys.stderr.isatty = lambda: True
+from regard.commands.live import view
+print(type(view(3, False)).__name__, "torch" in sys.modules)
+"""
+    env = {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["Plain", "False"], done.stderr
+
+
+# --- trackers -----------------------------------------------------------------------------------------------------
+
+INFO = {"name": "story", "config": {"train": {"steps": 3}, "task": "lm"}}
+EVENTS = [step(1), evaluation(1, bleu=31.2, signatures={"bleu": "x"}), SAMPLES]
+TRAIN = {"train/loss": 3.0, "train/norm": 0.5, "train/lr": 6e-4, "train/tokens": 1000}
+TRAIN |= {"train/seconds": 0.25, "train/tokens_per_second": 4000.0}
+
+
+class Service(types.ModuleType):
+    """A package that speaks as wandb does, and notes what it is told."""
+
+    def __init__(self, name: str, fails: bool = False):
+        super().__init__(name)
+        self.calls: list[Any] = []
+        self.fails = fails
+
+    def init(self, **given: Any) -> None:
+        self.calls.append(("init", given))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if self.fails:
+            raise OSError("the network is down")
+        self.calls.append((values, step))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_service_is_told_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Service(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    (listener,) = tracker([name, name], tmp_path, INFO)
+    with listener:
+        for event in EVENTS:
+            listener(event)
+        listener({"kind": "end", "status": "done"})
+    given = {"project": "regard", "name": "story", "config": {"train.steps": 3, "task": "lm"}}
+    where = {"dir": str(tmp_path)} if name == "wandb" else {}  # trackio has no such argument
+    assert module.calls == [
+        ("init", {**given, **where}),
+        (TRAIN, 1),
+        ({"eval/loss": 3.041, "eval/bleu": 31.2}, 1),
+        "finish",
+    ]
+
+
+def test_tracker_that_fails_does_not_cost_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Service("wandb", fails=True))
+    (listener,) = tracker(["wandb"], tmp_path, INFO)
+    for event in EVENTS:
+        listener(event)
+    assert capsys.readouterr().err == "note: wandb is told no more: the network is down\n"
+
+
+def test_tensorboard_is_told_scalars_and_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, log_dir: str):
+            calls.append(log_dir)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            calls.append((name, value, step))
+
+        def add_text(self, name: str, text: str, step: int) -> None:
+            calls.append((name, step))
+
+        def close(self) -> None:
+            calls.append("close")
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    (listener,) = tracker(["tensorboard"], tmp_path, INFO)
+    with listener:
+        for event in EVENTS:
+            listener(event)
+    assert calls[0] == str(tmp_path / "tensorboard") and calls[-1] == "close"
+    assert ("train/loss", 3.0, 1) in calls and ("eval/bleu", 31.2, 1) in calls
+    assert ("samples/0", 2) in calls
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_missing_package_is_said_with_what_to_type(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(Fault, match=f"pip install {name}") as error:
+        tracker([name], tmp_path, INFO)
+    assert error.value.code == 3
+
+
+def test_tracker_that_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Service("wandb")
+    monkeypatch.setattr(module, "init", lambda **_: 1 / 0)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(Fault, match="--log-to wandb cannot begin") as error:
+        tracker(["wandb"], tmp_path, INFO)
+    assert error.value.code == 3
+
+
+def test_unknown_tracker_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'wandbb' is unknown"):
+        tracker(["wandbb"], tmp_path, INFO)

