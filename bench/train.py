@@ -4,8 +4,8 @@
     python bench/train.py --part curve [--steps 200]                 losses of each step: Regard against transformers
 
 On a CPU the model has 6 layers of 384 and rows of 256 tokens; the peers are transformers' Trainer and a bare loop in
-the style of nanoGPT, each in fp32 and bf16. On a GPU it is GPT-2 of 124M with rows of 1,024; the peers are transformers'
-GPT-2 compiled in a bare loop, and the bare GPT compiled. Memory is the allocator's peak. It changes nothing.
+the style of nanoGPT, as they are and compiled, each in fp32 and bf16. On a GPU it is GPT-2 of 124M with rows of 1,024; the
+peers are transformers' GPT-2 compiled in a bare loop, and the bare GPT compiled. Memory is the allocator's peak. It changes nothing.
 """
 
 from __future__ import annotations
@@ -250,7 +250,9 @@ def sides(folder: Path) -> dict[str, Callable[[], Run]]:
             for p in ("fp32", "bf16")
             for name, make in {
                 "regard": lambda p=p: ours(p, False, folder),
+                "regard compiled": lambda p=p: ours(p, True, folder),
                 "bare loop": lambda p=p: bare(BareGPT(), bare_loss, p),
+                "bare compiled": lambda p=p: bare(torch.compile(BareGPT()), bare_loss, p),
                 "transformers Trainer": lambda p=p: trainer_of_transformers(p, folder),
             }.items()
         }

@@ -36,9 +36,11 @@ commands
   plan        what a run will need: parameters, memory, disk, time; nothing is trained
   report      a run as one page of HTML
   compare     runs side by side
+  look        what a model attends to in a text or a picture: one page of HTML, or pictures
   recipes     list, show or copy configs that are known to work
   data peek   print the first real batch of training data, with what is learned from it
   tokenizer train   learn a tokenizer from files
+  explain     a mechanism as formula, numbers and code; without a topic, the list of them
   doctor      what this machine has and can do
   bench       compare the speed of decoding with other libraries (from a source checkout)
 
@@ -49,7 +51,7 @@ missing or broken, 5 a check that was asked for failed, 130 interrupted."""
 
 COMMANDS = (
     *("generate", "translate", "chat", "train", "eval", "classify", "embed", "merge", "plan"),
-    *("report", "compare", "recipes", "data", "tokenizer", "doctor", "bench"),
+    *("report", "compare", "look", "recipes", "data", "tokenizer", "explain", "doctor", "bench"),
 )
 SET = ("train", "plan")  # take settings of a config as flags: --train.steps 100
 SECOND = {"data": "peek", "tokenizer": "train"}  # commands of two words

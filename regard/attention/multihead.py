@@ -94,7 +94,11 @@ class GroupedQueryAttention(nn.Module):
         return x
 
     def queries(self, x: Tensor, ctx: Context) -> Tensor:
-        q = self.wq(x).unflatten(-1, (self.h, self.d))
+        return self.as_queries(self.wq(x), ctx)
+
+    def as_queries(self, q: Tensor, ctx: Context) -> Tensor:
+        """(b t hd) -> (b t h d), normed and turned."""
+        q = q.unflatten(-1, (self.h, self.d))
         return ctx.turn(q if self.q_norm is None else self.q_norm(q), self.config.rope)
 
     def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
@@ -102,12 +106,12 @@ class GroupedQueryAttention(nn.Module):
         if ctx.memory_pos is not None and ctx.memory is None:
             return {}
         source = x if ctx.memory is None else ctx.memory
-        k = self.wk(source).unflatten(-1, (self.g, self.d))
-        v = self.wv(source).unflatten(-1, (self.g, self.e))
-        return {
-            "k": ctx.turn(k if self.k_norm is None else self.k_norm(k), self.config.rope),
-            "v": v,
-        }
+        return self.as_entries(self.wk(source), self.wv(source), ctx)
+
+    def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> dict[str, Tensor]:
+        k = k.unflatten(-1, (self.g, self.d))
+        k = ctx.turn(k if self.k_norm is None else self.k_norm(k), self.config.rope)
+        return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
 
     def mix(
         self,

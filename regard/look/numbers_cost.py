@@ -46,7 +46,9 @@ def cache_variants(preset: str) -> dict[str, Layers]:
         raise UsageError(f"there is no preset {preset!r}; {nearest(preset, PRESETS)}")
     config = PRESETS[preset][1]()
     if not isinstance(config, TransformerConfig):
-        raise UsageError(f"{preset} has two towers or none; choose a preset with one, such as llama-3.1-8b")
+        raise UsageError(
+            f"{preset} has two towers or none; choose a preset with one, such as llama-3.1-8b"
+        )
     tower = config.tower
     own = tower.attention
     if isinstance(own, GQA):
@@ -57,7 +59,10 @@ def cache_variants(preset: str) -> dict[str, Layers]:
     elif isinstance(own, MLA | DSA):
         latent = own.attention if isinstance(own, DSA) else own
         heads, d = latent.heads, latent.head_dim
-        found = {f"{name}": GQA(heads, g, d) for name, g in (("MHA", heads), ("GQA, 8 groups", 8), ("MQA", 1))}
+        found = {
+            f"{name}": GQA(heads, g, d)
+            for name, g in (("MHA", heads), ("GQA, 8 groups", 8), ("MQA", 1))
+        }
         found["MLA"] = latent
         if isinstance(own, DSA):
             found["MLA and DSA's index"] = own
@@ -85,7 +90,9 @@ def forgetting(rates: Sequence[float], steps: int) -> Memory:
 
     Attention reads any token over a path of one step, whose factor is a weight and does not shrink with distance."""
     if not rates or min(rates) <= 0 or steps < 1:
-        raise UsageError("forgetting: give rates above 0, such as [0.5, 0.9, 0.99], and 1 step or more")
+        raise UsageError(
+            "forgetting: give rates above 0, such as [0.5, 0.9, 0.99], and 1 step or more"
+        )
     t = torch.arange(steps + 1, dtype=torch.float64)
     left = torch.tensor(list(rates), dtype=torch.float64)[:, None] ** t
     return Memory(t, list(rates), left, t, t.clamp(max=1))
@@ -114,7 +121,7 @@ GATES = {"Elman RNN": 1, "LSTM": 4}
 
 
 def layer_costs(dim: int, lengths: Sequence[int], heads: int = 8) -> Costs:
-    """A recurrent layer does gates x 2 m^2 a token and n steps in turn; attention 4 m^2 + 2 n m a token, all at once."""
+    """A recurrent layer works gates x 2 m^2 a token, one token after the other; attention 4 m^2 + 2 n m, all at once."""
     if not lengths or min(lengths) < 1:
         raise UsageError("layer costs: give lengths of 1 token and more")
     work = {name: [n * gates * 2 * dim**2 for n in lengths] for name, gates in GATES.items()}

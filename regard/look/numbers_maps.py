@@ -107,7 +107,9 @@ def selection(scores: Tensor, weights: Tensor, topk: int) -> Selection:
     """What the indexer's `topk` best keep of dense attention. scores (s), weights (s) or (heads s).
 
     Ties go to the earliest key, hidden keys (-inf) are never chosen, and topk >= s keeps everything."""
-    scores, weights = (torch.as_tensor(x).detach().to("cpu", torch.float64) for x in (scores, weights))
+    scores, weights = (
+        torch.as_tensor(x).detach().to("cpu", torch.float64) for x in (scores, weights)
+    )
     weights = weights.mean(0) if weights.dim() == 2 else weights
     if scores.dim() != 1 or scores.shape != weights.shape or not len(scores):
         raise UsageError(
@@ -120,4 +122,6 @@ def selection(scores: Tensor, weights: Tensor, topk: int) -> Selection:
     chosen[choose(scores, min(topk, len(scores)))] = True
     chosen &= scores > -torch.inf
     total = weights.sum().item()
-    return Selection(scores, chosen, weights, weights[chosen].sum().item() / total if total else 0.0)
+    return Selection(
+        scores, chosen, weights, weights[chosen].sum().item() / total if total else 0.0
+    )

@@ -86,7 +86,9 @@ def distance_scores(ropes: Mapping[str, Rope], dim: int, length: int, alibi: int
     if length < 2:
         raise UsageError(f"length={length} must be 2 or more: there is no distance in one token")
     far = torch.arange(length)
-    shares = {name: rope_score(rope, dim, far, torch.zeros_like(far)) for name, rope in ropes.items()}
+    shares = {
+        name: rope_score(rope, dim, far, torch.zeros_like(far)) for name, rope in ropes.items()
+    }
     slopes = alibi_slopes(alibi).double() if alibi else torch.zeros(0)
     added = {f"head {i}": -slope * far for i, slope in enumerate(slopes)}
     return Distances(far, shares, added)

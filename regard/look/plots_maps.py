@@ -112,19 +112,24 @@ def _head(
     elif max(rows, columns) <= PEAKS:
         some = [i for i in range(rows) if weights[i].max() > 0]
         best = [weights[i].argmax().item() for i in some]
-        ax.scatter(best, some, 18, facecolors="none", edgecolors="#d03030", linewidths=1.2)
+        ink = [_ink(image, weights[i].max().item()) for i in some]
+        ax.scatter(best, some, 20, facecolors="none", edgecolors=ink, linewidths=1.2)
     label(ax, "x", check_tokens(keys, columns, "keys"), range(columns))
     label(ax, "y", check_tokens(queries, rows, "queries"), range(rows))
 
 
 def _write(ax: Axes, weights: Tensor, image: Any) -> None:
-    """Each weight in its cell, dark on light colours and light on dark ones."""
+    """Each weight in its cell."""
     for (i, j), weight in _cells(weights):
         if weight:
-            red, green, blue, _ = image.cmap(image.norm(weight))
-            ink = "#000000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "#ffffff"
             text = f"{weight:.2f}".lstrip("0") if weight < 0.995 else "1"
-            ax.text(j, i, text, ha="center", va="center", color=ink, fontsize=8)
+            ax.text(j, i, text, ha="center", va="center", color=_ink(image, weight), fontsize=8)
+
+
+def _ink(image: Any, weight: float) -> str:
+    """What can be read on a weight's colour: black on light ones, white on dark ones."""
+    red, green, blue, _ = image.cmap(image.norm(weight))
+    return "#000000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "#ffffff"
 
 
 def _cells(weights: Tensor) -> list[tuple[tuple[int, int], float]]:
@@ -144,7 +149,7 @@ def alignment(
     dark: bool = False,
 ) -> Figure:
     """Cross-attention (targets sources) as a map, and as links: each target's strongest source drawn through, others of
-    at least `least` dashed; the thicker, the more weight."""
+    at least `least` dashed; the thicker a link, the more weight."""
     weights = single(weights)
     rows, columns = weights.shape
     high = min(max(0.34 * max(rows, columns), 2.6), 11)
@@ -162,7 +167,9 @@ def alignment(
             alpha=0.9,
             solid_capstyle="round",
         )
-    page.dress(ax, f"thicker: more weight\nthrough: the largest, dashed: {least:g} and more", "source")
+    page.dress(
+        ax, f"solid: the largest weight of a target\ndashed: others of {least:g} and more", "source"
+    )
     page.dress(right, "", "target")
     for each in (ax, right):
         each.set(xlim=(-0.02, 1.02), ylim=(1, 0), xticks=[])
@@ -180,8 +187,8 @@ def alignment(
 def selection_strip(
     numbers: Selection, tokens: Sequence[str] | None = None, title: str = "", *, dark: bool = False
 ) -> Figure:
-    """One query's index scores and dense weights over its keys; the chosen are lit and carry a dot, hidden keys have no
-    line."""
+    """One query's index scores and dense weights over its keys; the chosen are lit and carry a dot, hidden keys have a
+    cross."""
     count = len(numbers.scores)
     page = sheet(min(max(0.27 * count, 7), 13), 5.2, rows=2, dark=dark)
     seen = numbers.scores.isfinite()
@@ -192,14 +199,20 @@ def selection_strip(
             colour = page.theme.series[0] if lit else page.theme.faint
             ax.vlines(at, 0, values[at], colors=colour, linewidth=width, capstyle="butt")
             if lit:
-                ax.plot(at, values[at], "o", color=page.theme.text, markersize=min(4.5, width + 1.5))
+                ax.plot(
+                    at, values[at], "o", color=page.theme.text, markersize=min(4.5, width + 1.5)
+                )
+        hidden = (~seen).nonzero().flatten()
+        ax.plot(hidden, hidden * 0, "x", color=page.theme.text, markersize=min(5, width + 1.5))
         ax.axhline(0, color=page.theme.faint, linewidth=0.8)
         ax.set_xlim(-0.7, count - 0.3)
-        page.grid(ax)
-    page.dress(page.axes[0], "", "index score", "the indexer's scores; a dot: chosen")
+        page.grid(ax, "y")
+    page.dress(page.axes[0], "", "index score", "the indexer's scores (dot: chosen, cross: hidden)")
     page.dress(page.axes[1], "key", "dense weight", "what dense attention gives the same keys")
     page.axes[0].tick_params(labelbottom=False)
-    kept = f"reads {numbers.read} of {numbers.visible} keys, keeps {numbers.kept:.1%} of the attention"
+    kept = (
+        f"reads {numbers.read} of {numbers.visible} keys, keeps {numbers.kept:.1%} of the attention"
+    )
     page.title(f"{title}: {kept}" if title else f"Sparse selection {kept}")
     label(page.axes[1], "x", check_tokens(tokens, count, "keys"), range(count))
     return page.figure

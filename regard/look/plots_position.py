@@ -24,7 +24,9 @@ def position_table(table: Table, title: str = "", *, dark: bool = False) -> Figu
     )
     page.dress(page.axes[0], "feature", "position", "the vector of each position")
     page.bar(image, page.axes[0], "value")
-    image = page.axes[1].imshow(table.alike, MAP, vmin=-1, vmax=1, interpolation="nearest")
+    image = page.axes[1].imshow(
+        table.alike, MAP, vmin=min(table.alike.min().item(), 0), vmax=1, interpolation="nearest"
+    )
     page.dress(page.axes[1], "position", "position", "how alike two positions are")
     page.bar(image, page.axes[1], "cosine")
     page.title(title or "Position vectors")
@@ -65,7 +67,9 @@ def rope_dials(clocks: Clocks, title: str = "", *, dark: bool = False) -> Figure
 
 def distance_curves(numbers: Distances, title: str = "", *, dark: bool = False) -> Figure:
     """What distance does to a score: RoPE multiplies, ALiBi takes away."""
-    panels = [(numbers.shares, "score, as a share of that at distance 0", "RoPE, query and key alike")]
+    panels = [
+        (numbers.shares, "score, as a share of that at distance 0", "RoPE, query and key alike")
+    ]
     if numbers.added:
         panels.append((numbers.added, "added to the score", "ALiBi"))
     page = sheet(5.6 * len(panels) + 0.4, 4.2, len(panels), dark=dark)

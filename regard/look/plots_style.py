@@ -10,8 +10,9 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from regard.config import UsageError
 from regard.look.show import clip, visible
@@ -19,7 +20,6 @@ from regard.look.svg import DARK, LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
 
 LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
@@ -78,8 +78,8 @@ class Sheet:
         for spine in ax.spines.values():
             spine.set_color(theme.faint)
 
-    def grid(self, ax: Axes) -> None:
-        ax.grid(color=self.theme.faint, linewidth=0.5, alpha=0.6)
+    def grid(self, ax: Axes, which: Literal["both", "x", "y"] = "both") -> None:
+        ax.grid(axis=which, color=self.theme.faint, linewidth=0.5, alpha=0.6)
         ax.set_axisbelow(True)
         for side in ("top", "right"):
             ax.spines[side].set_visible(False)
@@ -89,13 +89,14 @@ class Sheet:
             loc=where, frameon=False, labelcolor=self.theme.text, fontsize=9, handlelength=3, **how
         )
 
-    def bar(self, image: Any, axes: Axes | list[Axes], label: str, shrink: float = 1.0) -> Colorbar:
-        """The scale of a heat map's colours."""
-        bar = self.figure.colorbar(image, ax=axes, shrink=shrink, aspect=25, pad=0.02)
+    def bar(self, image: Any, ax: Axes, label: str) -> None:
+        """The scale of a heat map's colours, as high as the map."""
+        inches = ax.get_window_extent().width / self.figure.dpi
+        place = ax.inset_axes((1 + 0.1 / inches, 0, 0.16 / inches, 1))
+        bar = self.figure.colorbar(image, cax=place)
         bar.set_label(label, color=self.theme.text)
         bar.ax.tick_params(colors=self.theme.text, labelsize=9)
         bar.outline.set_edgecolor(self.theme.faint)  # type: ignore[operator]
-        return bar
 
     def title(self, text: str) -> None:
         self.figure.suptitle(text, color=self.theme.text, fontsize=12, parse_math=False)
@@ -117,7 +118,8 @@ def sheet(
     except ModuleNotFoundError as error:
         raise PlotsError("pictures need matplotlib; pip install 'regard[plots]'") from error
     theme = PAGES[dark]
-    figure = Figure((width, height), dpi=130, facecolor=theme.paper, layout="constrained")
+    figure = Figure((width, height), dpi=130, facecolor=theme.paper)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.06)
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, width_ratios=ratios)
     return Sheet(figure, list(axes.flat), theme)
@@ -189,9 +191,7 @@ def label(ax: Axes, which: str, labels: Sequence[str], places: Sequence[float]) 
         step, turns = 2 * step, turns[-1:]
 
 
-def _set(
-    ax: Axes, which: str, labels: Sequence[str], places: Sequence[float], turn: float
-) -> None:
+def _set(ax: Axes, which: str, labels: Sequence[str], places: Sequence[float], turn: float) -> None:
     how = {"parse_math": False, "fontfamily": list(_fonts()[0]), "rotation": turn}
     if which == "x":
         ax.set_xticks(places, labels, **how)
@@ -208,4 +208,4 @@ def crowded(ax: Axes, which: str) -> bool:
     axis = ax.xaxis if which == "x" else ax.yaxis
     boxes = [text.get_window_extent() for text in axis.get_ticklabels() if text.get_text()]
     spans = sorted((box.min[side], box.max[side]) for box in boxes)
-    return any(b[0] < a[1] + (3 if which == "x" else 0) for a, b in zip(spans, spans[1:]))
+    return any(b[0] < a[1] + (3 if which == "x" else 0) for a, b in pairwise(spans))

@@ -9,7 +9,7 @@
     "weight"  softmax(score): rows sum to 1, but for what a sink takes; a row that sees nothing is 0
     "score"   q.k times scale (or the layer's own score), softly capped, plus bias; -inf where hidden or not chosen
     "norm"    weight times the length of the head's value vector: how much a key really gives
-    "chosen"  bool (b 1 t' s): keys inside the softmax. Of sparse attention the indexer's choice, else what the mask shows
+    "chosen"  bool (b 1 t' s), keys inside the softmax: what the mask shows; of sparse attention the indexer's choice
 
 The maps are computed beside the kernel that computes the output, from the same q and k, in float32 at least: no logit
 and no gradient changes, nothing stays on the model, and only chosen heads and rows are ever made. Dropout is left out.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from regard.attention.core import Terms, finish, scores, softmax
-from regard.attention.select import Spread, SparseProbe
+from regard.attention.select import SparseProbe, Spread
 from regard.config import UsageError, nearest
 from regard.mask import Visible
 
@@ -127,12 +127,12 @@ class Recorder(SparseProbe):
         share = max(1, (self.probe._batch or b) // b)  # beams side by side as one source's queries
         rows = self._rows(0, t // share, t // share, q.device)
         if rows is not None and share > 1:
-            rows = (torch.arange(share, device=q.device)[:, None] * (t // share) + rows).flatten()
+            rows = _flat(share, t // share, rows)
         if isinstance(mask, Visible):
             mask = None if mask.everything else mask.tensor() if rows is None else mask.rows(rows)
         else:
             mask = _part(mask, 2, rows)
-        q, terms = _pick(q, 2, rows), replace(terms, bias=_part(terms.bias, 2, rows))
+        q, terms = _pick(q, 2, rows), _cut(terms, 2, rows)
 
         def made(heads: Tensor | None) -> Made:
             found = self._made(heads, q, k, v, mask, terms)
@@ -145,17 +145,16 @@ class Recorder(SparseProbe):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
     ) -> None:
         """A run of queries, each with the keys chosen for it. The maps stay k wide until the call is through."""
-        (b, n, picked), (t, s) = where.chosen.shape, where.size
+        (b, n, _), (t, s) = where.chosen.shape, where.size
         rows = self._rows(where.rows.start, where.rows.stop, t, q.device)
-        rows = torch.arange(n, device=q.device) if rows is None else rows
-        flat = (torch.arange(b, device=q.device)[:, None] * n + rows).flatten()
-        q, k, v = (x.index_select(0, flat) for x in (q, k, v))
-        mask, terms = mask.index_select(0, flat), replace(terms, bias=_part(terms.bias, 0, flat))
-        heads = self._heads(q.shape[1], q.device)
+        flat = None if rows is None else _flat(b, n, rows)
+        q, k, v, mask = (_pick(x, 0, flat) for x in (q, k, v, mask))
+        heads, terms = self._heads(q.shape[1], q.device), _cut(terms, 0, flat)
         made = self._made(heads, q, k, v, mask, terms)
         made = {kind: _by_query(a, b) for kind, a in made.items()}
-        waiting = self.probe._waiting.setdefault(self.site, [])
-        waiting.append((made, where.chosen.index_select(1, rows)))
+        if where.rows.start == 0:
+            self.probe._waiting[self.site] = []
+        self.probe._waiting[self.site].append((made, _pick(where.chosen, 1, rows)))
         if where.rows.stop < t:
             return
         runs = self.probe._waiting.pop(self.site)
@@ -164,7 +163,7 @@ class Recorder(SparseProbe):
 
         def full(one: Tensor | None) -> Made:
             return {
-                kind: _placed(a if one is None else _part(a, 1, one), chosen, s, KINDS[kind])
+                kind: _placed(_pick(a, 1, one if a.shape[1] > 1 else None), chosen, s, KINDS[kind])
                 for kind, a in made.items()
             }
 
@@ -179,7 +178,9 @@ class Recorder(SparseProbe):
             found = made(heads)
         else:
             every = torch.arange(count) if heads is None else heads
-            parts = [{kind: reduce(a) for kind, a in made(one).items()} for one in every.split(1)]
+            parts = [
+                {kind: reduce(_wide(a)) for kind, a in made(i).items()} for i in every.split(1)
+            ]
             found = {kind: torch.cat([part[kind] for part in parts], 1) for kind in parts[0]}
         for kind, a in found.items():
             self.probe._maps[kind].setdefault(self.site, []).append(a)
@@ -240,7 +241,7 @@ def _scores(q: Tensor, k: Tensor, heads: Tensor | None, terms: Terms) -> Tensor:
         q, k, r = _pick(q, 1, heads), _pick(k, 1, heads // r), 1
     x = _wide(q).unflatten(1, (-1, r)).flatten(2, 3) @ _wide(k).transpose(-1, -2)  # b g rt s
     x = x.unflatten(2, (r, t)).flatten(1, 2) * terms.scale
-    return finish(x, replace(terms, bias=_part(terms.bias, 1, heads)))
+    return finish(x, _cut(terms, 1, heads))
 
 
 def _lengths(v: Tensor, heads: Tensor | None, count: int, up: Tensor | None) -> Tensor:
@@ -276,6 +277,15 @@ def _placed(a: Tensor, chosen: Tensor, size: int, fill: float) -> Tensor:
 
 def _pick(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
     return x if index is None else x.index_select(axis, index.to(x.device))
+
+
+def _flat(count: int, size: int, rows: Tensor) -> Tensor:
+    """`rows` of each of `count` runs of `size`."""
+    return (torch.arange(count, device=rows.device)[:, None] * size + rows).flatten()
+
+
+def _cut(terms: Terms, axis: int, index: Tensor | None) -> Terms:
+    return replace(terms, bias=_part(terms.bias, axis, index))
 
 
 def _part(x: Tensor | None, axis: int, index: Tensor | None) -> Tensor | None:

@@ -177,7 +177,7 @@ def _cell(cell: Cell, plain: bool) -> str:
         return cell
     if isinstance(cell, int) or plain:
         return f"{int(cell):,}" if math.isfinite(cell) else str(cell)
-    if cell and abs(cell) < 5e-4:
+    if cell and abs(cell) < 1e-3:
         return f"{cell:.3e}"
     text = f"{cell:.4f}"
     return "0.0000" if text == "-0.0000" else text

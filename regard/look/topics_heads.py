@@ -101,7 +101,7 @@ def mla(
     latent: c; rope_dim: r; rank: of the queries' latent."""
     whole("rope_dim", rope_dim, 2)
     config = MLA(heads, latent, head_dim, rope_dim, query_latent=rank, rope=Rope())
-    plain = {f"GQA, g = {g}": GQA(heads, g, head_dim) for g in (3, 2) if heads % g == 0}
+    plain = {f"GQA, g = {g}": GQA(heads, g, head_dim) for g in (8, 2) if heads % g == 0}
     kinds = {"MHA": GQA(heads, head_dim=head_dim), **plain, "MQA": GQA(heads, 1, head_dim)}
     counts = {name: cache_numbers(kind, dim) for name, kind in kinds.items()}
     counts["MLA"] = cache_numbers(config, dim)

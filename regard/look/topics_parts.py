@@ -139,25 +139,25 @@ def feed_forward(
 
 
 @topic("regard/models/vision.py::PatchEmbedding", "regard/models/vision.py::Patches")
-def vit(tokens: Numbers = (8.0, 14.0, 16.0, 32.0), width: int = 224, dim: int = 768) -> list[Table]:
+def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 768) -> list[Table]:
     """How does an image become a sentence?
 
     x_i = W patch_i + b + position_i,   i = 1 .. (size / patch)^2;   class token in front
-    Then the encoder of any text model, with nothing masked. tokens: sides of a patch; width: side of the image."""
+    Then the encoder of any text model, with nothing masked."""
     rows = []
-    for patch in (whole("tokens", p) for p in tokens):
-        config = Patches(width, patch)
+    for side in (whole("patch", p) for p in patch):
+        config = Patches(size, side)
         with torch.device("meta"):
             made = PatchEmbedding(config, dim)
         n = config.count + config.extra
-        rows.append([patch, config.count, n, parameters(made), n * n])
+        rows.append([side, config.count, n, parameters(made), n * n])
     columns = ["patch", "patches", "tokens", "weights", "pairs a head"]
-    return [Table(f"images of {width} x {width}", columns, rows)]
+    return [Table(f"images of {size} x {size}", columns, rows)]
 
 
 @topic("regard/models/cells.py::elman", "regard/models/cells.py::Cell")
 def rnn_path(
-    x: Numbers = (0.5, 0.9, 1.0, 1.1), tokens: Numbers = (1.0, 10.0, 50.0, 100.0)
+    x: Numbers = (0.5, 0.9, 1.0, 1.1), steps: Numbers = (1.0, 10.0, 50.0, 100.0)
 ) -> list[Table]:
     """What does a recurrent network still know of a word t steps back?
 
@@ -165,7 +165,7 @@ def rnn_path(
     Attention reaches every token in one step. x: lambda, the factor of one step; by autograd through the cell at 0."""
     cell, zero = CELLS["elman"], real((0.0,))
     rows = []
-    for n in (whole("tokens", t, 1, 1000) for t in tokens):
+    for n in (whole("steps", t, 1, 1000) for t in steps):
         found = []
         for factor in x:
             start = zero.clone()[None].requires_grad_()

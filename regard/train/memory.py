@@ -6,10 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context
+from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
 from regard.config import UsageError, nearest
 
@@ -48,6 +50,31 @@ def checkpointed(model: M) -> M:
         )
     for block in blocks:
         block.__class__ = Recomputed
+    return model
+
+
+class Joined(GroupedQueryAttention):
+    """Self-attention whose queries, keys and values are one product, and so the gradient by its input."""
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        if ctx.memory is not None or not torch.is_grad_enabled():
+            return super().forward(x, ctx)
+        parts = (self.wq, self.wk, self.wv)
+        weight = torch.cat([part.weight for part in parts])
+        bias = torch.cat([part.bias for part in parts]) if self.config.bias else None
+        q, k, v = F.linear(x, weight, bias).split([part.out_features for part in parts], -1)
+        kept, k_pos = ctx.keep(**self.as_entries(k, v, ctx))
+        visible = ctx.visible(k_pos, self.config.window)
+        o = self.mix(self.as_queries(q, ctx), kept, visible, ctx, ctx.bias(k_pos))
+        return self.wo(o.flatten(2))
+
+
+def joined(model: M) -> M:
+    """The same model, the products of each self-attention's input made one while it trains; names stay."""
+    for block in model.modules():
+        part = block.attention if isinstance(block, Block) else None
+        if type(part) is GroupedQueryAttention and type(part.wq) is type(part.wv) is nn.Linear:
+            part.__class__ = Joined
     return model
 
 

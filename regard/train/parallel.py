@@ -171,23 +171,23 @@ class Ddp(Alone):
         self.mode, self.kind = config.mode, kind
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.share, self.shares = self.rank, self.world
-        self.group: dist.ProcessGroup | None = (
-            None  # those with other parts of the batch; None: all
-        )
+        self.group: dist.ProcessGroup | None = None  # who has other parts of the batch; None: all
         self.evaluates = self.rank == 0
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         error = rest[0]
-        if isinstance(error, dist.DistError) or "gloo" in str(
-            error
-        ):  # which has no kind of its own
-            raise Lost("another process has ended; go on from the last checkpoint with --resume")
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no class
+            text = "another process has ended; go on from the last checkpoint with --resume"
+            raise Lost(text) from None
         if self.pulse is not None and error is None:
-            dist.barrier()
+            self.any(False)  # none is behind, and would be missed by those that wait for it
             self.pulse.stop()
+            self.any(False)  # none goes, and its store with it, before all have said that they are through
             dist.destroy_process_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        if not any(p.requires_grad for p in model.parameters()):
+            return Inside(model)  # the optimiser says what is wrong
         self.inside = nn.parallel.DistributedDataParallel(
             Inside(model), find_unused_parameters=idle(model)
         )

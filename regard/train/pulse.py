@@ -3,8 +3,8 @@ thread beside it does.
 
 torchrun ends the rest when a process dies, but what waits on a GPU does not hear it, and a process that is stopped
 (SIGSTOP, a machine that hangs) does not die. So every process says each second that it lives, in torchrun's store, and
-ends when another has been silent for `PATIENCE` seconds, or the store is gone and torchrun with it: no orphans. To end
-at any time is safe: checkpoints are written whole or not at all.
+ends when another is silent for `PATIENCE` of its own beats (so that all may be stopped together, and go on), or the
+store is gone and torchrun with it: no orphans. To end at any time is safe: checkpoints are written whole or not at all.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-BEAT, PATIENCE = 1.0, 7.0  # seconds; together below the ten in which the others must be gone
+BEAT, PATIENCE = 1.0, 7  # seconds, beats: the others must be gone in ten seconds
 DONE = "done"
 
 
@@ -28,7 +27,7 @@ class Pulse:
         self.rank, again = rank, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.keys = [f"regard/pulse/{again}/{r}" for r in range(world)]
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        wait = timedelta(seconds=PATIENCE)
+        wait = timedelta(seconds=BEAT * PATIENCE)
         # a connection of its own: in torch's one, it would wait behind what waits for other processes
         self.store = dist.TCPStore(address, port, is_master=False, timeout=wait)
         self.ended = threading.Event()
@@ -36,7 +35,7 @@ class Pulse:
 
     def start(self) -> None:
         self.store.set(self.keys[self.rank], "0")
-        dist.barrier()
+        self.store.wait(self.keys, timedelta(minutes=5))
         self.thread.start()
 
     def stop(self) -> None:
@@ -46,7 +45,7 @@ class Pulse:
         self.store.set(self.keys[self.rank], DONE)
 
     def _watch(self) -> None:
-        beats, heard, count = [b""] * len(self.keys), [time.monotonic()] * len(self.keys), 0
+        beats, silent, count = [b""] * len(self.keys), [0] * len(self.keys), 0
         while not self.ended.wait(BEAT):
             count += 1
             try:
@@ -55,10 +54,10 @@ class Pulse:
             except (RuntimeError, ValueError):
                 return self._end("torchrun is gone")
             for other, beat in enumerate(now):
-                if beat != beats[other] or beat == DONE.encode():
-                    heard[other] = time.monotonic()
-                elif time.monotonic() - heard[other] > PATIENCE:
-                    return self._end(f"process {other} has been silent for {PATIENCE:.0f} seconds")
+                lives = beat != beats[other] or beat == DONE.encode()
+                silent[other] = 0 if lives else silent[other] + 1
+                if silent[other] == PATIENCE:
+                    return self._end(f"process {other} gave no sign for {PATIENCE} seconds")
             beats = now
 
     def _end(self, why: str) -> None:

@@ -21,7 +21,7 @@ from regard.config import UsageError, nearest
 from regard.train.batch import Ahead, Feed, Objective
 from regard.train.evaluate import METRICS, better
 from regard.train.keep import Keeper, read
-from regard.train.memory import checkpointed, compiled, precision
+from regard.train.memory import checkpointed, compiled, joined, precision
 from regard.train.optim import Optim, Optimizer, accumulate, average, clip, divide
 from regard.train.parallel import Alone, Parallel
 from regard.train.schedule import Schedule
@@ -110,6 +110,7 @@ class Trainer:
         team: Alone | None = None,
     ):
         model = checkpointed(model) if config.recompute else model
+        model = model if config.parallel.mode == "tensor" else joined(model)
         self.model = compiled(model) if config.compile else model
         self.feed, self.objective, self.config = feed, objective, config
         self.keeper, self.load, self.measure, self.team = keeper, load, measure, team or Alone()

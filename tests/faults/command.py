@@ -15,7 +15,7 @@ from typing import Any
 
 from regard.cli import main
 from regard.commands.train import BEFORE
-from tests.faults.farm import GRACE, ROOT, Child, Family, check, fork
+from tests.faults.farm import GRACE, NAP, ROOT, Broken, Child, Family, check, fork
 from tests.faults.spoil import HARMS
 
 TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen jugs. " * 40
@@ -83,12 +83,13 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def reach(folder: Path, child: Child, count: int) -> None:
     """Wait until metrics.jsonl has so many lines, or the process is gone."""
-    path, last = folder / "run/metrics.jsonl", time.monotonic() + GRACE
-    while not (path.is_file() and path.read_bytes().count(b"\n") >= count):
-        if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+    path = folder / "run/metrics.jsonl"
+    for _ in range(int(GRACE / NAP)):
+        here = path.is_file() and path.read_bytes().count(b"\n") >= count
+        if here or os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return
-        check(time.monotonic() < last, f"no line {count} in {path}")
-        time.sleep(0.001)
+        time.sleep(NAP)
+    raise Broken(f"no line {count} in {path}")
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -26,8 +26,7 @@ export class Grid {
     this.layer = layer;
     this.heads = heads; // as they are in the page: one, or all that are averaged
     this.pooled = heads[0].cells !== undefined;
-    this.rowStep = this.pooled ? stride(view.rows.length, view.side) : 1;
-    this.columnStep = this.pooled ? stride(view.columns.length, view.side) : 1;
+    [this.rowStep, this.columnStep] = this.pooled ? view.step : [1, 1];
     this.rows = Math.ceil(view.rows.length / this.rowStep);
     this.columns = Math.ceil(view.columns.length / this.columnStep);
     this.made = new Map();

@@ -1,0 +1,111 @@
+"""regard explain: a mechanism in the terminal. The same tables are computed for the pages of docs/mechanisms."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from regard.commands import explain_learn
+from regard.config import UsageError
+from regard.look import topics_attention, topics_heads, topics_parts
+from regard.look.topics import Table, Topic, find, shown
+
+if TYPE_CHECKING:
+    from regard.commands.options_explain import Explain
+
+TOPICS: tuple[Topic, ...] = (
+    *topics_attention.TOPICS,
+    *topics_heads.TOPICS,
+    *topics_parts.TOPICS,
+    *explain_learn.TOPICS,
+)
+ALIASES = {
+    "positions": "sinusoidal",
+    "mha": "multi-head",
+    "mqa": "gqa",
+    "indexer": "dsa",
+    "flash": "online-softmax",
+    "cross": "cross-attention",
+    "ffn": "feed-forward",
+    "sampling": "decoding",
+    "quantization": "quantisation",
+    "teacher-forcing": "objectives",
+    "rnn": "rnn-path",
+    "layernorm": "norms",
+    "rmsnorm": "norms",
+    "t5": "t5-bias",
+    "learning-rate": "schedules",
+}
+
+
+def run(options: Explain) -> int:
+    given = {
+        f.name: getattr(options, f.name)
+        for f in dataclasses.fields(options)
+        if f.name not in ("topic", "numbers", "json")
+    }
+    given = {name: value for name, value in given.items() if value not in ((), None)}
+    if options.topic is None:
+        if given:
+            raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
+        print(listed(options.json))
+        return 0
+    print(explained(options.topic, options.numbers, given, as_json=options.json))
+    return 0
+
+
+def explained(
+    name: str, numbers: tuple[float, ...], given: dict[str, Any], *, as_json: bool = False
+) -> str:
+    """The topic with the numbers of one call."""
+    topic = find(name, TOPICS, ALIASES)
+    if numbers:
+        first = next(iter(topic.inputs))
+        if first in given or isinstance(topic.inputs[first], str):
+            raise UsageError(f"{topic.name} takes {topic.takes()}; say each number once")
+        given = {first: numbers, **given}
+    tables = topic.tables(given)
+    if as_json:
+        return json.dumps(_data(topic, given, tables), allow_nan=False)
+    return "\n".join([f"{topic.name}: {topic.question}", "", *_lines(topic, given, tables)])
+
+
+def _lines(topic: Topic, given: dict[str, Any], tables: list[Table]) -> list[str]:
+    values = {**topic.inputs, **given}
+    said = "   ".join(f"--{n.replace('_', '-')} {shown(value)}" for n, value in values.items())
+    lines = [*(f"  {line}" for line in topic.formula.splitlines()), "", f"given: {said}", ""]
+    for table in tables:
+        lines += [*table.text().splitlines(), ""]
+    return [*lines, *(f"code: {place}" for place in topic.code)]
+
+
+def _data(topic: Topic, given: dict[str, Any], tables: list[Table]) -> dict[str, Any]:
+    def plain(cell: Any) -> Any:
+        return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+
+    return {
+        "topic": topic.name,
+        "question": topic.question,
+        "formula": topic.formula.splitlines(),
+        "code": list(topic.code),
+        "given": {**topic.inputs, **given},
+        "tables": [
+            {
+                "title": table.title,
+                "columns": list(table.columns),
+                "rows": [[plain(cell) for cell in row] for row in table.rows],
+            }
+            for table in tables
+        ],
+    }
+
+
+def listed(as_json: bool = False) -> str:
+    """Every topic with its question."""
+    if as_json:
+        return json.dumps([{"topic": t.name, "question": t.question} for t in TOPICS])
+    width = max(len(t.name) for t in TOPICS)
+    lines = [f"{t.name:<{width}}  {t.question}" for t in TOPICS]
+    return "\n".join([*lines, "", "regard explain TOPIC, with numbers of your own or without"])

@@ -1,0 +1,226 @@
+"""regard look: what a model attends to, as one page or as pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.cli import DATA, ENVIRONMENT, Fault
+from regard.commands.classify import Pictures, check_file
+from regard.commands.heads import _tokens as tokens_of
+from regard.commands.model import Opened, blaming, decoded, opened, start_of
+from regard.commands.options_look import Look
+from regard.config import UsageError
+from regard.look.report import write
+from regard.look.show import clip, visible
+from regard.look.trace import Full, Given, Picture, View, chosen, trace
+from regard.look.view import Panel, page
+from regard.models import Patches
+from regard.models.embedding import context
+from regard.run import default_length, generate
+from regard.text import needed
+
+PAGES, PICTURES = (".html", ".htm"), (".png", ".svg", ".pdf")
+
+
+def run(options: Look) -> int:
+    path = checked(options)
+    text = read(options.text)
+    names = [options.model] if options.compare is None else [options.model, options.compare]
+    panels = [looked(options, folder, text) for folder in names]
+    what = clip(visible(text), 80) if text else Path(options.image or "").name
+    if path.suffix.lower() in PAGES:
+        write(path, page(f"What is attended to in “{what}”", panels))
+        print(path)
+        return 0
+    for name in pictures(path, panels[0], what):
+        print(name)
+    return 0
+
+
+def checked(options: Look) -> Path:
+    """The file to write, before any work is done for it."""
+    path, drawn = Path(options.output), options.output.lower().endswith(PICTURES)
+    if path.suffix.lower() not in (*PAGES, *PICTURES):
+        raise UsageError(
+            f"--output {path}: give a name that ends in .html, or in {', '.join(PICTURES)}"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--output {path} cannot be written; name a file in a folder of yours")
+    if drawn and options.compare is not None:
+        raise UsageError(
+            "--compare puts two models on one page; give --output a name that ends in .html"
+        )
+    if drawn and importlib.util.find_spec("matplotlib") is None:
+        raise Fault("pictures need matplotlib; pip install 'regard[plots]'", ENVIRONMENT)
+    if options.image is not None:
+        check_file(options.image)
+    return path
+
+
+def read(text: str | None) -> str:
+    if text != "-":
+        return text or ""
+    with opened("-") as (stream, name):
+        return decoded(stream.read(), name).removesuffix("\n").removesuffix("\r")
+
+
+def looked(options: Look, folder: str, text: str) -> Panel:
+    """A model's attention to the text or the picture."""
+    ready = Opened(folder, options.machine, 1)
+    given = Reading(ready, options, text).given()
+    views = trace(ready.model, given, options.layer, options.head)
+    count = f"{len(given.fed)} tokens"
+    if given.source_ids is not None:
+        count = f"{len(given.source)} source tokens, {len(given.fed)} target tokens"
+    told = f"{count}, {ready.precision}; {', '.join(shape(view) for view in views)}"
+    name = Path(folder).resolve().name
+    return Panel(name, told, views, options.layer, options.head)
+
+
+def shape(view: View) -> str:
+    heads = sorted({len(layer.heads) for layer in view.layers})
+    count = "–".join(map(str, dict.fromkeys((heads[0], heads[-1]))))
+    layers, each = len(view.layers), "head" if count == "1" else "heads"
+    return f"{view.title.lower()}: {layers} layer{'s' * (layers > 1)} of {count} {each}"
+
+
+# --- what the model reads -----------------------------------------------------------------------------------------
+
+
+class Reading:
+    """The input of a model, as ids or an image, with a name for each token."""
+
+    def __init__(self, ready: Opened, options: Look, text: str):
+        self.model, self.tokenizer = ready.model, ready.tokenizer
+        self.two, self.options, self.text = ready.two, options, text
+        self.config = ready.model.config
+        self.device = next(ready.model.parameters()).device
+        self.first = getattr(self.config, "source" if self.two else "embedding", None)
+        self.check()
+
+    def check(self) -> None:
+        sees, image = isinstance(self.first, Patches), self.options.image is not None
+        if self.options.target is not None and not self.two:
+            raise UsageError(
+                "--target asks how words align, and this model has no cross-attention; leave --target out"
+            )
+        if sees and not image:
+            raise UsageError("this model reads pictures; give one: --image FILE")
+        if image and not sees:
+            raise UsageError('this model reads text; give that instead of --image: "some text"')
+        if image and self.text:
+            raise UsageError("this model reads a picture alone; leave the text out")
+        if not image and not self.text.strip():
+            raise UsageError('there is no text to look at; say regard look MODEL "some text"')
+
+    def given(self) -> Given:
+        picture, names, ids = None, [], []
+        if isinstance(self.first, Patches):
+            x, picture = self.picture(self.first)
+            names = patches(self.first)
+        else:
+            ids = self.fits(needed(self.tokenizer).encode(self.text), self.first, "the text")
+            x, names = torch.tensor([ids], device=self.device), self.named(ids)
+        if not self.two:
+            return Given(x, names, picture=picture)
+        written = self.written(ids, x)
+        fed = self.fits([start_of(self.model), *written[:-1]], self.config, "the target")
+        target = torch.tensor([fed], device=self.device)
+        return Given(target, self.named(fed), x, names, self.named(written), picture)
+
+    def fits(self, ids: list[int], side: Any, what: str) -> list[int]:
+        tokens = getattr(side, "target", side)
+        limit = getattr(self.config, "max_len", None)
+        longest = context(limit, tokens) if hasattr(tokens, "position") else limit
+        if not ids:
+            raise UsageError(f"{what} has no tokens; give some words")
+        if longest is not None and len(ids) > longest:
+            raise UsageError(
+                f"{what} has {len(ids)} tokens, the model's context is {longest}; shorten it"
+            )
+        return ids
+
+    def written(self, source: list[int], x: Tensor) -> list[int]:
+        """The target that was given, or what the model makes of the source."""
+        if self.options.target is not None:
+            found = needed(self.tokenizer).encode_target(self.options.target)
+            return self.fits(found, self.config, "the target")
+        most = default_length(self.model, [source or [0] * x.shape[-1]])
+        found = generate(self.model, [source] if source else x, max_new_tokens=most)[0].ids
+        if not found:
+            raise UsageError("the model wrote nothing; give what it should write: --target TEXT")
+        return found
+
+    def named(self, ids: Sequence[int]) -> list[str]:
+        return list(map(str, ids)) if self.tokenizer is None else tokens_of(self.tokenizer, ids)
+
+    def picture(self, wanted: Patches) -> tuple[Tensor, Picture]:
+        """The image (1 c h w) as the model reads it, and as people see it."""
+        config = SimpleNamespace(embedding=wanted)
+        reader = Pictures(SimpleNamespace(config=config, origin=self.model.origin))
+        with blaming(DATA):
+            x = reader.picture(Path(self.options.image or ""))
+        seen = (x.numpy().transpose(1, 2, 0) * reader.std + reader.mean) * 255
+        pixels = np.broadcast_to(np.clip(np.rint(seen), 0, 255), (*seen.shape[:2], 3))
+        shown = Picture(pixels.astype(np.uint8), wanted.patch, wanted.extra)
+        return x[None].to(self.device), shown
+
+
+def patches(wanted: Patches) -> list[str]:
+    """Names of the tokens of an image: the class token, then patches by row and column from 1."""
+    side = wanted.size // wanted.patch
+    extra = ["class", "distil", *(f"extra {i}" for i in range(2, wanted.extra))][: wanted.extra]
+    return extra + [f"{i + 1},{j + 1}" for i in range(side) for j in range(side)]
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
+    """All heads; the one that was asked for; where there is cross-attention, the alignment by its last layer."""
+    from regard.look.plots import alignment, head_grid, one_head, save
+
+    def beside(word: str) -> Path:
+        return path.with_name(f"{path.stem}-{word}{path.suffix}")
+
+    rows = [(view, layer) for view in panel.views for layer in view.layers]
+    maps = [torch.from_numpy(np.stack([_cells(head) for head in layer.heads])) for _, layer in rows]
+    several = len(panel.views) > 1
+    names = [
+        f"{view.name} {layer.number}" if several else str(layer.number) for view, layer in rows
+    ]
+    found = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
+    last = max(panel.views, key=lambda view: view.name == "cross")
+    at, head = chosen(last, panel.layer, panel.head)
+    layer = last.layers[at]
+    title = f"{panel.name}, {last.title.lower()}, layer {layer.number}"
+    full = [torch.from_numpy(each.weight) for each in layer.heads if isinstance(each, Full)]
+    if not full:
+        print("note: the text is too long for pictures of single heads", file=sys.stderr)
+        return found
+    mine = full[min(head, len(full) - 1)]  # of a long text the asked head alone is in full
+    if panel.layer is not None or panel.head is not None:
+        drawn = one_head(mine, last.rows, last.columns, f"{title}, head {head}")
+        found.append(save(drawn, beside("head")))
+    if last.name == "cross":
+        each = torch.stack(full).mean(0) if panel.head is None else mine
+        of = f"mean of {len(full)} heads" if panel.head is None else f"head {head}"
+        drawn = alignment(each, last.columns, last.rows, f"{title}, {of}")
+        found.append(save(drawn, beside("alignment")))
+    return found
+
+
+def _cells(head: Any) -> np.ndarray:
+    return head.weight if isinstance(head, Full) else head.cells

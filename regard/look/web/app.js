@@ -1,0 +1,167 @@
+// The page: a panel for each model, what they share above them.
+
+import { gridOf, readPage } from "./data.js";
+import { choice, make, tick } from "./dom.js";
+import { Photo } from "./image.js";
+import { HeadMap, NAMES } from "./map.js";
+import { onScheme } from "./palette.js";
+import { Row } from "./row.js";
+import { read, written } from "./state.js";
+import { Thumbs } from "./thumbs.js";
+
+class Panel {
+  constructor(app, model, index) {
+    Object.assign(this, { app, model, index });
+    this.thumbs = new Thumbs((layer, head) => app.set(index, { layer, head }));
+    this.map = new HeadMap((row, column) => this.move(row, column));
+    this.row = new Row((column) => this.move(this.at.row, column));
+    this.photo = new Photo((token) => this.pick(token));
+    this.title = make("h3");
+    this.part = make("p", { className: "shown" });
+    this.table = make("div", { className: "wide", tabIndex: 0, role: "region", "aria-label": "values" });
+    const heads = make("section", { className: "all" }, make("h3", {}, "Layers and heads"), this.part, this.thumbs.node);
+    const large = make("section", { className: "large" }, this.title, this.photo.node, this.map.node, this.table);
+    const bars = make("section", { className: "steps" }, make("h3", {}, "One row"), this.row.node);
+    this.views = make("div", { className: "views" });
+    this.node = make("section", { className: "panel" }, make("h2", {}, model.name), this.views);
+    this.node.append(make("p", { className: "shown" }, model.told), make("div", { className: "inside" }, heads, large, bars));
+  }
+
+  get state() {
+    return this.app.state.panels[this.index];
+  }
+
+  get view() {
+    return this.model.views.find((view) => view.name === this.state.view);
+  }
+
+  // The chosen cell as the grid counts, which may be blocks of tokens.
+  get at() {
+    const { row, column } = this.state;
+    return { row: Math.floor(row / this.grid.rowStep), column: Math.floor(column / this.grid.columnStep) };
+  }
+
+  move(row, column) {
+    const { rowStep, columnStep } = this.grid;
+    this.app.set(this.index, { row: row * rowStep, column: column * columnStep });
+  }
+
+  pick(token) {
+    this.app.set(this.index, this.view.textRows ? { column: token } : { row: token });
+  }
+
+  draw() {
+    const { app, view } = this;
+    const { layer, head } = this.state;
+    const shared = app.state;
+    this.grid = gridOf(view, view.layers[layer], head, shared.averaged);
+    const measure = this.grid.measures.includes(shared.measure) ? shared.measure : "weight";
+    this.tabs();
+    this.thumbs.draw(view, this.state, shared.measure, shared.bare);
+    const whose = shared.averaged ? "mean of its heads" : `head ${head}`;
+    const lacking = measure === shared.measure ? "" : ` (no ${NAMES[shared.measure]} in the page: weight)`;
+    this.title.textContent = `${view.title}, layer ${view.layers[layer].number}, ${whose}${lacking}`;
+    this.part.textContent = view.told;
+    this.part.hidden = !view.told;
+    this.photo.draw(view, this.grid, this.at, measure, shared.bare);
+    this.map.draw(this.grid, this.at, measure, shared.bare);
+    this.row.draw(this.grid, this.at, measure, shared.bare, shared.order);
+    this.table.hidden = !shared.table;
+    this.table.replaceChildren(...(shared.table ? [this.map.table()] : []));
+  }
+
+  tabs() {
+    const { views } = this.model;
+    if (views.length < 2) return;
+    if (!this.views.firstChild) {
+      const options = views.map((view) => [view.name, view.title]);
+      const turn = (name) => this.app.set(this.index, this.home(name));
+      this.views.append(choice("view", `view${this.index}`, options, this.state.view, turn));
+    }
+    for (const input of this.views.querySelectorAll("input")) input.checked = input.value === this.state.view;
+  }
+
+  // Another view, at the place where it was left.
+  home(name) {
+    this.left ??= {};
+    this.left[this.state.view] = { ...this.state };
+    const fresh = read(`#at${this.index}=${name}.`, this.app.models).panels[this.index];
+    return this.left[name] ?? fresh;
+  }
+}
+
+class App {
+  constructor() {
+    const page = readPage();
+    this.models = page.models;
+    this.state = read(location.hash, this.models);
+    this.panels = this.models.map((model, i) => new Panel(this, model, i));
+    this.bar = make("div", { className: "bar-of-choices" });
+    const both = make("div", { className: this.panels.length > 1 ? "panels two" : "panels" });
+    both.append(...this.panels.map((panel) => panel.node));
+    document.getElementById("main").replaceChildren(this.bar, both);
+    this.choices();
+    addEventListener("hashchange", () => this.restore());
+    addEventListener("popstate", () => this.restore());
+    onScheme(() => this.draw());
+    let width = innerWidth;
+    addEventListener("resize", () => {
+      if (innerWidth !== width) this.draw();
+      width = innerWidth;
+    });
+    this.draw();
+    document.documentElement.dataset.ready = "yes";
+  }
+
+  choices() {
+    const all = (change) => (value) => this.share({ [change]: value });
+    const { measure, bare, averaged, order, table } = this.state;
+    this.bar.replaceChildren(
+      choice("show", "measure", Object.entries(NAMES), measure, all("measure")),
+      choice("columns of the row", "order", [["place", "in order"], ["value", "largest first"]], order, all("order")),
+      tick("hide the first token", "bare", bare, all("bare")),
+      tick("average the heads", "averaged", averaged, all("averaged")),
+      tick("show as table", "table", table, all("table")),
+    );
+  }
+
+  // A change of one panel; a cell moves in every panel whose tokens are the same.
+  set(index, change) {
+    const before = this.state.panels[index];
+    const moved = "view" in change || "layer" in change;
+    this.state.panels[index] = { ...before, ...change };
+    const mine = this.panels[index].view;
+    this.panels.forEach((panel, i) => {
+      const same = JSON.stringify([panel.view.rows, panel.view.columns]) === JSON.stringify([mine.rows, mine.columns]);
+      const { row, column } = this.state.panels[index];
+      if (i !== index && same) this.state.panels[i] = { ...this.state.panels[i], row, column };
+    });
+    this.keep(moved);
+    this.draw();
+  }
+
+  share(change) {
+    Object.assign(this.state, change);
+    this.keep(true);
+    this.draw();
+  }
+
+  // Into the address: a step of Back for what changes the picture, none for a move of the cell.
+  keep(step) {
+    const hash = written(this.state);
+    if (hash !== location.hash) history[step ? "pushState" : "replaceState"](null, "", hash);
+  }
+
+  restore() {
+    if (written(this.state) === location.hash) return;
+    this.state = read(location.hash, this.models);
+    this.choices();
+    this.draw();
+  }
+
+  draw() {
+    for (const panel of this.panels) panel.draw();
+  }
+}
+
+new App();

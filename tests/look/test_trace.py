@@ -1,0 +1,276 @@
+"""What a page of attention is made of: the library's own numbers, whole or pooled, and a page that holds no more."""
+
+import base64
+import hashlib
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import regard
+from regard.config import UsageError
+from regard.look import trace as module
+from regard.look.probe import Probe
+from regard.look.trace import Full, Given, Picture, Pooled, View, trace
+from regard.look.view import MODULES, WEB, Panel, joined, page
+from tests.laws.mechanisms import VOCAB, decoder
+
+SMALL: dict[str, Any] = dict(layers=2, dim=24, heads=3, ffn_dim=20)
+
+
+def words(count: int) -> list[str]:
+    return [f"w{i}" for i in range(count)]
+
+
+def given(count: int, vocab: int = 50) -> Given:
+    return Given(torch.randint(vocab, (1, count)), words(count))
+
+
+def pair(source: int, target: int) -> Given:
+    ids = torch.randint(50, (1, target)), torch.randint(50, (1, source))
+    return Given(ids[0], words(target), ids[1], words(source), words(target))
+
+
+def loud(model: Any) -> Any:
+    """Weights far from even, so that maps differ."""
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.mul_(4.0)
+    return model.eval()
+
+
+def weights(model: Any, of: Given) -> dict[str, torch.Tensor]:
+    probe = Probe()
+    more = {} if of.source_ids is None else {"source": of.source_ids}
+    with torch.no_grad():
+        model(of.ids, probe=probe, **more)
+    return {site: calls[0][0] for site, calls in probe.maps.items()}
+
+
+def heads(view: View) -> list[Full]:
+    found = [head for layer in view.layers for head in layer.heads]
+    assert all(isinstance(head, Full) for head in found)
+    return found  # type: ignore[return-value]
+
+
+# --- whole --------------------------------------------------------------------------------------------------------
+
+
+def test_trace_of_a_decoder_has_the_probes_weights_and_the_steps_to_them() -> None:
+    model, text = loud(regard.build("gpt2", vocab=50, max_len=40, **SMALL)), given(9)
+    (view,) = trace(model, text)
+    assert view.name == "self" and view.whole and view.rows == view.columns == words(9)
+    for layer in view.layers:
+        expected = weights(model, text)[layer.site]
+        for i, head in enumerate(layer.heads):
+            assert isinstance(head, Full) and head.raw is not None
+            np.testing.assert_array_equal(head.weight, expected[i].numpy())
+            masked = np.triu(np.ones((9, 9), bool), 1)
+            assert (head.score[masked] == -np.inf).all() and np.isfinite(head.raw).all()
+            scaled = head.raw * layer.scale
+            np.testing.assert_allclose(scaled[~masked], head.score[~masked], rtol=1e-5, atol=1e-6)
+            e = np.exp(head.score - head.score.max(-1, keepdims=True))
+            np.testing.assert_allclose(e / e.sum(-1, keepdims=True), head.weight, atol=1e-6)
+
+
+def test_trace_gives_lengths_of_values() -> None:
+    model, text = loud(regard.build("gpt2", vocab=50, max_len=40, **SMALL)), given(7)
+    probe = Probe(what=("weight", "norm"))
+    with torch.no_grad():
+        model(text.ids, probe=probe)
+    (view,) = trace(model, text)
+    for layer in view.layers:
+        norm = probe.of("norm")[layer.site][0][0]
+        for i, head in enumerate(layer.heads):
+            assert isinstance(head, Full)
+            np.testing.assert_allclose(
+                head.weight * head.norm, norm[i].numpy(), rtol=1e-5, atol=1e-6
+            )
+
+
+def test_trace_of_an_encoder_decoder_has_three_views_with_their_tokens() -> None:
+    model, text = loud(regard.build("t5-small", vocab=50, **SMALL)), pair(6, 4)
+    views = {view.name: view for view in trace(model, text)}
+    assert list(views) == ["encoder", "decoder", "cross"]
+    sizes = {name: (len(view.rows), len(view.columns)) for name, view in views.items()}
+    assert sizes == {"encoder": (6, 6), "decoder": (4, 4), "cross": (4, 6)}
+    expected = weights(model, text)
+    for view in views.values():
+        for layer in view.layers:
+            found = np.stack([head.weight for head in layer.heads])  # type: ignore[union-attr]
+            np.testing.assert_array_equal(found, expected[layer.site].numpy())
+    assert all(layer.biased for layer in views["encoder"].layers)
+    assert not any(layer.biased for layer in views["cross"].layers)
+
+
+@pytest.mark.parametrize("attention", ["additive", "dot"])
+def test_trace_of_a_recurrent_model_is_its_alignment(attention: str) -> None:
+    model = regard.build("luong", vocab=50, source_vocab=50, dim=16, attention=attention)
+    (view,) = trace(model.eval(), pair(6, 4))
+    (head,) = heads(view)
+    assert view.name == "cross" and head.weight.shape == (4, 6)
+    np.testing.assert_allclose(head.weight.sum(-1), 1, rtol=1e-6)
+    assert (head.raw is None) == (attention == "additive")
+
+
+@pytest.mark.parametrize(
+    "name", ["dsa_gqa", "dsa_window_sinks", "sinks", "mla", "softcap", "gqa_t5"]
+)
+def test_steps_of_every_mechanism_lead_to_its_weights(name: str) -> None:
+    model, text = decoder(name), given(9, VOCAB)
+    (view,) = trace(model, text)
+    for layer in view.layers:
+        expected = weights(model, text)[layer.site]
+        for i, head in enumerate(layer.heads):
+            assert isinstance(head, Full)
+            np.testing.assert_allclose(head.weight, expected[i].numpy(), atol=1e-6)
+            assert (head.raw is None) == name.startswith("dsa")
+            e = np.exp(head.score.astype(float))
+            assert (np.isneginf(head.score) == (head.weight == 0)).all()
+            share = e / e.sum(-1, keepdims=True) * head.weight.sum(-1, keepdims=True)
+            np.testing.assert_allclose(share, head.weight, atol=1e-5)
+        assert layer.sinks == ("sinks" in name) and layer.capped == (name == "softcap")
+        assert layer.biased == (name == "gqa_t5")
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    model = regard.build("luong", vocab=50, source_vocab=50, dim=16, attention=None)
+    with pytest.raises(UsageError, match="no attention"):
+        trace(model.eval(), pair(6, 4))
+
+
+def test_a_layer_or_head_that_is_not_there_is_told_with_those_that_are() -> None:
+    model = regard.build("gpt2", vocab=50, max_len=40, **SMALL).eval()
+    with pytest.raises(UsageError, match="no layer 7; this model's are 0 and 1"):
+        trace(model, given(5), layer=7)
+    with pytest.raises(UsageError, match="no head 3; the heads are 0 to 2"):
+        trace(model, given(5), head=3)
+
+
+# --- pooled -------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_text_is_pooled_by_the_largest_and_the_asked_head_stays_whole(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(module, "WHOLE", 100)
+    model, text = loud(regard.build("gpt2", vocab=50, max_len=200, **SMALL)), given(130)
+    (view,) = trace(model, text, layer=0, head=2)
+    assert not view.whole and view.step == (3, 3)
+    expected = weights(model, text)
+    for layer in view.layers:
+        for i, head in enumerate(layer.heads):
+            a = expected[layer.site][i].numpy()
+            if (layer.number, i) == (0, 2):
+                assert isinstance(head, Full) and head.raw is not None
+                np.testing.assert_allclose(head.weight, a, atol=1e-6)
+                continue
+            assert isinstance(head, Pooled) and head.cells.shape == (44, 44)
+            np.testing.assert_allclose(head.cells[10, 3], a[30:33, 9:12].max(), atol=1e-6)
+            np.testing.assert_allclose(head.cells[43, 0], a[129, 0:3].max(), atol=1e-6)
+            np.testing.assert_allclose(head.bare[10, 0], a[30:33, 1:3].max(), atol=1e-6)
+        mean = expected[layer.site].mean(0).numpy()
+        np.testing.assert_allclose(layer.mean.cells[10, 3], mean[30:33, 9:12].max(), atol=1e-6)
+
+
+def test_many_heads_share_the_room_for_thumbnails(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "WHOLE", 100)
+    monkeypatch.setattr(module, "THUMBS", 6 * 32 * 32)
+    model, text = loud(regard.build("gpt2", vocab=50, max_len=200, **SMALL)), given(128)
+    (view,) = trace(model, text)
+    a = weights(model, text)["0.self"][1].numpy()
+    head = view.layers[0].heads[1]
+    assert isinstance(head, Pooled) and view.step == (4, 4) and head.cells.shape == (32, 32)
+    np.testing.assert_allclose(head.cells[20, 9], a[80:84, 36:40].max(), atol=1e-6)
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+def made(text: str = "x", tokens: list[str] | None = None) -> str:
+    model = regard.build("gpt2", vocab=50, max_len=40, **SMALL).eval()
+    ids = torch.randint(50, (1, 4))
+    views = trace(model, Given(ids, tokens or words(4)))
+    return page(text, [Panel("a model", "told", views)])
+
+
+def inside(text: str, tag: str) -> str:
+    found = re.search(rf"<{tag}>(.*?)</{tag.split()[0]}>", text, re.DOTALL)
+    assert found
+    return found[1]
+
+
+def test_page_allows_its_own_script_and_style_and_nothing_else() -> None:
+    text = made()
+    policy = re.search(r'Security-Policy" content="([^"]*)"', text)
+    assert policy and policy[1].startswith("default-src 'none'")
+    for tag in ('script type="module"', "style"):
+        digest = hashlib.sha256(inside(text, tag).encode()).digest()
+        assert f"'sha256-{base64.b64encode(digest).decode()}'" in policy[1]
+    assert "unsafe" not in policy[1] and "http" not in text.replace("http-equiv", "")
+
+
+def test_page_takes_tokens_and_titles_as_text() -> None:
+    bad = "</script><script>alert(1)</script>"
+    text = made(bad, [bad, "{data}", "\u202eodd", "\x00"])
+    assert text.count("<script") == 2 and text.count("</script>") == 2
+    rows = json.loads(inside(text, 'script type="application/json" id="data"'))["models"][0]
+    assert rows["views"][0]["rows"] == [bad, "{data}", "\ufffdodd", "␀"]
+
+
+def test_page_numbers_are_the_traces() -> None:
+    model, text = loud(regard.build("gpt2", vocab=50, max_len=40, **SMALL)), given(5)
+    (view,) = trace(model, text)
+    html = page("x", [Panel("m", "", [view], layer=0, head=1)])
+    data = json.loads(inside(html, 'script type="application/json" id="data"'))["models"][0]
+    assert data["start"] == {"view": 0, "layer": 0, "head": 1}
+    for i, head in enumerate(heads(view)):
+        found = data["views"][0]["layers"][i // 3]["heads"][i % 3]
+        for name in ("weight", "score", "raw", "norm"):
+            array = np.frombuffer(base64.b64decode(found[name]), "<f4")
+            np.testing.assert_array_equal(array, getattr(head, name).ravel())
+
+
+def test_page_of_a_long_text_is_bounded() -> None:
+    cells = np.random.default_rng(0).random((64, 64)).astype(np.float32)
+    small = Pooled(cells, cells)
+    layers = [module.Layer(i, f"{i}.self", [small] * 12, small) for i in range(12)]
+    view = View("self", words(1024), words(1024), layers, (16, 16))
+    text = page("x", [Panel("m", "", [view])])
+    assert len(text) < 2_000_000 and "max-pooled" in text and "16 × 16" in json_text(text)
+
+
+def json_text(text: str) -> str:
+    return json.loads(inside(text, 'script type="application/json" id="data"'))["models"][0][
+        "views"
+    ][0]["told"]
+
+
+def test_every_module_is_joined_after_those_it_imports() -> None:
+    assert {path.stem for path in WEB.glob("*.js")} == set(MODULES)
+    known: list[str] = []
+    for name in MODULES:
+        source = (WEB / f"{name}.js").read_text(encoding="utf-8")
+        assert len(source.splitlines()) <= 300, name
+        wanted = re.findall(r'^import \{.*\} from "\./(\w+)\.js";$', source, re.MULTILINE)
+        assert len(wanted) == source.count("\nimport ") and set(wanted) <= set(known), name
+        known.append(name)
+    names = re.findall(r"^(?:const|class|function|async function) (\w+)", joined(), re.MULTILINE)
+    assert len(names) == len(set(names)), "two modules declare the same name"
+    assert not re.search(r"^(import|export) ", joined(), re.MULTILINE)
+
+
+def test_picture_of_patches_is_in_the_page() -> None:
+    model = regard.build("vit-base", size=16, patch=8, labels=3, **SMALL).eval()
+    pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+    image = Given(torch.randn(1, 3, 16, 16), words(5), picture=Picture(pixels, 8, 1))
+    (view,) = trace(model, image)
+    html = page("x", [Panel("m", "", [view])])
+    data = json.loads(inside(html, 'script type="application/json" id="data"'))["models"][0][
+        "views"
+    ][0]["image"]
+    assert (data["size"], data["patch"], data["extra"]) == (16, 8, 1)
+    assert base64.b64decode(data["pixels"]) == pixels.tobytes()
