@@ -46,7 +46,7 @@ def run(options: Explain) -> int:
         for f in dataclasses.fields(options)
         if f.name not in ("topic", "numbers", "json")
     }
-    given = {name: value for name, value in given.items() if value not in ((), None)}
+    given = {name: value for name, value in given.items() if value is not None}
     if options.topic is None:
         if given:
             raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
@@ -57,7 +57,7 @@ def run(options: Explain) -> int:
 
 
 def explained(
-    name: str, numbers: tuple[float, ...], given: dict[str, Any], *, as_json: bool = False
+    name: str, numbers: tuple[str, ...], given: dict[str, Any], *, as_json: bool = False
 ) -> str:
     """The topic with the numbers of one call."""
     topic = find(name, TOPICS, ALIASES)
@@ -66,14 +66,14 @@ def explained(
         if first in given or isinstance(topic.inputs[first], str):
             raise UsageError(f"{topic.name} takes {topic.takes()}; say each number once")
         given = {first: numbers, **given}
-    tables = topic.tables(given)
+    values = topic.read(given)
+    tables = topic.compute(**values)
     if as_json:
-        return json.dumps(_data(topic, given, tables), allow_nan=False)
-    return "\n".join([f"{topic.name}: {topic.question}", "", *_lines(topic, given, tables)])
+        return json.dumps(_data(topic, values, tables), allow_nan=False)
+    return "\n".join([f"{topic.name}: {topic.question}", "", *_lines(topic, values, tables)])
 
 
-def _lines(topic: Topic, given: dict[str, Any], tables: list[Table]) -> list[str]:
-    values = {**topic.inputs, **given}
+def _lines(topic: Topic, values: dict[str, Any], tables: list[Table]) -> list[str]:
     said = "   ".join(f"--{n.replace('_', '-')} {shown(value)}" for n, value in values.items())
     lines = [*(f"  {line}" for line in topic.formula.splitlines()), "", f"given: {said}", ""]
     for table in tables:
@@ -81,7 +81,7 @@ def _lines(topic: Topic, given: dict[str, Any], tables: list[Table]) -> list[str
     return [*lines, *(f"code: {place}" for place in topic.code)]
 
 
-def _data(topic: Topic, given: dict[str, Any], tables: list[Table]) -> dict[str, Any]:
+def _data(topic: Topic, values: dict[str, Any], tables: list[Table]) -> dict[str, Any]:
     def plain(cell: Any) -> Any:
         return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
@@ -90,7 +90,7 @@ def _data(topic: Topic, given: dict[str, Any], tables: list[Table]) -> dict[str,
         "question": topic.question,
         "formula": topic.formula.splitlines(),
         "code": list(topic.code),
-        "given": {**topic.inputs, **given},
+        "given": values,
         "tables": [
             {
                 "title": table.title,

@@ -94,6 +94,8 @@ def label_smoothing(
     loss = - sum_v q_v log softmax(x)_v;   V-1: q = 1 - eps, the others eps / (V-1)
     V: q = 1 - eps + eps / V, the others eps / V (torch);   V-2: as V-1, and nothing on padding
     A logit need no longer grow without end. x: logits; label: counted from 0."""
+    if len(x) < 3:
+        raise UsageError("--x needs three logits or more: one word, another and padding")
     given, target = real(x)[None], torch.tensor([whole("label", label, 0, len(x) - 1)])
     columns, ends = {"q one-hot": spread(smooth(target, len(x), 0.0)[0])}, ["loss", ""]
     ends.append(f"{smoothed_loss(given, target, 0.0)[0].item():.4f}")

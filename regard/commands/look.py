@@ -16,7 +16,6 @@ from torch import Tensor
 
 from regard.cli import DATA, ENVIRONMENT, Fault
 from regard.commands.classify import Pictures, check_file
-from regard.commands.heads import _tokens as tokens_of
 from regard.commands.model import Opened, blaming, decoded, opened, start_of
 from regard.commands.options_look import Look
 from regard.config import UsageError
@@ -27,9 +26,10 @@ from regard.look.view import Panel, page
 from regard.models import Patches
 from regard.models.embedding import context
 from regard.run import default_length, generate
-from regard.text import needed
+from regard.text import Tokenizer, needed
 
 PAGES, PICTURES = (".html", ".htm"), (".png", ".svg", ".pdf")
+BLANKS = {" ": "␣", "▁": "␣", "Ġ": "␣", "Ċ": "⏎", "\n": "⏎"}
 
 
 def run(options: Look) -> int:
@@ -164,7 +164,7 @@ class Reading:
         return found
 
     def named(self, ids: Sequence[int]) -> list[str]:
-        return list(map(str, ids)) if self.tokenizer is None else tokens_of(self.tokenizer, ids)
+        return [str(i) if self.tokenizer is None else named(self.tokenizer, i) for i in ids]
 
     def picture(self, wanted: Patches) -> tuple[Tensor, Picture]:
         """The image (1 c h w) as the model reads it, and as people see it."""
@@ -176,6 +176,15 @@ class Reading:
         pixels = np.broadcast_to(np.clip(np.rint(seen), 0, 255), (*seen.shape[:2], 3))
         shown = Picture(pixels.astype(np.uint8), wanted.patch, wanted.extra)
         return x[None].to(self.device), shown
+
+
+def named(tokenizer: Tokenizer, index: int) -> str:
+    """A token as people would write it, or as the vocabulary does where it is a space or part of a letter."""
+    text = tokenizer.decode([index], skip_special=False)
+    piece = "".join(tokenizer.pieces([index], skip_special=False))
+    if text.strip() and "\ufffd" not in text:
+        return text.strip()
+    return "".join(BLANKS.get(letter, letter) for letter in piece) or str(index)
 
 
 def patches(wanted: Patches) -> list[str]:

@@ -9,8 +9,8 @@ from tyro.conf import Positional, arg
 
 from regard.commands.parse import Switch
 
-Many = Annotated[tuple[float, ...], arg(metavar="N ...", help_behavior_hint="")]
-One = Annotated[tuple[float, ...], arg(metavar="N", help_behavior_hint="")]
+Many = Annotated[tuple[str, ...] | None, arg(metavar="N ...", help_behavior_hint="")]
+One = Annotated[tuple[str, ...] | None, arg(metavar="N", help_behavior_hint="")]
 Text = Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")]
 
 
@@ -27,61 +27,61 @@ class Explain:
     topic: Annotated[Positional[str | None], arg(metavar="[TOPIC]", help_behavior_hint="")] = None
     """what to explain; all are listed if left out"""
     numbers: Annotated[
-        Positional[tuple[float, ...]], arg(metavar="[N ...]", help_behavior_hint="")
+        Positional[tuple[str, ...]], arg(metavar="[N ...]", help_behavior_hint="")
     ] = ()
     """for the first option that the topic takes"""
-    x: Many = ()
+    x: Many = None
     """scores, logits or a vector, as the topic says"""
-    a: Many = ()
+    a: Many = None
     """of [a, a, 2a]"""
-    q: Many = ()
+    q: Many = None
     """a query, or queries"""
-    k: Many = ()
+    k: Many = None
     """keys, one after the other"""
-    v: Many = ()
+    v: Many = None
     """values"""
-    w: Many = ()
+    w: Many = None
     """weights or probabilities"""
-    pos: Many = ()
+    pos: Many = None
     """positions or distances"""
-    tokens: Many = ()
+    tokens: Many = None
     """how many tokens"""
-    steps: Many = ()
+    steps: Many = None
     """steps of training, or back in time"""
-    dim: Many = ()
+    dim: Many = None
     """width of the model, or of a vector"""
-    rank: Many = ()
+    rank: Many = None
     """of LoRA, or of MLA's query latent"""
-    patch: Many = ()
+    patch: Many = None
     """sides of a patch"""
-    size: One = ()
+    size: One = None
     """side of an image"""
-    heads: One = ()
-    kv_heads: One = ()
-    head_dim: One = ()
-    latent: One = ()
+    heads: One = None
+    kv_heads: One = None
+    head_dim: One = None
+    latent: One = None
     """of MLA"""
-    rope_dim: One = ()
+    rope_dim: One = None
     """of MLA"""
-    layers: One = ()
-    window: One = ()
+    layers: One = None
+    window: One = None
     """of a mask"""
-    width: One = ()
+    width: One = None
     """of a kernel, or inside a feed-forward"""
-    topk: One = ()
-    p: One = ()
+    topk: One = None
+    p: One = None
     """mass of top-p"""
-    temperature: One = ()
-    beams: One = ()
-    base: One = ()
+    temperature: One = None
+    beams: One = None
+    base: One = None
     """of the frequencies"""
-    buckets: One = ()
+    buckets: One = None
     """of T5's bias"""
-    eps: One = ()
-    alpha: One = ()
+    eps: One = None
+    alpha: One = None
     """of LoRA"""
-    label: One = ()
-    warmup: One = ()
+    label: One = None
+    warmup: One = None
     text: Text = None
     """what was said, for bleu"""
     reference: Text = None

@@ -6,19 +6,21 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from regard import __version__
 from regard.train.config import Config
 from regard.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from regard.commands.options_work import TrainRun
 
 Listener = Callable[[dict[str, Any]], None]
 FORMAT = 1
@@ -79,7 +81,7 @@ class RunFile:
         self,
         folder: Path,
         config: Config,
-        changes: dict[str, str],
+        options: TrainRun,
         trainer: Trainer,
         classes: list[str],
     ):
@@ -90,9 +92,9 @@ class RunFile:
         self.said = {
             "format": FORMAT,
             "name": folder.name,
-            "command": ["regard", *sys.argv[1:]],
+            "command": command(options),
             "task": config.task,
-            "changes": changes,
+            "changes": options.changes,
             "classes": classes,
             "config": asdict(config),
             "metric": config.train.metric,
@@ -120,6 +122,16 @@ class RunFile:
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(said, indent=1, ensure_ascii=False, default=str), "utf-8")
         os.replace(new, self.path)
+
+
+def command(options: TrainRun) -> list[str]:
+    """What begins this run anew."""
+    words = ["regard", "train", options.config]
+    if options.output_dir is not None:
+        words += ["--output-dir", options.output_dir]
+    for name, value in options.changes.items():
+        words += [f"--{name}", value]
+    return words
 
 
 def machine(trainer: Trainer) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
     if not options.force and (why := refusal(config, trainer, options.keep)):
         raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
     (folder / "config.toml").write_bytes(Path(options.config).read_bytes())
-    record = RunFile(folder, config, options.changes, trainer, made.classes)
+    record = RunFile(folder, config, options, trainer, made.classes)
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     say(f"{trainer.feed.describe()}; {how}, {folder}")
     if resumed:

@@ -121,7 +121,7 @@ GATES = {"Elman RNN": 1, "LSTM": 4}
 
 
 def layer_costs(dim: int, lengths: Sequence[int], heads: int = 8) -> Costs:
-    """A recurrent layer works gates x 2 m^2 a token, one token after the other; attention 4 m^2 + 2 n m, all at once."""
+    """A recurrent layer works gates x 2 m^2 a token, one after the other; attention 4 m^2 + 2 n m, all at once."""
     if not lengths or min(lengths) < 1:
         raise UsageError("layer costs: give lengths of 1 token and more")
     work = {name: [n * gates * 2 * dim**2 for n in lengths] for name, gates in GATES.items()}

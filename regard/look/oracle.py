@@ -37,6 +37,12 @@ class Given:
     ids: Tensor
     source: Tensor | None = None
 
+    def times(self, count: int) -> Given:
+        """All rows `count` times."""
+        each = [x if x is None else torch.cat([x] * count) for x in (self.ids, self.source)]
+        assert each[0] is not None
+        return Given(each[0], each[1])
+
 
 @dataclass
 class Step:

@@ -21,7 +21,7 @@ from regard.attention.latent import LatentAttention
 from regard.config import UsageError
 from regard.look.oracle import Given, Walk, oracle
 from regard.look.record import Cells, Recorder, Trace
-from regard.look.rounding import Envelope, Finding, judge
+from regard.look.rounding import SAMPLES, Envelope, Finding, judge
 from regard.models import Model, Patches, Transformer
 from regard.models.embedding import Tokens, context
 
@@ -251,32 +251,30 @@ CHECKS = {
 class Court:
     """Runs, judged once each."""
 
-    def __init__(self, model: Model, given: Given, runs: dict[str, Run], sound: Model | None):
-        self.model, self.given, self.runs = sound or model, given, runs
+    def __init__(self, model: Model, given: Given, runs: dict[str, Run]):
+        self.model, self.given, self.runs = model, given, runs
         self.oracles: dict[torch.dtype, tuple[Model, Trace]] = {}
         self.envelopes: dict[tuple[torch.dtype, bool], Envelope] = {}
         self.done: dict[str, tuple[Trace, Finding]] = {}
 
+    @torch.no_grad()
     def judged(self, name: str) -> tuple[Trace, Finding]:
         if name not in self.done:
             trace = self.runs[name](self.given)
-            exact, _ = self.oracle(trace.dtype)
-            with torch.no_grad():
-                steps = Walk(exact, self.given, trace).steps
-                self.done[name] = trace, judge(steps, self.envelope(trace.dtype, trace.whole))
+            envelope = self.envelope(trace.dtype, trace.whole)
+            steps = Walk(self.oracles[trace.dtype][0], self.given, trace).steps
+            self.done[name] = trace, judge(steps, envelope)
         return self.done[name]
 
-    def oracle(self, dtype: torch.dtype) -> tuple[Model, Trace]:
+    def envelope(self, dtype: torch.dtype, whole: bool) -> Envelope:
+        many = self.given.times(SAMPLES)
         if dtype not in self.oracles:
             exact = oracle(self.model, dtype)
-            self.oracles[dtype] = exact, Played(exact, self.given, "reference").together()
-        return self.oracles[dtype]
-
-    def envelope(self, dtype: torch.dtype, whole: bool) -> Envelope:
+            self.oracles[dtype] = exact, Played(exact, many, "reference").together()
         if (dtype, whole) not in self.envelopes:
-            exact, trace = self.oracle(dtype)
+            exact, trace = self.oracles[dtype]
             trace = trace.blocks() if whole else trace
-            self.envelopes[dtype, whole] = Envelope(exact, self.given, trace, dtype)
+            self.envelopes[dtype, whole] = Envelope(exact, many, trace, dtype)
         return self.envelopes[dtype, whole]
 
     def check(self, name: str, one: str, other: str) -> Check:
@@ -311,7 +309,7 @@ def parity(
     check_weights(sound or model)
     size = given.ids.shape[1] if given.ids.dim() == 2 else 1
     runs = runs_of(model, size) | (more or {})
-    court = Court(model, given, runs, sound)
+    court = Court(sound or model, given, runs)
     return [court.check(n, *pair) for n, pair in CHECKS.items() if set(pair) <= set(runs)]
 
 

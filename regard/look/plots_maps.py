@@ -106,6 +106,7 @@ def _head(
     page.dress(ax, *names)
     ax.xaxis.set_label_position("top")
     ax.xaxis.tick_top()
+    ax.xaxis.labelpad = 10
     page.bar(image, ax, "attention weight (root scale)")
     if max(rows, columns) <= NUMBERS:
         _write(ax, weights, image)

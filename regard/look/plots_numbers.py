@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from regard.look.numbers import Pass, Saturation, Spread
 from regard.look.numbers_cost import CacheTable, Costs, Memory, half_life
 from regard.look.plots_style import MARKS, Sheet, label, sheet
-from regard.look.show import number, short, some
+from regard.look.show import number, some
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def saturation_curves(numbers: Saturation, *, dark: bool = False) -> Figure:
 def jacobian_tiles(numbers: Saturation, *, dark: bool = False) -> Figure:
     """The Jacobian of softmax([a, a, 2a]) for each a, numbers written in."""
     count = len(numbers.a)
-    page = sheet(2.5 * count + 1.4, 3.5, count, dark=dark)
+    page = sheet(2.5 * count + 1.4, 3.2, count, dark=dark)
     most = numbers.jacobians.abs().max().item()
     for ax, a, cells in zip(page.axes, numbers.a.tolist(), numbers.jacobians.tolist()):
         image = ax.imshow(cells, "cividis", vmin=-most, vmax=most)
@@ -60,7 +60,7 @@ def jacobian_tiles(numbers: Saturation, *, dark: bool = False) -> Figure:
                 ink = "#000000" if value > 0 else "#ffffff"
                 text = number(value, 2)
                 ax.text(j, i, text, ha="center", va="center", color=ink, fontsize=8.5)
-        page.dress(ax, "score", "weight" if ax is page.axes[0] else "", f"a = {a:g}")
+        page.dress(ax, "score", "weight", f"a = {a:g}")
         for which in "xy":
             label(ax, which, ["a", "a", "2a"], range(3))
     page.bar(image, page.axes[-1], "dp / dx")
@@ -84,7 +84,14 @@ def variance_curves(numbers: Spread, *, dark: bool = False) -> Figure:
         for i, at in enumerate(some(len(numbers.dims), 3)):
             dim = numbers.dims[at]
             values, chance = numbers.chances[dim][which]
-            ax.plot(values, chance / (values[1] - values[0]), label=f"d = {dim}", **page.line(i))
+            ax.plot(
+                values,
+                chance / (values[1] - values[0]),
+                label=f"d = {dim}",
+                marker=MARKS[i],
+                markersize=3 if dim < 32 else 0,
+                **page.line(i),
+            )
         spread = 3.2 * max((numbers.plain, numbers.scaled)[which]) ** 0.5
         ax.set_xlim(-spread, spread)
         page.dress(ax, f"score {name}", "density", f"where {name} falls")
@@ -100,21 +107,22 @@ def online_steps(numbers: Pass, *, dark: bool = False) -> Figure:
     page = sheet(min(max(1.1 * len(numbers.x), 6.5), 13), 6.8, rows=3, dark=dark)
     steps = list(range(1, len(numbers.x) + 1))
     rows = (
-        (numbers.m, "logit", "m: the largest logit so far"),
+        (numbers.m, "logit", "m: the largest logit so far (bars: the logits)"),
         (numbers.d, "sum", "d: the sum so far, of e to the (logit − m)"),
-        (numbers.o, "output", "o: the output so far; dashes: softmax attention"),
+        (numbers.o, "output", "o: the output so far (bars: the values; dashes: softmax attention)"),
     )
-    page.axes[0].bar(steps, numbers.x, 0.5, color=page.theme.faint, label="logit")
-    page.axes[2].bar(steps, numbers.values, 0.5, color=page.theme.faint, label="value")
+    page.axes[0].bar(steps, numbers.x, 0.5, color=page.theme.faint)
+    page.axes[2].bar(steps, numbers.values, 0.5, color=page.theme.faint)
     final = numbers.o[-1].item()
     page.axes[2].axhline(final, color=page.theme.text, linewidth=1, linestyle=(0, (4, 3)))
     for i, (ax, (values, unit, title)) in enumerate(zip(page.axes, rows)):
         line = {**page.line(i), "linestyle": "-"}
-        ax.plot(steps, values, marker=MARKS[i], label="mdo"[i], **line)
+        ax.plot(steps, values, marker=MARKS[i], **line)
         for step, value in zip(steps, values.tolist()):
             _above(ax, step, value, number(value, 4), page)
         page.dress(ax, "", unit, title)
-        ax.margins(x=0.06, y=0.28)
+        ax.margins(y=0.28)
+        ax.set(xlim=(0.4, len(steps) + 0.6), xticks=steps)
         page.grid(ax)
     for ax in page.axes[:2]:
         ax.tick_params(labelbottom=False)
@@ -158,7 +166,7 @@ def cache_bars(table: CacheTable, title: str = "", *, dark: bool = False) -> Fig
     left.xaxis.set_major_locator(_even_sizes(max(table.per_token)))
     left.xaxis.set_major_formatter(lambda x, _: size(x))
     right.yaxis.set_major_formatter(lambda y, _: size(y))
-    page.dress(left, "bytes", "", "for one token")
+    page.dress(left, "bytes", "mechanism", "for one token")
     page.dress(right, "tokens (log scale)", "bytes (log scale)", "for a sequence")
     page.legend(right)
     right.minorticks_off()
@@ -180,7 +188,7 @@ def _even_sizes(most: float) -> Any:
 
 def forgetting_curves(numbers: Memory, *, dark: bool = False) -> Figure:
     """What a recurrence leaves of a token t steps back, and the steps between, against attention's path of one."""
-    page = sheet(11, 4.4, 2, dark=dark)
+    page = sheet(11, 4.8, 2, dark=dark)
     left, right = page.axes
     for i, (rate, curve) in enumerate(zip(numbers.rates, numbers.left)):
         name = f"RNN, λ = {rate:g}"
@@ -197,7 +205,7 @@ def forgetting_curves(numbers: Memory, *, dark: bool = False) -> Figure:
     page.dress(right, "steps back, t", "steps on the path", "how far its gradient travels")
     for ax in page.axes:
         page.grid(ax)
-    page.legend(left, "lower left")
+    page.legend(left, "upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     page.legend(right)
     page.title("A recurrence forgets as λᵗ; attention reaches every token in one step")
     return page.figure
@@ -230,7 +238,6 @@ def cost_curves(numbers: Costs, *, dark: bool = False) -> Figure:
         ax.minorticks_off()
         page.legend(ax, "upper left")
         label(ax, "x", [length_name(n) for n in numbers.lengths], numbers.lengths)
-    left.yaxis.set_major_formatter(lambda y, _: short(y))
     foot = {"xytext": (4, 4), "ha": "left", "va": "bottom", "xycoords": ("data", "axes fraction")}
     _above(left, numbers.even, 0, f"n = 2 × width = {numbers.even:,}", page, **foot)
     page.title("A recurrent layer against an attention layer")

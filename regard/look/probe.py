@@ -79,17 +79,17 @@ class Probe:
     def on(self, model: M) -> M:
         """A twin of the model, of the same weights, that shows every call to this probe: for `generate` and others that
         make the calls themselves."""
-        real: Any = model
-        twin = copy.copy(real)
+        kind, watch = type(model), self
 
-        def hidden(ids: Tensor, *args: Any, probe: Any = None, **rest: Any) -> Tensor:
-            self._batch = len(ids)
+        def hidden(self: Any, ids: Tensor, *args: Any, probe: Any = None, **rest: Any) -> Tensor:
+            watch._batch = len(ids)
             try:
-                return real.hidden(ids, *args, probe=probe or self, **rest)
+                return kind.hidden(self, ids, *args, probe=probe or watch, **rest)  # type: ignore[attr-defined]
             finally:
-                self._batch = None
+                watch._batch = None
 
-        twin.hidden = hidden
+        twin = copy.copy(model)
+        twin.__class__ = type(kind.__name__, (kind,), {"hidden": hidden})
         return twin
 
     @property

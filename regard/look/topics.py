@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +52,16 @@ class Topic:
     inputs: dict[str, Any]
     compute: Callable[..., list[Table]]
 
-    def tables(self, given: dict[str, Any]) -> list[Table]:
-        """The numbers for what is given, and the example's values for the rest."""
+    def read(self, given: Mapping[str, Sequence[float | str] | str]) -> dict[str, Any]:
+        """What is given, and the example's values for the rest."""
         for name in given:
             if name not in self.inputs:
                 raise UsageError(f"{self.name} has no --{_flag(name)}; it takes {self.takes()}")
-        read = {name: self._read(name, value) for name, value in given.items()}
-        return self.compute(**{**self.inputs, **read})
+        return {**self.inputs, **{name: self._read(name, value) for name, value in given.items()}}
+
+    def tables(self, given: Mapping[str, Sequence[float | str] | str]) -> list[Table]:
+        """The numbers for what is given."""
+        return self.compute(**self.read(given))
 
     def takes(self) -> str:
         return ", ".join(f"--{_flag(name)}" for name in self.inputs)
@@ -68,15 +71,14 @@ class Topic:
         example, flag = self.inputs[name], f"--{_flag(name)}"
         if isinstance(example, str):
             return value
-        if not value or not all(map(math.isfinite, value)):
-            raise UsageError(f"{flag} needs finite numbers, such as {flag} {shown(example)}")
+        numbers = tuple(map(_number, value))
+        if not numbers or not all(map(math.isfinite, numbers)):
+            raise UsageError(f"{flag} needs numbers, such as {flag} {shown(example)}")
         if isinstance(example, tuple):
-            return tuple(value)
-        if len(value) > 1:
-            raise UsageError(f"{self.name} takes one number for {flag}, got {len(value)}")
-        if isinstance(example, int):
-            return whole(name, value[0])
-        return float(value[0])
+            return numbers
+        if len(numbers) > 1:
+            raise UsageError(f"{self.name} takes one number for {flag}, got {len(numbers)}")
+        return whole(name, numbers[0]) if isinstance(example, int) else numbers[0]
 
 
 def topic(*code: str) -> Callable[[Callable[..., list[Table]]], Topic]:
@@ -156,7 +158,14 @@ def shown(value: Any) -> str:
     """A value of an input as one would type it."""
     if isinstance(value, str):
         return f'"{value}"'
-    return " ".join(f"{x:g}" for x in (value if isinstance(value, tuple) else (value,)))
+    return " ".join(f"{x:.10g}" for x in (value if isinstance(value, tuple) else (value,)))
+
+
+def _number(text: float | str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{text!r:.40} is no number; give numbers such as 1 -2.5 3e4") from None
 
 
 def _flag(name: str) -> str:

@@ -99,7 +99,8 @@ def mla(
     c = W_DKV x,   k = [W_UK c ; RoPE(W_KR x)],   v = W_UV c;   cached: c and the one rotary key
     Absorbed: q^T W_UK c = (W_UK^T q)^T c, so the latents themselves are attended to and no key is ever built.
     latent: c; rope_dim: r; rank: of the queries' latent."""
-    whole("rope_dim", rope_dim, 2)
+    if rope_dim % 2:
+        raise UsageError(f"--rope-dim is {rope_dim}, and RoPE turns pairs; give an even number")
     config = MLA(heads, latent, head_dim, rope_dim, query_latent=rank, rope=Rope())
     plain = {f"GQA, g = {g}": GQA(heads, g, head_dim) for g in (8, 2) if heads % g == 0}
     kinds = {"MHA": GQA(heads, head_dim=head_dim), **plain, "MQA": GQA(heads, 1, head_dim)}

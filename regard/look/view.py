@@ -24,6 +24,7 @@ from regard.look.trace import Array, Full, Layer, Pooled, View, chosen
 WEB = Path(__file__).parent / "web"
 # a module comes after those that it imports
 MODULES = ("dom", "palette", "data", "map", "thumbs", "row", "image", "state", "app")
+LARGE = 1 << 18  # cells above which a head is stored without what can be computed
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,20 @@ def _hash(text: str) -> str:
 def _panel(panel: Panel) -> dict[str, Any]:
     first = max(range(len(panel.views)), key=lambda i: panel.views[i].name == "cross")
     layer, head = chosen(panel.views[first], panel.layer, panel.head)
+    column = _column(panel.views[first], panel.views[first].layers[layer].heads[head])
     return {
         "name": visible(panel.name),
         "told": visible(panel.told),
-        "start": {"view": first, "layer": layer, "head": head},
+        "start": {"view": first, "layer": layer, "head": head, "column": column},
         "views": [_view(view) for view in panel.views],
     }
+
+
+def _column(view: View, head: Full | Pooled) -> int:
+    """What the row that is shown first reads most: an image's class token, or the last row of a text."""
+    cells = head.weight if isinstance(head, Full) else head.cells
+    row = 0 if view.picture is not None and view.name != "cross" else -1
+    return int(cells[row].argmax()) * (1 if isinstance(head, Full) else view.step[1])
 
 
 def _view(view: View) -> dict[str, Any]:
@@ -137,8 +146,17 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 
 def _full(head: Full) -> dict[str, str]:
+    """Of a large head a third: its weights are exp(score - total), with one total a row."""
     arrays = {"weight": head.weight, "score": head.score, "norm": head.norm, "raw": head.raw}
+    if head.weight.size > LARGE:
+        arrays = {"score": head.score, "norm": head.norm, "total": _totals(head)}
     return {name: _text(array.astype("<f4")) for name, array in arrays.items() if array is not None}
+
+
+def _totals(head: Full) -> Array:
+    at = head.weight.argmax(-1)[:, None]
+    score, weight = (np.take_along_axis(x, at, -1)[:, 0] for x in (head.score, head.weight))
+    return np.where(weight > 0, score - np.log(np.where(weight > 0, weight, 1.0)), np.inf)
 
 
 def _pooled(head: Pooled) -> dict[str, Any]:

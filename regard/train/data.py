@@ -50,6 +50,7 @@ class Data:
     pack: str = "documents"
     shift: int = 0  # pictures: see ImageFeed
     flip: bool = False
+    erase: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.held < 1.0:
@@ -139,7 +140,7 @@ def _feed(
     common: dict[str, Any] = {"held": held, "fingerprint": name}
     if coder is None or task == "image":
         x, y = columns["images"], columns["labels"]
-        return ImageFeed(x, y, batching, shift=data.shift, flip=data.flip, **common)
+        return ImageFeed(x, y, batching, shift=data.shift, flip=data.flip, erase=data.erase, **common)
     common["pad"] = coder.pad
     if task in ("lm", "mlm"):
         prompts = columns["prompts"].values if "prompts" in columns else None

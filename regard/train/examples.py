@@ -13,7 +13,7 @@ from regard.config import UsageError
 from regard.train.batch import IGNORE, Batch
 from regard.train.feed import Base, Batching, tensors
 from regard.train.files import DataError
-from regard.train.pack import CHANGES, Buckets, Deck, cut, draws, framed
+from regard.train.pack import CHANGES, HOLES, Buckets, Deck, cut, draws, framed
 from regard.train.shards import Column, digest
 
 Around = tuple[Sequence[int], Sequence[int]]  # ids in front of a text and behind it
@@ -178,7 +178,7 @@ class ImageFeed(Base):
     """Pictures, bytes (n h w c), and a class for each: x / 255, minus `mean`, over `std`.
 
     While training, each is moved by at most `shift` pixels either way (black comes in) and, with `flip`, mirrored every
-    other time."""
+    other time; a square of up to `erase` pixels a side, somewhere, becomes black (DeVries and Taylor 2017)."""
 
     def __init__(
         self,
@@ -190,6 +190,7 @@ class ImageFeed(Base):
         std: Sequence[float] = (0.5,),
         shift: int = 0,
         flip: bool = False,
+        erase: int = 0,
         held: ImageFeed | None = None,
         fingerprint: str = "",
     ):
@@ -199,11 +200,12 @@ class ImageFeed(Base):
             raise UsageError("a batch of pictures is counted in rows: rows = N")
         self.pictures, self.labels, self.batching = pictures, labels, batching
         self.mean, self.std = (np.array(x, np.float32).reshape(-1, 1, 1) for x in (mean, std))
-        self.shift, self.flip, self.held = shift, flip, held
+        self.shift, self.flip, self.erase, self.held = shift, flip, erase, held
         self.order = Deck(len(pictures), batching.rows, batching.seed)
         self.epoch = self.order.epoch
         name = fingerprint or digest([pictures.fingerprint, labels.fingerprint])
         changes = {"mean": list(mean), "std": list(std), "shift": shift, "flip": flip}
+        changes |= {"erase": erase} if erase else {}
         self.fingerprint = self.sign(name, **asdict(batching), **changes)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
@@ -211,6 +213,9 @@ class ImageFeed(Base):
         if k is not None and (self.shift or self.flip):
             drawn = draws(self.batching.seed, CHANGES, k, 3 * len(numbers)).reshape(-1, 3)[part]
             x = self._moved(x, drawn)
+        if k is not None and self.erase:
+            drawn = draws(self.batching.seed, HOLES, k, 3 * len(numbers)).reshape(-1, 3)[part]
+            x = self._erased(x, drawn)
         x = (x.transpose(0, 3, 1, 2).astype(np.float32) / 255 - self.mean) / self.std
         labels = self.labels.values[numbers[part]].astype(np.int64)
         return Batch(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(labels))
@@ -227,6 +232,16 @@ class ImageFeed(Base):
         row = np.arange(b)[:, None, None]
         at = down.clip(0, height - 1)[:, :, None], right.clip(0, width - 1)[:, None]
         return x[row, *at] * inside[..., None]
+
+    def _erased(self, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+        size = np.array(x.shape[1:3], np.uint64)
+        side = (drawn[:, 2:] % np.uint64(self.erase + 1)).astype(np.int64)
+        first = (drawn[:, :2] % size).astype(np.int64) - side // 2  # top, left
+        inside = [
+            (np.arange(n) >= first[:, a, None]) & (np.arange(n) < first[:, a, None] + side)
+            for a, n in enumerate(x.shape[1:3])
+        ]
+        return x * ~(inside[0][:, :, None] & inside[1][:, None])[..., None]
 
     def describe(self) -> str:
         size = "{1} x {0}".format(*self.pictures.values.shape[1:3])

@@ -1,4 +1,4 @@
-"""What a run needs, before it is begun: memory, disk, work and time; whether that is there; and what would make it less.
+"""What a run needs, before it is begun: memory, disk, work, time; whether that is there; and what would make it less.
 
 What a backward pass needs for a moment is not counted, but all gradients are taken to be there together with all
 activations, which is so from the second part of a step on."""

@@ -67,8 +67,19 @@ export class Grid {
 
   part(name, head = this.heads[0]) {
     const key = `${name} ${this.heads.indexOf(head)}`;
-    if (!this.made.has(key) && head[name]) this.made.set(key, floats(head[name]));
+    if (!this.made.has(key)) this.made.set(key, head[name] ? floats(head[name]) : this.derived(name, head));
     return this.made.get(key);
+  }
+
+  // A large head is in the page as its scores and, for each row, the logarithm of the sum of their exponentials.
+  derived(name, head) {
+    if (!head.total) return undefined;
+    const score = this.part("score", head);
+    const total = this.part("total", head);
+    const { scale, biased, capped } = this.layer;
+    if (name === "weight") return score.map((x, i) => Math.exp(x - total[Math.floor(i / this.columns)]));
+    if (name !== "raw" || biased || capped) return undefined;
+    return score.map((x) => (x === -Infinity ? NaN : x / scale));
   }
 
   values(measure, bare = false) {

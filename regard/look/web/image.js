@@ -37,7 +37,7 @@ export class Photo {
     const { stops } = ramp(measure);
     seen.forEach((value, i) => {
       const part = place(measure, value, most);
-      pen.globalAlpha = 0.25 + 0.6 * Math.abs(value / most);
+      pen.globalAlpha = 0.3 + 0.55 * Math.sqrt(Math.abs(value / most));
       pen.fillStyle = `rgb(${shade(stops, part).join(" ")})`;
       pen.fillRect((i % side) * step, Math.floor(i / side) * step, step, step);
     });

@@ -71,7 +71,7 @@ export class HeadMap {
     const { grid, at } = this;
     const width = this.node.clientWidth || 320;
     const pen = this.canvas.getContext("2d");
-    pen.font = FONT;
+    pen.font = `bold ${FONT}`;
     const wide = (count, name) => {
       let most = 0;
       for (let i = 0; i < Math.min(count, 400); i++) most = Math.max(most, pen.measureText(short(name(i), 16)).width);
@@ -182,7 +182,8 @@ export class HeadMap {
     const most = grid.most(measure, bare);
     const places = measure === "score" ? 2 : 3;
     this.ends[0].textContent = number(measure === "score" ? -most : 0, places);
-    this.ends[1].textContent = `${number(most, places)} ${NAMES[measure]}`;
+    const root = measure === "score" ? "" : " (root scale)";
+    this.ends[1].textContent = `${number(most, places)} ${NAMES[measure]}${root}`;
   }
 
   // Where the shown part lies in the whole, if it is a part.

@@ -31,9 +31,9 @@ export function shade(stops, part) {
   return stops[i].map((low, k) => Math.round(low + (stops[i + 1][k] - low) * (at - i)));
 }
 
-// Where a value lies on its ramp: from 0 to `most`, or from -most to most.
+// Where a value lies on its ramp: from -most to most, or from 0 to `most` by its root, so that small weights show.
 export function place(measure, value, most) {
-  return measure === "score" ? (value / most + 1) / 2 : value / most;
+  return measure === "score" ? (value / most + 1) / 2 : Math.sqrt(Math.max(value, 0) / most);
 }
 
 // Cells as a picture of one pixel each; what is masked or hidden has a ground of its own.

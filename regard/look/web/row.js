@@ -3,7 +3,7 @@
 import { make, number } from "./dom.js";
 import { NAMES, valueText } from "./map.js";
 
-const MOST = 48; // keys that are listed
+const LISTED = 48; // keys that are listed
 
 export class Row {
   constructor(choose) {
@@ -28,10 +28,10 @@ export class Row {
     const every = Array.from(values.keys()).filter((j) => !(bare && j === 0 && values.length > 1));
     if (order === "value") {
       const size = (j) => (Number.isNaN(values[j]) ? -1 : Math.abs(values[j]));
-      return every.sort((a, b) => size(b) - size(a)).slice(0, MOST);
+      return every.sort((a, b) => size(b) - size(a)).slice(0, LISTED);
     }
-    const from = Math.max(0, Math.min(at.column - MOST / 2, every.length - MOST));
-    return every.slice(from, from + MOST);
+    const from = Math.max(0, Math.min(at.column - LISTED / 2, every.length - LISTED));
+    return every.slice(from, from + LISTED);
   }
 
   caption(grid, at, all, shown, measure) {
@@ -80,10 +80,11 @@ export class Row {
 
   told(grid) {
     const { layer } = grid;
-    if (grid.pooled) return make("p", {}, "This head is in the page pooled, without the steps to its weights.");
-    if (grid.heads.length > 1) return make("p", {}, `The mean of ${grid.heads.length} heads has no steps of its own.`);
+    const note = { className: "shown" };
+    if (grid.pooled) return make("p", note, "This head is in the page pooled, without the steps to its weights.");
+    if (grid.heads.length > 1) return make("p", note, `The mean of ${grid.heads.length} heads has no steps of its own.`);
     const sinks = layer.sinks ? " A sink takes what the weights lack to 1." : "";
-    const raw = grid.heads[0].raw ? "" : " This layer's scores are not one product q·k for every key, so that is left out.";
-    return make("p", {}, `softmax over a row: e^score / Σ e^score; −∞ is masked and gets 0.${raw}${sinks}`);
+    const raw = grid.part("raw") ? "" : " Scores here are not q·k of every key times one scale, so that is left out.";
+    return make("p", note, `softmax over a row: e^score / Σ e^score; −∞ is masked and gets 0.${raw}${sinks}`);
   }
 }

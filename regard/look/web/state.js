@@ -17,7 +17,7 @@ function readPanel(text, model) {
   const head = pick(1, start.head ?? 0, view.layers[layer].heads.length);
   const last = view.image && !view.textRows ? 0 : view.rows.length - 1;
   const row = pick(2, last, view.rows.length);
-  return { view: view.name, layer, head, row, column: pick(3, 0, view.columns.length) };
+  return { view: view.name, layer, head, row, column: pick(3, start.column ?? 0, view.columns.length) };
 }
 
 export function read(hash, models) {

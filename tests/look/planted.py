@@ -1,0 +1,355 @@
+"""Bugs as people make them, each planted in block 1 of a small model (or in what it leans on), and the place where parity
+must find it. `plant(model)` alters the model, or a class behind it for as long as the test runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.attention import DSA, GQA, MLA
+from regard.block import Block, Tower
+from regard.cache import Contiguous, Paged
+from regard.cache.base import Cache
+from regard.layers import LM, MLM, MLP, Norm
+from regard.mask import Causal, Span, Visible
+from regard.models import EncoderDecoderConfig, Tokens, TransformerConfig
+from regard.moe import MoE
+from regard.position import Learned, Rope, Sinusoidal
+
+Plant = Callable[[Any, pytest.MonkeyPatch], None]
+
+
+# --- the models ---------------------------------------------------------------------------------------------------
+
+
+def _tower(attention: Any, ffn: Any = None, **more: Any) -> Tower:
+    return Tower(16, 3, attention, ffn or MLP(24, "gelu"), **more)
+
+
+def _words(attention: Any, ffn: Any = None, **more: Any) -> TransformerConfig:
+    return TransformerConfig(Tokens(30, Sinusoidal(24)), _tower(attention, ffn, **more), LM())
+
+
+_TURNED = GQA(4, 2, rope=Rope(), bias=True, qk_norm=1e-6)
+_LATENT = MLA(2, 10, 6, 4, rope=Rope(), query_latent=7)
+_ENCODER = _tower(GQA(2), causal=False, order="post", norm=Norm(rms=True))
+MODELS: dict[str, Any] = {
+    "gqa": _words(_TURNED),
+    "window": _words(GQA(4, 2, window=3)),
+    "softcap": _words(GQA(4, 2, softcap=1.0, sinks=True)),
+    "mla": _words(_LATENT),
+    "dsa": _words(DSA(_LATENT, 2, 8, 3, rope_dim=4)),
+    "experts": _words(GQA(4), MoE(5, 2, 12)),
+    "bert": TransformerConfig(Tokens(30, Learned(24)), _tower(GQA(4, bias=True), causal=False), MLM()),
+    "gpt": TransformerConfig(
+        Tokens(30, Learned(24), scaled=True), _tower(GQA(4)), LM(scaled=True)
+    ),
+    "t5": EncoderDecoderConfig(
+        Tokens(30, Sinusoidal(24)), _ENCODER, Tokens(30, Sinusoidal(24)),
+        replace(_ENCODER, causal=True, cross=GQA(2)), LM(),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bug:
+    model: str
+    where: str
+    plant: Plant
+    checks: str = ""  # the only check that can see it
+
+
+def block(model: Any) -> Any:
+    return (model.decoder if hasattr(model, "decoder") else model.tower).blocks[1]
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def mixed(change: Callable[..., tuple], part: str = "attention") -> Plant:
+    """Attention of other (q, kept, mask) than it was given."""
+
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        layer = getattr(block(model), part)
+        real = layer.mix
+
+        def mix(q: Tensor, kept: dict, mask: Any, ctx: Any, bias: Any) -> Tensor:
+            return real(*change(q, kept, mask), ctx, bias)
+
+        layer.__dict__["mix"] = mix
+
+    return plant
+
+
+def given(change: Callable[[Tensor], Tensor]) -> Plant:
+    """What attention gives, changed."""
+
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        layer = block(model).attention
+        real = layer.mix
+        layer.__dict__["mix"] = lambda *args: change(real(*args))
+
+    return plant
+
+
+def inverted(q: Tensor, kept: dict, mask: Visible) -> tuple:
+    return q, kept, ~mask.tensor()
+
+
+def unmasked(q: Tensor, kept: dict, mask: Visible) -> tuple:
+    return q, kept, None
+
+
+def ahead(q: Tensor, kept: dict, mask: Visible) -> tuple:
+    return q, kept, Visible(Causal(1), mask.q, mask.k)
+
+
+def grouped(q: Tensor, kept: dict, mask: Visible) -> tuple:
+    """Query head i reads group i mod g instead of i // r."""
+    return q, {name: x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for name, x in kept.items()}, mask
+
+
+def halved(q: Tensor, kept: dict, mask: Visible) -> tuple:
+    return q.half().float(), {name: x.half().float() for name, x in kept.items()}, mask
+
+
+def turned(**changes: Any) -> Plant:
+    """Queries and keys turned by another RoPE."""
+
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        layer = block(model).attention
+        layer.config = replace(layer.config, rope=replace(layer.config.rope, **changes))
+
+    return plant
+
+
+def shifted(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Queries stand one place too far."""
+    layer = block(model).attention
+    real = layer.queries
+    layer.__dict__["queries"] = lambda x, ctx: real(
+        x, replace(ctx, pos=Span(ctx.pos.index + 1), memo={})
+    )
+
+
+def setting(**changes: Any) -> Plant:
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        layer = block(model).attention
+        layer.config = replace(layer.config, **changes)
+
+    return plant
+
+
+def absorbed_unscaled(model: Any, patch: pytest.MonkeyPatch) -> None:
+    layer = block(model).attention
+    real = layer.absorbed
+    layer.__dict__["absorbed"] = lambda q, *rest: real(q * 1.01, *rest)
+
+
+def second_best(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """The indexer's best key is left out."""
+    layer = block(model).attention
+
+    def choice(scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+        order = scores.argsort(-1, descending=True, stable=True)
+        there = scores.gather(-1, order) > -torch.inf
+        return torch.where(there[..., 1 : k + 1], order[..., 1 : k + 1], order[..., :k])
+
+    layer.__dict__["choice"] = choice
+
+
+def part(path: str, change: Callable[[Any], None]) -> Plant:
+    """Change one thing inside block 1."""
+
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        change(block(model).get_submodule(path))
+
+    return plant
+
+
+@torch.no_grad()
+def transposed(linear: Any) -> None:
+    linear.weight.copy_(linear.weight.T.clone())
+
+
+def no_bias(linear: Any) -> None:
+    linear.bias = None
+
+
+def twice(norm: Any) -> None:
+    real = norm.forward
+    norm.forward = lambda x: real(real(x))
+
+
+def no_norm(norm: Any) -> None:
+    norm.forward = lambda x: x
+
+
+def eps(norm: Any) -> None:
+    norm.eps = 1e-4
+
+
+def erf(ffn: Any) -> None:
+    ffn.act = partial(F.gelu, approximate="tanh")
+
+
+def ungated(ffn: Any) -> None:
+    real = ffn.route
+    ffn.__dict__["route"] = lambda x: (real(x)[0], torch.full_like(real(x)[1], 0.5))
+
+
+def wrong_expert(ffn: Any) -> None:
+    """The third best expert instead of the second."""
+    from regard import moe
+
+    def route(x: Tensor) -> tuple[Tensor, Tensor]:
+        score = ffn.logits(x).softmax(-1)
+        chosen = moe.best(score, 2)
+        other = score.argsort(-1, descending=True, stable=True)[:, [0, 2]]
+        chosen.copy_(other)
+        weight = score.gather(-1, other)
+        return other, weight / weight.sum(-1, keepdim=True)
+
+    ffn.__dict__["route"] = route
+
+
+# --- the rest of the model ----------------------------------------------------------------------------------------
+
+
+def residual_of_the_norm(model: Any, patch: pytest.MonkeyPatch) -> None:
+    class Wrong(Block):
+        def forward(self, x: Tensor, ctx: Any, cross: Any = None) -> Tensor:
+            y = self.norm1(x)
+            x = y + self.attention(y.clone(), ctx)
+            return x + self.ffn(self.norm3(x))
+
+    block(model).__class__ = Wrong
+
+
+def lost_residual(model: Any, patch: pytest.MonkeyPatch) -> None:
+    class Wrong(Block):
+        def forward(self, x: Tensor, ctx: Any, cross: Any = None) -> Tensor:
+            x = x + self.attention(self.norm1(x), ctx)
+            return self.ffn(self.norm3(x))
+
+    block(model).__class__ = Wrong
+
+
+def unscaled_head(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.head.config = replace(model.head.config, scaled=False)
+
+
+def unscaled_embedding(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.embedding.scale = 1.0
+
+
+def late_position(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Learned positions count from one."""
+    vectors = model.embedding.position
+    real = vectors.forward
+    vectors.forward = lambda pos, ids=None: real(pos + 1, ids)
+
+
+def no_final_norm(model: Any, patch: pytest.MonkeyPatch) -> None:
+    no_norm(model.tower.norm)
+
+
+# --- caches -------------------------------------------------------------------------------------------------------
+
+
+def stale_page(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """The first row reads its first page from another row's."""
+    real = Paged._read
+
+    def read(self: Paged, layer: int) -> dict[str, Tensor]:
+        entries = {name: x.clone() for name, x in real(self, layer).items()}
+        if layer == 1:
+            for x in entries.values():
+                x[0, : self.page] = x[1, : self.page]
+        return entries
+
+    patch.setattr(Paged, "_read", read)
+
+
+def not_reordered(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Contiguous, "take", lambda self, rows, common=0: self)
+
+
+def forgotten_token(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """A second chunk of tokens is written one place too early."""
+    real = Contiguous._write
+
+    def write(self: Contiguous, layer: int, entries: dict[str, Tensor]) -> None:
+        start, now = self._new.start, self._new
+        if layer == 1 and start:
+            self._new = Span.run(start - 1, now.size)
+        real(self, layer, entries)
+        self._new = now
+
+    patch.setattr(Contiguous, "_write", write)
+
+
+def begins_anew(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Positions of a later call start at 0 again."""
+    real = Cache.begin
+
+    def begin(self: Cache, size: int, lengths: Tensor | None = None) -> Span:
+        real(self, size, lengths)
+        return Span.run(0, size)
+
+    patch.setattr(Cache, "begin", begin)
+
+
+# --- all of them --------------------------------------------------------------------------------------------------
+
+_MIX, _READ = "block 1 attention before wo", "block 1 attention k read from the cache"
+BUGS: dict[str, Bug] = {
+    "inverted mask": Bug("gqa", _MIX, mixed(inverted)),
+    "causal mask off by one": Bug("gqa", _MIX, mixed(ahead)),
+    "window off by one": Bug("window", _MIX, setting(window=4)),
+    "off-by-one position": Bug("gqa", "block 1 attention q", shifted),
+    "wrong RoPE layout": Bug("gqa", "block 1 attention q", turned(layout="interleaved")),
+    "wrong RoPE base": Bug("gqa", "block 1 attention q", turned(base=5e5)),
+    "swapped heads": Bug("gqa", _MIX, given(lambda o: o.flip(2))),
+    "wrong KV group": Bug("gqa", _MIX, mixed(grouped)),
+    "missing scale": Bug("gqa", _MIX, part("attention", lambda a: setattr(a, "scale", 1.0))),
+    "half-precision attention": Bug("gqa", _MIX, mixed(halved)),
+    "no norm on keys": Bug("gqa", "block 1 attention k", part("attention.k_norm", no_norm)),
+    "softcap forgotten": Bug("softcap", _MIX, setting(softcap=None)),
+    "sinks forgotten": Bug("softcap", _MIX, part("attention", lambda a: setattr(a, "sinks", None))),
+    "leaking padding": Bug("bert", _MIX, mixed(unmasked), "padded against unpadded"),
+    "absorbed form off": Bug("mla", _MIX, absorbed_unscaled, "absorbed against expanded"),
+    "indexer leaves the best out": Bug("dsa", "block 1 attention choice", second_best),
+    "cross-attention padding ignored": Bug(
+        "t5",
+        "decoder block 1 cross-attention before wo",
+        mixed(unmasked, "cross"),
+        "padded against unpadded",
+    ),
+    "transposed square weight": Bug("gqa", "block 1 attention output", part("attention.wo", transposed)),
+    "dropped bias": Bug("gqa", "block 1 attention v", part("attention.wv", no_bias)),
+    "eps of a norm": Bug("gqa", "block 1 norm 3", part("norm3", eps)),
+    "norm applied twice": Bug("gqa", "block 1 norm 1", part("norm1", twice)),
+    "gelu by tanh instead of erf": Bug("gqa", "block 1 feed-forward", part("ffn", erf)),
+    "wrong expert": Bug("experts", "block 1 feed-forward choice", part("ffn", wrong_expert)),
+    "experts weighed alike": Bug("experts", "block 1 feed-forward", part("ffn", ungated)),
+    "residual of the norm": Bug("gqa", "block 1 norm 3", residual_of_the_norm),
+    "residual lost": Bug("gqa", "block 1 output", lost_residual),
+    "head not scaled": Bug("gpt", "logits", unscaled_head),
+    "embedding not scaled": Bug("gpt", "embedding", unscaled_embedding),
+    "learned positions off by one": Bug("gpt", "embedding", late_position),
+    "no final norm": Bug("gqa", "final norm", no_final_norm),
+    "stale cache page": Bug("gqa", _READ, stale_page, "paged against uncached"),
+    "token written over another": Bug("gqa", _READ, forgotten_token, ""),
+    "wrong cache row after reorder": Bug(
+        "gqa", "block 0 attention k read from the cache", not_reordered, "rows reordered"
+    ),
+    "positions begin anew": Bug("gpt", "embedding", begins_anew, ""),
+}  # fmt: skip
