@@ -22,12 +22,15 @@ import shlex
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS)]
 
-import pictures  # noqa: E402
+import pictures  # noqa: E402, F401  (these two fill drawing.PICTURES)
+import pictures_parts  # noqa: E402, F401
+from drawing import PICTURES, draw  # noqa: E402
 
 from regard.commands.explain import ALIASES, TOPICS, explained  # noqa: E402
 from regard.commands.options_explain import Explain  # noqa: E402
@@ -55,7 +58,7 @@ def question(name: str) -> str:
 
 def picture(text: str) -> str:
     name, _, words = text.partition(" ")
-    if name not in pictures.PICTURES or not words:
+    if name not in PICTURES or not words:
         raise Drift(f"@picture {text}: no such picture, or no description")
     return f"![{words}](pictures/{name}.svg)"
 
@@ -90,7 +93,9 @@ def errata(heading: str) -> str:
     found = (DOCS / "errata.md").read_text(encoding="utf-8")
     if f"\n## {heading}\n" not in found:
         raise Drift(f"docs/errata.md has no part {heading!r}")
-    return f"More mistakes, each with its test: [errata, {heading}](../errata.md#{anchor(heading)})."
+    return (
+        f"More mistakes, each with its test: [errata, {heading}](../errata.md#{anchor(heading)})."
+    )
 
 
 LINES = {
@@ -110,10 +115,10 @@ def source_of(path: str, name: str) -> str:
     if not file.is_file():
         raise Drift(f"there is no file {path}")
     text = file.read_text(encoding="utf-8")
-    node: ast.AST = ast.parse(text)
+    node: Any = ast.parse(text)
     for part in name.split("."):
-        node = next((n for n in ast.iter_child_nodes(node) if _called(n) == part), ast.Pass())
-        if isinstance(node, ast.Pass):
+        node = next((n for n in ast.iter_child_nodes(node) if _called(n) == part), None)
+        if node is None:
             raise Drift(f"{path} has no {name}")
     first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
     return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
@@ -148,7 +153,9 @@ def page(name: str, text: str) -> str:
             line = LINES[word](rest)
         lines.append(line)
     note = f"<!-- written by docs/build.py from docs/source/{name}.md -->"
-    end = "[All mechanisms](README.md) · [Errata](../errata.md) · [Architecture](../architecture.md)"
+    end = (
+        "[All mechanisms](README.md) · [Errata](../errata.md) · [Architecture](../architecture.md)"
+    )
     return "\n".join([note, "", *lines, "", "---", "", end, ""])
 
 
@@ -166,13 +173,15 @@ def index(sources: dict[str, str]) -> str:
         "",
         "# The mechanisms, a page each",
         "",
-        "Each page asks one question and answers it by a picture, a formula, the code as it runs, numbers computed when",
-        "the page was made, the cost, the tests that prove it and the mistakes that are often made. Nothing on them is",
-        "typed over: `python docs/build.py` writes them, and a test fails when code and pages differ.",
+        "Each page asks one question and answers it by a picture, a formula, the code as it runs, numbers computed",
+        "when the page was made, the cost, the tests that prove it and the mistakes that are often made. Nothing on",
+        "them is typed over: `python docs/build.py` writes them, and a test fails when code and pages differ.",
         "The same numbers in a terminal, with your own inputs: `regard explain`.",
         "",
     ]
-    return "\n".join([*head, *rows, "", "What the source texts got wrong: [errata](../errata.md).", ""])
+    return "\n".join(
+        [*head, *rows, "", "What the source texts got wrong: [errata](../errata.md).", ""]
+    )
 
 
 def build() -> dict[str, str]:
@@ -183,8 +192,10 @@ def build() -> dict[str, str]:
         raise Drift(f"docs/source/order.txt and its folder differ: {set(order) ^ there}")
     sources = {n: (DOCS / "source" / f"{n}.md").read_text(encoding="utf-8") for n in order}
     files = {f"{name}.md": page(name, text) for name, text in sources.items()}
-    used = sorted({n for text in sources.values() for n in re.findall(r"^@picture (\S+)", text, re.M)})
-    files |= {f"pictures/{name}.svg": pictures.draw(name) for name in used}
+    used = sorted(
+        {n for text in sources.values() for n in re.findall(r"^@picture (\S+)", text, re.M)}
+    )
+    files |= {f"pictures/{name}.svg": draw(name) for name in used}
     return {"README.md": index(sources), **files}
 
 

@@ -37,6 +37,7 @@ commands
   report      a run as one page of HTML
   compare     runs side by side
   look        what a model attends to in a text or a picture: one page of HTML, or pictures
+  parity      bug or rounding? a model run in every way it can be, each held against float64
   recipes     list, show or copy configs that are known to work
   data peek   print the first real batch of training data, with what is learned from it
   tokenizer train   learn a tokenizer from files
@@ -51,7 +52,8 @@ missing or broken, 5 a check that was asked for failed, 130 interrupted."""
 
 COMMANDS = (
     *("generate", "translate", "chat", "train", "eval", "classify", "embed", "merge", "plan"),
-    *("report", "compare", "look", "recipes", "data", "tokenizer", "explain", "doctor", "bench"),
+    *("report", "compare", "look", "parity", "recipes", "data", "tokenizer", "explain", "doctor"),
+    "bench",
 )
 SET = ("train", "plan")  # take settings of a config as flags: --train.steps 100
 SECOND = {"data": "peek", "tokenizer": "train"}  # commands of two words

@@ -81,7 +81,9 @@ def beam(
     rows = []
     for width in sorted({1, whole("beams", beams, 1, 100)}):
         for rank, (ids, total) in enumerate(beam_search(step, width, 2)):
-            rows.append([width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()])
+            rows.append(
+                [width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()]
+            )
     return [Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)]
 
 

@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 from tyro.conf import UseAppendAction as Many
 
-from regard.commands.options_look import Look
 from regard.commands.options_explain import Explain
+from regard.commands.options_look import Look
+from regard.commands.options_parity import Parity
 from regard.commands.options_work import WORK
 from regard.commands.parse import Count, Folder, Machine, Switch
 
@@ -170,6 +171,7 @@ OPTIONS: dict[str, type] = {
     "generate": Generate,
     "translate": Translate,
     "chat": Chat,
+    "parity": Parity,
     "look": Look,
     **WORK,
     "explain": Explain,

@@ -174,7 +174,7 @@ class Walk:
             entries["index_k"] = layer.indexer.keys(x, ctx)
         calls = self.trace.calls.get(name, [])
         for key, value in entries.items():
-            self.keys(f"{name}{key}", key, value, calls, self.mask(layer, ctx))
+            self.kept(f"{name}{key}", key, value, calls, self.mask(layer, ctx))
         parts = []
         o = q.new_zeros(*q.shape[:3], inner.e)
         for call in calls:
@@ -196,29 +196,30 @@ class Walk:
         window = None if ctx is self.cross else layer.config.window
         return ctx.mask if window is None else ctx.mask & Window(window)
 
-    def keys(
+    def kept(
         self, name: str, key: str, value: Tensor, calls: list[Attended], mask: Mask
     ) -> None:
-        """What attention had as keys (or values, or latents), computed in the same call and read from a cache."""
+        """Keys (or values, or latents) as they were computed, then as attention had them, which with a cache is as they
+        were read; where only the latter is known, that."""
+        if name in self.trace.tensors:
+            value, label = self.see(name, value), f"{name} read from the cache"
+        else:
+            label = name
         if not self.compared:
-            self.steps.append(Step(name, value, NOTHING, name))
+            if label == name:
+                self.steps.append(Step(name, value, NOTHING, name))
             return
-        errors = torch.zeros(2, *value.shape[:2])
+        error = torch.zeros(value.shape[:2])
         for call in calls:
-            cells, size = call.cells, call.held.shape[1] - 1
-            want = value[cells.rows, :size]
-            off = rms(call.kept[key][:, :size] - want)
+            rows, size = call.cells.rows, call.held.shape[1] - 1
+            off = rms(call.kept[key][:, :size] - value[rows, :size])
             off = torch.where(call.held[:, :size], off, torch.inf)
-            seen = Visible(mask, Span(cells.index), Span(call.index)).tensor()
-            real = (cells.index >= 0)[:, None, :, None]
+            seen = Visible(mask, Span(call.cells.index), Span(call.index)).tensor()
+            real = (call.cells.index >= 0)[:, None, :, None]
             needed = (seen & real).any(2)[:, 0, :size].expand_as(off)
-            old = torch.arange(size) < cells.starts[:, None]
-            for i, mine in enumerate((~old, old)):
-                row = torch.where(needed & mine, off, 0.0)
-                errors[i, cells.rows, :size] = errors[i, cells.rows, :size].maximum(row.float())
-        self.steps.append(Step(name, value, errors[0], name))
-        if errors[1].any():
-            self.steps.append(Step(f"{name} read from the cache", value, errors[1], name))
+            here = torch.where(needed, off, 0.0).float()
+            error[rows, :size] = error[rows, :size].maximum(here)
+        self.steps.append(Step(label, value, error, name))
 
     # --- choices: what was chosen is taken over, if it was the best up to rounding ----------------------------------
 

@@ -94,6 +94,7 @@ class Played:
             size = patches.embedding.count + patches.embedding.extra
         self.rows, self.size = rows, size
         self.trace = Trace((rows, size), self._source_size(), weight.dtype)
+        self.recorder = Recorder(model, self.trace)
 
     def _source_size(self) -> int:
         source = self.given.source
@@ -109,12 +110,10 @@ class Played:
         start: int,
         sizes: list[int],
         sources: list[int] | None = None,
-        recorder: Recorder | None = None,
         **more: Any,
     ) -> None:
         """Feed tokens start .. start + size of these rows, padded to the longest."""
-        assert recorder is not None
-        ids, source = self.given.ids[rows], self.given.source
+        ids, source, recorder = self.given.ids[rows], self.given.source, self.recorder
         recorder.cells = Cells(rows, [start] * len(rows), sizes)
         if ids.dim() == 2:
             ids = ids[:, start : start + max(sizes)]
@@ -131,9 +130,9 @@ class Played:
 
     def alone(self) -> Trace:
         """Row by row."""
-        with Recorder(self.model, self.trace) as recorder:
+        with self.recorder:
             for row in range(self.rows):
-                self.call([row], 0, [self.size], [self.trace.source], recorder)
+                self.call([row], 0, [self.size], [self.trace.source])
         return self.trace
 
     def together(self, cut: bool = False) -> Trace:
@@ -146,8 +145,8 @@ class Played:
             fixed = self.given.source is not None and self.given.source.dim() == 4
             sources = [m] * self.rows if fixed else sources
             self.trace.source_lengths = torch.tensor(sources) if m and not fixed else None
-        with Recorder(self.model, self.trace) as recorder:
-            self.call(rows, 0, lengths, sources, recorder)
+        with self.recorder:
+            self.call(rows, 0, lengths, sources)
         return self.trace
 
     def cached(self, layout: str, chunks: list[int], shuffled: bool = False) -> Trace:
@@ -157,12 +156,12 @@ class Played:
             options = {"page": 4, "pages": 2 * self.rows * (self.size // 4 + 2)}
         elif layout == "ring":
             options = {"chunk": max(chunks)}
-        cache, order, start = self.model.cache(self.rows, layout, **options), [], 0
+        cache, start = self.model.cache(self.rows, layout, **options), 0
         order = list(range(self.rows))
         sources: list[int] | None = [self.trace.source] * self.rows
-        with Recorder(self.model, self.trace) as recorder:
+        with self.recorder:
             for size in chunks:
-                self.call(order, start, [size] * self.rows, sources, recorder, cache=cache)
+                self.call(order, start, [size] * self.rows, sources, cache=cache)
                 start, sources = start + size, None
                 if shuffled:
                     trade = [*range(1, self.rows), 0]
@@ -201,7 +200,7 @@ def runs_of(model: Model, size: int) -> dict[str, Run]:
         "fused": lambda g: Played(model, g).alone(),
         "batch": lambda g: Played(model, g).together(),
     }
-    if size_of_text(model):
+    if reads_text(model):
         runs["padded"] = lambda g: Played(model, g).together(cut=True)
     if decodes(model):
         runs["contiguous"] = lambda g: Played(model, g).cached("contiguous", chunks)
@@ -216,11 +215,16 @@ def runs_of(model: Model, size: int) -> dict[str, Run]:
         runs |= {name: formed(name) for name in ("absorbed", "expanded")}
     runs["bf16"] = lambda g: Played(copy.deepcopy(model).bfloat16(), g).alone()
     if torch.cuda.is_available():
-        runs["GPU"] = lambda g: Played(copy.deepcopy(model).cuda(), g).alone()
+        runs["GPU"] = lambda g: on_gpu(model, g)
     return runs
 
 
-def size_of_text(model: Model) -> bool:
+def on_gpu(model: Model, given: Given) -> Trace:
+    with torch.backends.cudnn.flags(allow_tf32=False):  # else convolutions are of ten bits
+        return Played(copy.deepcopy(model).cuda(), given).alone()
+
+
+def reads_text(model: Model) -> bool:
     """Whether rows may have different lengths: images have none."""
     return not isinstance(getattr(model.config, "embedding", None), Patches)
 

@@ -61,8 +61,8 @@ def jacobian_tiles(numbers: Saturation, *, dark: bool = False) -> Figure:
                 text = number(value, 2)
                 ax.text(j, i, text, ha="center", va="center", color=ink, fontsize=8.5)
         page.dress(ax, "score", "weight", f"a = {a:g}")
-        for which in "xy":
-            label(ax, which, ["a", "a", "2a"], range(3))
+        ax.set_xticks(range(3), ["a", "a", "2a"])
+        ax.set_yticks(range(3), ["a", "a", "2a"])
     page.bar(image, page.axes[-1], "dp / dx")
     page.title("The Jacobian of softmax([a, a, 2a]): it fades as a grows")
     return page.figure
@@ -83,10 +83,10 @@ def variance_curves(numbers: Spread, *, dark: bool = False) -> Figure:
     for ax, which, name in zip(page.axes[1:], (0, 1), ("q·k", "q·k / √d")):
         for i, at in enumerate(some(len(numbers.dims), 3)):
             dim = numbers.dims[at]
-            values, chance = numbers.chances[dim][which]
+            score, chance = numbers.chances[dim][which]
             ax.plot(
-                values,
-                chance / (values[1] - values[0]),
+                score,
+                chance / (score[1] - score[0]),
                 label=f"d = {dim}",
                 marker=MARKS[i],
                 markersize=3 if dim < 32 else 0,
@@ -111,8 +111,8 @@ def online_steps(numbers: Pass, *, dark: bool = False) -> Figure:
         (numbers.d, "sum", "d: the sum so far, of e to the (logit − m)"),
         (numbers.o, "output", "o: the output so far (bars: the values; dashes: softmax attention)"),
     )
-    page.axes[0].bar(steps, numbers.x, 0.5, color=page.theme.faint)
-    page.axes[2].bar(steps, numbers.values, 0.5, color=page.theme.faint)
+    page.axes[0].bar(steps, numbers.x.tolist(), 0.5, color=page.theme.faint)
+    page.axes[2].bar(steps, numbers.values.tolist(), 0.5, color=page.theme.faint)
     final = numbers.o[-1].item()
     page.axes[2].axhline(final, color=page.theme.text, linewidth=1, linestyle=(0, (4, 3)))
     for i, (ax, (values, unit, title)) in enumerate(zip(page.axes, rows)):

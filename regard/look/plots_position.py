@@ -20,12 +20,16 @@ def position_table(table: Table, title: str = "", *, dark: bool = False) -> Figu
     page = sheet(11, 4.6, 2, dark=dark, ratios=(1.25, 1))
     far = table.vectors.abs().max().item() or 1.0
     image = page.axes[0].imshow(
-        table.vectors, MAP, aspect="auto", vmin=-far, vmax=far, interpolation="nearest"
+        table.vectors.numpy(), MAP, aspect="auto", vmin=-far, vmax=far, interpolation="nearest"
     )
     page.dress(page.axes[0], "feature", "position", "the vector of each position")
     page.bar(image, page.axes[0], "value")
     image = page.axes[1].imshow(
-        table.alike, MAP, vmin=min(table.alike.min().item(), 0), vmax=1, interpolation="nearest"
+        table.alike.numpy(),
+        MAP,
+        vmin=min(table.alike.min().item(), 0),
+        vmax=1,
+        interpolation="nearest",
     )
     page.dress(page.axes[1], "position", "position", "how alike two positions are")
     page.bar(image, page.axes[1], "cosine")

@@ -84,7 +84,7 @@ class Sheet:
         for side in ("top", "right"):
             ax.spines[side].set_visible(False)
 
-    def legend(self, ax: Axes, where: str = "best", **how: Any) -> None:
+    def legend(self, ax: Axes, where: Any = "best", **how: Any) -> None:
         ax.legend(
             loc=where, frameon=False, labelcolor=self.theme.text, fontsize=9, handlelength=3, **how
         )
@@ -96,7 +96,7 @@ class Sheet:
         bar = self.figure.colorbar(image, cax=place)
         bar.set_label(label, color=self.theme.text)
         bar.ax.tick_params(colors=self.theme.text, labelsize=9)
-        bar.outline.set_edgecolor(self.theme.faint)  # type: ignore[operator]
+        bar.outline.set_edgecolor(self.theme.faint)
 
     def title(self, text: str) -> None:
         self.figure.suptitle(text, color=self.theme.text, fontsize=12, parse_math=False)
@@ -160,9 +160,10 @@ def _fonts() -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 def shown(token: str) -> str:
-    """A token as a label: without spaces around it, control characters as pictures, short; letters that no font here
+    """A token as a label: without spaces around it, line ends and tabs as arrows, short; letters that no font here
     has as □."""
-    text = token.strip() or "␣" * len(token) or "∅"
+    token = token.translate({10: "↵", 13: "↵", 9: "⇥"})
+    text = token.strip(" ") or "␣" * len(token) or "∅"
     fonts = _fonts()[1]
     letters = [c if any(f.get_char_index(ord(c)) for f in fonts) else "□" for c in visible(text)]
     return clip("".join(letters), LONGEST)
@@ -192,7 +193,7 @@ def label(ax: Axes, which: str, labels: Sequence[str], places: Sequence[float]) 
 
 
 def _set(ax: Axes, which: str, labels: Sequence[str], places: Sequence[float], turn: float) -> None:
-    how = {"parse_math": False, "fontfamily": list(_fonts()[0]), "rotation": turn}
+    how: dict[str, Any] = {"parse_math": False, "fontfamily": list(_fonts()[0]), "rotation": turn}
     if which == "x":
         ax.set_xticks(places, labels, **how)
     else:
@@ -203,7 +204,10 @@ def crowded(ax: Axes, which: str) -> bool:
     """Whether labels of the axis touch one another as the figure stands."""
     figure = ax.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)  # places panels and labels without drawing them
+    ax.apply_aspect()
     side = 0 if which == "x" else 1
     axis = ax.xaxis if which == "x" else ax.yaxis
     boxes = [text.get_window_extent() for text in axis.get_ticklabels() if text.get_text()]

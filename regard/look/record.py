@@ -165,7 +165,9 @@ class Recorder:
         if isinstance(layer, SparseAttention):
             self.wrap(layer, "choice", lambda real: self.noting_choice(real))
             self.wrap(layer, "sparse", lambda real: self.noting_mix(real, name, source, cross, 1))
+            self.wrap(layer.indexer, "keys", self.noting(f"{name}index_k", source))
             layer = layer.attention
+        self.wrap(layer, "entries", lambda real: self.noting_entries(real, name, source or cross))
         self.wrap(layer, "mix", lambda real: self.noting_mix(real, name, source, cross, 0))
 
     def watch(self, module: nn.Module, name: str, source: bool, operands: int = 0) -> None:
@@ -202,12 +204,21 @@ class Recorder:
         def make(real: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
                 y = real(*args, **kwargs)
-                self.note(name, y[0] if source else y, source)
+                self.note(name, y[0] if isinstance(y, tuple) else y, source)
                 return y
 
             return run
 
         return make
+
+    def noting_entries(self, real: Any, name: str, source: bool) -> Any:
+        def entries(*args: Any) -> dict[str, Tensor]:
+            found = real(*args)
+            for key, x in found.items():
+                self.note(name + key, x, source)
+            return found
+
+        return entries
 
     def noting_choice(self, real: Any) -> Any:
         def choice(*args: Any) -> Tensor:

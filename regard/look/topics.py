@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from regard.config import UsageError, nearest
 from regard.look.show import number
 
 Numbers = tuple[float, ...]
-Cell = float | int | str | None  # None: there is no such number
+Cell = Any  # a number, a text, or None where there is no number
+Module = TypeVar("Module", bound=nn.Module)
 MOST = 1_000_000  # of a whole number that is given
 
 
@@ -139,7 +140,7 @@ def same_count(a: str, x: Sequence[float], b: str, y: Sequence[float]) -> None:
 
 
 @torch.no_grad()
-def fill(module: nn.Module) -> nn.Module:
+def fill(module: Module) -> Module:
     """Every weight by one rule, ((3i + 5j + n) mod 13 - 6) / 10 in row i and column j of the n-th: no randomness, and
     no symmetry that would hide a mistake."""
     module.double()
@@ -180,7 +181,7 @@ def _column(cells: list[Cell]) -> list[str]:
 
 
 def _cell(cell: Cell, plain: bool) -> str:
-    if cell is None or isinstance(cell, float) and math.isnan(cell):
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return "none"
     if isinstance(cell, str):
         return cell

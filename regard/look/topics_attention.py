@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.attention import Terms, attend, softmax
 from regard.attention.core import scores as dot_scores
 from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
-from regard.attention.scores import SCORES, Dot, make_score
+from regard.attention.scores import SCORES, make_score
 from regard.config import UsageError
 from regard.look.numbers import dot_moments, softmax_jacobian
 from regard.look.numbers import saturation as largest_weight
@@ -135,9 +135,7 @@ def masks(tokens: int = 5, window: int = 3) -> list[Table]:
 
 
 @topic(f"{POOLING}::one_loop", f"{ATTENTION}::online")
-def online_softmax(
-    x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)
-) -> list[Table]:
+def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
     """How can attention be computed in one pass, with no row of scores kept?
 
     m' = max(m, x_i),   d' = d e^(m - m') + e^(x_i - m'),   o' = o (d / d') e^(m - m') + (e^(x_i - m') / d') v_i
@@ -181,7 +179,7 @@ def scores(
     dot q.k;   scaled dot q.k / sqrt(d);   bilinear q^T W k;   additive w_v^T tanh(W_q q + W_k k)
     The last two have weights of their own; here ((3i + 5j + n) mod 13 - 6) / 10."""
     keys, width = rows_of("k", k, width=len(q)), len(q)
-    made = [cast(Dot, fill(make_score(name, width, width, width))) for name in SCORES]
+    made = [fill(make_score(name, width, width, width)) for name in SCORES]
     with torch.no_grad():
         found = [spread(score(real(q)[None], keys)[0]) for score in made]
     rows = list(zip(range(1, len(keys) + 1), *found))
@@ -201,7 +199,7 @@ def bahdanau(
     if len(k) % tokens:
         raise UsageError(f"--k has {len(k)} numbers, which are no {tokens} states (--tokens)")
     memory = rows_of("k", k, count=tokens)
-    layer = cast(MemoryAttention, fill(MemoryAttention("additive", len(q), memory.shape[1])))
+    layer = fill(MemoryAttention("additive", len(q), memory.shape[1]))
     with torch.no_grad():
         e = layer.score(real(q)[None], memory)[0]
         kept = {"h": memory[None], "k": layer.score.key(memory)[None]}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from regard.attention import GQA, MLA, Context, Terms, weights
-from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.select import choose, index_scores
 from regard.config import UsageError, divisors
 from regard.look.numbers import cache_numbers, dot_products, mla_weights, multiply_adds
@@ -47,7 +44,7 @@ def cross_attention(
     x: two decoder states; k: source states of the same width. No causal mask: the whole source is there."""
     states = rows_of("x", x, count=2)
     memory = rows_of("k", k, width=states.shape[1])
-    layer = cast(GroupedQueryAttention, fill(GQA(1).make(states.shape[1])))
+    layer = fill(GQA(1).make(states.shape[1]))
     spans = Span.run(0, len(states)), Span.run(0, len(memory))
     ctx = Context(spans[0], memory=memory[None], memory_pos=spans[1])
     with torch.no_grad():
@@ -58,7 +55,11 @@ def cross_attention(
     targets = range(1, len(states) + 1)
     return [
         Table("weights", ["target", *sources], [[i, *spread(row)] for i, row in zip(targets, a)]),
-        Table("output", ["target", *_names("o", out)], [[i, *spread(row)] for i, row in zip(targets, out)]),
+        Table(
+            "output",
+            ["target", *_names("o", out)],
+            [[i, *spread(row)] for i, row in zip(targets, out)],
+        ),
     ]
 
 
@@ -96,7 +97,7 @@ def mla(
 ) -> list[Table]:
     """How can every head keep keys of its own while the cache stays small?
 
-    c = W_DKV x,   k = [W_UK c ; RoPE(W_KR x)],   v = W_UV c;   cached: c and the one rotary key
+    c = norm(W_DKV x),   k = [W_UK c ; RoPE(W_KR x)],   v = W_UV c;   cached: c and the one rotary key
     Absorbed: q^T W_UK c = (W_UK^T q)^T c, so the latents themselves are attended to and no key is ever built.
     latent: c; rope_dim: r; rank: of the queries' latent."""
     if rope_dim % 2:
@@ -108,8 +109,12 @@ def mla(
     counts["MLA"] = cache_numbers(config, dim)
     apart, merged = mla_weights(config, dim)
     return [
-        Table("numbers in the cache, per token and layer", ["kind", "numbers"], list(counts.items())),
-        Table("weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[apart, merged]]),
+        Table(
+            "numbers in the cache, per token and layer", ["kind", "numbers"], list(counts.items())
+        ),
+        Table(
+            "weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[apart, merged]]
+        ),
     ]
 
 
@@ -122,6 +127,7 @@ def dsa(
     """Which k of all past tokens are worth attending to?
 
     I_ts = sum_j w_tj ReLU(q_tj . k_s);   S_t = the k largest I_ts of the visible s, ties to the earliest
+    The layer multiplies by (H D)^-0.5 too, which changes no choice.
     x: q_tj . k_s, one row for each index head j; w: the heads' weights for this token, w_t = W_w x_t."""
     dots = rows_of("x", x, count=len(w))
     index = index_scores(dots[None, None], real(w)[None, None])[0, 0]

@@ -204,7 +204,9 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> list[Tab
     int8: w ~ q s, s = max|w| / 127 of each output;   int4: w ~ (q - 8) s + z, s = (max - min) / 15 of 32 inputs
     fp8 (e4m3): w ~ q s, s = max|w| / 448, three bits after the point. Shown: what comes back."""
     row = torch.tensor(x)[None]
-    wide = F.pad(row, (0, -len(x) % GROUP), value=float(row[0, -1]))  # a weight again changes no range
+    wide = F.pad(
+        row, (0, -len(x) % GROUP), value=float(row[0, -1])
+    )  # a weight again changes no range
     eight = pack(row, None, "int8")(torch.eye(len(x)))[:, 0]
     four = cast(Int4, pack(wide, None, "int4")).dense()[: len(x), 0].float()
     q, scale = to_fp8(row)

@@ -226,7 +226,8 @@ def test_page_numbers_are_the_traces() -> None:
     (view,) = trace(model, text)
     html = page("x", [Panel("m", "", [view], layer=0, head=1)])
     data = json.loads(inside(html, 'script type="application/json" id="data"'))["models"][0]
-    assert data["start"] == {"view": 0, "layer": 0, "head": 1}
+    column = int(heads(view)[1].weight[-1].argmax())
+    assert data["start"] == {"view": 0, "layer": 0, "head": 1, "column": column}
     for i, head in enumerate(heads(view)):
         found = data["views"][0]["layers"][i // 3]["heads"][i % 3]
         for name in ("weight", "score", "raw", "norm"):

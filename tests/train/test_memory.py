@@ -20,11 +20,12 @@ from regard.models import (
     Tokens,
 )
 from regard.position import T5Bias
-from regard.train.batch import Batch
-from regard.train.memory import checkpointed, precision
+from regard.train.batch import Ahead, Batch
+from regard.train.memory import Joined, checkpointed, compiled, joined, precision
 from regard.train.objective import OBJECTIVES, causal, seq2seq
 from regard.train.optim import Optim, Optimizer
 from tests.laws.mechanisms import DIM, TOWERS, VOCAB, decoder, ids
+from tests.train.toy import Toy
 
 
 def t5() -> EncoderDecoder:
@@ -54,6 +55,36 @@ def test_checkpointed_model_has_the_same_gradient(name: str) -> None:
     assert want.keys() == again.keys()
     for key, x in want.items():
         torch.testing.assert_close(again[key], x, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_joined_products_give_the_same_gradient(name: str) -> None:
+    model = decoder(name).double()
+    x = ids(3, 9)
+    batch = Batch(x[:, :-1], x[:, 1:])
+    plain = gradients(copy.deepcopy(model), causal, batch)
+    again = joined(copy.deepcopy(model))
+    assert any(isinstance(m, Joined) for m in again.modules()) == (name[:3] not in ("mla", "dsa"))
+    found = gradients(again, causal, batch)
+    assert found.keys() == plain.keys()
+    for key, grad in found.items():
+        torch.testing.assert_close(grad, plain[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_compiled_towers_give_the_same_gradient() -> None:
+    model = decoder("mha").double()
+    x = ids(3, 9)
+    batch = Batch(x[:, :-1], x[:, 1:])
+    plain = gradients(copy.deepcopy(model), causal, batch)
+    for key, grad in gradients(compiled(joined(copy.deepcopy(model))), causal, batch).items():
+        torch.testing.assert_close(grad, plain[key], rtol=1e-9, atol=1e-12)
+
+
+def test_batches_made_ahead_are_the_batches() -> None:
+    ahead = Ahead(Toy(), 0, 1)
+    for k in (0, 1, 2, 7, 8, 3):
+        assert ahead.batch(k).ids.equal(Toy().batch(k).ids)
 
 
 def test_checkpointed_towers_share_their_relative_bias() -> None:

@@ -59,7 +59,7 @@ export class HeadMap {
     this.ink = style.getPropertyValue("--ink");
     this.cells(pen);
     this.labels(pen);
-    this.marks(pen, style.getPropertyValue("--mark"));
+    this.marks(pen, style.getPropertyValue("--mark"), style.getPropertyValue("--back"));
     this.canvas.setAttribute("aria-label", this.summary());
     this.tell(at.row, at.column);
     this.colours();
@@ -138,7 +138,7 @@ export class HeadMap {
     }
   }
 
-  marks(pen, colour) {
+  marks(pen, colour, ground) {
     const { at, window: from, place } = this;
     const { left, top, cell } = place;
     pen.strokeStyle = this.ink;
@@ -150,8 +150,11 @@ export class HeadMap {
     pen.strokeStyle = colour;
     pen.lineWidth = 1;
     pen.strokeRect(left + 0.5, y + 0.5, cell * place.columns, cell);
-    pen.lineWidth = 3;
-    pen.strokeRect(x + 0.5, y + 0.5, cell, cell);
+    for (const [line, width] of [[ground, 6], [colour, 3]]) {
+      pen.strokeStyle = line;
+      pen.lineWidth = width;
+      pen.strokeRect(x + 0.5, y + 0.5, cell, cell);
+    }
   }
 
   summary() {

@@ -14,7 +14,7 @@ export class Row {
   draw(grid, at, measure, bare, order) {
     const all = grid.values(measure, bare).subarray(at.row * grid.columns, (at.row + 1) * grid.columns);
     const shown = this.listed(all, at, order, bare);
-    const most = grid.most(measure, bare);
+    const most = shown.reduce((top, j) => Math.max(top, Math.abs(all[j]) || 0), 0) || 1;
     const table = make("table", { className: "bars" });
     table.append(this.caption(grid, at, all, shown, measure), this.header(grid, measure));
     const body = make("tbody");

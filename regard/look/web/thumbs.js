@@ -4,6 +4,8 @@ import { gridOf } from "./data.js";
 import { make, say } from "./dom.js";
 import { paint, picture } from "./palette.js";
 
+const ACROSS = 16; // heads of a layer in one line
+
 export class Thumbs {
   constructor(choose) {
     this.choose = choose; // (layer, head)
@@ -33,7 +35,8 @@ export class Thumbs {
     });
     this.node.replaceChildren(...rows);
     this.node.setAttribute("aria-label", `${view.title}: layers and their heads; arrows choose`);
-    this.node.style.setProperty("--count", Math.max(...view.layers.map((layer) => layer.heads.length)));
+    const most = Math.max(...view.layers.map((layer) => layer.heads.length));
+    this.node.style.setProperty("--count", Math.min(most, ACROSS));
   }
 
   draw(view, at, measure, bare) {

@@ -1,0 +1,176 @@
+"""The pictures of docs/mechanisms about positions, parts, training and decoding, each from the library's numbers."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from drawing import grids, picture, series, steps
+
+from regard.commands.explain_learn import bleu as bleu_topic
+from regard.commands.explain_learn import resume as resume_topic
+from regard.kernels.linear import GROUP, Int4, pack
+from regard.layers import ACTIVATIONS, Norm
+from regard.look import svg
+from regard.look.topics import real
+from regard.look.topics_parts import lora as lora_topic
+from regard.look.topics_parts import rnn_path as path_topic
+from regard.models.vision import Patches
+from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
+from regard.train.schedule import Schedule
+
+# --- positions and parts ------------------------------------------------------------------------------------------
+
+
+@picture
+def sinusoidal() -> str:
+    table = sinusoid(torch.arange(16), 16).tolist()
+    title = "Sinusoidal vectors of 16 positions and 16 features"
+    return grids(
+        {"PE": table}, "row: position, column: feature; dark -1, bright 1", title, low=-1.0
+    )
+
+
+@picture
+def rope() -> str:
+    distance = list(range(129))
+    curves = []
+    for base in (10000.0, 500000.0):
+        cos, _ = Rope(base).angles(torch.tensor([distance]), 64, torch.float64)
+        curves.append(series(f"base {base:,.0f}", distance, cos[0, :, 0].mean(-1).tolist()))
+    title = "Score of two equal vectors of width 64, over their squared length"
+    return svg.lines(curves, title, "distance", "mean cosine")
+
+
+@picture
+def rope_turns() -> str:
+    pos = list(range(25))
+    kind = Rope(layout="interleaved")
+    cos, sin = kind.angles(torch.tensor([pos]), 4, torch.float64)
+    turned = rotate(real((1.0, 0.0, 1.0, 0.0)).expand(1, 25, 1, 4), cos, sin, kind.layout)[0, :, 0]
+    names = {0: "pair 0, first", 1: "pair 0, second", 3: "pair 1, second"}
+    curves = [series(name, pos, turned[:, i].tolist()) for i, name in names.items()]
+    return svg.lines(curves, "The vector [1, 0, 1, 0] turned to its position", "position")
+
+
+@picture
+def alibi() -> str:
+    distance = list(range(33))
+    slopes = alibi_slopes(8).tolist()
+    curves = [
+        series(f"head {h}", distance, [-slopes[h - 1] * d for d in distance]) for h in (1, 3, 5, 8)
+    ]
+    return svg.lines(curves, "What ALiBi adds to the scores of eight heads", "distance", "bias")
+
+
+@picture
+def t5_buckets() -> str:
+    distance = torch.arange(-160, 161)
+    curves = []
+    for causal in (False, True):
+        found = t5_bucket(distance, T5Bias(1, causal=causal)).tolist()
+        curves.append(series("causal" if causal else "both ways", distance.tolist(), found))
+    return svg.lines(
+        curves, "Buckets of T5's relative bias", "key position - query position", "bucket"
+    )
+
+
+@picture
+def norms() -> str:
+    x = real((1.0, 2.0, 3.0, 6.0, 4.0, 2.0))
+    with torch.no_grad():
+        made = {
+            n: Norm(rms=r).make(6).double()(x) for n, r in (("LayerNorm", False), ("RMSNorm", True))
+        }
+    curves = [series(n, range(1, 7), y.tolist(), dots=True) for n, y in {"x": x, **made}.items()]
+    return svg.lines(curves, "One token before and after its norm", "feature")
+
+
+@picture
+def feed_forward() -> str:
+    x = steps(-4, 3, 141)
+    curves = [series(n, x, ACTIVATIONS[n](real(x)).tolist()) for n in ("relu", "gelu", "silu")]
+    return svg.lines(curves, "Activations", "x", "act(x)")
+
+
+@picture
+def vit() -> str:
+    rows = [(f"patch {p}", Patches(224, p).count + 1) for p in (32, 16, 14, 8)]
+    return svg.bars(rows, "Tokens of an image of 224 x 224, class token included", "tokens")
+
+
+@picture
+def rnn_path() -> str:
+    n = [1.0, *(float(i) for i in range(10, 101, 10))]
+    rows = path_topic.tables({"x": (0.5, 0.9, 1.0), "steps": n})[0].rows
+    names = ("lambda 0.5", "lambda 0.9", "lambda 1")
+    curves = [
+        series(name, n, [float(row[i + 1] or 0) for row in rows]) for i, name in enumerate(names)
+    ]
+    return svg.lines(
+        curves, "What is left of a state after t steps", "t", "d h_t / d h_0", log=True
+    )
+
+
+@picture
+def lora() -> str:
+    rank = tuple(float(r) for r in (1, 2, 4, 8, 16, 32, 64))
+    rows = lora_topic.tables({"rank": rank, "dim": (4096.0,)})[0].rows
+    found = [(f"rank {row[0]}", float(row[2] or 0)) for row in rows]
+    return svg.bars(found, "Trained weights of a layer of 4096 x 4096, which has 16.8M", "weights")
+
+
+@picture
+def quantisation() -> str:
+    inner = real(steps(-1, 1, 10 * (GROUP - 2)))
+    groups = [torch.cat([real((-1.0, 1.0)), inner[i::10]]).float() for i in range(10)]  # one range
+    four = torch.empty(len(inner))
+    for i, group in enumerate(groups):
+        four[i::10] = cast(Int4, pack(group[None], None, "int4")).dense()[2:, 0].float()
+    curves = [
+        series(name, inner.tolist(), y.tolist()) for name, y in (("w", inner), ("int4", four))
+    ]
+    return svg.lines(curves, "Weights and what comes back from 4 bits", "w")
+
+
+# --- training and decoding ----------------------------------------------------------------------------------------
+
+
+@picture
+def decoding() -> str:
+    logits = real([2.0 - 0.4 * i for i in range(12)])
+    curves = [
+        series(f"T = {t:g}", range(1, 13), (logits / t).softmax(-1).tolist(), dots=True)
+        for t in (0.5, 1.0, 2.0)
+    ]
+    return svg.lines(
+        curves, "The same logits at three temperatures", "rank of the token", "probability"
+    )
+
+
+@picture
+def schedules() -> str:
+    n = list(range(1, 901, 3))
+    plans = {
+        "noam": Schedule("noam", 900, 100),
+        "cosine": Schedule("cosine", 900, 100),
+        "linear": Schedule("linear", 900, 100),
+        "wsd": Schedule("wsd", 900, 100, decay=200),
+    }
+    curves = [series(name, n, [plan(step) for step in n]) for name, plan in plans.items()]
+    return svg.lines(curves, "Learning rate over its peak, warm-up of 100 steps", "step", "factor")
+
+
+@picture
+def bleu() -> str:
+    rows = bleu_topic.tables({})[0].rows
+    return svg.bars([(f"{row[0]}-grams", float(row[3] or 0)) for row in rows], "Precisions", "%")
+
+
+@picture
+def resume() -> str:
+    rows = resume_topic.tables({"steps": (12.0,)})[0].rows
+    n = [float(row[0] or 0) for row in rows]
+    found = {"straight": 1, "stopped after step 6": 2}
+    curves = [series(name, n, [float(row[i] or 0) for row in rows]) for name, i in found.items()]
+    return svg.lines(curves, "Loss of two runs, one of them stopped and resumed", "step", "loss")

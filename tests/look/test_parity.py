@@ -1,0 +1,225 @@
+"""Bug or rounding: every planted bug is found where it was planted, and no sound model is accused."""
+
+import copy
+import dataclasses
+import os
+import random
+import re
+
+import pytest
+import torch
+
+import regard
+from regard.config import UsageError
+from regard.decode.prepare import prepare
+from regard.look.foreign import record
+from regard.look.oracle import Walk, oracle, regret
+from regard.look.parity import CHECKS, Check, Given, Played, parity, sample
+from regard.look.rounding import SAMPLES, Envelope, Rounding, judge, unit
+from regard.models import Model
+from tests.look.planted import BUGS, MODELS
+from tests.look.zoo import random_model, stirred
+
+CLEAN = int(os.environ.get("REGARD_PARITY_MODELS", "40"))  # 200 is the full form
+
+
+def small(name: str) -> Model:
+    torch.manual_seed(1)
+    return stirred(MODELS[name].make(), random.Random(1))
+
+
+def bugs(model: Model, sound: Model | None = None, tokens: int = 9) -> list[Check]:
+    found = parity(model, sample(model, rows=3, tokens=tokens), sound=sound)
+    return [check for check in found if check.verdict == "bug"]
+
+
+# --- bugs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_found_and_its_place_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug, sound = BUGS[name], small(BUGS[name].model)
+    model = copy.deepcopy(sound)
+    bug.plant(model, monkeypatch)
+    found = bugs(model, sound)
+    assert {check.where for check in found} == {bug.where}
+    assert not bug.checks or [check.name for check in found] == [bug.checks]
+
+
+def test_twenty_different_bugs_are_planted() -> None:
+    assert len(BUGS) >= 20
+
+
+def test_bug_in_one_run_leaves_the_other_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = small("gqa")
+    BUGS["stale cache page"].plant(sound, monkeypatch)
+    found = {check.name: check for check in parity(sound, sample(sound, tokens=9))}
+    paged = found.pop("paged against uncached")
+    assert (paged.verdict, paged.run, paged.row) == ("bug", "paged", 0)
+    assert paged.position < 4  # in the first page
+    assert {check.verdict for check in found.values()} <= {"equal", "rounding"}
+
+
+@torch.no_grad()
+def test_error_of_ten_roundings_is_a_bug_at_its_tensor() -> None:
+    """One tensor of a clean run moved by little more than rounding can."""
+    model = small("gqa")
+    given = sample(model, tokens=9)
+    exact = oracle(model, torch.float32)
+    many = given.times(SAMPLES)
+    envelope = Envelope(exact, many, Played(exact, many, "reference").together(), torch.float32)
+    trace = Played(model, given).alone()
+    assert judge(Walk(exact, given, trace).steps, envelope).bug is None
+    trace.tensors["block 2 norm 3"][1, 4] *= 1 + 200 * unit(torch.float32)
+    found = judge(Walk(exact, given, trace).steps, envelope)
+    assert (found.bug, found.row, found.position) == ("block 2 norm 3", 1, 4)
+
+
+def test_run_with_nan_is_a_bug() -> None:
+    sound = small("gqa")
+    model = copy.deepcopy(sound)
+    with torch.no_grad():
+        model.tower.blocks[2].ffn.up.weight[0, 0] = torch.nan
+    assert {check.where for check in bugs(model, sound)} == {"block 2 feed-forward"}
+
+
+# --- rounding -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(CLEAN))
+def test_sound_random_model_is_not_accused(seed: int) -> None:
+    model = random_model(seed)
+    for check in parity(model, sample(model, rows=2, tokens=6, seed=seed)):
+        assert check.verdict != "bug", check
+
+
+def test_two_runs_of_one_kind_are_equal() -> None:
+    model = small("gqa")
+    runs = {"packed": lambda given: Played(model, given).alone()}
+    found = {check.name: check for check in parity(model, sample(model), more=runs)}
+    assert found["packed against plain"].verdict == "equal"
+    assert found["bf16 against fp32"].verdict == "rounding"
+    assert found["bf16 against fp32"].difference > 1000 * found["fused against reference"].difference
+
+
+@pytest.mark.parametrize("name", ["gqa", "experts", "t5", "mla"])
+def test_packed_model_is_not_accused_and_its_bug_is_found_by_block(name: str) -> None:
+    model = small(name)
+    chunks = [5, 1, 1, 1, 1]
+
+    def judged(prepared: Model) -> Check:
+        runs = {"packed": lambda given: Played(prepared, given).cached("contiguous", chunks)}
+        given = sample(model, tokens=9)
+        found = {check.name: check for check in parity(model, given, more=runs)}
+        return found["packed against plain"]
+
+    assert judged(prepare(model)).verdict != "bug"
+    spoilt = copy.deepcopy(model)
+    with torch.no_grad():
+        getattr(spoilt, "decoder", getattr(spoilt, "tower", None)).blocks[1].norm3.weight *= 1.001
+    found = judged(prepare(spoilt))
+    assert (found.verdict, found.run) == ("bug", "packed")
+    assert "block 1" in found.where
+
+
+def test_wide_model_is_not_accused() -> None:
+    """Long sums round more: the envelope must hold for 768 features too."""
+    torch.manual_seed(0)
+    model = regard.build("gpt2", layers=1, vocab=300, max_len=32)
+    assert bugs(model, tokens=6) == []
+
+
+def test_choice_within_rounding_of_a_tie_is_no_bug() -> None:
+    scores = torch.tensor([[3.0, 2.0, 2.0 - 1e-7, 1.0, -torch.inf]]).double()
+    assert float(regret(scores, torch.tensor([[0, 1]]), 2)) == 0
+    assert 0 < float(regret(scores, torch.tensor([[0, 2]]), 2)) < 2e-7
+    assert float(regret(scores, torch.tensor([[0, 3]]), 2)) == 1
+    assert float(regret(scores, torch.tensor([[0, 4]]), 2)) == torch.inf  # one that is hidden
+
+
+def test_rounding_mode_moves_every_result_by_about_a_unit() -> None:
+    x, w = torch.randn(50, 30).double(), torch.randn(20, 30).double()
+    u = unit(torch.float32)
+    with Rounding(u):
+        y = x @ w.T
+    exact = x @ w.T
+    real = (x.float() @ w.float().T).double() - x.float().double() @ w.float().double().T
+    assert 0.3 < float((y - exact).std() / real.std()) < 10
+    with Rounding(u):
+        assert torch.equal(x.transpose(0, 1)[3:], x.T[3:])  # nothing is computed
+
+
+# --- transformers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "deepseek-v3", "bert-ForMaskedLM", "vit", "bart"])
+def test_transformers_agrees_and_a_difference_is_named_by_block(name: str) -> None:
+    pytest.importorskip("transformers", reason="the peer of this test; it is in the dev extra")
+    from tests.checkpoint.families import CASES
+
+    theirs = CASES[name].make()
+    ours = regard.from_hf(theirs)
+    given = sample(ours, rows=2, tokens=8)
+
+    def judged() -> Check:
+        runs = {"transformers": lambda given: record(theirs, ours, given)}
+        return parity(ours, given, more=runs)[-1]
+
+    assert judged().verdict != "bug"
+    weights = [p for n, p in theirs.named_parameters() if re.search(r"\.1\..*norm.*weight", n.lower())]
+    block = "block 1" if weights else "decoder block 0"
+    weights = weights or [p for n, p in theirs.named_parameters() if "decoder.layers.0.fc1" in n]
+    with torch.no_grad():
+        weights[0] *= 1.001
+    found = judged()
+    assert (found.name, found.verdict) == ("ours against transformers", "bug")
+    assert found.run == "transformers" and block in found.where
+
+
+# --- what is compared, and bad input ------------------------------------------------------------------------------
+
+
+def test_every_mechanism_gets_the_checks_that_it_has() -> None:
+    def names(model: str) -> set[str]:
+        return {check.name for check in parity(small(model), sample(small(model), rows=2, tokens=6))}
+
+    absorbed, ring = "absorbed against expanded", "ring against uncached"
+    here = {"packed against plain", "GPU against CPU", "ours against transformers"}
+    assert names("mla") - here == set(CHECKS) - here - {ring}
+    assert names("window") - here == set(CHECKS) - here - {absorbed}
+    assert names("bert") - here == set(list(CHECKS)[:3]) | {"bf16 against fp32"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"rows": 1}, "at least 2"), ({"tokens": 3}, "at least 4 tokens"), ({"tokens": -1}, "at least 4")],
+)
+def test_too_little_to_compare_is_refused(settings: dict, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        sample(small("gqa"), **settings)
+
+
+def test_short_context_is_refused_and_a_long_row_is_cut() -> None:
+    config = MODELS["gqa"]
+    assert sample(dataclasses.replace(config, max_len=7).make(), tokens=50).ids.shape == (3, 7)
+    with pytest.raises(UsageError, match="context is 3"):
+        sample(dataclasses.replace(config, max_len=3).make())
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    model = small("gqa")
+    with torch.no_grad():
+        model.tower.blocks[0].ffn.up.weight[0, 0] = torch.inf
+    with pytest.raises(UsageError, match=r"tower\.blocks\.0\.ffn\.up\.weight"):
+        parity(model)
+
+
+def test_parity_leaves_the_model_as_it_was() -> None:
+    model = small("dsa")
+    ids = sample(model).ids
+    before = model(ids)
+    kinds = [type(m) for m in model.modules()]
+    parity(model, Given(ids))
+    assert torch.equal(model(ids), before)
+    assert [type(m) for m in model.modules()] == kinds
+    assert all("mix" not in m.__dict__ and "route" not in m.__dict__ for m in model.modules())

@@ -1,0 +1,200 @@
+"""regard look: a page or pictures of any model's attention, and one sentence for each mistake."""
+
+import base64
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import regard
+from regard.look import trace
+from regard.look.probe import Probe
+from regard.run import tokenizer_of
+from tests.test_cli import SMALL, call, folder, put
+from tests.text import tiny
+
+
+def data(path: Path) -> list[dict[str, Any]]:
+    found = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    return json.loads(found[1])["models"]
+
+
+def weight(head: dict[str, str], rows: int) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(head["weight"]), "<f4").reshape(rows, -1)
+
+
+def vision(tmp_path: Path) -> tuple[Path, Path]:
+    image = pytest.importorskip("PIL.Image", reason="needs pillow to make a picture")
+    home = regard.build("vit-base", size=16, patch=8, labels=3, **SMALL).save(tmp_path / "vit")
+    file = tmp_path / "x.png"
+    pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+    image.fromarray(pixels).save(file)
+    return home, file
+
+
+# --- pages --------------------------------------------------------------------------------------------------------
+
+
+def test_look_at_a_decoder_writes_the_probes_numbers(tmp_path: Path) -> None:
+    out = tmp_path / "a.html"
+    done = call("look", folder("gpt2"), "Once upon a time", "--output", out)
+    assert (done.code, done.out, done.err) == (0, f"{out}\n", "")
+    (model,) = data(out)
+    (view,) = model["views"]
+    assert (
+        view["rows"] == view["columns"]
+        and "".join(view["rows"]).replace("␣", "") == "Onceuponatime"
+    )
+    loaded = regard.load(folder("gpt2"))
+    probe, ids = Probe(), tokenizer_of(loaded).encode("Once upon a time")  # type: ignore[union-attr]
+    with torch.no_grad():
+        loaded(torch.tensor([ids]), probe=probe)
+    for layer in view["layers"]:
+        expected = probe.maps[f"{layer['number']}.self"][0][0]
+        for i, head in enumerate(layer["heads"]):
+            np.testing.assert_allclose(weight(head, len(ids)), expected[i], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["t5", "marian"])
+@pytest.mark.parametrize("target", [None, "a little dog"])
+def test_look_at_an_encoder_decoder_has_three_views(
+    name: str, target: str | None, tmp_path: Path
+) -> None:
+    out = tmp_path / "a.html"
+    more = [] if target is None else ["--target", target]
+    done = call("look", folder(name), "Der Hund spielt", "--output", out, *more)
+    assert done.code == 0, done.err
+    (model,) = data(out)
+    encoder, decoder, cross = model["views"]
+    assert model["start"]["view"] == 2
+    assert cross["columns"] == encoder["columns"] and len(cross["rows"]) == len(decoder["rows"])
+    if target is not None and name == "t5":  # the other's vocabulary lacks some pieces
+        assert "".join(cross["rows"][:-1]).replace("␣", "") == target.replace(" ", "")
+        assert cross["rows"][:-1] == decoder["rows"][1:]
+
+
+def test_look_at_a_vision_model_has_its_picture(tmp_path: Path) -> None:
+    home, file = vision(tmp_path)
+    out = tmp_path / "a.html"
+    assert call("look", home, "--image", file, "--output", out).code == 0
+    (view,) = data(out)[0]["views"]
+    assert view["rows"] == ["class", "1,1", "1,2", "2,1", "2,2"]
+    pixels = np.frombuffer(base64.b64decode(view["image"]["pixels"]), np.uint8)
+    np.testing.assert_array_equal(pixels, np.arange(16 * 16 * 3, dtype=np.uint8))
+
+
+def test_look_at_a_captioner_lets_it_write(tmp_path: Path) -> None:
+    _, file = vision(tmp_path)
+    out = tmp_path / "a.html"
+    assert call("look", folder("captioner"), "--image", file, "--output", out).code == 0
+    encoder, decoder, cross = data(out)[0]["views"]
+    assert "image" in encoder and "image" in cross and "image" not in decoder
+    assert cross["textRows"] and all(name.isdigit() for name in cross["rows"])
+
+
+def test_look_at_a_recurrent_model_is_its_alignment(tmp_path: Path) -> None:
+    model = regard.build("bahdanau", vocab=300, source_vocab=300, dim=16, layers=1)
+    files = {**tiny.t5(), "generation_config.json": tiny.dump({"decoder_start_token_id": 0})}
+    home, out = put(model.save(tmp_path / "rnn"), files), tmp_path / "a.html"
+    assert call("look", home, "Der Hund", "--target", "a dog", "--output", out).code == 0
+    (view,) = data(out)[0]["views"]
+    assert view["name"] == "cross" and len(view["layers"][0]["heads"]) == 1
+
+
+def test_compare_puts_two_models_on_one_page(tmp_path: Path) -> None:
+    out = tmp_path / "a.html"
+    done = call("look", folder("gpt2"), "Once", "--compare", folder("t5"), "--output", out)
+    assert done.code == 0, done.err
+    assert [len(model["views"]) for model in data(out)] == [1, 3]
+
+
+def test_text_may_come_from_stdin_and_the_page_starts_at_the_asked_head(tmp_path: Path) -> None:
+    out = tmp_path / "a.html"
+    asked = ["--layer", 1, "--head", 1, "--output", out]
+    assert call("look", folder("gpt2"), "-", *asked, stdin="Once upon\n").code == 0
+    start = data(out)[0]["start"]
+    assert (start["layer"], start["head"]) == (1, 1)
+
+
+def test_long_text_is_pooled_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(trace, "WHOLE", 50)
+    out = tmp_path / "a.html"
+    assert (
+        call("look", folder("gpt2"), "Once upon a time there was a dog", "--output", out).code == 0
+    )
+    (view,) = data(out)[0]["views"]
+    assert "max-pooled" in view["told"] and "layer 1, head 0" in view["told"]
+    full = [
+        (i, j)
+        for i, a in enumerate(view["layers"])
+        for j, h in enumerate(a["heads"])
+        if "score" in h
+    ]
+    assert full == [(1, 0)]
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_heads_and_alignment(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    out = tmp_path / "a.png"
+    done = call("look", folder("t5"), "Der Hund", "--target", "a dog", "--head", 1, "--output", out)
+    assert done.code == 0, done.err
+    names = [Path(line).name for line in done.out.splitlines()]
+    assert names == ["a.png", "a-head.png", "a-alignment.png"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, arguments, said",
+    [
+        ("gpt2", [], "there is no text to look at"),
+        ("gpt2", [" "], "there is no text to look at"),
+        ("gpt2", ["dog " * 99], "tokens, the model's context is 96; shorten it"),
+        ("gpt2", ["Once", "--layer", "9"], "there is no layer 9; this model's are 0 and 1"),
+        ("gpt2", ["Once", "--head", "-1"], "there is no head -1; the heads are 0 "),
+        ("gpt2", ["Once", "--target", "x"], "this model has no cross-attention"),
+        ("gpt2", ["--image", __file__], "this model reads text"),
+        ("captioner", ["a text"], "this model reads pictures; give one: --image FILE"),
+        ("captioner", ["a text", "--image", __file__], "leave the text out"),
+        ("bare", ["Once"], "carries no tokenizer"),
+        ("gpt2", ["Once", "--output", "a.gif"], "ends in .html"),
+        ("gpt2", ["Once", "--output", "no-such-folder/a.html"], "there is no folder"),
+        ("gpt2", ["Once", "--output", "a.png", "--compare", "x"], "ends in .html"),
+    ],
+)
+def test_mistake_is_one_sentence(name: str, arguments: list[str], said: str) -> None:
+    done = call("look", folder(name), *arguments)
+    assert done.code == 2 and said in done.err and done.err.count("\n") == 1, done.err
+    assert done.out == "" and "Traceback" not in done.err
+
+
+def test_picture_that_cannot_be_read_is_bad_data(tmp_path: Path) -> None:
+    home, _ = vision(tmp_path)
+    done = call("look", home, "--image", __file__, "--output", tmp_path / "a.html")
+    assert done.code == 4 and "no picture that can be read" in done.err
+    assert call("look", home, "--image", "none.png").code == 4
+
+
+def test_output_that_cannot_be_written_is_told_before_the_model_is_read(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    done = call("look", tmp_path / "no model", "Once", "--output", tmp_path / "a.html")
+    assert done.code == 2 and "cannot be written" in done.err
+
+
+def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = call("look", folder("gpt2"), "Once", "--output", tmp_path / "a.png")
+    assert done.code == 3 and "pip install 'regard[plots]'" in done.err
