@@ -25,12 +25,13 @@ print(f"installed: torch {torch}, Python {sys.version.split()[0]}")
 endef
 export CHECK_TORCH
 
-.PHONY: help demo tour test faults bench format clean
+.PHONY: help demo tour test test-browser faults bench format clean
 
 help:
 	@echo "make demo    set up, then train the Transformer of 2017 on dates in 76 languages (five minutes)"
 	@echo "make tour    set up, then build every family, check every law, print the mechanisms"
 	@echo "make test    set up, then ruff, mypy and pytest"
+	@echo "make test-browser  set up, then the pages in a real browser (needs Chromium: apt install chromium)"
 	@echo "make faults  set up, then kill, starve, spoil and poison training runs (about fifteen minutes)"
 	@echo "make bench   set up, then time forward passes and sparse attention (run it alone)"
 	@echo "make format  let ruff fix and format the code"
@@ -58,6 +59,11 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Chromium of the system, or CHROMIUM=its path; nothing but Playwright's driver is installed.
+test-browser: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
 
 # One kind alone: .venv/bin/python -m tests.faults.run kills
 faults: $(STAMP)

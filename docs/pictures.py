@@ -133,7 +133,11 @@ def gqa() -> str:
 @picture
 def mla() -> str:
     latent = MLA(128, 512, 128, 64, query_latent=1536, rope=Rope())
-    kinds = {"MHA": GQA(128, None, 128), "GQA, g = 8": GQA(128, 8, 128), "MLA": latent}
+    kinds: dict[str, GQA | MLA] = {
+        "MHA": GQA(128, None, 128),
+        "GQA, g = 8": GQA(128, 8, 128),
+        "MLA": latent,
+    }
     kinds |= {"GQA, g = 2": GQA(128, 2, 128), "MQA": GQA(128, 1, 128)}
     rows = [(name, cache_numbers(kind, 7168)) for name, kind in kinds.items()]
     return svg.bars(rows, "Cache of one token and layer at DeepSeek-V3's sizes", "numbers")

@@ -191,7 +191,7 @@ class Pools(Probe):
     def close(self) -> None:
         """The layer that was watched is complete."""
         if self.sum.numel():
-            self.means[self.site] = _thumbs(self.sum / self.count(self.site))
+            self.means[self.site] = _thumbs(self.sum.div_(self.count(self.site)))
             self.sum = torch.empty(0)
 
     def count(self, site: str) -> int:
@@ -199,17 +199,21 @@ class Pools(Probe):
 
     def _pool(self, a: Tensor) -> Tensor:
         self.sizes[self.site] = (a.shape[2], a.shape[3])
-        self.sum = self.sum + a if self.sum.numel() else a
-        return _thumbs(a)
+        small = _thumbs(a)
+        self.sum = self.sum.add_(a) if self.sum.numel() else a
+        return small
 
 
 def _thumbs(a: Tensor) -> Tensor:
     """(b h t s) -> (b h 2 t' s'): pooled with and without the first column."""
-    bare = a.clone()
+    down, across = (-(-size // SIDE) for size in a.shape[2:])
+    small = F.max_pool2d(a, (down, across), ceil_mode=True)
+    bare = small.clone()
     bare[..., 0] = 0.0
-    step = [-(-size // SIDE) for size in a.shape[2:]]
-    both = torch.stack([a, bare], 2).flatten(0, 1)
-    return F.max_pool2d(both, step, ceil_mode=True).unflatten(0, a.shape[:2]).float()
+    if across > 1 and a.shape[3] > 1:
+        rest = a[..., 1:across]
+        bare[..., 0] = F.max_pool2d(rest, (down, rest.shape[3]), ceil_mode=True)[..., 0]
+    return torch.stack([small, bare], 2).float()
 
 
 def _pooled(pools: Pools, given: Given) -> list[View]:

@@ -31,7 +31,7 @@ Plant = Callable[[Any, pytest.MonkeyPatch], None]
 
 
 def _tower(attention: Any, ffn: Any = None, **more: Any) -> Tower:
-    return Tower(16, 3, attention, ffn or MLP(24, "gelu"), **more)
+    return Tower(16, 2, attention, ffn or MLP(24, "gelu"), **more)
 
 
 def _words(attention: Any, ffn: Any = None, **more: Any) -> TransformerConfig:

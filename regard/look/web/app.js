@@ -130,11 +130,11 @@ class App {
     const before = this.state.panels[index];
     const moved = "view" in change || "layer" in change;
     this.state.panels[index] = { ...before, ...change };
-    const mine = this.panels[index].view;
+    const tokens = (panel) => JSON.stringify([panel.view.rows, panel.view.columns]);
     this.panels.forEach((panel, i) => {
-      const same = JSON.stringify([panel.view.rows, panel.view.columns]) === JSON.stringify([mine.rows, mine.columns]);
       const { row, column } = this.state.panels[index];
-      if (i !== index && same) this.state.panels[i] = { ...this.state.panels[i], row, column };
+      if (i === index || tokens(panel) !== tokens(this.panels[index])) return;
+      this.state.panels[i] = { ...this.state.panels[i], row, column };
     });
     this.keep(moved);
     this.draw();

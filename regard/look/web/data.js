@@ -131,6 +131,12 @@ export class Grid {
 
   // The same with at most SIDE cells a side: of each block its value of largest magnitude.
   thumbnail(measure, bare) {
+    const key = `thumbnail ${measure} ${bare}`;
+    if (!this.made.has(key)) this.made.set(key, this.shrunk(measure, bare));
+    return this.made.get(key);
+  }
+
+  shrunk(measure, bare) {
     const down = stride(this.rows, SIDE);
     const across = stride(this.columns, SIDE);
     const rows = Math.ceil(this.rows / down);

@@ -70,15 +70,12 @@ export class HeadMap {
   fit() {
     const { grid, at } = this;
     const width = this.node.clientWidth || 320;
-    const pen = this.canvas.getContext("2d");
-    pen.font = `bold ${FONT}`;
-    const wide = (count, name) => {
-      let most = 0;
-      for (let i = 0; i < Math.min(count, 400); i++) most = Math.max(most, pen.measureText(short(name(i), 16)).width);
-      return Math.ceil(most) + 10;
-    };
-    const left = Math.min(wide(grid.rows, (i) => grid.rowName(i)), Math.floor(width * 0.3));
-    const top = Math.min(wide(grid.columns, (j) => grid.columnName(j)), 110);
+    if (this.measured !== grid) {
+      this.measured = grid;
+      this.names = [this.wide(grid.rows, (i) => grid.rowName(i)), this.wide(grid.columns, (j) => grid.columnName(j))];
+    }
+    const left = Math.min(this.names[0], Math.floor(width * 0.3));
+    const top = Math.min(this.names[1], 110);
     const room = width - left - 1;
     const columns = Math.max(1, Math.min(grid.columns, Math.floor(room / LEAST)));
     const cell = Math.min(MOST, Math.max(LEAST, Math.floor(room / columns)));
@@ -86,6 +83,15 @@ export class HeadMap {
     this.place = { left, top, cell, rows, columns };
     this.window.row = this.follow(this.window.row, at.row, rows, grid.rows);
     this.window.column = this.follow(this.window.column, at.column, columns, grid.columns);
+  }
+
+  // Pixels that the longest name takes.
+  wide(count, name) {
+    const pen = this.canvas.getContext("2d");
+    pen.font = `bold ${FONT}`;
+    let most = 0;
+    for (let i = 0; i < Math.min(count, 400); i++) most = Math.max(most, pen.measureText(short(name(i), 16)).width);
+    return Math.ceil(most) + 10;
   }
 
   follow(from, at, shown, all) {
