@@ -33,8 +33,6 @@ import pictures_parts  # noqa: E402, F401
 from drawing import PICTURES, draw  # noqa: E402
 
 from regard.commands.explain import ALIASES, TOPICS, explained  # noqa: E402
-from regard.commands.options_explain import Explain  # noqa: E402
-from regard.commands.parse import parse, values  # noqa: E402
 from regard.look.topics import Topic, find  # noqa: E402
 
 SECTIONS = ["Formula", "Code", "Example", "Cost", "Proof", "Common mistakes"]
@@ -73,13 +71,19 @@ def code(place: str) -> str:
 
 
 def explain(line: str) -> str:
-    options = parse(Explain, "explain", shlex.split(line))
-    assert options is not None and options.topic is not None
-    given = {name: value for name, value in values(options).items() if value is not None}
-    rest = {n: v for n, v in given.items() if n not in ("topic", "numbers", "json")}
-    text = explained(options.topic, options.numbers, rest)
-    tables = text.partition("\ngiven: ")[2].partition("\n\n")[2].rpartition("\n\ncode: ")[0]
-    tables = tables.split("\n\ncode: ")[0]
+    name, *words = shlex.split(line)
+    given: dict[str, list[str]] = {"numbers": []}
+    at = "numbers"
+    for word in words:
+        if word.startswith("--"):
+            at = word.removeprefix("--").replace("-", "_")
+            given[at] = []
+        else:
+            given[at].append(word)
+    numbers = tuple(given.pop("numbers"))
+    texts = {n: value[0] if n in ("text", "reference") else value for n, value in given.items()}
+    text = explained(name, numbers, texts)
+    tables = text.partition("\ngiven: ")[2].partition("\n\n")[2].partition("\n\ncode: ")[0]
     return f"```console\n$ regard explain {line}\n...\n{tables}\n...\n```"
 
 

@@ -2,12 +2,16 @@
 
 import importlib.util
 import re
+import shlex
 import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from regard.commands.options_explain import Explain
+from regard.commands.parse import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "mechanisms"
@@ -79,6 +83,16 @@ def test_page_has_its_parts_in_order(path: Path) -> None:
 def test_tests_that_a_page_names_exist(path: Path) -> None:
     for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", path.read_text(encoding="utf-8")):
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.M), name
+
+
+def test_commands_on_the_pages_can_be_typed() -> None:
+    lines = [
+        x for text in built().values() for x in re.findall(r"^\$ regard explain (.+)$", text, re.M)
+    ]
+    assert len(lines) >= 24
+    for line in lines:
+        options = parse(Explain, "explain", shlex.split(line))
+        assert options is not None and options.topic == line.split()[0]
 
 
 def test_index_lists_every_page() -> None:

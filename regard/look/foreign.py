@@ -46,7 +46,9 @@ def record(theirs: Any, ours: Model, given: Given) -> Trace:
             now[0] = row
             y = answer(theirs, given, row)
             first = y.dim() == 2
-            trace.put("logits", y[:, None] if first else y, Cells([row], [0], [1 if first else size]))
+            trace.put(
+                "logits", y[:, None] if first else y, Cells([row], [0], [1 if first else size])
+            )
     finally:
         for hook in hooks:
             hook.remove()
@@ -58,7 +60,9 @@ def blocks(theirs: nn.Module, tower: str, count: int) -> nn.ModuleList:
     for name, module in theirs.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count and tower in name:
             return module
-    raise UsageError(f"{type(theirs).__name__} of transformers has no list of {count} blocks to watch")
+    raise UsageError(
+        f"{type(theirs).__name__} of transformers has no list of {count} blocks to watch"
+    )
 
 
 def answer(theirs: Any, given: Given, row: int) -> Tensor:

@@ -196,9 +196,7 @@ class Walk:
         window = None if ctx is self.cross else layer.config.window
         return ctx.mask if window is None else ctx.mask & Window(window)
 
-    def kept(
-        self, name: str, key: str, value: Tensor, calls: list[Attended], mask: Mask
-    ) -> None:
+    def kept(self, name: str, key: str, value: Tensor, calls: list[Attended], mask: Mask) -> None:
         """Keys (or values, or latents) as they were computed, then as attention had them, which with a cache is as they
         were read; where only the latter is known, that."""
         if name in self.trace.tensors:

@@ -9,7 +9,7 @@ numbers (oracle.py), and judged by what rounding can do there (rounding.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -306,18 +306,22 @@ def parity(
     *,
     more: dict[str, Run] | None = None,
     sound: Model | None = None,
+    only: Collection[str] = tuple(CHECKS),
 ) -> list[Check]:
-    """Every check that this model and machine allow. `more`: runs made elsewhere ("packed", "transformers"); `sound`: the
-    model that the runs are held against, if it is not the one that runs."""
+    """The checks of CHECKS (or `only` some) that this model and machine allow. `more`: runs made elsewhere ("packed",
+    "transformers"); `sound`: the model that the runs are held against, if it is not the one that runs."""
     given = sample(model) if given is None else given
     check_weights(sound or model)
     size = given.ids.shape[1] if given.ids.dim() == 2 else 1
     runs = runs_of(model, size) | (more or {})
     court = Court(sound or model, given, runs)
-    return [court.check(n, *pair) for n, pair in CHECKS.items() if set(pair) <= set(runs)]
+    chosen = {name: pair for name, pair in CHECKS.items() if name in only}
+    return [court.check(name, *pair) for name, pair in chosen.items() if set(pair) <= set(runs)]
 
 
 def check_weights(model: Model) -> None:
     for name, weight in model.named_parameters():
         if not weight.is_floating_point() or not bool(weight.isfinite().all()):
-            raise UsageError(f"the weight {name} has numbers that are not finite; parity needs finite ones")
+            raise UsageError(
+                f"the weight {name} has numbers that are not finite; parity needs finite ones"
+            )

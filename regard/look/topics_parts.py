@@ -15,7 +15,7 @@ from regard.look.topics import Numbers, Table, positive, real, spread, topic, wh
 from regard.models.adapt import LoRA, LowRank
 from regard.models.cells import CELLS
 from regard.models.summary import parameters
-from regard.models.vision import PatchEmbedding, Patches
+from regard.models.vision import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 
 POSITION = "regard/position.py"
@@ -147,10 +147,11 @@ def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 76
     rows = []
     for side in (whole("patch", p) for p in patch):
         config = Patches(size, side)
-        with torch.device("meta"):
-            made = PatchEmbedding(config, dim)
         n = config.count + config.extra
-        rows.append([side, config.count, n, parameters(made), n * n])
+        weights = dim * (
+            config.channels * side**2 + 1 + n + config.extra
+        )  # map, bias, places, extra
+        rows.append([side, config.count, n, weights, n * n])
     columns = ["patch", "patches", "tokens", "weights", "pairs a head"]
     return [Table(f"images of {size} x {size}", columns, rows)]
 

@@ -390,6 +390,10 @@ def test_page_fits_and_follows_the_scheme(
             tab.get_by_label(label, exact=True).check()
             size = tab.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
             assert size[0] <= size[1], "the page scrolls sideways"
+        inner = tab.evaluate(
+            "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.row .wide'))"
+        )
+        assert inner[0] <= inner[1], "the row's numbers do not fit"
         ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
         light = sum(map(int, re.findall(r"\d+", ground)[:3])) > 380
         assert light == (scheme == "light")

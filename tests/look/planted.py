@@ -64,7 +64,7 @@ class Bug:
     model: str
     where: str
     plant: Plant
-    checks: str = ""  # the only check that can see it
+    check: str = "fused against reference"  # one that must see it
 
 
 def block(model: Any) -> Any:
@@ -87,7 +87,11 @@ def mixed(change: Callable[..., tuple], part: str = "attention") -> Plant:
 
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
         layer = getattr(block(model), part)
-        override(layer, "mix", lambda self, real, q, kept, mask, *rest: real(*change(q, kept, mask), *rest))
+        override(
+            layer,
+            "mix",
+            lambda self, real, q, kept, mask, *rest: real(*change(q, kept, mask), *rest),
+        )
 
     return plant
 
@@ -330,7 +334,7 @@ BUGS: dict[str, Bug] = {
     "softcap forgotten": Bug("softcap", _MIX, setting(softcap=None)),
     "sinks forgotten": Bug("softcap", _MIX, part("attention", lambda a: setattr(a, "sinks", None))),
     "leaking padding": Bug("bert", _MIX, mixed(unmasked), "padded against unpadded"),
-    "absorbed form off": Bug("mla", _MIX, absorbed_unscaled),
+    "absorbed form off": Bug("mla", _MIX, absorbed_unscaled, "absorbed against expanded"),
     "indexer leaves the best out": Bug("dsa", "block 1 attention choice", second_best),
     "cross-attention padding ignored": Bug(
         "t5",
@@ -352,9 +356,9 @@ BUGS: dict[str, Bug] = {
     "learned positions off by one": Bug("gpt", "embedding", late_position),
     "no final norm": Bug("gqa", "final norm", no_final_norm),
     "stale cache page": Bug("gqa", _READ, stale_page, "paged against uncached"),
-    "token written over another": Bug("gqa", _READ, forgotten_token),
+    "token written over another": Bug("gqa", _READ, forgotten_token, "cached against uncached"),
     "wrong cache row after reorder": Bug(
         "gqa", "block 0 attention k read from the cache", not_reordered, "rows reordered"
     ),
-    "positions begin anew": Bug("gpt", "embedding", begins_anew),
+    "positions begin anew": Bug("gpt", "embedding", begins_anew, "cached against uncached"),
 }  # fmt: skip

@@ -13,13 +13,15 @@ from regard.commands.options_explain import Explain
 from regard.commands.parse import names
 from regard.config import UsageError
 from regard.look.topics import Table, Topic, fill, find
+from regard.models.summary import parameters
+from regard.models.vision import PatchEmbedding, Patches
 from regard.position import Rope, rotate
 
 ROOT = Path(__file__).resolve().parents[2]
 WANTED = (
     "softmax saturation jacobian scaling attention masks multi-head gqa mla dsa online-softmax positions "
-    "sinusoidal rope alibi t5-bias nadaraya-watson scores bahdanau norms kv-cache beam label-smoothing schedules bleu lora "
-    "rnn-path"
+    "sinusoidal rope alibi t5-bias nadaraya-watson scores bahdanau norms kv-cache beam label-smoothing "
+    "schedules bleu lora rnn-path"
 )
 
 
@@ -153,6 +155,12 @@ def test_quantised_weights_come_back_within_half_a_step() -> None:
     rows = table.rows[: len(x)]
     assert all(abs(row[0] - row[1]) <= 2.0 / 127 / 2 + 1e-6 for row in rows)
     assert all(abs(row[0] - row[2]) <= 3.0 / 15 / 2 + 0.02 for row in rows)  # scales are bf16
+
+
+def test_vit_counts_the_weights_of_the_layer() -> None:
+    (table,) = tables("vit", patch=(4, 8), size=(16,), dim=(12,))
+    made = [parameters(PatchEmbedding(Patches(16, p), 12)) for p in (4, 8)]
+    assert column(table, "weights") == made
 
 
 def test_fill_is_the_same_every_time_and_not_symmetric() -> None:

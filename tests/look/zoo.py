@@ -23,7 +23,12 @@ from regard.models import (
 from regard.moe import MoE
 from regard.position import Alibi, Learned, Linear, Llama3, Rope, Sinusoidal, T5Bias, Yarn
 
-SCALINGS = (None, Linear(2.0), Llama3(4.0, original_len=8), Yarn(4.0, 8, mscale=0.7, mscale_all=0.9))
+SCALINGS = (
+    None,
+    Linear(2.0),
+    Llama3(4.0, original_len=8),
+    Yarn(4.0, 8, mscale=0.7, mscale_all=0.9),
+)
 
 
 def random_model(seed: int) -> Model:
@@ -148,7 +153,12 @@ def image(draw: random.Random) -> TransformerConfig:
 def pair(draw: random.Random) -> EncoderDecoderConfig:
     reads = replace(words(draw), vocab=30)
     both = tower(draw, gqa(draw, draw.random() < 0.3), causal=False)
-    cross = draw.choice((replace(gqa(draw, False), window=None), replace(mla(draw), rope=None, rope_dim=0, window=None)))
+    cross = draw.choice(
+        (
+            replace(gqa(draw, False), window=None),
+            replace(mla(draw), rope=None, rope_dim=0, window=None),
+        )
+    )
     writes = replace(tower(draw, mechanism(draw, False), cross=cross), dim=both.dim)
     head = LM(True, draw.random() < 0.5, draw.random() < 0.3)
     return EncoderDecoderConfig(reads, both, replace(words(draw), vocab=30), writes, head)
