@@ -2,8 +2,8 @@
 
     python bench/look.py [--device cpu|cuda] [--keys 16384] [--layers 2] [--repeats 3]
 
-Time: a GPT-2-wide model of `layers` layers with rotary positions. Watched are a forward over all `keys` tokens, and one
-decoding step behind as many in a cache; the probe asks for the last row, of one head of the last layer, of all heads of
+Time: a model of GPT-2's width with rotary positions. Watched are one decoding step behind `keys` tokens in a cache, 12
+layers, and a forward over all of them, `layers` layers; the probe asks for the last row, of one head of the last layer, of all heads of
 it, and of all heads of all layers. The share is the time spent inside the probe over that of the same forward without
 one (medians, taken in turn). Target: below 5 % of the forward.
 
@@ -74,34 +74,36 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@torch.inference_mode()
-def times(device: str, keys: int, layers: int, repeats: int) -> None:
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = regard.build("llama", layers=layers, max_len=2 * keys, device=device, dtype=dtype)
-    ids = torch.randint(32000, (1, keys), device=device)
-    cache = model.cache(1, capacity=keys + 40 * repeats + 64)
-    for part in ids.split(1024, 1):
-        model.hidden(part, cache=cache)
-
-    def whole(probe: Probe | None = None) -> None:
-        model.hidden(ids, probe=probe)
-        wait(device)
-
-    def step(probe: Probe | None = None) -> None:
-        model.hidden(ids[:, :1], cache=cache, probe=probe)
-        wait(device)
-
-    clock, last = Clock(device), layers - 1
-    asked: dict[str, Callable[[], Probe]] = {
+def asked(last: int) -> dict[str, Callable[[], Probe]]:
+    return {
         "one head": lambda: Probe([last], [0], [-1]),
         "one layer": lambda: Probe([last], rows=[-1]),
         "every layer": lambda: Probe(rows=[-1]),
     }
-    print(f"the last row of {keys:,} keys, {layers} layers of 12 heads over 4, {dtype}, {device}")
-    for what, run, count in (("forward", whole, repeats), ("decoding step", step, 10 * repeats)):
-        for line in clock.shares(run, asked, count):
-            print(f"  {what:13} {line}", flush=True)
+
+
+@torch.inference_mode()
+def times(clock: Clock, keys: int, layers: int, repeats: int, cached: bool) -> None:
+    """Of a forward over `keys` tokens, or of one token behind as many in a cache (of zeros: time does not mind)."""
+    torch.manual_seed(0)
+    device = clock.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = regard.build("llama", layers=layers, max_len=2 * keys, device=device, dtype=dtype)
+    ids = torch.randint(32000, (1, 1 if cached else keys), device=device)
+    cache = model.cache(1, capacity=keys + 8 * repeats) if cached else None
+    if cache is not None:
+        cache.begin(keys)
+
+    def run(probe: Probe | None = None) -> None:
+        model.hidden(ids, cache=cache, probe=probe)
+        wait(device)
+
+    print(
+        f"{'a decoding step' if cached else 'a forward'}, the last row of {keys:,} keys, {layers} layers of "
+        f"12 heads over 4, {dtype}, {device}"
+    )
+    for line in clock.shares(run, asked(layers - 1), repeats):
+        print(f"  {line}", flush=True)
 
 
 @torch.inference_mode()
@@ -132,7 +134,9 @@ def main() -> None:
         print(peak(args.device, args.peak))
         return
     print(header())
-    times(args.device, args.keys, args.layers, args.repeats)
+    clock = Clock(args.device)
+    times(clock, args.keys, 12, 10 * args.repeats, cached=True)
+    times(clock, args.keys, args.layers, args.repeats, cached=False)
     found = {way: child(__file__, way, "--device", args.device) for way in WAYS}
     print(f"GPT-2, 12 layers of 12 heads, {TOKENS:,} tokens, peak of hidden() above the weights")
     for way, most in found.items():

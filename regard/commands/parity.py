@@ -17,10 +17,12 @@ from regard.cli import DATA
 from regard.commands.model import blaming, resolved, talk
 from regard.commands.options_parity import Parity
 from regard.decode.prepare import prepare
+from regard.look.cells import Trace
 from regard.look.foreign import record
 from regard.look.oracle import Given
-from regard.look.parity import Check, Played, Run, check_weights, decodes, parity, sample
-from regard.look.record import Trace, towers
+from regard.look.parity import Check, Run, check_weights, decodes, parity
+from regard.look.played import Played, sample
+from regard.look.record import towers
 from regard.look.runs import strict
 from regard.models import Model
 
@@ -81,6 +83,7 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
     if found is None or not towers(model):
         return None, f"it has no model of the kind {kind or model.config.kind}"
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
         theirs = found.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except Exception as error:  # whatever it is, it is theirs
@@ -93,7 +96,7 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The largest difference between both answers, and the largest error of either as a share of what rounding can do."""
+    """The largest difference of both answers, and the largest error of either as a share of what rounding can do."""
     rows = [HEAD]
     for c in checks:
         rows.append((c.name, c.verdict, f"{c.difference:.1e}", f"{c.worst:.3g}", c.where))

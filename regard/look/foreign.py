@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import UsageError
+from regard.look.cells import Cells, Trace
 from regard.look.oracle import Given
-from regard.look.parity import Played
-from regard.look.record import Cells, Trace, towers
+from regard.look.played import Played
+from regard.look.record import towers
 from regard.models import Model
 
 

@@ -20,7 +20,8 @@ from regard.attention import DSA, Context
 from regard.attention.select import SparseAttention
 from regard.block import Block, Stack
 from regard.layers import Classify
-from regard.look.record import Attended, Best, Trace, towers
+from regard.look.cells import Attended, Trace
+from regard.look.record import Best, towers
 from regard.mask import Full, Mask, Span, Visible, Window
 from regard.models import Model
 from regard.models.embedding import TokenEmbedding
@@ -72,14 +73,14 @@ def rms(x: Tensor) -> Tensor:
 
 
 class Walk:
-    """`Walk(oracle, given, trace).steps`: every step of the run, in the order of the computation. Where nothing is to be
-    `compared`, they hold values alone."""
+    """`Walk(oracle, given, trace).steps`: every step of the run, in the order of the computation. Where nothing is
+    to be `compared`, they hold values alone."""
 
     def __init__(self, model: Any, given: Given, trace: Trace, compared: bool = True):
         self.model, self.given, self.trace, self.compared = model, given, trace, compared
         self.steps: list[Step] = []
         self.ctx: Any = None
-        self.cross: Context | None = None
+        self.cross: Any = None
         states = self.recurrent() if not towers(model) else self.transformer()
         self.logits(states)
 

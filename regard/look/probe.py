@@ -236,11 +236,12 @@ def _scores(q: Tensor, k: Tensor, heads: Tensor | None, terms: Terms) -> Tensor:
     """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they lie."""
     if terms.score is not None:  # it may hold parameters of every head
         return _pick(scores(q, k, terms), 1, heads)
-    r, t = q.shape[1] // k.shape[1], q.shape[2]
-    if heads is not None:
-        q, k, r = _pick(q, 1, heads), _pick(k, 1, heads // r), 1
-    x = _wide(q).unflatten(1, (-1, r)).flatten(2, 3) @ _wide(k).transpose(-1, -2)  # b g rt s
-    x = x.unflatten(2, (r, t)).flatten(1, 2) * terms.scale
+    (h, t), g, q, k = q.shape[1:3], k.shape[1], _wide(q), _wide(k).transpose(-1, -2)
+    if heads is None:
+        x = (q.unflatten(1, (g, h // g)).flatten(2, 3) @ k).unflatten(2, (h // g, t)).flatten(1, 2)
+    else:
+        x = torch.cat([q[:, [i]] @ k.narrow(1, i * g // h, 1) for i in heads.tolist()], 1)
+    x = x * terms.scale
     return finish(x, _cut(terms, 1, heads))
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from regard.look.cells import Trace
 from regard.look.oracle import Given, Step, Walk, rms
-from regard.look.record import Trace
 from regard.models import Model
 
 SAFETY, SAMPLES = 12.0, 4

@@ -1,5 +1,5 @@
-"""Bugs as people make them, each planted in block 1 of a small model (or in what it leans on), and the place where parity
-must find it. `plant(model)` alters the model, or a class behind it for as long as the test runs."""
+"""Bugs as people make them, each planted in block 1 of a small model (or in what it leans on), and the place where
+parity must find it. `plant(model)` alters the model, or a class behind it for as long as the test runs."""
 
 from __future__ import annotations
 
@@ -14,54 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard import moe
-from regard.attention import BACKENDS, DSA, GQA, MLA
-from regard.block import Block, Tower
+from regard.attention import BACKENDS
+from regard.block import Block
 from regard.cache import Contiguous, Paged
 from regard.cache.base import Cache
-from regard.layers import LM, MLM, MLP, Norm
 from regard.mask import Causal, Span, Visible
-from regard.models import EncoderDecoderConfig, Tokens, TransformerConfig
-from regard.moe import MoE
-from regard.position import Learned, Rope, Sinusoidal
 
 Plant = Callable[[Any, pytest.MonkeyPatch], None]
 
 
-# --- the models ---------------------------------------------------------------------------------------------------
-
-
-def _tower(attention: Any, ffn: Any = None, **more: Any) -> Tower:
-    return Tower(16, 2, attention, ffn or MLP(24, "gelu"), **more)
-
-
-def _words(attention: Any, ffn: Any = None, **more: Any) -> TransformerConfig:
-    return TransformerConfig(Tokens(30, Sinusoidal(24)), _tower(attention, ffn, **more), LM())
-
-
-_TURNED = GQA(4, 2, rope=Rope(), bias=True, qk_norm=1e-6)
-_LATENT = MLA(2, 10, 6, 4, rope=Rope(), query_latent=7)
-_ENCODER = _tower(GQA(2), causal=False, order="post", norm=Norm(rms=True))
-MODELS: dict[str, Any] = {
-    "gqa": _words(_TURNED),
-    "window": _words(GQA(4, 2, window=3)),
-    "softcap": _words(GQA(4, 2, softcap=1.0, sinks=True)),
-    "mla": _words(_LATENT),
-    "dsa": _words(DSA(_LATENT, 2, 8, 3, rope_dim=4)),
-    "experts": _words(GQA(4), MoE(5, 2, 12)),
-    "bert": TransformerConfig(Tokens(30, Learned(24)), _tower(GQA(4, bias=True), causal=False), MLM()),
-    "gpt": TransformerConfig(
-        Tokens(30, Learned(24), scaled=True), _tower(GQA(4)), LM(scaled=True)
-    ),
-    "t5": EncoderDecoderConfig(
-        Tokens(30, Sinusoidal(24)), _ENCODER, Tokens(30, Sinusoidal(24)),
-        replace(_ENCODER, causal=True, cross=GQA(2)), LM(),
-    ),
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Bug:
-    model: str
+    model: str  # of zoo.MODELS
     where: str
     plant: Plant
     check: str = "fused against reference"  # one that must see it

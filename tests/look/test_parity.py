@@ -14,12 +14,13 @@ import regard
 from regard.config import UsageError
 from regard.decode.prepare import prepare
 from regard.look.foreign import record
-from regard.look.oracle import Walk, oracle, regret
-from regard.look.parity import CHECKS, Check, Given, Played, parity, sample
+from regard.look.oracle import Given, Walk, oracle, regret
+from regard.look.parity import CHECKS, Check, parity
+from regard.look.played import Played, sample
 from regard.look.rounding import SAMPLES, Envelope, Rounding, judge, unit
 from regard.models import Model
-from tests.look.planted import BUGS, MODELS
-from tests.look.zoo import random_model, stirred
+from tests.look.planted import BUGS
+from tests.look.zoo import MODELS, random_model, stirred
 
 FUSED, PACKED = "fused against reference", "packed against plain"
 CLEAN = int(os.environ.get("REGARD_PARITY_MODELS", "40"))  # 200 is the full form
@@ -128,8 +129,7 @@ def test_wide_model_is_not_accused() -> None:
     """Long sums round more: the envelope must hold for 768 features too."""
     torch.manual_seed(0)
     model = regard.build("gpt2", layers=1, vocab=300, max_len=32)
-    for name in (FUSED, "cached against uncached", "bf16 against fp32"):
-        assert checked(model, name).verdict != "bug"
+    assert checked(model).verdict != "bug"
 
 
 def test_choice_within_rounding_of_a_tie_is_no_bug() -> None:
@@ -155,9 +155,7 @@ def test_rounding_mode_moves_every_result_by_about_a_unit() -> None:
 # --- transformers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-gqa-tied", "deepseek-v3", "bert-ForMaskedLM", "vit", "bart"]
-)
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "bert-ForMaskedLM", "bart"])
 def test_transformers_agrees_and_a_difference_is_named_by_block(name: str) -> None:
     pytest.importorskip("transformers", reason="the peer of this test; it is in the dev extra")
     from tests.checkpoint.families import CASES

@@ -171,3 +171,35 @@ def recurrent(draw: random.Random) -> RecurrentConfig | Seq2SeqConfig:
         return RecurrentConfig(19, 12, layers, cell, score, tied=draw.random() < 0.5)
     score = draw.choice((None, "bilinear", "additive"))
     return Seq2SeqConfig(19, 23, 12, layers, cell, score, bidirectional=draw.random() < 0.5)
+
+
+# --- plain ones, by name ------------------------------------------------------------------------------------------
+
+
+def _tower(attention: Any, ffn: Any = None, **more: Any) -> Tower:
+    return Tower(16, 2, attention, ffn or MLP(24, "gelu"), **more)
+
+
+def _words(attention: Any, ffn: Any = None, **more: Any) -> TransformerConfig:
+    return TransformerConfig(Tokens(30, Sinusoidal(24)), _tower(attention, ffn, **more), LM())
+
+
+_TURNED = GQA(4, 2, rope=Rope(), bias=True, qk_norm=1e-6)
+_LATENT = MLA(2, 10, 6, 4, rope=Rope(), query_latent=7)
+_ENCODER = _tower(GQA(2), causal=False, order="post", norm=Norm(rms=True))
+MODELS: dict[str, Any] = {
+    "gqa": _words(_TURNED),
+    "window": _words(GQA(4, 2, window=3)),
+    "softcap": _words(GQA(4, 2, softcap=1.0, sinks=True)),
+    "mla": _words(_LATENT),
+    "dsa": _words(DSA(_LATENT, 2, 8, 3, rope_dim=4)),
+    "experts": _words(GQA(4), MoE(5, 2, 12)),
+    "bert": TransformerConfig(Tokens(30, Learned(24)), _tower(GQA(4, bias=True), causal=False), MLM()),
+    "gpt": TransformerConfig(
+        Tokens(30, Learned(24), scaled=True), _tower(GQA(4)), LM(scaled=True)
+    ),
+    "t5": EncoderDecoderConfig(
+        Tokens(30, Sinusoidal(24)), _ENCODER, Tokens(30, Sinusoidal(24)),
+        replace(_ENCODER, causal=True, cross=GQA(2)), LM(),
+    ),
+}  # fmt: skip

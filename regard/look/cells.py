@@ -1,0 +1,108 @@
+"""The tensors of a run, each number at [row, position] of the text that the run reads.
+
+However a run is cut into rows, chunks, pages and padding, any two can be laid side by side so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from regard.mask import Span
+
+
+class Cells:
+    """Which token each place (b t) of a call holds: row i of the call is `sizes[i]` tokens of row `rows[i]`, the
+    first at position `starts[i]`."""
+
+    def __init__(self, rows: list[int], starts: list[int], sizes: list[int]):
+        self.rows, self.starts = torch.tensor(rows), torch.tensor(starts)
+        self.ends = self.starts + torch.tensor(sizes)
+        self.index = Span.ragged(torch.tensor(sizes), max(sizes), self.starts).index  # b t
+        self.at = (self.index >= 0).nonzero(as_tuple=True)
+        self.to = (self.rows[self.at[0]], self.index[self.at])
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """A call's tensor (b t ...) to its places in (rows, positions, ...)."""
+        whole[self.to] = part[self.at].to(whole)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The reverse: zeros at padding."""
+        part = whole.new_zeros(*self.index.shape, *whole.shape[2:])
+        part[self.at] = whole[self.to]
+        return part
+
+
+@dataclass
+class Attended:
+    """One call of one attention: what it had as keys, by position, and what a sparse one chose."""
+
+    cells: Cells
+    kept: dict[str, Tensor]  # b (size + 1) ...; the last place is never seen
+    held: Tensor  # b (size + 1)
+    lengths: Tensor  # b: how many tokens there are to see
+    chosen: Tensor | None = None  # b t k, positions
+
+    @property
+    def index(self) -> Tensor:
+        """Positions of the keys, -1 where there is no token."""
+        at = torch.arange(self.held.shape[1])
+        return torch.where(at < self.lengths[:, None], at, -1)
+
+
+@dataclass
+class Trace:
+    """All that one run computed: `tensors` (rows, positions, ...) by name, in float64."""
+
+    size: tuple[int, int]  # rows, positions
+    source: int = 0  # positions of the source
+    dtype: torch.dtype = torch.float32
+    lengths: Tensor | None = None  # of the rows, where they are cut
+    source_lengths: Tensor | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    calls: dict[str, list[Attended]] = field(default_factory=dict)
+    real: dict[str, Tensor] = field(default_factory=dict)  # which places were computed
+
+    @property
+    def whole(self) -> bool:
+        """Whether blocks are known by their outputs alone."""
+        return not any(name.endswith("attention output") for name in self.tensors)
+
+    def blocks(self) -> Trace:
+        """The same, known by what its blocks give alone."""
+        tensors = {n: x for n, x in self.tensors.items() if "block" not in n or _last(n)}
+        return replace(self, tensors=tensors, calls={})
+
+    def put(self, name: str, x: Tensor, cells: Cells, source: bool = False) -> None:
+        if name not in self.tensors:
+            width = self.source if source else self.size[1]
+            shape = (self.size[0], width)
+            self.tensors[name] = torch.zeros(*shape, *x.shape[2:], dtype=torch.float64)
+            self.real[name] = torch.zeros(shape, dtype=torch.bool)
+        cells.put(self.tensors[name], x.detach().cpu())
+        self.real[name][cells.to] = True
+
+
+def _last(name: str) -> bool:
+    return name.endswith("output") and not name.endswith("attention output")
+
+
+def by_position(
+    kept: dict[str, Tensor], index: Tensor, size: int
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Entries (b s ...) brought to their positions (b size + 1 ...), which of them were there, and for each slot its
+    position; what has none goes to the last place."""
+    b, s = next(iter(kept.values())).shape[:2]
+    index = index.expand(b, s)
+    place = torch.where((index >= 0) & (index < size), index, size)
+    slot = torch.full((b, size + 1), -1).scatter(1, place, torch.arange(s).expand(b, s))
+    slot[:, size] = -1
+    held = slot >= 0
+    row = torch.arange(b)[:, None]
+    found = {}
+    for name, x in kept.items():
+        y = x.detach().cpu().double()[row, slot.clamp(min=0)]
+        found[name] = y.masked_fill(~held.view(b, -1, *[1] * (y.dim() - 2)), 0.0)
+    return found, held, place
