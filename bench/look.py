@@ -3,9 +3,9 @@
     python bench/look.py [--device cpu|cuda] [--keys 16384] [--layers 2] [--repeats 3]
 
 Time: a model of GPT-2's width with rotary positions. Watched are one decoding step behind `keys` tokens in a cache, 12
-layers, and a forward over all of them, `layers` layers; the probe asks for the last row, of one head of the last layer, of all heads of
-it, and of all heads of all layers. The share is the time spent inside the probe over that of the same forward without
-one (medians, taken in turn). Target: below 5 % of the forward.
+layers, and a forward over all of them, `layers` layers; the probe asks for the last row, of one head of the last layer,
+of all heads of it, and of all heads of all layers. The share is the time spent inside the probe over that of the same
+forward without one (medians, taken in turn). Target: a map costs below 5 % of the forward.
 
 Memory: GPT-2 (12 layers, 12 heads) over 1,024 tokens; the peak of `hidden` above the weights, without a probe, with
 every map kept as a thumbnail of 64 x 64, and with every map kept whole. Target: thumbnails add less than 100 MB.

@@ -4,8 +4,8 @@
     python bench/train.py --part curve [--steps 200]                 losses of each step: Regard against transformers
 
 On a CPU the model has 6 layers of 384 and rows of 256 tokens; the peers are transformers' Trainer (which needs the
-package accelerate) and a bare loop in the style of nanoGPT, as it is and compiled, each in fp32 and bf16. On a GPU it is
-GPT-2 of 124M with rows of 1,024; the peers are transformers' GPT-2 compiled in a bare loop, and the bare GPT compiled.
+package accelerate) and a bare loop in the style of nanoGPT, as it is and compiled, each in fp32 and bf16. On a GPU it
+is GPT-2 of 124M with rows of 1,024; peers are transformers' GPT-2 compiled in a bare loop, and the bare GPT compiled.
 Memory is the allocator's peak. It changes nothing.
 """
 

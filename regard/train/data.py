@@ -140,7 +140,9 @@ def _feed(
     common: dict[str, Any] = {"held": held, "fingerprint": name}
     if coder is None or task == "image":
         x, y = columns["images"], columns["labels"]
-        return ImageFeed(x, y, batching, shift=data.shift, flip=data.flip, erase=data.erase, **common)
+        return ImageFeed(
+            x, y, batching, shift=data.shift, flip=data.flip, erase=data.erase, **common
+        )
     common["pad"] = coder.pad
     if task in ("lm", "mlm"):
         prompts = columns["prompts"].values if "prompts" in columns else None

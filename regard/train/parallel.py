@@ -182,7 +182,9 @@ class Ddp(Alone):
         if self.pulse is not None and error is None:
             self.any(False)  # none is behind, and would be missed by those that wait for it
             self.pulse.stop()
-            self.any(False)  # none goes, and its store with it, before all have said that they are through
+            self.any(
+                False
+            )  # none goes, and its store with it, before all have said that they are through
             dist.destroy_process_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:
