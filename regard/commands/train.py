@@ -52,9 +52,7 @@ def run(options: TrainRun) -> int:
     device, _ = pick_device(options.device)
     with ExitStack() as stack:
         team = stack.enter_context(team_of(config.train.parallel, device))
-        team.once(lambda: prepare_folder(folder, options))
-        if team.rank == 0:
-            stack.enter_context(locked(folder))
+        team.once(lambda: claim(folder, options, stack))
         asked = stack.enter_context(signals())
         made = built(config, folder, team.device(device), options.keep, team)
         why = train(made, config, folder, options, asked)
@@ -115,9 +113,19 @@ def shortened(config: Config) -> Config:
 # --- the folder ---------------------------------------------------------------------------------------------------
 
 
-def prepare_folder(folder: Path, options: TrainRun) -> None:
-    found = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    full = bool(found - BEFORE)
+def claim(folder: Path, options: TrainRun, stack: ExitStack) -> None:
+    """Make the folder and lock it; only then look at what is in it, and clear what may go."""
+    nothing = f"{folder} has nothing to go on with; leave --resume out"
+    if options.resume and not folder.is_dir():
+        raise UsageError(nothing)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Fault(f"cannot write {folder}: {error.strerror}", RUN) from None
+    stack.enter_context(locked(folder))
+    full = bool({path.name for path in folder.iterdir()} - BEFORE)
+    if options.resume and not full:
+        raise UsageError(nothing)
     if full and options.overwrite:
         for name in WRITTEN:
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -127,12 +135,6 @@ def prepare_folder(folder: Path, options: TrainRun) -> None:
         raise UsageError(
             f"{folder} is not empty; go on with --resume, start anew with --overwrite, or name another: --output-dir"
         )
-    if options.resume and not full:
-        raise UsageError(f"{folder} has nothing to go on with; leave --resume out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Fault(f"cannot write {folder}: {error.strerror}", RUN) from None
     for left in (folder / "checkpoints").glob(".step-*"):
         shutil.rmtree(left, ignore_errors=True)
 

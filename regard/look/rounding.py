@@ -3,13 +3,15 @@
 Each tensor y of a run is held against f(x) in float64, x being what the run itself had before: so f's own rounding is
 all that may part them, and no error is counted twice. How much that is, the oracle is asked: f is computed again in
 float64 with every sum, product and function in it off by a random relative error of at most u, the unit roundoff of the
-run's dtype (operands of products and norms too, so that cancellation counts). The spread of the results, root mean
-square over the features of each token, is what rounding does to that token there; SAFETY times it is the envelope. A
-bug is an error outside of it, and the first one is named.
+run's dtype (operands of products and norms too, so that cancellation counts; those of a sum of n products by u sqrt(n)
+/ 8 where that is more, for its partial sums, which are float32 in every dtype, are rounded too). The spread of the
+results, root mean square over the features of each token, is what rounding does to that token there; SAFETY times it is
+the envelope. A bug is an error outside of it, and the first one is named.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +32,8 @@ EXACT = (
     *("new_zeros", "new_full", "new_empty", "index_put_", "sort", "arange", "repeat_interleave"),
     *("amax", "amin", "max", "flip", "scalar_tensor", "lift_fresh"),
 )
-SUMS = (
-    *("mm", "bmm", "addmm", "baddbmm", "convolution", "sum", "mean", "_softmax"),
-    *("native_layer_norm", "_fused_rms_norm", "pow"),
-)
-
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 1}  # operand that tells n
+SUMS = ("sum", "mean", "_softmax", "native_layer_norm", "_fused_rms_norm", "pow")
 CURVES = ("gelu", "silu")  # x times a number near 0 or 1: off by a share of x, not of the product
 
 
@@ -50,16 +49,18 @@ class Rounding(TorchDispatchMode):
         super().__init__()
         self.u, self.drawn = u, torch.Generator().manual_seed(0)
 
-    def noise(self, x: Tensor) -> Tensor:
+    def noise(self, x: Tensor, u: float = 0.0) -> Tensor:
+        u = max(u, self.u)
         drawn = torch.rand(x.shape, generator=self.drawn, dtype=x.dtype)
-        return drawn.mul_(2 * self.u).add_(1 - self.u)
+        return drawn.mul_(2 * u).add_(1 - u)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name in SUMS:
-            args = tuple(x * self.noise(x) if _wide(x) else x for x in args)
+        if name in SUMS or name in PRODUCTS:
+            partial = _partial(args[PRODUCTS[name]]) if name in PRODUCTS else 0.0
+            args = tuple(x * self.noise(x, partial) if _wide(x) else x for x in args)
         out = func(*args, **(kwargs or {}))
         if name in CURVES:
             out += args[0] * (self.noise(args[0]) - 1)
@@ -68,6 +69,12 @@ class Rounding(TorchDispatchMode):
                 if _wide(x):
                     x.mul_(self.noise(x))
         return out
+
+
+def _partial(x: Tensor) -> float:
+    """What rounding the partial sums does: x (.. n), or the weights of a convolution (out in h w)."""
+    terms = x[0].numel() if x.dim() == 4 else x.shape[-1]
+    return unit(torch.float32) * math.sqrt(terms) / 8
 
 
 def _wide(x: Any) -> bool:
