@@ -106,7 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fail(text: str, code: int) -> int:
-    print("error:", " ".join(text.splitlines()), file=sys.stderr)
+    if (
+        os.environ.get("RANK", "0") == "0"
+    ):  # of several processes that meet the same mistake, the first tells it
+        print("error:", " ".join(text.splitlines()), file=sys.stderr)
     return code
 
 

@@ -24,7 +24,7 @@ from regard.config import UsageError
 from regard.run import generate
 from regard.train.config import Config, read
 from regard.train.keep import locked
-from regard.train.parallel import team_of
+from regard.train.parallel import Lost, team_of
 from regard.train.plan import refusal
 from regard.train.trainer import AVERAGE, Diverged, Trainer
 
@@ -92,6 +92,8 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
     except Diverged as error:
         status = "diverged"
         raise Fault(str(error), RUN) from None
+    except Lost as error:
+        raise Fault(f"{error}; go on with --resume", RUN) from None
     finally:
         point(folder, trainer)
         record.write(status)

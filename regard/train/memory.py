@@ -79,10 +79,11 @@ def joined(model: M) -> M:
 
 
 def compiled(model: M) -> M:
-    """The same model, its towers compiled by torch when they are first called; parameters keep their names."""
+    """The same model, its towers compiled by torch for each shape they are called with, up to torch's limit of such
+    shapes; after that they run as they are. Parameters keep their names."""
     towers = [m for m in model.modules() if isinstance(m, Stack)]
     if not towers:
         raise UsageError("train.compile needs a model of blocks; a recurrent one has none")
     for tower in towers:
-        tower.compile()
+        tower.compile(dynamic=False)
     return model
