@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -164,9 +165,13 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
     roles = ("source", "target") if TASKS[config.task][0] == "seq2seq" else ("text",)
     texts = (record[role] for record in records(config.data.source(), roles) for role in roles)
     files = train_tokenizer(texts, recipe)
-    home.mkdir(parents=True, exist_ok=True)
+    new = folder / ".tokenizer"  # whole or not at all
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
     for name, content in files.items():
-        (home / name).write_bytes(content)
+        (new / name).write_bytes(content)
+    shutil.rmtree(home, ignore_errors=True)
+    new.rename(home)
     return files
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -40,6 +41,8 @@ def blaming(code: int) -> Iterator[None]:
     except UsageError as error:
         raise Fault(str(error), code) from None
     except OSError as error:
+        if error.errno == errno.ENOSPC:  # it is what was written that had no room
+            raise
         name = "the model folder" if error.filename is None else str(error.filename)
         raise Fault(f"{name!r:.80} cannot be read: {error.strerror or error}", code) from None
 

@@ -56,17 +56,20 @@ class Log:
 
 def opened(path: Path, step: int) -> Any:
     """To append to, without what came after `step`; a line that was cut off by a kill goes too."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
     kept = [line for line in lines if (said := parsed(line)) and said.get("step", 0) <= step]
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    new = path.with_suffix(".new")  # whole or not at all
+    new.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(new, path)
     return path.open("a", encoding="utf-8")
 
 
 def parsed(line: str) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
+        said = json.loads(line)
     except ValueError:
         return None
+    return said if isinstance(said, dict) else None
 
 
 def put(file: Any, event: dict[str, Any]) -> None:
@@ -87,7 +90,7 @@ class RunFile:
     ):
         self.path, self.trainer = folder / "run.json", trainer
         self.start = time.monotonic()
-        old = parsed(self.path.read_text(encoding="utf-8")) if self.path.is_file() else None
+        old = parsed(self.path.read_text("utf-8", "replace")) if self.path.is_file() else None
         self.before = (old or {}).get("seconds") or 0.0
         self.said = {
             "format": FORMAT,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from regard.commands.options_work import TrainRun
 
 EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
-BEFORE = {"lock", "data", "tokenizer", "config.toml"}  # what is there before the first step
+BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step
 WRITTEN = ("checkpoints", "data", "tokenizer")
 FILES = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "last", "best")
 
@@ -137,7 +137,7 @@ def claim(folder: Path, options: TrainRun, stack: ExitStack) -> None:
         raise UsageError(
             f"{folder} is not empty; go on with --resume, start anew with --overwrite, or name another: --output-dir"
         )
-    for left in (folder / "checkpoints").glob(".step-*"):
+    for left in (folder / "checkpoints").glob(".*"):
         shutil.rmtree(left, ignore_errors=True)
 
 

@@ -104,6 +104,8 @@ def fork(work: Callable[[Tell], object], errors: Path) -> Child:
         file = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup and shells in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # have them ignored
         work(lambda text: heard(there, text))
         code = 0
     except SystemExit as end:
