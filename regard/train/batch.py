@@ -26,6 +26,8 @@ class Batch:
     source_lengths: Tensor | None = None
     doc: Tensor | None = None  # b t: the document of each packed token
     prefix: Tensor | None = None  # b: tokens of a prefix language model's prefix
+    guests: Tensor | None = None  # b: the class of what was pasted into each image
+    share: Tensor | None = None  # b: how much of each image that is, from 0 to 1
 
     @property
     def tokens(self) -> int:

@@ -51,6 +51,7 @@ class Data:
     shift: int = 0  # pictures: see ImageFeed
     flip: bool = False
     erase: int = 0
+    paste: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.held < 1.0:
@@ -140,9 +141,8 @@ def _feed(
     common: dict[str, Any] = {"held": held, "fingerprint": name}
     if coder is None or task == "image":
         x, y = columns["images"], columns["labels"]
-        return ImageFeed(
-            x, y, batching, shift=data.shift, flip=data.flip, erase=data.erase, **common
-        )
+        changes = {n: getattr(data, n) for n in ("shift", "flip", "erase", "paste")}
+        return ImageFeed(x, y, batching, **changes, **common)
     common["pad"] = coder.pad
     if task in ("lm", "mlm"):
         prompts = columns["prompts"].values if "prompts" in columns else None

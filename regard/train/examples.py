@@ -13,7 +13,7 @@ from regard.config import UsageError
 from regard.train.batch import IGNORE, Batch
 from regard.train.feed import Base, Batching, tensors
 from regard.train.files import DataError
-from regard.train.pack import CHANGES, HOLES, Buckets, Deck, cut, draws, framed
+from regard.train.pack import CHANGES, HOLES, PASTES, Buckets, Deck, cut, draws, framed
 from regard.train.shards import Column, digest
 
 Around = tuple[Sequence[int], Sequence[int]]  # ids in front of a text and behind it
@@ -178,7 +178,9 @@ class ImageFeed(Base):
     """Pictures, bytes (n h w c), and a class for each: x / 255, minus `mean`, over `std`.
 
     While training, each is moved by at most `shift` pixels either way (black comes in) and, with `flip`, mirrored every
-    other time; a square of up to `erase` pixels a side, somewhere, becomes black (DeVries and Taylor 2017)."""
+    other time; a square of up to `erase` pixels a side, somewhere, becomes black (DeVries and Taylor 2017);
+    into the share `paste` of them a piece of the batch's next picture is pasted, of any size, and its class is counted
+    by area (CutMix, Yun et al. 2019)."""
 
     def __init__(
         self,
@@ -191,6 +193,7 @@ class ImageFeed(Base):
         shift: int = 0,
         flip: bool = False,
         erase: int = 0,
+        paste: float = 0.0,
         held: ImageFeed | None = None,
         fingerprint: str = "",
     ):
@@ -198,27 +201,44 @@ class ImageFeed(Base):
             raise DataError(f"{len(pictures):,} pictures, {len(labels):,} labels; they must agree")
         if batching.rows is None:
             raise UsageError("a batch of pictures is counted in rows: rows = N")
+        if not 0.0 <= paste <= 1.0:
+            raise UsageError(f"paste = {paste}: give a share from 0 to 1, for example 0.5")
         self.pictures, self.labels, self.batching = pictures, labels, batching
         self.mean, self.std = (np.array(x, np.float32).reshape(-1, 1, 1) for x in (mean, std))
-        self.shift, self.flip, self.erase, self.held = shift, flip, erase, held
+        self.shift, self.flip, self.erase, self.paste, self.held = shift, flip, erase, paste, held
         self.order = Deck(len(pictures), batching.rows, batching.seed)
         self.epoch = self.order.epoch
         name = fingerprint or digest([pictures.fingerprint, labels.fingerprint])
         changes = {"mean": list(mean), "std": list(std), "shift": shift, "flip": flip}
-        changes |= {"erase": erase} if erase else {}
+        changes |= {n: x for n, x in {"erase": erase, "paste": paste}.items() if x}
         self.fingerprint = self.sign(name, **asdict(batching), **changes)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        x = self.pictures.values[numbers[part]]
-        if k is not None and (self.shift or self.flip):
-            drawn = draws(self.batching.seed, CHANGES, k, 3 * len(numbers)).reshape(-1, 3)[part]
-            x = self._moved(x, drawn)
-        if k is not None and self.erase:
-            drawn = draws(self.batching.seed, HOLES, k, 3 * len(numbers)).reshape(-1, 3)[part]
-            x = self._erased(x, drawn)
+        rows = np.arange(len(numbers))[part]
+        labels, more = self.labels.values[numbers].astype(np.int64), {}
+        if k is None or not self.paste:
+            x = self._changed(numbers, rows, k)
+        else:
+            further = (rows + 1) % len(numbers)
+            x = self._changed(numbers, np.append(rows, further[-1]), k)
+            drawn = draws(self.batching.seed, PASTES, k, 4 * len(numbers)).reshape(-1, 4)[rows]
+            x, share = self._pasted(x[:-1], x[1:], drawn)
+            more = {"guests": torch.from_numpy(labels[further]), "share": torch.from_numpy(share)}
         x = (x.transpose(0, 3, 1, 2).astype(np.float32) / 255 - self.mean) / self.std
-        labels = self.labels.values[numbers[part]].astype(np.int64)
-        return Batch(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(labels))
+        images = torch.from_numpy(np.ascontiguousarray(x))
+        return Batch(images, torch.from_numpy(labels[rows]), **more)
+
+    def _changed(self, numbers: np.ndarray, rows: np.ndarray, k: int | None) -> np.ndarray:
+        """These rows of a batch: moved, mirrored and with holes, if it is the k-th of training."""
+        x = self.pictures.values[numbers[rows]]
+        for purpose, change, asked in (
+            (CHANGES, self._moved, self.shift or self.flip),
+            (HOLES, self._erased, self.erase),
+        ):
+            if k is not None and asked:
+                drawn = draws(self.batching.seed, purpose, k, 3 * len(numbers)).reshape(-1, 3)
+                x = change(x, drawn[rows])
+        return x
 
     def _moved(self, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
         b, height, width, _ = x.shape
@@ -234,15 +254,28 @@ class ImageFeed(Base):
         return x[row, *at] * inside[..., None]
 
     def _erased(self, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-        size = np.array(x.shape[1:3], np.uint64)
         side = (drawn[:, 2:] % np.uint64(self.erase + 1)).astype(np.int64)
-        first = (drawn[:, :2] % size).astype(np.int64) - side // 2  # top, left
-        inside = [
-            (np.arange(n) >= first[:, a, None]) & (np.arange(n) < first[:, a, None] + side)
-            for a, n in enumerate(x.shape[1:3])
-        ]
-        return x * ~(inside[0][:, :, None] & inside[1][:, None])[..., None]
+        return x * ~boxes(x.shape[1:3], drawn[:, :2], np.repeat(side, 2, 1))[..., None]
+
+    def _pasted(
+        self, x: np.ndarray, guests: np.ndarray, drawn: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """x with a box of the guest in some, and the share (b) of its area."""
+        chance, area = (drawn[:, 2:] / 2.0**64).T
+        ratio = np.where(chance < self.paste, np.sqrt(area), 0.0)[:, None]
+        inside = boxes(x.shape[1:3], drawn[:, :2], (ratio * x.shape[1:3]).astype(np.int64))
+        return np.where(inside[..., None], guests, x), inside.mean((1, 2), dtype=np.float32)
 
     def describe(self) -> str:
         size = "{1} x {0}".format(*self.pictures.values.shape[1:3])
         return f"{len(self.pictures):,} pictures of {size}; {self.epoch:,} batches a pass"
+
+
+def boxes(size: tuple[int, ...], drawn: np.ndarray, sides: np.ndarray) -> np.ndarray:
+    """Where (b h w) a box with these sides (b 2) is, its middle anywhere by two draws (b 2); the rest is cut off."""
+    first = (drawn % np.array(size, np.uint64)).astype(np.int64) - sides // 2  # top, left
+    rows, columns = (
+        (np.arange(n) >= first[:, a, None]) & (np.arange(n) < (first + sides)[:, a, None])
+        for a, n in enumerate(size)
+    )
+    return rows[:, :, None] & columns[:, None]

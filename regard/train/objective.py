@@ -112,8 +112,18 @@ def prefix(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tenso
 
 
 def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
-    """- sum over rows of log p(label | text or image).   labels (b)."""
-    return _label_loss(model(batch.ids, batch.lengths), batch.labels, smoothing)
+    """- sum over rows of log p(label | text or image).   labels (b). An image with a piece of another one in it has
+    two classes, weighed by area."""
+    logits = model(batch.ids, batch.lengths)
+    if batch.guests is None or batch.share is None:
+        return _label_loss(logits, batch.labels, smoothing)
+    own, guest = (
+        smooth(y.clamp(min=0), logits.shape[-1], smoothing.eps, smoothing.over, smoothing.padding)
+        for y in (batch.labels, batch.guests)
+    )
+    log_p, counted = _wide(logits).log_softmax(-1), batch.labels != IGNORE
+    q = torch.lerp(own, guest, batch.share[:, None].to(own.dtype)).to(log_p.dtype)
+    return -(q * log_p * counted[:, None]).sum(), counted.sum()
 
 
 def tag(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:

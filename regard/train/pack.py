@@ -16,7 +16,7 @@ from regard.config import UsageError, nearest
 from regard.train.files import DataError
 
 OVERLONG = ("error", "truncate", "drop", "split")
-ORDER, BATCHES, WINDOWS, CHANGES, HOLES = range(5)  # what numbers are drawn for
+ORDER, BATCHES, WINDOWS, CHANGES, HOLES, PASTES = range(6)  # what numbers are drawn for
 WIDER = 1.1  # lengths in a bucket differ at most by this factor
 
 

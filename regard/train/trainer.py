@@ -187,7 +187,7 @@ class Trainer:
         parameters = list(self.optimizer.named.values())
         divide(parameters, count)
         norm = clip(parameters, c.clip)
-        mean, length = (loss / count.clamp(min=1)).item(), norm.item()
+        mean, length, tokens = (loss / count.clamp(min=1)).item(), norm.item(), int(count)
         if not (math.isfinite(mean) and math.isfinite(length)):
             self.optimizer.zero()
             return self._broken(step, mean, length)
@@ -195,7 +195,7 @@ class Trainer:
         self.optimizer.step(factor)
         self.optimizer.zero()
         took = time.perf_counter() - start
-        told = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": int(count)}
+        told = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
         self.tell({"kind": "step", "step": step, **told, "seconds": took})
         return True
 

@@ -276,3 +276,30 @@ def test_a_square_is_erased_in_training_only_and_never_larger_than_asked() -> No
     )
     halves = [feed.batch(5, rank, 2).ids for rank in (0, 1)]
     assert torch.cat(halves).equal(feed.batch(5).ids)
+
+
+def test_pieces_of_the_next_picture_are_pasted_and_weighed_by_their_area() -> None:
+    shade = np.arange(50, dtype=np.uint8) * 5
+    pictures = np.broadcast_to(shade[:, None, None, None], (50, 12, 10, 1)).copy()
+    labels = np.arange(50)
+    batching = Batching(rows=50, seed=3)
+
+    def feed(**more: Any) -> ImageFeed:
+        return ImageFeed(Column(pictures), Column(labels), batching, paste=0.6, **more)
+
+    made = feed(held=feed()).batch(1)
+    assert made.guests is not None and made.share is not None
+    assert made.guests.equal(made.labels.roll(-1))
+    found = (
+        (made.ids[:, 0] + 1) * 0.5 * 255 / 5
+    ).round()  # whose each pixel is: shade n is picture n's
+    mine = (found == made.labels[:, None, None]).float().mean((1, 2))
+    theirs = (found == made.guests[:, None, None]).float().mean((1, 2))
+    torch.testing.assert_close(mine + theirs, torch.ones(50))
+    torch.testing.assert_close(theirs, made.share)
+    assert 20 < (made.share > 0).sum() < 40 and 0.2 < made.share[made.share > 0].mean() < 0.6
+    assert all(b.guests is None for b in feed(held=feed()).evaluation())
+    thirds = [feed().batch(1, rank, 3) for rank in range(3)]
+    assert same(joined(thirds), feed().batch(1))
+    with pytest.raises(UsageError, match="share from 0 to 1"):
+        ImageFeed(Column(pictures), Column(labels), batching, paste=2.0)
