@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.config import UsageError, nearest
+from regard.kernels.fused import fused
 from regard.mask import Visible
 
 Score = Callable[[Tensor, Tensor], Tensor]  # (b h t d), (b h s d) -> (b h t s)
@@ -139,9 +140,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
         if seen is not None:
             mask = mask.masked_fill(~seen, -torch.inf)
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(
-        q, k, v, mask, terms.dropout, causal, scale=terms.scale, enable_gqa=grouped
-    )
+    given = {"dropout_p": terms.dropout, "is_causal": causal, "scale": terms.scale}
+    out = fused(q, k, v, mask, **given, enable_gqa=grouped)
     return out if some is None else out.masked_fill(~some, 0.0)
 
 

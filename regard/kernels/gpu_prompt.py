@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from regard.kernels.fused import fused
 from regard.kernels.gpu_linear import jit, triton
 
 if triton is not None:
@@ -192,7 +192,7 @@ def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
         at = torch.arange(q.shape[1], device=q.device)
         gap = at[:, None] - at
         mask = (gap >= 0) & (gap < window)
-    o = F.scaled_dot_product_attention(
+    o = fused(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),

@@ -7,6 +7,7 @@ import torch
 import regard
 from regard.attention.core import BACKENDS, attend
 from regard.attention.select import dots_exact, fp8_dots, to_fp8
+from regard.mask import Causal, Span, Visible
 from regard.models import Tokens, TransformerConfig
 
 pytestmark = pytest.mark.skipif(
@@ -47,6 +48,16 @@ def test_backend_on_cuda_equals_reference(name: str, backend: str) -> None:
         got = model(ids, [40, 23], backend=backend)
     torch.testing.assert_close(got[1, :23], want[1, :23], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(got[0], want[0], rtol=1e-3, atol=1e-4)
+
+
+def test_no_plan_is_made_for_lengths_that_change() -> None:
+    q = torch.randn(1, 4, 33, 64, device="cuda", dtype=torch.bfloat16)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with torch.no_grad(), torch.profiler.profile() as seen:
+        attend(q, q, q, Visible(Causal(), *[Span.run(0, 33, "cuda")] * 2), backend="sdpa")
+    names = " ".join(event.key for event in seen.key_averages())
+    assert "scaled_dot_product" in names and "cudnn" not in names
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 @each
