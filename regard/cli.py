@@ -147,8 +147,11 @@ def dispatch(arguments: list[str]) -> int:
     from regard.commands.options import OPTIONS
     from regard.commands.parse import folded, parse
 
-    for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says
-        stream.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # UTF-8 whatever the locale says; odd names of files too
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # type: ignore[union-attr]
     options: Any = parse(OPTIONS[name], name, folded(rest) if name in SET else rest)
     if options is None:  # help was asked for
         return 0

@@ -164,6 +164,11 @@ class Visible:
         seen = self.mask.see(row, q, k) & (k >= 0)
         return seen.expand(-1, q.shape[1], -1)[:, None]
 
+    def part(self, index: slice) -> Visible:
+        """The same for a run of queries, which may be simpler: the last one sees everything that is causal."""
+        start = None if self.q.start is None else self.q.start + index.indices(self.q.size)[0]
+        return Visible(self.mask, Span(self.q.index[:, index], start), self.k)
+
     def rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """The same as a function of (row, head, query index, key index)."""
         q, k = self.q.index, self.k.index

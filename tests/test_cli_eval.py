@@ -217,6 +217,10 @@ MISTAKES = {
     "missing": (["--data", "gone.tsv", *LABELLED], 4, "gone.tsv does not exist"),
     "beams": (["--data", "x", "--beams", "0"], 2, "--beams is 0"),
     "length": (["--data", "x", "--length", "99"], 2, "from 1 to 24, the model's context"),
+    "min": (["--data", "x", "--min", "nan"], 2, "--min is nan; give a finite number"),
+    "unit": (["--data", "x", "--unit", "line"], 2, "unit is not used by the task classify"),
+    "header": (["--data", __file__, "--header", "True"], 2, "header is for tsv and csv files"),
+    "target": (["--data", "x", "--target", "y"], 2, "target is not used by the task classify"),
     "role": (["--data", "x", "--columns", "lable=1"], 2, "did you mean 'label'?"),
 }
 

@@ -174,11 +174,12 @@ MISTAKES = {
     "no model": (["."], 4, "config.json does not exist"),
     "unknown key": (["lm.toml", "--train.stpes", "3"], 2, "did you mean 'steps'?"),
     "preset": (["lm.toml", "--model.preset", "gtp2"], 2, "preset 'gtp2' is unknown"),
-    "tokenizer": (["lm.toml", "--tokenizer.knid", "bpe"], 4, "tokenizer.knid is no setting"),
+    "tokenizer": (["lm.toml", "--tokenizer.knid", "bpe"], 2, "tokenizer.knid is no setting"),
     "no tokenizer": (["lm.toml", "--tokenizer.folder", "gone"], 4, "has no tokenizer.json"),
     "data": (["lm.toml", "--data.train", "gone.txt"], 4, "gone.txt does not exist"),
     "too long": (["lm.toml", "--data.length", "65"], 2, "the model's context is 64 tokens"),
     "device": (["lm.toml", "--device", "gpu"], 2, "choose auto, cpu, cuda"),
+    "keep": (["lm.toml", "--keep", "0"], 2, "--keep is 0; give a number from 1"),
 }
 
 

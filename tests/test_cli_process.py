@@ -92,3 +92,11 @@ def test_reader_that_leaves_ends_it_quietly(name: str) -> None:
     done = subprocess.run(**given, input=b"Hund\n", stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names of files are bytes on POSIX alone")
+def test_name_that_is_no_text_is_said_with_escapes(tmp_path: Path) -> None:
+    given = command("generate", tmp_path / os.fsdecode(b"\xff"), "hi")
+    done = subprocess.run(**given, stdin=subprocess.DEVNULL, capture_output=True)
+    assert done.returncode == 4 and done.stdout == b""
+    assert done.stderr.startswith(b"error: ") and b"\\udcff" in done.stderr

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import regard
 from regard.cli import main
+from regard.commands.train import signals
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
@@ -111,7 +112,7 @@ MISTAKES = {
     "bad value": (["train", "story.toml", "--train.steps", "many"], 2, "train.steps must be int, got 'many'"),
     "task": (["train", "story.toml", "--task.x", "1"], 2, "task is a value, not a table"),
     "preset": (["train", "story.toml", "--model.preset", "gtp2"], 2, "preset 'gtp2' is unknown"),
-    "tokenizer": (["train", "story.toml", "--tokenizer.knid", "bpe"], 4, "tokenizer.knid is no setting"),
+    "tokenizer": (["train", "story.toml", "--tokenizer.knid", "bpe"], 2, "tokenizer.knid is no setting"),
     "data": (["train", "story.toml", "--data.train", "gone.txt"], 4, "gone.txt"),
     "resume nothing": (["train", "story.toml", "--resume"], 2, "has nothing to go on with"),
 }  # fmt: skip
@@ -138,7 +139,100 @@ def test_folder_with_a_run_is_not_touched(home: Path, capsys: pytest.CaptureFixt
     assert main(["train", "story.toml", "--overwrite", "--train.steps", "3", "--quiet"]) == 0
 
 
-def test_not_toml_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (home / "story.toml").write_text("task = ")
-    assert main(["train", "story.toml"]) == 2
-    assert "story.toml is no TOML" in capsys.readouterr().err
+# --- the folder of a run ------------------------------------------------------------------------------------------
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files, but for the shards, which are made of the data whenever it changes."""
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    return {str(p): p.read_bytes() for p in files if p.parts[-3:-2] != ("data",)}
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"], ["--resume"]])
+def test_folder_of_others_is_not_touched(
+    flags: list[str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = home / "mine"
+    for name in ("data/train/precious.csv", "checkpoints/mine", "tokenizer/a"):
+        (mine / name).parent.mkdir(parents=True)
+        (mine / name).write_text("mine")
+    before = tree(mine)
+    assert main(["train", "story.toml", "--output-dir", "mine", *flags]) == 2
+    assert "mine is not empty, and what is in it is no run" in capsys.readouterr().err
+    assert tree(mine) == before and (mine / "data/train/precious.csv").is_file()
+
+
+def test_place_that_cannot_be_written_is_named(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"story.txt": (2, "is a file"), "story.txt/run": (1, "Not a directory")}
+    places |= (
+        {"/proc/nothing": (1, "cannot write /proc/nothing")} if Path("/proc/self").exists() else {}
+    )
+    for place, (code, text) in places.items():
+        assert main(["train", "story.toml", "--output-dir", place]) == code
+        said = capsys.readouterr().err
+        assert text in said and "--output-dir FOLDER" in said and said.count("\n") == 1
+    assert (home / "story.txt").read_text() == TEXT
+
+
+def test_run_is_refused_what_would_change_or_lose_it(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, short = home / "runs/story", ["--train.steps", "2", "--quiet"]
+    assert main(["train", "story.toml", *short]) == 0
+    before = tree(run)
+    given = {
+        ("--overwrite",): "--resume goes on with a run, --overwrite removes it",
+        ("--train.clip", "2"): "the settings of training changed since",
+        ("--model.heads", "4"): "model was {'preset': 'gpt2', 'layers': 1, 'dim': 16, 'heads': 2,",
+        ("--model.dim", "32"): "go on with the same, or train into another folder: --output-dir",
+        ("--tokenizer.kind", "bytes"): "tokenizer was {'kind': 'chars'} when runs/story was begun",
+        ("--data.length", "8"): "the data changed since",
+        ("--log-to", "paper"): "--log-to 'paper' is unknown",
+    }
+    for flags, text in given.items():
+        capsys.readouterr()
+        assert main(["train", "story.toml", "--resume", *short, *flags]) == 2
+        said = capsys.readouterr().err
+        assert text in said and said.count("\n") == 1 and tree(run) == before
+    (home / "story.txt").write_text(TEXT + "more")
+    assert main(["train", "story.toml", "--resume", *short]) == 2
+    assert "the data changed since" in capsys.readouterr().err and tree(run) == before
+    (home / "story.txt").write_text(TEXT)
+    assert main(["train", "story.toml", "--resume", *short]) == 0
+
+
+def test_broken_checkpoints_are_told_of(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--train.steps", "4", "--train.evaluate", "0", "--quiet"]
+    assert main(["train", "story.toml", *short]) == 0
+    for step, code in (("step-00000004", 0), ("step-00000002", 4)):
+        for path in (home / "runs/story/checkpoints").glob("step-*"):
+            if path.name >= step:
+                (path / "model.safetensors").write_bytes(b"x")
+        capsys.readouterr()
+        before = tree(home / "runs/story")
+        assert main(["train", "story.toml", "--resume", *short]) == code
+        said = capsys.readouterr().err
+        assert f"warning: passed over {step}: model.safetensors changed" in said
+    assert "error: no checkpoint is sound (step-00000004: model" in said and "--overwrite" in said
+    assert tree(home / "runs/story") == before
+
+
+def test_signal_in_the_middle_of_a_line_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """The handler must not use a stream that the signal may have interrupted."""
+
+    class Busy:
+        def write(self, text: str) -> None:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+        flush = write
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with pytest.MonkeyPatch.context() as patch, signals() as asked:
+            patch.setattr(sys, "stderr", Busy())
+            signal.raise_signal(number)
+            assert asked == [number]
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+        assert capfd.readouterr().err == "finishing this step, then saving; again to stop at once\n"

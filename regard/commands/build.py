@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,22 @@ from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin
 from regard.cli import DATA, Fault
+from regard.commands.check import SENTINELS, check_fits, check_suits, check_vocab, recipe_of
 from regard.commands.model import blaming, resolved
-from regard.config import UsageError, nearest
+from regard.config import UsageError, to_dict
 from regard.layers import Answer, Classify, Tag
 from regard.measure import measure
-from regard.presets import build
+from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
 from regard.text.coder import Coder
-from regard.text.train_tokenizer import Recipe, train_tokenizer
+from regard.text.train_tokenizer import train_tokenizer
 from regard.train.adapt import adapted, labels, with_head
 from regard.train.batch import Feed
 from regard.train.config import TASKS, Config
 from regard.train.corrupt import Marks
-from regard.train.data import Loaded
+from regard.train.data import Loaded, text_roles
 from regard.train.data import load as load_data
-from regard.train.files import DataError
-from regard.train.keep import Keeper
+from regard.train.keep import Keeper, whole
 from regard.train.parallel import Alone
 from regard.train.read import records
 from regard.train.trainer import Measure, Trainer
@@ -51,16 +52,18 @@ def built(config: Config, folder: Path, device: torch.device, keep: int, team: A
     """All that `config` names, joined. The first process prepares tokenizer and data, the others read them."""
     with blaming(DATA):
         start = load_model(resolved(config.model["folder"])) if "folder" in config.model else None
+    with blaming(2, files=DATA):
         files, coder, loaded = team.first(lambda: read_data(config, start, folder))
     torch.manual_seed(config.train.seed)
     model = made(config, start, coder, loaded.classes)
+    check_fits(model, loaded, config.data)
     model.origin.files = {**model.origin.files, **files}
     model.origin.config = {**model.origin.config, **special(coder), **labels(loaded.classes)}
     model = adapted(model.to(device), config.adapt)
     small = config.adapt.method == "lora"
     save = save_adapter if small else lambda m, path: m.save(path)
     load = partial(load_adapter, into=model) if small else load_model
-    keeper = Keeper(folder / "checkpoints", save, keep)
+    keeper = Keeper(folder / "checkpoints", save, keep, partial(written, small=small))
     feed = config.fed(loaded.feed, marks(coder))
     figures = measuring(config, feed, loaded.classes, files, device)
     trainer = Trainer(
@@ -74,22 +77,13 @@ def read_data(
 ) -> tuple[dict[str, bytes], Coder | None, Loaded]:
     reads = TASKS[config.task][0]
     files = {} if reads == "image" else tokenizer_files(config, start, folder)
-    coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
-    if start is not None and coder is not None:
-        vocab = start.config.embedding.vocab if hasattr(start.config, "embedding") else coder.vocab
-        if coder.vocab > vocab:
-            raise UsageError(
-                f"the tokenizer has {coder.vocab:,} tokens, the model {vocab:,}: they do not belong together; "
-                "leave [tokenizer] out to use the model's own"
-            )
-    try:
-        return (
-            files,
-            coder,
-            load_data(reads, config.data, coder, folder / "data", config.train.seed),
-        )
-    except DataError as error:
-        raise Fault(str(error), DATA) from None
+    with blaming(DATA):
+        coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
+    if start is not None:
+        check_suits(config.task, start)
+        check_vocab(start, coder, own=True)
+    loaded = load_data(reads, config.data, coder, folder / "data", config.train.seed)
+    return files, coder, loaded
 
 
 def made(config: Config, start: Any, coder: Coder | None, classes: list[str]) -> Any:
@@ -99,10 +93,11 @@ def made(config: Config, start: Any, coder: Coder | None, classes: list[str]) ->
         raise UsageError(f"[model] folder is taken as it is; leave {', '.join(changes)} out")
     model = start
     if model is None:
-        if coder is not None:
-            changes.setdefault("vocab", coder.vocab)
-        model = build(config.model["preset"], **changes)
+        vocab = 0 if coder is None else coder.vocab
+        model = fresh(config.model["preset"], changes, vocab)
         model.origin = Origin(model.family)
+    check_suits(config.task, model)
+    check_vocab(model, coder, own=start is not None)
     wanted: Any = None
     if config.task in HEADS:
         wanted = HEADS[config.task](len(classes))
@@ -114,6 +109,58 @@ def made(config: Config, start: Any, coder: Coder | None, classes: list[str]) ->
     if isinstance(head, type(wanted)) and head.labels == wanted.labels:
         return model
     return with_head(model, wanted)
+
+
+def fresh(preset: str, changes: dict[str, Any], vocab: int, device: str | None = None) -> Any:
+    """The preset with its changes; its tables are as large as the tokenizer's vocabulary, unless they say a size."""
+    if preset not in PRESETS:
+        return build(preset)  # tells the known ones
+    data = to_dict(PRESETS[preset][1]())
+    sizes = {n: vocab for n in ("vocab", "source_vocab") if vocab and placed(data, n)}
+    named = {place: x for n, x in flat(changes) for place in placed(data, n) or [n]}
+    try:
+        return build(preset, device=device, **{**sizes, **named})
+    except UsageError:
+        raise
+    except (ValueError, ArithmeticError, RuntimeError) as error:  # torch's, of sizes that cannot be
+        if "memory" in str(error):
+            raise
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"[model] cannot be built: {why}; look at {', '.join(changes)}") from None
+
+
+def flat(changes: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """Tables of settings by dotted names; one with a `kind` is a whole part, which takes the old one's place."""
+    for name, value in changes.items():
+        if isinstance(value, dict) and "kind" not in value:
+            yield from flat(value, f"{where}{name}.")
+        else:
+            yield f"{where}{name}", value
+
+
+def placed(data: dict[str, Any], name: str) -> list[str]:
+    """`name` itself if it is plain and known; of a dotted one all places nearest to the top: attention.kv_heads is
+    tower.attention.kv_heads, or that of both towers."""
+    first, dot, _ = name.partition(".")
+    level = {"": data}
+    while level:
+        if found := [f"{where}{name}" for where, part in level.items() if first in part]:
+            return found if dot else [name]
+        level = {
+            f"{where}{key}.": inner
+            for where, part in level.items()
+            for key, inner in part.items()
+            if isinstance(inner, dict)
+        }
+    return []
+
+
+def written(model: Any, small: bool) -> int:
+    """Bytes of the folder that the model is saved to: its weights, or an adapter's, and what goes along."""
+    origin, learned = model.origin, (p for p in model.parameters() if p.requires_grad)
+    weights = sum(p.nbytes for p in learned) if small else whole(model)
+    carried = 0 if small else sum(x.nbytes for x in origin.tensors.values())
+    return weights + carried + sum(map(len, origin.files.values()))
 
 
 def measuring(
@@ -147,24 +194,19 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
     """The tokenizer that is named, the model's own, or one that is learned now and kept in the run's folder."""
     if "folder" in config.tokenizer:
         home = Path(config.tokenizer["folder"])
-        if not (home / CARRIED[0]).is_file():
-            raise UsageError(f"{home} has no {CARRIED[0]}; regard tokenizer train makes one")
         return {n: (home / n).read_bytes() for n in CARRIED if (home / n).is_file()}
     if start is not None and CARRIED[0] in start.origin.files:
+        if config.tokenizer:
+            raise UsageError(
+                "[model] folder comes with its tokenizer, so [tokenizer] is not used; leave it out, or say folder in it"
+            )
         return {n: start.origin.files[n] for n in CARRIED if n in start.origin.files}
     home = folder / "tokenizer"
     if (home / CARRIED[0]).is_file():
         return {n: (home / n).read_bytes() for n in CARRIED}
-    task = "lm" if config.task == "prefix" else TASKS[config.task][0]
-    task = task if task in ("lm", "seq2seq") else "mlm"
-    known = [f.name for f in fields(Recipe)]
-    for name in config.tokenizer:
-        if name not in known:
-            raise UsageError(f"tokenizer.{name} is no setting; {nearest(name, ['folder', *known])}")
-    recipe = Recipe(**{"task": task, **config.tokenizer})
-    roles = ("source", "target") if TASKS[config.task][0] == "seq2seq" else ("text",)
-    texts = (record[role] for record in records(config.data.source(), roles) for role in roles)
-    files = train_tokenizer(texts, recipe)
+    recipe = recipe_of(config)
+    assert recipe is not None
+    files = train_tokenizer(texts_of(config), recipe)
     new = folder / ".tokenizer"  # whole or not at all
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -175,10 +217,24 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
     return files
 
 
+def texts_of(config: Config) -> Iterator[str]:
+    """All texts of the training data, each side for itself."""
+    roles = text_roles(TASKS[config.task][0], config.data)
+    for record in records(config.data.source(), roles):
+        for value in (record[role] for role in roles):
+            text = " ".join(map(str, value)) if isinstance(value, list) else value
+            if not isinstance(text, str):
+                raise Fault(f"{' and '.join(roles)} must be text, one is {value!r:.60}", DATA)
+            yield text
+
+
 def marks(coder: Coder | None) -> Marks | None:
     if coder is None:
         return None
-    return Marks(coder.vocab, coder.reserved, coder.mask, (), coder.start, coder.end, coder.pad)
+    found = [coder.source.core.token_to_id(name) for name in SENTINELS]
+    sentinels = tuple(i for i in found if i is not None)
+    ends = (coder.start, coder.end, coder.pad)
+    return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)
 
 
 def special(coder: Coder | None) -> dict[str, Any]:

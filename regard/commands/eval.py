@@ -31,7 +31,7 @@ from regard.train import evaluate
 from regard.train.batch import IGNORE, Batch, Feed
 from regard.train.config import TASKS
 from regard.train.corrupt import Corrupted, Marks, MaskTokens
-from regard.train.data import Data, _feed
+from regard.train.data import Data, check_used, feed_of
 from regard.train.examples import ImageFeed
 from regard.train.feed import Base, Batching
 from regard.train.fill import shards_of
@@ -59,6 +59,8 @@ def run(options: Eval) -> int:
         evaluate.known(name)
     if options.beams < 1:
         raise UsageError(f"--beams is {options.beams}; give a number from 1")
+    if options.min is not None and not math.isfinite(options.min):
+        raise UsageError(f"--min is {options.min}; give a finite number")
     judge = Judge(options)
     names = evaluate.suited(options.metric or evaluate.DEFAULTS[judge.task], judge.task)
     with tempfile.TemporaryDirectory(prefix="regard-eval-") as folder:
@@ -161,6 +163,7 @@ class Judge:
     @cached_property
     def data(self) -> Data:
         said, wanted = settings(self.options.reading), getattr(self.model.config, "embedding", None)
+        check_used(Data(self.options.data, self.options.target, **said), self.task)
         if isinstance(wanted, Patches):
             said["size"] = said["size"] or wanted.size
         return Data(
@@ -185,7 +188,7 @@ class Judge:
         else:
             self.about += f", {notes['tokens']:,} tokens"
             self._check(source, columns)
-            feed = _feed(self.task, self.data, self.coder, batching, columns, "", None)
+            feed = feed_of(self.task, self.data, self.coder, batching, columns, "", None)
         feed.held = feed
         if self.task != "mlm" or self.coder is None:
             return feed

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from regard.checkpoint import load
+from regard.commands.look import named
 from regard.commands.model import context_of, start_of
 from regard.config import UsageError
 from regard.look.probe import Probe
@@ -39,12 +40,12 @@ def _look(run: Run) -> tuple[list[Map], str]:
     model = load(run.folder / "last").eval()
     tokenizer = needed(tokenizer_of(model))
     probe = Probe()
-    named = _read(model, tokenizer, full[-1], run.info.get("task") in WRITES, probe)
+    tokens = _read(model, tokenizer, full[-1], run.info.get("task") in WRITES, probe)
     sites = sorted(probe.maps, key=lambda site: site.endswith(".cross"))
     if not sites:
         raise UsageError("this model has no attention")
     shown = sites[-max(MOST // _heads(probe, sites[-1]), 1) :]
-    maps = [each for site in shown for each in _maps(probe, site, named)]
+    maps = [each for site in shown for each in _maps(probe, site, tokens)]
     told = f"Step {full[-1]['step']}, at most {LONGEST} tokens of the last sample."
     if len(shown) < len(sites):
         told += f" The last {len(shown)} of {len(sites)} layers are shown."
@@ -66,7 +67,7 @@ def _read(
         if not ids:
             raise UsageError("the last sample has no tokens")
         model(torch.tensor([ids]), probe=probe)
-        return {"fed": _tokens(tokenizer, ids)}
+        return {"fed": [named(tokenizer, i) for i in ids]}
     given = tokenizer.encode(source)[:longest]
     written = tokenizer.encode_target(text, special=False)[:longest]
     if not given or not written:
@@ -74,16 +75,16 @@ def _read(
     fed = [start_of(model), *written[:-1]]
     model(torch.tensor([fed]), source=torch.tensor([given]), probe=probe)
     sides = {"source": given, "fed": fed, "written": written}
-    return {side: _tokens(tokenizer, ids) for side, ids in sides.items()}
+    return {side: [named(tokenizer, i) for i in ids] for side, ids in sides.items()}
 
 
-def _maps(probe: Probe, site: str, named: dict[str, list[str]]) -> list[Map]:
+def _maps(probe: Probe, site: str, tokens: dict[str, list[str]]) -> list[Map]:
     """The heads of a layer. In cross-attention a row is named by the token that is written there."""
-    queries = keys = named["fed"]
+    queries = keys = tokens["fed"]
     if site.startswith("encoder."):
-        queries = keys = named["source"]
+        queries = keys = tokens["source"]
     elif site.endswith(".cross"):
-        queries, keys = named["written"], named["source"]
+        queries, keys = tokens["written"], tokens["source"]
     weights = probe.maps[site][0][0].float()  # h t s
     queries, keys = (_fit(names, size) for names, size in zip((queries, keys), weights.shape[1:]))
     each = weights[:HEADS].tolist()
@@ -96,13 +97,3 @@ def _heads(probe: Probe, site: str) -> int:
 
 def _fit(names: Sequence[str], size: int) -> list[str]:
     return [*names[:size], *[""] * (size - len(names))]
-
-
-def _tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Each token as people would write it, or as the vocabulary does where it is part of a letter or a space."""
-    found = []
-    for i in ids:
-        text = tokenizer.decode([i], skip_special=False).strip()
-        piece = "".join(tokenizer.pieces([i], skip_special=False)).replace(" ", "␣")
-        found.append(text if text and "\ufffd" not in text else piece)
-    return found

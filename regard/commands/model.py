@@ -32,19 +32,19 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @contextlib.contextmanager
-def blaming(code: int) -> Iterator[None]:
-    """Give the mistakes found in here this exit code, and those of reading files."""
+def blaming(code: int, files: int | None = None) -> Iterator[None]:
+    """Give the mistakes found in here this exit code, but for those that have their own; and this, or `files`, those
+    of reading files."""
     try:
         yield
-    except Fault:
-        raise
     except UsageError as error:
-        raise Fault(str(error), code) from None
+        raise Fault(str(error), getattr(error, "code", code)) from None
     except OSError as error:
         if error.errno == errno.ENOSPC:  # it is what was written that had no room
             raise
         name = "the model folder" if error.filename is None else str(error.filename)
-        raise Fault(f"{name!r:.80} cannot be read: {error.strerror or error}", code) from None
+        why = f"{name!r:.80} cannot be read: {error.strerror or error}"
+        raise Fault(why, code if files is None else files) from None
 
 
 # --- the model ----------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ import torch
 from regard.attention import DSA
 from regard.checkpoint import load
 from regard.cli import DATA, ENVIRONMENT, Fault
-from regard.commands.build import made
+from regard.commands.build import fresh, made
+from regard.commands.check import check
 from regard.commands.model import blaming, context_of, pick_device, resolved
 from regard.commands.survey import Survey, survey
 from regard.config import UsageError
 from regard.layers import MLP
 from regard.models.summary import parameters
-from regard.presets import build
 from regard.train.activations import Pass
 from regard.train.adapt import adapted
 from regard.train.config import TASKS, Config, read
@@ -36,17 +36,22 @@ Row = tuple[str, str]
 
 def run(options: Options) -> int:
     device, _ = pick_device(options.device)
+    if options.keep < 1:
+        raise UsageError(f"--keep is {options.keep}; give a number from 1")
     if Path(options.config).is_dir():
         if options.changes:
             raise UsageError(f"{options.config} is a model folder, which has no settings to change")
         return show_folder(options, device)
     with blaming(2):
         config = read(Path(options.config), options.changes)
+    with blaming(2, files=DATA):
+        check(config)
     folder = Path(options.output_dir or Path("runs") / Path(options.config).stem)
     with blaming(DATA):
         start = None
         if "folder" in config.model:
             start = load(resolved(config.model["folder"]), device="meta")
+    with blaming(2, files=DATA):
         found = survey(config, folder, start)
     model = empty(config, start, found)
     job, filled = job_of(config, model, found, device.type)
@@ -58,9 +63,7 @@ def empty(config: Config, start: Any, found: Survey) -> Any:
     """The model without memory for its weights, with the head of the task, frozen as it will be."""
     if start is None:
         changed = {k: v for k, v in config.model.items() if k != "preset"}
-        if found.vocab:
-            changed.setdefault("vocab", found.vocab)
-        start = build(config.model["preset"], device="meta", **changed)
+        start = fresh(config.model["preset"], changed, found.vocab, device="meta")
         config = replace(config, model={"folder": "."})
     with torch.device("meta"):
         return adapted(made(config, start, None, [""] * found.classes), config.adapt)

@@ -16,6 +16,7 @@ from regard.text import Tokenizer, needed
 from regard.text.coder import Coder
 from regard.text.train_tokenizer import Recipe
 from regard.train.config import TASKS, Config
+from regard.train.data import text_roles
 from regard.train.files import opened, sha256
 from regard.train.fill import classes_of
 from regard.train.images import SUFFIXES, pictures
@@ -61,7 +62,7 @@ def survey(config: Config, folder: Path, start: Any = None) -> Survey:
     reads, source = TASKS[config.task][0], config.data.source()
     if reads == "image":
         return _pictured(source)
-    roles = _roles(config, source)
+    roles = text_roles(TASKS[config.task][0], config.data)
     texts, whole = _sample(source, roles)
     vocab, count = _words(config, folder, start, texts)
     limit = config.data.length or math.inf
@@ -123,23 +124,6 @@ def _pictured(source: Source) -> Survey:
         return Survey(len(files), classes=len({p.name for p in classes}), exact=True)
     images, names = pictures(source)
     return Survey(len(images), classes=len(set(names)), exact=True)
-
-
-def _roles(config: Config, source: Source) -> tuple[str, ...]:
-    """The columns that hold text."""
-    paired = bool(source.beside) or "target" in source.columns
-    match TASKS[config.task][0]:
-        case "seq2seq":
-            return ("source", "target")
-        case "lm" if paired:
-            return ("source", "target")
-        case "tag":
-            return ("words",)
-        case "answer":
-            return ("text", "second")
-        case "classify" if "second" in source.columns:
-            return ("text", "second")
-    return ("text",)
 
 
 def _sample(source: Source, roles: tuple[str, ...]) -> tuple[list[list[str]], bool]:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regard.checkpoint import load as load_model
-from regard.cli import ENVIRONMENT, RUN, Fault
+from regard.cli import DATA, ENVIRONMENT, RUN, Fault
 from regard.commands.build import Built, built
+from regard.commands.check import check
 from regard.commands.live import view
 from regard.commands.model import blaming, pick_device
-from regard.commands.runlog import Log, RunFile
+from regard.commands.runlog import Log, RunFile, check_same
 from regard.commands.track import tracker
 from regard.config import UsageError
 from regard.run import generate
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
     from regard.commands.options_work import TrainRun
 
 EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+OURS = {"lock", "run.json"}  # a run's folder has one of these
 BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step
-WRITTEN = ("checkpoints", "data", "tokenizer")
+WRITTEN = ("checkpoints", "data")
 FILES = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "last", "best")
 
 
@@ -46,13 +48,19 @@ def run(options: TrainRun) -> int:
     path = Path(options.config)
     with blaming(2):
         config = read(path, options.changes)
+    with blaming(2, files=DATA):
+        check(config)
+    if options.resume and options.overwrite:
+        raise UsageError(
+            "--resume goes on with a run, --overwrite removes it; leave one of them out"
+        )
     if options.smoke:
         config = shortened(config)
     folder = Path(options.output_dir or Path("runs") / path.stem)
     device, _ = pick_device(options.device)
     with ExitStack() as stack:
         team = stack.enter_context(team_of(config.train.parallel, device))
-        team.once(lambda: claim(folder, options, stack))
+        team.once(lambda: claim(folder, config, options, stack))
         asked = stack.enter_context(signals())
         made = built(config, folder, team.device(device), options.keep, team)
         why = train(made, config, folder, options, asked)
@@ -68,26 +76,30 @@ def run(options: TrainRun) -> int:
 def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: list[int]) -> str:
     """Run the trainer, and write down how it went; why it ended."""
     trainer = made.trainer
-    resumed = trainer.resume() if options.resume else False
+    resumed = going_on(trainer) if options.resume else False
     if trainer.team.rank:
         return trainer.run(lambda: bool(asked))
     if not options.force and (why := refusal(config, trainer, options.keep)):
         raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
-    (folder / "config.toml").write_bytes(Path(options.config).read_bytes())
     record = RunFile(folder, config, options, trainer, made.classes)
+    listeners: list[Any] = [*tracker(options.log_to, folder, record.said)]
+    (folder / "config.toml").write_bytes(Path(options.config).read_bytes())
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     say(f"{trainer.feed.describe()}; {how}, {folder}")
-    if resumed:
-        say(f"going on after step {trainer.at.step}")
+    if options.resume:
+        say(
+            f"going on after step {trainer.at.step}"
+            if resumed
+            else "no checkpoint yet: from the start"
+        )
     status = "failed"
     record.write("running")
-    listeners: list[Any] = [*tracker(options.log_to, folder, record.said)]
     try:
         with (
             view(config.train.steps, options.quiet) as shown,
-            Log(folder, trainer.at.step, [shown, *listeners]) as log,
+            Log(folder, trainer.at, [shown, *listeners]) as log,
         ):
-            trainer.tell = log
+            trainer.tell, trainer.keeper.before = log, log.sync
             status = trainer.run(lambda: bool(asked))
     except Diverged as error:
         status = "diverged"
@@ -105,6 +117,23 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
     return status
 
 
+def going_on(trainer: Trainer) -> bool:
+    """Resume; whether there is a checkpoint to go on from. If all there are broke, nothing is begun over them."""
+    if trainer.team.rank == 0:
+        trainer.tell = lambda event: say(f"warning: {event['text']}")
+    resumed = trainer.resume()
+
+    def look() -> None:
+        if not resumed and trainer.keeper.broken:
+            raise Fault(
+                f"no checkpoint is sound ({trainer.keeper.broken[0]}); put a copy back, or start anew with --overwrite",
+                DATA,
+            )
+
+    trainer.team.once(look)
+    return resumed
+
+
 def shortened(config: Config) -> Config:
     """Three steps, an evaluation, a save."""
     few = replace(config.train.schedule, steps=3, warmup=0, decay=0, shape="constant")
@@ -115,30 +144,50 @@ def shortened(config: Config) -> Config:
 # --- the folder ---------------------------------------------------------------------------------------------------
 
 
-def claim(folder: Path, options: TrainRun, stack: ExitStack) -> None:
-    """Make the folder and lock it; only then look at what is in it, and clear what may go."""
+def claim(folder: Path, config: Config, options: TrainRun, stack: ExitStack) -> None:
+    """Make the folder and lock it; only then look at what is in it, and clear what may go. Nothing is written to one
+    that has files of others."""
     nothing = f"{folder} has nothing to go on with; leave --resume out"
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file; name a folder: --output-dir FOLDER")
     if options.resume and not folder.is_dir():
         raise UsageError(nothing)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in folder.iterdir()}
+        if names and not names & OURS:
+            raise UsageError(
+                f"{folder} is not empty, and what is in it is no run; name another: --output-dir FOLDER"
+            )
+        stack.enter_context(locked(folder))
     except OSError as error:
-        raise Fault(f"cannot write {folder}: {error.strerror}", RUN) from None
-    stack.enter_context(locked(folder))
+        why = f"cannot write {folder}: {error.strerror}"
+        raise Fault(f"{why}; name another: --output-dir FOLDER", RUN) from None
     full = bool({path.name for path in folder.iterdir()} - BEFORE)
     if options.resume and not full:
         raise UsageError(nothing)
-    if full and options.overwrite:
+    if full and not options.resume and not options.overwrite:
+        raise UsageError(
+            f"{folder} is not empty; go on with --resume, start anew with --overwrite, or name another: --output-dir"
+        )
+    if options.resume:
+        check_same(folder, config)
+    else:
+        clear(folder, full)
+    for left in (folder / "checkpoints").glob(".*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def clear(folder: Path, full: bool) -> None:
+    """Remove the run, if there is one; and a tokenizer in any case, which other settings may have made."""
+    shutil.rmtree(folder / ".tokenizer", ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # whole or not at all
+        (folder / "tokenizer").rename(folder / ".tokenizer")
+    if full:
         for name in WRITTEN:
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
-    elif full and not options.resume:
-        raise UsageError(
-            f"{folder} is not empty; go on with --resume, start anew with --overwrite, or name another: --output-dir"
-        )
-    for left in (folder / "checkpoints").glob(".*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def point(folder: Path, trainer: Trainer) -> None:
@@ -165,7 +214,8 @@ def signals() -> Iterator[list[int]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        say("finishing this step, then saving; again to stop at once")
+        with contextlib.suppress(OSError):  # not by print, which may be what was interrupted
+            os.write(2, b"finishing this step, then saving; again to stop at once\n")
 
     old = {number: signal.signal(number, note) for number in EXITS}
     try:

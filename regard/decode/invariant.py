@@ -190,7 +190,7 @@ def _absorbed(
     q = torch.cat([_each_head(nope, w_uk), rope], -1)
     latent = kept["latent"][:, :, None]  # b s 1 c
     k = torch.cat([latent, kept["k_rope"][:, :, None]], -1) if self.r else latent
-    o = attend(q, k, latent, mask, bias=bias, **self.terms(ctx))
+    o = attend(q, k, latent, mask, bias=bias, **self.terms(ctx, w_uv))
     return _each_head(o, w_uv.transpose(1, 2))
 
 

@@ -2,8 +2,8 @@
 token a row is turned, stored and attended to where the cache lies.
 
 The residual stream is float32; weights and cache have the prepared precision. Anything else than one token a row over
-a plain cache (prompts, encoders, pages, probes) takes the joined form of regard.decode.prepare's attention. Equals
-`Block`; see test_lean_blocks_give_the_models_logits.
+a plain cache (prompts, encoders, pages) takes the joined form of regard.decode.prepare's attention. A probe is shown
+what the native code read, and changes no bit. Equals `Block`; see test_lean_blocks_give_the_models_logits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.context import Context
+from regard.attention.core import Terms
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block
 from regard.cache import Contiguous
@@ -24,7 +25,7 @@ from regard.kernels.linear import Fused
 from regard.kernels.native_linear import ACTIVATIONS, MOST, NativeLinear, usable
 from regard.kernels.native_rows import attend_one, enter, norm
 from regard.layers import FeedForward, RMSNorm
-from regard.mask import Causal
+from regard.mask import Causal, Visible
 from regard.models import EncoderDecoder, Model, Transformer
 
 WORTH = 10_000_000  # parameters for which the native code is compiled if it is not yet
@@ -184,6 +185,9 @@ class LeanSelfAttention(LeanAttention):
             given = bias
             bias = ctx.once("bias of rows", lambda: given[:, :, 0].float().contiguous())
         o = attend_one(q, k, v, pos, scale=self.scale, place=place, window=c.window, bias=bias)
+        if ctx.probe is not None:
+            terms = Terms(self.scale, None if bias is None else bias[:, :, None])
+            _show(ctx, layer, q[:, None], ctx.visible(cache.span, c.window), terms)
         return o[:, None]
 
 
@@ -200,6 +204,9 @@ class LeanCrossAttention(LeanAttention, JoinedCrossAttention):
             share = len(q) // len(lengths)
             pos = ctx.once("last", lambda: (lengths - 1).repeat_interleave(share))
             o = attend_one(q[:, 0], k, v, pos, share=share, scale=self.scale)
+            if ctx.probe is not None:  # beams stand side by side, as in `mix`
+                real = (layer.cache.span.index >= 0)[:, None, None]
+                _show(ctx, layer, q.reshape(-1, share, self.h, self.d), real, Terms(self.scale))
             return self.out(o[:, None], residual)
         kept, k_pos = ctx.keep(**self.entries(x, ctx))
         seen, bias = ctx.visible(k_pos), ctx.bias(k_pos)
@@ -207,9 +214,9 @@ class LeanCrossAttention(LeanAttention, JoinedCrossAttention):
 
 
 def _cache(ctx: Context) -> Layer | None:
-    """The cache, if this is a step of one token a row, unwatched, over memory that lies by position."""
+    """The cache, if this is a step of one token a row over memory that lies by position."""
     store = ctx.store
-    if ctx.probe is not None or ctx.backend != "sdpa" or ctx.pos.size != 1:
+    if ctx.backend != "sdpa" or ctx.pos.size != 1:
         return None
     return store if isinstance(store, Layer) and type(store.cache) is Contiguous else None
 
@@ -219,3 +226,12 @@ def _memory(layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
     assert isinstance(layer.cache, Contiguous)
     slots = layer.cache.slots[layer.index]
     return slots["k"], slots["v"], layer.cache.place
+
+
+def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: Terms) -> None:
+    """Let a probe see queries (b t h d) and the keys and values they met, brought to their own rows."""
+    watch = ctx.watch()
+    if watch is not None:
+        kept, _ = layer.keep()
+        q, k, v = (x.transpose(1, 2) for x in (q, kept["k"], kept["v"]))
+        watch.see(q, k, v, mask, terms)

@@ -40,6 +40,7 @@ def rollout(layers: Sequence[Tensor], kept: float = 0.5) -> Tensor:
         raise UsageError(
             "rollout needs the whole self-attention of every layer, (b h t t); probe all rows of one forward"
         )
+    _alike(layers, "rollout")
     size = layers[0].shape[-1]
     eye = torch.eye(size, dtype=layers[0].dtype, device=layers[0].device)
     found = eye.expand(len(layers[0]), size, size)
@@ -53,6 +54,7 @@ def average(layers: Sequence[Tensor]) -> Tensor:
     """The mean over heads and layers, every layer counting the same: (b h t s) of each -> (b t s)."""
     if not layers:
         raise UsageError("there is no map to average; probe at least one layer")
+    _alike(layers, "an average")
     return torch.stack([a.mean(1) for a in layers]).mean(0)
 
 
@@ -150,6 +152,14 @@ def _back(p: Tensor, steps: int) -> Tensor:
     rows = torch.arange(t, device=p.device)
     keys = rows + s - t - steps
     return p[..., rows, keys.clamp(min=0)] * (keys >= 0)
+
+
+def _alike(layers: Sequence[Tensor], what: str) -> None:
+    sizes = {(len(a), *a.shape[-2:]) for a in layers}
+    if len(sizes) > 1:
+        raise UsageError(
+            f"{what} needs layers that read the same tokens, got maps of {len(sizes)} sizes; give one tower's at a time"
+        )
 
 
 def _rows(a: Tensor) -> Tensor:

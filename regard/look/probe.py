@@ -11,8 +11,9 @@
     "norm"    weight times the length of the head's value vector: how much a key really gives
     "chosen"  bool (b 1 t' s), keys inside the softmax: what the mask shows; of sparse attention the indexer's choice
 
-The maps are computed beside the kernel that computes the output, from the same q and k, in float32 at least: no logit
-and no gradient changes, nothing stays on the model, and only chosen heads and rows are ever made. Dropout is left out.
+The maps are computed beside the kernel that computes the output (native steps of prepared models too), from the same q
+and k, in float32 at least: no logit and no gradient changes, nothing stays on the model, and only chosen heads and rows
+are ever made. Dropout is left out. Compiled code is refused: cut open by a probe, it would round otherwise.
 `reduce` is for maps too large to keep: it is given each head's map alone, (b 1 t' s), as soon as that is there, and
 what it returns is kept instead (heads joined along axis 1).
 """
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from regard.attention.core import Terms, finish, scores, softmax
 from regard.attention.select import SparseProbe, Spread
@@ -35,6 +37,7 @@ from regard.mask import Visible
 KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}  # at keys not chosen
 Maps = dict[str, list[Tensor]]  # place -> call -> map
 Made = dict[str, Tensor]  # kind -> map
+Index = slice | Tensor | None  # of rows or heads: one, some, all
 M = TypeVar("M")
 
 
@@ -49,13 +52,14 @@ class Probe:
 
     def __init__(
         self,
-        layers: Iterable[int | str] | None = None,
+        layers: Iterable[int | str] | str | None = None,
         heads: Iterable[int] | None = None,
         rows: Iterable[int] | None = None,
         *,
         what: str | Iterable[str] = "weight",
         reduce: Callable[[Tensor], Tensor] | None = None,
     ):
+        layers = [layers] if isinstance(layers, str) else layers
         self.layers = None if layers is None else set(layers)
         self.heads = None if heads is None else sorted(set(heads))
         self.rows = None if rows is None else list(rows)
@@ -71,6 +75,10 @@ class Probe:
 
     def at(self, site: str) -> Recorder | None:
         """The recorder for a place, or None if its layer is not wanted."""
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            raise UsageError(
+                "a probe would change the bits of compiled code; leave compile out to look inside"
+            )
         self._sites[site] = None
         wanted = self.layers is None or not self.layers.isdisjoint((site, _number(site)))
         again = torch._C._current_graph_task_id() != -1  # a checkpointed block, computed once more
@@ -89,7 +97,7 @@ class Probe:
                 watch._batch = None
 
         twin = copy.copy(model)
-        twin.__class__ = type(kind.__name__, (kind,), {"hidden": hidden})
+        twin.__class__ = type(kind.__name__, (kind,), {"hidden": hidden, "watched": True})
         return twin
 
     @property
@@ -125,11 +133,11 @@ class Recorder(SparseProbe):
         """q (b h t d), k (b g s d): a whole dense attention; only chosen heads and rows are computed."""
         b, h, t = q.shape[:3]
         share = max(1, (self.probe._batch or b) // b)  # beams side by side as one source's queries
-        rows = self._rows(0, t // share, t // share, q.device)
+        rows = self._rows(0, t // share, t // share)
         if rows is not None and share > 1:
             rows = _flat(share, t // share, rows)
         if isinstance(mask, Visible):
-            mask = None if mask.everything else mask.tensor() if rows is None else mask.rows(rows)
+            mask = _seen(mask, rows)
         else:
             mask = _part(mask, 2, rows)
         q, terms = _pick(q, 2, rows), _cut(terms, 2, rows)
@@ -138,7 +146,7 @@ class Recorder(SparseProbe):
             found = self._made(heads, q, k, v, mask, terms)
             return {kind: _apart(a, share) for kind, a in found.items()}
 
-        self._keep(self._heads(h, q.device), h, made)
+        self._keep(self._heads(h), h, made)
 
     @torch.no_grad()
     def gathered(
@@ -146,10 +154,10 @@ class Recorder(SparseProbe):
     ) -> None:
         """A run of queries, each with the keys chosen for it. The maps stay k wide until the call is through."""
         (b, n, _), (t, s) = where.chosen.shape, where.size
-        rows = self._rows(where.rows.start, where.rows.stop, t, q.device)
+        rows = self._rows(where.rows.start, where.rows.stop, t)
         flat = None if rows is None else _flat(b, n, rows)
         q, k, v, mask = (_pick(x, 0, flat) for x in (q, k, v, mask))
-        heads, terms = self._heads(q.shape[1], q.device), _cut(terms, 0, flat)
+        heads, terms = self._heads(q.shape[1]), _cut(terms, 0, flat)
         made = self._made(heads, q, k, v, mask, terms)
         made = {kind: _by_query(a, b) for kind, a in made.items()}
         if where.rows.start == 0:
@@ -196,8 +204,8 @@ class Recorder(SparseProbe):
     ) -> Made:
         """The maps of these heads for queries q (b h t d) over keys k (b g s d)."""
         what, (b, h, t), skip = self.probe.what, q.shape[:3], terms.sinks
+        x = _scores(q, k, heads, terms)  # b h' t s
         with torch.autocast(q.device.type, enabled=False):
-            x = _scores(q, k, heads, terms)  # b h' t s
             mask = _part(mask, 1, heads)
             a = softmax(x, mask)[..., skip:] if {"weight", "norm"} & {*what} else x
             x, mask = x[..., skip:], None if mask is None else mask[..., skip:]
@@ -211,22 +219,24 @@ class Recorder(SparseProbe):
                 made["chosen"] = seen.expand(b, -1, t, x.shape[-1])
         return {kind: made[kind] for kind in what}
 
-    def _heads(self, count: int, device: torch.device) -> Tensor | None:
+    def _heads(self, count: int) -> Tensor | None:
         heads = self.probe.heads
         wrong = [i for i in heads or () if not 0 <= i < count]
         if wrong:
             raise UsageError(
                 f"probe: there is no head {wrong[0]} at {self.site}; its heads are 0 to {count - 1}"
             )
-        return None if heads is None else torch.tensor(heads, dtype=torch.long, device=device)
+        return None if heads is None else torch.tensor(heads, dtype=torch.long)
 
-    def _rows(self, start: int, stop: int, size: int, device: torch.device) -> Tensor | None:
+    def _rows(self, start: int, stop: int, size: int) -> Index:
         """The chosen rows within start..stop, counted from start."""
         if self.probe.rows is None:
             return None
         rows = {i + size if i < 0 else i for i in self.probe.rows}
         inside = sorted(i - start for i in rows if start <= i < stop)
-        return torch.tensor(inside, dtype=torch.long, device=device)
+        if len(inside) == 1:
+            return slice(inside[0], inside[0] + 1)
+        return torch.tensor(inside, dtype=torch.long)
 
 
 # --- the arithmetic -----------------------------------------------------------------------------------------------
@@ -234,23 +244,28 @@ class Recorder(SparseProbe):
 
 def _scores(q: Tensor, k: Tensor, heads: Tensor | None, terms: Terms) -> Tensor:
     """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they lie."""
-    if terms.score is not None:  # it may hold parameters of every head
-        return _pick(scores(q, k, terms), 1, heads)
-    (h, t), g, q, k = q.shape[1:3], k.shape[1], _wide(q), _wide(k).transpose(-1, -2)
-    if heads is None:
-        x = (q.unflatten(1, (g, h // g)).flatten(2, 3) @ k).unflatten(2, (h // g, t)).flatten(1, 2)
-    else:
-        x = torch.cat([q[:, [i]] @ k.narrow(1, i * g // h, 1) for i in heads.tolist()], 1)
-    x = x * terms.scale
-    return finish(x, _cut(terms, 1, heads))
+    (h, t), g = q.shape[1:3], k.shape[1]
+    if terms.score is not None:  # as the layer computes it, row by row: it may be wide inside
+        bare = Terms(terms.scale, score=terms.score)
+        x = _wide(_pick(torch.cat([scores(row, k, bare) for row in q.split(1, 2)], 2), 1, heads))
+        return finish(x, _cut(terms, 1, heads))
+    with torch.autocast(q.device.type, enabled=False):
+        if heads is None:
+            x = _wide(q).unflatten(1, (g, h // g)).flatten(2, 3) @ _wide(k).mT
+            x = x.unflatten(2, (h // g, t)).flatten(1, 2)
+        else:
+            each = ((q.narrow(1, i, 1), k.narrow(1, i * g // h, 1)) for i in heads.tolist())
+            x = torch.cat([_wide(mine) @ _wide(keys).mT for mine, keys in each], 1)
+        return finish(x * terms.scale, _cut(terms, 1, heads))
 
 
 def _lengths(v: Tensor, heads: Tensor | None, count: int, up: Tensor | None) -> Tensor:
     """Euclidean lengths (b h' 1 s) of the values v (b g s e); of `up` v where v is what all heads share."""
     if up is not None:
-        own = [_wide(v[:, 0]) @ _wide(w).T for w in _pick(up, 0, heads)]  # b s e for each head
-        return torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in own], 1)[:, :, None]
-    lengths = torch.linalg.vector_norm(_wide(v), dim=-1)  # b g s
+        each = (_wide(v[:, 0]) @ _wide(w).T for w in _pick(up, 0, heads))  # b s e
+        return torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in each], 1)[:, :, None]
+    wide = torch.promote_types(v.dtype, torch.float32)
+    lengths = torch.linalg.vector_norm(v, dim=-1, dtype=wide)  # b g s
     return _pick(lengths.repeat_interleave(count // v.shape[1], 1), 1, heads)[:, :, None]
 
 
@@ -276,20 +291,31 @@ def _placed(a: Tensor, chosen: Tensor, size: int, fill: float) -> Tensor:
     return full.scatter(-1, chosen.expand(-1, a.shape[1], -1, -1), a)
 
 
-def _pick(x: Tensor, axis: int, index: Tensor | None) -> Tensor:
+def _seen(mask: Visible, rows: Index) -> Tensor | None:
+    """What these rows see: (b 1 t' s), or None for everything."""
+    mask = mask.part(rows) if isinstance(rows, slice) else mask
+    if mask.everything:
+        return None
+    return mask.rows(rows) if isinstance(rows, Tensor) else mask.tensor()
+
+
+def _pick(x: Tensor, axis: int, index: Index) -> Tensor:
+    if isinstance(index, slice):
+        return x.narrow(axis, index.start, index.stop - index.start)
     return x if index is None else x.index_select(axis, index.to(x.device))
 
 
-def _flat(count: int, size: int, rows: Tensor) -> Tensor:
+def _flat(count: int, size: int, rows: slice | Tensor) -> Tensor:
     """`rows` of each of `count` runs of `size`."""
-    return (torch.arange(count, device=rows.device)[:, None] * size + rows).flatten()
+    rows = torch.arange(size)[rows]
+    return (torch.arange(count)[:, None] * size + rows).flatten()
 
 
-def _cut(terms: Terms, axis: int, index: Tensor | None) -> Terms:
+def _cut(terms: Terms, axis: int, index: Index) -> Terms:
     return replace(terms, bias=_part(terms.bias, axis, index))
 
 
-def _part(x: Tensor | None, axis: int, index: Tensor | None) -> Tensor | None:
+def _part(x: Tensor | None, axis: int, index: Index) -> Tensor | None:
     """The same where an axis of size 1 stands for all."""
     return x if x is None or x.shape[axis] == 1 else _pick(x, axis, index)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from regard.attention import Context, attend
-from regard.attention.core import Probe
+from regard.attention.core import Probe, Terms
 from regard.attention.scores import make_score
 from regard.cache import Cache, CacheSpec
 from regard.mask import Visible
@@ -277,5 +277,8 @@ class BahdanauDecoder(nn.Module):
             out.append(state[0][-1])
         watch = ctx.watch()
         if watch is not None:  # all words at once, as every other layer shows them
-            self.attention(torch.stack(asked, 1), kept, visible, probe=watch)
+            score = self.attention.score
+            q, k, v = score.query(torch.stack(asked, 1)), kept["k"], kept["h"]
+            terms = Terms(1.0, score=score.join)
+            watch.see(q[:, None], k[:, None], v[:, None], visible, terms)
         return torch.stack(out, 1), state

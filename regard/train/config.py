@@ -116,7 +116,9 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
     return replace(config, data=config.data.under(path.parent), model=model, tokenizer=words)
 
 
-def _under(path: Path, folder: str) -> str:
+def _under(path: Path, folder: Any) -> str:
+    if not isinstance(folder, str):
+        raise UsageError(f"{path.name}: folder = {folder!r}; give the name of a folder")
     return str(path.parent / folder)
 
 

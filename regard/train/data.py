@@ -6,7 +6,8 @@ as long as files, tokenizer and settings are the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,34 @@ from regard.train.examples import ImageFeed, LabelFeed, PairFeed
 from regard.train.feed import Base, Batching, TextFeed
 from regard.train.files import DataError
 from regard.train.fill import SETTINGS, Coder, shards_of
-from regard.train.read import Source
+from regard.train.pack import OVERLONG
+from regard.train.read import ARRAYS, ROLES, Source, format_of
 from regard.train.shards import Column
 
 TASKS = ("lm", "mlm", "seq2seq", "classify", "tag", "answer", "image")
 Names = str | tuple[str, ...]
+ROWED = ("lm", "mlm")  # tasks whose documents may share a row
+LABELS = ("classify", "tag", "answer")
+TEXTS = (*ROWED, "seq2seq", *LABELS)
+TABLES = ("tsv", "csv", "jsonl", "parquet", "hub", "npz")  # formats with columns that have names
+# setting -> tasks and formats that use it (none: all); settings that are not here are used by all
+USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    **dict.fromkeys(("target", "valid_target"), ((*ROWED, "seq2seq", "image"), ())),
+    **dict.fromkeys(("unit", "marker"), (ROWED, ("text",))),
+    "header": (TEXTS, ("tsv", "csv")),
+    "size": (("image",), ("images",)),
+    **dict.fromkeys(("length", "tokens", "overlong", "multiple"), (TEXTS, ())),
+    "pack": (ROWED, ()),
+    **dict.fromkeys(("shift", "flip", "erase", "paste"), (("image",), ())),
+}
+USED_ROLES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(ROWED, ("text", "source", "target")),
+    "seq2seq": ("source", "target"),
+    "classify": ("text", "second", "label"),
+    "tag": ("words", "tags"),
+    "answer": ("text", "second", "start", "end"),
+    "image": ("image", "label"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,14 @@ class Data:
     def __post_init__(self) -> None:
         if not 0.0 <= self.held < 1.0:
             raise UsageError(f"held = {self.held}: give a share from 0 to 1, for example 0.1")
+        for name, least in (("shift", 0), ("erase", 0), ("size", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name} = {value}: give a number from {least}")
+        if self.overlong not in OVERLONG:
+            raise UsageError(
+                f"overlong = {self.overlong!r} is unknown; {nearest(self.overlong, OVERLONG)}"
+            )
 
     def source(self, valid: bool = False) -> Source:
         paths, beside = (self.valid, self.valid_target) if valid else (self.train, self.target)
@@ -82,24 +114,115 @@ class Loaded:
     notes: dict[str, Any]
 
 
+# --- what a task uses ---------------------------------------------------------------------------------------------
+
+
+def text_roles(task: str, data: Data) -> tuple[str, ...]:
+    """The columns that hold text, of which a tokenizer is learned."""
+    two = bool(_tuple(data.target)) or "target" in data.columns
+    if task == "seq2seq" or (task in ROWED and two):
+        return ("source", "target")
+    more = ("second",) if task == "answer" or "second" in data.columns else ()
+    return ("words",) if task == "tag" else ("text", *more)
+
+
+def check_used(data: Data, task: str, name: str = "") -> None:
+    """Refuse settings that would be passed over: for the task (whose users call it `name`), or for the files' format.
+    Nothing is read of the files but their names."""
+    name = name or task
+    said = {f.name for f in fields(Data) if f.default != getattr(data, f.name)} - {"columns"}
+    for key, (tasks, _) in USED.items():
+        if key in said and task not in tasks:
+            raise UsageError(f"{key} is not used by the task {name}; leave it out")
+    for role in data.columns:
+        if role in ROLES and role not in USED_ROLES[task]:
+            can = ", ".join(USED_ROLES[task])
+            raise UsageError(f"columns: {role} is not used by the task {name}; it uses {can}")
+    kinds = _formats(data, task, name)
+    for key, (_, formats) in USED.items():
+        if key in said and formats and not kinds & set(formats):
+            raise UsageError(
+                f"{key} is for {' and '.join(formats)} files, and the task {name} has {', '.join(sorted(kinds))} here; "
+                "leave it out"
+            )
+    if task == "image" and "target" in said and not kinds & {"npy", "idx"}:
+        raise UsageError(f"target is for npy and idx files in the task {name}; leave it out")
+    if data.columns and not kinds & set(TABLES):
+        raise UsageError(
+            f"columns are not used by the task {name} for {', '.join(sorted(kinds))} files; leave them out"
+        )
+    for one, other, why in _clashes(data, task):
+        if one in said and other in said:
+            raise UsageError(
+                f"{one} is not used beside {other} by the task {name}, {why}; leave {one} out"
+            )
+    if "valid_target" in said and "valid" not in said:
+        raise UsageError("valid_target is the other side of valid; name valid too")
+
+
+def _formats(data: Data, task: str, name: str) -> set[str]:
+    """Of the training files; with a file beside each they are read line by line."""
+    if not _tuple(data.train):
+        raise UsageError("train names no file; give the path of a data file")
+    if data.format == "hub":
+        return {"hub"}
+    paths = data.source().files()
+    kinds = {format_of(path, data.format): path for path in paths}
+    if task == "image":
+        return set(kinds)
+    for kind in kinds.keys() & set(ARRAYS):
+        what = "a folder" if kind == "images" else f"of format {kind}"
+        raise UsageError(f"{kinds[kind]} is {what}, and the task {name} reads text; name a file")
+    return {"parallel"} if _tuple(data.target) else set(kinds)
+
+
+def _clashes(data: Data, task: str) -> Iterator[tuple[str, str, str]]:
+    """Settings of which one says all: (passed over, because of, why)."""
+    yield "held", "valid", "one of the two says what is held out"
+    yield "unit", "marker", "the marker stands between documents"
+    if task not in ROWED or data.pack == "none":
+        return
+    yield "tokens", "rows", "all rows are of one length"
+    yield "multiple", "length", f"with pack = {data.pack!r} all rows are of one length"
+    if data.pack in ("stream", "windows"):
+        yield "overlong", "pack", f"{data.pack!r} cuts rows out of all the text"
+
+
+def longest(feed: Base | None) -> int | None:
+    """Tokens of the longest row, padding included, of a side; None where rows have none."""
+    if isinstance(feed, PairFeed):
+        sizes = np.maximum(feed.read, feed.said)
+    elif isinstance(feed, LabelFeed):
+        sizes = feed.cut.size
+    elif isinstance(feed, TextFeed):
+        sizes = np.array([feed.batching.length]) if feed.pack != "none" else feed.size
+    else:
+        return None
+    return int(feed.batching.padded(sizes).max())
+
+
+# --- files -> a feed ----------------------------------------------------------------------------------------------
+
+
 def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0) -> Loaded:
     """The feed of a task. Shards go into `folder`."""
     if task not in TASKS:
         raise UsageError(f"task = {task!r} is unknown; {nearest(task, TASKS)}")
     if coder is None and task != "image":
         raise UsageError(f"task = {task!r} reads text and needs a tokenizer")
+    check_used(data, task)
     batching = data.batching(seed)
     shards = shards_of(task, data.source(), coder, folder / "train", None)
     classes = shards.notes.get("classes", [])
     columns, name, held = shards.columns, shards.fingerprint, None
     if _tuple(data.valid):
         valid = shards_of(task, data.source(valid=True), coder, folder / "valid", classes or None)
-        held = _feed(task, data, coder, batching, valid.columns, valid.fingerprint, None)
+        held = feed_of(task, data, coder, batching, valid.columns, valid.fingerprint, None)
     elif data.held:
         columns, rest = _split(columns, data.held, task == "lm" and data.pack != "none")
         name = f"{name} without {data.held}"
-        held = _feed(task, data, coder, batching, rest, f"{data.held} of {name}", None)
-    feed = _feed(task, data, coder, batching, columns, name, held)
+        held = feed_of(task, data, coder, batching, rest, f"{data.held} of {name}", None)
+    feed = feed_of(task, data, coder, batching, columns, name, held)
     return Loaded(feed, classes, shards.notes)
 
 
@@ -129,7 +252,7 @@ def _split(
     return tuple({m: c.take(side) for m, c in columns.items()} for side in sides)  # type: ignore[return-value]
 
 
-def _feed(
+def feed_of(
     task: str,
     data: Data,
     coder: Coder | None,

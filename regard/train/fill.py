@@ -200,13 +200,21 @@ def _fill_answers(filling: Filling) -> None:
         rows, labels = [], []
         for record, question, (ids, places) in zip(chunk, asked, found):
             head = [*question, *filling.coder.between]
-            start, end = int(record["start"]), int(record["end"])
+            start, end = (_place(record, role) for role in ("start", "end"))
             inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
             labels.append((len(head) + inside[0], len(head) + inside[-1]) if inside else (-1, -1))
             rows.append(head + ids)
         spans += [labels[i] for i in filling.add(ids=filling.counted(rows))]
     filling.writer.array("labels", np.array(spans, np.int64).reshape(-1, 2))
     filling.done()
+
+
+def _place(record: Record, role: str) -> int:
+    try:
+        return int(record[role])
+    except (TypeError, ValueError):
+        said = f"the {role} of an answer is a character's number"
+        raise DataError(f"{said}, counted from 0; got {record[role]!r}") from None
 
 
 def _fill_pictures(writer: Writer, source: Source, classes: list[str] | None) -> None:

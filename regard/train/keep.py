@@ -33,14 +33,26 @@ STATE, TENSORS, MANIFEST = (
 SPARE = 1 << 20  # bytes beside the tensors
 
 
-class Keeper:
-    """Writes and reads the checkpoints of `folder`; `save(model, path)` writes a model folder. The newest `keep` stay,
-    and the best."""
+def whole(model: Any) -> int:
+    """Bytes of all weights, tied ones counted once."""
+    return sum({x.data_ptr(): x.nbytes for x in model.state_dict().values()}.values())
 
-    def __init__(self, folder: Path, save: Callable[[Any, Path], object], keep: int = 2):
+
+class Keeper:
+    """Writes and reads the checkpoints of `folder`; `save(model, path)` writes a model folder, of about `size(model)`
+    bytes. The newest `keep` stay, and the best. `before` is called when a checkpoint is about to count."""
+
+    def __init__(
+        self,
+        folder: Path,
+        save: Callable[[Any, Path], object],
+        keep: int = 2,
+        size: Callable[[Any], int] = whole,
+    ):
         if keep < 1:
             raise UsageError(f"keep = {keep}: at least one checkpoint must stay")
-        self.folder, self.save, self.keep = folder, save, keep
+        self.folder, self.save, self.keep, self.size = folder, save, keep, size
+        self.before: Callable[[], None] = lambda: None
         self.broken: list[str] = []  # what `latest` passed over, and why
 
     def write(
@@ -51,8 +63,8 @@ class Keeper:
         new = self.folder / f".{target.name}.new-{os.getpid()}"
         if target.exists() and not fault(target):
             return target
-        weights = sum(p.nbytes for p in model.state_dict().values())
-        self._check_room(weights + sum(x.nbytes for x in tensors.values()) + SPARE, target)
+        state_size = sum(x.nbytes for x in tensors.values())
+        self._check_room(self.size(model) + state_size + SPARE, target)
         shutil.rmtree(new, ignore_errors=True)
         try:
             self.save(model, new)
@@ -62,6 +74,7 @@ class Keeper:
             (new / MANIFEST).write_bytes(manifest(new, target.name))
             for path in [*new.rglob("*"), new]:
                 sync(path)
+            self.before()
             shutil.rmtree(target, ignore_errors=True)  # it is broken
             new.rename(target)
             sync(self.folder)

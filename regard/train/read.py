@@ -64,8 +64,10 @@ def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
         yield from _parallel(source, roles)
         return
     for path in source.files() if source.format != "hub" else map(Path, source.paths):
-        empty = True
-        for record in READERS[format_of(path, source.format)](path, source, roles):
+        empty, kind = True, format_of(path, source.format)
+        if kind not in READERS:
+            raise UsageError(f"{path} holds no text; text comes as {', '.join(READERS)}")
+        for record in READERS[kind](path, source, roles):
             empty = False
             yield record
         if empty:

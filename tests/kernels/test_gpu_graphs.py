@@ -115,3 +115,9 @@ def test_packs_hold_every_token_once() -> None:
     for wide in range(1, 5000):
         up = gpu_prompt.up(wide)
         assert wide <= up <= max(wide + 63, wide * 5 // 4)
+
+
+def test_watched_model_is_not_decoded_where_no_probe_can_see() -> None:
+    watched = regard.Probe().on(build("gqa"))
+    with pytest.raises(UsageError, match="a probe watches it. Use regard.generate"):
+        GraphDecoder(watched, 1, 32, graph=False)

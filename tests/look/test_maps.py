@@ -80,6 +80,14 @@ def test_average_counts_layers_alike_whatever_their_heads() -> None:
     assert average(layers).item() == 0.5
 
 
+def test_maps_of_different_texts_have_no_rollout_and_no_average() -> None:
+    source, target = torch.rand(1, 2, 5, 5), torch.rand(1, 2, 3, 3)
+    with pytest.raises(UsageError, match="rollout needs layers that read the same tokens"):
+        rollout([source, target])
+    with pytest.raises(UsageError, match="an average needs layers that read the same tokens"):
+        average([source, target])
+
+
 def test_best_source_of_each_target_and_links() -> None:
     a = torch.tensor([[0.1, 0.7, 0.2], [0.45, 0.1, 0.45], [0.0, 0.0, 0.0]])
     assert best(a).tolist() == [1, 0, -1]

@@ -1,21 +1,26 @@
-"""Maps of every kind are what float64 says of the same q, k and v, and cost no more memory than was asked for."""
+"""Maps of every kind are what float64 says of the same q, k and v."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from regard.attention import DSA, GQA, MLA, Context, attend, select
+from regard.attention.core import Terms
 from regard.config import UsageError
-from regard.look.maps import thumbnail
+from regard.decode import lean
+from regard.decode.invariant import invariant
+from regard.decode.prepare import prepare
+from regard.kernels.native_linear import usable
 from regard.look.probe import Probe, Recorder
 from regard.mask import Causal, Span, Visible
 from regard.models.recurrent import RecurrentConfig, Seq2SeqConfig
 from regard.position import Rope
-from tests.laws.mechanisms import TIGHT, decoder, ids, layer, stir
+from tests.checkpoint.test_native import tiny
+from tests.decode.test_lean import PAIRS, made, story
+from tests.laws.mechanisms import TIGHT, ids, layer, stir
+from tests.look.test_probe_families import READERS, families, given
 
 KINDS = ("weight", "score", "norm", "chosen")
 LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, value_dim=7, rope=Rope())
@@ -26,17 +31,29 @@ def parts(dtype: torch.dtype, size: int = 12) -> list[Tensor]:
     return [torch.randn(2, size, h, d).to(dtype) for h, d in ((6, 8), (2, 8), (2, 5))]
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor) -> dict[str, Tensor]:
-    """All kinds in float64, head by head."""
-    q, k, v = (x.double() for x in (q, k, v))
+def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, terms: Terms) -> dict[str, Tensor]:
+    """All kinds in float64, of what a layer showed: q (b h t d), k and v (b g s .), seen (b h t s)."""
+    assert not terms.sinks
+    h, share = q.shape[1], q.shape[1] // k.shape[1]
     made: dict[str, list[Tensor]] = {kind: [] for kind in KINDS[:3]}
-    for i in range(q.shape[2]):
-        j = i // (q.shape[2] // k.shape[2])
-        score = torch.einsum("btd,bsd->bts", q[:, :, i], k[:, :, j]) * q.shape[-1] ** -0.5
-        score = (score + bias[:, i]).masked_fill(~seen, -torch.inf)
-        made["score"].append(score)
-        made["weight"].append(score.softmax(-1))
-        made["norm"].append(made["weight"][-1] * v[:, :, j].norm(dim=-1)[:, None])
+    for i in range(h):
+        mine, key, value = (x.double()[:, i // n] for x, n in ((q, 1), (k, share), (v, share)))
+        if terms.score is not None:  # Bahdanau's
+            w = terms.score.__self__.wv.double()  # type: ignore[attr-defined]
+            score = (torch.tanh(mine[:, :, None] + key[:, None]) * w).sum(-1)
+        else:
+            score = (mine[:, :, None] * key[:, None]).sum(-1) * terms.scale
+        if terms.softcap is not None:
+            score = terms.softcap * torch.tanh(score / terms.softcap)
+        if terms.bias is not None:
+            score = score + terms.bias.double()[:, i]
+        if terms.up is not None:
+            value = torch.einsum("bsc,ec->bse", value, terms.up[i].double())
+        e = torch.where(seen[:, i], score.exp(), 0.0)
+        total = e.sum(-1, keepdim=True)
+        made["weight"].append(torch.where(total > 0, e / total, 0.0))
+        made["score"].append(torch.where(seen[:, i], score, -torch.inf))
+        made["norm"].append(made["weight"][-1] * value.square().sum(-1).sqrt()[:, None])
     return {kind: torch.stack(maps, 1) for kind, maps in made.items()}
 
 
@@ -48,7 +65,8 @@ def test_probe_maps_are_those_of_float64(dtype: torch.dtype, backend: str) -> No
     seen, bias = torch.ones(12, 12, dtype=torch.bool).tril(), torch.randn(1, 6, 12, 12)
     probe, mask = Probe(what=KINDS), Visible(Causal(), Span.run(0, 12), Span.run(0, 12))
     attend(q, k, v, mask, bias=bias.to(dtype), backend=backend, probe=probe.at("0.self"))
-    want = oracle(q, k, v, seen, bias.to(dtype).double())
+    terms = Terms(8**-0.5, bias.to(dtype))
+    want = by_hand(*(x.transpose(1, 2) for x in (q, k, v)), seen.expand(2, 6, 12, 12), terms)
     near = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 4e-6}
     for kind, exact in want.items():
         torch.testing.assert_close(probe.of(kind)["0.self"][0].double(), exact, **near)
@@ -70,6 +88,77 @@ def test_probe_score_is_capped_and_sinks_are_no_keys() -> None:
     torch.testing.assert_close(sunk.of("norm")["0"][0], full[..., 1:] * lengths)
 
 
+# --- every family, by hand ----------------------------------------------------------------------------------------
+
+
+def against_hand(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every map that a probe makes from here on is held against `by_hand`; the list names the places."""
+    real, done = Recorder._made, []
+
+    def checked(self: Recorder, heads: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        found, (mask, terms) = real(self, heads, q, k, v, *rest), rest
+        shape = (*q.shape[:3], k.shape[2])
+        seen = torch.ones(shape).bool() if mask is None else mask.expand(shape)
+        for kind, want in by_hand(q, k, v, seen, terms).items():
+            assert found[kind].dtype == torch.float32
+            torch.testing.assert_close(found[kind].double(), want, rtol=4e-6, atol=4e-6)
+        assert torch.equal(found["chosen"].expand(shape), seen)
+        done.append(self.site)
+        return found
+
+    monkeypatch.setattr(Recorder, "_made", checked)
+    return done
+
+
+@families
+@torch.no_grad()
+def test_probe_maps_of_every_family_are_those_worked_out_by_hand(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward and cached steps, in float32: sums of a few dozen products of unit size."""
+    done = against_hand(monkeypatch)
+    torch.manual_seed(0)
+    model = stir(tiny(name)).float()
+    x, more = given(model)
+    model(x, **more, probe=Probe(what=KINDS))
+    assert done or name == "gru-lm"
+    if name not in READERS.split():
+        cache, count = model.cache(2), len(done)
+        for i, part in enumerate(x.split([4, 1, 2], 1)):
+            model(part, cache=cache, **(more if i == 0 else {}), probe=Probe(what=KINDS))
+        assert len(done) >= 2 * count
+
+
+@pytest.mark.skipif(not usable("bf16"), reason="no native products here")
+@pytest.mark.parametrize("number", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "window", "t5", "marian"])
+@torch.inference_mode()
+def test_probe_of_a_native_step_shows_the_weights_it_used(
+    name: str, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """weights x values is what the C code gave, to float32's rounding, a bf16 cache read as it is."""
+    outs, checked = [], 0
+    attend_one, see = lean.attend_one, Recorder.see
+
+    def native(*args: Any, **more: Any) -> Tensor:
+        outs.append(attend_one(*args, **more))
+        return outs[-1]
+
+    def watched(self: Recorder, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+        nonlocal checked
+        see(self, q, k, v, *rest)
+        if outs:
+            weight = self.probe.maps[self.site][-1]  # r h 1 s
+            v = v.float().repeat_interleave(weight.shape[1] // v.shape[1], 1)
+            torch.testing.assert_close((weight @ v)[:, :, 0], outs.pop(), rtol=1e-5, atol=3e-6)
+            checked += 1
+
+    monkeypatch.setattr(lean, "attend_one", native)
+    monkeypatch.setattr(Recorder, "see", watched)
+    story(Probe().on(prepare(made(name), number)), name)
+    assert checked == 7 * 2 * (2 if name in PAIRS else 1) and not outs  # steps, layers, attentions
+
+
 @pytest.mark.parametrize("heads", [None, [2, 0]])
 def test_probe_of_absorbed_mla_equals_expanded(heads: list[int] | None) -> None:
     mla, x, found = layer(LATENT), torch.randn(2, 9, 24).double(), []
@@ -82,6 +171,15 @@ def test_probe_of_absorbed_mla_equals_expanded(heads: list[int] | None) -> None:
     for kind in KINDS:
         a, b = (probe.of(kind)["0.self"][0] for probe in found)
         torch.testing.assert_close(a, b, **TIGHT)
+
+
+@torch.no_grad()
+def test_probe_of_an_invariant_twin_shows_each_heads_own_values() -> None:
+    model, one, other = stir(tiny("deepseek-v3")).float(), Probe(what="norm"), Probe(what="norm")
+    x, _ = given(model)
+    model(x, probe=one), invariant(model)(x, probe=other, backend="ordered")
+    for site, (norm,) in one.of("norm").items():
+        torch.testing.assert_close(other.of("norm")[site][0], norm, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("inner", [GQA(6, 2, head_dim=4, rope=Rope()), LATENT])
@@ -140,93 +238,6 @@ def test_probe_of_a_recurrent_language_model_looks_back_at_its_states() -> None:
     torch.testing.assert_close(weight.sum(-1), torch.ones(2, 1, 5).double())
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that one tensor of its own memory held."""
-
-    most = 0
-
-    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = f(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                self.most = max(self.most, x.untyped_storage().nbytes() // x.element_size())
-        return out
-
-
-def largest(monkeypatch: pytest.MonkeyPatch, run: Any) -> int:
-    """Of all tensors that the probe makes or touches while `run`."""
-    mode = Largest()
-    for name in ("see", "gathered"):
-        real = getattr(Recorder, name)
-
-        def watched(self: Recorder, *args: Any, real: Any = real) -> None:
-            with mode:
-                real(self, *args)
-
-        monkeypatch.setattr(Recorder, name, watched)
-    with torch.no_grad():
-        run()
-    return mode.most
-
-
-def test_probe_of_one_row_makes_nothing_larger_than_its_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    t, (h, g, d) = 3000, (4, 2, 4)
-    q, k = torch.randn(1, t, h, d), torch.randn(1, t, g, d)
-    mask, probe = Visible(Causal(), Span.run(0, t), Span.run(0, t)), Probe(rows=[-1], what=KINDS)
-    most = largest(monkeypatch, lambda: attend(q, k, k, mask, probe=probe.at("0.self")))
-    assert probe.maps["0.self"][0].shape == (1, h, 1, t)
-    assert most <= h * t * d  # q itself; t x t would be 9 million
-
-
-def test_probe_of_one_row_of_sparse_attention_makes_nothing_larger_than_its_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    t, topk = 400, 8
-    dsa = layer(DSA(LATENT, index_heads=2, index_dim=8, topk=topk))
-    probe, x = Probe(rows=[-1], what=KINDS), torch.randn(1, t, 24).double()
-    ctx = Context(Span.run(0, t), Causal(), probe=probe, site="0.self")
-    most = largest(monkeypatch, lambda: dsa(x, ctx))
-    assert probe.maps["0.self"][0].shape == (1, 3, 1, t)
-    assert (
-        most <= t * topk * 14
-    )  # the gathered keys, that are there anyway; t x t x 3 would be 480,000
-
-
-def test_probe_that_reduces_holds_one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    t, h, seen = 128, 16, []
-
-    def small(a: Tensor) -> Tensor:
-        seen.append(tuple(a.shape))
-        return thumbnail(16)(a)
-
-    q, probe, whole = torch.randn(1, t, h, 4), Probe(reduce=small), Probe()
-    mask = Visible(Causal(), Span.run(0, t), Span.run(0, t))
-    most = largest(monkeypatch, lambda: attend(q, q, q, mask, probe=probe.at("0.self")))
-    assert most <= t * t and seen == [(1, 1, t, t)] * h
-    attend(q, q, q, mask, probe=whole.at("0.self"))
-    torch.testing.assert_close(probe.maps["0.self"][0], thumbnail(16)(whole.maps["0.self"][0]))
-
-
-@pytest.mark.parametrize("name", ["gqa_rope", "mla", "dsa_gqa", "sinks"])
-@pytest.mark.parametrize("heads", [None, [0, 2]])
-@torch.no_grad()
-def test_probe_that_reduces_gives_what_the_whole_maps_would(
-    name: str, heads: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(select, "WORK", 1)
-    model, whole = decoder(name), Probe(heads=heads, what=("weight", "norm"))
-    probe = Probe(heads=heads, what=("weight", "norm"), reduce=lambda a: a.amax(-1))
-    model(ids(2, 8), probe=whole), model(ids(2, 8), probe=probe)
-    for kind in ("weight", "norm"):
-        for site, (a,) in whole.of(kind).items():
-            torch.testing.assert_close(probe.of(kind)[site][0], a.amax(-1), **TIGHT)
-
-
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
@@ -235,3 +246,12 @@ def test_probe_refuses_a_kind_it_does_not_know_or_was_not_asked_for() -> None:
         Probe(what="wieght")
     with pytest.raises(UsageError, match=r"'score' was not asked for.*\('weight', 'score'\)"):
         Probe().of("score")
+
+
+@torch.no_grad()
+def test_probe_of_a_place_by_its_name_alone() -> None:
+    model, probe, wrong = tiny("gpt2"), Probe("1.self"), Probe("2.self")
+    model(ids(1, 4), probe=probe), model(ids(1, 4), probe=wrong)
+    assert list(probe.maps) == ["1.self"]
+    with pytest.raises(UsageError, match="no layer '2.self'; this model has 0.self, 1.self"):
+        _ = wrong.maps

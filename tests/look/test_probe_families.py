@@ -1,29 +1,37 @@
 """Whatever the model, backend and cache, and whether it runs, writes or learns: a probe changes no bit of it."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import regard
 from regard.attention import BACKENDS
+from regard.attention.latent import LatentAttention
+from regard.config import UsageError
 from regard.look.probe import Probe
 from regard.models import EncoderDecoder
 from regard.models.recurrent import Seq2Seq
 from regard.models.vision import PatchEmbedding
-from regard.train.memory import checkpointed
+from regard.train.batch import Batch
+from regard.train.memory import checkpointed, joined, precision
+from regard.train.objective import causal, seq2seq
 from tests.checkpoint.test_native import tiny
+from tests.decode.test_lean import DECODERS, PAIRS, made, story
 
 WRITERS = "gpt2 llama mistral-7b mixtral-8x7b qwen2-0.5b qwen3-0.6b deepseek-v2-lite deepseek-v3 deepseek-v3.2 gru-lm"
 READERS = "bert-base roberta-base distilbert-base vit-small deit-small"
 TWO = "vaswani-base t5-small bart-base marian bahdanau luong captioner"
-families = pytest.mark.parametrize("name", f"{WRITERS} {READERS} {TWO}".split())
+ALL, PICTURES = f"{WRITERS} {READERS} {TWO}".split(), ("vit-small", "deit-small", "captioner")
+families = pytest.mark.parametrize("name", ALL)
 decoders = pytest.mark.parametrize("name", f"{WRITERS} {TWO}".split())
 KINDS = ("weight", "score", "norm", "chosen")
 PLAIN = [backend for backend in BACKENDS if backend != "flex"]
 
 
-def given(model: Any, size: int = 7) -> tuple[torch.Tensor, dict[str, Any]]:
+def given(model: Any, size: int = 7) -> tuple[Tensor, dict[str, Any]]:
     """A batch of two for any model: what it reads, and its source where it has one."""
     torch.manual_seed(1)
     ids, image = torch.randint(3, 50, (2, size)), torch.randn(2, 3, 12, 12)
@@ -60,16 +68,56 @@ def test_probe_changes_no_logit_of_any_family_on_any_backend(name: str) -> None:
         assert_whole(probe)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("name", [n for n in ALL if n not in PICTURES])
+@torch.no_grad()
+def test_probe_changes_no_logit_of_a_padded_batch(name: str) -> None:
+    model, probe = tiny(name), Probe(what=KINDS)
+    x, more = given(model)
+    more |= {"source_lengths": [9, 5]} if more else {}
+    assert torch.equal(model(x, [7, 3], **more, probe=probe), model(x, [7, 3], **more))
+    assert_whole(probe)
+    for site, (chosen,) in probe.of("chosen").items():
+        real = 3 if site.endswith(".self") and "encoder" not in site else 5
+        assert chosen[0].any() and not chosen[1, ..., real:].any()
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+@torch.no_grad()
+def test_probe_changes_no_logit_of_either_form_of_mla(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LatentAttention, "mix", getattr(LatentAttention, form))
+    model, probe = tiny(name), Probe(what=KINDS)
+    x, _ = given(model)
+    assert torch.equal(model(x, [7, 3], probe=probe), model(x, [7, 3]))
+    assert_whole(probe)
+
+
+@torch.no_grad()
+def test_probe_of_a_sparse_model_marks_fewer_keys_than_are_seen() -> None:
+    model, probe = tiny("deepseek-v3.2"), Probe(what="chosen")
+    model(given(model)[0], probe=probe)
+    for (chosen,) in probe.of("chosen").values():
+        assert chosen.sum(-1).amax() == 5 and not chosen.triu(1).any()  # topk
+
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "contiguous": {"capacity": 2},
+    "paged": {"pages": 16, "page": 4},
+    "ring": {"window": 5, "chunk": 4},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @decoders
 @torch.no_grad()
 def test_probe_changes_no_logit_of_cached_decoding(name: str, layout: str) -> None:
     model, probe = tiny(name), Probe(what=KINDS)
     x, more = given(model)
-    options = {"pages": 16, "page": 4} if layout == "paged" else {}
 
-    def logits(**watch: Any) -> torch.Tensor:
-        cache, out = model.cache(2, layout, **options), []
+    def logits(**watch: Any) -> Tensor:
+        cache, out = model.cache(2, layout, **LAYOUTS[layout]), []
         for i, part in enumerate(x.split([4, 1, 1, 1], 1)):
             out.append(model(part, cache=cache, **(more if i == 0 else {}), **watch))
         return torch.cat(out, 1)
@@ -84,7 +132,7 @@ def test_probe_changes_no_gradient(name: str) -> None:
     model, probe = tiny(name), Probe(what=KINDS)
     x, more = given(model)
 
-    def gradients(**watch: Any) -> list[torch.Tensor]:
+    def gradients(**watch: Any) -> list[Tensor]:
         model.train().zero_grad()
         torch.manual_seed(5)  # for dropout
         model(x, **more, **watch).float().square().mean().backward()
@@ -96,10 +144,62 @@ def test_probe_changes_no_gradient(name: str) -> None:
     assert not any(a.requires_grad for calls in probe.maps.values() for a in calls)
 
 
+@pytest.mark.parametrize("number", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt2", "deepseek-v3.2", "t5-small", "bahdanau", "luong"])
+def test_probe_changes_no_bit_of_a_training_step(name: str, number: str) -> None:
+    """Of a trainer's objective, with blocks recomputed and products joined: loss, gradients, weights after it."""
+    model, probe = tiny(name), Probe(what=KINDS)
+    if name not in ("bahdanau", "luong"):
+        model = joined(checkpointed(model))
+    x, more = given(model)
+    batch = Batch(x[:, :-1], x[:, 1:], **more)
+
+    def step(model: Any, watched: Any) -> list[Tensor]:
+        torch.manual_seed(5)  # for dropout
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        with precision(number, "cpu"):
+            loss, count = (seq2seq if more else causal)(watched, batch)
+        (loss / count).backward()
+        optimizer.step()
+        return [
+            loss,
+            *(p.grad for p in model.parameters() if p.grad is not None),
+            *model.parameters(),
+        ]
+
+    other = copy.deepcopy(model).train()
+    want, found = step(other, other), step(model.train(), probe.on(model))
+    assert len(want) == len(found) > 10
+    assert all(torch.equal(a, b) for a, b in zip(want, found, strict=True))
+    assert probe.maps and all(len(calls) == 1 for calls in probe.maps.values())
+
+
+def test_probe_refuses_compiled_code() -> None:
+    """The compiler joins operations where it can: cut by a probe, they would round otherwise."""
+    model, probe = tiny("gpt2"), Probe()
+    model.tower.compile(backend="eager")
+    x, _ = given(model)
+    with torch.no_grad():
+        want = model(x)
+        with pytest.raises(UsageError, match="leave compile out"):
+            model(x, probe=probe)
+        assert torch.equal(model(x), want) and not probe.maps
+
+
 def test_probe_of_recomputed_blocks_records_the_forward_alone() -> None:
     model, probe = checkpointed(tiny("gpt2").train()), Probe()
     model(given(model)[0], probe=probe).mean().backward()
     assert [len(calls) for calls in probe.maps.values()] == [1, 1]
+
+
+@families
+@torch.no_grad()
+def test_probe_changes_no_logit_under_autocast(name: str) -> None:
+    model, probe = tiny(name), Probe(what=KINDS)
+    x, more = given(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x, **more, probe=probe), model(x, **more))
+    assert_whole(probe)
 
 
 def test_probe_under_autocast_is_exact() -> None:
@@ -121,13 +221,29 @@ def test_probe_under_autocast_is_exact() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["t5-small", "vaswani-base", "bahdanau", "luong", "gpt2", "deepseek-v3.2"]
-)
-@pytest.mark.parametrize("beams", [1, 3])
-def test_probe_changes_no_answer_of_generate(name: str, beams: int) -> None:
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"beams": 3},
+    "drawn": {"temperature": 0.9, "top_p": 0.95, "seed": 3, "samples": 2},
+    "looked up": {"lookup": 3},
+    "pages": {"layout": "paged"},
+}
+
+
+PLAIN_WRITERS = "t5-small vaswani-base bahdanau luong gpt2 mistral-7b deepseek-v3.2"
+PREPARED = "t5-small:fp32 t5-small:bf16 gpt2:bf16 mistral-7b:int8 bahdanau:fp32"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", f"{PLAIN_WRITERS} {PREPARED}".split())
+def test_probe_changes_no_answer_of_generate(name: str, way: str) -> None:
+    name, _, number = name.partition(":")
     model, probe = tiny(name), Probe(rows=[-1], what=KINDS)
-    settings: dict[str, Any] = {"beams": beams, "max_new_tokens": 5, "eos": []}
+    if way == "looked up" and name in ("bahdanau", "luong"):
+        pytest.skip("a recurrent state takes no guess back")
+    if number:
+        model = regard.prepare(model, number)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "eos": [], **WAYS[way]}
     prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]]
     want = regard.generate(model, prompts, **settings)
     found = regard.generate(probe.on(model), prompts, **settings)
@@ -135,10 +251,24 @@ def test_probe_changes_no_answer_of_generate(name: str, beams: int) -> None:
         (r.ids, r.logprobs, r.score) for r in want
     ]
     assert_whole(probe)
+    rows = 2 * settings.get("beams", settings.get("samples", 1))
     for site, calls in probe.maps.items():
         if "encoder" not in site:
             assert {a.shape[2] for a in calls} == {1}  # one row for each call,
-            assert calls[-1].shape[0] == 2 * beams  # of every beam
+            assert way == "looked up" or calls[-1].shape[0] == rows  # of every beam or sample
+
+
+@pytest.mark.parametrize("number", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+@torch.inference_mode()
+def test_probe_changes_no_logit_of_a_prepared_model(name: str, number: str) -> None:
+    """Over a ragged prompt, and steps between which rows trade places."""
+    model, probe = regard.prepare(made(name), number), Probe(what=KINDS)
+    some = Probe(layers=[1], heads=[0], rows=[-1])
+    want = story(model, name)
+    assert torch.equal(story(probe.on(model), name), want)
+    assert torch.equal(story(some.on(model), name), want)
+    assert_whole(probe)
 
 
 def test_probe_of_beams_that_share_a_source_shows_each_its_own() -> None:

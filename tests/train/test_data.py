@@ -157,6 +157,13 @@ def test_answer_is_a_span_of_tokens(bench: Bench, tmp_path: Path) -> None:
     assert found == {"who?": "Ann", "why?": None}
 
 
+@pytest.mark.parametrize("start", ["here", None])
+def test_answer_that_begins_nowhere_is_told(start: Any, bench: Bench, tmp_path: Path) -> None:
+    row = {"text": "who?", "second": "Ann.", "start": start, "end": 3}
+    with pytest.raises(DataError, match="start"):
+        bench.load("answer", coder("mlm"), train=put(tmp_path / "a.jsonl", json.dumps(row)), rows=2)
+
+
 def test_pictures_need_no_tokenizer(bench: Bench, tmp_path: Path) -> None:
     x = np.arange(5 * 4, dtype=np.uint8).reshape(5, 2, 2)
     np.savez(tmp_path / "a.npz", x=x, y=np.array(["b", "a", "b", "b", "a"]))
@@ -249,8 +256,9 @@ def test_mistake_is_one_sentence(
     task: str, name: str, text: str, sentence: str, bench: Bench, tmp_path: Path
 ) -> None:
     path = put(tmp_path / name, text)
+    more = {"unit": "line"} if task == "lm" else {}
     with pytest.raises(UsageError, match=sentence):
-        bench.load(task, coder("mlm"), train=path, unit="line", rows=1, length=9)
+        bench.load(task, coder("mlm"), train=path, rows=1, length=9, **more)
     assert not (tmp_path / "shards" / "train").exists()
 
 

@@ -236,3 +236,9 @@ def test_real_files_have_the_documented_numbers(shared: Path) -> None:
     assert count("text2text/gsm8k_test.jsonl.xz", sides, **answers) == 1319
     assert count("lm/tinystories_2mb.txt.xz", ("text",), marker="<|endoftext|>") == 2317
     assert count("text2text/xquad_de.json.xz", ("text", "start")) == 1190
+
+
+def test_pictures_are_no_texts(tmp_path: Path) -> None:
+    for path in (put(tmp_path / "a.npz", b""), str(tmp_path)):
+        with pytest.raises(UsageError, match="holds no text; text comes as text, "):
+            read(path)

@@ -1,0 +1,71 @@
+"""What a checkpoint's keeper counts before it writes, and the order in which things become true."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.config import UsageError
+from regard.train.keep import SPARE, Keeper, fault, whole
+from tests.train.toy import model
+
+STATE = {"progress": {}, "best": None}
+
+
+def written(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    usage = shutil._ntuple_diskusage(1 << 40, 0, count)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "t5-small", "vaswani-base", "bahdanau"])
+def test_whole_is_what_a_model_takes_on_disk(preset: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab": 2000, "dim": 64}
+    sizes |= {"source_vocab": 500} if preset == "bahdanau" else {"layers": 1, "heads": 2}
+    made = regard.build(preset, **sizes)
+    made.save(tmp_path / "m")
+    assert 0 <= written(tmp_path / "m") - whole(made) < 20_000  # config.json and a header
+
+
+def test_room_is_asked_for_by_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small part is saved where the whole model would find no room."""
+    made = model()
+    need = 100 + SPARE
+
+    def save(_: Any, path: Path) -> None:
+        path.mkdir()
+        (path / "part").write_bytes(b"x" * 100)
+
+    free(monkeypatch, need)
+    small = Keeper(tmp_path, save, size=lambda m: 100)
+    assert not fault(small.write(1, made, {}, STATE))
+    free(monkeypatch, need - 1)
+    with pytest.raises(UsageError, match="step-00000002 needs 1 MB, but .* step-00000001 is as it"):
+        small.write(2, made, {}, STATE)
+    free(monkeypatch, need)
+    with pytest.raises(UsageError, match="make room"):
+        Keeper(tmp_path, save).write(3, made, {"x": torch.zeros(9)}, STATE)
+
+
+def test_before_is_called_when_all_is_written_and_nothing_counts_yet(tmp_path: Path) -> None:
+    seen: list[tuple[bool, list[str]]] = []
+    keeper = Keeper(tmp_path, lambda m, path: m.save(path))
+
+    def look() -> None:
+        (new,) = tmp_path.glob(".step-00000004.new-*")
+        seen.append((keeper.path(4).exists(), sorted(os.listdir(new / "trainer"))))
+
+    keeper.before = look
+    keeper.write(4, model(), {}, STATE)
+    assert seen == [(False, ["manifest.json", "state.json", "state.safetensors"])]
+    keeper.write(4, model(), {}, STATE)  # it is there
+    assert len(seen) == 1 and keeper.latest() == keeper.path(4)
