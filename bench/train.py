@@ -12,11 +12,12 @@ Memory is the allocator's peak. It changes nothing.
 from __future__ import annotations
 
 import argparse
-import gc
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -266,37 +267,41 @@ def sides(folder: Path) -> dict[str, Callable[[], Run]]:
     }
 
 
-def speed(steps: int, repeats: int, only: list[str]) -> None:
-    tokens = SHAPE["rows"] * SHAPE["length"]
-    print(f"{header()}; {DEVICE}; {SHAPE}; {steps} steps, median of {repeats}")
+def serve(side: str, shape: dict[str, int], pipe: Connection) -> None:
+    """A process of one side: says its peak of memory when it is warm, then the seconds of as many steps as asked."""
+    SHAPE.update(shape)
     with tempfile.TemporaryDirectory() as name:
-        made, peaks = {}, {}
-        for side, make in sides(Path(name)).items():
-            if only and side not in only:
-                continue
-            gc.collect()
+        run = sides(Path(name))[side]()
+        run(3)  # compiles and warms up
+        pipe.send(torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0)
+        for steps in iter(pipe.recv, 0):
+            start = time.perf_counter()
+            run(steps)
             if GPU:
-                torch.cuda.empty_cache()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-            made[side] = make()
-            made[side](3)  # compiles and warms up
-            peaks[side] = (torch.cuda.max_memory_allocated() - before) / 2**30 if GPU else 0.0
-        times: dict[str, list[float]] = {side: [] for side in made}
-        for i in range(repeats):
-            for side in list(made)[:: 1 if i % 2 else -1]:
-                start = time.perf_counter()
-                made[side](steps)
-                if GPU:
-                    torch.cuda.synchronize()
-                times[side].append(time.perf_counter() - start)
-        for side, seconds in times.items():
-            rate = tokens * steps / statistics.median(seconds)
-            spread = tokens * steps / max(seconds), tokens * steps / min(seconds)
-            memory = f", peak {peaks[side]:.2f} GiB" if GPU else ""
-            print(
-                f"{side:28} {rate:12,.0f} tokens/s ({spread[0]:,.0f} to {spread[1]:,.0f}){memory}"
-            )
+                torch.cuda.synchronize()
+            pipe.send(time.perf_counter() - start)
+
+
+def speed(steps: int, repeats: int, only: list[str]) -> None:
+    """The sides work in turn, each in a process of its own: what one does to its memory is no other's gain."""
+    tokens = SHAPE["rows"] * SHAPE["length"]
+    print(f"{header()}; {DEVICE}; {SHAPE}; {steps} steps, median of {repeats}", flush=True)
+    context, pipes, peaks = multiprocessing.get_context("spawn"), {}, {}
+    for side in only or sides(Path()):
+        pipes[side], end = context.Pipe()
+        context.Process(target=serve, args=(side, SHAPE, end), daemon=True).start()
+        peaks[side] = pipes[side].recv()
+    times: dict[str, list[float]] = {side: [] for side in pipes}
+    for i in range(repeats):
+        for side in list(pipes)[:: 1 if i % 2 else -1]:
+            pipes[side].send(steps)
+            times[side].append(pipes[side].recv())
+    for side, seconds in times.items():
+        pipes[side].send(0)
+        rate = tokens * steps / statistics.median(seconds)
+        spread = tokens * steps / max(seconds), tokens * steps / min(seconds)
+        memory = f", peak {peaks[side]:.2f} GiB" if GPU else ""
+        print(f"{side:28} {rate:12,.0f} tokens/s ({spread[0]:,.0f} to {spread[1]:,.0f}){memory}")
 
 
 def curve(steps: int) -> None:
@@ -316,7 +321,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=None)
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], choices=list(sides(Path())))
     options = parser.parse_args()
     if options.rows:
         SHAPE["rows"] = options.rows

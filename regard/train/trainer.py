@@ -21,7 +21,7 @@ from regard.config import UsageError, nearest
 from regard.train.batch import Ahead, Feed, Objective
 from regard.train.evaluate import METRICS, better
 from regard.train.keep import Keeper, read
-from regard.train.memory import checkpointed, compiled, joined, precision
+from regard.train.memory import checkpointed, compiled, joined, keep_freed, precision
 from regard.train.optim import Optim, Optimizer, accumulate, average, clip, divide
 from regard.train.parallel import Alone, Parallel
 from regard.train.schedule import Schedule
@@ -116,6 +116,8 @@ class Trainer:
         self.keeper, self.load, self.measure, self.team = keeper, load, measure, team or Alone()
         self.tell = tell if self.team.rank == 0 else lambda event: None
         self.device = next(model.parameters()).device
+        if self.device.type == "cpu":
+            keep_freed()
         self.inside = self.team.wrap(self.model)
         self.optimizer = Optimizer(model, config.optim)
         ahead = Ahead(feed, self.team.share, self.team.shares)  # a GPU need not wait for data

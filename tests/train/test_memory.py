@@ -1,6 +1,9 @@
 """Recomputed activations and bf16: the same model, the same gradient."""
 
 import copy
+import ctypes
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -200,3 +203,25 @@ def test_precision_names_are_checked() -> None:
         precision("b16", "cpu")
     with precision("fp32", "cpu"):
         assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc alone keeps memory")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    """In a process of its own: the setting is the whole process's."""
+    code = """
+import resource, torch
+from regard.train.memory import keep_freed
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(12 * 2**20)  # 48 MiB: more than glibc keeps by itself
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+before = faults()
+keep_freed()
+faults()
+print(before, faults())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert after < before / 10
