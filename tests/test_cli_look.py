@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import regard
 from regard.look import trace
 from regard.look.probe import Probe
 from regard.run import tokenizer_of
-from tests.test_cli import SMALL, call, folder, put
+from tests.test_cli import SMALL, call, folder, process, put
 from tests.text import tiny
 
 
@@ -123,7 +124,8 @@ def test_text_may_come_from_stdin_and_the_page_starts_at_the_asked_head(tmp_path
 
 
 def test_long_text_is_pooled_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(trace, "WHOLE", 50)
+    for name, value in (("WHOLE", 50), ("EVERY", 50), ("SIDE", 4)):
+        monkeypatch.setattr(trace, name, value)
     out = tmp_path / "a.html"
     assert (
         call("look", folder("gpt2"), "Once upon a time there was a dog", "--output", out).code == 0
@@ -139,6 +141,28 @@ def test_long_text_is_pooled_and_says_so(tmp_path: Path, monkeypatch: Any) -> No
     assert full == [(1, 0)]
 
 
+def test_a_model_is_called_by_its_run_and_told_by_its_mechanism(tmp_path: Path) -> None:
+    homes = [tmp_path / name / "checkpoints" / "step-00000500" for name in ("first", "second")]
+    for kv_heads, home in zip((2, 1), homes):
+        made = regard.build("llama", vocab=400, max_len=96, **{**SMALL, "kv_heads": kv_heads})
+        put(made.save(home), tiny.gpt2())
+    (tmp_path / "second" / "best").symlink_to(homes[1])
+    out = tmp_path / "a.html"
+    best = tmp_path / "second" / "best"
+    assert call("look", homes[0], "Once", "--compare", best, "--output", out).code == 0
+    models = data(out)
+    assert [model["name"] for model in models] == ["first/step-00000500", "second/best"]
+    assert "2 layers of 4 heads (gqa, 2 key heads)" in models[0]["told"]
+    assert "(mqa)" in models[1]["told"]
+
+
+def test_blanks_are_seen(tmp_path: Path) -> None:
+    out = tmp_path / "a.html"
+    assert call("look", folder("gpt2"), "Once\n\tupon  a", "--output", out).code == 0
+    text = "".join(data(out)[0]["views"][0]["rows"])
+    assert "⏎" in text and "⇥" in text and "␣" in text and "\n" not in text
+
+
 # --- pictures -----------------------------------------------------------------------------------------------------
 
 
@@ -152,49 +176,90 @@ def test_pictures_of_heads_and_alignment(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
+def test_pictures_of_a_long_text_have_the_asked_head_among_pooled_ones(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    for name, value in (("WHOLE", 50), ("EVERY", 50), ("SIDE", 4)):
+        monkeypatch.setattr(trace, name, value)
+    asked = ["--layer", 1, "--output", tmp_path / "a.png"]
+    done = call("look", folder("gpt2"), "Once upon a time there was a dog", *asked)
+    assert done.code == 0, done.err
+    assert [Path(line).name for line in done.out.splitlines()] == ["a.png", "a-head.png"]
+
+
+def test_pictures_need_no_display(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MPLBACKEND", "TkAgg")
+    done = process("look", folder("gpt2"), "Once", "--output", tmp_path / "a.png")
+    assert (done.code, done.err) == (0, "") and (tmp_path / "a.png").stat().st_size > 1000
+
+
 # --- mistakes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name, arguments, said",
+    "name, arguments, code, said",
     [
-        ("gpt2", [], "there is no text to look at"),
-        ("gpt2", [" "], "there is no text to look at"),
-        ("gpt2", ["dog " * 99], "tokens, the model's context is 96; shorten it"),
-        ("gpt2", ["Once", "--layer", "9"], "there is no layer 9; this model's are 0 and 1"),
-        ("gpt2", ["Once", "--head", "-1"], "there is no head -1; the heads are 0 "),
-        ("gpt2", ["Once", "--target", "x"], "this model has no cross-attention"),
-        ("gpt2", ["--image", __file__], "this model reads text"),
-        ("captioner", ["a text"], "this model reads pictures; give one: --image FILE"),
-        ("captioner", ["a text", "--image", __file__], "leave the text out"),
-        ("bare", ["Once"], "carries no tokenizer"),
-        ("gpt2", ["Once", "--output", "a.gif"], "ends in .html"),
-        ("gpt2", ["Once", "--output", "no-such-folder/a.html"], "there is no folder"),
-        ("gpt2", ["Once", "--output", "a.png", "--compare", "x"], "ends in .html"),
+        ("gpt2", [], 2, 'there is no text to look at; say regard look MODEL "some text"'),
+        ("gpt2", [" "], 2, "there is no text to look at"),
+        ("gpt2", ["-"], 2, "there is no text to look at"),
+        ("gpt2", ["dog " * 99], 2, "tokens, the model's context is 96; shorten it: about "),
+        ("gpt2", ["Once", "--layer", "9"], 2, "there is no layer 9; this model's are 0 and 1"),
+        ("gpt2", ["Once", "--head", "-1"], 2, "there is no head -1; the heads are 0 to 3"),
+        ("gpt2", ["Once", "--head", "4"], 2, "there is no head 4; the heads are 0 to 3"),
+        ("gpt2", ["Once", "--target", "x"], 2, "gpt2 has no cross-attention; leave --target out"),
+        ("gpt2", ["--image", __file__], 2, "gpt2 reads text; give that instead of --image"),
+        ("captioner", [], 2, "captioner reads pictures; give one: --image FILE"),
+        ("captioner", ["text"], 2, "captioner reads pictures; give one: --image FILE"),
+        ("captioner", ["text", "--image", __file__], 2, "leave the text out"),
+        ("captioner", ["--image", "none.png"], 4, "none.png is no file; give a PNG or JPEG"),
+        ("captioner", ["--image", "."], 4, ". is no file; give a PNG or JPEG"),
+        ("captioner", ["--image", __file__], 4, "cannot identify image file"),
+        ("captioner", ["--image", "cut.png"], 4, "give a PNG or JPEG: --image FILE"),
+        ("bare", ["Once"], 2, "carries no tokenizer"),
+        ("none", ["Once"], 4, "is no folder; give the path of a model folder"),
+        ("gpt2", ["Once", "--compare", "no-such-model"], 4, "no-such-model is no folder"),
+        ("gpt2", ["Once", "--compare", "captioner"], 2, "captioner reads pictures; give --compare"),
+        ("gpt2", ["Once", "--output", "a.gif"], 2, "give a name that ends in .html, or in .png"),
+        ("gpt2", ["Once", "--output", "none/a.html"], 2, "there is no folder none; make it first"),
+        ("gpt2", ["Once", "--output", "dir.html"], 2, "dir.html cannot be written; name a file"),
+        ("gpt2", ["Once", "--output", "a.png", "--compare", "x"], 2, "ends in .html"),
     ],
 )
-def test_mistake_is_one_sentence(name: str, arguments: list[str], said: str) -> None:
-    done = call("look", folder(name), *arguments)
-    assert done.code == 2 and said in done.err and done.err.count("\n") == 1, done.err
-    assert done.out == "" and "Traceback" not in done.err
-
-
-def test_picture_that_cannot_be_read_is_bad_data(tmp_path: Path) -> None:
-    home, _ = vision(tmp_path)
-    done = call("look", home, "--image", __file__, "--output", tmp_path / "a.html")
-    assert done.code == 4 and "no picture that can be read" in done.err
-    assert call("look", home, "--image", "none.png").code == 4
+def test_mistake_is_one_sentence_and_spares_the_last_page(
+    name: str, arguments: list[str], code: int, said: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("look.html").write_text("the last one", encoding="utf-8")
+    Path("cut.png").write_bytes(b"\x89PNG\r\n\x1a\n cut off")
+    Path("dir.html").mkdir()
+    arguments = [str(folder(a)) if a == "captioner" else a for a in arguments]
+    done = call("look", tmp_path / name if name == "none" else folder(name), *arguments)
+    assert done.code == code and said in done.err and done.err.count("\n") == 1, done.err
+    assert done.err.startswith("error: ") and done.out == "" and "Traceback" not in done.err
+    assert Path("look.html").read_text(encoding="utf-8") == "the last one"
+    assert sorted(os.listdir()) == ["cut.png", "dir.html", "look.html"]
 
 
 def test_output_that_cannot_be_written_is_told_before_the_model_is_read(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    def refuse(**_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write anywhere
     done = call("look", tmp_path / "no model", "Once", "--output", tmp_path / "a.html")
-    assert done.code == 2 and "cannot be written" in done.err
+    assert done.code == 2 and "cannot be written; name a file in a folder of yours" in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in ("matplotlib", "matplotlib.backends", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     done = call("look", folder("gpt2"), "Once", "--output", tmp_path / "a.png")
-    assert done.code == 3 and "pip install 'regard[plots]'" in done.err
+    assert done.code == 3 and "pip install 'regard[plots]', or --output look.html" in done.err
+    assert done.err.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert call("look", folder("gpt2"), "Once", "--output", tmp_path / "a.html").code == 0

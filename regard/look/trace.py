@@ -1,29 +1,31 @@
 """The attention of one input as data for a page or a picture: every head, in full or pooled, by view.
 
 A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`, `decoder` and `cross`. The
-first forward pools each head as soon as it is there, so that memory is bounded by one head; the second one takes the
-heads that the page holds in full, with the steps to their weights.
+first forward pools each head as soon as it is there, so that memory is bounded by one head; the next one takes the
+heads that the page holds in full, with the steps to their weights. Of a text between short and long, every head's
+weights are there one by one, and the steps of one head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention.core import Terms, scores
 from regard.attention.select import Spread
 from regard.config import UsageError
+from regard.look.pools import Pooled, Pools, smaller
 from regard.look.probe import Probe, Recorder
 from regard.mask import Visible
 
 SIDE = 64  # cells of a pooled head, at most
 WHOLE = 1 << 19  # cells up to which every head is in full
+EVERY = 6 << 20  # cells up to which every weight is there
 ONE = 1 << 21  # cells up to which the asked head is
 THUMBS = 1 << 21  # cells of all pooled heads together
 TITLES = {
@@ -33,6 +35,7 @@ TITLES = {
     "cross": "Cross-attention",
 }
 Array = np.ndarray
+P = TypeVar("P", bound=Probe)
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,6 @@ class Full:
     score: Array  # -inf: masked
     norm: Array  # (s): lengths of the values
     raw: Array | None = None
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """The largest weight of each block of cells; `bare`: without the first column."""
-
-    cells: Array
-    bare: Array
 
 
 @dataclass(frozen=True)
@@ -65,6 +60,7 @@ class Layer:
     biased: bool = False
     capped: bool = False
     sinks: bool = False
+    sparse: bool = False  # keys are chosen for each query
 
 
 @dataclass(frozen=True)
@@ -120,28 +116,26 @@ def trace(
 ) -> list[View]:
     """The views of a model on one input. `layer` and `head`: the one that is wanted in full where not all can be."""
 
-    def run(probe: Probe) -> None:
+    def run(probe: P) -> P:
         more = {} if given.source_ids is None else {"source": given.source_ids}
         model(given.ids, probe=probe, **more)
+        return probe
 
-    pools = Pools()
-    run(pools)
-    pools.close()
+    pools = run(Pools(SIDE))
     if not pools.sizes:
         raise UsageError("this model has no attention to look at")
     views = _pooled(pools, given)
     check(views, layer, head)
-    cells = sum(pools.count(site) * rows * keys for site, (rows, keys) in pools.sizes.items())
-    if cells <= WHOLE:
-        steps = Steps()
-        run(steps)
+    if pools.cells <= WHOLE:
+        steps = run(Steps())
         return [replace(v, layers=[steps.filled(each) for each in v.layers]) for v in views]
+    if pools.cells <= EVERY:
+        views = _pooled(run(Pools()), given)
     found = []
     for view in views:
         at, which = chosen(view, layer, head)
         if len(view.rows) * len(view.columns) <= ONE:
-            steps = Steps([view.layers[at].site], [which])
-            run(steps)
+            steps = run(Steps([view.layers[at].site], [which]))
             view.layers[at] = steps.filled(view.layers[at])
         found.append(view)
     return found
@@ -173,72 +167,23 @@ def _listed(numbers: Sequence[int]) -> str:
 # --- every head, pooled -------------------------------------------------------------------------------------------
 
 
-class Pools(Probe):
-    """A probe that keeps of each head, and of the mean of a layer's heads, no more than a thumbnail."""
-
-    def __init__(self) -> None:
-        super().__init__(reduce=self._pool)
-        self.sizes: dict[str, tuple[int, int]] = {}
-        self.means: dict[str, Tensor] = {}
-        self.site, self.sum = "", torch.empty(0)
-
-    def at(self, site: str) -> Recorder | None:
-        if site != self.site:
-            self.close()
-            self.site, self.sum = site, torch.empty(0)
-        return super().at(site)
-
-    def close(self) -> None:
-        """The layer that was watched is complete."""
-        if self.sum.numel():
-            self.means[self.site] = _thumbs(self.sum.div_(self.count(self.site)))
-            self.sum = torch.empty(0)
-
-    def count(self, site: str) -> int:
-        return self.maps[site][0].shape[1]
-
-    def _pool(self, a: Tensor) -> Tensor:
-        self.sizes[self.site] = (a.shape[2], a.shape[3])
-        small = _thumbs(a)
-        self.sum = self.sum.add_(a) if self.sum.numel() else a
-        return small
-
-
-def _thumbs(a: Tensor) -> Tensor:
-    """(b h t s) -> (b h 2 t' s'): pooled with and without the first column."""
-    down, across = (-(-size // SIDE) for size in a.shape[2:])
-    small = F.max_pool2d(a, (down, across), ceil_mode=True)
-    bare = small.clone()
-    bare[..., 0] = 0.0
-    if across > 1 and a.shape[3] > 1:
-        rest = a[..., 1:across]
-        bare[..., 0] = F.max_pool2d(rest, (down, rest.shape[3]), ceil_mode=True)[..., 0]
-    return torch.stack([small, bare], 2).float()
-
-
 def _pooled(pools: Pools, given: Given) -> list[View]:
     total = sum(pools.count(site) for site in pools.sizes)
     extra = 1
-    while total * (SIDE // extra) ** 2 > THUMBS:
+    while pools.side and total * (pools.side // extra) ** 2 > THUMBS:
         extra *= 2
     views: dict[str, View] = {}
     for site, size in pools.sizes.items():
         tower, number, kind = ("", *site.split("."))[-3:]
         name = kind if kind == "cross" or not tower else tower
         rows, columns = (_fit(names, n) for names, n in zip(given.names(name), size))
-        down, across = (-(-n // SIDE) * extra for n in size)
+        down, across = pools.step(site)
         picture = None if name == "decoder" else given.picture
-        view = View(name, rows, columns, [], (down, across), picture)
-        heads: list[Full | Pooled] = [_small(a, extra) for a in pools.maps[site][0][0]]
-        mean = _small(pools.means[site][0, 0], extra)
+        view = View(name, rows, columns, [], (down * extra, across * extra), picture)
+        heads: list[Full | Pooled] = [smaller(a, extra) for a in pools.maps[site][0][0]]
+        mean = smaller(pools.means[site][0, 0], extra)
         views.setdefault(name, view).layers.append(Layer(int(number), site, heads, mean))
     return list(views.values())
-
-
-def _small(both: Tensor, step: int) -> Pooled:
-    """(2 t' s'), pooled once more."""
-    cells, bare = F.max_pool2d(both[:, None], step, ceil_mode=True)[:, 0].cpu().numpy()
-    return Pooled(cells, bare)
 
 
 def _fit(names: Sequence[str], size: int) -> list[str]:
@@ -275,13 +220,14 @@ class Steps(Probe):
             heads[head] = Full(a, x, lengths, None if raw is None else raw[i])
         return replace(layer, heads=heads, **self.how[layer.site])
 
-    def learn(self, site: str, terms: Terms) -> None:
+    def learn(self, site: str, terms: Terms, sparse: bool = False) -> None:
         bias = terms.bias  # a sink's logit stands in its first column
         self.how[site] = {
             "scale": terms.scale,
             "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
             "capped": terms.softcap is not None,
             "sinks": terms.sinks > 0,
+            "sparse": sparse,
         }
 
 
@@ -305,4 +251,4 @@ class StepRecorder(Recorder):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
     ) -> None:
         super().gathered(q, k, v, mask, terms, where)
-        self.probe.learn(self.site, terms)
+        self.probe.learn(self.site, terms, sparse=True)

@@ -23,7 +23,10 @@ from regard.look.trace import Array, Full, Layer, Pooled, View, chosen
 
 WEB = Path(__file__).parent / "web"
 # a module comes after those that it imports
-MODULES = ("dom", "palette", "data", "map", "thumbs", "row", "image", "state", "app")
+MODULES = (
+    *("dom", "palette", "data", "scale", "overview", "map", "table", "thumbs", "row", "image"),
+    *("state", "app"),
+)
 LARGE = 1 << 18  # cells above which a head is stored without what can be computed
 
 
@@ -113,21 +116,30 @@ def _told(view: View) -> str:
     """What a reader must know of this view: what its rows are, and what is not there in full."""
     said = []
     if view.name == "cross":
-        said.append("A row is named by the token that is written there.")
-    if not view.whole:
+        said.append("A row is named by the token that the model writes there.")
+    if view.picture is not None:
+        said.append(
+            "Patches are named by their row and column in the picture, from 1,1 at the top left."
+        )
+    if view.whole:
+        return " ".join(said)
+    full = [
+        f"layer {layer.number}, head {i}"
+        for layer in view.layers
+        for i, head in enumerate(layer.heads)
+        if isinstance(head, Full)
+    ]
+    if view.step == (1, 1):
+        more = f"scores and values of {', '.join(full)} alone" if full else "scores are not"
+        said.append(f"All weights are here; {more}.")
+    else:
         down, across = view.step
         said.append(
             f"{len(view.rows)} × {len(view.columns)} tokens in every head are too many for one page: heads are "
             f"max-pooled, a cell is the largest weight of {down} × {across} tokens."
         )
-        full = [
-            f"layer {layer.number}, head {i}"
-            for layer in view.layers
-            for i, head in enumerate(layer.heads)
-            if isinstance(head, Full)
-        ]
         said += [f"In full: {', '.join(full)}."] if full else []
-        said.append("For another: regard look ... --layer N --head N.")
+    said.append("For another: regard look ... --layer N --head N.")
     return " ".join(said)
 
 
@@ -139,6 +151,7 @@ def _layer(layer: Layer) -> dict[str, Any]:
         "biased": layer.biased,
         "capped": layer.capped,
         "sinks": layer.sinks,
+        "sparse": layer.sparse,
     }
     if any(isinstance(head, Pooled) for head in layer.heads):
         found["mean"] = _pooled(layer.mean)
@@ -160,15 +173,14 @@ def _totals(head: Full) -> Array:
 
 
 def _pooled(head: Pooled) -> dict[str, Any]:
-    cells, most = _levels(head.cells)
-    bare, bare_most = _levels(head.bare)
-    return {"cells": cells, "most": most, "bare": bare, "bareMost": bare_most}
+    most = float(head.cells.max()) or 1.0
+    return {"most": most, "cells": _levels(head.cells, most), "first": _levels(head.first, most)}
 
 
-def _levels(cells: Array) -> tuple[str, float]:
-    """Bytes from 0 to 255, and the value that 255 stands for."""
-    most = float(cells.max()) or 1.0
-    return _text(np.rint(cells / most * 255).astype(np.uint8)), most
+def _levels(cells: Array, most: float) -> str:
+    """Roots of shares of `most`, in 16 bits; 0 is for what is 0 exactly, such as what is masked."""
+    found = np.rint(np.sqrt(cells / most) * 65535)
+    return _text(np.where(cells > 0, np.maximum(found, 1), 0).astype("<u2"))
 
 
 def _text(array: Array) -> str:

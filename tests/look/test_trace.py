@@ -133,7 +133,7 @@ def test_steps_of_every_mechanism_lead_to_its_weights(name: str) -> None:
             share = e / e.sum(-1, keepdims=True) * head.weight.sum(-1, keepdims=True)
             np.testing.assert_allclose(share, head.weight, atol=1e-5)
         assert layer.sinks == ("sinks" in name) and layer.capped == (name == "softcap")
-        assert layer.biased == (name == "gqa_t5")
+        assert layer.biased == (name == "gqa_t5") and layer.sparse == name.startswith("dsa")
 
 
 def test_a_model_without_attention_is_refused() -> None:
@@ -157,6 +157,7 @@ def test_a_long_text_is_pooled_by_the_largest_and_the_asked_head_stays_whole(
     monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(module, "WHOLE", 100)
+    monkeypatch.setattr(module, "EVERY", 100)
     model, text = loud(regard.build("gpt2", vocab=50, max_len=200, **SMALL)), given(130)
     (view,) = trace(model, text, layer=0, head=2)
     assert not view.whole and view.step == (3, 3)
@@ -171,13 +172,32 @@ def test_a_long_text_is_pooled_by_the_largest_and_the_asked_head_stays_whole(
             assert isinstance(head, Pooled) and head.cells.shape == (44, 44)
             np.testing.assert_allclose(head.cells[10, 3], a[30:33, 9:12].max(), atol=1e-6)
             np.testing.assert_allclose(head.cells[43, 0], a[129, 0:3].max(), atol=1e-6)
-            np.testing.assert_allclose(head.bare[10, 0], a[30:33, 1:3].max(), atol=1e-6)
+            np.testing.assert_allclose(head.first[10], a[30:33, 1:3].max(), atol=1e-6)
         mean = expected[layer.site].mean(0).numpy()
         np.testing.assert_allclose(layer.mean.cells[10, 3], mean[30:33, 9:12].max(), atol=1e-6)
 
 
+def test_a_text_between_short_and_long_has_every_weight_and_the_asked_head_its_steps(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(module, "WHOLE", 100)
+    model, text = loud(regard.build("gpt2", vocab=50, max_len=200, **SMALL)), given(130)
+    (view,) = trace(model, text, layer=0, head=2)
+    assert not view.whole and view.step == (1, 1)
+    expected = weights(model, text)
+    for layer in view.layers:
+        for i, head in enumerate(layer.heads):
+            full = (layer.number, i) == (0, 2)
+            assert isinstance(head, Full if full else Pooled)
+            found = head.weight if isinstance(head, Full) else head.cells
+            np.testing.assert_allclose(found, expected[layer.site][i].numpy(), atol=1e-6)
+        mean = expected[layer.site].mean(0).numpy()
+        np.testing.assert_allclose(layer.mean.cells, mean, atol=1e-6)
+
+
 def test_many_heads_share_the_room_for_thumbnails(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "WHOLE", 100)
+    monkeypatch.setattr(module, "EVERY", 100)
     monkeypatch.setattr(module, "THUMBS", 6 * 32 * 32)
     model, text = loud(regard.build("gpt2", vocab=50, max_len=200, **SMALL)), given(128)
     (view,) = trace(model, text)
@@ -185,6 +205,7 @@ def test_many_heads_share_the_room_for_thumbnails(monkeypatch: Any) -> None:
     head = view.layers[0].heads[1]
     assert isinstance(head, Pooled) and view.step == (4, 4) and head.cells.shape == (32, 32)
     np.testing.assert_allclose(head.cells[20, 9], a[80:84, 36:40].max(), atol=1e-6)
+    np.testing.assert_allclose(head.first[20], a[80:84, 1:4].max(), atol=1e-6)
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -237,11 +258,25 @@ def test_page_numbers_are_the_traces() -> None:
 
 def test_page_of_a_long_text_is_bounded() -> None:
     cells = np.random.default_rng(0).random((64, 64)).astype(np.float32)
-    small = Pooled(cells, cells)
+    small = Pooled(cells, cells[:, 0])
     layers = [module.Layer(i, f"{i}.self", [small] * 12, small) for i in range(12)]
     view = View("self", words(1024), words(1024), layers, (16, 16))
     text = page("x", [Panel("m", "", [view])])
     assert len(text) < 2_000_000 and "max-pooled" in text and "16 × 16" in json_text(text)
+
+
+def test_packed_weights_keep_four_digits_and_mark_what_is_masked() -> None:
+    cells = np.random.default_rng(0).dirichlet(np.full(50, 0.1), 40).astype(np.float32)
+    cells = np.where(np.triu(np.ones_like(cells), 1) > 0, 0, cells)
+    small = Pooled(cells, cells[:, 0])
+    view = View("self", words(40), words(50), [module.Layer(0, "0.self", [small], small)])
+    data = json.loads(
+        inside(page("x", [Panel("m", "", [view])]), 'script type="application/json" id="data"')
+    )
+    head = data["models"][0]["views"][0]["layers"][0]["heads"][0]
+    levels = np.frombuffer(base64.b64decode(head["cells"]), "<u2").reshape(40, 50)
+    np.testing.assert_allclose((levels / 65535.0) ** 2 * head["most"], cells, atol=2e-5)
+    assert ((levels == 0) == (cells == 0)).all()
 
 
 def json_text(text: str) -> str:

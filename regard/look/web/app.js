@@ -1,12 +1,13 @@
 // The page: a panel for each model, what they share above them.
 
-import { gridOf, readPage } from "./data.js";
+import { gridOf, NAMES, readPage } from "./data.js";
 import { choice, make, tick } from "./dom.js";
 import { Photo } from "./image.js";
-import { HeadMap, NAMES } from "./map.js";
+import { HeadMap } from "./map.js";
 import { onScheme } from "./palette.js";
 import { Row } from "./row.js";
 import { read, written } from "./state.js";
+import { tableOf } from "./table.js";
 import { Thumbs } from "./thumbs.js";
 
 class Panel {
@@ -18,8 +19,9 @@ class Panel {
     this.photo = new Photo((token) => this.pick(token));
     this.title = make("h3");
     this.part = make("p", { className: "shown" });
-    this.table = make("div", { className: "wide", tabIndex: 0, role: "region", "aria-label": "values" });
-    const heads = make("section", { className: "all" }, make("h3", {}, "Layers and heads"), this.part, this.thumbs.node);
+    this.table = make("div", { className: "wide", tabIndex: 0, role: "region" });
+    this.table.setAttribute("aria-label", "values of the map");
+    const heads = make("section", { className: "all" }, make("h3", {}, "Layers down, heads across"), this.part, this.thumbs.node);
     const large = make("section", { className: "large" }, this.title, this.photo.node, this.map.node, this.table);
     const bars = make("section", { className: "steps" }, make("h3", {}, "One row"), this.row.node);
     this.views = make("div", { className: "views" });
@@ -50,6 +52,20 @@ class Panel {
     this.app.set(this.index, this.view.textRows ? { column: token } : { row: token });
   }
 
+  // Where this panel is when it follows another.
+  following({ state, view }) {
+    const own = { ...this.state };
+    if (this.model.views.some(({ name }) => name === state.view)) own.view = state.view;
+    const mine = this.model.views.find(({ name }) => name === own.view);
+    const fit = (n, count) => Math.min(n, count - 1);
+    own.layer = fit(mine.name === view.name ? state.layer : own.layer, mine.layers.length);
+    own.head = fit(mine.name === view.name ? state.head : own.head, mine.layers[own.layer].heads.length);
+    const same = (a, b) => a.length === b.length && a.every((name, i) => name === b[i]);
+    if (same(mine.rows, view.rows)) own.row = state.row;
+    if (same(mine.columns, view.columns)) own.column = state.column;
+    return { ...own, row: fit(own.row, mine.rows.length), column: fit(own.column, mine.columns.length) };
+  }
+
   draw() {
     const { app, view } = this;
     const { layer, head } = this.state;
@@ -57,17 +73,17 @@ class Panel {
     this.grid = gridOf(view, view.layers[layer], head, shared.averaged);
     const measure = this.grid.measures.includes(shared.measure) ? shared.measure : "weight";
     this.tabs();
-    this.thumbs.draw(view, this.state, shared.measure, shared.bare);
+    this.thumbs.draw(view, this.state, shared);
     const whose = shared.averaged ? "mean of its heads" : `head ${head}`;
-    const lacking = measure === shared.measure ? "" : ` (no ${NAMES[shared.measure]} in the page: weight)`;
+    const lacking = measure === shared.measure ? "" : `: weight, as its ${NAMES[shared.measure]} is not in the page`;
     this.title.textContent = `${view.title}, layer ${view.layers[layer].number}, ${whose}${lacking}`;
     this.part.textContent = view.told;
     this.part.hidden = !view.told;
     this.photo.draw(view, this.grid, this.at, measure, shared.bare);
-    this.map.draw(this.grid, this.at, measure, shared.bare);
+    this.map.draw(this.grid, this.at, measure, shared.bare, shared.rowwise);
     this.row.draw(this.grid, this.at, measure, shared.bare, shared.order);
     this.table.hidden = !shared.table;
-    this.table.replaceChildren(...(shared.table ? [this.map.table()] : []));
+    this.table.replaceChildren(...(shared.table ? [tableOf(this.map)] : []));
   }
 
   tabs() {
@@ -115,28 +131,26 @@ class App {
 
   choices() {
     const all = (change) => (value) => this.share({ [change]: value });
-    const { measure, bare, averaged, order, table } = this.state;
+    const { measure, bare, averaged, order, rowwise, apart, table } = this.state;
+    const together = tick("move both panels together", "together", !apart, (value) => this.share({ apart: !value }));
     this.bar.replaceChildren(
       choice("show", "measure", Object.entries(NAMES), measure, all("measure")),
-      choice("columns of the row", "order", [["place", "in order"], ["value", "largest first"]], order, all("order")),
+      choice("bars", "order", [["place", "in order"], ["value", "largest first"]], order, all("order")),
       tick("hide the first token", "bare", bare, all("bare")),
       tick("average the heads", "averaged", averaged, all("averaged")),
+      tick("colours by row", "rowwise", rowwise, all("rowwise")),
       tick("show as table", "table", table, all("table")),
+      ...(this.panels.length > 1 ? [together] : []),
     );
   }
 
-  // A change of one panel; a cell moves in every panel whose tokens are the same.
+  // A change of one panel. The others follow as far as they have such a view, layer and head, and the same tokens.
   set(index, change) {
-    const before = this.state.panels[index];
-    const moved = "view" in change || "layer" in change;
-    this.state.panels[index] = { ...before, ...change };
-    const tokens = (panel) => JSON.stringify([panel.view.rows, panel.view.columns]);
+    this.state.panels[index] = { ...this.state.panels[index], ...change };
     this.panels.forEach((panel, i) => {
-      const { row, column } = this.state.panels[index];
-      if (i === index || tokens(panel) !== tokens(this.panels[index])) return;
-      this.state.panels[i] = { ...this.state.panels[i], row, column };
+      if (i !== index && !this.state.apart) this.state.panels[i] = panel.following(this.panels[index]);
     });
-    this.keep(moved);
+    this.keep("view" in change || "layer" in change);
     this.draw();
   }
 

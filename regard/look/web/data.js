@@ -1,4 +1,8 @@
-// The numbers of the page: heads in full, or pooled where the text is too long to hold every head.
+// The numbers of the page: heads in full, or their weights alone, or pooled where the text is too long for that.
+
+import { number, quoted } from "./dom.js";
+
+export const NAMES = { weight: "weight", score: "score", norm: "weight × ‖v‖" };
 
 export const SIDE = 64; // cells of a thumbnail, at most
 
@@ -14,6 +18,18 @@ function floats(text) {
   return new Float32Array(bytes(text).buffer);
 }
 
+// The largest magnitude of each row of cells, from a column on.
+export function rowTops(cells, rows, columns, from = 0) {
+  const tops = new Float32Array(rows);
+  for (let i = 0; i < rows; i++) {
+    for (let j = from; j < columns; j++) {
+      const size = Math.abs(cells[i * columns + j]);
+      if (size > tops[i]) tops[i] = size;
+    }
+  }
+  return tops.map((top) => top || 1);
+}
+
 // How many tokens a cell stands for when `count` of them are shown in `most` cells.
 function stride(count, most) {
   return Math.max(1, Math.ceil(count / most));
@@ -25,11 +41,18 @@ export class Grid {
     this.view = view;
     this.layer = layer;
     this.heads = heads; // as they are in the page: one, or all that are averaged
-    this.pooled = heads[0].cells !== undefined;
+    this.packed = heads[0].cells !== undefined; // weights in 16 bits and nothing else
+    this.pooled = this.packed && Math.max(...view.step) > 1;
     [this.rowStep, this.columnStep] = this.pooled ? view.step : [1, 1];
     this.rows = Math.ceil(view.rows.length / this.rowStep);
     this.columns = Math.ceil(view.columns.length / this.columnStep);
     this.made = new Map();
+  }
+
+  // A value as it is read.
+  text(value, measure) {
+    if (Number.isNaN(value)) return this.packed ? "0 or masked" : "masked";
+    return number(value, measure === "score" ? 3 : 4);
   }
 
   // The measures that this page holds for this head.
@@ -50,7 +73,7 @@ export class Grid {
     return `${i * step}–${Math.min((i + 1) * step, names.length) - 1}`;
   }
 
-  // What a screen reader or the line under the map calls a place: its token, and its number where tokens repeat.
+  // What a screen reader or the line above the map calls a place: its token, and its number where tokens repeat.
   rowSaid(i) {
     return this.said("row", this.view.rows, i, this.rowStep);
   }
@@ -62,7 +85,7 @@ export class Grid {
   said(what, names, i, step) {
     if (step > 1) return `${what}s ${this.name(names, i, step)}`;
     const twice = names.indexOf(names[i]) !== names.lastIndexOf(names[i]);
-    return `${what} ${names[i]}${twice ? ` (${i})` : ""}`;
+    return `${what} ${quoted(names[i])}${twice ? ` (${i})` : ""}`;
   }
 
   part(name, head = this.heads[0]) {
@@ -84,14 +107,18 @@ export class Grid {
 
   values(measure, bare = false) {
     const key = `values ${measure} ${bare}`;
-    if (!this.made.has(key)) this.made.set(key, this.pooled ? this.unpack(bare) : this.mean(measure));
+    if (!this.made.has(key)) this.made.set(key, this.packed ? this.unpack(bare) : this.mean(measure));
     return this.made.get(key);
   }
 
+  // Roots of shares of the largest; 0 is what is masked.
   unpack(bare) {
-    const head = this.heads[0];
-    const most = bare ? head.bareMost : head.most;
-    return Float32Array.from(bytes(bare ? head.bare : head.cells), (x) => (x / 255) * most);
+    const { cells, first, most } = this.heads[0];
+    const value = (x) => (x ? (x / 65535) ** 2 * most : NaN);
+    const found = Float32Array.from(new Uint16Array(bytes(cells).buffer), value);
+    if (!bare || !this.pooled) return found;
+    new Uint16Array(bytes(first).buffer).forEach((x, i) => (found[i * this.columns] = value(x)));
+    return found;
   }
 
   mean(measure) {
@@ -125,15 +152,26 @@ export class Grid {
     return most || 1;
   }
 
+  // The same of each row.
+  tops(measure, bare) {
+    const key = `tops ${measure} ${bare}`;
+    if (!this.made.has(key)) {
+      const from = bare && !this.pooled && this.columns > 1 ? 1 : 0;
+      this.made.set(key, rowTops(this.values(measure, bare), this.rows, this.columns, from));
+    }
+    return this.made.get(key);
+  }
+
   hidden(j, bare) {
     return bare && !this.pooled && j === 0;
   }
 
-  // The same with at most SIDE cells a side: of each block its value of largest magnitude.
-  thumbnail(measure, bare) {
+  // The same with at most SIDE cells a side: of each block its value of largest magnitude; with that of all or of each row.
+  thumbnail(measure, bare, rowwise) {
     const key = `thumbnail ${measure} ${bare}`;
     if (!this.made.has(key)) this.made.set(key, this.shrunk(measure, bare));
-    return this.made.get(key);
+    const { rows, columns, cells } = this.made.get(key);
+    return { rows, columns, cells, most: rowwise ? rowTops(cells, rows, columns) : this.most(measure, bare) };
   }
 
   shrunk(measure, bare) {

@@ -41,6 +41,11 @@ export function number(value, places = 4) {
   return text.replace("-", "−");
 }
 
+// A token in a sentence; what is written from right to left stays apart from the rest.
+export function quoted(token) {
+  return /[\u0590-\u08ff\ufb1d-\ufefc]/.test(token) ? `“\u2068${token}\u2069”` : `“${token}”`;
+}
+
 export function short(text, most) {
   const letters = [...text];
   return letters.length > most ? letters.slice(0, most - 1).join("") + "…" : text;

@@ -1,64 +1,97 @@
-// The picture that a model reads, with what the chosen row gives each patch laid over it.
+// The picture that a model reads, and beside it in grey with what the chosen row gives each patch laid over it.
 
-import { bytes } from "./data.js";
+import { bytes, NAMES } from "./data.js";
 import { make, say } from "./dom.js";
-import { valueText } from "./map.js";
-import { place, ramp, shade } from "./palette.js";
+import { shade } from "./palette.js";
 
-const WIDE = 336;
+const WIDE = 300;
+const GAP = 12;
+const HEAT = [[70, 0, 110], [190, 30, 100], [245, 125, 20], [255, 235, 90]];
+const COLD = [[60, 120, 200], [110, 190, 255]];
 
 export class Photo {
   constructor(choose) {
     this.choose = choose; // (token): the row where rows are patches, else the column
-    this.canvas = make("canvas", { className: "photo", tabIndex: 0, role: "application" });
+    this.plain = make("canvas", { className: "photo", role: "img", "aria-label": "the picture as the model reads it" });
+    this.canvas = make("canvas", { className: "photo over", tabIndex: 0, role: "application" });
     this.canvas.setAttribute("aria-roledescription", "picture of patches");
-    this.canvas.onclick = (event) => this.click(event);
     this.canvas.onkeydown = (event) => this.key(event);
-    this.told = make("p", { className: "shown" });
-    this.node = make("div", { className: "picture" }, this.canvas, this.told);
+    for (const canvas of [this.plain, this.canvas]) {
+      canvas.onclick = (event) => this.pick(this.tokenAt(event));
+      canvas.onmousemove = (event) => (this.told.textContent = this.sentence(this.tokenAt(event)));
+      canvas.onmouseleave = () => (this.told.textContent = this.summary());
+    }
+    this.told = make("p", { className: "readout" });
+    this.hint = make("p", { className: "shown" });
+    const both = make("div", { className: "photos" }, this.plain, this.canvas);
+    this.node = make("div", { className: "picture" }, this.told, both, this.hint);
   }
 
   draw(view, grid, at, measure, bare) {
     this.node.hidden = !view.image || grid.pooled;
     if (this.node.hidden) return;
-    Object.assign(this, { view, grid, at });
     const { size, patch, extra } = view.image;
-    const side = size / patch;
-    const wide = Math.min(WIDE, this.node.clientWidth || WIDE);
-    this.canvas.width = this.canvas.height = wide * 2;
-    this.canvas.style.width = this.canvas.style.height = `${wide}px`;
-    const pen = this.canvas.getContext("2d");
-    pen.imageSmoothingEnabled = false;
-    pen.drawImage(this.pixels(view.image), 0, 0, wide * 2, wide * 2);
     const values = grid.values(measure, bare).subarray(at.row * grid.columns, (at.row + 1) * grid.columns);
+    Object.assign(this, { view, grid, at, measure, values, extra, side: size / patch });
+    const wide = Math.min(WIDE, Math.floor(((this.node.clientWidth || WIDE) - GAP) / 2));
+    this.sheet(this.plain, wide, "none");
+    const pen = this.sheet(this.canvas, wide, "grayscale(1) contrast(0.6)");
+    this.heat(pen, (wide * 2) / this.side);
+    this.told.textContent = this.summary();
+    this.canvas.setAttribute("aria-label", this.summary());
+    const choose = view.textRows ? "the patch whose column is chosen." : "the patch that reads; Home: the class token.";
+    this.hint.textContent = `Brighter: read more, by the square root. Click, or arrow keys: ${choose}`;
+  }
+
+  // A canvas with the picture on it, and a frame around the chosen patch.
+  sheet(canvas, wide, filter) {
+    canvas.width = canvas.height = wide * 2;
+    canvas.style.width = canvas.style.height = `${wide}px`;
+    const pen = canvas.getContext("2d");
+    pen.imageSmoothingEnabled = this.view.image.size >= 64;
+    pen.filter = filter;
+    pen.drawImage(this.pixels(this.view.image), 0, 0, wide * 2, wide * 2);
+    pen.filter = "none";
+    if (canvas === this.plain) this.frame(pen, (wide * 2) / this.side);
+    return pen;
+  }
+
+  heat(pen, step) {
+    const { values, extra, side, measure } = this;
     const seen = values.subarray(extra);
-    const most = seen.reduce((a, b) => Math.max(a, Math.abs(b)), 0) || 1;
-    const step = (wide * 2) / side;
-    const { stops } = ramp(measure);
+    const most = seen.reduce((a, b) => Math.max(a, Math.abs(b) || 0), 0) || 1;
     seen.forEach((value, i) => {
-      const part = place(measure, value, most);
-      pen.globalAlpha = 0.3 + 0.55 * Math.sqrt(Math.abs(value / most));
-      pen.fillStyle = `rgb(${shade(stops, part).join(" ")})`;
+      const part = Math.sqrt(Math.abs(value || 0) / most);
+      pen.globalAlpha = 0.8 * part;
+      pen.fillStyle = `rgb(${shade(measure === "score" && value < 0 ? COLD : HEAT, part).join(" ")})`;
       pen.fillRect((i % side) * step, Math.floor(i / side) * step, step, step);
     });
     pen.globalAlpha = 1;
-    const chosen = (view.textRows ? at.column : at.row) - extra;
-    if (chosen >= 0) {
-      pen.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--mark");
-      pen.lineWidth = 5;
-      pen.strokeRect((chosen % side) * step, Math.floor(chosen / side) * step, step, step);
-    }
-    const own = extra ? `; with the ${extra > 1 ? "class tokens" : "class token"} ${valueText(values[0], measure)}` : "";
-    const best = seen.reduce((top, value, i) => (value > seen[top] ? i : top), 0);
-    const reads = `${grid.rowSaid(at.row)}: most on ${grid.columnName(best + extra)}, ${valueText(seen[best], measure)}${own}`;
-    this.told.textContent = `${reads}. ${this.help()}`;
-    this.canvas.setAttribute("aria-label", reads);
+    this.frame(pen, step);
   }
 
-  help() {
-    return this.view.textRows
-      ? "Click or arrows: the patch whose column is chosen."
-      : "Click or arrows: the patch that reads; Home: the class token.";
+  frame(pen, step) {
+    const chosen = (this.view.textRows ? this.at.column : this.at.row) - this.extra;
+    if (chosen < 0) return;
+    const [x, y] = [(chosen % this.side) * step, Math.floor(chosen / this.side) * step];
+    for (const [colour, width] of [["#000", 7], ["#fff", 3]]) {
+      pen.strokeStyle = colour;
+      pen.lineWidth = width;
+      pen.strokeRect(x + 3, y + 3, step - 6, step - 6);
+    }
+  }
+
+  sentence(token) {
+    const { grid, at, measure, values } = this;
+    return `${grid.rowSaid(at.row)} reads ${grid.columnName(token)}: ${NAMES[measure]} ${grid.text(values[token], measure)}`;
+  }
+
+  summary() {
+    const { grid, values, extra, measure } = this;
+    let best = extra;
+    for (let i = extra; i < values.length; i++) if (values[i] > values[best]) best = i;
+    const own = extra ? `; the ${grid.columnName(0)} token ${grid.text(values[0], measure)}` : "";
+    return `${this.sentence(best)}, the most of all patches${own}`;
   }
 
   pixels(image) {
@@ -74,21 +107,18 @@ export class Photo {
     return this.small;
   }
 
-  click(event) {
-    const { size, patch, extra } = this.view.image;
-    const box = this.canvas.getBoundingClientRect();
-    const side = size / patch;
-    const cell = (part) => Math.min(side - 1, Math.max(0, Math.floor(part * side)));
+  tokenAt(event) {
+    const box = event.target.getBoundingClientRect();
+    const cell = (part) => Math.min(this.side - 1, Math.max(0, Math.floor(part * this.side)));
     const across = cell((event.clientX - box.left) / box.width);
-    this.pick(cell((event.clientY - box.top) / box.height) * side + across + extra);
+    return cell((event.clientY - box.top) / box.height) * this.side + across + this.extra;
   }
 
   key(event) {
-    const { size, patch, extra } = this.view.image;
-    const side = size / patch;
+    const { side, extra } = this;
     const token = this.view.textRows ? this.at.column : this.at.row;
     const step = { ArrowUp: -side, ArrowDown: side, ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (step === undefined && event.key !== "Home") return;
+    if ((step === undefined && event.key !== "Home") || event.altKey || event.metaKey) return;
     event.preventDefault();
     if (event.key === "Home") return this.pick(0);
     if (token < extra) return this.pick(extra);

@@ -36,14 +36,16 @@ export function place(measure, value, most) {
   return measure === "score" ? (value / most + 1) / 2 : Math.sqrt(Math.max(value, 0) / most);
 }
 
-// Cells as a picture of one pixel each; what is masked or hidden has a ground of its own.
+// Cells as a picture of one pixel each; what is masked or hidden has a ground of its own. `most`: the largest magnitude,
+// of all cells or of each row.
 export function picture(cells, rows, columns, measure, most) {
   const { stops, masked } = ramp(measure);
   const table = Array.from({ length: 256 }, (_, i) => shade(stops, i / 255));
   const image = new ImageData(columns, rows);
   for (let i = 0; i < cells.length; i++) {
     const known = !Number.isNaN(cells[i]);
-    const level = known ? Math.round(255 * Math.min(Math.max(place(measure, cells[i], most), 0), 1)) : 0;
+    const top = typeof most === "number" ? most : most[Math.floor(i / columns)];
+    const level = known ? Math.round(255 * Math.min(Math.max(place(measure, cells[i], top), 0), 1)) : 0;
     image.data.set(known ? table[level] : masked, 4 * i);
     image.data[4 * i + 3] = 255;
   }

@@ -1,7 +1,7 @@
 // One row of a head as bars, with the numbers that lead to its weights: q·k, scaled, masked, softmax.
 
-import { make, number } from "./dom.js";
-import { NAMES, valueText } from "./map.js";
+import { NAMES } from "./data.js";
+import { make, number, quoted } from "./dom.js";
 
 const LISTED = 48; // keys that are listed
 
@@ -13,19 +13,19 @@ export class Row {
 
   draw(grid, at, measure, bare, order) {
     const all = grid.values(measure, bare).subarray(at.row * grid.columns, (at.row + 1) * grid.columns);
-    const shown = this.listed(all, at, order, bare);
+    const shown = this.listed(grid, all, at, order, bare);
     const most = shown.reduce((top, j) => Math.max(top, Math.abs(all[j]) || 0), 0) || 1;
     const table = make("table", { className: "bars" });
-    table.append(this.caption(grid, at, all, shown, measure), this.header(grid, measure));
+    table.append(this.caption(grid, at, all, shown, measure, order), this.header(grid, measure));
     const body = make("tbody");
-    for (const j of shown) body.append(this.line(grid, at, j, all[j], measure, most, bare));
+    for (const j of shown) body.append(this.line(grid, at, j, all[j], measure, most));
     table.append(body);
     this.node.replaceChildren(make("div", { className: "wide" }, table), this.told(grid));
   }
 
   // Which keys: all, or the nearest to the chosen one, or the largest.
-  listed(values, at, order, bare) {
-    const every = Array.from(values.keys()).filter((j) => !(bare && j === 0 && values.length > 1));
+  listed(grid, values, at, order, bare) {
+    const every = Array.from(values.keys()).filter((j) => !grid.hidden(j, bare) || values.length === 1);
     if (order === "value") {
       const size = (j) => (Number.isNaN(values[j]) ? -1 : Math.abs(values[j]));
       return every.sort((a, b) => size(b) - size(a)).slice(0, LISTED);
@@ -34,13 +34,18 @@ export class Row {
     return every.slice(from, from + LISTED);
   }
 
-  caption(grid, at, all, shown, measure) {
+  caption(grid, at, all, shown, measure, order) {
     let sum = 0;
     for (const value of all) if (!Number.isNaN(value)) sum += value;
-    const total = measure === "weight" && !grid.pooled ? `; its weights sum to ${number(sum)}` : "";
-    const part = shown.length < all.length ? `; ${shown.length} of ${all.length} columns` : "";
-    const name = make("strong", { dir: "auto" }, grid.rowName(at.row));
-    return make("caption", {}, "Row ", name, total + part);
+    const said = [];
+    if (measure === "weight" && !grid.pooled) said.push(`its weights sum to ${number(sum)}`);
+    const [first, last] = [shown[0], shown[shown.length - 1]];
+    if (shown.length < all.length - 1) {
+      const which = order === "value" ? `the ${shown.length} largest` : `columns ${first + 1}–${last + 1}`;
+      said.push(`shown: ${which} of ${all.length}`);
+    } else if (shown.length < all.length) said.push("the first column is hidden");
+    const name = make("strong", { dir: "auto" }, grid.pooled ? grid.rowName(at.row) : quoted(grid.rowName(at.row)));
+    return make("caption", {}, "Row ", name, said.length ? `: ${said.join("; ")}` : "");
   }
 
   // The names of the columns, by what this head has.
@@ -53,27 +58,32 @@ export class Row {
 
   // [name, value at (row, column)] of each step that this page holds for this head.
   steps(grid) {
-    if (grid.pooled || grid.heads.length > 1) return [["largest", null]];
+    if (grid.pooled) return [["largest", null]];
+    if (grid.packed || grid.heads.length > 1) return [["value", null]];
     const { scale, biased, capped } = grid.layer;
     const [raw, score, weight] = ["raw", "score", "weight"].map((name) => grid.part(name));
     const found = [];
-    if (raw) found.push(["q·k", (i) => raw[i]], [`× ${number(scale, 3)}`, (i) => raw[i] * scale]);
-    const more = [capped ? "capped" : "", biased ? "+ bias" : "", "masked"].filter(Boolean).join(", ");
+    if (raw) found.push(["q·k", (i) => raw[i]], [`scaled\n× ${number(scale, 3)}`, (i) => raw[i] * scale]);
+    const more = [capped ? "capped," : "", biased ? "+ bias," : "", "masked"].filter(Boolean).join("\n");
     if (score) found.push([more, (i) => score[i]]);
     found.push(["softmax", (i) => weight[i]]);
     return found;
   }
 
-  line(grid, at, j, value, measure, most, bare) {
-    const bar = make("span", { className: value < 0 ? "bar below" : "bar" });
-    bar.style.width = `${Number.isNaN(value) ? 0 : Math.min(100, (100 * Math.abs(value)) / most)}%`;
-    const cells = [make("th", { scope: "row", dir: "auto" }, grid.columnName(j)), make("td", { className: "track" }, bar)];
+  line(grid, at, j, value, measure, most) {
+    const above = measure === "score" && value > 0; // as on the map: blue below zero, orange above
+    const bar = make("span", { className: above ? "bar above" : "bar" });
+    bar.style.width = `${Math.min(100, (100 * Math.abs(value)) / most)}%`;
+    const track = make("td", { className: "track" }, ...(value ? [bar] : []));
+    const name = grid.columnName(j);
+    const cells = [make("th", { scope: "row", dir: "auto", title: name }, name), track];
     const i = at.row * grid.columns + j;
     for (const [name, step] of this.steps(grid)) {
-      const shown = step === null ? valueText(value, measure) : number(step(i), name === "softmax" ? 4 : 3);
+      const shown = step === null ? grid.text(value, measure) : number(step(i), name === "softmax" ? 4 : 3);
       cells.push(make("td", { className: "n" }, shown));
     }
     const line = make("tr", { className: j === at.column ? "chosen" : "" }, ...cells);
+    if (Number.isNaN(value)) line.classList.add("masked");
     line.onclick = () => this.choose(j);
     return line;
   }
@@ -81,10 +91,14 @@ export class Row {
   told(grid) {
     const { layer } = grid;
     const note = { className: "shown" };
-    if (grid.pooled) return make("p", note, "This head is in the page pooled, without the steps to its weights.");
-    if (grid.heads.length > 1) return make("p", note, `The mean of ${grid.heads.length} heads has no steps of its own.`);
+    const flags = `--layer ${layer.number} --head ${layer.heads.indexOf(grid.heads[0])}`;
+    if (grid.heads.length > 1 || grid.heads[0] === layer.mean) {
+      return make("p", note, `The mean of ${layer.heads.length} heads has no steps of its own.`);
+    }
+    if (grid.packed) return make("p", note, `The steps to this head's weights: regard look ... ${flags}`);
     const sinks = layer.sinks ? " A sink takes what the weights lack to 1." : "";
-    const raw = grid.part("raw") ? "" : " Scores here are not q·k of every key times one scale, so that is left out.";
-    return make("p", note, `softmax over a row: e^score / Σ e^score; −∞ is masked and gets 0.${raw}${sinks}`);
+    const sparse = layer.sparse ? " Keys that were not chosen for this row are masked too; their q·k is never computed." : "";
+    const raw = grid.part("raw") || sparse ? "" : " Scores here are not q·k times one scale, so that is left out.";
+    return make("p", note, `softmax over a row: e^score / Σ e^score; −∞ is masked and gets 0.${sparse}${raw}${sinks}`);
   }
 }

@@ -20,6 +20,11 @@ function readPanel(text, model) {
   return { view: view.name, layer, head, row, column: pick(3, start.column ?? 0, view.columns.length) };
 }
 
+// A row over many keys is pale beside the first rows of a text, which have few: its colours are its own at first.
+function long(model) {
+  return model.views.some((view) => view.columns.length > 64);
+}
+
 export function read(hash, models) {
   const given = new URLSearchParams(hash.replace(/^#/, ""));
   const measure = given.get("measure");
@@ -27,6 +32,8 @@ export function read(hash, models) {
     measure: MEASURES.includes(measure) ? measure : "weight",
     bare: given.get("first") === "hidden",
     averaged: given.get("heads") === "mean",
+    rowwise: given.has("colours") ? given.get("colours") === "row" : models.some(long),
+    apart: given.get("panels") === "apart",
     order: given.get("order") === "value" ? "value" : "place",
     table: given.get("table") === "1",
     panels: models.map((model, i) => readPanel(given.get(`at${i}`), model)),
@@ -37,6 +44,8 @@ export function written(state) {
   const parts = [["measure", state.measure]];
   if (state.bare) parts.push(["first", "hidden"]);
   if (state.averaged) parts.push(["heads", "mean"]);
+  parts.push(["colours", state.rowwise ? "row" : "head"]);
+  if (state.apart) parts.push(["panels", "apart"]);
   if (state.order === "value") parts.push(["order", "value"]);
   if (state.table) parts.push(["table", "1"]);
   state.panels.forEach((p, i) => {
