@@ -8,13 +8,18 @@ of all heads of it, and of all heads of all layers. The share is the time spent 
 forward without one (medians, taken in turn). Target: a map costs below 5 % of the forward.
 
 Memory: GPT-2 (12 layers, 12 heads) over 1,024 tokens; the peak of `hidden` above the weights, without a probe, with
-every map kept as a thumbnail of 64 x 64, and with every map kept whole. Target: thumbnails add less than 100 MB.
+every map kept as a thumbnail of 64 x 64, and with every map kept whole; then the peak of the process `regard look`
+that writes the page, beside one that loads the same folder and makes a forward. Target: less than 100 MB more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +38,8 @@ WAYS: dict[str, Callable[[], Probe | None]] = {
     "thumbnails": lambda: Probe(reduce=thumbnail(64)),
     "whole maps": Probe,
 }
+
+PROCESSES = ("load, hidden", "regard look")
 
 
 class Clock:
@@ -122,6 +129,34 @@ def peak(device: str, way: str) -> float:
     return torch.cuda.max_memory_allocated() - before
 
 
+BUILD = """
+import pathlib, sys, regard
+from regard.text.train_tokenizer import Recipe, train_tokenizer, write_files
+regard.build("gpt2").save(sys.argv[1])
+write_files(pathlib.Path(sys.argv[1]), train_tokenizer([sys.argv[2]], Recipe("chars")))
+"""
+FORWARD = """
+import sys, torch, regard
+model = regard.load(sys.argv[1])
+with torch.inference_mode():
+    model.hidden(torch.zeros(1, int(sys.argv[2]), dtype=torch.long))
+"""
+
+
+def process(way: str) -> float:
+    """The peak of a whole process, in bytes. (A child's peak begins with its parent's: this one must be small.)"""
+    with tempfile.TemporaryDirectory() as name:
+        folder, text = f"{name}/model", "a " * (TOKENS // 2)
+        subprocess.run([sys.executable, "-c", BUILD, folder, text], check=True)
+        look = ["-m", "regard", "look", folder, text, "--output", f"{name}/page.html"]
+        what = look if way == "regard look" else ["-c", FORWARD, folder, str(TOKENS)]
+        made = subprocess.Popen([sys.executable, *what], stdout=subprocess.DEVNULL)
+        _, code, used = os.wait4(made.pid, 0)
+        if code:
+            sys.exit(f"{way}: failed")
+        return used.ru_maxrss * 1024
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -131,7 +166,7 @@ def main() -> None:
     parser.add_argument("--peak", default=None, metavar="WAY", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak is not None:
-        print(peak(args.device, args.peak))
+        print(process(args.peak) if args.peak in PROCESSES else peak(args.device, args.peak))
         return
     print(header())
     clock = Clock(args.device)
@@ -141,6 +176,10 @@ def main() -> None:
     print(f"GPT-2, 12 layers of 12 heads, {TOKENS:,} tokens, peak of hidden() above the weights")
     for way, most in found.items():
         print(f"  {way:10} {most:8.1f} MB, {most - found['no probe']:+8.1f} MB")
+    if args.device == "cpu":
+        print("the same model, the peak of a whole process")
+        for way in PROCESSES:
+            print(f"  {way:11} {child(__file__, way):8.1f} MB")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ weights are there one by one, and the steps of one head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -112,13 +112,13 @@ class Given:
 
 @torch.inference_mode()
 def trace(
-    model: Callable[..., Tensor], given: Given, layer: int | None = None, head: int | None = None
+    model: Any, given: Given, layer: int | None = None, head: int | None = None
 ) -> list[View]:
     """The views of a model on one input. `layer` and `head`: the one that is wanted in full where not all can be."""
 
     def run(probe: P) -> P:
         more = {} if given.source_ids is None else {"source": given.source_ids}
-        model(given.ids, probe=probe, **more)
+        model.hidden(given.ids, probe=probe, **more)  # no map needs logits, and they are large
         return probe
 
     pools = run(Pools(SIDE))
