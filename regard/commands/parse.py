@@ -66,7 +66,7 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
             )
     except SystemExit as end:
         if end.code:
-            raise UsageError(one_line(err.getvalue())) from None
+            raise UsageError(plain(one_line(err.getvalue()))) from None
     head, *examples = inspect.cleandoc(cls.__doc__ or "").splitlines()
     print("\n".join([head, *(f"  {line}" if line else "" for line in examples)]).rstrip())
     print("\n".join(["", *(line.rstrip() for line in out.getvalue().strip().splitlines())]))
@@ -94,6 +94,16 @@ def one_line(box: str) -> str:
     rules = [i for i, line in enumerate(lines) if line and not line.strip("-─")]
     text = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
     return re.sub(r" +", " ", " ".join(text)).strip().removesuffix(".")
+
+
+def plain(text: str) -> str:
+    """A value of the wrong type, as a person would say it."""
+    wrong = re.match(r"Error parsing (\S+): .*?\b(int|float|INT|FLOAT)\b.*'(.*)'", text)
+    if wrong is None:
+        return text
+    flag, kind, value = wrong.groups()
+    kind = "a whole number" if kind.lower() == "int" else "a number"
+    return f"{flag} needs {kind}, got {value!r}"
 
 
 def names(cls: Any) -> list[str]:

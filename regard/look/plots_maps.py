@@ -115,8 +115,12 @@ def _head(
         best = [weights[i].argmax().item() for i in some]
         ink = [_ink(image, weights[i].max().item()) for i in some]
         ax.scatter(best, some, 20, facecolors="none", edgecolors=ink, linewidths=1.2)
-    label(ax, "x", check_tokens(keys, columns, "keys"), range(columns))
-    label(ax, "y", check_tokens(queries, rows, "queries"), range(rows))
+    sides = {
+        "y": (check_tokens(queries, rows, "queries"), range(rows)),
+        "x": (check_tokens(keys, columns, "keys"), range(columns)),
+    }
+    for side in "yxy":  # each takes room from the other
+        label(ax, side, *sides[side])
 
 
 def _write(ax: Axes, weights: Tensor, image: Any) -> None:
@@ -175,9 +179,9 @@ def alignment(
     for each in (ax, right):
         each.set(xlim=(-0.02, 1.02), ylim=(1, 0), xticks=[])
         each.spines[["top", "bottom"]].set_visible(False)
-    _head(page, page.axes[0], weights, target, source, ("source", "target"))
     label(ax, "y", check_tokens(source, columns, "sources"), sources)
     label(right, "y", check_tokens(target, rows, "targets"), targets)
+    _head(page, page.axes[0], weights, target, source, ("source", "target"))
     page.title(title or "What each target word looks at")
     return page.figure
 
