@@ -26,7 +26,7 @@ ATTEND, ENTER, NORM, CHOOSE = Struct("28qd"), Struct("24q"), Struct("7qd"), Stru
 CALLS: dict[str, Callable[[bytes], int]] = {}
 
 
-def _call(name: str) -> Callable[[bytes], int] | None:
+def call_of(name: str) -> Callable[[bytes], int] | None:
     """The C function `name`, of one packed struct; None without native code."""
     if name not in CALLS:
         found = library()
@@ -43,7 +43,7 @@ def _readable(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return x.is_cpu and x.dtype is dtype and x.stride(-1) == 1
 
 
-def _learns(*inputs: Tensor) -> bool:
+def learns(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
@@ -68,7 +68,7 @@ def attend_one(
     p with pos - window < p <= pos (none at -1: zeros). They lie in the rows place[i, p] of k and v, place (r S) int32,
     or without it in row i // share. Query head j reads head j // (h / g); a group's query heads read a key together.
     """
-    call, half = _call("attend_one"), HALF.get(k.dtype)
+    call, half = call_of("attend_one"), HALF.get(k.dtype)
     by_q, by_k, by_v = q.stride(), k.stride(), v.stride()
     if (
         call is None
@@ -78,7 +78,7 @@ def attend_one(
         or not (_readable(pos, torch.int64) and len(pos) == len(q))
         or not (place is None or (_readable(place, torch.int32) and len(place) == len(q)))
         or not (bias is None or (_readable(bias) and len(bias) in (1, len(q))))
-        or _learns(q, k, v)
+        or learns(q, k, v)
     ):
         return plain_attend_one(
             q, k, v, pos, scale=scale, place=place, share=share, window=window, bias=bias
@@ -153,7 +153,7 @@ def enter(
     (r or 1, 1, 1, n), and writes k to k_store[i, pos_i] (R S g d), v to v_store (R S g e); nothing where pos_i is -1.
 
     n = cos.shape[-1] pairs of each head turn, none without cos; `layout` is "half" or "interleaved"."""
-    call, r = _call("enter"), len(qkv)
+    call, r = call_of("enter"), len(qkv)
     half = HALF.get(k_store.dtype)
     if (
         call is None
@@ -223,12 +223,12 @@ def plain_enter(
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> Tensor:
     """x (... m) over its last axis, statistics in float32. "layer": (x - mean) / sqrt(var + eps) * weight + bias;
     "rms": x / sqrt(mean(x^2) + eps) * weight."""
-    call = _call("norm")
+    call = call_of("norm")
     if (
         call is None
         or not (x.is_cpu and x.dtype is weight.dtype is torch.float32 and x.is_contiguous())
         or not (bias is None or bias.dtype is torch.float32)
-        or _learns(x, weight)
+        or learns(x, weight)
     ):
         return plain_norm(x, weight, bias, eps, kind)
     m = x.shape[-1]
@@ -256,8 +256,8 @@ def choose(logits: Tensor, k: int, banned: Sequence[int] = ()) -> tuple[Tensor, 
     A row with NaN has the norm NaN and some k ids."""
     r, vocab = logits.shape
     assert 0 < k <= vocab - len(banned), f"{k} of {vocab} logits, {len(banned)} of them banned"
-    call = _call("choose")
-    if call is None or not _readable(logits) or _learns(logits):
+    call = call_of("choose")
+    if call is None or not _readable(logits) or learns(logits):
         return plain_choose(logits, k, banned)
     lse, values = logits.new_empty(r), logits.new_empty(r, k)
     ids = torch.empty(r, k, dtype=torch.int64)

@@ -16,8 +16,12 @@ from regard.attention import Context
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
 from regard.config import UsageError, nearest
+from regard.kernels import native
+from regard.kernels.native_train import gelu_tanh
+from regard.layers import FeedForward
 
 PRECISIONS = ("fp32", "bf16")
+WORTH = 1_000_000  # parameters for which C code is compiled, if it is not yet
 TRIM, MMAP = -1, -3  # what glibc's mallopt calls M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,6 +44,13 @@ def keep_freed() -> None:
         mallopt(TRIM, 2**31 - 1)
         if not mallopt(MMAP, 2**30):
             mallopt(MMAP, 2**25)  # the most that older ones take
+
+
+def native_code(model: nn.Module, precision: str) -> None:
+    """Have the C code of regard.kernels.native_train compiled where a run on a CPU gains by it."""
+    slow = any(isinstance(m, FeedForward) and m.act is gelu_tanh for m in model.modules())
+    if (slow or precision == "bf16") and sum(p.numel() for p in model.parameters()) >= WORTH:
+        native.build()
 
 
 class Recomputed(Block):

@@ -18,10 +18,18 @@ from typing import Any
 import torch
 
 from regard.config import UsageError, nearest
+from regard.kernels import native
 from regard.train.batch import Ahead, Feed, Objective
 from regard.train.evaluate import METRICS, better
 from regard.train.keep import Keeper, read
-from regard.train.memory import checkpointed, compiled, joined, keep_freed, precision
+from regard.train.memory import (
+    checkpointed,
+    compiled,
+    joined,
+    keep_freed,
+    native_code,
+    precision,
+)
 from regard.train.optim import Optim, Optimizer, accumulate, average, clip, divide
 from regard.train.parallel import Alone, Parallel
 from regard.train.schedule import Schedule
@@ -118,6 +126,7 @@ class Trainer:
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
             keep_freed()
+            native_code(model, config.precision)
         self.inside = self.team.wrap(self.model)
         self.optimizer = Optimizer(model, config.optim)
         ahead = Ahead(feed, self.team.share, self.team.shares)  # a GPU need not wait for data
@@ -306,7 +315,8 @@ def digest(text: str) -> str:
 
 
 def machine() -> list[str | int]:
-    """What decides the last bit: torch, the processor's instructions, threads, the GPU."""
+    """What decides the last bit: torch, the processor's instructions, our C code, threads, the GPU."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
-    return [torch.__version__, capability, torch.get_num_threads(), gpu]
+    ours = "C code" if native.library() is not None else "no C code"
+    return [torch.__version__, capability, ours, torch.get_num_threads(), gpu]

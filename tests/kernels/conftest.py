@@ -26,7 +26,7 @@ def in_c(monkeypatch: pytest.MonkeyPatch) -> None:
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both forms under the public names."""
     if request.param == "plain":
-        monkeypatch.setattr(native_rows, "_call", lambda name: None)
+        monkeypatch.setattr(native_rows, "call_of", lambda name: None)
     elif not native.build():
         pytest.skip(f"no native code: {native.why()}")
     return request.param

@@ -1,0 +1,108 @@
+/* What a training step on the CPU does beside products: the activation GELU, its slope, and the softmax's part of
+   attention's way back. Rows and elements are independent: threads change no bit. */
+#include "vector.h"
+
+/* LANES numbers from place i on, of floats or of bf16 (half); `count` of them where fewer are left. */
+INLINE vec take(const void *x, int64_t i, int64_t count, const int half) {
+    if (half) {
+        shorts y = {0};
+        memcpy(&y, (const uint16_t *)x + i, (size_t)count * 2);
+        return (vec)(__builtin_convertvector(y, bits) << 16);
+    }
+    vec y = {0};
+    memcpy(&y, (const float *)x + i, (size_t)count * 4);
+    return y;
+}
+
+/* To bf16 as to_bf16 does it. */
+INLINE shorts narrow(vec x) {
+    bits y = (bits)x, nan = (bits)(x != x);
+    y = ((y + 0x7fff + (y >> 16 & 1)) & ~nan) | ((y | 0x400000) & nan);
+    return __builtin_convertvector(y >> 16, shorts);
+}
+
+INLINE void put(void *x, int64_t i, vec y, int64_t count, const int half) {
+    if (half) {
+        shorts z = narrow(y);
+        memcpy((uint16_t *)x + i, &z, (size_t)count * 2);
+    } else {
+        memcpy((float *)x + i, &y, (size_t)count * 4);
+    }
+}
+
+/* What native_train.gelu packs: `dy` is 0 on the way forward. */
+struct gelu {
+    int64_t n, half;
+    const void *x, *dy;
+    void *out;
+};
+
+#define A 1.5957691216f  /* 2 sqrt(2 / pi) */
+#define B 0.0713548163f  /* 0.044715 of it */
+
+/* x s or dy (s + x s (1 - s) u'), with s = 1 / (1 + e^-u) and u = A x + B x^3, as (1 + tanh(u / 2)) / 2 = s. */
+INLINE vec gelu_of(vec x, vec dy, const int back) {
+    vec square = x * x, u = x * (A + B * square);
+    vec e = exp_below((vec)((bits)u | 0x80000000u)); /* of -|u| */
+    bits below = (bits)(u < 0.0f);
+    vec top = (vec)(((bits)e & below) | ((bits)splat(1.0f) & ~below)), s = top / (1.0f + e);
+    return back ? dy * (s + x * s * (1.0f - s) * (A + 3.0f * B * square)) : x * s;
+}
+
+INLINE void gelu_run(const struct gelu *a, const int half, const int back) {
+    int64_t runs = (a->n + LANES - 1) / LANES;
+#pragma omp parallel for schedule(static) if (runs > 512)
+    for (int64_t r = 0; r < runs; r++) {
+        int64_t i = r * LANES, left = a->n - i;
+        if (left >= LANES) {
+            vec dy = back ? take(a->dy, i, LANES, half) : splat(0);
+            put(a->out, i, gelu_of(take(a->x, i, LANES, half), dy, back), LANES, half);
+        } else {
+            vec dy = back ? take(a->dy, i, left, half) : splat(0);
+            put(a->out, i, gelu_of(take(a->x, i, left, half), dy, back), left, half);
+        }
+    }
+}
+
+int gelu(const struct gelu *a) {
+    if (a->half) {
+        a->dy ? gelu_run(a, 1, 1) : gelu_run(a, 1, 0);
+    } else {
+        a->dy ? gelu_run(a, 0, 1) : gelu_run(a, 0, 0);
+    }
+    return 0;
+}
+
+/* What native_train packs for the way back of attention: rows of scores q.k and of slopes do.v, floats (n t s). */
+struct back {
+    int64_t n, t, s;
+    const float *score, *slope, *lse, *inner;
+    uint16_t *p, *ds;
+    double scale;
+};
+
+/* p = e^(scale score - lse) and ds = scale p (slope - inner), in bf16, of `count` keys of a row that sees `seen` more. */
+INLINE void back_run(const struct back *a, int64_t row, int64_t at, int64_t seen, int64_t count) {
+    const float scale = (float)a->scale;
+    vec p = splat(0), ds = p;
+    if (seen > 0) {
+        ints place;
+        for (int l = 0; l < LANES; l++) place[l] = l;
+        p = exp_below(take(a->score, at, count, 0) * scale - a->lse[row]);
+        p = (vec)((bits)p & (bits)(place < (int32_t)seen));
+        ds = scale * p * (take(a->slope, at, count, 0) - a->inner[row]);
+    }
+    put(a->p, at, p, count, 1);
+    put(a->ds, at, ds, count, 1);
+}
+
+/* Row i of t sees the keys up to i. */
+int back(const struct back *a) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < a->n * a->t; row++) {
+        int64_t seen = row % a->t + 1, at = row * a->s, j = 0;
+        for (; j + LANES <= a->s; j += LANES) back_run(a, row, at + j, seen - j, LANES);
+        if (j < a->s) back_run(a, row, at + j, seen - j, a->s - j);
+    }
+    return 0;
+}
