@@ -174,7 +174,7 @@ def accumulate(
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of the sum of losses over all batches to .grad -> (that sum, the count of labels).
 
-    inside(objective, batch) is objective(model, batch). `divide` by the count of the whole step then gives the mean's
+    inside(objective, batch) is objective(model, batch). `clip` by the count of the whole step then gives the mean's
     gradient: any split of a batch gives the same. All batches but the last run in the context that `hold` makes."""
     losses, counts = [], []
     for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
@@ -186,32 +186,26 @@ def accumulate(
     return torch.stack(losses).sum(), torch.stack(counts).sum()
 
 
-def divide(parameters: Iterable[Tensor], count: Tensor | int) -> None:
-    """Every gradient over `count`, in place; a step without a label leaves zeros."""
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
-    if grads:
-        dtype = torch.promote_types(grads[0].dtype, torch.float32)
-        by = torch.as_tensor(count, device=grads[0].device).clamp(min=1).to(dtype)
-        torch._foreach_div_(grads, by)
-
-
 def clip_factor(norm: float, max_norm: float, eps: float = 1e-6) -> float:
     """What every gradient is multiplied by: min(1, max_norm / (norm + eps)), norm over all of them; eps as in torch."""
     return min(1.0, max_norm / (norm + eps))
 
 
-def clip(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """The length of all gradients taken as one vector; if it is above `max_norm` they are shortened by `clip_factor`.
+def clip(parameters: Iterable[Tensor], max_norm: float | None, count: Tensor | int = 1) -> Tensor:
+    """Every gradient over `count`, in place (a step without a label leaves zeros) -> their length then, taken as one
+    vector; if it is above `max_norm` they are shortened by `clip_factor` as well, in the same pass over them.
 
     A length that is not finite is returned and nothing is changed: the caller must not take the step. Nothing here
     waits for a GPU."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
-    norm = length(grads)
+    total = length(grads)
+    factor = 1 / torch.as_tensor(count, device=total.device).clamp(min=1).to(total.dtype)
+    norm = total * factor
     if max_norm is not None:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local(g) for g in grads], torch.where(norm.isfinite(), factor, 1.0))
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local(g) for g in grads], torch.where(norm.isfinite(), factor, 1.0))
     return norm
 
 

@@ -30,7 +30,7 @@ from regard.train.memory import (
     native_code,
     precision,
 )
-from regard.train.optim import Optim, Optimizer, accumulate, average, clip, divide
+from regard.train.optim import Optim, Optimizer, accumulate, average, clip
 from regard.train.parallel import Alone, Parallel
 from regard.train.schedule import Schedule
 
@@ -196,8 +196,7 @@ class Trainer:
             loss, count = accumulate(self.inside, self.objective, parts, team.hold)
         loss, count = team.total(loss), team.total(count)
         parameters = list(self.optimizer.named.values())
-        divide(parameters, count)
-        norm = clip(parameters, c.clip)
+        norm = clip(parameters, c.clip, count)
         mean, length, tokens = (loss / count.clamp(min=1)).item(), norm.item(), int(count)
         if not (math.isfinite(mean) and math.isfinite(length)):
             self.optimizer.zero()

@@ -18,7 +18,7 @@ from regard.train.config import Config
 from regard.train.data import Data
 from regard.train.memory import checkpointed, precision
 from regard.train.objective import causal, classify
-from regard.train.optim import Optim, Optimizer, accumulate, divide
+from regard.train.optim import Optim, Optimizer, accumulate, clip
 
 TEXT: dict[str, Any] = dict(dim=24, layers=2, heads=3, ffn_dim=20, vocab=50, max_len=40)
 BODIES: dict[str, Callable[[], regard.Model]] = {
@@ -59,7 +59,7 @@ def train(model: Any, objective: Any, data: Batch, steps: int, lr: float = 1e-2)
     optimizer, losses = Optimizer(model, Optim(lr=lr, decay=0.0)), []
     for _ in range(steps):
         loss, count = accumulate(objective, model, [data])
-        divide(optimizer.named.values(), count)
+        clip(optimizer.named.values(), None, count)
         optimizer.step()
         optimizer.zero()
         losses.append(float(loss / count))

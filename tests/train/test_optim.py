@@ -29,7 +29,6 @@ from regard.train.optim import (
     clip,
     clip_factor,
     decays,
-    divide,
     follow,
     kinds,
 )
@@ -206,7 +205,7 @@ def test_optim_settings_are_checked_and_readable() -> None:
 def step_gradient(objective: Objective, model: nn.Module, parts: list[Batch]) -> dict[str, Tensor]:
     model.zero_grad()
     total, count = accumulate(Inside(model), objective, parts)
-    divide(model.parameters(), count)
+    clip(model.parameters(), None, count)
     assert total.isfinite()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -239,10 +238,10 @@ def test_accumulated_gradient_is_that_of_the_mean() -> None:
         torch.testing.assert_close(mine[name], p.grad, rtol=1e-10, atol=1e-14)
 
 
-def test_divide_by_no_label_leaves_zeros() -> None:
+def test_step_without_a_label_leaves_zeros() -> None:
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.zeros(3)
-    divide([weight], torch.tensor(0))
+    assert clip([weight], 1.0, torch.tensor(0)) == 0
     assert torch.equal(weight.grad, torch.zeros(3))
 
 
@@ -266,6 +265,16 @@ def test_clip_shortens_to_the_limit_and_returns_the_length() -> None:
     assert clip(short, 1.0) == torch.tensor(0.3) and torch.equal(short[0].grad, torch.tensor([0.3]))
     assert clip(with_gradients([30.0]), None) == 30
     assert clip([], 1.0) == 0
+
+
+def test_clip_divides_by_the_count_first() -> None:
+    for count in (10, torch.tensor(10)):
+        made = with_gradients([30.0, 0.0], [40.0])
+        torch.testing.assert_close(clip(made, 1.0, count), torch.tensor(5.0))
+        want = torch.tensor([3.0, 0.0]) * clip_factor(5.0, 1.0)
+        torch.testing.assert_close(made[0].grad, want)
+    within = with_gradients([30.0])
+    assert clip(within, 4.0, 10) == 3 and torch.equal(within[0].grad, torch.tensor([3.0]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
