@@ -1,7 +1,7 @@
 """What a training step on the CPU does beside products, in C: GELU, and in bf16 the way back of causal attention.
 
-Each has a torch form, which says what it computes; the C form is taken where `native.library` has one and a gradient is
-asked for, so that a model which only runs has torch's bits.
+Each has a torch form, which says what it computes; the C form is taken where `native.library` has one and
+gradients are recorded, so that a model which only runs has torch's bits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
-    if torch.compiler.is_compiling() or not (x.is_cpu and x.dtype in HALF and learns(x)):
-        return F.gelu(x, approximate="tanh")
-    if call_of("gelu") is None:
+    learning = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not (learning and x.is_cpu and x.dtype in HALF) or call_of("gelu") is None:
         return F.gelu(x, approximate="tanh")
     return _Gelu.apply(x.contiguous())
 
