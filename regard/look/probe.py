@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -37,7 +38,8 @@ from regard.mask import Visible
 KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}  # at keys not chosen
 Maps = dict[str, list[Tensor]]  # place -> call -> map
 Made = dict[str, Tensor]  # kind -> map
-Index = slice | Tensor | None  # of rows or heads: one, some, all
+Rows = slice | Tensor | None  # one, some, all
+Heads = list[int] | None  # some, all
 M = TypeVar("M")
 
 
@@ -136,13 +138,10 @@ class Recorder(SparseProbe):
         rows = self._rows(0, t // share, t // share)
         if rows is not None and share > 1:
             rows = _flat(share, t // share, rows)
-        if isinstance(mask, Visible):
-            mask = _seen(mask, rows)
-        else:
-            mask = _part(mask, 2, rows)
+        mask = _seen(mask, rows) if isinstance(mask, Visible) else _part(mask, 2, rows)
         q, terms = _pick(q, 2, rows), _cut(terms, 2, rows)
 
-        def made(heads: Tensor | None) -> Made:
+        def made(heads: Heads) -> Made:
             found = self._made(heads, q, k, v, mask, terms)
             return {kind: _apart(a, share) for kind, a in found.items()}
 
@@ -169,7 +168,7 @@ class Recorder(SparseProbe):
         chosen = torch.cat([chosen for _, chosen in runs], 1)[:, None]  # b 1 t' k
         made = {kind: torch.cat([run[kind] for run, _ in runs], 2) for kind in made}
 
-        def full(one: Tensor | None) -> Made:
+        def full(one: Heads) -> Made:
             return {
                 kind: _placed(_pick(a, 1, one if a.shape[1] > 1 else None), chosen, s, KINDS[kind])
                 for kind, a in made.items()
@@ -177,25 +176,21 @@ class Recorder(SparseProbe):
 
         self._keep(None, q.shape[1] if heads is None else len(heads), full)
 
-    def _keep(
-        self, heads: Tensor | None, count: int, made: Callable[[Tensor | None], Made]
-    ) -> None:
+    def _keep(self, heads: Heads, count: int, made: Callable[[Heads], Made]) -> None:
         """File the maps of these heads (None: all of `count`), or head by head what `reduce` makes of them."""
         reduce = self.probe.reduce
         if reduce is None:
             found = made(heads)
         else:
-            every = torch.arange(count) if heads is None else heads
-            parts = [
-                {kind: reduce(_wide(a)) for kind, a in made(i).items()} for i in every.split(1)
-            ]
+            every = range(count) if heads is None else heads
+            parts = [{kind: reduce(_wide(a)) for kind, a in made([i]).items()} for i in every]
             found = {kind: torch.cat([part[kind] for part in parts], 1) for kind in parts[0]}
         for kind, a in found.items():
             self.probe._maps[kind].setdefault(self.site, []).append(a)
 
     def _made(
         self,
-        heads: Tensor | None,
+        heads: Heads,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -205,7 +200,7 @@ class Recorder(SparseProbe):
         """The maps of these heads for queries q (b h t d) over keys k (b g s d)."""
         what, (b, h, t), skip = self.probe.what, q.shape[:3], terms.sinks
         x = _scores(q, k, heads, terms)  # b h' t s
-        with torch.autocast(q.device.type, enabled=False):
+        with _no_autocast(q):
             mask = _part(mask, 1, heads)
             a = softmax(x, mask)[..., skip:] if {"weight", "norm"} & {*what} else x
             x, mask = x[..., skip:], None if mask is None else mask[..., skip:]
@@ -219,16 +214,16 @@ class Recorder(SparseProbe):
                 made["chosen"] = seen.expand(b, -1, t, x.shape[-1])
         return {kind: made[kind] for kind in what}
 
-    def _heads(self, count: int) -> Tensor | None:
+    def _heads(self, count: int) -> Heads:
         heads = self.probe.heads
         wrong = [i for i in heads or () if not 0 <= i < count]
         if wrong:
             raise UsageError(
                 f"probe: there is no head {wrong[0]} at {self.site}; its heads are 0 to {count - 1}"
             )
-        return None if heads is None else torch.tensor(heads, dtype=torch.long)
+        return heads
 
-    def _rows(self, start: int, stop: int, size: int) -> Index:
+    def _rows(self, start: int, stop: int, size: int) -> Rows:
         """The chosen rows within start..stop, counted from start."""
         if self.probe.rows is None:
             return None
@@ -242,24 +237,25 @@ class Recorder(SparseProbe):
 # --- the arithmetic -----------------------------------------------------------------------------------------------
 
 
-def _scores(q: Tensor, k: Tensor, heads: Tensor | None, terms: Terms) -> Tensor:
+def _scores(q: Tensor, k: Tensor, heads: Heads, terms: Terms) -> Tensor:
     """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they lie."""
     (h, t), g = q.shape[1:3], k.shape[1]
     if terms.score is not None:  # as the layer computes it, row by row: it may be wide inside
         bare = Terms(terms.scale, score=terms.score)
         x = _wide(_pick(torch.cat([scores(row, k, bare) for row in q.split(1, 2)], 2), 1, heads))
         return finish(x, _cut(terms, 1, heads))
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         if heads is None:
             x = _wide(q).unflatten(1, (g, h // g)).flatten(2, 3) @ _wide(k).mT
             x = x.unflatten(2, (h // g, t)).flatten(1, 2)
         else:
-            each = ((q.narrow(1, i, 1), k.narrow(1, i * g // h, 1)) for i in heads.tolist())
-            x = torch.cat([_wide(mine) @ _wide(keys).mT for mine, keys in each], 1)
+            each = ((q.narrow(1, i, 1), k.narrow(1, i * g // h, 1)) for i in heads)
+            parts = [_wide(mine) @ _wide(keys).mT for mine, keys in each]
+            x = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return finish(x * terms.scale, _cut(terms, 1, heads))
 
 
-def _lengths(v: Tensor, heads: Tensor | None, count: int, up: Tensor | None) -> Tensor:
+def _lengths(v: Tensor, heads: Heads, count: int, up: Tensor | None) -> Tensor:
     """Euclidean lengths (b h' 1 s) of the values v (b g s e); of `up` v where v is what all heads share."""
     if up is not None:
         each = (_wide(v[:, 0]) @ _wide(w).T for w in _pick(up, 0, heads))  # b s e
@@ -267,6 +263,11 @@ def _lengths(v: Tensor, heads: Tensor | None, count: int, up: Tensor | None) -> 
     wide = torch.promote_types(v.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(v, dim=-1, dtype=wide)  # b g s
     return _pick(lengths.repeat_interleave(count // v.shape[1], 1), 1, heads)[:, :, None]
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -291,7 +292,7 @@ def _placed(a: Tensor, chosen: Tensor, size: int, fill: float) -> Tensor:
     return full.scatter(-1, chosen.expand(-1, a.shape[1], -1, -1), a)
 
 
-def _seen(mask: Visible, rows: Index) -> Tensor | None:
+def _seen(mask: Visible, rows: Rows) -> Tensor | None:
     """What these rows see: (b 1 t' s), or None for everything."""
     mask = mask.part(rows) if isinstance(rows, slice) else mask
     if mask.everything:
@@ -299,9 +300,13 @@ def _seen(mask: Visible, rows: Index) -> Tensor | None:
     return mask.rows(rows) if isinstance(rows, Tensor) else mask.tensor()
 
 
-def _pick(x: Tensor, axis: int, index: Index) -> Tensor:
+def _pick(x: Tensor, axis: int, index: Rows | Heads) -> Tensor:
     if isinstance(index, slice):
         return x.narrow(axis, index.start, index.stop - index.start)
+    if isinstance(index, list):
+        if len(index) == 1:
+            return x.narrow(axis, index[0], 1)
+        index = torch.tensor(index, dtype=torch.long)
     return x if index is None else x.index_select(axis, index.to(x.device))
 
 
@@ -311,11 +316,11 @@ def _flat(count: int, size: int, rows: slice | Tensor) -> Tensor:
     return (torch.arange(count)[:, None] * size + rows).flatten()
 
 
-def _cut(terms: Terms, axis: int, index: Index) -> Terms:
-    return replace(terms, bias=_part(terms.bias, axis, index))
+def _cut(terms: Terms, axis: int, index: Rows | Heads) -> Terms:
+    return terms if terms.bias is None else replace(terms, bias=_part(terms.bias, axis, index))
 
 
-def _part(x: Tensor | None, axis: int, index: Index) -> Tensor | None:
+def _part(x: Tensor | None, axis: int, index: Rows | Heads) -> Tensor | None:
     """The same where an axis of size 1 stands for all."""
     return x if x is None or x.shape[axis] == 1 else _pick(x, axis, index)
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import regard
 from regard.look import parity as module
 from regard.look.parity import Check, parity
 from regard.look.played import Played, sample
 from regard.models import Model
-from tests.look.zoo import MODELS, stirred
+from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: there is none here"
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.skipif(
 GPU = "GPU against CPU"
 
 
-def checked(model: Model) -> Check:
-    (check,) = parity(model, sample(model, rows=2, tokens=7), only=[GPU])
+def checked(model: Model, tokens: int = 7) -> Check:
+    (check,) = parity(model, sample(model, rows=2, tokens=tokens), only=[GPU])
     return check
 
 
@@ -33,6 +34,18 @@ def small(name: str) -> Model:
 def test_gpu_is_not_accused_of_a_bug(name: str) -> None:
     found = checked(small(name))
     assert found.verdict != "bug", found
+
+
+@pytest.mark.parametrize("seed", range(CLEAN))
+def test_random_model_on_the_gpu_is_not_accused(seed: int) -> None:
+    found = checked(random_model(seed), tokens=6)
+    assert found.verdict != "bug", found
+
+
+def test_full_size_on_the_gpu_is_not_accused() -> None:
+    torch.manual_seed(0)
+    found = checked(regard.build("gpt2"), tokens=64)
+    assert found.verdict == "rounding", found
 
 
 def test_weight_that_changed_on_its_way_to_the_gpu_is_found(

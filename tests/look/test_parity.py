@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import os
 import random
 import re
 from typing import Any
@@ -20,10 +19,9 @@ from regard.look.played import Played, sample
 from regard.look.rounding import SAMPLES, Envelope, Rounding, judge, unit
 from regard.models import Model
 from tests.look.planted import BUGS
-from tests.look.zoo import MODELS, random_model, stirred
+from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 FUSED, PACKED = "fused against reference", "packed against plain"
-CLEAN = int(os.environ.get("REGARD_PARITY_MODELS", "40"))  # 200 is the full form
 
 
 def small(name: str) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,9 @@ from regard.models import (
 from regard.moe import MoE
 from regard.position import Alibi, Learned, Linear, Llama3, Rope, Sinusoidal, T5Bias, Yarn
 
+CLEAN = int(
+    os.environ.get("REGARD_PARITY_MODELS", "40")
+)  # sound models to judge; 200 is the full form
 SCALINGS = (
     None,
     Linear(2.0),
