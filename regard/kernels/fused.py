@@ -15,7 +15,7 @@ from regard.kernels.native_train import attend, attends
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any) -> Tensor:
     """On a GPU, without cuDNN where lengths may change from call to call: it takes some 60 ms to plan for each new
     shape, in which the others have long finished. Compiled code has fixed shapes and may have it. On a CPU, causal
-    attention in bf16 has a way back of its own."""
+    attention that learns has kernels of its own."""
     if torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, mask, **given)
     if mask is None and given["is_causal"] and not given.get("dropout_p") and attends(q, k, v):

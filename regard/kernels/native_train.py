@@ -1,4 +1,4 @@
-"""What a training step on the CPU does beside products, in C: GELU, and in bf16 the way back of causal attention.
+"""What a training step on the CPU does beside products, in C: GELU, and causal attention (in bf16 its way back).
 
 Each has a torch form, which says what it computes; the C form is taken where `native.library` has one and
 gradients are recorded, so that a model which only runs has torch's bits.
@@ -16,8 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from regard.kernels.native_rows import HALF, call_of, learns
 
-GELU, BACK = Struct("5q"), Struct("9qd")
+GELU, BIAS, BACK, CAUSAL = Struct("5q"), Struct("8q"), Struct("9qd"), Struct("37qd")
+RUN = 64  # rows whose gradients by a bias are summed in one go
 MOST = 2**25  # scores that the way back may hold at a time
+WIDE = 32  # features of a head are a multiple of two vectors, whatever the CPU's are
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -50,25 +52,126 @@ def _gelu(x: Tensor, dy: Tensor | None) -> Tensor:
     return out
 
 
+def takes_bias(x: Tensor, bias: Tensor) -> bool:
+    """Whether `bias_gelu` can, of products of x: float32 on the CPU while gradients are recorded."""
+    learning = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    known = x.is_cpu and x.dtype is bias.dtype is torch.float32 and type(x) is Tensor
+    fits = len(bias) % WIDE == 0 and not torch.is_autocast_enabled("cpu")
+    return learning and known and fits and call_of("bias_gelu") is not None
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """gelu_tanh(x + bias): neither the sum nor the gradient by the bias takes a pass of its own."""
+    return _BiasGelu.apply(x.contiguous(), bias.contiguous())
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return _bias_gelu(x, bias, None)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, bias = ctx.saved_tensors
+        return _bias_gelu(x, bias, dy.contiguous())
+
+
+def _bias_gelu(x: Tensor, bias: Tensor, dy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What it gives, and on the way back, with dy, the gradients by x and by the bias."""
+    call, out, width = call_of("bias_gelu"), torch.empty_like(x), len(bias)
+    assert call is not None
+    rows = x.numel() // width
+    sums = x.new_empty(0 if dy is None else -(-rows // RUN), width)
+    given = [x.data_ptr(), bias.data_ptr(), 0 if dy is None else dy.data_ptr()]
+    call(BIAS.pack(rows, width, RUN, *given, out.data_ptr(), sums.data_ptr()))
+    return out, sums.sum(0)
+
+
 def attends(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `attend` can: rows of bf16 that learn, as many keys as queries, not too many."""
+    """Whether `attend` can: plain tensors of one shape and dtype, on the CPU, while gradients are recorded; in bf16 not
+    too many scores, in float32 heads for every thread."""
+    if not (torch.is_grad_enabled() and q.is_cpu and type(q) is type(k) is type(v) is Tensor):
+        return False
+    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype):
+        return False
+    if q.dtype is torch.bfloat16:
+        few = q.shape[:-1].numel() * k.shape[-2] <= MOST
+        return few and learns(q, k, v) and call_of("back") is not None
+    known = q.dtype is torch.float32 and q.shape[-1] % WIDE == 0 and q.numel() > 0
+    known = known and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     return (
-        q.is_cpu
-        and q.dtype == k.dtype == v.dtype == torch.bfloat16
-        and q.shape == k.shape == v.shape
-        and q.shape[:-1].numel() * k.shape[-2] <= MOST
-        and learns(q, k, v)
-        and call_of("back") is not None
+        known and q.shape[:2].numel() >= torch.get_num_threads() and call_of("causal") is not None
     )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention of q, k, v (b h t d): forward by torch's flash kernel. Its way back is slow in bf16; here it is
-    five products of whole maps."""
-    return _Attend.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+    """Causal attention of q, k, v (b h t d)."""
+    kind = _Half if q.dtype is torch.bfloat16 else _Causal
+    return kind.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-class _Attend(torch.autograd.Function):
+class _Causal(torch.autograd.Function):
+    """Both ways in C, which leaves out what no query sees; torch's kernels compute it first."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        (out,), lse = _like(q, 1), q.new_empty(q.shape[:3])
+        _causal([q, k, v, out], lse, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        *given, lse = ctx.saved_tensors
+        do = do if do.stride(-1) == 1 else do.contiguous()
+        dq, dk, dv = _like(do, 3)
+        _causal([*given, do, dq, dk, dv], lse, ctx.scale)
+        return dq, dk, dv, None
+
+
+def _like(x: Tensor, count: int) -> list[Tensor]:
+    """Memory for tensors (b h t d) in which all that belongs to a token lies side by side, as products want it."""
+    b, h, t, d = x.shape
+    return [each.transpose(1, 2) for each in x.new_empty(b, t, count, h, d).unbind(2)]
+
+
+def _causal(tensors: list[Tensor], lse: Tensor, scale: float) -> None:
+    call = call_of("causal")
+    assert call is not None
+    places = [n for x in tensors for n in (x.data_ptr(), *x.stride()[:3])]
+    places += [0] * (32 - len(places))
+    if call(CAUSAL.pack(*tensors[0].shape, *places, lse.data_ptr(), scale)):
+        raise MemoryError("causal attention: no memory for a block of scores")
+
+
+class Parted(torch.autograd.Function):
+    """x.split(sizes, -1). Gradients that lie side by side already, as those of `attend` do, are one without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        return x.split(sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        first, at = slopes[0], slopes[0].storage_offset()
+        for each in slopes:
+            if each.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+                return torch.cat(slopes, -1), None
+            if each.storage_offset() != at or each.stride() != first.stride():
+                return torch.cat(slopes, -1), None
+            at += each.shape[-1]
+        shape = (*first.shape[:-1], at - first.storage_offset())
+        whole = first.as_strided(shape, first.stride())
+        return (whole if whole.is_contiguous() else torch.cat(slopes, -1)), None
+
+
+class _Half(torch.autograd.Function):
+    """Forward by torch's flash kernel. Its way back is slow in bf16; here it is five products of whole maps."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out, lse = flash(q, k, v, 0.0, True, scale=scale)

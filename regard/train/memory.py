@@ -17,7 +17,7 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
 from regard.config import UsageError, nearest
 from regard.kernels import native
-from regard.kernels.native_train import gelu_tanh
+from regard.kernels.native_train import Parted, bias_gelu, gelu_tanh, takes_bias
 from regard.layers import FeedForward
 
 PRECISIONS = ("fp32", "bf16")
@@ -48,7 +48,10 @@ def keep_freed() -> None:
 
 def native_code(model: nn.Module, precision: str) -> None:
     """Have the C code of regard.kernels.native_train compiled where a run on a CPU gains by it."""
-    slow = any(isinstance(m, FeedForward) and m.act is gelu_tanh for m in model.modules())
+    slow = any(
+        isinstance(m, GroupedQueryAttention) or (isinstance(m, FeedForward) and m.act is gelu_tanh)
+        for m in model.modules()
+    )
     if (slow or precision == "bf16") and sum(p.numel() for p in model.parameters()) >= WORTH:
         native.build()
 
@@ -86,19 +89,35 @@ class Joined(GroupedQueryAttention):
         parts = (self.wq, self.wk, self.wv)
         weight = torch.cat([part.weight for part in parts])
         bias = torch.cat([part.bias for part in parts]) if self.config.bias else None
-        q, k, v = F.linear(x, weight, bias).split([part.out_features for part in parts], -1)
+        sizes = [part.out_features for part in parts]
+        q, k, v = Parted.apply(F.linear(x, weight, bias), sizes)
         kept, k_pos = ctx.keep(**self.as_entries(k, v, ctx))
         visible = ctx.visible(k_pos, self.config.window)
         o = self.mix(self.as_queries(q, ctx), kept, visible, ctx, ctx.bias(k_pos))
         return self.wo(o.flatten(2))
 
 
+class Biased(FeedForward):
+    """Its first bias is added where GELU is computed, in float32 on a CPU; elsewhere products add it for nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not takes_bias(x, self.up.bias):
+            return super().forward(x)
+        return self.down(self.dropout(bias_gelu(F.linear(x, self.up.weight), self.up.bias)))
+
+
 def joined(model: M) -> M:
-    """The same model, the products of each self-attention's input made one while it trains; names stay."""
+    """The same model, the products of each self-attention's input made one while it trains, and the bias before GELU a
+    part of GELU; names stay."""
     for block in model.modules():
-        part = block.attention if isinstance(block, Block) else None
+        if not isinstance(block, Block):
+            continue
+        part, ffn = block.attention, block.ffn
         if type(part) is GroupedQueryAttention and type(part.wq) is type(part.wv) is nn.Linear:
             part.__class__ = Joined
+        plain = type(ffn) is FeedForward and type(ffn.up) is nn.Linear and ffn.up.bias is not None
+        if plain and ffn.act is gelu_tanh and ffn.gate is None:
+            ffn.__class__ = Biased
     return model
 
 

@@ -73,6 +73,31 @@ int gelu(const struct gelu *a) {
     return 0;
 }
 
+/* What native_train.bias_gelu packs: x (rows width), runs of `run` rows; `dy` is 0 on the way forward, and `sums` has a
+   row for each run: what its rows of `out` add up to. */
+struct bias_gelu {
+    int64_t rows, width, run;
+    const float *x, *bias, *dy;
+    float *out, *sums;
+};
+
+int bias_gelu(const struct bias_gelu *a) {
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < (a->rows + a->run - 1) / a->run; r++) {
+        int64_t end = (r + 1) * a->run < a->rows ? (r + 1) * a->run : a->rows;
+        float *sums = a->sums + r * a->width;
+        if (a->dy) memset(sums, 0, (size_t)a->width * 4);
+        for (int64_t row = r * a->run; row < end; row++)
+            for (int64_t j = 0, i = row * a->width; j < a->width; j += LANES, i += LANES) {
+                vec x = load(a->x + i) + load(a->bias + j);
+                vec y = a->dy ? gelu_of(x, load(a->dy + i), 1) : gelu_of(x, x, 0);
+                store(a->out + i, y);
+                if (a->dy) store(sums + j, load(sums + j) + y);
+            }
+    }
+    return 0;
+}
+
 /* What native_train packs for the way back of attention: rows of scores q.k and of slopes do.v, floats (n t s). */
 struct back {
     int64_t n, t, s;
