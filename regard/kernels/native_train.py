@@ -148,9 +148,13 @@ def _causal(tensors: list[Tensor], lse: Tensor, scale: float) -> None:
         raise MemoryError("causal attention: no memory for a block of scores")
 
 
-class Parted(torch.autograd.Function):
+def parted(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """x.split(sizes, -1). Gradients that lie side by side already, as those of `attend` do, are one without a copy."""
+    plain = torch.compiler.is_compiling() or not x.is_cpu or type(x) is not Tensor
+    return x.split(sizes, -1) if plain else _Parted.apply(x, sizes)
 
+
+class _Parted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         return x.split(sizes, -1)

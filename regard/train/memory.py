@@ -17,7 +17,7 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
 from regard.config import UsageError, nearest
 from regard.kernels import native
-from regard.kernels.native_train import Parted, bias_gelu, gelu_tanh, takes_bias
+from regard.kernels.native_train import bias_gelu, gelu_tanh, parted, takes_bias
 from regard.layers import FeedForward
 
 PRECISIONS = ("fp32", "bf16")
@@ -90,7 +90,7 @@ class Joined(GroupedQueryAttention):
         weight = torch.cat([part.weight for part in parts])
         bias = torch.cat([part.bias for part in parts]) if self.config.bias else None
         sizes = [part.out_features for part in parts]
-        q, k, v = Parted.apply(F.linear(x, weight, bias), sizes)
+        q, k, v = parted(F.linear(x, weight, bias), sizes)
         kept, k_pos = ctx.keep(**self.as_entries(k, v, ctx))
         visible = ctx.visible(k_pos, self.config.window)
         o = self.mix(self.as_queries(q, ctx), kept, visible, ctx, ctx.bias(k_pos))

@@ -11,7 +11,7 @@ from torch.autograd import grad
 import regard
 from regard.kernels import native_train
 from regard.kernels.fused import fused
-from regard.kernels.native_train import Parted, bias_gelu, gelu_tanh, takes_bias
+from regard.kernels.native_train import bias_gelu, gelu_tanh, parted, takes_bias
 from regard.train.batch import Batch
 from regard.train.memory import joined
 from regard.train.objective import causal
@@ -96,7 +96,7 @@ def test_threads_change_no_bit_of_gelu_with_its_bias() -> None:
 def test_parted_gives_the_gradient_of_split(apart: bool) -> None:
     """Side by side in one memory, or each in its own: here with as many heads as features each."""
     x, slope = torch.randn(2, 5, 12, requires_grad=True), torch.randn(2, 5, 12)
-    parts = Parted.apply(x, [4, 4, 4])
+    parts = parted(x, [4, 4, 4])
     assert all(a.equal(b) for a, b in zip(parts, x.split(4, -1)))
     given = [each.clone() if apart else each for each in slope.split(4, -1)]
     assert grad(parts, x, given)[0].equal(slope)
@@ -106,7 +106,7 @@ def test_parted_gives_the_gradient_of_split(apart: bool) -> None:
 def test_parted_trusts_no_order_but_the_right_one(order: tuple[int, ...]) -> None:
     x, slope = torch.randn(2, 5, 12, requires_grad=True), torch.randn(2, 5, 12).split(4, -1)
     given = [slope[i] for i in order]
-    assert grad(Parted.apply(x, [4, 4, 4]), x, given)[0].equal(torch.cat(given, -1))
+    assert grad(parted(x, [4, 4, 4]), x, given)[0].equal(torch.cat(given, -1))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> list[Tensor]:
