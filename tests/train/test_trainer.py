@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from regard.config import UsageError
+from regard.kernels import native, native_train
 from regard.train.batch import Batch
 from regard.train.keep import Keeper, fault, locked
 from regard.train.objective import causal
@@ -47,6 +48,20 @@ def test_resume_is_bitwise_equal(tmp_path: Path, precision: str, name: str) -> N
     got = finished(tmp_path / "parts", **changes)
     assert same(got, want)
     assert got.at == want.at
+
+
+def test_resume_is_bitwise_equal_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.build():
+        pytest.skip(f"no native code: {native.why()}")
+    calls, real = [], native_train.call_of
+    monkeypatch.setattr(native_train, "call_of", lambda name: calls.append(name) or real(name))
+    want = finished(tmp_path / "whole", kind="wide")
+    assert {"causal", "bias_gelu"} <= set(calls)
+    for stop in (1, 4, 7):
+        t = trainer(tmp_path / "parts", kind="wide")
+        t.resume()
+        assert t.run(lambda t=t, stop=stop: t.at.step >= stop) == "asked"
+    assert same(finished(tmp_path / "parts", kind="wide"), want)
 
 
 def test_any_split_into_parts_trains_alike(tmp_path: Path) -> None:

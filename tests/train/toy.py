@@ -92,6 +92,13 @@ KINDS: dict[str, tuple[Callable[[], Any], Any, Objective]] = {
         following,
         objective.causal,
     ),
+    "wide": (  # heads of a width for which attention and GELU are in C
+        lambda: regard.build(
+            "gpt2", layers=1, dim=64, heads=2, vocab=VOCAB, dropout=0.0, max_len=16
+        ),
+        following,
+        objective.causal,
+    ),
     "bert": (
         lambda: regard.build("bert-base", **SMALL, max_len=16),
         hidden,
