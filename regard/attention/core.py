@@ -139,9 +139,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
         mask = terms.bias.to(q.dtype)
         if seen is not None:
             mask = mask.masked_fill(~seen, -torch.inf)
-    grouped = q.shape[1] != k.shape[1]
-    given = {"dropout_p": terms.dropout, "is_causal": causal, "scale": terms.scale}
-    out = fused(q, k, v, mask, **given, enable_gqa=grouped)
+    out = fused(q, k, v, mask, causal=causal, scale=terms.scale, dropout=terms.dropout)
     return out if some is None else out.masked_fill(~some, 0.0)
 
 

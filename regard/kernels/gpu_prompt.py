@@ -197,8 +197,7 @@ def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
         k.transpose(1, 2),
         v.transpose(1, 2),
         mask,
-        is_causal=mask is None,
+        causal=mask is None,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
     )
     return o.transpose(1, 2).flatten(2).flatten(0, 1)[pack.back]

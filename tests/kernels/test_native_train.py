@@ -111,7 +111,7 @@ def test_parted_trusts_no_order_but_the_right_one(order: tuple[int, ...]) -> Non
 
 def attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> list[Tensor]:
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = fused(*inputs, None, is_causal=True, dropout_p=0.0, scale=scale)
+    out = fused(*inputs, None, causal=True, scale=scale)
     return [out.detach(), *grad(out, inputs, do)]
 
 
@@ -188,7 +188,7 @@ def test_attention_in_float32_is_taken_and_a_wrong_one_would_be_seen(
 def test_attention_without_gradients_has_torchs_bits() -> None:
     q, k, v, _ = laid((2, 2, 40, 32), True)
     with torch.no_grad():
-        got = fused(q, k, v, None, is_causal=True, dropout_p=0.0, scale=None)
+        got = fused(q, k, v, None, causal=True, scale=None)
         assert got.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
@@ -197,7 +197,7 @@ def test_no_number_in_one_query_stays_in_its_row() -> None:
     q[0, 1, 7] = torch.nan
     q[0, 0, 3] = 1e30  # scores that overflow in the softmax only
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = fused(q, k, v, None, is_causal=True, dropout_p=0.0, scale=None)
+    out = fused(q, k, v, None, causal=True, scale=None)
     bad = out.isnan().any(-1)
     assert bad[0, 1, 7] and bad.sum() == 1
     assert grad(out.sum(), q)[0].isnan().any(-1).sum() == 1
