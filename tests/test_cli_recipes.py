@@ -58,6 +58,18 @@ def test_copy_takes_the_name_of_the_recipe(home: Path, capsys: Said) -> None:
     assert (home / said["data"] / "train.txt").is_file()
 
 
+@pytest.mark.parametrize("to", [".", "sub"])
+def test_copy_into_a_folder_that_exists(to: str, home: Path, capsys: Said) -> None:
+    (home / "sub").mkdir()
+    (home / "gpt-pydoc").mkdir()  # which nobody named
+    assert main(["recipes", "copy", "gpt-pydoc", to]) == 0
+    assert (home / to / "gpt-pydoc.toml").is_file() and (home / to / "gpt-pydoc-data").is_dir()
+    assert capsys.readouterr().out.split() == [
+        str(Path(to) / "gpt-pydoc.toml"),
+        str(Path(to) / "gpt-pydoc-data"),
+    ]
+
+
 @pytest.mark.parametrize("there", ["gpt-pydoc.toml", "gpt-pydoc-data"])
 def test_copy_overwrites_nothing(there: str, home: Path, capsys: Said) -> None:
     (home / there).write_text("mine")

@@ -32,7 +32,9 @@ def run(options: Recipes) -> int:
         whole = json.dumps({**told(found), "text": found.text}) + "\n"
         sys.stdout.write(whole if options.json else found.text)
         return 0
-    return copied(found, Path(options.to or options.name), options.json)
+    into = options.to is not None and Path(options.to).is_dir()
+    to = Path(options.to or "") / options.name if into else Path(options.to or options.name)
+    return copied(found, to, options.json)
 
 
 def copied(found: Recipe, to: Path, as_json: bool) -> int:
