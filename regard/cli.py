@@ -106,9 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fail(text: str, code: int) -> int:
-    if (
-        os.environ.get("RANK", "0") == "0"
-    ):  # of several processes that meet the same mistake, the first tells it
+    first = os.environ.get("RANK", "0") == "0"
+    if first:  # of several processes that meet the same mistake
         print("error:", " ".join(text.splitlines()), file=sys.stderr)
     return code
 
@@ -125,6 +124,8 @@ def open_streams() -> None:
     for name in closed:  # also so that no other file gets its number
         mode = "r" if name == "stdin" else "w"
         setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says, for odd names too
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # type: ignore[union-attr]
     if "stdout" in closed:
         raise Fault("stdout is closed, so nothing could be written", RUN)
 
@@ -147,11 +148,6 @@ def dispatch(arguments: list[str]) -> int:
     from regard.commands.options import OPTIONS
     from regard.commands.parse import folded, parse
 
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # UTF-8 whatever the locale says; odd names of files too
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # type: ignore[union-attr]
     options: Any = parse(OPTIONS[name], name, folded(rest) if name in SET else rest)
     if options is None:  # help was asked for
         return 0

@@ -228,6 +228,14 @@ def test_mistake_is_one_sentence(
     assert getattr(caught.value, "code", 2) == code and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("below", ["", "/deeper"])
+def test_tokenizer_does_not_go_where_a_file_is(text: Path, tmp_path: Path, below: str) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(UsageError, match="notes is a file, a tokenizer is a folder; name another"):
+        command(Train, text, "--out", f"{tmp_path}/notes{below}")
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
 def test_text_without_a_tokenizer_says_how_to_get_one(text: Path) -> None:
     with pytest.raises(UsageError, match="--tokenizer FOLDER .regard tokenizer train"):
         command(Peek, text)

@@ -171,6 +171,11 @@ def train(options: Train) -> int:
     out = Path(options.out)
     groups = {out / role: (role,) for role in roles} if options.sides else {out: roles}
     for folder in groups:
+        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+        if file is not None:
+            raise UsageError(
+                f"{file} is a file, a tokenizer is a folder; name another: --out FOLDER"
+            )
         if (folder / "tokenizer.json").exists() and not options.overwrite:
             raise UsageError(
                 f"{folder / 'tokenizer.json'} exists; name another folder, or say --overwrite"
