@@ -1,4 +1,4 @@
-"""What a training step on the CPU does beside products, in C: GELU, and causal attention (in bf16 its way back).
+"""What a training step on the CPU does beside products, in C: GELU, and causal attention.
 
 Each has a torch form, which says what it computes; the C form is taken where `native.library` has one and
 gradients are recorded, so that a model which only runs has torch's bits.
@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.kernels.native_rows import HALF, call_of, learns
+from regard.kernels.native_rows import HALF, call_of
 
-GELU, BIAS, BACK, CAUSAL = Struct("5q"), Struct("8q"), Struct("9qd"), Struct("37qd")
+GELU, BIAS, CAUSAL = Struct("5q"), Struct("8q"), Struct("37qd")
 RUN = 64  # rows whose gradients by a bias are summed in one go
-MOST = 2**25  # scores that the way back may hold at a time
 WIDE = 32  # features of a head are a multiple of two vectors, whatever the CPU's are
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -90,35 +89,33 @@ def _bias_gelu(x: Tensor, bias: Tensor, dy: Tensor | None) -> tuple[Tensor, Tens
 
 
 def attends(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `attend` can: plain tensors of one shape and dtype, on the CPU, while gradients are recorded; in bf16 not
-    too many scores, in float32 heads for every thread."""
+    """Whether `attend` can: plain tensors of one shape and dtype, on the CPU, while gradients are recorded, heads for
+    every thread."""
     if not (torch.is_grad_enabled() and q.is_cpu and type(q) is type(k) is type(v) is Tensor):
         return False
-    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype):
-        return False
-    if q.dtype is torch.bfloat16:
-        few = q.shape[:-1].numel() * k.shape[-2] <= MOST
-        return few and learns(q, k, v) and call_of("back") is not None
-    known = q.dtype is torch.float32 and q.shape[-1] % WIDE == 0 and q.numel() > 0
-    known = known and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    return (
-        known and q.shape[:2].numel() >= torch.get_num_threads() and call_of("causal") is not None
-    )
+    alike = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.dtype in HALF
+    fits = alike and q.shape[-1] % WIDE == 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    shared = q.numel() > 0 and q.shape[:2].numel() >= torch.get_num_threads()
+    return fits and shared and call_of("causal") is not None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Causal attention of q, k, v (b h t d)."""
-    kind = _Half if q.dtype is torch.bfloat16 else _Causal
-    return kind.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+    return _Attend.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-class _Causal(torch.autograd.Function):
-    """Both ways in C, which leaves out what no query sees; torch's kernels compute it first."""
+class _Attend(torch.autograd.Function):
+    """In C, which leaves out what no query sees, where torch's kernels compute it first. Forward in bf16 is torch's: it
+    multiplies bf16, C float32."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        (out,), lse = _like(q, 1), q.new_empty(q.shape[:3])
-        _causal([q, k, v, out], lse, scale)
+        if q.dtype is torch.bfloat16:
+            out, lse = flash(q, k, v, 0.0, True, scale=scale)
+        else:
+            b, h, t, d = q.shape
+            out, lse = q.new_empty(b, t, h, d).transpose(1, 2), q.new_empty(b, h, t)
+            _causal([q, k, v, out], lse, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
         return out
@@ -127,16 +124,17 @@ class _Causal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         *given, lse = ctx.saved_tensors
-        do = do if do.stride(-1) == 1 else do.contiguous()
-        dq, dk, dv = _like(do, 3)
-        _causal([*given, do, dq, dk, dv], lse, ctx.scale)
+        wide = [x.float() for x in (*given, do if do.stride(-1) == 1 else do.contiguous())]
+        b, h, t, d = do.shape
+        found = do.new_empty(b, t, 3, h, d, dtype=torch.float32)  # side by side, as `parted` wants
+        _causal([*wide, *_heads(found)], lse.contiguous(), ctx.scale)
+        dq, dk, dv = _heads(found.to(do.dtype))
         return dq, dk, dv, None
 
 
-def _like(x: Tensor, count: int) -> list[Tensor]:
-    """Memory for tensors (b h t d) in which all that belongs to a token lies side by side, as products want it."""
-    b, h, t, d = x.shape
-    return [each.transpose(1, 2) for each in x.new_empty(b, t, count, h, d).unbind(2)]
+def _heads(x: Tensor) -> list[Tensor]:
+    """(b t n h d) -> n times (b h t d)."""
+    return [each.transpose(1, 2) for each in x.unbind(2)]
 
 
 def _causal(tensors: list[Tensor], lse: Tensor, scale: float) -> None:
@@ -171,32 +169,3 @@ class _Parted(torch.autograd.Function):
         shape = (*first.shape[:-1], at - first.storage_offset())
         whole = first.as_strided(shape, first.stride())
         return (whole if whole.is_contiguous() else torch.cat(slopes, -1)), None
-
-
-class _Half(torch.autograd.Function):
-    """Forward by torch's flash kernel. Its way back is slow in bf16; here it is five products of whole maps."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, lse = flash(q, k, v, 0.0, True, scale=scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """p = softmax(scale q.k), ds = scale p (do.v - do.o); dq = ds k, dk = ds^T q, dv = p^T do."""
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast("cpu", enabled=False):
-            wide = [
-                x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v, do)
-            ]
-            score, slope = wide[0] @ wide[1].mT, wide[3] @ wide[2].mT  # b h t s
-            inner, lse = (wide[3] * out).sum(-1), lse.contiguous()  # b h t
-            p, ds = torch.empty_like(score, dtype=q.dtype), torch.empty_like(score, dtype=q.dtype)
-            call, (t, s) = call_of("back"), score.shape[-2:]
-            assert call is not None
-            pointers = [x.data_ptr() for x in (score, slope, lse, inner, p, ds)]
-            call(BACK.pack(score.numel() // (t * s), t, s, *pointers, ctx.scale))
-            return ds @ k, ds.mT @ q, p.mT @ do, None

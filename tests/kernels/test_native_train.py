@@ -115,33 +115,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) 
     return [out.detach(), *grad(out, inputs, do)]
 
 
-@pytest.mark.parametrize("size", [(2, 3, 64, 32), (1, 2, 1, 16), (2, 1, 37, 8), (1, 1, 100, 64)])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_way_back_is_as_near_to_float64_as_torchs(
-    size: tuple[int, ...], scale: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    b, h, t, d = size
-    given = [torch.randn(b, t, h, d).transpose(1, 2).bfloat16() for _ in range(4)]
-    got = attention(*given, scale)  # type: ignore[misc]
-    truth = attention(*(x.double() for x in given), scale)  # type: ignore[misc]
-    monkeypatch.setattr(native_train, "MOST", 0)
-    peer = attention(*given, scale)  # type: ignore[misc]
-    assert got[0].equal(peer[0])  # forward is torch's own
-    for mine, theirs, want in zip(got[1:], peer[1:], truth[1:]):
-        assert mine.dtype is torch.bfloat16 and mine.shape == want.shape
-        assert (mine - want).norm() <= 1.2 * (theirs - want).norm() + 1e-5 * want.norm()
-
-
-def test_way_back_is_taken_and_a_wrong_one_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [torch.randn(1, 2, 40, 16).bfloat16() for _ in range(4)]
-    right = attention(*given, None)  # type: ignore[misc]
-    whole = native_train.BACK.pack
-    monkeypatch.setattr(
-        native_train, "BACK", type("Wrong", (), {"pack": lambda *a: whole(*a[:-1], 2 * a[-1])})
-    )
-    assert not attention(*given, None)[1].equal(right[1])  # type: ignore[misc]
-
-
 HEADS = [(2, 3, 64, 32), (3, 2, 1, 64), (2, 2, 37, 96), (1, 5, 100, 64), (1, 3, 33, 32)]
 
 
@@ -153,26 +126,33 @@ def laid(size: tuple[int, ...], dense: bool) -> list[Tensor]:
     return [x.transpose(1, 2) for x in torch.randn(b, t, 4, h, d).unbind(2)]
 
 
+@each_dtype
 @pytest.mark.parametrize("size", HEADS)
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("dense", [True, False])
-def test_attention_in_float32_is_as_near_to_float64_as_torchs(
-    size: tuple[int, ...], scale: float | None, dense: bool, monkeypatch: pytest.MonkeyPatch
+def test_attention_is_as_near_to_float64_as_torchs(
+    size: tuple[int, ...],
+    scale: float | None,
+    dense: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = laid(size, dense)
+    given = [x.to(dtype) for x in laid(size, dense)]
     got = attention(*given, scale)  # type: ignore[misc]
     truth = attention(*(x.double() for x in given), scale)  # type: ignore[misc]
     monkeypatch.setattr(native_train, "WIDE", 1000)
     peer = attention(*given, scale)  # type: ignore[misc]
+    assert dtype is torch.float32 or got[0].equal(peer[0])  # forward in bf16 is torch's own
     for mine, theirs, want in zip(got, peer, truth):
-        assert mine.dtype is torch.float32 and mine.shape == want.shape
+        assert mine.dtype is dtype and mine.shape == want.shape
         assert (mine - want).norm() <= 2 * (theirs - want).norm() + 5e-7 * want.norm()
 
 
-def test_attention_in_float32_is_taken_and_a_wrong_one_would_be_seen(
-    monkeypatch: pytest.MonkeyPatch,
+@each_dtype
+def test_attention_in_c_is_taken_and_a_wrong_one_would_be_seen(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, calls = laid((2, 2, 40, 32), True), []
+    given, calls = [x.to(dtype) for x in laid((2, 2, 40, 32), True)], []
     real = native_train.CAUSAL.pack
     monkeypatch.setattr(
         native_train,
@@ -181,8 +161,8 @@ def test_attention_in_float32_is_taken_and_a_wrong_one_would_be_seen(
     )
     wrong = attention(*given, None)  # type: ignore[misc]
     want = attention(*(x.double() for x in given), None)  # type: ignore[misc]
-    assert len(calls) == 2  # there and back, in float32 alone
-    assert all((a - b).norm() > 1e-3 * b.norm() for a, b in zip(wrong[:3], want))
+    assert len(calls) == (2 if dtype is torch.float32 else 1)  # in bf16 on the way back alone
+    assert all((a - b).norm() > 0.1 * b.norm() for a, b in zip(wrong[1:], want[1:]))
 
 
 def test_attention_without_gradients_has_torchs_bits() -> None:

@@ -1,4 +1,4 @@
-/* Attention of whole rows in float32, and its way back: query i of a head sees the keys up to i.
+/* Causal attention in float32 and its way back, while a CPU trains: query i of a head sees the keys up to i.
 
    A block of queries, two vectors of them, lies across: scores are kept as (keys, queries), so that the softmax goes
    down the keys and no vector is ever summed within. Everything else is one small product, `multiply`. A head is one

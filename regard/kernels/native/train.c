@@ -1,5 +1,5 @@
-/* What a training step on the CPU does beside products: the activation GELU, its slope, and the softmax's part of
-   attention's way back. Rows and elements are independent: threads change no bit. */
+/* The activation GELU and its slope, while a CPU trains. Elements, and runs of rows, are independent: threads change no
+   bit. */
 #include "vector.h"
 
 /* LANES numbers from place i on, of floats or of bf16 (half); `count` of them where fewer are left. */
@@ -94,40 +94,6 @@ int bias_gelu(const struct bias_gelu *a) {
                 store(a->out + i, y);
                 if (a->dy) store(sums + j, load(sums + j) + y);
             }
-    }
-    return 0;
-}
-
-/* What native_train packs for the way back of attention: rows of scores q.k and of slopes do.v, floats (n t s). */
-struct back {
-    int64_t n, t, s;
-    const float *score, *slope, *lse, *inner;
-    uint16_t *p, *ds;
-    double scale;
-};
-
-/* p = e^(scale score - lse) and ds = scale p (slope - inner), in bf16, of `count` keys of a row that sees `seen` more. */
-INLINE void back_run(const struct back *a, int64_t row, int64_t at, int64_t seen, int64_t count) {
-    const float scale = (float)a->scale;
-    vec p = splat(0), ds = p;
-    if (seen > 0) {
-        ints place;
-        for (int l = 0; l < LANES; l++) place[l] = l;
-        p = exp_below(take(a->score, at, count, 0) * scale - a->lse[row]);
-        p = (vec)((bits)p & (bits)(place < (int32_t)seen));
-        ds = scale * p * (take(a->slope, at, count, 0) - a->inner[row]);
-    }
-    put(a->p, at, p, count, 1);
-    put(a->ds, at, ds, count, 1);
-}
-
-/* Row i of t sees the keys up to i. */
-int back(const struct back *a) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < a->n * a->t; row++) {
-        int64_t seen = row % a->t + 1, at = row * a->s, j = 0;
-        for (; j + LANES <= a->s; j += LANES) back_run(a, row, at + j, seen - j, LANES);
-        if (j < a->s) back_run(a, row, at + j, seen - j, a->s - j);
     }
     return 0;
 }
