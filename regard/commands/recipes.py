@@ -32,9 +32,8 @@ def run(options: Recipes) -> int:
         whole = json.dumps({**told(found), "text": found.text}) + "\n"
         sys.stdout.write(whole if options.json else found.text)
         return 0
-    into = options.to is not None and Path(options.to).is_dir()
-    to = Path(options.to or "") / options.name if into else Path(options.to or options.name)
-    return copied(found, to, options.json)
+    to = Path(options.to or options.name)
+    return copied(found, to / options.name if options.to and to.is_dir() else to, options.json)
 
 
 def copied(found: Recipe, to: Path, as_json: bool) -> int:

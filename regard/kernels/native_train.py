@@ -159,13 +159,14 @@ class _Parted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
-        first, at = slopes[0], slopes[0].storage_offset()
+        first, at, width = slopes[0], slopes[0].storage_offset(), 0
+        together = True
         for each in slopes:
-            if each.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-                return torch.cat(slopes, -1), None
-            if each.storage_offset() != at or each.stride() != first.stride():
-                return torch.cat(slopes, -1), None
-            at += each.shape[-1]
-        shape = (*first.shape[:-1], at - first.storage_offset())
-        whole = first.as_strided(shape, first.stride())
-        return (whole if whole.is_contiguous() else torch.cat(slopes, -1)), None
+            one = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            next_to = each.stride() == first.stride() and each.storage_offset() == at + width
+            together, width = together and one and next_to, width + each.shape[-1]
+        if together:
+            whole = first.as_strided((*first.shape[:-1], width), first.stride())
+            if whole.is_contiguous():
+                return whole, None
+        return torch.cat(slopes, -1), None
