@@ -6,13 +6,15 @@ What makes a row's numbers depend on the batch, and what is done here:
 - fused attention sums in an order that depends on lengths and chunks: the `ordered` backend has fixed tiles;
 - MLA has two forms: it is always absorbed. Sparse attention is dense while all keys can be chosen: it always chooses;
 - fused recurrent layers sum as they please: the cells' equations are run step by step. Images are read one by one;
-- sigmoid, SiLU and GELU round differently in the last few elements of a tensor: they work on padded pieces.
+- sigmoid, SiLU and GELU round differently in the last few elements of a tensor: they work on padded pieces, and
+  where a number's neighbours matter too, on copies of each number.
 Norms, softmax, exp, tanh, sin, cos, sorting and all plain arithmetic give an element the same bits anywhere.
 """
 
 from __future__ import annotations
 
 import copy
+import platform
 from collections.abc import Callable
 from functools import partial
 
@@ -42,6 +44,9 @@ WIDE = ((2, 128), (16, 128), (16, 64), (16, 32), (32, 32))  # rows, best first; 
 SHORT = ((2, 32), *WIDE[3:])  # of bfloat16, whose kernels change above
 TOKENS = 16  # of a product head by head
 PIECE = 1 << 14  # numbers; from 1.5 times as many on torch shares some functions among threads
+# On other CPUs than x86-64 torch takes a short cut where all numbers of a vector allow it, so that a
+# number's last bit depends on its neighbours: there each one stands among copies of itself.
+COPIES = 1 if platform.machine() in ("x86_64", "AMD64") else 16
 _found: dict[tuple, tuple[int, int]] = {}
 
 
@@ -150,7 +155,10 @@ class Steady:
 
     def __call__(self, x: Tensor) -> Tensor:
         flat = F.pad(x.reshape(-1), (0, -x.numel() % 64))
-        parts = [self.act(part) for part in flat.split(PIECE)]
+        parts = [
+            self.act(part.repeat_interleave(COPIES))[COPIES // 2 :: COPIES]
+            for part in flat.split(PIECE // COPIES)
+        ]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole[: x.numel()].view(x.shape)
 

@@ -224,4 +224,7 @@ print(before, faults())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
+    # Without being kept, even huge pages would be asked for 24 times by each of the 20 tensors.
+    if before < 20 * 24:
+        pytest.skip("this torch's own allocator keeps freed memory")
     assert after < before / 10
