@@ -50,7 +50,7 @@ def test_pages_are_what_the_code_says(tmp_path: Path) -> None:
 
 
 def same(a: Path, b: Path) -> bool:
-    """The same bytes; in a picture, a number that lies between two tenths may be rounded to either, as the CPU has it."""
+    """The same bytes; in a picture, a number between two tenths may be rounded to either: CPUs differ in that."""
     if a.suffix != ".svg" or a.read_bytes() == b.read_bytes():
         return a.read_bytes() == b.read_bytes()
     texts = [re.split(r"(-?\d+\.\d)(?!\d)", x.read_text(encoding="utf-8")) for x in (a, b)]

@@ -1,0 +1,281 @@
+"""Do the tests notice? Small mistakes are planted in the library, one at a time, and the tests that reach them are run.
+
+    python -m tests.mutants                      150 of them, on every core: what `make mutants` runs
+    python -m tests.mutants --count 20 --seed 3  others
+    python -m tests.mutants --only 17 42         these of them again, with what pytest says
+
+First the suite runs once to see which test calls which function, kept in .cache/mutants/map.json (--again makes it
+anew). A mistake is a changed comparison, constant or sign, two swapped arguments or a dropped term. A survivor either
+changes no result, or shows a test that is missing. Not a part of CI: it takes as long as several suites.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import concurrent.futures
+import itertools
+import json
+import os
+import queue
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAP = ROOT / ".cache" / "mutants" / "map.json"
+# decode/graphs.py is left out: without a GPU no test can reach it.
+TARGETS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in (
+        "attention/*.py", "mask.py", "position.py", "cache/*.py", "layers.py", "moe.py", "models/*.py",
+        "decode/*.py", "checkpoint/rules.py", "train/trainer.py", "train/objective.py", "train/head.py",
+        "train/corrupt.py", "train/optim.py", "train/schedule.py", "train/keep.py",
+    )
+    for path in (ROOT / "regard").glob(pattern)
+    if path.name not in ("__init__.py", "graphs.py")
+)  # fmt: skip
+# Seconds of tests, by the map, that one mistake is worth; and the longest it may take before it counts as a hang.
+WORTH, LONGEST = 90, 300
+
+# --- which test calls which function: a plugin of pytest --------------------------------------------------------------
+
+_calls: dict[str, Any] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    reached: set[tuple[str, int]] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and "regard" in frame.f_code.co_filename:
+            reached.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    start = time.perf_counter()
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        return (yield)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        functions = {(os.path.relpath(f, ROOT), line) for f, line in reached}
+        mine = sorted(f"{f}:{line}" for f, line in functions if f in TARGETS)
+        _calls[item.nodeid] = [time.perf_counter() - start, mine]
+
+
+def pytest_sessionfinish() -> None:
+    if _calls:
+        folder = MAP.parent / "parts"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{os.getpid()}.json").write_text(json.dumps(_calls), encoding="utf-8")
+
+
+def make_map(jobs: int) -> None:
+    shutil.rmtree(MAP.parent, ignore_errors=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants", "-n", str(jobs)]
+    subprocess.run(command, cwd=ROOT, env=environment(ROOT), check=False)
+    calls: dict[str, Any] = {}
+    for path in (MAP.parent / "parts").glob("*.json"):
+        calls |= json.loads(path.read_text(encoding="utf-8"))
+    MAP.write_text(json.dumps(calls), encoding="utf-8")
+
+
+def environment(root: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+
+
+# --- the mistakes -----------------------------------------------------------------------------------------------------
+
+
+class Mutant(NamedTuple):
+    file: str
+    line: int
+    function: int  # the line where its function begins, decorators included; 0 outside of any
+    start: int  # where the source is replaced
+    end: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        return f"{self.file}:{self.line}  {old}  ->  {new}"
+
+
+COMPARE = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+SIGN = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*"}
+# What is said, declared or checked is not what is computed.
+QUIET = (ast.Raise, ast.Assert, ast.AnnAssign, ast.arg, ast.JoinedStr)
+
+
+def mutants(file: str) -> Iterator[Mutant]:
+    source = (ROOT / file).read_text(encoding="utf-8")
+    starts = list(itertools.accumulate((len(x) for x in source.splitlines(True)), initial=0))
+    lines = source.splitlines(True)
+
+    def place(line: int, column: int) -> int:
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    def text(node: ast.expr) -> str:
+        return source[slice(*span(node))]
+
+    def span(node: ast.expr) -> tuple[int, int]:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
+
+    def replaced(node: ast.expr) -> list[str]:
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            op = COMPARE[type(node.ops[0])]
+            return [f"({text(node.left)}) {op} ({text(node.comparators[0])})"]
+        if isinstance(node, ast.BinOp) and type(node.op) in SIGN:
+            left, right = text(node.left), text(node.right)
+            return [f"(({left}) {SIGN[type(node.op)]} ({right}))", f"({left})", f"({right})"]
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not)):
+            return [f"({text(node.operand)})"]
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            return [repr(node.value + 1), repr(node.value * 2 or 1)]
+        if isinstance(node, ast.Constant) and type(node.value) is bool:
+            return [repr(not node.value)]
+        if isinstance(node, ast.Call) and len(node.args) >= 2:
+            a, b = node.args[:2]
+            known = ast.Starred not in (type(a), type(b)) and text(node.func) != "isinstance"
+            if known and text(a) != text(b):
+                whole, (first, _), (_, last) = span(node)[0], span(a), span(b)
+                end = span(node)[1]
+                return [source[whole:first] + f"{text(b)}, {text(a)}" + source[last:end]]
+        return []
+
+    def walk(node: ast.AST, function: int) -> Iterator[Mutant]:
+        if isinstance(node, QUIET):
+            return
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            function = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            children: Iterator[ast.AST] = iter(node.body)
+        elif isinstance(node, ast.ClassDef):
+            children = iter(node.body)
+        elif isinstance(node, ast.Lambda):
+            function, children = node.lineno, iter([node.body])
+        else:
+            children = ast.iter_child_nodes(node)
+        if isinstance(node, ast.expr):
+            for new in replaced(node):
+                start, end = span(node)
+                yield Mutant(file, node.lineno, function, start, end, source[start:end], new)
+        for child in children:
+            yield from walk(child, function)
+
+    yield from walk(ast.parse(source), 0)
+
+
+def chosen(count: int, seed: int) -> list[Mutant]:
+    """At most one for a line, the lines drawn from all targets alike."""
+    lines: dict[tuple[str, int], list[Mutant]] = {}
+    for file in TARGETS:
+        for mutant in mutants(file):
+            lines.setdefault((file, mutant.line), []).append(mutant)
+    draw = random.Random(seed)
+    return [draw.choice(lines[key]) for key in draw.sample(sorted(lines), min(count, len(lines)))]
+
+
+# --- trying them ------------------------------------------------------------------------------------------------------
+
+
+def tests_for(mutant: Mutant, calls: dict[str, Any]) -> list[str]:
+    """The tests that call its function, or outside of any that call the file, the quickest first."""
+    name = f"{mutant.file}:{mutant.function}"
+    mine = [
+        (seconds, test)
+        for test, (seconds, functions) in calls.items()
+        if name in functions
+        or (not mutant.function and any(f.startswith(f"{mutant.file}:") for f in functions))
+    ]
+    spent = itertools.accumulate(seconds for seconds, _ in sorted(mine))
+    return [test for (_, test), total in zip(sorted(mine), spent) if total < WORTH]
+
+
+def noticed(mutant: Mutant, tests: list[str], tree: Path, loud: bool) -> bool:
+    path, source = tree / mutant.file, (ROOT / mutant.file).read_text(encoding="utf-8")
+    path.write_text(source[: mutant.start] + mutant.new + source[mutant.end :], encoding="utf-8")
+    names = tree / ".tests"
+    names.write_text("\n".join(tests), encoding="utf-8")
+    flags = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={tree}"]
+    command = [sys.executable, "-m", "pytest", *flags, f"@{names}"]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment(tree), timeout=LONGEST, capture_output=not loud
+        )
+        return done.returncode != 0
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(source, encoding="utf-8")
+
+
+def copy_tree(to: Path) -> Path:
+    """What git knows of the project, so that a mistake is planted beside it and not in it."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+        files = [ROOT / name for name in names.split("\0") if name]
+    except (OSError, subprocess.CalledProcessError):
+        files = [p for p in ROOT.rglob("*") if not any(x.startswith(".") for x in p.parts[1:])]
+    for path in files:
+        if path.is_file():
+            target = to / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    return to
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--again", action="store_true", help="see anew which test calls what")
+    parser.add_argument("--only", type=int, nargs="*", default=[], metavar="NUMBER")
+    options = parser.parse_args()
+    if options.again or not MAP.exists():
+        make_map(options.jobs)
+    calls = json.loads(MAP.read_text(encoding="utf-8"))
+    some = list(enumerate(chosen(options.count, options.seed)))
+    some = [(i, m) for i, m in some if not options.only or i in options.only]
+    trees: queue.Queue[Path] = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        for job in range(options.jobs):
+            trees.put(copy_tree(Path(folder) / str(job) / "main"))
+
+        def attempt(numbered: tuple[int, Mutant]) -> tuple[int, Mutant, int, bool]:
+            number, mutant = numbered
+            tests, tree = tests_for(mutant, calls), trees.get()
+            try:
+                found = bool(tests) and noticed(mutant, tests, tree, bool(options.only))
+            finally:
+                trees.put(tree)
+            return number, mutant, len(tests), found
+
+        survivors = 0
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            for number, mutant, tests, found in pool.map(attempt, some):
+                survivors += not found
+                if not found:
+                    print(f"survived {number:4} ({tests} tests)  {mutant}", flush=True)
+    share = 1 - survivors / max(1, len(some))
+    print(f"{len(some) - survivors} of {len(some)} mistakes noticed, {share:.1%}")
+
+
+if __name__ == "__main__":
+    main()
