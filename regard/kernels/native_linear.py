@@ -141,5 +141,7 @@ class NativeLinear(Layer):
         extra = None if add is None else add.float().contiguous()
         more = 0 if extra is None else extra.data_ptr()
         if self.call(self.fixed, x.data_ptr(), m, more, y.data_ptr()):
-            raise MemoryError(f"linear: no memory for {m} rows of {self.k} numbers in {self.precision}")
+            raise MemoryError(
+                f"linear: no memory for {m} rows of {self.k} numbers in {self.precision}"
+            )
         return y

@@ -12,7 +12,15 @@ import regard
 from regard.attention import attend
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
-from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_prompt, gpu_sample, gpu_wide
+from regard.kernels import (
+    gpu_attention,
+    gpu_latent,
+    gpu_linear,
+    gpu_loss,
+    gpu_prompt,
+    gpu_sample,
+    gpu_wide,
+)
 from regard.models import Tokens, TransformerConfig
 from tests.kernels.plain import BOUND, largest_gap
 
@@ -227,6 +235,26 @@ def test_gpu_gated_product_matches_torch(
     x, w = torch.randn(m, k).to(dtype), (torch.randn(2 * n, k) / 8).to(dtype)
     got = gpu_wide.gated(x, w, None, act)
     close(got, gpu_wide.gated(x.float(), w.float(), None, act, fast=False), dtype)
+
+
+@pytest.mark.usefixtures("interpreted")
+@each_dtype
+@pytest.mark.parametrize("share, padding", [(0.0, None), (0.1, None), (0.1, 3)])
+def test_gpu_loss_matches_reference(
+    share: float, padding: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_loss, "BLOCK", 64)
+    n, vocab = 6, 150
+    logits = (3 * torch.randn(n, vocab + 11)).to(dtype)[:, :vocab]
+    labels, counted = torch.randint(4, vocab, (n,)), torch.arange(n) % 3 != 1
+    labels[~counted] = -100
+    others = vocab - 1 - (padding is not None)
+    rest = labels, counted, 1 - share, share / others, padding
+    exact = logits.double()
+    want = gpu_loss.reference(exact, *rest)
+    torch.testing.assert_close(gpu_loss.turn(logits, *rest, train=False).double(), want)
+    torch.testing.assert_close(gpu_loss.turn(logits, *rest).double(), want)
+    close(logits, exact, dtype)
 
 
 @pytest.mark.parametrize("turned", [True, False])

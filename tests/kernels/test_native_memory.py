@@ -59,7 +59,9 @@ def test_attention_without_memory_is_told() -> None:
     assert told(CAUSAL) == "causal attention: no memory for a block of scores"
 
 
-@pytest.mark.skipif(not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}")
+@pytest.mark.skipif(
+    not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}"
+)
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_product_without_memory_is_told(precision: str) -> None:
     want = f"linear: no memory for {2**23} rows of 64 numbers in {precision}"

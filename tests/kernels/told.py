@@ -27,7 +27,9 @@ def lines(stats: Mapping[str, Sequence[Any]]) -> list[str]:
         found.append(_native(passed, failed))
     if asked("kernels/test_gpu_kernels.py"):
         run = count(passed, "kernels/test_gpu_kernels.py")
-        why = "triton is not installed" if gpu_linear.triton is None else "TRITON_INTERPRET is not 1"
+        why = (
+            "triton is not installed" if gpu_linear.triton is None else "TRITON_INTERPRET is not 1"
+        )
         not_run = f"not run here ({why}; make test-kernels)"
         found.append("Triton kernels: " + (f"{run} tests, interpreted" if run else not_run))
     if asked("tests/gpu/"):
