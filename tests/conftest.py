@@ -1,5 +1,5 @@
-"""What every test gets: a fixed seed, one torch thread per xdist worker, and `shared`. A run ends with which fast kernels
-were run."""
+"""What every test gets: a fixed seed, one torch thread per xdist worker, and `shared`. A run ends
+with which fast kernels were run."""
 
 import os
 from collections.abc import Generator

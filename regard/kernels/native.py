@@ -5,8 +5,8 @@ The library is kept in the user's cache folder under a hash of all that went int
 Without a compiler, on other systems, or with REGARD_NATIVE=0 there is no library, `why` tells the reason, and callers
 take their torch forms. $CC names another compiler. Nothing happens on import.
 
-It is compiled for the best instruction set that the CPU has. REGARD_ISA names a lower one and so hides what is above
-it, to see what a smaller machine would do:
+It is compiled for the best instruction set that the CPU has. REGARD_ISA names a lower one and so
+hides what is above it, to see what a smaller machine would do:
 
     REGARD_ISA=amx       tiles of bf16 and int8 (x86-64 with AMX and AVX512-BF16)
     REGARD_ISA=avx512    vectors of 16 floats (x86-64-v4)
@@ -14,8 +14,8 @@ it, to see what a smaller machine would do:
     REGARD_ISA=sse       vectors of 4 floats (any x86-64)
     REGARD_ISA=neon      vectors of 4 floats (any aarch64, where there is no other)
 
-One that this CPU cannot run, or that does not exist, is a reason for `why`. torch's own kernels have variables of their
-own: ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2.
+One that does not exist or that this CPU cannot run is a reason for `why`. torch's own kernels have
+variables of their own: ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SOURCES = Path(__file__).with_suffix("")
 MACHINES = ("x86_64", "aarch64")
 AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 AMX = {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}
-# Best first: what the CPU must have, by the names in /proc/cpuinfo, and the -march that hides everything better.
+# Best first: what the CPU must have, by the names in /proc/cpuinfo, and the -march that hides all
+# that is better.
 FORMS: dict[str, tuple[set[str], str]] = {
     "amx": (AVX512 | AMX, "native"),
     "avx512": (AVX512, "x86-64-v4"),
@@ -90,7 +91,8 @@ def forms() -> list[str]:
 
 
 def form() -> str:
-    """The form that is compiled here: the best, or the one that REGARD_ISA names; RuntimeError if that is none."""
+    """The form that is compiled here: the best, or what REGARD_ISA names. RuntimeError if the CPU
+    cannot run that."""
     known, asked = forms(), os.environ.get("REGARD_ISA")
     if asked and asked not in known:
         raise RuntimeError(

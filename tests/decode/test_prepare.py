@@ -52,9 +52,10 @@ def feed(model: Model, x: Tensor, cache: object, sizes: list[int], **first: obje
 
 
 class Choices:
-    """Which keys a sparse attention reads, and which experts a token is sent to: another choice is no rounding. Those of
-    the original are kept, and the prepared model is made to choose alike; `regret` is how much better its own choices
-    were by its own scores, as a share of the largest score."""
+    """Which keys a sparse attention reads, and which experts a token is sent to: another choice is
+    not rounding. Those of the original are kept, and the prepared model is made to choose alike;
+    `regret` is how much better its own choices were by its own scores, as a share of the largest
+    score."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.kept: list[Tensor] = []

@@ -1,5 +1,6 @@
-"""GraphDecoder as CUDA graphs with Triton kernels: the plain model's logits, each within a bound, and its tokens but for
-ties within that bound. Skipped without a GPU; tests/kernels/test_gpu_graphs.py does the same without kernels anywhere."""
+"""GraphDecoder as CUDA graphs with Triton kernels: the plain model's logits, each within a bound,
+and its tokens but for ties within that bound. Skipped without a GPU; on any machine
+tests/kernels/test_gpu_graphs.py does the same without kernels."""
 
 import pytest
 import torch

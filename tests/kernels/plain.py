@@ -1,4 +1,5 @@
-"""A fast decoder held against the plain model in float64: each logit within a bound, each token the best but for ties."""
+"""A fast decoder held against the plain model in float64: each logit within a bound, each token the
+plain model's choice but for ties."""
 
 import copy
 from collections.abc import Sequence
@@ -12,9 +13,11 @@ from regard.decode.graphs import FILTERS, GraphDecoder
 from regard.decode.sampling import draw, uniform
 from regard.decode.settings import Request, Result, Settings
 
-# Per logit of the small models here (their logits have a deviation of 0.7): float32 rounds each by up to 7e-6.
+# Per logit of the small models here, whose logits have a deviation of 0.7; float32 rounds them by
+# up to 7e-6.
 BOUND = 5e-5
-# The share of tokens that may be ties: the plain logits of two candidates are nearer to each other than twice the bound.
+# The share of tokens that may be ties: two candidates' plain logits are nearer to each other than
+# twice the bound.
 FEW = 0.005
 
 
@@ -25,8 +28,9 @@ def exact(model: regard.Model) -> regard.Model:
 
 @torch.no_grad()
 def largest_gap(decoder: GraphDecoder, texts: Sequence[list[int]], steps: int) -> float:
-    """How far a logit of any step is from the plain model's, fed the same tokens: texts that fill the rows, read together
-    and then continued greedily. Not by a graph, which keeps its logits to itself."""
+    """How far a logit of any step is from the plain model's, fed the same tokens: texts that fill
+    the rows, read together and then continued greedily. Without a graph, which keeps its logits to
+    itself."""
     seen: list[Tensor] = []
     real = decoder.scores
 
@@ -53,8 +57,9 @@ def largest_gap(decoder: GraphDecoder, texts: Sequence[list[int]], steps: int) -
 def ties(
     model: regard.Model, asked: Sequence[Request], answers: Sequence[Result], bound: float = BOUND
 ) -> float:
-    """The share of answers' tokens that are not the plain model's choice, each token judged by what came before it. All
-    of them must be ties: what logits within the bound of the plain ones could choose."""
+    """The share of answers' tokens that are not the plain model's choice, each token judged by what
+    came before it. All of them must be ties: what logits within the bound of the plain ones could
+    choose."""
     plain, other, total = exact(model), 0, 0
     for number, (request, answer) in enumerate(zip(asked, answers, strict=True)):
         s, ids = request.settings, list(request.ids)
@@ -84,8 +89,9 @@ def chosen(logits: Tensor, s: Settings, u: Tensor) -> Tensor:
 
 
 def close_calls(logits: Tensor, s: Settings, u: Tensor, bound: float) -> set[int]:
-    """What logits (1 V) could choose if each may be off by the bound: the greedy tokens near the best; or what is drawn
-    if the mass, and what a filter lets through, may be off by as much as that changes a probability."""
+    """What logits (1 V) could choose if each may be off by the bound: the greedy tokens near the
+    best; or what is drawn if the mass, and what a filter lets through, may be off by as much as
+    that changes a probability."""
     if not s.temperature:
         return set((logits[0] >= logits.max() - 2 * bound).nonzero()[:, 0].tolist())
     off, found = 4 * bound / s.temperature, set()

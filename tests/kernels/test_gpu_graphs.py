@@ -1,5 +1,5 @@
-"""GraphDecoder off the GPU: the eager form of its step gives the engine's tokens, in any slots, and the plain model's
-logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
+"""GraphDecoder off the GPU: the eager form of its step gives the engine's tokens, in any slots, and
+the plain model's logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
 
 import pytest
 import torch

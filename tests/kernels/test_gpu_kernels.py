@@ -1,5 +1,5 @@
-"""The GPU kernels against their plain forms in float32, by Triton's interpreter: make test-kernels. It multiplies bf16
-wrongly, so inputs are float32 and float16."""
+"""The GPU kernels against their plain forms in float32, by Triton's interpreter: make test-kernels.
+It multiplies bf16 wrongly, so inputs are float32 and float16."""
 
 import copy
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs triton and TRITON_INTERPRET=1: make test-kernels; on a GPU tests/gpu/test_graphs.py runs the kernels",
 )
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-# Another order of the sums; float16 rounds what is read by 2^-11 of it, inside once more, and what is written.
+# Another order of the sums; float16 rounds by 2^-11 inside, and again what is written.
 NEAR = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},

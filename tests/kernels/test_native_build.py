@@ -1,5 +1,5 @@
-"""The C code is compiled once, by the user for the user alone, for the instruction set that was asked for, and its
-absence is told, never a failure."""
+"""The C code is compiled once, by the user for the user alone, for the instruction set that was
+asked for, and its absence is told, never a failure."""
 
 import os
 import platform

@@ -1,4 +1,5 @@
-"""The tests of the C code once more for each lower form of it that this CPU can run: what a smaller machine would do."""
+"""The tests of the C code once more for each other form of it that this CPU can run: what a smaller
+machine would do."""
 
 import os
 import subprocess

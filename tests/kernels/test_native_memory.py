@@ -11,8 +11,8 @@ from regard.kernels import native
 from regard.kernels.native_linear import usable
 
 ROOT = Path(__file__).resolve().parents[2]
-# Inputs are addresses that nobody touches. Then only `room` more may be asked for: enough for the output, too little for
-# what the C code keeps beside it.
+# Inputs are addresses that nobody touches. Then only `room` more may be asked for: enough for the
+# output, too little for what the C code keeps beside it.
 BEGIN = """
 import resource
 import torch

@@ -127,8 +127,9 @@ def laid(size: tuple[int, ...], dense: bool) -> list[Tensor]:
 
 
 def without_signs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> list[Tensor]:
-    """The output and the gradients if nothing in their sums cancelled, in float64: what their roundings are shares of.
-    A single token's gradients by q and k are zero, and yet a difference of two sums that round."""
+    """The output and the gradients if nothing in their sums cancelled, in float64: what their
+    roundings are shares of. A single token's gradients by q and k are zero, and yet a difference of
+    two sums that round."""
     q, k, v, do = (x.double() for x in (q, k, v, do))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
