@@ -64,7 +64,7 @@ test: $(STAMP)
 # TRITON_INTERPRET is read when a kernel is defined: these tests have a process of their own. Where triton has no wheel
 # for this CPU or Python, or there is no network, a line says so.
 test-kernels: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[kernels]" || true
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check triton || true
 	@if $(BIN)/python -c 'import triton' 2> /dev/null; then \
 	  OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/test_gpu_kernels.py; \
 	else echo "Triton kernels: not run here (triton cannot be installed)"; fi
