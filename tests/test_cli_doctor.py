@@ -1,7 +1,6 @@
 """regard doctor: what there is, and whether it works; a self-test that fails is exit 1."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_there_is_and_that_it_works(capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.perf_counter()
     assert main(["doctor"]) == 0
-    assert time.perf_counter() - start < 10
     said = capsys.readouterr()
     assert said.err == "" and said.out.count(": ok") == 3
     for name in ("python", "torch", "device", "attention", "bf16", "native", "disk", "extras"):
