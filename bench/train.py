@@ -1,7 +1,7 @@
 """Training speed and the loss curve: Regard's trainer, transformers' GPT-2 and a bare loop, same weights, same batches.
 
-    python bench/train.py --part speed [--steps 10] [--repeats 5]    tokens a second, interleaved, as ratios
-    python bench/train.py --part curve [--steps 200]                 losses of each step: Regard against transformers
+    python bench/train.py --part speed [--rows 64] [--steps 10] [--repeats 5]    tokens a second
+    python bench/train.py --part curve [--steps 200]    losses of each step: Regard against transformers
 
 On a CPU the model has 6 layers of 384 and rows of 256 tokens; the peers are transformers' Trainer (which needs the
 package accelerate) and a bare loop in the style of nanoGPT, as it is and compiled, each in fp32 and bf16. On a GPU it
@@ -283,13 +283,24 @@ def serve(side: str, shape: dict[str, int], pipe: Connection) -> None:
 
 
 def speed(steps: int, repeats: int, only: list[str]) -> None:
-    """The sides work in turn, each in a process of its own: what one does to its memory is no other's gain."""
-    tokens = SHAPE["rows"] * SHAPE["length"]
+    """Each side in a process of its own: what one does to its memory is no other's gain. On a CPU they work in turn, so
+    that all meet the same machine; on a GPU one alone may fill the memory, and is gone before the next begins."""
     print(f"{header()}; {DEVICE}; {SHAPE}; {steps} steps, median of {repeats}", flush=True)
-    context, pipes, peaks = multiprocessing.get_context("spawn"), {}, {}
-    for side in only or sides(Path()):
+    chosen = only or list(sides(Path()))
+    for group in [[side] for side in chosen] if GPU else [chosen]:
+        race(group, steps, repeats)
+
+
+def race(group: list[str], steps: int, repeats: int) -> None:
+    """The sides of a group, kept in memory together."""
+    context, tokens = multiprocessing.get_context("spawn"), SHAPE["rows"] * SHAPE["length"]
+    pipes, processes, peaks = {}, {}, {}
+    for side in group:
         pipes[side], end = context.Pipe()
-        context.Process(target=serve, args=(side, SHAPE, end), daemon=True).start()
+        processes[side] = context.Process(target=serve, args=(side, SHAPE, end), daemon=True)
+        processes[side].start()
+        # without it, a side that dies would leave this one waiting
+        end.close()
         peaks[side] = pipes[side].recv()
     times: dict[str, list[float]] = {side: [] for side in pipes}
     for i in range(repeats):
@@ -298,10 +309,14 @@ def speed(steps: int, repeats: int, only: list[str]) -> None:
             times[side].append(pipes[side].recv())
     for side, seconds in times.items():
         pipes[side].send(0)
+        processes[side].join()
         rate = tokens * steps / statistics.median(seconds)
         spread = tokens * steps / max(seconds), tokens * steps / min(seconds)
         memory = f", peak {peaks[side]:.2f} GiB" if GPU else ""
-        print(f"{side:28} {rate:12,.0f} tokens/s ({spread[0]:,.0f} to {spread[1]:,.0f}){memory}")
+        print(
+            f"{side:28} {rate:12,.0f} tokens/s ({spread[0]:,.0f} to {spread[1]:,.0f}){memory}",
+            flush=True,
+        )
 
 
 def curve(steps: int) -> None:

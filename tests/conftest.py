@@ -1,12 +1,15 @@
-"""What every test gets: a fixed seed, one torch thread per xdist worker, and `shared`."""
+"""What every test gets: a fixed seed, one torch thread per xdist worker, and `shared`. A run ends
+with which fast kernels were run."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import torch
 
 from regard.kernels import native
+from tests.kernels.told import lines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,3 +42,13 @@ def shared() -> Path:
             "needs ../shared/data, the real data beside the repository: not on this machine"
         )
     return path
+
+
+# The outermost one speaks last, after pytest's own summary.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter,
+) -> Generator[None, None, None]:
+    yield
+    for line in lines(terminalreporter.stats):
+        terminalreporter.write_line(line)

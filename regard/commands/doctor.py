@@ -84,7 +84,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "attention": attention_line(device.type),
         "bf16": bf16_line(device),
-        "native": f"none: {native.why()}" if native.library() is None else "compiled",
+        "native": f"none: {native.why()}" if native.why() else f"compiled for {native.form()}",
         "disk": f"{size(free_disk(here))} free here",
         "terminal": terminal_line(),
         "extras": "; ".join(extra_line(name) for name in EXTRAS),

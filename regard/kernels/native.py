@@ -4,6 +4,18 @@ compiles it, where a model is worth the wait; from then on everybody has it.
 The library is kept in the user's cache folder under a hash of all that went into it: sources, compiler, flags, CPU.
 Without a compiler, on other systems, or with REGARD_NATIVE=0 there is no library, `why` tells the reason, and callers
 take their torch forms. $CC names another compiler. Nothing happens on import.
+
+It is compiled for the best instruction set that the CPU has. REGARD_ISA names a lower one and so
+hides what is above it, to see what a smaller machine would do:
+
+    REGARD_ISA=amx       tiles of bf16 and int8 (x86-64 with AMX and AVX512-BF16)
+    REGARD_ISA=avx512    vectors of 16 floats (x86-64-v4)
+    REGARD_ISA=avx2      vectors of 8 floats and fused products (x86-64-v3)
+    REGARD_ISA=sse       vectors of 4 floats (any x86-64)
+    REGARD_ISA=neon      vectors of 4 floats (any aarch64, where there is no other)
+
+One that does not exist or that this CPU cannot run is a reason for `why`. torch's own kernels have
+variables of their own: ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2.
 """
 
 from __future__ import annotations
@@ -25,9 +37,20 @@ import torch  # noqa: F401  its OpenMP runtime must be loaded first: the library
 
 SOURCES = Path(__file__).with_suffix("")
 MACHINES = ("x86_64", "aarch64")
+AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+AMX = {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}
+# Best first: what the CPU must have, by the names in /proc/cpuinfo, and the -march that hides all
+# that is better.
+FORMS: dict[str, tuple[set[str], str]] = {
+    "amx": (AVX512 | AMX, "native"),
+    "avx512": (AVX512, "x86-64-v4"),
+    "avx2": ({"avx2", "fma"}, "x86-64-v3"),
+    "sse": ({"x86_64"}, "x86-64"),
+    "neon": ({"aarch64"}, "native"),
+}
 # Not -ffast-math: NaN must stay NaN, and linking with it would flush denormals in the whole process.
 FLAGS = shlex.split(
-    "-std=gnu11 -O3 -march=native -fopenmp -shared -fPIC -Wl,-Bsymbolic -fno-math-errno "
+    "-std=gnu11 -O3 -fopenmp -shared -fPIC -Wl,-Bsymbolic -fno-math-errno "
     "-fno-trapping-math -fassociative-math -fno-signed-zeros -freciprocal-math"
 )
 PATIENCE = 300  # seconds for the compiler
@@ -61,8 +84,30 @@ def _found(compile: bool = False) -> tuple[ctypes.CDLL | None, str]:
     return _kept
 
 
+def forms() -> list[str]:
+    """The forms of the code that this CPU can run, best first."""
+    found = {platform.machine(), *_cpu().split()}
+    return [name for name, (needs, _) in FORMS.items() if needs <= found]
+
+
+def form() -> str:
+    """The form that is compiled here: the best, or what REGARD_ISA names. RuntimeError if the CPU
+    cannot run that."""
+    known, asked = forms(), os.environ.get("REGARD_ISA")
+    if asked and asked not in known:
+        raise RuntimeError(
+            f"REGARD_ISA={asked} is not an instruction set of this CPU; it has {', '.join(known)}"
+        )
+    return asked or known[0]
+
+
+def _architecture() -> str:
+    name = form()
+    return "-march=native" if name == forms()[0] else f"-march={FORMS[name][1]}"
+
+
 def has_amx() -> bool:
-    """Whether the library multiplies tiles: this CPU has AMX for bf16 and int8, and the system lets us use it."""
+    """Whether the library multiplies tiles: it was compiled for AMX, and the system lets us use it."""
     found = library()
     return found is not None and bool(found.amx_allowed())
 
@@ -105,7 +150,8 @@ def _key(compiler: list[str]) -> str:
     except OSError:
         reason = f"no C compiler {compiler[0]!r}; install gcc or name one in $CC"
         raise RuntimeError(reason) from None
-    digest = hashlib.sha256(repr((compiler, FLAGS, _openmp(), _cpu())).encode() + version.stdout)
+    decides = (compiler, FLAGS, _architecture(), _openmp(), _cpu())
+    digest = hashlib.sha256(repr(decides).encode() + version.stdout)
     for source in sorted(SOURCES.glob("*.[ch]")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:20]
@@ -119,7 +165,8 @@ def _compiled(compiler: list[str], folder: Path, name: str) -> str:
     try:
         sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
         # The runtime comes before the compiler's own -lgomp, which is then not needed.
-        command = [*compiler, *FLAGS, *sources, "-o", work, "-Wl,--as-needed", *_openmp(), "-lm"]
+        flags = [*FLAGS, _architecture()]
+        command = [*compiler, *flags, *sources, "-o", work, "-Wl,--as-needed", *_openmp(), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line]
@@ -153,6 +200,7 @@ def _openmp() -> list[str]:
     return sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})[:1]
 
 
+@functools.cache
 def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

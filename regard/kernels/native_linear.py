@@ -67,7 +67,7 @@ def _calls() -> Any:
     found.linear_bytes.argtypes, found.linear_bytes.restype = [whole] * 4, whole
     found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, *[whole] * 3], None
     found.linear_room.argtypes, found.linear_room.restype = [whole, whole], None
-    found.linear.argtypes, found.linear.restype = [ctypes.c_char_p, *[whole] * 4], None
+    found.linear.argtypes, found.linear.restype = [ctypes.c_char_p, *[whole] * 4], ctypes.c_int
     return found
 
 
@@ -140,5 +140,8 @@ class NativeLinear(Layer):
         y = x.new_empty(*x.shape[:-1], self.n)
         extra = None if add is None else add.float().contiguous()
         more = 0 if extra is None else extra.data_ptr()
-        self.call(self.fixed, x.data_ptr(), m, more, y.data_ptr())
+        if self.call(self.fixed, x.data_ptr(), m, more, y.data_ptr()):
+            raise MemoryError(
+                f"linear: no memory for {m} rows of {self.k} numbers in {self.precision}"
+            )
         return y

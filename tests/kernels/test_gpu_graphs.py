@@ -1,4 +1,5 @@
-"""GraphDecoder off the GPU: the eager form of its step gives the engine's tokens, in any slots."""
+"""GraphDecoder off the GPU: the eager form of its step gives the engine's tokens, in any slots, and
+the plain model's logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
 from regard.kernels import gpu_prompt
 from regard.models import Tokens, TransformerConfig
+from tests.kernels.plain import BOUND, FEW, largest_gap, ties
 
 ROPE = regard.Rope()
 ODD = regard.Rope(layout="interleaved", partial=0.5)
@@ -78,11 +80,37 @@ def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
     assert [(r.ids, r.finish) for r in decoder.serve(asked, few=2)] == want
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8, "seed": 3}, {"min_p": 0.05}])
+@pytest.mark.parametrize("rows", [2, 6])
+@pytest.mark.parametrize("name", [*MECHANISMS, "gpt2"])
+def test_graphs_give_the_logits_of_the_plain_model(name: str, rows: int) -> None:
+    decoder = GraphDecoder(build(name), rows, 96, graph=False)
+    assert largest_gap(decoder, [r.ids for r in requests(rows)], 6) < BOUND
+
+
+DRAWN = [{"top_k": 20, "top_p": 0.8, "seed": 3}, {"min_p": 0.05}, {}]
+
+
+@pytest.mark.parametrize("settings", DRAWN)
 def test_graphs_draw_as_the_engine_draws(settings: dict) -> None:
     model, asked = build("gqa"), requests(temperature=1.1, **settings)
     decoder = GraphDecoder(model, 4, 96, graph=False)
-    assert [(r.ids, r.finish) for r in decoder.serve(asked)] == by_engine(model, asked)
+    answers = decoder.serve(asked)
+    assert [(r.ids, r.finish) for r in answers] == by_engine(model, asked)
+    assert ties(model, asked, answers) <= FEW
+
+
+@pytest.mark.parametrize("settings", [{}, *({"temperature": 1.1} | s for s in DRAWN)])
+def test_decoder_that_is_a_little_wrong_is_noticed(settings: dict) -> None:
+    model, asked = build("gqa"), requests(**settings)
+    decoder = GraphDecoder(model, 4, 96, graph=False)
+    answers = decoder.serve(asked)
+    assert ties(model, asked, answers) <= FEW
+    for layer in decoder.layers:
+        layer.scale *= 1.01
+    assert largest_gap(decoder, [r.ids for r in asked[:4]], 6) > 10 * BOUND
+    answers[3].ids[0] = (answers[3].ids[0] + 48) % 97
+    with pytest.raises(AssertionError, match="request 3: token 0"):
+        ties(model, asked, answers)
 
 
 def test_graphs_refuse_what_they_cannot_do() -> None:

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels import linear
-from regard.kernels.linear import PRECISIONS, THEN, Int4, Int8, Packed, gelu_tanh, pack
+from regard.kernels.linear import PRECISIONS, THEN, Fused, Int4, Int8, Packed, gelu_tanh, pack
+from regard.kernels.native_linear import plain
 from regard.layers import ACTIVATIONS
 
 # Gaussian weights and inputs: |y - xW| / |xW|. int8: steps of max/127 in W and x; int4: steps of range/15 in W
@@ -163,7 +164,10 @@ def test_gelu_tanh_is_torchs() -> None:
     torch.testing.assert_close(gelu_tanh(x), F.gelu(x, approximate="tanh"), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.skipif(not linear.packs("cpu", torch.float32), reason="needs oneDNN")
+packed = pytest.mark.skipif(not linear.packs("cpu", torch.float32), reason="needs oneDNN")
+
+
+@packed
 @pytest.mark.parametrize("name", THEN)
 def test_packed_layer_can_end_in_an_activation(name: str) -> None:
     w, b = weights()
@@ -172,3 +176,13 @@ def test_packed_layer_can_end_in_an_activation(name: str) -> None:
     layer.then = THEN[name]
     want = ACTIVATIONS[name](F.linear(x, w, b))
     torch.testing.assert_close(layer(x), want, atol=2e-5, rtol=1e-5)  # oneDNN's own erf and tanh
+
+
+@packed
+@pytest.mark.parametrize("act", ["", "gelu", "silu"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_fused_layer_matches_plain(act: str, gated: bool) -> None:
+    w, b = weights(n=64, k=40)
+    x, add = torch.randn(13, 40), torch.randn(13, 32 if gated else 64)
+    want = plain(x, w, b, act, gated, add)
+    torch.testing.assert_close(Fused(w, b, act, gated)(x, add), want, rtol=1e-5, atol=1e-5)

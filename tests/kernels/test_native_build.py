@@ -1,6 +1,8 @@
-"""The C code is compiled once, by the user for the user alone, and its absence is told, never a failure."""
+"""The C code is compiled once, by the user for the user alone, for the instruction set that was
+asked for, and its absence is told, never a failure."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +69,63 @@ def test_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "regard").chmod(0o777)
     assert told(XDG_CACHE_HOME=str(tmp_path)) == "True |"  # compiled for this process alone
     assert list((tmp_path / "regard").iterdir()) == []
+
+
+# --- instruction sets ---
+
+SSE = "flags : fpu sse2"
+AVX2 = f"{SSE} avx2 fma"
+AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+AMX = f"{AVX512} amx_tile amx_bf16 amx_int8 avx512_bf16"
+CPUS = {
+    "amx": ("x86_64", AMX, ["amx", "avx512", "avx2", "sse"]),
+    "avx512": ("x86_64", AVX512, ["avx512", "avx2", "sse"]),
+    "avx2": ("x86_64", AVX2, ["avx2", "sse"]),
+    "sse": ("x86_64", SSE, ["sse"]),
+    "neon": ("aarch64", "Features : fp asimd", ["neon"]),
+}
+
+
+@pytest.fixture(params=CPUS)
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A CPU whose best form is the name."""
+    machine, found, _ = CPUS[request.param]
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(native, "_cpu", lambda: found)
+    monkeypatch.delenv("REGARD_ISA", raising=False)
+    return request.param
+
+
+def test_every_form_is_the_best_of_some_cpu() -> None:
+    assert list(CPUS) == list(native.FORMS)
+
+
+def test_best_form_of_a_cpu_is_native_and_others_hide_it(
+    cpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = CPUS[cpu][2]
+    assert native.forms() == known and native.form() == cpu
+    keys = {native._key([sys.executable])}
+    assert native._architecture() == "-march=native"
+    for lower in known[1:]:
+        monkeypatch.setenv("REGARD_ISA", lower)
+        assert native.form() == lower
+        assert native._architecture() == f"-march={native.FORMS[lower][1]}" != "-march=native"
+        keys.add(native._key([sys.executable]))
+    assert len(keys) == len(known)  # a library of its own for each
+
+
+@pytest.mark.parametrize("asked", ["avx12", *native.FORMS])
+def test_form_that_the_cpu_cannot_run_is_told(
+    cpu: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = CPUS[cpu][2]
+    monkeypatch.setenv("REGARD_ISA", asked)
+    monkeypatch.setattr(native, "_kept", None)
+    if asked in known:
+        assert native.form() == asked
+        return
+    assert not native.build() and not native.has_amx()
+    assert native.why() == (
+        f"REGARD_ISA={asked} is not an instruction set of this CPU; it has {', '.join(known)}"
+    )

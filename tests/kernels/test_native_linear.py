@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from regard.kernels import native
-from regard.kernels.linear import Fused, Packed, packs
-from regard.kernels.native_linear import ACTIVATIONS, MOST, ROOM, NativeLinear, plain, usable
+from regard.kernels.linear import Packed, packs
+from regard.kernels.native_linear import ACTIVATIONS, ROOM, NativeLinear, plain, usable
 
 pytestmark = pytest.mark.skipif(
     not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}"
@@ -122,12 +122,3 @@ def test_layers_share_a_stretch_of_memory() -> None:
     a, b = ROOM.take(1000), ROOM.take(64)
     assert a.data_ptr() % 64 == b.data_ptr() % 64 == 0 and len(a) == 1024
     assert len(ROOM.take(2**26)) == 2**26
-
-
-@pytest.mark.parametrize("act", ["", "gelu", "silu"])
-@pytest.mark.parametrize("gated", [False, True])
-def test_fused_float32_matches_plain(act: str, gated: bool) -> None:
-    x, w, b = made(MOST + 5, 40, 64)
-    add = torch.randn(MOST + 5, 32 if gated else 64)
-    got = Fused(w, b, act, gated)(x, add)
-    torch.testing.assert_close(got, plain(x, w, b, act, gated, add), rtol=1e-5, atol=1e-5)

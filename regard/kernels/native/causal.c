@@ -130,7 +130,10 @@ static void backward(const struct causal *a, int64_t head, float *room) {
             vec less = load(total_of + j * LANES), minus = load(inner + j * LANES);
             for (int64_t key = 0; key < keys; key++) {
                 float *x = p + key * ACROSS + j * LANES, *y = ds + key * ACROSS + j * LANES;
-                vec each = (vec)((bits)exp_below(load(x) * scale - less) & sees(row + j * LANES, key));
+                vec power = load(x) * scale - less;
+                /* Above 0 by rounding alone, but of huge scores by as much as e^x cannot hold. */
+                power = (vec)((bits)power & ~(bits)(power > 0.0f));
+                vec each = (vec)((bits)exp_below(power) & sees(row + j * LANES, key));
                 store(x, each);
                 store(y, scale * each * (load(y) - minus));
             }

@@ -267,12 +267,17 @@ static void rows_of(
     }
 }
 
-static void by_tiles(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
+/* 0, or 1 where there is no memory for the rows of x. */
+static int by_tiles(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
     int64_t many = tiles_of(l->k, l->kind), room = (many | 1) * 64, all = stripes(l->n, l->gated);
     int64_t high = m <= 16 ? m : (m + 15) / 16 * 16, one = all * many * 2048 * (m < 64 ? 1 : m / 32) < 65536;
     int64_t outs = l->gated ? l->n / 2 : l->n;
     char *a = aligned_alloc(64, high * room);
     float *scales = malloc(m * sizeof(float));
+    if (!a || !scales) {
+        free(a), free(scales);
+        return 1;
+    }
     int threads = one ? 1 : omp_get_max_threads();
     int past = !l->gated && l->act == NONE && m * outs > FAR && outs % 16 == 0 && (uintptr_t)y % 64 == 0;
     if (high > m) memset(a + m * room, 0, (high - m) * room);
@@ -307,6 +312,7 @@ static void by_tiles(const Linear *l, const float *x, int64_t m, const float *ad
             _tile_release();
     }
     free(a), free(scales);
+    return 0;
 }
 
 /* float32: four outputs of up to six rows at a time */
@@ -375,11 +381,12 @@ static void by_rows(const Linear *l, const float *x, int64_t m, const float *add
     }
 }
 
-void linear(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
-    if (l->kind == FP32)
-        by_rows(l, x, m, add, y);
-    else if (m) /* no tile has no rows */
-        by_tiles(l, x, m, add, y);
+/* 0, or 1 where there is no memory; y is as it was then. */
+int linear(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
+    if (!m) return 0; /* no tile has no rows */
+    if (l->kind != FP32) return by_tiles(l, x, m, add, y);
+    by_rows(l, x, m, add, y);
+    return 0;
 }
 
 #else

@@ -1,0 +1,105 @@
+"""A fast decoder held against the plain model in float64: each logit within a bound, each token the
+plain model's choice but for ties."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import regard
+from regard.decode.graphs import FILTERS, GraphDecoder
+from regard.decode.sampling import draw, uniform
+from regard.decode.settings import Request, Result, Settings
+
+# Per logit of the small models here, whose logits have a deviation of 0.7; float32 rounds them by
+# up to 7e-6.
+BOUND = 5e-5
+# The share of tokens that may be ties: two candidates' plain logits are nearer to each other than
+# twice the bound.
+FEW = 0.005
+
+
+def exact(model: regard.Model) -> regard.Model:
+    """The same weights in float64 on the CPU, by torch alone."""
+    return copy.deepcopy(model).cpu().double()
+
+
+@torch.no_grad()
+def largest_gap(decoder: GraphDecoder, texts: Sequence[list[int]], steps: int) -> float:
+    """How far a logit of any step is from the plain model's, fed the same tokens: texts that fill
+    the rows, read together and then continued greedily. Without a graph, which keeps its logits to
+    itself."""
+    seen: list[Tensor] = []
+    real = decoder.scores
+
+    def scores(x: Tensor, more: Tensor | None) -> Tensor:
+        seen.append(real(x, more))
+        return seen[-1]
+
+    decoder.scores = scores  # type: ignore[method-assign]
+    assert len(texts) == decoder.rows and not decoder.graph
+    decoder.prefill(range(len(texts)), [Request(ids, Settings()) for ids in texts])
+    fed = [decoder.state.ids.tolist()]
+    for _ in range(steps):
+        decoder.step(decoder.bucket(max(map(len, texts)) + steps), ())
+        fed.append(decoder.state.ids.tolist())
+    plain, gaps = exact(decoder.model), []
+    for i, ids in enumerate(texts):
+        want = plain(torch.tensor([ids + [row[i] for row in fed[:-1]]]))[0, len(ids) - 1 :]
+        got = torch.stack([logits[i] for logits in seen]).cpu().double()
+        gaps.append((got - want).abs().max().item())
+    return max(gaps)
+
+
+@torch.no_grad()
+def ties(
+    model: regard.Model, asked: Sequence[Request], answers: Sequence[Result], bound: float = BOUND
+) -> float:
+    """The share of answers' tokens that are not the plain model's choice, each token judged by what
+    came before it. All of them must be ties: what logits within the bound of the plain ones could
+    choose."""
+    plain, other, total = exact(model), 0, 0
+    for number, (request, answer) in enumerate(zip(asked, answers, strict=True)):
+        s, ids = request.settings, list(request.ids)
+        logits = plain(torch.tensor([ids + answer.ids]))[0, len(ids) - 1 : -1]
+        assert answer.finish == "length" and len(answer.ids) == s.max_new_tokens == len(logits)
+        tokens, place = torch.tensor(answer.ids), torch.arange(len(logits))
+        u = uniform(torch.tensor(s.seed), torch.tensor(number * 1024), place)
+        wrong = (chosen(logits, s, u) != tokens).nonzero()[:, 0]
+        for at in wrong.tolist():
+            near = close_calls(logits[at : at + 1], s, u[at : at + 1], bound)
+            assert answer.ids[at] in near, (
+                f"request {number}: token {at} is {answer.ids[at]}, not one of {near}"
+            )
+        other, total = other + len(wrong), total + len(tokens)
+    return other / total
+
+
+def chosen(logits: Tensor, s: Settings, u: Tensor) -> Tensor:
+    """The token of each row of logits (n V), as settings say, with random numbers u (n)."""
+    if not s.temperature:
+        return logits.argmax(-1)
+    kept, idle = logits / s.temperature, Settings()
+    for name, keep in FILTERS.items():
+        if getattr(s, name) != getattr(idle, name):
+            kept = keep(kept, getattr(s, name))
+    return draw(kept, u)
+
+
+def close_calls(logits: Tensor, s: Settings, u: Tensor, bound: float) -> set[int]:
+    """What logits (1 V) could choose if each may be off by the bound: the greedy tokens near the
+    best; or what is drawn if the mass, and what a filter lets through, may be off by as much as
+    that changes a probability."""
+    if not s.temperature:
+        return set((logits[0] >= logits.max() - 2 * bound).nonzero()[:, 0].tolist())
+    off, found = 4 * bound / s.temperature, set()
+    for sign in (-1, 0, 1):
+        loose = {"top_k": s.top_k + sign if s.top_k else 0}
+        loose |= {name: getattr(s, name) * (1 + sign * off) for name in ("top_p", "min_p")}
+        loose["top_p"] = min(loose["top_p"], 1.0)
+        for move in (-1, 0, 1):
+            moved = (u + move * off).clamp(0, 1 - 2**-53)
+            found.add(int(chosen(logits, replace(s, **loose), moved)))
+    return found

@@ -1,0 +1,62 @@
+"""What the end of a test run says about fast kernels: which were run, which were not, and why."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from regard.kernels import gpu_linear, native
+
+NATIVE = ("attend", "rows", "train", "linear")
+
+
+def lines(stats: Mapping[str, Sequence[Any]]) -> list[str]:
+    """From pytest's reports by outcome. Nothing about kernels none of whose tests was asked for."""
+    passed = [r.nodeid for r in stats.get("passed", ()) if r.when == "call"]
+    skipped = [r.nodeid for r in stats.get("skipped", ())]
+    failed = [r.nodeid for r in (*stats.get("failed", ()), *stats.get("error", ()))]
+
+    def count(ids: list[str], part: str) -> int:
+        return sum(part in nodeid for nodeid in ids)
+
+    def asked(part: str) -> bool:
+        return any(count(ids, part) for ids in (passed, skipped, failed))
+
+    found = []
+    if any(asked(f"kernels/test_native_{name}.py") for name in NATIVE):
+        found.append(_native(passed, failed))
+    if asked("kernels/test_gpu_kernels.py"):
+        run = count(passed, "kernels/test_gpu_kernels.py")
+        why = (
+            "triton is not installed" if gpu_linear.triton is None else "TRITON_INTERPRET is not 1"
+        )
+        not_run = f"not run here ({why}; make test-kernels)"
+        found.append("Triton kernels: " + (f"{run} tests, interpreted" if run else not_run))
+    if asked("tests/gpu/"):
+        run, left = count(passed, "tests/gpu/"), count(skipped, "tests/gpu/")
+        if torch.cuda.is_available():
+            found.append(f"GPU: {run} tests run on {torch.cuda.get_device_name()}, {left} skipped")
+        else:
+            found.append(f"GPU: no CUDA device; {left} tests skipped")
+    return found
+
+
+def _native(passed: list[str], failed: list[str]) -> str:
+    if native.why():
+        return f"native C: not run here ({native.why()})"
+    run, missing, rest = [], [], []
+    for form in native.FORMS:
+        again = f"kernels/test_native_forms.py::test_native_code_in_the_form[{form}]"
+        # tiles have tests of their own, which are skipped where the system forbids them
+        own = "kernels/test_native_linear.py" if form == "amx" else "kernels/test_native_rows.py"
+        here = form == native.form() and any(own in nodeid for nodeid in passed)
+        if here or any(nodeid.endswith(again) for nodeid in passed):
+            run.append(form)
+        elif form not in native.forms():
+            missing.append(form)
+        else:
+            broken = any(nodeid.endswith(again) for nodeid in failed)
+            rest.append(f"{form}: {'FAILED' if broken else 'not run'}")
+    parts = [f"{', '.join(run)} run"] if run else []
+    parts += [f"{', '.join(missing)}: not on this CPU"] if missing else []
+    return "native C: " + "; ".join(parts + rest)
