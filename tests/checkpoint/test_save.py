@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 
 import regard
@@ -43,9 +42,8 @@ def fails(
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 FAILURES = [
-    (store, "save_file", FULL, 1),
-    (store, "save_file", FULL, 2),  # the second shard
-    (store, "save_file", safetensors.SafetensorError("I/O error: No space left on device"), 1),
+    (store, "_write_file", FULL, 1),
+    (store, "_write_file", FULL, 2),  # the second shard
     (hf_save, "write_json", FULL, 1),
     (store, "write_json", FULL, 1),  # the index
     (os, "fsync", OSError(errno.EIO, "Input/output error"), 3),
@@ -74,7 +72,7 @@ def test_interrupted_save_leaves_the_old_folder_whole(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(folder)
-    fails(monkeypatch, store, "save_file", KeyboardInterrupt())
+    fails(monkeypatch, store, "_write_file", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         other().save(folder)
     assert snapshot(folder) == before
@@ -82,7 +80,7 @@ def test_interrupted_save_leaves_the_old_folder_whole(
 
 
 def test_failed_first_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails(monkeypatch, store, "save_file", FULL)
+    fails(monkeypatch, store, "_write_file", FULL)
     with pytest.raises(UsageError, match="No space left"):
         other().save(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
