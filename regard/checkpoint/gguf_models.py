@@ -286,7 +286,7 @@ class Described:
         """Llama 3's scaling of RoPE, of which the file has only what came of it, a divisor for each frequency."""
         found = self.file.read(entry, 0, entry.rows, torch.float32).flatten()
         # What counts is the ratio of these lengths to the factors 1 and 4, which every Llama 3 has.
-        for length in (8192, *(2**n for n in range(6, 21))):
+        for length in (8192, *(2**n for n in range(4, 21))):
             scaling = {
                 "rope_type": "llama3",
                 "factor": float(found.max()),
