@@ -22,6 +22,7 @@ from regard.checkpoint.store import DTYPES, narrowed, write_weights
 from regard.config import UsageError
 
 NESTED = ("state_dict", "model_state_dict", "model")
+SPARE = 2**32
 FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn")
 
 
@@ -53,10 +54,12 @@ def main(folder: str, dtype: str, *files: str) -> None:
 
 def confine(size: int) -> None:
     """No more memory than files of this size need, no connections, no programs."""
+    # The allocator reserves address space ahead, a gigabyte at the first tensor: that is counted before.
+    torch.empty(1)
     # A system without /proc has no such limit either.
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + 2 * size + 2**30
+        limit = pages * resource.getpagesize() + 2 * size + SPARE
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
     def refuse(event: str, _: Any) -> None:

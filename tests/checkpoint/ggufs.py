@@ -78,7 +78,9 @@ def write(
     stacks: dict[str, list[np.ndarray]] = {}
     for hf, x in tensors.items():
         target = kind if x.dim() == 2 and "embed_positions" not in hf else "F32"
-        expert = re.fullmatch(r"(model\.layers\.\d+\.block_sparse_moe\.experts)\.(\d+)\.(w\d\.weight)", hf)
+        expert = re.fullmatch(
+            r"(model\.layers\.\d+\.block_sparse_moe\.experts)\.(\d+)\.(w\d\.weight)", hf
+        )
         theirs = x
         if model_type == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight$", hf):
             theirs = x.T
@@ -86,7 +88,9 @@ def write(
         held[hf] = values.T if theirs is not x else values
         if name == "llama" and re.search(r"[qk]_proj\.(weight|bias)$", hf):
             heads = config.num_attention_heads if "q_proj" in hf else config.num_key_value_heads
-            packed = packed.reshape(heads, 2, -1, *packed.shape[1:]).swapaxes(1, 2).reshape(packed.shape)
+            packed = (
+                packed.reshape(heads, 2, -1, *packed.shape[1:]).swapaxes(1, 2).reshape(packed.shape)
+            )
         if expert and not old_experts:
             base = names.get_name(f"{expert[1]}.{expert[3].removesuffix('.weight')}")
             stacks.setdefault(f"{base}.weight", []).append(packed)

@@ -152,10 +152,10 @@ def by_hand(kind: str, raw: np.ndarray) -> list[float]:
     low, high, scales = raw[:128], raw[128:192], raw[192:208].view(np.int8)
     values = []
     for i in range(256):
-        side, k, l = i // 128, i % 128 // 32, i % 32
-        q = int(low[side * 64 + k % 2 * 32 + l]) >> (4 * (k // 2)) & 15
-        q |= (int(high[side * 32 + l]) >> (2 * k) & 3) << 4
-        values.append(half(raw[208:210]) * int(scales[side * 8 + k * 2 + l // 16]) * (q - 32))
+        side, k, at = i // 128, i % 128 // 32, i % 32
+        q = int(low[side * 64 + k % 2 * 32 + at]) >> (4 * (k // 2)) & 15
+        q |= (int(high[side * 32 + at]) >> (2 * k) & 3) << 4
+        values.append(half(raw[208:210]) * int(scales[side * 8 + k * 2 + at // 16]) * (q - 32))
     return values
 
 
