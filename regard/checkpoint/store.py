@@ -191,12 +191,7 @@ def _files(folder: Path) -> list[Path]:
     if not index.exists():
         if (folder / WEIGHTS).is_file():
             return [folder / WEIGHTS]
-        foreign = sorted(p.name for p in folder.iterdir() if p.suffix in (*PICKLED, GGUF))
-        if foreign:
-            raise UsageError(
-                f"{folder} holds no {WEIGHTS}, but {foreign[0]}, which is not read as it is (pickled weights can run "
-                f"code); convert it once: regard convert {folder} {folder.name}-safe"
-            )
+        check_converted(folder)
         raise UsageError(f"{folder} holds no {WEIGHTS}; is it a model folder?")
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
@@ -210,6 +205,18 @@ def _files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise UsageError(f"{index} names {name}, which is missing from {folder}")
     return [folder / name for name in names]
+
+
+def check_converted(path: Path) -> None:
+    """What is not stored as safetensors is told the way in."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        if file.suffix in (*PICKLED, GGUF) and file.is_file():
+            where = path.parent if path == file else path
+            raise UsageError(
+                f"{file} is not read as it is: models are folders with {WEIGHTS}, and pickled weights can run code. "
+                f"Convert it once: regard convert {path} {where.resolve().name}-safe"
+            )
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
@@ -265,7 +272,7 @@ def write_weights(
 def _write_file(
     path: Path, tensors: dict[str, Tensor], read: Callable[[str], Tensor] | None
 ) -> None:
-    """A safetensors file, tensor after tensor, in the library's order: wide types first, so that all are aligned."""
+    """A safetensors file, tensor after tensor; wide types first, so that all are aligned."""
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -52,7 +52,7 @@ def convert_gguf(path: Path, out: Path, dtype: torch.dtype | None) -> None:
         from_gguf(described, out, dtype, files, progress)
     kind = described.config["architectures"][0]
     notice(
-        f"{kind}; most of the weights are {most}, written as {str(dtype).removeprefix('torch.')}"
+        f"a {kind}; most of its weights are {most}, written as {str(dtype).removeprefix('torch.')}"
     )
 
 
@@ -66,4 +66,4 @@ def progress(done: int, total: int) -> None:
 
 
 def notice(text: str) -> None:
-    print(text, file=sys.stderr)
+    print("note:", text, file=sys.stderr)

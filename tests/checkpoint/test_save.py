@@ -1,7 +1,9 @@
 """Saving is whole or not at all: a save that fails leaves the old folder as it was and nothing beside it."""
 
 import errno
+import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +173,32 @@ def test_loaded_weights_do_not_depend_on_the_file(folder: Path) -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     (folder / WEIGHTS).write_bytes(b"")
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("shard_bytes", [store.SHARD_BYTES, 400])
+def test_weights_are_written_with_one_tensor_in_memory(shard_bytes: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    kinds = [*store.DTYPES.values()] * 2
+    made = {f"tensor é {i}": torch.randn(7, i + 1).to(kind) for i, kind in enumerate(kinds)}
+    blank = {name: torch.empty_like(x, device="meta") for name, x in made.items()}
+    alive: list[weakref.ref] = []
+
+    def read(name: str) -> torch.Tensor:
+        assert all(ref() is None for ref in alive[:-1])
+        alive.append(weakref.ref(x := made[name].clone()))
+        return x
+
+    store.write_weights(tmp_path, blank, shard_bytes, read)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    index = tmp_path / store.INDEX
+    names = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    assert len(files) == len(set(names.values()) or {1})
+    found = {name: x for path in files for name, x in load_file(path).items()}
+    assert found.keys() == made.keys()
+    for name, x in made.items():
+        assert found[name].dtype == x.dtype
+        assert torch.equal(found[name].view(torch.uint8), x.view(torch.uint8)), name
+    for _, start, entry in store.Weights(tmp_path).headers.values():
+        width = store.DTYPES[entry["dtype"]].itemsize
+        assert (start + entry["data_offsets"][0]) % width == 0
