@@ -84,12 +84,12 @@ def load(
     """A model from a Hugging Face folder, one that `model.save` wrote, or an adapter's, merged into its base; in
     evaluation mode. The weights keep the type they are stored in unless `dtype` says otherwise."""
     folder = Path(path)
-    if (folder / RECORD).is_file():
-        model = merge(_joined(folder)).to(device=device, dtype=dtype)
-    else:
-        if not (folder / "config.json").exists():
-            check_converted(folder)
+    if not any((folder / name).exists() for name in (RECORD, "config.json")):
+        check_converted(folder)
+    if not (folder / RECORD).is_file():
         model = hf.load(folder, device, dtype)
+    else:
+        model = merge(_joined(folder)).to(device=device, dtype=dtype)
     model.origin.base = Base(folder)
     return model
 

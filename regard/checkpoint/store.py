@@ -207,18 +207,6 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def check_converted(path: Path) -> None:
-    """What is not stored as safetensors is told the way in."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    for file in files:
-        if file.suffix in (*PICKLED, GGUF) and file.is_file():
-            where = path.parent if path == file else path
-            raise UsageError(
-                f"{file} is not read as it is: models are folders with {WEIGHTS}, and pickled weights can run code. "
-                f"Convert it once: regard convert {path} {where.resolve().name}-safe"
-            )
-
-
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
     """Where the data starts and what the file holds; the library checks lengths, offsets and overlaps."""
     try:
@@ -367,3 +355,15 @@ def _sync(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def check_converted(path: Path) -> None:
+    """What is not stored as safetensors is told the way in."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        if file.suffix in (*PICKLED, GGUF) and file.is_file():
+            where = path.parent if path == file else path
+            raise UsageError(
+                f"{file} is not read as it is: models are folders with {WEIGHTS}, and pickled weights can run code. "
+                f"Convert it once: regard convert {path} {where.resolve().name}-safe"
+            )
