@@ -41,7 +41,8 @@ from regard.config import UsageError
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 UNREADABLE = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".mlmodel")
-QUIET_SECONDS = 600  # without a word from the process that reads pickles
+# How long the process that reads pickles may say nothing: files of the old format are read whole before a word comes.
+QUIET_SECONDS, SLOW_DISK = 600, 20e6
 Progress = Callable[[int, int], None]
 
 
@@ -213,7 +214,8 @@ def _unpickled(
     names = ", ".join(file.name for file in files[:3])
     try:
         total, done = 0, itertools.count(1)
-        for line in _lines(reader, names):
+        quiet = QUIET_SECONDS + sum(file.stat().st_size for file in files) / SLOW_DISK
+        for line in _lines(reader, names, quiet):
             if "error" in line:
                 raise UsageError(line["error"])
             if "bytes" in line:
@@ -234,21 +236,21 @@ def _unpickled(
         reader.wait()
 
 
-def _lines(reader: subprocess.Popen[bytes], names: str) -> Iterator[dict[str, Any]]:
+def _lines(reader: subprocess.Popen[bytes], names: str, quiet: float) -> Iterator[dict[str, Any]]:
     """What the process says, line by line, while it says something."""
     assert reader.stdout is not None
     with reader.stdout as stream:
         rest = b""
         while True:
-            if not select.select([stream], [], [], QUIET_SECONDS)[0]:
+            if not select.select([stream], [], [], quiet)[0]:
                 raise UsageError(
-                    f"the process that reads {names} has not moved for {QUIET_SECONDS} seconds, and was ended"
+                    f"the process that reads {names} has not moved for {quiet:.0f} seconds, and was ended"
                 )
             more = os.read(stream.fileno(), 65536)
             if not more:
                 return
             *lines, rest = (rest + more).split(b"\n")
-            yield from map(json.loads, lines)
+            yield from (json.loads(line) for line in lines if line.startswith(b"{"))
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------------

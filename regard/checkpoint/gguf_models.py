@@ -134,9 +134,14 @@ _MISTRAL = Architecture(
 )
 _FREQUENCIES = "rope_freqs.weight"
 # Keys that repeat what tensors say, or that decide nothing.
-_INERT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal")
+_INERT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 # Keys that must have the value that Hugging Face's family takes for granted.
-_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.attn_factor": 1.0}
+_NEUTRAL = {
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scaling.attn_factor": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,8 @@ class Described:
         value = self.file.metadata.get(self.prefix + key, default)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
-        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+        plain = isinstance(value, (int, float, type(None))) and not isinstance(value, bool)
+        if not plain or (isinstance(value, float) and not math.isfinite(value)):
             raise UsageError(
                 f"{self.file.path}: {self.prefix}{key} is {value!r:.80}; one number for all layers is what can be used"
             )

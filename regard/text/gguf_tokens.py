@@ -188,16 +188,18 @@ def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _settings(vocab: Vocabulary) -> dict[str, Any]:
-    names = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
-    found = {f"{ours}_token": (vocab.named(theirs) or (None,))[0] for theirs, ours in names.items()}
-    settings = {
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **found,
     }
-    template = vocab.said.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        settings["chat_template"] = template
+    for theirs, ours in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
+        settings[f"{ours}_token"] = (vocab.named(theirs) or (None,))[0]
+    # The usual template, and others with a name behind a dot.
+    key = "tokenizer.chat_template"
+    said = {k[len(key) + 1 :]: v for k, v in vocab.said.items() if f"{k}.".startswith(f"{key}.")}
+    if said:
+        each = [{"name": name or "default", "template": text} for name, text in said.items()]
+        settings["chat_template"] = said[""] if list(said) == [""] else each
     return settings
 
 

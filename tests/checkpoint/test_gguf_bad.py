@@ -96,6 +96,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "adapter": ({"general.type": "adapter"}, "holds a 'adapter', not a whole model"),
     "unknown setting": ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not a setting"),
     "heads by layer": ({"llama.attention.head_count": [3, 1]}, r"head_count is \[3, 1\]"),
+    "not finite": ({"llama.rope.freq_base": float("nan")}, "rope.freq_base is nan"),
+    "not causal": ({"llama.attention.causal": False}, "llama.attention.causal = False"),
     "text for a number": ({"llama.block_count": "two"}, "block_count is 'two'"),
     "partial rotation": ({"llama.rope.dimension_count": 16}, "rope.dimension_count is 16"),
     "scaling": ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
@@ -118,6 +120,7 @@ def test_what_cannot_be_converted_is_named(what: str, model: Any, tmp_path: Path
 
 def test_harmless_settings_are_taken(model: Any, tmp_path: Path) -> None:
     each = {"llama.attention.head_count": [3, 3], "llama.expert_count": 0}
+    each |= {"llama.attention.causal": True, "llama.pooling_type": 3}
     ggufs.write(tmp_path / "m.gguf", *model, metadata={**each, "llama.rope.scaling.type": "none"})
     assert describe(tmp_path / "m.gguf").config["num_attention_heads"] == 3
 

@@ -241,9 +241,9 @@ def test_process_that_crashes_or_hangs_gives_a_sentence(
     refused(source, "reads model.pt ended with signal SIGSEGV")
     stand_in(monkeypatch, "raise SystemExit(3)")
     refused(source, "reads model.pt ended with exit code 3")
-    monkeypatch.setattr(convert, "QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(convert, "QUIET_SECONDS", 0.4)
     stand_in(monkeypatch, "import time; time.sleep(60)")
-    refused(source, "has not moved for 0.5 seconds")
+    refused(source, "has not moved for 0 seconds", "was ended")
 
 
 CONFINED = """

@@ -185,6 +185,9 @@ def test_transformers_reads_the_files_and_gives_the_same_ids(tmp_path: Path) -> 
             assert theirs.decode(ours.encode(text)) == ours.decode(
                 ours.encode(text), skip_special=False
             )
+    # A second template has a name.
+    named = {**said, "tokenizer.chat_template.tool": "x", "tokenizer.chat_templates": ["tool"]}
+    assert load(named).templates == {"default": template, "tool": "x"}
     # Both ends of an answer end it.
     assert load(said).special.eos == (2, 1)
 
