@@ -91,6 +91,11 @@ def _folder(folder: Path, named: str = "") -> Found:
                 f"{folder} holds {len(ggufs)} GGUF files; name the one to convert, as {folder / ggufs[0].name}"
             )
         return Found((ggufs[0],))
+    if not pickled:
+        raise UsageError(
+            f"{folder} holds nothing to convert: no GGUF file, no pickled weights ({', '.join(PICKLED)}); "
+            "TensorFlow's and Flax's are not read"
+        )
     if "config.json" not in names:
         raise UsageError(
             f"{folder} holds no config.json, which says what the pickled weights are; put it there"
@@ -120,7 +125,8 @@ def _files(folder: Path) -> tuple[list[Path], list[str]]:
         roots.append(home.parents[1] / "blobs")
     kept, left_out = [], []
     for path in sorted(folder.iterdir()):
-        real = path.resolve()
+        # Unlike Path.resolve, this makes no error of a link to itself.
+        real = Path(os.path.realpath(path))
         if not real.is_file() or path.name.startswith("."):
             continue
         inside = any(real.is_relative_to(root) for root in roots)
@@ -139,18 +145,14 @@ def _pickled(folder: Path, pickled: list[Path], named: str) -> list[Path]:
         wanted = [named]
     elif index.is_file():
         shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
+        named_all = isinstance(shards, dict) and all(isinstance(v, str) for v in shards.values())
+        if not shards or not named_all:
             raise UsageError(f"{index} has no weight_map of tensor names to file names")
         wanted = sorted(set(shards.values()))
     elif "pytorch_model.bin" in by_name:
         wanted = ["pytorch_model.bin"]
     else:
         wanted = list(by_name)
-        if not wanted:
-            raise UsageError(
-                f"{folder} holds nothing to convert: no GGUF file, no pickled weights "
-                f"({', '.join(PICKLED)}); TensorFlow's and Flax's are not read"
-            )
         if len(wanted) > 1:
             raise UsageError(
                 f"{folder} holds several pickled files ({', '.join(wanted)}); name the one to convert, as "

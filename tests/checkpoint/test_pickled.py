@@ -131,6 +131,10 @@ def test_shards_are_joined(saved: Any, source: Path) -> None:
     (source / file).unlink()
     with pytest.raises(UsageError, match=f"{file} is missing"):
         find(source)
+    for table in ({}, [], {"a": 3}):
+        index.write_text(json.dumps({"weight_map": table}))
+        with pytest.raises(UsageError, match="has no weight_map of tensor names"):
+            find(source)
 
 
 @pytest.mark.usefixtures("inside")
@@ -280,6 +284,7 @@ def test_links_out_of_the_folder_are_not_followed(saved: Any, source: Path) -> N
     (source.parent / "secret").write_text("mine")
     (source / "notes.txt").symlink_to(source.parent / "secret")
     (source / "inside.txt").symlink_to(source / "tokenizer.json")
+    (source / "loop").symlink_to(source / "loop")
     assert "notes.txt" in find(source).left_out
     converted(source)
     new = source.parent / "new"
