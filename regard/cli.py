@@ -33,6 +33,7 @@ commands
   classify    label lines with a trained classifier
   embed       one vector a line
   merge       join an adapter (LoRA) and its model into one folder
+  convert     bring in a GGUF file or pickled weights as a model folder
   plan        what a run will need: parameters, memory, disk, time; nothing is trained
   report      a run as one page of HTML
   compare     runs side by side
@@ -51,9 +52,9 @@ Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or pa
 missing or broken, 5 a check that was asked for failed, 130 interrupted."""
 
 COMMANDS = (
-    *("generate", "translate", "chat", "train", "eval", "classify", "embed", "merge", "plan"),
-    *("report", "compare", "look", "parity", "recipes", "data", "tokenizer", "explain", "doctor"),
-    "bench",
+    *("generate", "translate", "chat", "train", "eval", "classify", "embed", "merge", "convert"),
+    *("plan", "report", "compare", "look", "parity", "recipes", "data", "tokenizer", "explain"),
+    *("doctor", "bench"),
 )
 SET = ("train", "plan")  # take settings of a config as flags: --train.steps 100
 SECOND = {"data": "peek", "tokenizer": "train"}  # commands of two words

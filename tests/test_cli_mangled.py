@@ -98,6 +98,7 @@ eval T5 pairs.tsv
 classify GPT lines.txt
 embed GPT lines.txt
 merge GPT merged
+convert GPT converted
 plan run.toml
 report runs/run
 compare runs/run runs/run

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regard.checkpoint import hf
-from regard.checkpoint.store import read_json, replacing, write_json
+from regard.checkpoint.store import check_converted, read_json, replacing, write_json
 from regard.config import UsageError, from_dict, nearest, to_dict
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.models import Model
@@ -84,6 +84,8 @@ def load(
     """A model from a Hugging Face folder, one that `model.save` wrote, or an adapter's, merged into its base; in
     evaluation mode. The weights keep the type they are stored in unless `dtype` says otherwise."""
     folder = Path(path)
+    if not any((folder / name).exists() for name in (RECORD, "config.json")):
+        check_converted(folder)
     if not (folder / RECORD).is_file():
         model = hf.load(folder, device, dtype)
     else:

@@ -12,14 +12,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.config import UsageError
@@ -27,7 +26,8 @@ from regard.config import UsageError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
 SHARD_BYTES = 5_000_000_000
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+GGUF = ".gguf"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -191,13 +191,7 @@ def _files(folder: Path) -> list[Path]:
     if not index.exists():
         if (folder / WEIGHTS).is_file():
             return [folder / WEIGHTS]
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
-        if pickled:
-            raise UsageError(
-                f"{folder} holds only pickled weights ({pickled[0]}), which can run code when they are read. "
-                f"Convert them once where you trust them: with transformers, "
-                f"AutoModel.from_pretrained(...).save_pretrained('{folder.name}-safe') writes {WEIGHTS}"
-            )
+        check_converted(folder)
         raise UsageError(f"{folder} holds no {WEIGHTS}; is it a model folder?")
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
@@ -236,8 +230,14 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """One file, or shards with an index when it would pass `shard_bytes`."""
+def write_weights(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    shard_bytes: int = SHARD_BYTES,
+    read: Callable[[str], Tensor] | None = None,
+) -> None:
+    """One file, or shards with an index when it would pass `shard_bytes`. With `read`, which gives a tensor when its
+    turn comes, `tensors` need only have types and shapes (on the meta device): one at a time is in memory."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():
@@ -247,14 +247,46 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = S
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
+        _write_file(folder / WEIGHTS, shards[0], read)
         return
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        _write_file(folder / name, shard, read)
     where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     total = sum(t.nbytes for t in tensors.values())
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _write_file(
+    path: Path, tensors: dict[str, Tensor], read: Callable[[str], Tensor] | None
+) -> None:
+    """A safetensors file, tensor after tensor; wide types first, so that all are aligned."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        x, begin, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": kinds[x.dtype], "shape": [*x.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            x = tensors[name] if read is None else read(name)
+            assert (x.dtype, x.shape) == (tensors[name].dtype, tensors[name].shape), name
+            file.write(x.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def narrowed(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A tensor in another type; a floating-point value beyond its range is an error."""
+    y = x.to(dtype)
+    both = x.is_floating_point() and dtype.is_floating_point
+    narrower = both and torch.finfo(dtype).max < torch.finfo(x.dtype).max
+    if narrower and bool((y.isinf() & x.isfinite()).any()):
+        kind = str(dtype).removeprefix("torch.")
+        raise UsageError(f"{name} has values beyond the range of {kind}; say --dtype fp32")
+    return y
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -323,3 +355,15 @@ def _sync(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def check_converted(path: Path) -> None:
+    """What is not stored as safetensors is told the way in."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        if file.suffix in (*PICKLED, GGUF) and file.is_file():
+            where = path.parent if path == file else path
+            raise UsageError(
+                f"{file} is not read as it is: models are folders with {WEIGHTS}, and pickled weights can run code. "
+                f"Convert it once: regard convert {path} {where.resolve().name}-safe"
+            )

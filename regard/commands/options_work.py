@@ -135,6 +135,22 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class Convert:
+    """Bring in a model that is not stored as safetensors: pickled weights, or a GGUF file with its tokenizer.
+
+    regard convert model-Q4_K_M.gguf model           then: regard generate model "Once upon a time"
+    regard convert old-folder new-folder             pytorch_model.bin and the like, with config.json beside it
+    """
+
+    source: Annotated[Positional[str], arg(metavar="SOURCE")]
+    """a GGUF file, a folder with config.json and pickled weights, or one such file in it"""
+    folder: Annotated[Positional[str], arg(metavar="FOLDER")]
+    """the new folder; one that has files in it is refused"""
+    dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """type of the weights; auto: as they are stored, fp16 for what is quantised"""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a run will need, before it is begun: parameters, memory, disk, work and time. Nothing is trained.
 
@@ -224,6 +240,7 @@ WORK: dict[str, type] = {
     "classify": Classify,
     "embed": Embed,
     "merge": Merge,
+    "convert": Convert,
     "plan": Plan,
     "report": Report,
     "compare": Compare,

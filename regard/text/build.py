@@ -32,7 +32,7 @@ _BY_FILE = {
     "tokenizer.model": "llama",
     "sentencepiece.bpe.model": "xlmroberta",
 }
-_QWEN = (
+QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -133,7 +133,7 @@ def _byte_level(files: Files, settings: Settings, kind: str | None) -> Parts:
     core.decoder = decoders.ByteLevel()
     if kind == "qwen2":
         core.normalizer = normalizers.NFC()
-        words = pre_tokenizers.Split(Regex(_QWEN), behavior="isolated", invert=False)
+        words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated", invert=False)
         cut = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
         core.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
     elif kind == "roberta":
@@ -193,7 +193,7 @@ def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> to
     elif kind == "xlmroberta":
         ends = [(text, 0.0) for text in ("<s>", "<pad>", "</s>", "<unk>")]
         scores, unk = [*ends, *scores[3:], ("<mask>", 0.0)], 3
-    core = _cutter(model, scores, unk, file)
+    core = cutter(model, scores, unk, file)
     prefix = model.prefix and settings.get("add_prefix_space") is not False
     if model.model == spm.BPE:
         _as_llama(core, prefix, bool(settings.get("legacy", False)))
@@ -224,7 +224,7 @@ def _count(settings: Settings) -> int:
     return extra
 
 
-def _cutter(
+def cutter(
     model: spm.SentencePiece, scores: list[tuple[str, float]], unk: int, file: str
 ) -> tokenizers.Tokenizer:
     """The model that cuts prepared text into pieces."""
@@ -305,7 +305,7 @@ def _side(data: bytes, name: str, ends: list[str]) -> tokenizers.Tokenizer:
     model = spm.read(data, name)
     said = {piece.text for piece in model.pieces if piece.kind not in (spm.UNKNOWN, spm.CONTROL)}
     scores = [(p.text if p.text in said else unreachable(), p.score) for p in model.pieces]
-    side = _cutter(model, scores, model.unk, name)
+    side = cutter(model, scores, model.unk, name)
     steps: list[Any] = []
     if model.charsmap:
         with blaming(f"{name} has a normaliser that cannot be read"):

@@ -143,7 +143,7 @@ class Canary:
 def test_pickled_weights_are_refused_and_not_run(file: str, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / file).write_bytes(pickle.dumps(Canary(folder / "ran")))
-    refused(folder, file, "pickled", "run code", "save_pretrained", "model.safetensors")
+    refused(folder, file, "pickled", "run code", "regard convert", "model.safetensors")
     assert not (folder / "ran").exists()
 
 

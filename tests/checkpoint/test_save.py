@@ -1,12 +1,13 @@
 """Saving is whole or not at all: a save that fails leaves the old folder as it was and nothing beside it."""
 
 import errno
+import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 
 import regard
@@ -43,9 +44,8 @@ def fails(
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 FAILURES = [
-    (store, "save_file", FULL, 1),
-    (store, "save_file", FULL, 2),  # the second shard
-    (store, "save_file", safetensors.SafetensorError("I/O error: No space left on device"), 1),
+    (store, "_write_file", FULL, 1),
+    (store, "_write_file", FULL, 2),  # the second shard
     (hf_save, "write_json", FULL, 1),
     (store, "write_json", FULL, 1),  # the index
     (os, "fsync", OSError(errno.EIO, "Input/output error"), 3),
@@ -74,7 +74,7 @@ def test_interrupted_save_leaves_the_old_folder_whole(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = snapshot(folder)
-    fails(monkeypatch, store, "save_file", KeyboardInterrupt())
+    fails(monkeypatch, store, "_write_file", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         other().save(folder)
     assert snapshot(folder) == before
@@ -82,7 +82,7 @@ def test_interrupted_save_leaves_the_old_folder_whole(
 
 
 def test_failed_first_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails(monkeypatch, store, "save_file", FULL)
+    fails(monkeypatch, store, "_write_file", FULL)
     with pytest.raises(UsageError, match="No space left"):
         other().save(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
@@ -173,3 +173,32 @@ def test_loaded_weights_do_not_depend_on_the_file(folder: Path) -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     (folder / WEIGHTS).write_bytes(b"")
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("shard_bytes", [store.SHARD_BYTES, 400])
+def test_weights_are_written_with_one_tensor_in_memory(shard_bytes: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    kinds = [*store.DTYPES.values()] * 2
+    made = {f"tensor é {i}": torch.randn(7, i + 1).to(kind) for i, kind in enumerate(kinds)}
+    blank = {name: torch.empty_like(x, device="meta") for name, x in made.items()}
+    alive: list[weakref.ref] = []
+
+    def read(name: str) -> torch.Tensor:
+        assert all(ref() is None for ref in alive[:-1])
+        alive.append(weakref.ref(x := made[name].clone()))
+        return x
+
+    store.write_weights(tmp_path, blank, shard_bytes, read)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    index = tmp_path / store.INDEX
+    names = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    assert len(files) == len(set(names.values()) or {1})
+    found = {name: x for path in files for name, x in load_file(path).items()}
+    assert found.keys() == made.keys()
+    for name, x in made.items():
+        assert found[name].dtype == x.dtype
+        assert torch.equal(found[name].view(torch.uint8), x.view(torch.uint8)), name
+    for _, start, entry in store.Weights(tmp_path).headers.values():
+        width = store.DTYPES[entry["dtype"]].itemsize
+        assert (start + entry["data_offsets"][0]) % width == 0

@@ -1,0 +1,216 @@
+"""The tokenizer in a GGUF file's metadata, as the files that a model folder has.
+
+Two kinds are read: "gpt2", byte-level BPE, whose way of cutting text into words is known by name
+(`tokenizer.ggml.pre`), and "llama", BPE as SentencePiece does it, by scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from regard.config import UsageError
+from regard.text import spm
+from regard.text.build import QWEN_WORDS, SPACE, around, cutter
+from regard.text.folder import blaming
+
+KEY = "tokenizer.ggml."
+_LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Words:
+    """How byte-level BPE cuts text into words. `pattern`: nothing is GPT-2's; `whole`: a word that is a token is taken
+    as it is; `bos`: whether a text begins with that token if the file does not say."""
+
+    pattern: str = ""
+    digits: bool = False
+    composed: bool = False
+    whole: bool = False
+    bos: bool = False
+
+
+_GPT2 = Words()
+_LLAMA3 = Words(_LLAMA3_WORDS, whole=True, bos=True)
+_QWEN2 = Words(QWEN_WORDS, composed=True)
+_DIGITS = Words(digits=True)
+# tokenizer.ggml.pre -> words
+PRE = {
+    "gpt-2": _GPT2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "tekken": Words(_TEKKEN_WORDS, whole=True, bos=True),
+}
+# What a file means that names none: by architecture.
+UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
+
+
+def tokenizer_files(said: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+    """Files by name, and sentences about what is not certain. Without files the model works on ids."""
+    kind, notices = said.get(KEY + "model"), []
+    if kind is None or kind in ("none", "no_vocab"):
+        return {}, [
+            "the file has no tokenizer, nor has the folder: give ids, or put tokenizer.json into it"
+        ]
+    if kind not in ("gpt2", "llama"):
+        return {}, [_unknown("model", kind, ("gpt2", "llama"))]
+    vocab = Vocabulary(said)
+    if kind == "llama":
+        core, bos = _sentence_piece(vocab), True
+    else:
+        name = said.get(KEY + "pre")
+        if name in (None, "default"):
+            name = UNNAMED.get(str(said.get("general.architecture")), "gpt-2")
+            notices.append(f"the file does not name how text is cut into words; {name} is assumed")
+        if name not in PRE:
+            return {}, [_unknown("pre", name, PRE)]
+        core, bos = _byte_level(vocab, PRE[name]), PRE[name].bos
+    core.add_tokens(vocab.declared())
+    first = vocab.named("bos") if said.get(KEY + "add_bos_token", bos) else None
+    last = vocab.named("eos") if said.get(KEY + "add_eos_token", False) else None
+    if first or last:
+        core.post_processor = around(first, last)
+    tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": _ends(vocab)}
+    files = {
+        name: json.dumps(table, indent=2, ensure_ascii=False) for name, table in tables.items()
+    }
+    files["tokenizer.json"] = core.to_str(pretty=True)
+    return {name: text.encode() for name, text in files.items()}, notices
+
+
+def _unknown(key: str, value: Any, known: Any) -> str:
+    return (
+        f"{KEY}{key} is {value!r:.60}, which cannot be built (known: {', '.join(known)}): the folder has no tokenizer; "
+        "put the tokenizer.json of the original model into it"
+    )
+
+
+class Vocabulary:
+    """The lists and ids below tokenizer.ggml, checked. Ids at the end that only fill the embedding up are left out."""
+
+    def __init__(self, said: Mapping[str, Any]):
+        self.said = said
+        tokens = self.entries("tokens", str)
+        kinds = self.entries("token_type", int) or [spm.NORMAL] * len(tokens)
+        if not tokens or len(kinds) != len(tokens):
+            raise UsageError(f"{KEY}tokens has {len(tokens)} entries, token_type {len(kinds)}")
+        ids = {
+            name: self.id(name, len(tokens))
+            for name in ("bos", "eos", "eot", "eom", "padding", "unknown")
+        }
+        self.ids = {name: index for name, index in ids.items() if index is not None}
+        while kinds and kinds[-1] == spm.UNUSED:
+            kinds.pop()
+        self.tokens, self.kinds = tokens[: len(kinds)], kinds
+        self.numbers = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.numbers) != len(self.tokens):
+            twice = next(t for i, t in enumerate(self.tokens) if self.numbers[t] != i)
+            raise UsageError(f"{KEY}tokens has {twice!r:.60} twice")
+
+    def entries(self, key: str, kind: type) -> list[Any]:
+        found = self.said.get(KEY + key, [])
+        if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
+            raise UsageError(f"{KEY}{key} must be a list of {kind.__name__}, got {found!r:.60}")
+        return list(found)
+
+    def id(self, name: str, count: int) -> int | None:
+        found = self.said.get(f"{KEY}{name}_token_id")
+        if found is not None and (not isinstance(found, int) or not 0 <= found < count):
+            raise UsageError(f"{KEY}{name}_token_id is {found!r:.60}, but there are {count} tokens")
+        return found
+
+    def named(self, name: str) -> tuple[str, int] | None:
+        index = self.ids.get(name)
+        return None if index is None or index >= len(self.tokens) else (self.tokens[index], index)
+
+    def declared(self) -> list[AddedToken]:
+        """Tokens that text never makes by merging (control), or always is where it spells them (user-defined)."""
+        named = set(self.ids.values()) - {self.ids.get("unknown")}
+        return [
+            AddedToken(token, normalized=False, special=kind == spm.CONTROL or i in named)
+            for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
+            if kind in (spm.CONTROL, spm.USER_DEFINED) or i in named
+        ]
+
+
+def _byte_level(vocab: Vocabulary, words: Words) -> tokenizers.Tokenizer:
+    merges = [tuple(merge.split(" ")) for merge in vocab.entries("merges", str)]
+    with blaming(f"{KEY}tokens and {KEY}merges do not make a tokenizer"):
+        model = models.BPE(vocab=vocab.numbers, merges=merges, ignore_merges=words.whole)
+    core = tokenizers.Tokenizer(model)
+    if words.composed:
+        core.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if words.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if words.pattern:
+        steps.append(pre_tokenizers.Split(Regex(words.pattern), behavior="isolated", invert=False))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words.pattern))
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
+    scores = vocab.entries("scores", float)[: len(vocab.tokens)]
+    if len(scores) != len(vocab.tokens):
+        raise UsageError(f"{KEY}scores has {len(scores)} entries for {len(vocab.tokens)} tokens")
+    pieces = tuple(map(spm.Piece, vocab.tokens, scores, vocab.kinds))
+    unk = vocab.ids.get("unknown", 0)
+    model = spm.SentencePiece(pieces, spm.BPE, unk)
+    core = cutter(model, [(piece.text, piece.score) for piece in pieces], unk, f"{KEY}tokens")
+    steps: list[Any] = [normalizers.Replace(" ", SPACE)]
+    ends: list[Any] = []
+    if vocab.said.get(KEY + "add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend(SPACE))
+        ends.append(decoders.Strip(content=" ", left=1))
+    core.normalizer = normalizers.Sequence(steps)
+    core.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
+    )
+    return core
+
+
+def _settings(vocab: Vocabulary) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for theirs, ours in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
+        settings[f"{ours}_token"] = (vocab.named(theirs) or (None,))[0]
+    # The usual template, and others with a name behind a dot.
+    key = "tokenizer.chat_template"
+    said = {k[len(key) + 1 :]: v for k, v in vocab.said.items() if f"{k}.".startswith(f"{key}.")}
+    if said:
+        each = [{"name": name or "default", "template": text} for name, text in said.items()]
+        settings["chat_template"] = said[""] if list(said) == [""] else each
+    return settings
+
+
+def _ends(vocab: Vocabulary) -> dict[str, Any]:
+    """Every token that ends an answer, not only the text's end."""
+    ends = list(
+        dict.fromkeys(vocab.ids[name] for name in ("eos", "eot", "eom") if name in vocab.ids)
+    )
+    found = {
+        "bos_token_id": vocab.ids.get("bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": vocab.ids.get("padding"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
