@@ -11,6 +11,7 @@ import difflib
 import math
 import types
 import typing
+import warnings
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -19,6 +20,14 @@ T = TypeVar("T")
 
 class UsageError(ValueError):
     """Something the user asked for cannot be done; the text says what was asked, what is possible, what to type."""
+
+
+class Notice(UserWarning):
+    """What a user should know though nothing is wrong; a command prints it as `note: ...`."""
+
+
+def notice(text: str) -> None:
+    warnings.warn(text, Notice, stacklevel=3)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -162,6 +162,7 @@ QWEN3 = replace(
 MIXTRAL = replace(
     LLAMA,
     name="mixtral",
+    aliases={"num_experts": "num_local_experts"},
     blank=llama_like(replace(_GQA, rope=Rope(1e6)), MoE(1, 1, 1)),
     heads={**lm("MixtralModel", "MixtralForCausalLM"), **labelled("Mixtral")},
     config=(
@@ -185,6 +186,12 @@ MIXTRAL = replace(
 
 GPT2 = Family(
     name="gpt2",
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     base="transformer.",
     blank=TransformerConfig(
         Tokens(1, Learned(1)),

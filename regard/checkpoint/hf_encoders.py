@@ -172,6 +172,11 @@ ROBERTA = replace(
 _DISTIL = "distilbert.transformer.layer.{i}"
 DISTILBERT = Family(
     name="distilbert",
+    aliases={
+        "hidden_size": "dim",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    },
     base="distilbert.",
     blank=TransformerConfig(
         Tokens(1, Learned(1), norm=Norm(1e-12)), replace(_POST, norm=Norm(1e-12)), max_len=1

@@ -121,6 +121,12 @@ T5_SCALE = Custom(("scale_decoder_outputs", "tie_word_embeddings"), _read_t5_sca
 
 T5 = Family(
     name="t5",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
     base="",
     blank=EncoderDecoderConfig(Tokens(1), _T5_ENCODER, Tokens(1), _T5_DECODER),
     heads={"T5ForConditionalGeneration": LM(), "T5Model": None},
@@ -220,7 +226,6 @@ _BART_KEYS = (
     Fixed("add_final_layer_norm", (False,)),
     Inert(
         (
-            "num_hidden_layers",
             "add_bias_logits",
             "extra_pos_embeddings",
             "force_bos_token_to_be_generated",
@@ -245,6 +250,11 @@ def _bart_block(tower: str) -> tuple[Any, ...]:
 
 BART = Family(
     name="bart",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",
+    },
     base="model.",
     blank=EncoderDecoderConfig(
         _BART_TOKENS, _BART_ENCODER, _BART_TOKENS, _BART_DECODER, LM(bias=True), max_len=1

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -241,6 +241,7 @@ class Family:
     config: tuple[ConfigRule, ...]
     tensors: tuple[Rule, ...]
     head_tensors: Mapping[str, tuple[Rule, ...]]  # by kind of head
+    aliases: Mapping[str, str] = field(default_factory=dict)  # their other words for a key
     pooler: str = ""  # the tensor that shows that the bare body has a pooler
     twins: tuple[
         tuple[str, tuple[str, ...], str], ...

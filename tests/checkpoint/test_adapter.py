@@ -305,7 +305,7 @@ def test_broken_adapters_are_refused_in_one_sentence(base: Path, tmp_path: Path)
     save_file({**tensors, "head.out.weight": torch.zeros(2, 24)}, folder / TENSORS)
     refused(folder, "head.out.weight", "(2, 24)", "(3, 24)")
     (folder / TENSORS).write_bytes(b"no tensors")
-    refused(folder, "is not a whole safetensors file", "copy it again")
+    refused(folder, "is not a whole safetensors file", "again")
     (folder / TENSORS).unlink()
     refused(folder, "is not a whole safetensors file")
 
