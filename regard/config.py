@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 import types
 import typing
 import warnings
@@ -27,7 +28,11 @@ class Notice(UserWarning):
 
 
 def notice(text: str) -> None:
-    warnings.warn(text, Notice, stacklevel=3)
+    """Warn at the line outside this package that led here."""
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "regard":
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(text, Notice, stacklevel=depth)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

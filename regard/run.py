@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -16,6 +15,7 @@ from regard.decode.engine import Engine
 from regard.decode.invariant import invariant as steady
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.text import Special, Stream, Tokenizer, needed, special_ids
+from regard.text.folder import read_json
 from regard.text.stream import check_stop
 
 Prompt = str | Sequence[int] | Tensor
@@ -236,8 +236,9 @@ def told(model: Any) -> dict[str, Any]:
     origin = model.origin
     if origin is None:
         return found
-    saved = json.loads(origin.files.get("generation_config.json", b"{}"))
-    said = {**origin.config, **{k: v for k, v in saved.items() if v is not None}}
+    # As in transformers, config.json decides nothing of this where there is a generation_config.json.
+    saved = "generation_config.json" in origin.files
+    said = read_json(origin.files, "generation_config.json") if saved else origin.config
     found["forced_first"] = said.get("forced_bos_token_id")
     last = said.get("forced_eos_token_id")
     found["forced_last"] = next(iter(last), None) if isinstance(last, list) else last

@@ -7,15 +7,18 @@ from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.hf_config import ACTIVATIONS, LABELS, ROPE, WINDOWS
+from regard.checkpoint.hf_config import ACTIVATIONS, CAUSAL, LABELS, ROPE, WINDOWS
 from regard.checkpoint.rules import (
     JOINED_TRANSPOSED,
     STACKED,
     TRANSPOSED,
+    Custom,
+    Data,
     Family,
     Fixed,
     Inert,
     Key,
+    need,
     rule,
 )
 from regard.layers import LM, MLP, Classify, Norm, Tag
@@ -68,6 +71,9 @@ KEYS = (
     Key("rms_norm_eps", "tower.norm.eps", 1e-6),
     Key("tie_word_embeddings", "head.tied", False),
     LABELS,
+    CAUSAL,
+    Fixed("token_classification_bias", (True,)),
+    Fixed("per_layer_config", (None,)),
 )
 
 
@@ -184,6 +190,16 @@ MIXTRAL = replace(
     ),
 )
 
+
+def _write_end(ours: Data, theirs: Data) -> None:
+    """What transformers takes for GPT-2's missing ids, 50256, would lie outside a smaller vocabulary."""
+    if need(ours, "embedding.vocab") <= 50256:
+        for key in END.names:
+            theirs.setdefault(key, None)
+
+
+END = Custom(("bos_token_id", "eos_token_id"), lambda theirs, ours: None, _write_end)
+
 GPT2 = Family(
     name="gpt2",
     aliases={
@@ -210,6 +226,8 @@ GPT2 = Family(
         Key("layer_norm_epsilon", "tower.norm.eps", 1e-5),
         Key("tie_word_embeddings", "head.tied", True),
         LABELS,
+        CAUSAL,
+        END,
         Key("resid_pdrop", "tower.dropout", 0.1),
         Key("embd_pdrop", "embedding.dropout", 0.1),
         Key("attn_pdrop", "tower.attention.dropout", 0.1),

@@ -17,6 +17,7 @@ from regard.checkpoint.rules import (
     Fixed,
     Inert,
     Key,
+    need,
     put,
     rule,
 )
@@ -83,11 +84,11 @@ def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
 
 
 def _write_t5_ffn(ours: Data, theirs: Data) -> None:
-    ffn = ours["encoder"]["ffn"]
-    if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (ffn["activation"], ffn["gated"]):
+    activation, gated = (need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
+    if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (activation, gated):
         return
-    name = next(k for k, v in ACTIVATIONS.items() if v == ffn["activation"])
-    if not ffn["gated"]:
+    name = next(k for k, v in ACTIVATIONS.items() if v == activation)
+    if not gated:
         theirs["feed_forward_proj"] = name
     else:
         theirs["feed_forward_proj"] = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
@@ -164,6 +165,7 @@ T5 = Family(
         T5_FFN,
         T5_SCALE,
         Fixed("is_decoder", (False,)),
+        Fixed("is_causal", (True,)),
         Inert(("n_positions",)),
     ),
     tensors=(
@@ -222,6 +224,7 @@ _BART_KEYS = (
     Key("scale_embedding", "source.scaled", False, also=("target.scaled",)),
     Key("tie_word_embeddings", "head.tied", True),
     Fixed("is_decoder", (False,)),
+    Fixed("is_causal", (True,)),
     Fixed("normalize_before", (False,)),
     Fixed("add_final_layer_norm", (False,)),
     Inert(

@@ -41,6 +41,14 @@ def put(data: Any, path: str, value: Any) -> None:
         place[last] = value
 
 
+def need(data: Any, path: str) -> Any:
+    """The value at a dotted path of a config of ours that a rule cannot be written without."""
+    value = get(data, path)
+    if value is ABSENT:
+        raise UsageError(f"the model has no {path}")
+    return value
+
+
 # --- config -------------------------------------------------------------------------------------------------------
 
 

@@ -135,6 +135,8 @@ DECODERS = [
          sliding_window=3, max_window_layers=0),
     case("qwen2-layer-types", _QWEN2, BASE, num_hidden_layers=3, num_key_value_heads=3,
          use_sliding_window=True, sliding_window=4, layer_types=[_SLIDE, _FULL, _SLIDE]),
+    case("qwen2-both-ways", "Qwen2Model", BASE, num_key_value_heads=1, is_causal=False),
+    case("gpt2-both-ways", "GPT2Model", GPT, is_causal=False),
     case("qwen2-body", "Qwen2Model", BASE, num_key_value_heads=1),
     case("qwen3", _QWEN3, BASE, num_key_value_heads=1, head_dim=10),
     case("qwen3-biased", _QWEN3, BASE, num_key_value_heads=3, head_dim=6, attention_bias=True,
@@ -195,6 +197,7 @@ IMAGES = [
     case("vit-body", "ViTModel", IMAGE),
     case("vit-no-pooler", "ViTModel", IMAGE, options={"add_pooling_layer": False}),
     case("deit", "DeiTForImageClassification", IMAGE),
+    case("deit-teacher", "DeiTForImageClassificationWithTeacher", IMAGE, num_labels=5),
     case("deit-body", "DeiTModel", IMAGE, layer_norm_eps=1e-3),
 ]
 
