@@ -181,6 +181,7 @@ ROBERTA = replace(
     ),
     carried=(r"roberta\.pooler\..*", r"lm_head\.bias"),
 )
+XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", heads=_heads("XLMRoberta", "tanh"))
 _DISTIL = "distilbert.transformer.layer.{i}"
 DISTILBERT = Family(
     name="distilbert",

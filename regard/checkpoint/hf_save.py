@@ -33,6 +33,8 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     theirs = {**theirs, "dtype": dtype}
     theirs.pop("torch_dtype", None)
+    if family is None:
+        theirs["config"] = to_dict(model.config)
     tensors: dict[str, Tensor] = {}
     for step in plan(model, family):
         ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
@@ -55,8 +57,8 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
 
 
 def _express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
-    """The family whose words can say this config exactly (its own first), its config, and "". Or None, ours, and why
-    its own family cannot, or that it has none."""
+    """The family whose words can say this config exactly (its own first), its config, and "". Or None, what stands
+    beside our config, and why its own family cannot say it, or that it has none."""
     why = "no family of Hugging Face has such a model"
     for name in dict.fromkeys([origin.family, *FAMILIES]):
         family = FAMILIES.get(name)
@@ -78,7 +80,7 @@ def _express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
     used = {n for r in own.config for n in r.names} - INERT | set(own.aliases) if own else set()
     theirs = {key: value for key, value in origin.config.items() if key not in used}
     theirs |= {"model_type": NATIVE, "architectures": [type(model).__name__]}
-    return None, {**theirs, "config": to_dict(model.config)}, why
+    return None, theirs, why
 
 
 def _unsaid(family: Family, architecture: str, config: Any, theirs: Data) -> str:
