@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.config import UsageError, nearest
+from regard.config import UsageError, nearest, notice
 from regard.decode.check import check_tokens, written
 from regard.decode.engine import Engine
 from regard.decode.invariant import invariant as steady
@@ -224,10 +224,19 @@ def _settings(model: Any, given: dict[str, Any]) -> Settings:
             raise UsageError(f"generate has no setting {name!r}; {nearest(name, known)}")
     found = {name: value for name, value in told(model).items() if name not in given}
     for name, value in found.items():
-        tokens = list(value) if isinstance(value, tuple) else [] if value is None else [value]
-        if tokens:
-            check_tokens(tokens, written(model).vocab, f"the model folder's {name}")
+        if isinstance(value, tuple):
+            found[name] = _possible(value, written(model).vocab, f"the model folder's {name}")
+        elif value is not None:
+            check_tokens([value], written(model).vocab, f"the model folder's {name}")
     return Settings.of({**found, **given})
+
+
+def _possible(tokens: tuple[int, ...], vocab: int, name: str) -> tuple[int, ...]:
+    """Without ids that the model cannot write, as in published folders with a smaller vocabulary than GPT-2's."""
+    beyond = [i for i in tokens if not isinstance(i, int) or not 0 <= i < vocab]
+    if beyond:
+        notice(f"{name} {beyond[0]!r} is outside the vocabulary (0 to {vocab - 1}); left out")
+    return tuple(i for i in tokens if i not in beyond)
 
 
 def told(model: Any) -> dict[str, Any]:
