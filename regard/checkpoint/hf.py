@@ -162,9 +162,9 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
     if not packing:
         return theirs, source
     found = packing if isinstance(packing, dict) else {}
-    block = found.get("weight_block_size")
-    two = isinstance(block, list) and len(block) == 2
-    if found.get("quant_method") != "fp8" or not two or not all(map(_positive, block)):
+    block: Any = found.get("weight_block_size")
+    two = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
+    if found.get("quant_method") != "fp8" or not two:
         raise UsageError(
             f"config.json: quantization_config has quant_method {found.get('quant_method')!r} and weight_block_size "
             f"{block!r}; Regard reads plain weights and fp8 in blocks. Bring the model as it was before, or unpack it "
@@ -172,10 +172,6 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
         )
     rest = {key: value for key, value in theirs.items() if key != "quantization_config"}
     return rest, Unpacked(source, (block[0], block[1]), dtype or torch.bfloat16)
-
-
-def _positive(number: Any) -> bool:
-    return isinstance(number, int) and number > 0
 
 
 def read_native(theirs: Data) -> Any:
@@ -335,9 +331,10 @@ def type_of(name: str, wide: set[str], dtype: torch.dtype) -> torch.dtype:
 
 def cast(model: Model, dtype: torch.dtype | None) -> Model:
     """The model in another type, as `load` would have given it."""
-    wide = wide_names(model)
-    for name, p in model.named_parameters() if dtype else ():
-        p.data = p.data.to(type_of(name, wide, dtype))
+    if dtype is not None:
+        wide = wide_names(model)
+        for name, p in model.named_parameters():
+            p.data = p.data.to(type_of(name, wide, dtype))
     return model
 
 

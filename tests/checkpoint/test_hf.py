@@ -14,6 +14,7 @@ from torch import Tensor
 
 import regard
 from regard.checkpoint import save
+from regard.decode.prepare import prepare
 from tests.checkpoint.families import (
     CASES,
     DECODERS,
@@ -222,6 +223,9 @@ def test_load_dtype_is_that_of_every_weight_but_the_wide(
     assert set(wide.values()) == {torch.float32 if dtype.itemsize == 2 else dtype}
     given = batch(peer(name).model.config)
     assert at_tokens(model(**given), given).isfinite().all()
+    if dtype == torch.bfloat16:
+        prepared = prepare(model, "bf16").tower.blocks[1].ffn.correction
+        assert torch.equal(prepared, model.tower.blocks[1].ffn.correction)
     again = type(peer(name).model).from_pretrained(peer(name).folder, dtype=dtype)
     bias = again.state_dict()["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert torch.equal(bias.to(wide["ffn.correction"]), model.tower.blocks[1].ffn.correction)

@@ -14,7 +14,7 @@ import regard
 from regard.checkpoint.hf import read
 from regard.checkpoint.hf_save import _express
 from regard.checkpoint.hf_tables import FAMILIES, INERT
-from regard.checkpoint.store import Memory
+from regard.checkpoint.store import Memory, Weights
 from regard.config import Notice
 from tests.checkpoint.families import Peer, error
 from tests.checkpoint.spoil import configure, refused
@@ -194,6 +194,23 @@ def test_fp8_blocks_are_the_products_with_their_scales(
     for name, x in found.items():
         kind = torch.float32 if "e_score" in name else dtype or torch.bfloat16
         assert x.dtype == kind and torch.equal(x, meant[name].to(kind)), name
+
+
+def test_fp8_is_unpacked_tensor_by_tensor(
+    packed: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, which are stacked, too: never more than one is there in 8 bits and unpacked at once."""
+    calls: list[list[str]] = []
+    real = Weights.borrow
+
+    def borrow(self: Weights, names: list[str]) -> list[torch.Tensor]:
+        calls.append(names)
+        return real(self, names)
+
+    monkeypatch.setattr(Weights, "borrow", borrow)
+    regard.load(packed[0])
+    scaled = [names for names in calls if any("_scale_inv" in name for name in names)]
+    assert scaled and all(len(names) == 2 for names in scaled)
 
 
 def test_fp8_without_scales_is_refused(packed: tuple[Path, Any]) -> None:
