@@ -41,7 +41,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("regard.presets")
     if name not in _WHERE:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
-    importlib.import_module("regard.checkpoint")  # joins model.save to the models
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

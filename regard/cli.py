@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from regard import __version__
-from regard.config import UsageError, nearest
+from regard.config import Notice, UsageError, nearest
 from regard.kernels.threads import use_threads, wait_asleep
 
 HELP = """Regard: train and run Transformers of every family, on this machine.
@@ -80,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
         with warnings.catch_warnings():
             if not sys.warnoptions:  # what libraries tell programmers is nothing to users
                 warnings.simplefilter("ignore")
+                warnings.simplefilter("default", Notice)
+                warnings.showwarning = note
             code = dispatch(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
@@ -104,6 +106,12 @@ def main(arguments: list[str] | None = None) -> int:
         if "CUDA" not in text:
             raise
         return fail(f"{text}; try --device cpu", ENVIRONMENT)
+
+
+def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """What loading and saving have to say (regard.config.notice), one line each."""
+    if os.environ.get("RANK", "0") == "0":
+        print("note:", " ".join(str(message).splitlines()), file=sys.stderr)
 
 
 def fail(text: str, code: int) -> int:

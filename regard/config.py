@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 import types
 import typing
+import warnings
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -19,6 +21,18 @@ T = TypeVar("T")
 
 class UsageError(ValueError):
     """Something the user asked for cannot be done; the text says what was asked, what is possible, what to type."""
+
+
+class Notice(UserWarning):
+    """What a user should know though nothing is wrong; a command prints it as `note: ...`."""
+
+
+def notice(text: str) -> None:
+    """Warn at the line outside this package that led here."""
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "regard":
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(text, Notice, stacklevel=depth)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -120,17 +120,21 @@ class MLM:
 @dataclass(frozen=True)
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
-    first token, a causal tower at its last real one, which alone has seen all."""
+    first token, a causal tower at its last real one, which alone has seen all. `distilled`: the mean of that and of a
+    second `out` on the second token, which learned from a teacher (DeiT)."""
 
     labels: int
     dense: str | None = "tanh"
     token: str = "first"
     bias: bool = True  # of `out`
+    distilled: bool = False
     kind: str = "classify"
 
     def __post_init__(self) -> None:
         if self.token not in ("first", "last"):
             raise UsageError(f"head.token is {self.token!r}; choose first or last")
+        if self.distilled and (self.dense or self.token == "last"):
+            raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
 
 
 @dataclass(frozen=True)
@@ -189,8 +193,12 @@ class LabelHead(nn.Module):
         self.act = activation(name) if name else None
         bias = config.bias if isinstance(config, Classify) else True
         self.out = nn.Linear(dim, config.labels, bias=bias)
+        distilled = isinstance(config, Classify) and config.distilled
+        self.teacher = nn.Linear(dim, config.labels, bias=bias) if distilled else None
 
     def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
+        if self.teacher is not None:
+            return (self.out(h[:, 0]) + self.teacher(h[:, 1])) / 2
         if isinstance(self.config, Classify):
             h = h[:, 0 if self.config.token == "first" else -1]
         if self.dense is not None and self.act is not None:

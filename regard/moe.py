@@ -57,6 +57,9 @@ class MoE:
 class MixtureOfExperts(nn.Module):
     """x (b t m) -> (b t m). Expert weights are stacked: gate and up (E f m), down (E m f)."""
 
+    # Loading in half precision leaves it float32: its values lie so close that rounding them chooses other experts.
+    wide = ("correction",)
+
     def __init__(self, config: MoE, dim: int):
         super().__init__()
         c = config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.config import UsageError, nearest
+from regard.config import UsageError, nearest, notice
 from regard.decode.check import check_tokens, written
 from regard.decode.engine import Engine
 from regard.decode.invariant import invariant as steady
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.text import Special, Stream, Tokenizer, needed, special_ids
+from regard.text.folder import read_json
 from regard.text.stream import check_stop
 
 Prompt = str | Sequence[int] | Tensor
@@ -224,10 +224,19 @@ def _settings(model: Any, given: dict[str, Any]) -> Settings:
             raise UsageError(f"generate has no setting {name!r}; {nearest(name, known)}")
     found = {name: value for name, value in told(model).items() if name not in given}
     for name, value in found.items():
-        tokens = list(value) if isinstance(value, tuple) else [] if value is None else [value]
-        if tokens:
-            check_tokens(tokens, written(model).vocab, f"the model folder's {name}")
+        if isinstance(value, tuple):
+            found[name] = _possible(value, written(model).vocab, f"the model folder's {name}")
+        elif value is not None:
+            check_tokens([value], written(model).vocab, f"the model folder's {name}")
     return Settings.of({**found, **given})
+
+
+def _possible(tokens: tuple[int, ...], vocab: int, name: str) -> tuple[int, ...]:
+    """Without ids that the model cannot write, as in published folders with a smaller vocabulary than GPT-2's."""
+    beyond = [i for i in tokens if not isinstance(i, int) or not 0 <= i < vocab]
+    if beyond:
+        notice(f"{name} {beyond[0]!r} is outside the vocabulary (0 to {vocab - 1}); left out")
+    return tuple(i for i in tokens if i not in beyond)
 
 
 def told(model: Any) -> dict[str, Any]:
@@ -236,8 +245,9 @@ def told(model: Any) -> dict[str, Any]:
     origin = model.origin
     if origin is None:
         return found
-    saved = json.loads(origin.files.get("generation_config.json", b"{}"))
-    said = {**origin.config, **{k: v for k, v in saved.items() if v is not None}}
+    # As in transformers, config.json decides nothing of this where there is a generation_config.json.
+    saved = "generation_config.json" in origin.files
+    said = read_json(origin.files, "generation_config.json") if saved else origin.config
     found["forced_first"] = said.get("forced_bos_token_id")
     last = said.get("forced_eos_token_id")
     found["forced_last"] = next(iter(last), None) if isinstance(last, list) else last

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "regard"
 
 LAYERS = [
     {"kernels"},
-    {"block", "layers", "moe", "attention", "cache", "mask", "position", "config"},
+    {"block", "layers", "moe", "attention", "cache", "mask", "position", "config", "files"},
     {"models", "presets"},
     {"checkpoint", "text", "train", "decode", "look"},  # siblings keep apart
     {"cli", "commands", "recipes", "run", "measure", "serve", "__init__", "__main__"},

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention.context import Context
@@ -70,6 +71,15 @@ class DSA:
 # --- the indexer --------------------------------------------------------------------------------------------------
 
 
+class WideLinear(nn.Linear):
+    """A linear layer that stays float32 when a model is loaded in half precision."""
+
+    wide = ("weight",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
 class Indexer(nn.Module):
     """Its own small queries, one key a token shared by its heads, and a weight for each head that depends on the
     token."""
@@ -81,7 +91,7 @@ class Indexer(nn.Module):
         self.wq = nn.Linear(query_dim, self.h * self.d, bias=False)
         self.wk = nn.Linear(dim, self.d, bias=False)
         self.k_norm = nn.LayerNorm(self.d, 1e-6)
-        self.ww = nn.Linear(dim, self.h, bias=False)
+        self.ww = WideLinear(dim, self.h, bias=False)
         self.dots: Callable[[Tensor, Tensor], Tensor] = dots_exact
         self.join: Callable[[Tensor, Tensor], Tensor] = index_scores
 

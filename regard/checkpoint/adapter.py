@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regard.checkpoint import hf
-from regard.checkpoint.store import check_converted, read_json, replacing, write_json
+from regard.checkpoint.store import check_converted, header, replacing, write_json
 from regard.config import UsageError, from_dict, nearest, to_dict
+from regard.files import read_files, read_json
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.models import Model
 from regard.models.adapt import (
@@ -50,7 +50,9 @@ class Base:
         """SHA-256 of the configuration and of every file of weights, computed once."""
         found = {}
         for path in sorted(self.folder.iterdir()):
-            if path.name in ("config.json", RECORD) or path.suffix == ".safetensors":
+            if path.is_file() and (
+                path.name in ("config.json", RECORD) or path.suffix == ".safetensors"
+            ):
                 with path.open("rb") as file:
                     found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         return found
@@ -89,7 +91,7 @@ def load(
     if not (folder / RECORD).is_file():
         model = hf.load(folder, device, dtype)
     else:
-        model = merge(_joined(folder)).to(device=device, dtype=dtype)
+        model = hf.cast(merge(_joined(folder)), dtype).to(device=device)
     model.origin.base = Base(folder)
     return model
 
@@ -99,7 +101,7 @@ def _joined(folder: Path) -> Model:
     record, tensors = _record(folder), _tensors(folder)
     model, dtype = load(_base(record, folder)), getattr(torch, record.dtype)
     if next(model.parameters()).dtype != dtype:
-        model = model.to(dtype)
+        model = hf.cast(model, dtype)
     wanted = {n for n in tensors if n.startswith("head.")}
     if record.head is not None and record.head != model.config.head:
         model = with_head(model, record.head)
@@ -108,7 +110,7 @@ def _joined(folder: Path) -> Model:
     inject(model, sorted(inner), record.lora or LoRA())
     _copy(tensors, model, [*_lora_names(model), *wanted])
     said = {**record.config, **labels(record.classes)}
-    files = {n: (folder / n).read_bytes() for n in hf.CARRIED_FILES if (folder / n).is_file()}
+    files = read_files(folder, hf.CARRIED_FILES)
     model.origin = replace(model.origin, config=said, files=files)
     return model.eval()
 
@@ -198,12 +200,8 @@ def _base(record: Record, folder: Path) -> Path:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(folder / TENSORS)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(
-            f"{folder / TENSORS} is not a whole safetensors file ({error}); copy it again"
-        ) from None
+    header(folder / TENSORS)
+    return load_file(folder / TENSORS)
 
 
 def _lora_names(model: Model) -> list[str]:
@@ -225,5 +223,7 @@ def _copy(tensors: dict[str, Tensor], model: Model, wanted: Iterable[str]) -> Mo
             raise UsageError(
                 f"tensor {name} of {TENSORS} has shape {tuple(x.shape)}, the model {there}"
             )
+        if x.dtype not in hf.FLOATS:
+            raise UsageError(f"tensor {name} of {TENSORS} is stored as {x.dtype}, not as a float")
         own[name].copy_(x)
     return model

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
-from regard.checkpoint.store import Memory, Renamed, Source, Weights, read_json
-from regard.config import UsageError, from_dict, nearest, to_dict
+from regard.checkpoint.store import Memory, Renamed, Source, Unpacked, Weights
+from regard.config import UsageError, from_dict, nearest, notice, to_dict
+from regard.files import model_folder, read_files, read_json
 from regard.models import CONFIGS, Model
 
 NATIVE = "regard"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CARRIED_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
 vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm generation_config.json
 preprocessor_config.json processor_config.json chat_template.jinja chat_template.json""".split()  # noqa: SIM905
@@ -43,22 +47,10 @@ def load(
 ) -> Model:
     """A model from a Hugging Face folder (or one that `model.save` wrote), in evaluation mode. The weights keep the
     type they are stored in unless `dtype` says otherwise."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UsageError(
-            f"{folder} is no folder; give the path of a model folder (with config.json and weights)"
-        )
+    folder = model_folder(path)
     theirs = read_json(folder / "config.json")
-    if "auto_map" in theirs:
-        raise UsageError(
-            f"{folder / 'config.json'} has auto_map: it asks to run code that comes with the model. Regard never does; "
-            f"if the model is of a known type, delete that key. Known: {', '.join(FAMILIES)}"
-        )
-    weights = Weights(folder)
-    model = read(theirs, weights, device, dtype)
-    for name in CARRIED_FILES:
-        if (folder / name).is_file():
-            model.origin.files[name] = (folder / name).read_bytes()
+    model = read(theirs, Weights(folder), device, dtype)
+    model.origin.files = read_files(folder, CARRIED_FILES)
     return model
 
 
@@ -82,17 +74,14 @@ def from_hf(module: nn.Module) -> Model:
 
 def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
     """Their config and tensors -> our model."""
-    kind = theirs.get("model_type")
-    if theirs.get("quantization_config"):
-        raise UsageError(
-            "config.json has quantization_config: its weights are packed, and Regard reads plain ones. "
-            "Unpack them first, for example with transformers: from_pretrained(...).dequantize()"
-        )
-    _check_counts(theirs, sum(1 for _ in source))
+    kind, count = theirs.get("model_type"), sum(1 for _ in source)
     if kind == NATIVE:
+        _check_counts(theirs.get("config"), ("layers",), count)
         config = read_native(theirs)
         model, family = _empty(config), None
-        model.origin = Origin(NATIVE, config={k: v for k, v in theirs.items() if k in INERT})
+        theirs = {key: value for key, value in theirs.items() if key != "config"}
+        model.origin = Origin(NATIVE, config=theirs)
+        _name_unknown(theirs, INERT, "Regard's own format")
     else:
         if not isinstance(kind, str) or kind not in FAMILIES:
             what = (
@@ -102,9 +91,14 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
             )
             raise UsageError(f"config.json {what}; known: {', '.join([*FAMILIES, NATIVE])}")
         family = FAMILIES[kind]
+        known = {name for r in family.config for name in r.names}
+        theirs = _canonical(theirs, family)
         architecture = _architecture(theirs, family)
-        source = _modern(source, family)
+        theirs, source = _unpacked(theirs, _modern(source, family), dtype)
+        _check_counts({k: v for k, v in theirs.items() if k in known}, LAYERS, count)
         config, skip = _settle(read_config(theirs, family, architecture), family, source)
+        _check_counts(to_dict(config), ("experts",), count)
+        _name_unknown(theirs, known | INERT | set(family.aliases), f"transformers' {kind}")
         model = _empty(config)
         model.origin = Origin(kind, architecture, theirs)
     steps = plan(model, family)
@@ -115,23 +109,69 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
     elif left:
         hint = _near(left[0], (n for step in steps for n in step.theirs))
         raise UsageError(f"tensor {left[0]} has no place in the model; {hint}".rstrip("; "))
-    _fill(model, steps, source, device, dtype)
+    _fill(model, steps, source, device, dtype or _common_type(model, steps, source, theirs))
     return model.eval()
 
 
-COUNTS = """layers n_layer n_layers num_layers num_hidden_layers num_decoder_layers encoder_layers decoder_layers
-experts num_experts n_routed_experts num_local_experts""".split()  # noqa: SIM905
+LAYERS = """n_layer n_layers num_layers num_hidden_layers num_decoder_layers encoder_layers
+decoder_layers""".split()  # noqa: SIM905
 
 
-def _check_counts(theirs: Any, tensors: int) -> None:
-    """A layer, an expert has a tensor at least: without this check a wrong number could fill the memory."""
-    for key, value in theirs.items() if isinstance(theirs, dict) else enumerate(theirs):
+def _check_counts(data: Any, keys: Collection[str], tensors: int) -> None:
+    """A layer has a tensor at least, and an expert too in the families' folders (ours stack them): without this check a
+    wrong number could fill the memory."""
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data or ()):
         if isinstance(value, (dict, list)):
-            _check_counts(value, tensors)
-        elif key in COUNTS and isinstance(value, int) and value > tensors:
+            _check_counts(value, keys, tensors)
+        elif key in keys and isinstance(value, int) and value > tensors:
             raise UsageError(
                 f"config.json: {key} is {value:,}, but the weights hold {tensors:,} tensors in all"
             )
+
+
+def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
+    """One notice for all keys that decide nothing: they are kept as they are and written back."""
+    unknown = [key for key in theirs if key not in known]
+    if not unknown:
+        return
+    names = [repr(key)[1:-1] + _meant(key, known) for key in unknown[:20]]
+    names += [f"{len(unknown) - 20} more"] if len(unknown) > 20 else []
+    text = (
+        f"config.json: {', '.join(names)}: no such key in {what}, so nothing depends on it; "
+        "kept, and written back by save"
+    )
+    if "auto_map" in unknown:
+        text += ". auto_map names code that comes with the model: Regard runs its own, never that"
+    notice(text)
+
+
+def _meant(key: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _canonical(theirs: Data, family: Family) -> Data:
+    """Their keys under their first names: GPT-2's n_layer may be called num_hidden_layers."""
+    named = {old: new for old, new in family.aliases.items() if new not in theirs}
+    return {named.get(key, key): value for key, value in theirs.items()}
+
+
+def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[Data, Source]:
+    """Plain weights for those that quantization_config says are packed, and the config without it."""
+    packing = theirs.get("quantization_config")
+    if not packing:
+        return theirs, source
+    found = packing if isinstance(packing, dict) else {}
+    block: Any = found.get("weight_block_size")
+    two = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
+    if found.get("quant_method") != "fp8" or not two:
+        raise UsageError(
+            f"config.json: quantization_config has quant_method {found.get('quant_method')!r} and weight_block_size "
+            f"{block!r}; Regard reads plain weights and fp8 in blocks. Bring the model as it was before, or unpack it "
+            "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
+        )
+    rest = {key: value for key, value in theirs.items() if key != "quantization_config"}
+    return rest, Unpacked(source, (block[0], block[1]), dtype or torch.bfloat16)
 
 
 def read_native(theirs: Data) -> Any:
@@ -144,14 +184,7 @@ def read_native(theirs: Data) -> Any:
 
 
 def read_config(theirs: Data, family: Family, architecture: str) -> Any:
-    """Their keys -> our config. Every key is used, known to decide nothing, or an error."""
-    used = {name for r in family.config for name in r.names}
-    for key in theirs:
-        if key not in used | INERT:
-            hint = _near(key, used | INERT) or nearest(key, used)
-            raise UsageError(
-                f"config.json: {key!r} is not a key of {family.name} that Regard knows; {hint}"
-            )
+    """Their keys -> our config, by the family's rules: what no rule names decides nothing."""
     ours = to_dict(family.blank)
     ours["head"] = to_dict(family.heads[architecture])
     for r in family.config:
@@ -257,12 +290,17 @@ def _check(steps: list[Step], source: Source, family: Family | None, model: Mode
             raise UsageError(
                 f"tensor {name} has shape {source.shape(name)}, the config asks for {shape}"
             )
+        if source.dtype(name) not in FLOATS:
+            raise UsageError(
+                f"tensor {name} is stored as {_name(source.dtype(name))}; weights must be one of "
+                f"{', '.join(map(_name, FLOATS))} (float8 only with quantization_config and its scales)"
+            )
     return left
 
 
 def _near(name: str, known: Iterable[str]) -> str:
     """`did you mean ...?`, or nothing: lists of tensors are too long to read."""
-    hint = nearest(name, known)
+    hint = nearest(name, islice(known, 10_000))
     return hint if hint.startswith("did") else ""
 
 
@@ -280,6 +318,42 @@ def _carry(left: Iterable[str], source: Source, family: Family, model: Model) ->
     return carried
 
 
+def wide_names(model: Model) -> set[str]:
+    """Parameters whose modules say that they stay float32 in a model of half precision."""
+    return {
+        f"{name}.{p}" for name, module in model.named_modules() for p in getattr(module, "wide", ())
+    }
+
+
+def type_of(name: str, wide: set[str], dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name in wide and dtype.itemsize == 2 else dtype
+
+
+def cast(model: Model, dtype: torch.dtype | None) -> Model:
+    """The model in another type, as `load` would have given it."""
+    if dtype is not None:
+        wide = wide_names(model)
+        for name, p in model.named_parameters():
+            p.data = p.data.to(type_of(name, wide, dtype))
+    return model
+
+
+def _common_type(
+    model: Model, steps: list[Step], source: Source, theirs: Data
+) -> torch.dtype | None:
+    """None where all weights are stored in one type; else the one that the config says, or the widest."""
+    wide = wide_names(model)
+    kinds = {source.dtype(n) for step in steps if not wide & set(step.ours) for n in step.theirs}
+    if len(kinds) < 2:
+        return None
+    said = getattr(torch, str(theirs.get("dtype") or theirs.get("torch_dtype")), None)
+    return said if said in FLOATS else max(kinds, key=lambda kind: kind.itemsize)
+
+
+def _name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
+
 def _fill(
     model: Model, steps: list[Step], source: Source, device: Any, dtype: torch.dtype | None
 ) -> None:
@@ -290,18 +364,19 @@ def _fill(
         for name, p in module._parameters.items():
             if p is not None:
                 owners.setdefault(id(p), []).append((module, name))
+    wide = wide_names(model)
     for step in steps:
         plain = step.op is SAME and device is None and dtype is None
         theirs = [source.read(step.theirs[0])] if plain else source.borrow(step.theirs)
         lent = set() if plain else {t.untyped_storage().data_ptr() for t in theirs}
         for name, tensor in zip(step.ours, step.op.load(theirs, step.shapes), strict=True):
             old = model.get_parameter(name)
-            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+            kind = type_of(name, wide, dtype) if dtype else tensor.dtype
             kept = torch.empty(0, dtype=kind, device=device or tensor.device)
             if tensor.untyped_storage().data_ptr() in lent:
                 kept = kept.new_empty(tensor.shape).copy_(tensor)
             else:
                 kept = tensor.to(kept)
-            new = nn.Parameter(kept, requires_grad=old.requires_grad and kept.is_floating_point())
+            new = nn.Parameter(kept, requires_grad=old.requires_grad)
             for module, attribute in owners[id(old)]:
                 setattr(module, attribute, new)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.checkpoint.rules import ABSENT, Custom, Data, get, put
+from regard.checkpoint.rules import ABSENT, Custom, Data, get, need, put
 from regard.config import UsageError
 
 ACTIVATIONS = {
@@ -128,7 +128,12 @@ ROPE = Custom(
 
 
 def _read_windows(theirs: Data, ours: Data) -> None:
-    layers = ours["tower"]["layers"]
+    attention = ours["tower"]["attention"]
+    each = [dict(attention, window=w) for w in _windows_of(theirs, ours["tower"]["layers"])]
+    ours["tower"]["attention"] = each[0] if all(a == each[0] for a in each) else each
+
+
+def _windows_of(theirs: Data, layers: int) -> list[int | None]:
     window = theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
     first = theirs.get("max_window_layers", 28)
     kinds = theirs.get("layer_types") or [
@@ -144,21 +149,22 @@ def _read_windows(theirs: Data, ours: Data) -> None:
         raise UsageError(
             "config.json: layer_types slides, but sliding_window or use_sliding_window is off"
         )
-    attention = ours["tower"]["attention"]
-    each = [
-        dict(attention, window=window if kind == "sliding_attention" else None) for kind in kinds
-    ]
-    ours["tower"]["attention"] = each[0] if all(a == each[0] for a in each) else each
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _write_windows(ours: Data, theirs: Data) -> None:
-    each = ours["tower"]["attention"]
-    each = each if isinstance(each, list) else [each] * ours["tower"]["layers"]
-    windows = {a["window"] for a in each} - {None}
-    theirs["layer_types"] = ["sliding_attention" if a["window"] else "full_attention" for a in each]
-    theirs["use_sliding_window"] = bool(windows)
-    theirs["sliding_window"] = max(windows, default=None)
+    each, layers = ours["tower"]["attention"], ours["tower"]["layers"]
+    each = each if isinstance(each, list) else [each] * layers
+    windows = [need(a, "window") for a in each]
     ours["tower"]["attention"] = dict(each[0])
+    if (
+        len(theirs.get("layer_types") or windows) == layers
+        and _windows_of(theirs, layers) == windows
+    ):
+        return
+    theirs["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
+    theirs["use_sliding_window"] = any(windows)
+    theirs["sliding_window"] = max((w for w in windows if w), default=None)
 
 
 WINDOWS = Custom(
@@ -218,6 +224,25 @@ def groups(limited: str | None, default: tuple[int, int]) -> Custom:
             theirs["topk_method"] = limited
 
     return Custom(("n_group", "topk_group", "topk_method"), read, write)
+
+
+# --- what transformers reads of any config, whether its class defines it or not ---------------------------------
+
+
+def _read_causal(theirs: Data, ours: Data) -> None:
+    ours["tower"]["causal"] = theirs.get("is_causal") is not False
+    if not ours["tower"]["causal"] and theirs.get("sliding_window"):
+        raise UsageError(
+            "config.json: is_causal is False; with sliding_window Regard can only do True"
+        )
+
+
+def _write_causal(ours: Data, theirs: Data) -> None:
+    if ours["tower"]["causal"] != (theirs.get("is_causal") is not False):
+        theirs["is_causal"] = ours["tower"]["causal"]
+
+
+CAUSAL = Custom(("is_causal",), _read_causal, _write_causal)
 
 
 # --- labels and oddities ------------------------------------------------------------------------------------------

@@ -7,15 +7,18 @@ from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.hf_config import ACTIVATIONS, LABELS, ROPE, WINDOWS
+from regard.checkpoint.hf_config import ACTIVATIONS, CAUSAL, LABELS, ROPE, WINDOWS
 from regard.checkpoint.rules import (
     JOINED_TRANSPOSED,
     STACKED,
     TRANSPOSED,
+    Custom,
+    Data,
     Family,
     Fixed,
     Inert,
     Key,
+    need,
     rule,
 )
 from regard.layers import LM, MLP, Classify, Norm, Tag
@@ -68,6 +71,9 @@ KEYS = (
     Key("rms_norm_eps", "tower.norm.eps", 1e-6),
     Key("tie_word_embeddings", "head.tied", False),
     LABELS,
+    CAUSAL,
+    Fixed("token_classification_bias", (True,)),
+    Fixed("per_layer_config", (None,)),
 )
 
 
@@ -162,6 +168,7 @@ QWEN3 = replace(
 MIXTRAL = replace(
     LLAMA,
     name="mixtral",
+    aliases={"num_experts": "num_local_experts"},
     blank=llama_like(replace(_GQA, rope=Rope(1e6)), MoE(1, 1, 1)),
     heads={**lm("MixtralModel", "MixtralForCausalLM"), **labelled("Mixtral")},
     config=(
@@ -183,8 +190,24 @@ MIXTRAL = replace(
     ),
 )
 
+
+def _write_end(ours: Data, theirs: Data) -> None:
+    """What transformers takes for GPT-2's missing ids, 50256, would lie outside a smaller vocabulary."""
+    if need(ours, "embedding.vocab") <= 50256:
+        for key in END.names:
+            theirs.setdefault(key, None)
+
+
+END = Custom(("bos_token_id", "eos_token_id"), lambda theirs, ours: None, _write_end)
+
 GPT2 = Family(
     name="gpt2",
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     base="transformer.",
     blank=TransformerConfig(
         Tokens(1, Learned(1)),
@@ -203,6 +226,8 @@ GPT2 = Family(
         Key("layer_norm_epsilon", "tower.norm.eps", 1e-5),
         Key("tie_word_embeddings", "head.tied", True),
         LABELS,
+        CAUSAL,
+        END,
         Key("resid_pdrop", "tower.dropout", 0.1),
         Key("embd_pdrop", "embedding.dropout", 0.1),
         Key("attn_pdrop", "tower.attention.dropout", 0.1),

@@ -18,7 +18,7 @@ from regard.checkpoint.hf_decoders import (
     llama_like,
     lm,
 )
-from regard.checkpoint.rules import REQUIRED, STACKED, Fixed, Inert, Key, rule
+from regard.checkpoint.rules import STACKED, Fixed, Inert, Key, rule
 from regard.models import TransformerConfig
 from regard.moe import MoE
 from regard.position import Rope
@@ -50,11 +50,7 @@ def _deepseek_keys(at: str, shared: int, gain: float) -> tuple[Any, ...]:
             also=("tower.ffn.1.activation",),
         ),
         Key("moe_intermediate_size", "tower.ffn.1.ffn_dim"),
-        Key(
-            "n_routed_experts",
-            "tower.ffn.1.experts",
-            lambda hf: hf.get("num_local_experts") or hf.get("num_experts") or REQUIRED,
-        ),
+        Key("n_routed_experts", "tower.ffn.1.experts"),
         Key("num_experts_per_tok", "tower.ffn.1.active"),
         Key("n_shared_experts", "tower.ffn.1.shared", shared),
         Key("routed_scaling_factor", "tower.ffn.1.gain", gain),
@@ -64,10 +60,7 @@ def _deepseek_keys(at: str, shared: int, gain: float) -> tuple[Any, ...]:
                 "num_key_value_heads",
                 "head_dim",
                 "qk_head_dim",
-                "num_local_experts",
-                "num_experts",
                 "num_nextn_predict_layers",
-                "num_mtp_layers",
                 "ep_size",
                 "aux_loss_alpha",
                 "seq_aux",
@@ -117,6 +110,11 @@ def _deepseek(attention: MLA | DSA, experts: MoE) -> TransformerConfig:
 DEEPSEEK_V2 = replace(
     LLAMA,
     name="deepseek_v2",
+    aliases={
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
     blank=_deepseek(_MLA, _EXPERTS_V2),
     heads={
         **lm("DeepseekV2Model", "DeepseekV2ForCausalLM"),

@@ -8,7 +8,18 @@ from typing import Any
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint.hf_config import ACTIVATIONS, LABELS
-from regard.checkpoint.rules import ROW, TOKENS, Custom, Data, Family, Fixed, Inert, Key, rule
+from regard.checkpoint.rules import (
+    ROW,
+    TOKENS,
+    Custom,
+    Data,
+    Family,
+    Fixed,
+    Inert,
+    Key,
+    need,
+    rule,
+)
 from regard.layers import MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.position import Learned
@@ -126,9 +137,10 @@ def _read_roberta(theirs: Data, ours: Data) -> None:
 
 
 def _write_roberta(ours: Data, theirs: Data) -> None:
-    place = ours["embedding"]["position"]
-    theirs["pad_token_id"] = place["skip"]
-    theirs["max_position_embeddings"] = place["max_len"] + place["offset"]
+    skip, size, offset = (
+        need(ours, f"embedding.position.{name}") for name in ("skip", "max_len", "offset")
+    )
+    theirs["pad_token_id"], theirs["max_position_embeddings"] = skip, size + offset
 
 
 ROBERTA_POSITIONS = Custom(
@@ -169,9 +181,15 @@ ROBERTA = replace(
     ),
     carried=(r"roberta\.pooler\..*", r"lm_head\.bias"),
 )
+XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", heads=_heads("XLMRoberta", "tanh"))
 _DISTIL = "distilbert.transformer.layer.{i}"
 DISTILBERT = Family(
     name="distilbert",
+    aliases={
+        "hidden_size": "dim",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    },
     base="distilbert.",
     blank=TransformerConfig(
         Tokens(1, Learned(1), norm=Norm(1e-12)), replace(_POST, norm=Norm(1e-12)), max_len=1
@@ -274,11 +292,19 @@ def _vit(name: str, label: str, extra: tuple[str, ...]) -> Family:
             rule(base + "layernorm.*", "tower.norm.*"),
             rule(base + "pooler.dense.*", "pooler.*"),
         ),
-        head_tensors={"classify": (rule("classifier.*", "head.out.*"),)},
+        head_tensors={
+            "classify": (
+                rule("classifier.*", "head.out.*", unless="head.teacher.weight"),
+                rule("cls_classifier.*", "head.out.*", needs="head.teacher.weight"),
+                rule("distillation_classifier.*", "head.teacher.*"),
+            )
+        },
         pooler=base + "pooler.dense.weight",
         carried=(rf"{name}\.pooler\..*",),
     )
 
 
 VIT = _vit("vit", "ViT", ("cls_token",))
-DEIT = _vit("deit", "DeiT", ("cls_token", "distillation_token"))
+_DEIT = _vit("deit", "DeiT", ("cls_token", "distillation_token"))
+_TEACHER = {"DeiTForImageClassificationWithTeacher": Classify(2, None, distilled=True)}
+DEIT = replace(_DEIT, heads={**_DEIT.heads, **_TEACHER})

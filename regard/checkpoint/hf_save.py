@@ -14,7 +14,7 @@ from regard.checkpoint.hf import NATIVE, Origin, plan, read_config
 from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.rules import Data, Family, get, put
 from regard.checkpoint.store import SHARD_BYTES, replacing, write_json, write_weights
-from regard.config import UsageError, to_dict
+from regard.config import UsageError, notice, to_dict
 from regard.models import Model
 from regard.models.adapt import low_ranks
 
@@ -27,10 +27,14 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
             "this model has LoRA: save_adapter keeps it small, merge(model).save whole"
         )
     origin = model.origin or Origin(model.family)
-    family, theirs = _express(model, origin)
+    family, theirs, why = _express(model, origin)
+    if family is None:
+        notice(f"saved in Regard's own format, which transformers does not read: {why}")
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     theirs = {**theirs, "dtype": dtype}
     theirs.pop("torch_dtype", None)
+    if family is None:
+        theirs["config"] = to_dict(model.config)
     tensors: dict[str, Tensor] = {}
     for step in plan(model, family):
         ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
@@ -52,8 +56,10 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     return path
 
 
-def _express(model: Model, origin: Origin) -> tuple[Family | None, Data]:
-    """The family whose words can say this config exactly (its own first), or none."""
+def _express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
+    """The family whose words can say this config exactly (its own first), its config, and "". Or None, what stands
+    beside our config, and why its own family cannot say it, or that it has none."""
+    why = "no family of Hugging Face has such a model"
     for name in dict.fromkeys([origin.family, *FAMILIES]):
         family = FAMILIES.get(name)
         if family is None or type(family.blank) is not type(model.config):
@@ -65,28 +71,41 @@ def _express(model: Model, origin: Origin) -> tuple[Family | None, Data]:
             if origin.architecture in family.heads and architecture != origin.architecture:
                 continue
             theirs = {**known, "model_type": name, "architectures": [architecture]}
-            if _says(family, architecture, model.config, theirs):
-                return family, theirs
-    theirs = {key: value for key, value in origin.config.items() if key in INERT}
+            unsaid = _unsaid(family, architecture, model.config, theirs)
+            if not unsaid:
+                return family, theirs, ""
+            if name == origin.family:
+                why = f"{name} cannot express it ({unsaid})"
+    own = FAMILIES.get(origin.family)
+    used = {n for r in own.config for n in r.names} - INERT | set(own.aliases) if own else set()
+    theirs = {key: value for key, value in origin.config.items() if key not in used}
     theirs |= {"model_type": NATIVE, "architectures": [type(model).__name__]}
-    return None, {**theirs, "config": to_dict(model.config)}
+    return None, theirs, why
 
 
-def _says(family: Family, architecture: str, config: Any, theirs: Data) -> bool:
-    """Write `config` into `theirs` by the family's rules; whether reading it gives the same config again."""
+def _unsaid(family: Family, architecture: str, config: Any, theirs: Data) -> str:
+    """Write `config` into `theirs` by the family's rules; what of it is lost when that is read again, if anything."""
     ours = resolved(to_dict(config))
     try:
         for r in reversed(family.config):
             r.write(ours, theirs)
         back = to_dict(read_config(theirs, family, architecture))
-    except (UsageError, KeyError, TypeError, IndexError, AttributeError, StopIteration):
-        return False
+    except UsageError as error:
+        return str(error)
     if "pooler" in back and family.pooler and config.head is None:
         back["pooler"] = config.pooler
     for _, _, switch in family.twins:
         if switch and get(back, switch) is True:  # the stored tensors themselves tell
             put(back, switch, get(to_dict(config), switch))
-    return resolved(back) == resolved(to_dict(config))
+    return _difference(resolved(back), resolved(to_dict(config)))
+
+
+def _difference(one: Any, two: Any, path: str = "") -> str:
+    """The first place where two configs differ, and what the second has there."""
+    if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
+        inner = (_difference(one[key], two[key], f"{path}.{key}") for key in one)
+        return next(filter(None, inner), "")
+    return "" if one == two else f"{path[1:]} is {two!r:.60}"
 
 
 def _kind(head: Any) -> str | None:

@@ -17,6 +17,7 @@ from regard.checkpoint.rules import (
     Fixed,
     Inert,
     Key,
+    need,
     put,
     rule,
 )
@@ -83,11 +84,11 @@ def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
 
 
 def _write_t5_ffn(ours: Data, theirs: Data) -> None:
-    ffn = ours["encoder"]["ffn"]
-    if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (ffn["activation"], ffn["gated"]):
+    activation, gated = (need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
+    if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (activation, gated):
         return
-    name = next(k for k, v in ACTIVATIONS.items() if v == ffn["activation"])
-    if not ffn["gated"]:
+    name = next(k for k, v in ACTIVATIONS.items() if v == activation)
+    if not gated:
         theirs["feed_forward_proj"] = name
     else:
         theirs["feed_forward_proj"] = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
@@ -121,6 +122,12 @@ T5_SCALE = Custom(("scale_decoder_outputs", "tie_word_embeddings"), _read_t5_sca
 
 T5 = Family(
     name="t5",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
     base="",
     blank=EncoderDecoderConfig(Tokens(1), _T5_ENCODER, Tokens(1), _T5_DECODER),
     heads={"T5ForConditionalGeneration": LM(), "T5Model": None},
@@ -158,6 +165,7 @@ T5 = Family(
         T5_FFN,
         T5_SCALE,
         Fixed("is_decoder", (False,)),
+        Fixed("is_causal", (True,)),
         Inert(("n_positions",)),
     ),
     tensors=(
@@ -216,11 +224,11 @@ _BART_KEYS = (
     Key("scale_embedding", "source.scaled", False, also=("target.scaled",)),
     Key("tie_word_embeddings", "head.tied", True),
     Fixed("is_decoder", (False,)),
+    Fixed("is_causal", (True,)),
     Fixed("normalize_before", (False,)),
     Fixed("add_final_layer_norm", (False,)),
     Inert(
         (
-            "num_hidden_layers",
             "add_bias_logits",
             "extra_pos_embeddings",
             "force_bos_token_to_be_generated",
@@ -245,6 +253,11 @@ def _bart_block(tower: str) -> tuple[Any, ...]:
 
 BART = Family(
     name="bart",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",
+    },
     base="model.",
     blank=EncoderDecoderConfig(
         _BART_TOKENS, _BART_ENCODER, _BART_TOKENS, _BART_DECODER, LM(bias=True), max_len=1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from regard.checkpoint.hf_decoders import GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3
 from regard.checkpoint.hf_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
-from regard.checkpoint.hf_encoders import BERT, DEIT, DISTILBERT, ROBERTA, VIT
+from regard.checkpoint.hf_encoders import BERT, DEIT, DISTILBERT, ROBERTA, VIT, XLM_ROBERTA
 from regard.checkpoint.hf_seq2seq import BART, MARIAN, T5
 from regard.checkpoint.rules import Family
 
@@ -12,7 +12,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32,
-        BERT, ROBERTA, DISTILBERT, VIT, DEIT, T5, BART, MARIAN,
+        BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, VIT, DEIT, T5, BART, MARIAN,
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,14 @@ def put(data: Any, path: str, value: Any) -> None:
     place = get(data, parents) if parents else data
     if isinstance(place, dict) and last in place:
         place[last] = value
+
+
+def need(data: Any, path: str) -> Any:
+    """The value at a dotted path of a config of ours that a rule cannot be written without."""
+    value = get(data, path)
+    if value is ABSENT:
+        raise UsageError(f"the model has no {path}")
+    return value
 
 
 # --- config -------------------------------------------------------------------------------------------------------
@@ -241,6 +249,7 @@ class Family:
     config: tuple[ConfigRule, ...]
     tensors: tuple[Rule, ...]
     head_tensors: Mapping[str, tuple[Rule, ...]]  # by kind of head
+    aliases: Mapping[str, str] = field(default_factory=dict)  # their other words for a key
     pooler: str = ""  # the tensor that shows that the bare body has a pooler
     twins: tuple[
         tuple[str, tuple[str, ...], str], ...

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -22,12 +21,15 @@ import torch
 from torch import Tensor
 
 from regard.config import UsageError
+from regard.files import inside, loads, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
 SHARD_BYTES = 5_000_000_000
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF = ".gguf"
+# The largest models have some 150,000 tensors, a few hundred bytes of table each, in many files.
+TENSORS, HEADER_BYTES = 500_000, 32 * 2**20
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,37 +46,13 @@ DTYPES = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of finite numbers, or a sentence that says why not."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    except FileNotFoundError:
-        raise UsageError(
-            f"{path} does not exist; a model folder holds config.json and {WEIGHTS}"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise UsageError(f"{path} must hold a JSON object, it holds a {type(data).__name__}")
-    return data
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
-    return number
-
-
 class Source(Protocol):
     """Where tensors come from: a folder, or a module in memory."""
 
     def __iter__(self) -> Any: ...
     def __contains__(self, name: object) -> bool: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
     def read(self, name: str) -> Tensor: ...
     def borrow(self, names: list[str]) -> list[Tensor]: ...
 
@@ -87,13 +65,15 @@ class Weights:
         self.headers: dict[str, tuple[Path, int, dict[str, Any]]] = {}
         self.scratch = torch.empty(0, dtype=torch.uint8)
         for path in _files(folder):
-            start, header = _header(path)
-            for name, entry in header.items():
+            start, found = header(path)
+            for name, entry in found.items():
                 if name in self.headers:
                     raise UsageError(
                         f"{path} repeats the tensor {name} of {self.headers[name][0].name}"
                     )
                 self.headers[name] = (path, start, entry)
+            if len(self.headers) > TENSORS:
+                raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is no model")
         self._check_index()
 
     def __iter__(self) -> Iterator[str]:
@@ -104,6 +84,9 @@ class Weights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.headers[name][2]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self.headers[name][2]["dtype"]]
 
     def read(self, name: str) -> Tensor:
         return self._fill(name, torch.empty(self._size(name), dtype=torch.uint8))
@@ -156,6 +139,9 @@ class Memory:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
     def read(self, name: str) -> Tensor:
         return self.tensors[name].detach().clone()
 
@@ -178,11 +164,64 @@ class Renamed:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(self.names[name])
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self.source.dtype(self.names[name])
+
     def read(self, name: str) -> Tensor:
         return self.source.read(self.names[name])
 
     def borrow(self, names: list[str]) -> list[Tensor]:
         return self.source.borrow([self.names[name] for name in names])
+
+
+SCALE = "_scale_inv"
+
+
+class Unpacked:
+    """A source whose 8-bit weights have a scale for each block (rows, columns) of them, as DeepSeek-V3's: each is read
+    as the product, in `kind`, and the scales are not among the tensors."""
+
+    def __init__(self, source: Source, block: tuple[int, int], kind: torch.dtype):
+        self.source, self.block, self.kind = source, block, kind
+        eight = (torch.float8_e4m3fn, torch.float8_e5m2)
+        self.packed = {n for n in source if n + SCALE in source and source.dtype(n) in eight}
+        scales = {name + SCALE for name in self.packed}
+        self.names = dict.fromkeys(name for name in source if name not in scales)
+        for name in self.packed:
+            shape, scale = source.shape(name), source.shape(name + SCALE)
+            if len(shape) != 2 or scale != tuple(-(-n // b) for n, b in zip(shape, block)):
+                raise UsageError(
+                    f"tensor {name} of shape {shape} has scales of shape {scale}, which does not fit "
+                    f"blocks of {block[0]} x {block[1]}"
+                )
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.kind if name in self.packed else self.source.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self.packed:
+            return self.source.read(name)
+        weight, scales = self.source.borrow([name, name + SCALE])
+        rows, columns = self.block
+        whole = torch.empty(weight.shape, dtype=self.kind)
+        for i, scale in enumerate(scales.float()):
+            each = scale.repeat_interleave(columns)[: weight.shape[1]]
+            at = slice(i * rows, (i + 1) * rows)
+            whole[at] = weight[at].float() * each
+        return whole
+
+    def borrow(self, names: list[str]) -> list[Tensor]:
+        packed = self.packed.intersection(names)
+        return [self.read(name) for name in names] if packed else self.source.borrow(names)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -207,24 +246,31 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
+def header(path: Path) -> tuple[int, dict[str, Any]]:
     """Where the data starts and what the file holds; the library checks lengths, offsets and overlaps."""
+    path = inside(path)
     try:
-        with safetensors.safe_open(path, "pt"):
-            pass
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
+            if HEADER_BYTES < size < path.stat().st_size:
+                raise UsageError(
+                    f"{path} has a table of tensors of {size:,} bytes; at most {HEADER_BYTES:,} are taken"
+                )
+            with safetensors.safe_open(path, "pt"):
+                pass
+            found = loads(file.read(size))
     except (safetensors.SafetensorError, ValueError, OSError) as error:
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(
             f"{path} is not a whole safetensors file ({error}); copy or download it again"
         ) from None
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
+    found.pop("__metadata__", None)
+    for name, entry in found.items():
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
             raise UsageError(f"{path}: {name} has the type {entry['dtype']}; known: {known}")
-    return 8 + size, header
+    return 8 + size, found
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from regard.cli import DATA, Fault
 from regard.commands.check import SENTINELS, check_fits, check_suits, check_vocab, recipe_of
 from regard.commands.model import blaming, resolved
 from regard.config import UsageError, to_dict
+from regard.files import read_files
 from regard.layers import Answer, Classify, Tag
 from regard.measure import measure
 from regard.presets import PRESETS, build
@@ -194,7 +195,7 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
     """The tokenizer that is named, the model's own, or one that is learned now and kept in the run's folder."""
     if "folder" in config.tokenizer:
         home = Path(config.tokenizer["folder"])
-        return {n: (home / n).read_bytes() for n in CARRIED if (home / n).is_file()}
+        return read_files(home, CARRIED)
     if start is not None and CARRIED[0] in start.origin.files:
         if config.tokenizer:
             raise UsageError(

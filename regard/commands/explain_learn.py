@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import load
-from regard.config import UsageError
+from regard.config import Notice, UsageError
 from regard.decode.sampling import beam_search, min_p, top_k, top_p
 from regard.layers import LM, MLP
 from regard.look.topics import Numbers, Table, positive, real, rows_of, spread, topic, whole
@@ -234,7 +235,10 @@ def _trained(folder: Path, steps: int, stop: int, losses: list[float]) -> Traine
     plan = Train(steps, optim=Optim(lr=1e-2), schedule=Schedule(steps=steps))
     trainer = Trainer(model, Count(), causal, plan, keeper, load, tell)
     trainer.resume()
-    trainer.run(lambda: trainer.at.step >= stop)
+    with warnings.catch_warnings():
+        # The format of a checkpoint that nobody sees.
+        warnings.simplefilter("ignore", Notice)
+        trainer.run(lambda: trainer.at.step >= stop)
     return trainer
 
 

@@ -17,6 +17,7 @@ from regard.cli import DATA
 from regard.commands.model import blaming, resolved, talk
 from regard.commands.options_parity import Parity
 from regard.decode.prepare import prepare
+from regard.files import read_json
 from regard.look.cells import Trace
 from regard.look.foreign import record
 from regard.look.oracle import Given
@@ -75,7 +76,7 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
     if importlib.util.find_spec("transformers") is None:
         return None, "the package transformers is not installed"
     settings = folder / "config.json"
-    config = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+    config = read_json(settings) if settings.is_file() else {}
     kind = next(iter(config.get("architectures") or []), None)
     import transformers
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from regard.config import UsageError, nearest
+from regard.files import read_files
 from regard.text import Tokenizer, needed
 from regard.text.coder import Coder
 from regard.text.train_tokenizer import Recipe
@@ -166,7 +167,7 @@ def _words(config: Config, folder: Path, start: Any, texts: list[list[str]]) -> 
     """The vocabulary, and how many tokens a text has: by the tokenizer if there is one, else about."""
     said = config.tokenizer.get("folder")
     homes = [Path(said)] if said else [folder / "tokenizer"]
-    files = {n: (homes[0] / n).read_bytes() for n in TOKENIZER if (homes[0] / n).is_file()}
+    files = read_files(homes[0], TOKENIZER)
     if said and not files:
         raise UsageError(f"{said} has no tokenizer.json; regard tokenizer train makes one")
     if start is not None and not said:

@@ -144,7 +144,7 @@ class SteadyLinear(nn.Module):
         self.weight, self.bias, self.project = linear.weight, linear.bias, Products()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(x, self.weight, self.bias)
+        return self.project(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class Steady:

@@ -58,7 +58,10 @@ class Maker:
         """A copy of `module`, of class `kind` if given, with `parts` instead of its own; the rest is made."""
         new, kind = copy.copy(module), kind or type(module)
         new.__class__ = _direct(kind)
-        new._parameters = {n: self.parameter(p) for n, p in module._parameters.items()}
+        wide = getattr(module, "wide", ())
+        new._parameters = {
+            n: p if n in wide else self.parameter(p) for n, p in module._parameters.items()
+        }
         new._buffers = dict(module._buffers)
         new._modules = {
             n: parts[n] if n in parts else self.make(m) for n, m in module._modules.items()

@@ -5,13 +5,13 @@ Read from the files that the folder carries (name -> bytes); the ids also withou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from regard.config import UsageError
+from regard.files import loads
 
 Files = Mapping[str, bytes]
 Settings = dict[str, Any]
@@ -54,7 +54,7 @@ def read_json(files: Files, name: str) -> Settings:
     if name not in files:
         return {}
     try:
-        data = json.loads(files[name])
+        data = loads(files[name])
     except (ValueError, RecursionError) as e:
         raise UsageError(f"{name} is no JSON: {e}") from None
     if not isinstance(data, dict):

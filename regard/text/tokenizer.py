@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from regard.config import UsageError
+from regard.files import model_folder, read_files
 from regard.text.build import WANTED, Parts, around, build, plain_copy
 from regard.text.decoder import Detokenizer, Step, steps
 from regard.text.folder import (
@@ -68,12 +69,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:
         """The same from a folder on disk."""
-        folder = Path(path)
-        if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder; give the path of a model folder")
-        return cls.from_files(
-            {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-        )
+        return cls.from_files(read_files(model_folder(path), FILES))
 
     def encode(self, text: str, *, special: bool = True, literal: bool = False) -> list[int]:
         """The ids of a text (a source text, where source and target differ), with the tokens that the model expects

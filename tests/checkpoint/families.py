@@ -135,6 +135,8 @@ DECODERS = [
          sliding_window=3, max_window_layers=0),
     case("qwen2-layer-types", _QWEN2, BASE, num_hidden_layers=3, num_key_value_heads=3,
          use_sliding_window=True, sliding_window=4, layer_types=[_SLIDE, _FULL, _SLIDE]),
+    case("qwen2-both-ways", "Qwen2Model", BASE, num_key_value_heads=1, is_causal=False),
+    case("gpt2-both-ways", "GPT2Model", GPT, is_causal=False),
     case("qwen2-body", "Qwen2Model", BASE, num_key_value_heads=1),
     case("qwen3", _QWEN3, BASE, num_key_value_heads=1, head_dim=10),
     case("qwen3-biased", _QWEN3, BASE, num_key_value_heads=3, head_dim=6, attention_bias=True,
@@ -184,6 +186,7 @@ ENCODERS = [
     case("roberta-untied", "RobertaForMaskedLM", BASE, tie_word_embeddings=False, type_vocab_size=1),
     case("roberta-pad-0", "RobertaForMaskedLM", BASE, pad_token_id=0),
     case("roberta-no-pooler", "RobertaModel", BASE, options={"add_pooling_layer": False}),
+    case("xlm-roberta", "XLMRobertaForMaskedLM", BASE, type_vocab_size=1),
     case("distilbert-untied", "DistilBertForMaskedLM", DISTIL, tie_word_embeddings=False),
     case("distilbert-relu", "DistilBertForMaskedLM", DISTIL, activation="relu"),
     case("distilbert-sines", "DistilBertModel", DISTIL, sinusoidal_pos_embds=True),
@@ -195,6 +198,7 @@ IMAGES = [
     case("vit-body", "ViTModel", IMAGE),
     case("vit-no-pooler", "ViTModel", IMAGE, options={"add_pooling_layer": False}),
     case("deit", "DeiTForImageClassification", IMAGE),
+    case("deit-teacher", "DeiTForImageClassificationWithTeacher", IMAGE, num_labels=5),
     case("deit-body", "DeiTModel", IMAGE, layer_norm_eps=1e-3),
 ]
 
@@ -223,7 +227,7 @@ assert len(CASES) == len(DECODERS) + len(ENCODERS) + len(IMAGES) + len(SEQ2SEQ)
 
 ONE_A_FAMILY = [
     "gpt2", "llama-mqa", "mistral", "qwen2", "qwen3", "mixtral", "deepseek-v2", "deepseek-v3",
-    "deepseek-v32-sparse", "bert-ForMaskedLM", "roberta-body", "distilbert-ForMaskedLM", "vit",
+    "deepseek-v32-sparse", "bert-ForMaskedLM", "roberta-body", "xlm-roberta", "distilbert-ForMaskedLM", "vit",
     "deit", "t5", "bart", "marian",
 ]  # fmt: skip
 
@@ -248,7 +252,7 @@ def batch(config: Any) -> dict[str, Tensor]:
     vocab = getattr(config, "decoder_vocab_size", None) or config.vocab_size
     words = torch.randint(3, min(vocab, 43), (3, 11), generator=g)
     lengths = torch.tensor([11, 4, 7])
-    if config.model_type == "roberta":  # it counts positions by the padding id
+    if config.model_type in ("roberta", "xlm-roberta"):  # it counts positions by the padding id
         words = torch.where(real(lengths, 11), words, config.pad_token_id)
     if not config.is_encoder_decoder:
         return {"ids": words, "lengths": lengths}

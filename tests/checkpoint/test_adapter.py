@@ -305,7 +305,7 @@ def test_broken_adapters_are_refused_in_one_sentence(base: Path, tmp_path: Path)
     save_file({**tensors, "head.out.weight": torch.zeros(2, 24)}, folder / TENSORS)
     refused(folder, "head.out.weight", "(2, 24)", "(3, 24)")
     (folder / TENSORS).write_bytes(b"no tensors")
-    refused(folder, "is not a whole safetensors file", "copy it again")
+    refused(folder, "is not a whole safetensors file", "again")
     (folder / TENSORS).unlink()
     refused(folder, "is not a whole safetensors file")
 
@@ -340,5 +340,5 @@ def test_merge_command_writes_a_folder_that_needs_no_other(
     assert main(["merge", str(out), str(tmp_path / "more")]) == 4
     assert "there is nothing to merge" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "none"), str(tmp_path / "more")]) == 4
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()

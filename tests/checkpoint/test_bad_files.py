@@ -148,11 +148,11 @@ def test_pickled_weights_are_refused_and_not_run(file: str, folder: Path) -> Non
 
 
 def test_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "nowhere is no folder", "config.json")
+    refused(tmp_path / "nowhere", "nowhere is not a folder", "config.json")
 
 
 def test_file_in_place_of_a_folder_says_so(folder: Path) -> None:
-    refused(folder / "config.json", "is no folder")
+    refused(folder / "config.json", "is not a folder")
 
 
 def test_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:

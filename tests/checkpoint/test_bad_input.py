@@ -19,19 +19,6 @@ from tests.checkpoint.spoil import SIZES, configure, refused
 # --- config.json --------------------------------------------------------------------------------------------------
 
 
-def test_unknown_key_names_the_nearest(folder: Path) -> None:
-    refused(configure(folder, n_layers=3), "'n_layers'", "gpt2", "did you mean 'n_layer'?")
-
-
-def test_unknown_key_like_no_other_lists_those_of_the_family(folder: Path) -> None:
-    refused(configure(folder, zzz=1), "'zzz'", "known:", "n_embd")
-
-
-def test_quantized_weights_are_refused_by_name(folder: Path) -> None:
-    configure(folder, quantization_config={"quant_method": "fp8"})
-    refused(folder, "quantization_config", "dequantize")
-
-
 @pytest.mark.parametrize("key", ["n_layer", "n_embd", "n_head", "vocab_size", "n_positions"])
 def test_missing_key_is_named(key: str, folder: Path) -> None:
     refused(configure(folder, drop=key), f"{key} is missing", "gpt2")
@@ -49,13 +36,6 @@ def test_model_type_that_is_none_lists_the_known(kind: object, folder: Path) -> 
 def test_unknown_architecture_lists_those_of_the_family(folder: Path) -> None:
     said = ["GPT2DoubleHeadsModel"]
     refused(configure(folder, architectures=said), *said, "gpt2", "GPT2LMHeadModel", "GPT2Model")
-
-
-def test_auto_map_is_refused_by_name(folder: Path) -> None:
-    configure(folder, auto_map={"AutoModel": "modeling.Mine"})
-    (folder / "modeling.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
-    refused(folder, "auto_map", "run code", "delete that key")
-    assert not (folder / "ran").exists()
 
 
 @pytest.mark.parametrize("word", ["dynamic", "longrope", "proportional"])

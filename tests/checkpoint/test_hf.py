@@ -14,6 +14,7 @@ from torch import Tensor
 
 import regard
 from regard.checkpoint import save
+from regard.decode.prepare import prepare
 from tests.checkpoint.families import (
     CASES,
     DECODERS,
@@ -203,9 +204,31 @@ def test_hf_generation_config_comes_from_memory_too(peer: Peers, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_load_dtype_is_that_of_every_weight(dtype: torch.dtype, peer: Peers) -> None:
-    model = regard.load(peer("deepseek-v3").folder, dtype=dtype)
-    assert {p.dtype for p in model.parameters()} == {dtype}
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32-sparse"])
+@torch.no_grad()
+def test_load_dtype_is_that_of_every_weight_but_the_wide(
+    name: str, dtype: torch.dtype, peer: Peers
+) -> None:
+    """Transformers keeps e_score_correction_bias in float32: rounded, it would choose other experts. DeepSeek keeps
+    the indexer's weights_proj too."""
+    model = regard.load(peer(name).folder, dtype=dtype)
+    kinds = {
+        n.rpartition("tower.blocks.")[2].partition(".")[2]: p.dtype
+        for n, p in model.named_parameters()
+    }
+    wide = {
+        n: kinds.pop(n) for n in ("ffn.correction", "attention.indexer.ww.weight") if n in kinds
+    }
+    assert set(kinds.values()) == {dtype}
+    assert set(wide.values()) == {torch.float32 if dtype.itemsize == 2 else dtype}
+    given = batch(peer(name).model.config)
+    assert at_tokens(model(**given), given).isfinite().all()
+    if dtype == torch.bfloat16:
+        prepared = prepare(model, "bf16").tower.blocks[1].ffn.correction
+        assert torch.equal(prepared, model.tower.blocks[1].ffn.correction)
+    again = type(peer(name).model).from_pretrained(peer(name).folder, dtype=dtype)
+    bias = again.state_dict()["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(bias.to(wide["ffn.correction"]), model.tower.blocks[1].ffn.correction)
 
 
 def test_load_dtype_of_a_bfloat16_folder_widens_exactly(peer: Peers, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_preset_tied_or_not_loads_in_transformers(name: str, tied: bool, tmp_pat
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_at_full_size_is_of_its_family(name: str) -> None:
     model = regard.build(name, device="meta")
-    family, _ = _express(model, Origin(model.family))
+    family, *_ = _express(model, Origin(model.family))
     assert (family.name if family else "") == PRESETS[name][0]
 
 
@@ -185,7 +185,7 @@ def test_preset_at_full_size_is_of_its_family(name: str) -> None:
 def test_preset_has_as_many_parameters_as_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     model = regard.build(name, device="meta")
-    _, said = _express(model, Origin(model.family))
+    _, said, _ = _express(model, Origin(model.family))
     cls = getattr(transformers, said["architectures"][0])
     with torch.device("meta"):
         module = cls(cls.config_class(**said))

@@ -1,0 +1,113 @@
+"""Files of a folder that may come from anyone: regular, of bounded size, inside the folder; JSON that says one thing.
+
+Without these checks a pipe would hang, a device or a sparse file would fill the memory, and a link could bring any file
+of this machine into what is saved and shared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from regard.config import UsageError
+
+# The index of DeepSeek-V3 has 9 MB, the largest tokenizers some 40.
+JSON_BYTES, FILE_BYTES = 64 * 2**20, 256 * 2**20
+
+
+def model_folder(path: str | Path) -> Path:
+    """`path` if it is a folder; else a sentence that says what to type, for a name on the Hugging Face Hub too."""
+    folder, name = Path(path), str(path)
+    if folder.is_dir():
+        return folder
+    text = f"{name} is not a folder; give the path of a model folder (with config.json and weights)"
+    if not folder.exists() and re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
+        here = name.rpartition("/")[2]
+        text += (
+            f". If it is a model on the Hugging Face Hub, bring it first: "
+            f"hf download {name} --local-dir {here}   and then give {here} instead"
+        )
+    raise UsageError(text)
+
+
+def inside(path: Path) -> Path:
+    """The regular file behind `path`, which must lie in its folder. Only in a snapshot of a hub's cache may it be a
+    link to the blobs of the same cache."""
+    home = path.parent.resolve()
+    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError):
+        raise UsageError(f"{path} cannot be read: it is a link to itself") from None
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise UsageError(
+            f"{path} is a link out of its folder, to {real}, and such links are refused; "
+            "if you trust it, put a copy of the file in place of the link"
+        )
+    if real.exists() and not real.is_file():
+        raise UsageError(f"{path} cannot be read: it is not a regular file")
+    return real
+
+
+def read_bytes(path: Path, limit: int = FILE_BYTES) -> bytes:
+    """The content of a file of at most `limit` bytes."""
+    try:
+        with inside(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise UsageError(
+                    f"{path} cannot be read: it has {size:,} bytes, at most {limit:,} are taken"
+                )
+            return file.read(limit)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Those of the files that the folder has: name -> content."""
+    return {name: read_bytes(folder / name) for name in names if os.path.lexists(folder / name)}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of finite numbers, or a sentence that says why not."""
+    try:
+        data = loads(read_bytes(path, JSON_BYTES))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path} does not exist; a model folder holds config.json and model.safetensors"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} must hold a JSON object, it holds a {type(data).__name__}")
+    return data
+
+
+def loads(data: str | bytes) -> Any:
+    """JSON of finite numbers in which no object has a key twice."""
+    return json.loads(data, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_once)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r:.80} stands twice in one object")
+        found[name] = value
+    return found
