@@ -264,7 +264,7 @@ def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]  # type: ignore[list-item]
     if not len(prompts):
         raise UsageError("no prompt given; give a text, a list of ids, or a list of them")
-    return [torch.from_numpy(p) if isinstance(p, np.ndarray) else p for p in prompts]
+    return [torch.from_numpy(p) if isinstance(p, np.ndarray) else p for p in prompts]  # type: ignore[misc]
 
 
 def _ids(prompt: Any) -> list[int]:

@@ -109,7 +109,7 @@ def attention(
     scaled = dot_scores(*heads, Terms(queries.shape[1] ** -0.5))[0, 0]
     plain = dot_scores(*heads, Terms(1.0))[0, 0]
     out = attend(*(x[None, :, None] for x in (queries, keys, values)), backend="reference")
-    steps = zip(plain.flatten(), scaled.flatten(), softmax(scaled).flatten())
+    steps = torch.stack([plain, scaled, softmax(scaled)], -1).flatten(0, 1)
     pairs = [(i + 1, j + 1) for i in range(len(queries)) for j in range(len(keys))]
     weights = [[*pair, *spread(step)] for pair, step in zip(pairs, steps)]
     outputs = [[i + 1, *spread(o)] for i, o in enumerate(out[0, :, 0])]
