@@ -86,6 +86,17 @@ def objectives() -> str:
 
 
 @picture
+def attention() -> str:
+    x, here = sinusoid(torch.arange(6), 8)[None, None], Span.run(0, 6)
+    found = {}
+    for name, rule in {"all keys": Full(), "under the look-ahead mask": Causal()}.items():
+        a = weights(x, x, Visible(rule, here, here).tensor(), Terms(8**-0.5))
+        found[name] = a[0, 0].tolist()
+    title = "softmax(q.k / sqrt(d)) of six queries over six keys; each row sums to 1"
+    return grids(found, QUERIES, title)
+
+
+@picture
 def online_softmax() -> str:
     x, v = real((1.0, 3.0, 2.0, 4.0, 0.0)), real((1.0, 2.0, 3.0, 4.0, 5.0))[:, None]
     _, trace = one_loop(x, v)

@@ -46,10 +46,11 @@ class Tower:
                 raise UsageError(
                     f"{name} lists {len(value)} layers, layers={self.layers}; give one, or one a layer"
                 )
-        if self.cross is not None and self.cross.rope is not None:
-            raise UsageError(
-                "cross-attention has no common positions to turn to: give cross without rope"
-            )
+        for name in ("rope", "window"):
+            if self.cross is not None and getattr(self.cross, name) is not None:
+                raise UsageError(
+                    f"source and target have no common positions: give cross without {name}"
+                )
         heads = {a.heads for a in map(_inner, self.each("attention"))}
         if self.relative is not None and heads != {self.relative.heads}:
             raise UsageError(

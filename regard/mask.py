@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Positions of n tokens in each row: `index` (b n) or (1 n). `start` is set when every row is start, start+1,
-    ..."""
+    """Positions of n tokens in each row: `index` (b n) or (1 n). `start` is set when every row is
+    start, start + 1, and so on."""
 
     index: Tensor
     start: int | None = None
@@ -49,6 +50,10 @@ class Mask:
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def binding(self, q: range, k: range) -> list[Mask]:
+        """The rules of it that may hide one of the positions k from one of the positions q."""
+        return [self]
+
     def __and__(self, other: Mask) -> Mask:
         return _Both(self, other)
 
@@ -60,30 +65,41 @@ class Full(Mask):
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.ones_like(q >= k)
 
+    def binding(self, q: range, k: range) -> list[Mask]:
+        return []
+
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """k <= q + ahead. `ahead` = 0 is the causal mask (a token sees itself and the past); more looks ahead."""
+    """k <= q + ahead. `ahead` = 0 is the causal or look-ahead mask: a token sees itself and the past.
+    More looks ahead; -1 hides the token itself too."""
 
     ahead: int = 0
 
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return k <= q + self.ahead
 
+    def binding(self, q: range, k: range) -> list[Mask]:
+        return [] if k[-1] <= q[0] + self.ahead else [self]
+
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """q - k < width: the last `width` tokens, the query's own among them."""
+    """|q - k| < width: with `Causal` the last `width` tokens, the query's own among them; in an
+    encoder as many to either side."""
 
     width: int
 
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q - k < self.width
+        return (q - k).abs() < self.width
+
+    def binding(self, q: range, k: range) -> list[Mask]:
+        return [] if max(q[-1] - k[0], k[-1] - q[0]) < self.width else [self]
 
 
 @dataclass(frozen=True, eq=False)
 class Padding(Mask):
-    """k < lengths[row]. (Models need it not: they give padding the position -1.)"""
+    """k < lengths[row]. (Models do not need it: they give padding the position -1.)"""
 
     lengths: Tensor
 
@@ -135,6 +151,18 @@ class _Both(Mask):
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.left.see(row, q, k) & self.right.see(row, q, k)
 
+    def binding(self, q: range, k: range) -> list[Mask]:
+        return self.left.binding(q, k) + self.right.binding(q, k)
+
+
+def _binding(mask: Mask, q: Span, k: Span) -> list[Mask]:
+    """The rules that may hide something; all of them where positions are not plain runs."""
+    if k.start is None:
+        return [mask]
+    if q.start is None or not q.size or not k.size:
+        return [] if isinstance(mask, Full) else [mask]
+    return mask.binding(range(q.start, q.start + q.size), range(k.start, k.start + k.size))
+
 
 class Visible:
     """A mask bound to the positions of queries and keys: what `attend` takes. It is lowered to the cheapest form:
@@ -143,13 +171,11 @@ class Visible:
     def __init__(self, mask: Mask, q: Span, k: Span):
         self.mask, self.q, self.k = mask, q, k
         self._tensor: Tensor | None = None
-        q0, k0 = q.start, k.start
-        plain = k0 is not None and (q0 is not None or isinstance(mask, Full))
-        past = q0 is not None and k0 is not None and q0 >= k0 + k.size - 1
-        self.everything = plain and (isinstance(mask, Full) or (isinstance(mask, Causal) and past))
-        self.causal = (
-            plain and not self.everything and mask == Causal() and q0 == k0 and q.size == k.size
-        )
+        self._blocks: dict[int, Any] = {}
+        rules = _binding(mask, q, k)
+        self.everything = not rules
+        square = q.start is not None and q.start == k.start and q.size == k.size
+        self.causal = square and rules == [Causal()]
 
     def tensor(self) -> Tensor:
         """(b 1 t s) bool, b may be 1."""
@@ -168,6 +194,17 @@ class Visible:
         """The same for a run of queries, which may be simpler: the last one sees everything that is causal."""
         start = None if self.q.start is None else self.q.start + index.indices(self.q.size)[0]
         return Visible(self.mask, Span(self.q.index[:, index], start), self.k)
+
+    def blocks(self, batch: int) -> Any:
+        """The same as a block mask of torch's flex attention, made once for all layers."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if batch not in self._blocks:
+            device = str(self.k.index.device)
+            self._blocks[batch] = create_block_mask(
+                self.rule(), batch, None, self.q.size, self.k.size, device=device
+            )
+        return self._blocks[batch]
 
     def rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """The same as a function of (row, head, query index, key index)."""

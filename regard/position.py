@@ -17,8 +17,9 @@ from regard.config import UsageError
 
 @dataclass(frozen=True)
 class Learned:
-    """One trained vector a position. `offset` rows stand before position 0 (BART and RoBERTa: 2); with `skip`, tokens
-    equal to that id (RoBERTa's padding) do not count and get the row before position 0."""
+    """One trained vector per position. `offset` rows stand before position 0 (BART and RoBERTa: 2);
+    with `skip`, tokens equal to that id (RoBERTa's padding) do not count and get the row before
+    position 0. Those that came before, in a cache, all count, as in transformers."""
 
     max_len: int
     offset: int = 0
@@ -70,8 +71,9 @@ class PositionVectors(nn.Module):
         if isinstance(c, Sinusoidal):
             return sinusoid(pos.clamp(min=0), self.dim, c.base, c.layout)
         if c.skip is not None and ids is not None:
-            counts = ids != c.skip
-            pos = counts.cumsum(-1) * counts - 1
+            counts = (ids != c.skip) & (pos >= 0)
+            before = pos[:, :1].clamp(min=0)
+            pos = torch.where(counts, before + counts.cumsum(-1) - 1, -1)
             return self.weight[pos + c.offset]
         return self.weight[pos.clamp(min=0) + c.offset]
 

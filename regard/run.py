@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import fields
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -264,20 +266,22 @@ def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a text, a list of ids or an image is one."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, np.ndarray):
+        prompts = torch.from_numpy(prompts)
     if isinstance(prompts, Tensor):
         return [prompts] if prompts.dim() in (1, 3) else list(prompts)
-    if len(prompts) and isinstance(prompts[0], int):
+    if len(prompts) and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     if not len(prompts):
         raise UsageError("no prompt given; give a text, a list of ids, or a list of them")
-    return list(prompts)  # type: ignore[arg-type]
+    return [torch.from_numpy(p) if isinstance(p, np.ndarray) else p for p in prompts]  # type: ignore[misc]
 
 
 def _ids(prompt: Any) -> list[int]:
     ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
         raise UsageError(f"a prompt is text or a list of whole numbers, got {prompt!r:.60}")
-    return ids
+    return [int(i) for i in ids]
 
 
 def _size(request: Request) -> int:

@@ -91,6 +91,24 @@ def test_rewind_of_more_than_there_is_says_both_numbers(layout: str) -> None:
 
 
 @layouts
+@pytest.mark.parametrize("drop", [-3, torch.tensor([1, -1])])
+def test_rewind_never_goes_forward(layout: str, drop: int | torch.Tensor) -> None:
+    cache = make(layout)
+    append(cache, 4)
+    with pytest.raises(UsageError, match="give how many of the last to forget"):
+        cache.rewind(drop)
+    assert held(cache) == [marks(0, 4), marks(1, 4)]
+
+
+@layouts
+@pytest.mark.parametrize("size", [0, -1])
+def test_layout_of_no_size_is_refused_by_name(layout: str, size: int) -> None:
+    for name in OPTIONS[layout]:
+        with pytest.raises(UsageError, match=f"{name}={size} holds nothing; give {name}=1"):
+            make(layout, **{name: size})
+
+
+@layouts
 def test_fork_copies_rows_and_leaves_the_old_cache_alone(layout: str) -> None:
     cache = make(layout)
     append(cache, 4)

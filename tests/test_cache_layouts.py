@@ -177,6 +177,36 @@ def test_paged_out_of_pages_while_copying_keeps_the_counts_right() -> None:
     assert cache.users == [1, 1] and held(cache) == [marks(0, 4)]
 
 
+@pytest.mark.parametrize("back", [1, 2, 3])
+def test_paged_write_after_rewind_leaves_what_was_published_true(back: int) -> None:
+    """Publish two pages, rewind into the second, write other tokens, adopt: the first page alone is found."""
+    cache = paged(1, pages=4)
+    append(cache, 6)
+    cache.publish(0, ["a", "b"])
+    cache.rewind(back)
+    cache.begin(back)
+    cache.layer(1).keep(latent=torch.full((1, back, 5), 9.0))
+    other = Paged(SPECS, 1, pool=cache.pool)
+    found = other.adopt(0, ["a", "b"])
+    assert held(other) == [marks(0, found)] and found >= 3
+    written = {p: 9.0 for p in range(6 - back, 6)}
+    assert held(cache) == [marks(0, 6) | written]
+
+
+def test_paged_write_into_a_page_that_was_adopted_leaves_it_to_the_others() -> None:
+    cache = paged(1, pages=4)
+    append(cache, 6)
+    cache.publish(0, ["a", "b"])
+    other = Paged(SPECS, 1, pool=cache.pool)
+    assert other.adopt(0, ["a", "b"]) == 6
+    other.rewind(1)
+    other.begin(1)
+    other.layer(1).keep(latent=torch.full((1, 1, 5), 9.0))
+    third = Paged(SPECS, 1, pool=cache.pool)
+    assert third.adopt(0, ["a", "b"]) == 6
+    assert held(cache) == held(third) == [marks(0, 6)]
+
+
 # --- bytes --------------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,31 @@ def test_json_holds_the_same_numbers(capsys: Said) -> None:
     assert row["boxcar"] is None and row["gaussian"] == pytest.approx(0.1004423016)
 
 
+FOUR = ["1", "0", "0", "1"]
+TWO = ["--q", "0.1 0.4; 0.3 0.7", "--k", "0.2 0.5; 0.6 0.3", "--v", "1.2 0.9; 0.8 1.1"]
+
+
+def test_matrices_are_rows_divided_by_semicolons(capsys: Said) -> None:
+    """The 2 x 2 example of the worked numbers."""
+    assert main(["explain", "scaled dot-product attention", *TWO, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    weights, out = (table["rows"] for table in found["tables"])
+    assert [row[-1] for row in weights] == pytest.approx(
+        [0.5070705964, 0.4929294036, 0.503535475, 0.496464525]
+    )
+    assert [row[1:] for row in out] == [
+        pytest.approx([1.0028282386, 0.9985858807]),
+        pytest.approx([1.00141419, 0.999292905]),
+    ]
+    assert main(["explain", "attention", *TWO]) == 0
+    assert 'given: --q "0.1 0.4; 0.3 0.7"' in capsys.readouterr().out
+
+
+def test_matrices_may_have_one_row_and_negative_numbers(capsys: Said) -> None:
+    assert main(["explain", "attention", "--q", "-1 0;", "--k", "-2 1;", "--v", "-3 -4"]) == 0
+    assert capsys.readouterr().out.split("output")[1].split()[:4] == ["o_1", "o_2", "-3", "-4"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -62,6 +87,14 @@ def test_json_holds_the_same_numbers(capsys: Said) -> None:
         (["bleu", "3"], "it takes --text"),
         (["--x", "3"], "say which topic"),
         (["softmax", "--xs", "3"], "there is no option"),
+        (
+            ["attention", "--q", *FOUR, "--k", *FOUR, "--v", *FOUR],
+            '--k has 4 numbers, as many as --q: is it one key? Divide rows by semicolons, such as --q "1',
+        ),
+        (["attention", "--q", "1 0; 1"], "--q needs rows of as many numbers each"),
+        (["attention", "--q", "1 0 2;"], "are not rows of 3; rows are divided by semicolons"),
+        (["attention", "--v", "1; 2"], "are not 3 rows; rows are divided by semicolons"),
+        (["softmax", "1; 2"], "'1;' is no number"),
     ],
 )
 def test_mistake_is_one_line_and_code_two(arguments: list[str], said: str, capsys: Said) -> None:

@@ -1,5 +1,6 @@
 """regard parity: the table, the JSON, the exit codes, and what is left out with its reason."""
 
+import dataclasses
 import importlib.util
 import json
 from functools import cache
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import regard
+from regard.commands.parity import said, table, verdict
+from regard.look.parity import Check
 from tests.look.planted import BUGS
 from tests.test_cli import HOME, SMALL, call
 
@@ -111,3 +114,12 @@ def test_bad_folders_are_one_sentence(tmp_path: Path) -> None:
     done = call("parity", model.save(tmp_path / "nan"))
     assert (done.code, done.err.count("\n")) == (4, 1)
     assert "not finite" in done.err
+
+
+def test_tie_is_told_and_is_no_bug() -> None:
+    tie = Check("ours against transformers", "tie", 0.14, 0.3, "block 1 output", "transformers")
+    fine = Check("fused against reference", "rounding", 1e-6, 0.4, "logits")
+    assert verdict([fine, tie]) == "tie" and " tie " in table([fine, tie])
+    assert "no bug, but a tie: in block 1 output" in said([fine, tie])
+    assert "the transformers run took others, and neither is wrong" in said([fine, tie])
+    assert verdict([tie, dataclasses.replace(fine, verdict="bug")]) == "bug"

@@ -23,6 +23,7 @@ from regard.models.cells import BahdanauStep
 from regard.models.recurrent import Seq2SeqConfig
 from regard.models.transformer import TokenEmbedding
 from regard.position import Rope, Sinusoidal, rotate, sinusoid
+from regard.run import generate
 from regard.train.objective import causal_lm_loss, teacher_forcing
 from tests.laws.mechanisms import DIM, VOCAB, context, decoder, ids, layer, stir
 from tests.worked.examples import Watch, run
@@ -158,6 +159,15 @@ def test_causal_layer_stores_no_mask() -> None:
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     peer = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
     close(attend(q, k, v, mask, backend="reference"), peer)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generation_leaves_the_mode_as_it_was(training: bool) -> None:
+    model = decoder("mha").train(training)
+    model.tower.blocks[1].eval()
+    before = [module.training for module in model.modules()]
+    generate(model, [3, 1, 4], max_new_tokens=3)
+    assert [module.training for module in model.modules()] == before
 
 
 def test_one_masked_pass_equals_every_prefix_alone() -> None:

@@ -50,6 +50,11 @@ def test_window_counts_the_querys_own_token() -> None:
     assert seen(Causal() & Window(1), FOUR, FOUR) == [torch.eye(4).int().tolist()]
 
 
+def test_window_without_a_direction_reaches_to_either_side() -> None:
+    band = torch.ones(4, 4).tril(1).triu(-1).int().tolist()
+    assert seen(Full() & Window(2), FOUR, FOUR) == [band]
+
+
 def test_padding_hides_keys_past_each_rows_length() -> None:
     assert seen(Padding(torch.tensor([1, 3])), Span.run(0, 2), FOUR) == [
         [[1, 0, 0, 0]] * 2,
@@ -127,6 +132,37 @@ def test_causal_flag_only_for_a_square_from_the_same_start() -> None:
         (Causal(), Span.ragged(torch.tensor([4, 2]), 4), Span.ragged(torch.tensor([4, 2]), 4)),
     ):
         assert not Visible(mask, q, k).causal
+
+
+RULES = [
+    Full(),
+    *(Causal(n) for n in (-2, -1, 0, 1, 3)),
+    *(Window(n) for n in (1, 2, 3, 9)),
+    Causal() & Window(3),
+    Causal() & Window(9),
+    Window(9) & Causal(1) & Full(),
+]
+
+
+@pytest.mark.parametrize("mask", RULES, ids=str)
+def test_what_a_mask_is_lowered_to_is_what_its_rule_says(mask: Mask) -> None:
+    """Every pair of short runs: the flags are set exactly where the rule hides nothing, or the future."""
+    runs = [(start, size) for start in range(4) for size in range(1, 5)]
+    for q0, t in runs:
+        for k0, s in runs:
+            lowered = Visible(mask, Span.run(q0, t), Span.run(k0, s))
+            shown = lowered.tensor()[0, 0]
+            future = q0 == k0 and t == s and torch.equal(shown, torch.ones(t, s).tril().bool())
+            assert lowered.everything == bool(shown.all()), (q0, t, k0, s)
+            assert lowered.causal == (future and t > 1), (q0, t, k0, s)
+
+
+def test_window_that_hides_nothing_costs_nothing() -> None:
+    """Mistral's prompt of 8 tokens under a window of 4,096 is plain causal attention."""
+    eight, mask = Span.run(0, 8), Causal() & Window(4096)
+    assert Visible(mask, eight, eight).causal
+    assert Visible(mask, Span.run(7, 1), eight).everything
+    assert not Visible(Causal() & Window(8), Span.run(8, 1), Span.run(0, 9)).everything
 
 
 def test_everything_flag_only_when_nothing_is_hidden() -> None:

@@ -80,6 +80,14 @@ def test_learned_with_skip_counts_only_other_tokens() -> None:
     assert torch.equal(vectors(torch.arange(5)[None], ids)[0], vectors.weight[[2, 3, 1, 4, 1]])
 
 
+def test_learned_with_skip_goes_on_where_a_cache_stands() -> None:
+    """As transformers' RoBERTa with past_key_values_length; rows of a ragged batch stay in range."""
+    vectors = PositionVectors(Learned(6, offset=2, skip=1), 3)
+    pos, ids = torch.tensor([[3, 4, 5], [5, -1, -1]]), torch.tensor([[5, 1, 9], [7, 8, 9]])
+    rows = torch.tensor([[5, 1, 6], [7, 1, 1]])
+    assert torch.equal(vectors(pos, ids), vectors.weight[rows])
+
+
 # --- RoPE ---------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,17 @@ def test_rows_are_refilled_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -
     regard.translate(model, ["Hund", "park"] * 4, beams=2, rows=4, max_new_tokens=5, eos=())
     # beams that begin together end together: 4 times 1 pass of the prompts, then 4 steps of 4 rows
     assert sorted(batches) == [2] * 4 + [4] * 16
+
+
+def test_prompt_may_be_an_array_of_numpy() -> None:
+    model = regard.load(folder("bare"))
+    (want,) = regard.generate(model, [5, 9, 2], max_new_tokens=4)
+    one, two = np.array([5, 9, 2]), np.array([[5, 9, 2], [5, 9, 2]], dtype=np.int32)
+    for prompt, count in ((one, 1), (list(one), 1), ([one, one], 2), (two, 2)):
+        results = regard.generate(model, prompt, max_new_tokens=4)
+        assert [r.ids for r in results] == [want.ids] * count
+    with pytest.raises(UsageError, match="whole numbers"):
+        regard.generate(model, np.array([0.5]))
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])

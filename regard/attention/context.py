@@ -15,7 +15,11 @@ from regard.position import Rope, rotate
 
 
 class Store(Protocol):
-    """One layer's view of a cache: keeps the new tokens' entries, gives all of them back with their positions."""
+    """One layer's view of a cache: keeps the new tokens' entries, gives all of them back with their
+    positions. `window`: how far back a token may look, whatever the layer says."""
+
+    @property
+    def window(self) -> int | None: ...
 
     def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]: ...
 
@@ -60,7 +64,10 @@ class Context:
         return self.store.keep(**entries)
 
     def visible(self, k_pos: Span, window: int | None = None) -> Visible:
-        """The mask bound to these keys; layers that share positions share it."""
+        """The mask bound to these keys, within the window of the layer and of its cache; layers that
+        share positions share it."""
+        limit = None if self.store is None else self.store.window
+        window = min((w for w in (window, limit) if w is not None), default=None)
         mask = self.mask if window is None else self.mask & Window(window)
         return self.bound(("visible", window), k_pos, lambda: Visible(mask, self.pos, k_pos))
 

@@ -159,8 +159,11 @@ def flex(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
 
     b, h, t, s = *q.shape[:3], k.shape[2]
     seen = _tensor(visible)
-    rule = visible.rule() if isinstance(visible, Visible) else _by_index(seen)
-    blocks = None if rule is None else create_block_mask(rule, b, None, t, s, device=str(q.device))
+    blocks = None
+    if isinstance(visible, Visible):
+        blocks = None if visible.everything else visible.blocks(b)
+    elif seen is not None:
+        blocks = create_block_mask(_by_index(seen), b, None, t, s, device=str(q.device))
     bias = None if terms.bias is None else terms.bias.expand(b, h, t, s)
     cap = terms.softcap
 
@@ -189,9 +192,7 @@ def _flex_kernel(compiled: bool) -> Callable[..., Any]:
     return module.flex_attention
 
 
-def _by_index(seen: Tensor | None) -> Callable[..., Tensor] | None:
-    if seen is None:
-        return None
+def _by_index(seen: Tensor) -> Callable[..., Tensor]:
     return lambda b, h, i, j: seen[
         b if len(seen) > 1 else 0 * b, h if seen.shape[1] > 1 else 0 * h, i, j
     ]
@@ -261,15 +262,17 @@ def attend(
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Terms]:
-    """A sink is one more key in front: its score is the sink's logit, its value zero, and every row sees it."""
+    """A sink is one more key in front, of zeros: its score is the sink's logit, its value zero, and
+    every row sees it."""
     h, t, s = *q.shape[1:3], k.shape[2]
+    k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
     seen = _tensor(visible)
     seen = torch.ones(1, 1, t, s, dtype=torch.bool, device=q.device) if seen is None else seen
     bias = q.new_zeros(1, h, t, s) if terms.bias is None else terms.bias
     column = sinks.to(bias.dtype)[None, :, None, None].expand(len(bias), h, t, 1)
-    return (
-        F.pad(k, (0, 0, 1, 0)),
-        F.pad(v, (0, 0, 1, 0)),
-        F.pad(seen, (1, 0), value=True),
-        replace(terms, bias=torch.cat([column, bias], -1), sinks=1),
-    )
+    if terms.score is not None:
+        # Another score than the product may give a key of zeros a number of its own.
+        column = column - scores(q, k[:, :, :1], replace(terms, bias=None))
+        bias = bias.expand(len(column), -1, -1, -1)
+    terms = replace(terms, bias=torch.cat([column, bias], -1), sinks=1)
+    return k, v, F.pad(seen, (1, 0), value=True), terms

@@ -12,7 +12,7 @@ from regard.attention.core import attend
 from regard.cache import CacheSpec
 from regard.config import UsageError, divisors
 from regard.layers import RMSNorm
-from regard.mask import Visible
+from regard.mask import Span, Visible
 from regard.position import Rope
 
 
@@ -122,10 +122,10 @@ class GroupedQueryAttention(nn.Module):
         bias: Tensor | None,
     ) -> Tensor:
         share = len(q) // len(kept["k"])
-        if share > 1 and isinstance(
-            mask, Visible
-        ):  # beams stand side by side as their source's queries
-            seen = None if mask.everything else (mask.k.index >= 0)[:, None, None]
+        if share > 1 and isinstance(mask, Visible):
+            # Beams stand side by side as their source's queries.
+            pos = mask.q.index.expand(len(q), -1).reshape(len(q) // share, -1)
+            seen = None if mask.everything else Visible(mask.mask, Span(pos), mask.k)
             o = self.mix(q.unflatten(0, (-1, share)).flatten(1, 2), kept, seen, ctx, None)
             return o.unflatten(1, (share, -1)).flatten(0, 1)
         return attend(

@@ -89,6 +89,11 @@ def classify(
 # --- a memory made into one vector --------------------------------------------------------------------------------
 
 
+def _mean(chosen: Tensor) -> Tensor:
+    """0/1 (... s) -> equal weights of sum 1; zeros where nothing is chosen."""
+    return chosen / chosen.sum(-1, keepdim=True).clamp(min=1)
+
+
 def _top(scores: Tensor, count: int) -> Tensor:
     """1 at the `count` highest scores, the earlier of equals."""
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
@@ -97,9 +102,9 @@ def _top(scores: Tensor, count: int) -> Tensor:
 
 SELECTIONS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {  # (scores, seen as 0/1, count)
     "sum": lambda s, seen, count: seen,
-    "average": lambda s, seen, count: seen / seen.sum(-1, keepdim=True).clamp(min=1),
+    "average": lambda s, seen, count: _mean(seen),
     "one_hot": lambda s, seen, count: _top(s, 1) * seen,
-    "multi_hot": lambda s, seen, count: _top(s, count) * seen,
+    "multi_hot": lambda s, seen, count: _mean(_top(s, count) * seen),
     "soft": lambda s, seen, count: softmax(s, seen > 0),
 }
 
@@ -109,8 +114,9 @@ def combine(
 ) -> Tensor:
     """c = H^T alpha.   memory H (... s m), scores (... s) -> (... m).
 
-    alpha: sum 1; average 1/s; one_hot 1 at the highest score; multi_hot 1 at the `count` highest; soft softmax(scores).
-    The first two do not look at the scores; the hard ones have no gradient to them; the soft one has."""
+    alpha: sum 1; average 1/s; one_hot 1 at the highest score; multi_hot 1/count at the `count`
+    highest, their mean; soft softmax(scores). The first two do not look at the scores; the hard ones
+    have no gradient to them; the soft one has."""
     if how not in SELECTIONS:
         raise UsageError(f"how={how!r} is unknown; choose one of {', '.join(SELECTIONS)}")
     seen = torch.ones_like(scores) if visible is None else visible.to(scores.dtype)

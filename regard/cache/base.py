@@ -40,6 +40,10 @@ class Layer:
         return self.cache.keep(self.index, entries)
 
     @property
+    def window(self) -> int | None:
+        return self.cache.window
+
+    @property
     def frozen(self) -> bool:
         return self.cache.frozen
 
@@ -50,6 +54,9 @@ class Layer:
 
 class Cache:
     """The operations; a layout adds where tokens lie. Rows may have different lengths."""
+
+    # How far back a token may look; a layout that forgets says it.
+    window: int | None = None
 
     def __init__(
         self,
@@ -120,6 +127,10 @@ class Cache:
             raise UsageError(
                 "a recurrent state cannot be rewound: it holds only the present; fork it before"
             )
+        if bool((drop < 0).any()):
+            raise UsageError(
+                f"cannot rewind {int(drop.min())} tokens: give how many of the last to forget, 0 or more"
+            )
         if bool((drop > self.lengths).any()):
             raise UsageError(
                 f"cannot rewind {int(drop.max())} tokens: the shortest row holds {int(self.lengths.min())}"
@@ -184,7 +195,7 @@ class Cache:
         return new
 
     def release(self) -> None:
-        """Give up the rows; memory of their own goes by itself, pages go back to the pool."""
+        """Give up the rows: memory of their own goes with them, pages go back to the pool."""
 
     def join(self, other: Cache) -> Cache:
         """A cache with the rows of both, in this order; both are given up."""
@@ -212,7 +223,8 @@ class Cache:
         self.frozen = True
 
     def free(self) -> None:
-        """Give the memory back; the cache is empty afterwards."""
+        """Forget every token: the cache is empty afterwards. Pages go back to their pool; rows keep
+        their memory for the next tokens."""
         self.lengths = torch.zeros_like(self.lengths)
         self.even, self.cross = 0, None
         self.states = [{n: torch.zeros_like(s) for n, s in state.items()} for state in self.states]
@@ -255,3 +267,10 @@ def _common(lengths: Tensor) -> int | None:
     """The length that all rows have, or None."""
     each = set(lengths.tolist())
     return each.pop() if len(each) == 1 else (None if each else 0)
+
+
+def check_sizes(**sizes: int) -> None:
+    """What a layout is made with must be counts."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"a cache with {name}={size} holds nothing; give {name}=1 or more")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.cache.base import Cache, CacheSpec
+from regard.cache.base import Cache, CacheSpec, check_sizes
 from regard.config import UsageError
 from regard.mask import Span
 
@@ -58,7 +58,7 @@ class Pool:
             page = self.unused.popleft()
         elif self.idle:
             page, _ = self.idle.popitem(last=False)
-            del self.published[self.keys.pop(page)]
+            self.withdraw(page)
         else:
             raise OutOfPages(
                 f"all {len(self.users)} pages of {self.page} tokens are in use; free a row, or make more pages"
@@ -93,6 +93,11 @@ class Pool:
         if key not in self.published and page not in self.keys:
             self.published[key], self.keys[page] = page, key
 
+    def withdraw(self, page: int) -> None:
+        """Later rows do not find the page any more."""
+        if page in self.keys:
+            del self.published[self.keys.pop(page)]
+
 
 class Paged(Cache):
     """Tokens lie in pages of `page` slots taken from one pool; a row is a list of pages. Forked rows share pages until
@@ -109,6 +114,7 @@ class Paged(Cache):
         **where: object,
     ):
         super().__init__(specs, batch, **where)  # type: ignore[arg-type]
+        check_sizes(pages=pages, page=page)
         self.pool = pool or Pool(self.specs, pages, page, self.device, self.dtype)
         self.page = self.pool.page
         self.tables: list[list[int]] = [[] for _ in range(batch)]
@@ -145,16 +151,23 @@ class Paged(Cache):
             for row, (length, more) in enumerate(zip(old.tolist(), added.tolist(), strict=True)):
                 table = self.tables[row]
                 first, end = length // self.page, -(-(length + more) // self.page)
-                if more and first < len(table) and self.users[table[first]] > 1:
-                    shared = table[first]
-                    self._set(row, first, self.pool.take(copy=shared))
-                    self.pool.drop(shared)
+                if more and first < len(table):
+                    self._make_own(row, first)
                 while len(table) < end:
                     self._set(row, len(table), self.pool.take())
         except OutOfPages:  # what was taken goes back
             self._trim()
             self._lay()
             raise
+
+    def _make_own(self, row: int, place: int) -> None:
+        """A page that is written now: a copy where other rows hold it, and no key promises what it held."""
+        page = self.tables[row][place]
+        if self.users[page] > 1:
+            self._set(row, place, self.pool.take(copy=page))
+            self.pool.drop(page)
+        else:
+            self.pool.withdraw(page)
 
     def _trim(self) -> None:
         """Give back the pages past each row's length."""

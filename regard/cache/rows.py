@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.cache.base import Cache, CacheSpec
+from regard.cache.base import Cache, CacheSpec, check_sizes
 from regard.config import UsageError
 from regard.mask import Span
 
@@ -22,6 +22,7 @@ class Contiguous(Cache):
         self, specs: Sequence[CacheSpec], batch: int, *, capacity: int = 64, **where: object
     ):
         super().__init__(specs, batch, **where)  # type: ignore[arg-type]
+        check_sizes(capacity=capacity)
         self.slots = [
             {name: self._zeros(batch, capacity, *shape) for name, shape in spec.token.items()}
             for spec in self.specs
@@ -118,8 +119,9 @@ class Contiguous(Cache):
 
 
 class Ring(Contiguous):
-    """The last tokens only: position p lies at slot p mod capacity, capacity = window + chunk - 1, so that a chunk of
-    `chunk` new tokens never overwrites what its first token still sees."""
+    """The last tokens only: position p lies at slot p mod capacity, capacity = window + chunk - 1, so
+    that a chunk of `chunk` new tokens never overwrites what its first token still sees. No token sees
+    more than the last `window`, whatever the chunk."""
 
     def __init__(
         self,
@@ -130,11 +132,12 @@ class Ring(Contiguous):
         chunk: int = 64,
         **where: object,
     ):
+        check_sizes(window=window, chunk=chunk)
         super().__init__(specs, batch, capacity=window + chunk - 1, **where)
-        self.window, self.chunk = window, chunk
-        self.high = (
-            self.lengths
-        )  # the longest each row has ever been: what lies behind it is overwritten
+        self.window: int = window
+        self.chunk = chunk
+        # The longest each row has ever been: what lies behind it is overwritten.
+        self.high = self.lengths
 
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
         if size > self.chunk:

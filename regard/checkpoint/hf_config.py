@@ -55,6 +55,9 @@ def _read_rope(theirs: Data, ours: Data) -> None:
 
 def _rope_of(theirs: Data) -> tuple[float | None, Data | None]:
     """Their base, if they say one, and the scaling in our words."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(theirs.get(key), dict | None):
+            raise UsageError(f"config.json: {key} is {theirs[key]!r}; it must be an object")
     given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
     base = given.pop("rope_theta", None) or theirs.get("rope_theta")
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
@@ -212,8 +215,8 @@ def groups(limited: str | None, default: tuple[int, int]) -> Custom:
     def read(theirs: Data, ours: Data) -> None:
         experts = ours["tower"]["ffn"][1]
         on = limited is None or theirs.get("topk_method") == limited
-        experts["groups"] = (theirs.get("n_group", default[0]) or 1) if on else 1
-        experts["active_groups"] = (theirs.get("topk_group", default[1]) or 1) if on else 1
+        experts["groups"] = _count(theirs, "n_group", default[0]) if on else 1
+        experts["active_groups"] = _count(theirs, "topk_group", default[1]) if on else 1
 
     def write(ours: Data, theirs: Data) -> None:
         experts = ours["tower"]["ffn"][1]
@@ -224,6 +227,14 @@ def groups(limited: str | None, default: tuple[int, int]) -> Custom:
             theirs["topk_method"] = limited
 
     return Custom(("n_group", "topk_group", "topk_method"), read, write)
+
+
+def _count(theirs: Data, key: str, default: int) -> int:
+    """A number of groups; null is one."""
+    value = theirs.get(key, default)
+    if value is not None and (type(value) is not int or value < 1):
+        raise UsageError(f"config.json: {key} is {value!r}; it must be a whole number from 1 on")
+    return value or 1
 
 
 # --- what transformers reads of any config, whether its class defines it or not ---------------------------------

@@ -21,6 +21,7 @@ class Explain:
     regard explain                                            the topics
     regard explain softmax 1 2 3                              numbers: the first thing that a topic takes
     regard explain online-softmax --x 1 3 2 --v 1 2 3         one step a key
+    regard explain attention --q "1 0; 0 1" --k "1 0; 0 1; 1 1" --v "1; 2; 4"
     regard explain kv-cache --tokens 4096 --kv-heads 2
     """
 
@@ -35,7 +36,7 @@ class Explain:
     a: Many = None
     """of [a, a, 2a]"""
     q: Many = None
-    """a query, or queries"""
+    """a query, or queries: rows are divided by semicolons"""
     k: Many = None
     """keys, one after the other"""
     v: Many = None

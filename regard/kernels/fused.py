@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import torch
@@ -31,10 +32,31 @@ def fused(
         return run()
     if mask is None and causal and not dropout and attends(q, k, v):
         return attend(q, k, v, scale)
-    if not (q.is_cuda and cudnn_sdp_enabled()):
+    if not q.is_cuda:
         return run()
-    enable_cudnn_sdp(False)
-    try:
+    with _without_cudnn:
         return run()
-    finally:
-        enable_cudnn_sdp(True)
+
+
+class _WithoutCudnn:
+    """torch has one switch for the whole process: off from when the first thread enters until the
+    last one leaves, then as it was."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.before = cudnn_sdp_enabled()
+                enable_cudnn_sdp(False)
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                enable_cudnn_sdp(self.before)
+
+
+_without_cudnn = _WithoutCudnn()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.attention import DSA, Context
 from regard.attention.select import SparseAttention
@@ -47,24 +47,21 @@ class Given:
 
 @dataclass
 class Step:
-    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and what it is measured by
-    (`key`). A tensor that the run did not show is off by nothing."""
+    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and what
+    it is measured by (`key`). A tensor that the run did not show is off by nothing. `tied` (rows,
+    positions): where scores of an indexer tie, so that another choice of keys is as right as ours."""
 
     name: str
     value: Tensor
     error: Tensor
     key: str
     unit: float = 0.0  # a coarser rounding than the run's own
+    tied: Tensor | None = None
 
 
 def oracle(model: Model, dtype: torch.dtype) -> Model:
     """The model in float64, with the weights that it has in `dtype`."""
-    made = copy.deepcopy(model).to(device="cpu", dtype=dtype).double().eval()
-    for layer in made.modules():
-        if isinstance(layer, MixtureOfExperts):
-            weight = layer.router.weight
-            layer.__dict__["logits"] = lambda x, weight=weight: F.linear(x, weight)
-    return made
+    return copy.deepcopy(model).to(device="cpu", dtype=dtype).double().eval()
 
 
 def rms(x: Tensor) -> Tensor:
@@ -84,13 +81,13 @@ class Walk:
         states = self.recurrent() if not towers(model) else self.transformer()
         self.logits(states)
 
-    def see(self, name: str, value: Tensor) -> Tensor:
+    def see(self, name: str, value: Tensor, tied: Tensor | None = None) -> Tensor:
         """Compare with what was recorded, and go on with that."""
         got = self.trace.tensors.get(name)
         error = NOTHING
         if got is not None and self.compared:
             error = torch.where(self.trace.real[name], rms(got - value), 0.0)
-        self.steps.append(Step(name, value, error, name))
+        self.steps.append(Step(name, value, error, name, tied=tied))
         return value if got is None else got
 
     def span(self, source: bool) -> Span:
@@ -122,7 +119,9 @@ class Walk:
             assert isinstance(block, Block)
             here = f"{name}block {i} "
             if self.trace.whole:
-                x = self.see(f"{here}output", block(x, self.ctx, self.cross))
+                with ties(block.attention) as tied:
+                    y = block(x, self.ctx, self.cross)
+                x = self.see(f"{here}output", y, torch.cat(tied, 1) if tied else None)
             else:
                 x = self.block(here, block, x)
         return x if stack.norm is None else self.see(f"{name}final norm", stack.norm(x))
@@ -284,6 +283,30 @@ class Walk:
         with Best(take):
             yield
         self.steps += made
+
+
+@contextmanager
+def ties(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """Fills a list with where (rows, some positions) the best key that is left scores as much as the
+    worst that is chosen."""
+    found: list[Tensor] = []
+    if not isinstance(layer, SparseAttention):
+        yield found
+        return
+    plain = layer.choice
+
+    def choice(scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+        best = scores.topk(min(k + 1, scores.shape[-1])).values
+        found.append(
+            ((best[..., k:] == best[..., k - 1 : k]) & (best[..., k:] > -torch.inf)).any(-1)
+        )
+        return plain(scores, k, order)
+
+    layer.__dict__["choice"] = choice
+    try:
+        yield found
+    finally:
+        del layer.__dict__["choice"]
 
 
 def regret(scores: Tensor, chosen: Tensor, k: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Bug or rounding? One model run in every way it can be run, each held against float64.
 
-    checks = parity(model)          # a list of Check: equal, rounding or bug, and where the first bug is
+    checks = parity(model)  # a list of Check: equal, rounding, tie or bug, and where the first bug is
 
 Every run is recorded tensor by tensor (record.py), compared step by step with what float64 makes of the run's own
 numbers (oracle.py), and judged by what rounding can do there (rounding.py).
@@ -27,15 +27,16 @@ Run = Callable[[Given], Trace]
 
 @dataclass(frozen=True)
 class Check:
-    """One run against another. `worst`: the largest error of both in units of the envelope; `where`: the tensor that
-    has it, which for a bug is the first one outside."""
+    """One run against another. `worst`: the largest error of both in units of the envelope; `where`:
+    the tensor that has it, which for a bug or a tie is the first one outside. A tie: scores of an
+    indexer are equal, and the runs chose different keys among them; neither is wrong."""
 
     name: str
-    verdict: str  # equal, rounding, bug
+    verdict: str  # equal, rounding, tie, bug
     difference: float  # the largest between the answers
     worst: float
     where: str
-    run: str = ""  # which of both has the bug
+    run: str = ""  # which of both has the bug, or chose other keys than ours
     row: int = 0
     position: int = 0
 
@@ -153,6 +154,9 @@ class Court:
             at = found.row, found.position
             return Check(name, "bug", gap, found.worst, found.bug, run, *at)
         worst = max(first, second, key=lambda f: f.worst)
+        if first.tie or second.tie:
+            run = one if first.tie else other
+            return Check(name, "tie", gap, worst.worst, first.tie or second.tie or "", run)
         return Check(name, "rounding" if gap else "equal", gap, worst.worst, worst.at)
 
 

@@ -105,23 +105,28 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a run is worth: the place nearest to its envelope, and the first one outside, if any."""
+    """What a run is worth: the place nearest to its envelope, and the first one outside, if any: a
+    bug, or a tie, where it chose other keys of the same score."""
 
     worst: float
     at: str
     bug: str | None = None
+    tie: str | None = None
     row: int = 0
     position: int = 0
 
 
 def judge(steps: list[Step], envelope: Envelope) -> Finding:
-    worst, at = 0.0, ""
+    worst, at, tie = 0.0, "", None
     for step in steps:
         ratio = envelope.ratio(step)
+        if step.tied is not None and bool((ratio[step.tied] > 1).any()):
+            tie = tie or step.name
+            ratio = ratio.masked_fill(step.tied, 0.0)
         most = float(ratio.max())
         if most > 1:
             row, position = divmod(int(ratio.argmax()), ratio.shape[1])
-            return Finding(most, step.name, step.name, row, position)
+            return Finding(most, step.name, step.name, None, row, position)
         if most >= worst:
             worst, at = most, step.name
-    return Finding(worst, at)
+    return Finding(worst, at, tie=tie)

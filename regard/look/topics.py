@@ -20,6 +20,7 @@ from regard.config import UsageError, nearest
 from regard.look.show import number
 
 Numbers = tuple[float, ...]
+Matrix = tuple[Numbers, ...]
 Cell = Any  # a number, a text, or None where there is no number
 Module = TypeVar("Module", bound=nn.Module)
 MOST = 1_000_000  # of a whole number that is given
@@ -44,7 +45,7 @@ class Table:
 @dataclass(frozen=True)
 class Topic:
     """`code`: path::name of what implements it, the most telling first. `inputs`: what may be given, with the example's
-    values: a tuple of numbers, one number, or a text."""
+    values: a tuple of numbers, a tuple of rows, one number, or a text."""
 
     name: str
     question: str
@@ -68,11 +69,15 @@ class Topic:
         return ", ".join(f"--{_flag(name)}" for name in self.inputs)
 
     def _read(self, name: str, value: Any) -> Any:
-        """A value as the example has it: a tuple, a whole number, a number or a text."""
+        """A value as the example has it: rows, a tuple, a whole number, a number or a text. Rows may be
+        given without semicolons, as one tuple that the topic divides."""
         example, flag = self.inputs[name], f"--{_flag(name)}"
         if isinstance(example, str):
             return value
-        numbers = tuple(map(_number, value))
+        text = " ".join(map(str, value))
+        if _nested(example) and ";" in text:
+            return _matrix(flag, text)
+        numbers = tuple(map(_number, text.split()))
         if not numbers or not all(map(math.isfinite, numbers)):
             raise UsageError(f"{flag} needs numbers, such as {flag} {shown(example)}")
         if isinstance(example, tuple):
@@ -108,15 +113,19 @@ def find(name: str, topics: Iterable[Topic], aliases: dict[str, str]) -> Topic:
 # --- what topics share --------------------------------------------------------------------------------------------
 
 
-def real(x: Sequence[float]) -> Tensor:
+def real(x: Sequence[float] | Matrix) -> Tensor:
     return torch.tensor(tuple(x), dtype=torch.float64)
 
 
-def rows_of(name: str, x: Sequence[float], *, width: int = 0, count: int = 0) -> Tensor:
-    """Numbers as a matrix: `width` numbers a row, or `count` rows."""
+def rows_of(name: str, x: Sequence[float] | Matrix, *, width: int = 0, count: int = 0) -> Tensor:
+    """Numbers as a matrix: `width` numbers per row, or `count` rows."""
+    what = f"rows of {width}" if width else f"{count} rows"
+    if _nested(x):
+        if (width or count) != (len(x[0]) if width else len(x)):  # type: ignore[arg-type]
+            raise UsageError(f"--{name} {shown(x)} are not {what}; rows are divided by semicolons")
+        return real(x)
     if len(x) % (width or count):
-        what = f"rows of {width}" if width else f"{count} rows"
-        raise UsageError(f"--{name} has {len(x)} numbers, which are no {what}")
+        raise UsageError(f"--{name} has {len(x)} numbers, which are not {what}")
     return real(x).view(-1, width) if width else real(x).view(count, -1)
 
 
@@ -159,10 +168,26 @@ def shown(value: Any) -> str:
     """A value of an input as one would type it."""
     if isinstance(value, str):
         return f'"{value}"'
+    if _nested(value):
+        return f'"{"; ".join(map(shown, value))}"'
     return " ".join(f"{x:.10g}" for x in (value if isinstance(value, tuple) else (value,)))
 
 
-def _number(text: float | str) -> float:
+def _nested(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], tuple)
+
+
+def _matrix(flag: str, text: str) -> Matrix:
+    """ "1 0; 0 1" -> its rows."""
+    rows = tuple(tuple(map(_number, row.split())) for row in text.split(";") if row.strip())
+    if len({len(row) for row in rows}) != 1 or not all(
+        math.isfinite(x) for row in rows for x in row
+    ):
+        raise UsageError(f'{flag} needs rows of as many numbers each, such as {flag} "1 0; 0 1"')
+    return rows
+
+
+def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:

@@ -15,6 +15,7 @@ from regard.config import UsageError
 from regard.look.numbers import dot_moments, softmax_jacobian
 from regard.look.numbers import saturation as largest_weight
 from regard.look.topics import (
+    Matrix,
     Numbers,
     Table,
     fill,
@@ -87,27 +88,37 @@ def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> list[Table]:
 
 @topic(f"{ATTENTION}::reference", f"{ATTENTION}::attend")
 def attention(
-    q: Numbers = (1.0, 0.0),
-    k: Numbers = (1.0, 0.0, 0.0, 1.0, 1.0, 1.0),
-    v: Numbers = (1.0, 2.0, 4.0),
+    q: Matrix = ((1.0, 0.0),),
+    k: Matrix = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)),
+    v: Matrix = ((1.0,), (2.0,), (4.0,)),
 ) -> list[Table]:
-    """What does one query get from keys and values?
+    """What does a query get from keys and values?
 
-    o = sum_j a_j v_j,   a = softmax(q.k_j / sqrt(d))
-    Each weight MULTIPLIES its value. Give one query, keys of its width, and values."""
-    keys = rows_of("k", k, width=len(q))
+    o = sum_j a_j v_j,   a = softmax(q.k_j / sqrt(d));   of all queries: softmax(Q K^T / sqrt(d)) V
+    This is scaled dot-product attention.
+    Each weight MULTIPLIES its value. Rows are divided by semicolons: --q "1 0; 0 1" is two queries."""
+    queries = torch.atleast_2d(real(q))
+    if len(k) == queries.numel() > 1 and not isinstance(k[0], tuple):
+        raise UsageError(
+            f"--k has {len(k)} numbers, as many as --q: is it one key? Divide rows by semicolons, "
+            f'such as --q "1 0; 0 1" --k "1 0; 0 1" --v "1 2; 3 4"; --k "1 0;" is one key'
+        )
+    keys = rows_of("k", k, width=queries.shape[1])
     values = rows_of("v", v, count=len(keys))
-    query = real(q)[None, None, None]  # b t h d
-    terms = Terms(len(q) ** -0.5)
-    heads = query.transpose(1, 2), keys[None, None]
-    scaled = dot_scores(*heads, terms)[0, 0, 0]
-    plain = dot_scores(*heads, Terms(1.0))[0, 0, 0]
-    out = attend(query, keys[None, :, None], values[None, :, None], backend="reference")
-    a = softmax(scaled)
-    rows = list(zip(range(1, len(keys) + 1), spread(plain), spread(scaled), spread(a)))
+    heads = queries[None, None], keys[None, None]
+    scaled = dot_scores(*heads, Terms(queries.shape[1] ** -0.5))[0, 0]
+    plain = dot_scores(*heads, Terms(1.0))[0, 0]
+    out = attend(*(x[None, :, None] for x in (queries, keys, values)), backend="reference")
+    steps = torch.stack([plain, scaled, softmax(scaled)], -1).flatten(0, 1)
+    pairs = [(i + 1, j + 1) for i in range(len(queries)) for j in range(len(keys))]
+    weights = [[*pair, *spread(step)] for pair, step in zip(pairs, steps)]
+    outputs = [[i + 1, *spread(o)] for i, o in enumerate(out[0, :, 0])]
+    columns = ["query", "key", "q.k", "q.k/sqrt(d)", "softmax"]
+    names = ["query", *(f"o_{i + 1}" for i in range(values.shape[1]))]
+    first = 1 if len(queries) == 1 else 0
     return [
-        Table("weights", ["key", "q.k", "q.k/sqrt(d)", "softmax"], rows),
-        Table("output", [f"o_{i + 1}" for i in range(values.shape[1])], [spread(out.flatten())]),
+        Table("weights", columns[first:], [row[first:] for row in weights]),
+        Table("output", names[first:], [row[first:] for row in outputs]),
     ]
 
 
@@ -115,7 +126,8 @@ def attention(
 def masks(tokens: int = 5, window: int = 3) -> list[Table]:
     """Which keys may a query see?
 
-    a_ij = softmax_j(x_ij) over the visible j alone;   causal: j <= i,   window: i - j < w,   prefix: j <= i or j < n
+    a_ij = softmax_j(x_ij) over the visible j alone;   causal (the look-ahead mask): j <= i
+    window: |i - j| < w,   prefix: j <= i or j < n
     Rules are joined with &. A row that sees nothing gives zeros."""
     n = whole("tokens", tokens, 2, 20)
     half = torch.tensor([n // 2])

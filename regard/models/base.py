@@ -73,8 +73,9 @@ class Model(nn.Module):
             windows = self.windows()
             if None in windows:
                 raise UsageError(
-                    "a ring keeps only a window of tokens, and this model's attention has none; "
-                    "use layout='contiguous' or 'paged', or say window=N"
+                    "a ring keeps only a window of tokens, and this model's attention sees all of "
+                    "them; use layout='contiguous' or 'paged' (window=N would let every token see "
+                    "the last N alone: other logits than the model's)"
                 )
             options["window"] = max(w for w in windows if w is not None)
         return LAYOUTS[layout](

@@ -27,9 +27,9 @@ class Tokens:
 
 
 def context(max_len: int | None, tokens: Tokens) -> int | None:
-    """The longest input: `max_len`, and no more than there are learned positions."""
-    learned = tokens.position.max_len if isinstance(tokens.position, Learned) else None
-    return min((n for n in (max_len, learned) if n is not None), default=None)
+    """The longest input: `max_len`, and no more than there are positions."""
+    positions = tokens.position.max_len if tokens.position else None
+    return min((n for n in (max_len, positions) if n is not None), default=None)
 
 
 class TokenEmbedding(nn.Module):

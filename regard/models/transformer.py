@@ -112,9 +112,16 @@ class Transformer(Model):
         ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
         return self.tower(x, ctx, caches=(cache, None))
 
-    def pool(self, ids: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
-        """One vector a row (b m): the pooler's, or the mean of the real tokens where the model has none."""
-        h = self.hidden(ids, lengths)
+    def pool(
+        self,
+        ids: Tensor,
+        lengths: Tensor | list[int] | None = None,
+        *,
+        types: Tensor | None = None,
+    ) -> Tensor:
+        """One vector per row (b m): the pooler's, or the mean of the real tokens where the model has
+        none."""
+        h = self.hidden(ids, lengths, types=types)
         if self.pooler is not None:
             return activation(self.config.pooler)(self.pooler(h[:, 0]))
         if lengths is None:

@@ -109,7 +109,7 @@ def test_kernel_width_must_be_positive():
         ("sum", [9.0, 12.0]),
         ("average", [3.0, 4.0]),
         ("one_hot", [3.0, 4.0]),
-        ("multi_hot", [8.0, 10.0]),
+        ("multi_hot", [4.0, 5.0]),
         ("soft", [3.8, 4.8]),
     ],
 )
@@ -119,6 +119,12 @@ def test_combine_gives_each_selection(how, expected):
         torch.log(torch.tensor([0.1, 0.4, 0.5])) if how == "soft" else torch.tensor([0, 2.0, 1])
     )
     assert_close(combine(memory, scores, how), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("seen, expected", [(1, [1.0, 2.0]), (0, [0.0, 0.0])])
+def test_combine_multi_hot_is_the_mean_of_what_it_may_choose(seen, expected):
+    memory, visible = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.arange(2) < seen
+    assert_close(combine(memory, torch.zeros(2), "multi_hot", visible), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("how", SELECTIONS)

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from regard.attention import BACKENDS, attend
 from regard.attention.core import Terms, online, reference, softmax
+from regard.attention.scores import Additive
 from regard.config import UsageError
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
 from tests.laws.mechanisms import TIGHT, TOWERS, decoder, ids
@@ -129,6 +131,43 @@ def test_mechanism_trains_in_bfloat16(name: str) -> None:
         assert p.grad is None or torch.isfinite(p.grad).all(), key
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_stand_beside_any_score(backend: str, grouped: bool, softcap: float | None) -> None:
+    """Additive scores of a key of zeros are not zero; the sink's logit is the sink's alone."""
+    score = Additive(4, 4, 8).double()
+    q, k, v = (torch.randn(2, n, h, 4).double() for n, h in ((3, 2), (40, 1), (40, 1)))
+    if not grouped:
+        k, v = k.expand(-1, -1, 2, -1), v.expand(-1, -1, 2, -1)
+    sinks = torch.tensor([0.3, -0.2]).double()
+    with torch.no_grad():
+        ours = attend(q, k, v, score=score, sinks=sinks, softcap=softcap, backend=backend)
+        x = score(q.transpose(1, 2), k.transpose(1, 2).expand(-1, 2, -1, -1))
+        x = x if softcap is None else softcap * torch.tanh(x / softcap)
+        a = torch.cat([sinks[None, :, None, None].expand(2, 2, 3, 1), x], -1).softmax(-1)
+        want = (a[..., 1:] @ v.transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(ours, want, **TIGHT)
+
+
+@torch.no_grad()
+def test_flex_makes_a_block_mask_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, plain = [], flex_attention.create_block_mask
+
+    def count(*args: object, **more: object) -> object:
+        made.append(args)
+        return plain(*args, **more)
+
+    monkeypatch.setattr(flex_attention, "create_block_mask", count)
+    model, x = decoder("gqa_rope", layers=3), ids(2, 5)
+    torch.testing.assert_close(model(x, backend="flex"), model(x), **TIGHT)
+    assert len(made) == 1
+    torch.testing.assert_close(
+        model(x, mask=Full(), backend="flex"), model(x, mask=Full()), **TIGHT
+    )
+    assert len(made) == 1
+
+
 # --- 10,000 random masks ------------------------------------------------------------------------------------------
 
 # (t, s, masks): every share of visible keys from none to all, rows that see nothing among them
@@ -143,8 +182,11 @@ def random_masks(t: int, s: int, count: int) -> Tensor:
     return mask
 
 
-def test_random_masks_are_ten_thousand() -> None:
-    assert sum(n for _, _, n in SHAPES) == 10_000
+@pytest.mark.parametrize("t, s, count", SHAPES)
+def test_random_masks_hold_blind_rows_and_full_ones(t: int, s: int, count: int) -> None:
+    """What the law below runs over: rows that see nothing, rows that see all, and all between."""
+    seen = random_masks(t, s, count).sum(-1)
+    assert (seen == 0).any() and (seen == s).any() and seen.unique().tolist() == list(range(s + 1))
 
 
 @pytest.mark.parametrize("biased", [False, True])

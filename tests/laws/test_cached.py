@@ -115,6 +115,19 @@ def test_cached_decode_equals_full_forward_in_float32(name: str, layout: str) ->
     assert (ours - model(x)).abs().max() < 2e-4  # logits of size 10, float32
 
 
+@pytest.mark.parametrize("name", [n for n in TOWERS if "dsa" not in n and n != "mixed"])
+@torch.no_grad()
+def test_cached_decode_in_bfloat16_is_no_further_off_than_uncached(name: str, layout: str) -> None:
+    """From the same weights in float64; without an indexer, whose choices rounding may turn."""
+    model, x = decoder(name).bfloat16(), ids(2, 9)
+    cache = fresh(model, layout, 2, 9)
+    ours, plain = feed(model, x, cache, [4, 1, 1, 3]), model(x)
+    assert ours.dtype == torch.bfloat16
+    want = model.double()(x)
+    off, allowed = ((y.double() - want).square().mean().sqrt() for y in (ours, plain))
+    assert off < 1.3 * allowed
+
+
 # --- encoder-decoder: the source is encoded once ------------------------------------------------------------------
 
 CROSS = {"mha": GQA(3), "mqa": GQA(4, 1, bias=True), "mla": MLA(3, latent=9, query_latent=7)}

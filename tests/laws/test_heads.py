@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import ATTENTION, GQA
+from regard.attention import ATTENTION, GQA, Context
 from regard.attention.multihead import GroupedQueryAttention
-from regard.mask import Full
+from regard.cache import Contiguous
+from regard.mask import Full, Span
 from tests.laws.mechanisms import DIM, MECHANISMS, TIGHT, context, layer
 
 
@@ -27,6 +28,8 @@ def test_mechanism_keeps_the_shape_and_declares_its_cache(name: str) -> None:
     kept = {}
 
     class Store:
+        window = None
+
         def keep(self, **entries: Tensor) -> tuple:
             kept.update({k: tuple(v.shape[2:]) for k, v in entries.items()})
             return entries, ctx.pos
@@ -35,6 +38,23 @@ def test_mechanism_keeps_the_shape_and_declares_its_cache(name: str) -> None:
     ctx.store = Store()
     assert attention(x, ctx).shape == x.shape
     assert kept == attention.cache_spec().token
+
+
+@torch.no_grad()
+def test_beams_that_share_a_source_see_what_copies_of_it_show() -> None:
+    """Windowed cross-attention over a ragged source, queries of two tokens: 2 sources, 3 beams each."""
+    attention = layer(GQA(3, window=2))
+    x, memory = torch.randn(6, 2, DIM).double(), torch.randn(2, 6, DIM).double()
+    cache = Contiguous([attention.cache_spec()], 2, dtype=torch.float64)
+    cache.begin(6, torch.tensor([6, 4]))
+    pos = Span.run(3, 2)
+    attention(x[:2], Context(pos, Full(), cache.layer(0), memory, cache.span))
+    cache.freeze()
+    copies = cache.fork(torch.arange(6) // 3)
+    ours, want = (
+        attention(x, Context(pos, Full(), c.layer(0), None, c.span)) for c in (cache, copies)
+    )
+    torch.testing.assert_close(ours, want, **TIGHT)
 
 
 def as_torch(ours: GroupedQueryAttention) -> nn.MultiheadAttention:

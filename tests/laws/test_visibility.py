@@ -152,6 +152,28 @@ def test_window_of_a_layer_is_a_band() -> None:
     assert torch.equal(influence("window", None), torch.ones(9, 9).tril().triu(-3).bool())
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 9])
+@pytest.mark.parametrize("name", ["mha", "gqa_rope", "sinks", "window", "mla", "dsa_gqa"])
+@torch.no_grad()
+def test_ring_shows_its_window_whatever_the_chunk(name: str, chunk: int) -> None:
+    """On a model without a window too: a token sees the last 3, its own among them."""
+    model, x = decoder(name), ids(2, 9)
+    cache = model.cache(2, "ring", window=3, chunk=chunk)
+    ours = torch.cat([model(part, cache=cache) for part in x.split(chunk, 1)], 1)
+    torch.testing.assert_close(ours, model(x, mask=Causal() & Window(3)), **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["window", "mla_window"])
+@torch.no_grad()
+def test_window_of_an_encoder_reaches_to_either_side(name: str) -> None:
+    size = 4 if name == "window" else 5
+    model, x = decoder(name, layers=1, causal=False), ids(1, 9)
+    probe = Probe()
+    model(x, probe=probe)
+    band = (STEPS[:, None] - STEPS).abs() < size
+    assert torch.equal(probe.maps["0.self"][0][0, 0] > 0, band)
+
+
 @torch.no_grad()
 def test_windows_reach_further_layer_by_layer() -> None:
     """Two layers of window 4 see 2 * 3 tokens back."""

@@ -182,6 +182,29 @@ def test_transformers_agrees_and_a_difference_is_named_by_block(name: str) -> No
 # --- what is compared, and bad input ------------------------------------------------------------------------------
 
 
+def test_tie_of_an_indexer_is_no_bug_and_a_bug_beside_it_is_one() -> None:
+    """transformers takes whatever its top-k gives of keys that the ReLU scored 0; we take the earliest."""
+    pytest.importorskip("transformers", reason="the peer of this test; it is in the dev extra")
+    from tests.checkpoint.families import CASES
+
+    sparse = CASES["deepseek-v32-sparse"]
+    few = {"index_n_heads": 1, "index_topk": 3}
+    theirs = dataclasses.replace(sparse, settings=sparse.settings | few).make()
+    ours = regard.from_hf(theirs)
+    given = sample(ours, rows=4, tokens=24)
+
+    def check() -> Check:
+        runs = {"transformers": lambda given: record(theirs, ours, given)}
+        return parity(ours, given, more=runs, only=["ours against transformers"])[0]
+
+    found = check()
+    assert (found.verdict, found.run) == ("tie", "transformers") and found.difference > 1e-4
+    assert "block" in found.where and found.worst < 1
+    with torch.no_grad():
+        theirs.model.layers[1].mlp.gate.weight.mul_(1.01)
+    assert check().verdict == "bug"
+
+
 def test_every_mechanism_gets_the_checks_that_it_has() -> None:
     def names(model: str) -> set[str]:
         return {

@@ -85,6 +85,14 @@ def test_types_default_to_the_first_and_change_the_output() -> None:
     assert not torch.equal(model(x), model(x, types=torch.ones_like(x)))
 
 
+def test_pool_is_told_the_types() -> None:
+    model, x = encoder(types=2, pooler="tanh"), ids(2, 5)
+    types = (torch.arange(5) >= 2).long().expand(2, -1)
+    want = torch.tanh(model.pooler(model.hidden(x, types=types)[:, 0]))
+    torch.testing.assert_close(model.pool(x, types=types), want)
+    assert not torch.equal(model.pool(x), want)
+
+
 def test_pool_takes_the_poolers_vector_or_the_mean_of_real_tokens() -> None:
     x = ids(2, 5)
     with_pooler, without = encoder(pooler="tanh"), encoder()
@@ -96,7 +104,10 @@ def test_pool_takes_the_poolers_vector_or_the_mean_of_real_tokens() -> None:
 def test_mask_argument_replaces_the_towers_own() -> None:
     model, x = decoder(), ids(1, 6)
     both_ways = model(x, mask=Prefix(torch.tensor([6])))
-    assert torch.equal(model(x)[:, -1:], model(x)[:, -1:]) and not torch.equal(both_ways, model(x))
+    plain = model(x)
+    assert (both_ways - plain).abs().amin(-1)[:, :-1].min() > 0
+    prefix = model(x, mask=Prefix(torch.tensor([1])))
+    torch.testing.assert_close(prefix, plain)
 
 
 def test_shared_embedding_is_one_parameter() -> None:
@@ -179,6 +190,30 @@ def test_length_over_the_learned_positions_says_both_numbers() -> None:
     tokens, tower = Tokens(11, Learned(6)), Tower(8, 1, GQA(2), FFN)
     with refused("7 tokens, but the model's context is 6"):
         Transformer(TransformerConfig(tokens, tower, LM()))(ids(1, 7))
+
+
+def test_length_over_the_sinusoids_says_both_numbers() -> None:
+    tokens = Tokens(11, Sinusoidal(8))
+    model = Transformer(TransformerConfig(tokens, Tower(8, 1, GQA(2), FFN), LM()))
+    assert model(ids(1, 8)).shape == (1, 8, 11)
+    with refused("9 tokens, but the model's context is 8"):
+        model(ids(1, 9))
+
+
+@pytest.mark.parametrize("more", [{"rope": Rope()}, {"window": 3}])
+def test_cross_attention_has_no_positions_in_common_with_its_source(more: dict) -> None:
+    with refused(f"no common positions: give cross without {next(iter(more))}"):
+        Tower(8, 1, GQA(2), FFN, cross=GQA(2, **more))
+
+
+@torch.no_grad()
+def test_positions_that_count_from_ids_go_on_from_a_cache() -> None:
+    """RoBERTa as a causal model: id 1 is its padding."""
+    tokens = Tokens(11, Learned(12, offset=2, skip=1))
+    model = Transformer(TransformerConfig(tokens, Tower(8, 2, GQA(2), FFN), LM())).eval()
+    x, cache = ids(2, 9).clamp(min=2), model.cache(2)
+    parts = [model(part, cache=cache) for part in x.split([4, 1, 1, 3], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(x))
 
 
 def test_ids_outside_the_vocabulary_say_which() -> None:
@@ -271,7 +306,7 @@ def test_encoder_has_no_cache_and_takes_none() -> None:
 def test_cache_layout_must_be_known_and_fit_the_model() -> None:
     with refused(r"cache layout 'pages' is unknown; did you mean 'paged'\?"):
         decoder().cache(1, "pages")
-    with refused("this model's attention has none"):
+    with refused("use layout='contiguous' or 'paged'"):
         decoder().cache(1, "ring")
 
 
