@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Context
 from regard.cache import CacheSpec
-from regard.config import UsageError
+from regard.config import Count, Fraction, UsageError, ranged
 from regard.layers import MLP, Norm, plus
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
@@ -18,23 +18,24 @@ Attention = GQA | MLA | DSA
 
 
 @dataclass(frozen=True)
+@ranged
 class Tower:
     """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or a tuple with one a layer.
 
     order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017."""
 
-    dim: int
-    layers: int
+    dim: Count
+    layers: Count
     attention: GQA | MLA | DSA | tuple[GQA | MLA | DSA, ...]
     ffn: MLP | MoE | tuple[MLP | MoE, ...]
     cross: GQA | MLA | None = None
-    memory_dim: int | None = None  # width of what `cross` attends to; default: dim
+    memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norm = Norm()
     order: str = "pre"
     final_norm: bool = True
     causal: bool = True
     relative: T5Bias | Alibi | None = None
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     kind: str = "tower"
 
     def __post_init__(self) -> None:

@@ -1,18 +1,20 @@
 """Frozen dataclasses <-> plain dictionaries, strictly, and the one error type that users see.
 
 A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Nothing is ignored:
-an unknown key names the nearest known one, a wrong type says what was expected.
+an unknown key names the nearest known one, a wrong type says what was expected, a number outside the range
+that its field declares says what to give.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -31,6 +33,83 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def divisors(n: int) -> list[int]:
     small = [i for i in range(1, math.isqrt(max(n, 0)) + 1) if n % i == 0]
     return sorted({*small, *(n // i for i in small)})
+
+
+# --- ranges of numbers --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The finite numbers from `low` to `high`; `above` and `below` leave out that end itself, `whole` all fractions."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    whole: bool = False
+
+    def holds(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+            return False
+        low = value > self.low if self.above else value >= self.low
+        high = value < self.high if self.below else value <= self.high
+        return low and high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            if self.low == -math.inf:
+                return "a finite number"
+            return f"more than {self.low}" if self.above else f"{self.low} or more"
+        start = f"more than {self.low}" if self.above else f"{self.low}"
+        return f"{start} to {'less than ' if self.below else ''}{self.high}"
+
+
+Count = Annotated[int, Range(1, whole=True)]
+Whole = Annotated[int, Range(0, whole=True)]
+Positive = Annotated[float, Range(0, above=True)]
+Amount = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Fraction = Annotated[float, Range(0, 1, below=True)]
+Seed = Annotated[int, Range(0, 2**63 - 1, whole=True)]
+Real = Annotated[float, Range()]
+
+
+@functools.cache
+def ranges(cls: type) -> dict[str, Range]:
+    """What the fields of a dataclass declare, by name; those of a tuple's items too."""
+
+    def declared(hint: Any) -> Range | None:
+        if typing.get_origin(hint) is Annotated:
+            return next((x for x in hint.__metadata__ if isinstance(x, Range)), None)
+        return next(filter(None, map(declared, typing.get_args(hint))), None)
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: found for name, hint in hints.items() if (found := declared(hint))}
+
+
+def _check_ranges(cls: type, values: Mapping[str, Any], path: str) -> None:
+    for name, limits in ranges(cls).items():
+        value = values.get(name)
+        each = value if isinstance(value, tuple) else () if value is None else (value,)
+        if not all(limits.holds(x) for x in each):
+            finite = all(isinstance(x, (int, float)) and math.isfinite(x) for x in each)
+            raise UsageError(f"{path}.{name} = {value!r}: give {limits if finite else Range()}")
+
+
+def ranged(cls: type[T]) -> type[T]:
+    """Under @dataclass: the numbers are held against their ranges before anything else uses them."""
+    rest = cls.__dict__.get("__post_init__")
+
+    def __post_init__(self: Any) -> None:
+        _check_ranges(cls, vars(self), cls.__name__.lower())
+        if rest is not None:
+            rest(self)
+
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+    return cls
+
+
+# --- plain data ---------------------------------------------------------------------------------------------------
 
 
 def to_dict(config: Any) -> Any:
@@ -66,7 +145,9 @@ def from_dict(cls: type[T], data: dict[str, Any], path: str = "config") -> T:
             f"{path}.{missing[0]} is missing; {cls.__name__} needs {', '.join(missing)}"
         )
     hints = typing.get_type_hints(cls)
-    return cls(**{k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()})
+    values = {k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()}
+    _check_ranges(cls, values, path)
+    return cls(**values)
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:

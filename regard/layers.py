@@ -9,16 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import UsageError, nearest
+from regard.config import Amount, Count, Fraction, UsageError, nearest, ranged
 from regard.kernels.native_train import gelu_tanh
 
 
 @dataclass(frozen=True)
+@ranged
 class Norm:
     """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
     RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w."""
 
-    eps: float = 1e-5
+    eps: Amount = 1e-5
     rms: bool = False
     kind: str = "norm"
 
@@ -28,12 +29,18 @@ class Norm:
 
 def plus(x: Tensor, y: Tensor) -> Tensor:
     """x + y; without gradients in y's own memory, because fresh memory costs more than the sum."""
-    return x + y if torch.is_grad_enabled() else y.add_(x)
+    return y.add_(x) if _into(x, y) else x + y
 
 
 def times(x: Tensor, y: Tensor) -> Tensor:
     """x * y, likewise."""
-    return x * y if torch.is_grad_enabled() else y.mul_(x)
+    return y.mul_(x) if _into(x, y) else x * y
+
+
+def _into(x: Tensor, y: Tensor) -> bool:
+    """Whether y may take the result: no gradient needs it, and its type is wide enough (under autocast
+    y is bf16 and the stream float32)."""
+    return not torch.is_grad_enabled() and torch.result_type(x, y) == y.dtype
 
 
 class RMSNorm(nn.Module):
@@ -63,14 +70,15 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True)
+@ranged
 class MLP:
     """down(act(up x)), or down(act(gate x) * up x) when `gated` (GLU, Shazeer 2020); the same for every position."""
 
-    ffn_dim: int
+    ffn_dim: Count
     activation: str = "relu"
     gated: bool = False
     bias: bool = True
-    dropout: float = 0.0  # after the activation
+    dropout: Fraction = 0.0  # after the activation
     kind: str = "mlp"
 
     def make(self, dim: int) -> FeedForward:
@@ -108,21 +116,23 @@ class LM:
 
 
 @dataclass(frozen=True)
+@ranged
 class MLM:
     """Masked language model: norm(act(W h)), then the vocabulary with a bias (BERT)."""
 
     tied: bool = True
     activation: str = "gelu"
-    norm_eps: float = 1e-12
+    norm_eps: Amount = 1e-12
     kind: str = "mlm"
 
 
 @dataclass(frozen=True)
+@ranged
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
     first token, a causal tower at its last real one, which alone has seen all."""
 
-    labels: int
+    labels: Count
     dense: str | None = "tanh"
     token: str = "first"
     bias: bool = True  # of `out`
@@ -134,18 +144,20 @@ class Classify:
 
 
 @dataclass(frozen=True)
+@ranged
 class Tag:
     """A label for each token."""
 
-    labels: int
+    labels: Count
     kind: str = "tag"
 
 
 @dataclass(frozen=True)
+@ranged
 class Answer:
     """Start and end of a span: two logits for each token, stacked on the last axis."""
 
-    labels: int = 2
+    labels: Count = 2
     kind: str = "answer"
 
 

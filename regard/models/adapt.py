@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import UsageError, nearest
+from regard.config import Count, Fraction, Positive, UsageError, nearest, ranged
 from regard.layers import LM, MLM, Classify, Head, LMHead, make_head
 from regard.models.base import Model
 from regard.models.embedding import Tokens
@@ -117,14 +117,15 @@ def classes_of(model: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
+@ranged
 class LoRA:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685).   y = W x + (alpha / rank) B A x,  A (r in), B (out r)
 
     B starts as 0, so that nothing changes at first; `dropout` acts on the x that A reads."""
 
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: Count = 8
+    alpha: Positive = 16.0
+    dropout: Fraction = 0.0
 
     @property
     def scale(self) -> float:

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.config import UsageError
+from regard.config import Count, UsageError, Whole, ranged
 
 
 @dataclass(frozen=True)
+@ranged
 class Patches:
     """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand
     in front (1: the class token; 2: DeiT's distillation token as well)."""
 
-    size: int = 224
-    patch: int = 16
-    channels: int = 3
-    extra: int = 1
+    size: Count = 224
+    patch: Count = 16
+    channels: Count = 3
+    extra: Whole = 1
     bias: bool = True
     kind: str = "patches"
 
