@@ -78,7 +78,8 @@ class MLP:
     activation: str = "relu"
     gated: bool = False
     bias: bool = True
-    dropout: Fraction = 0.0  # after the activation
+    # after the activation; None: this family has none there, and `build(dropout=)` adds none
+    dropout: Fraction | None = None
     kind: str = "mlp"
 
     def make(self, dim: int) -> FeedForward:
@@ -95,7 +96,7 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(dim, c.ffn_dim, bias=c.bias) if c.gated else None
         self.up = nn.Linear(dim, c.ffn_dim, bias=c.bias)
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
-        self.dropout = nn.Dropout(c.dropout)
+        self.dropout = nn.Dropout(c.dropout or 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.act(self.up(x)) if self.gate is None else times(self.up(x), self.act(self.gate(x)))
@@ -112,6 +113,7 @@ class LM:
     tied: bool = True
     bias: bool = False
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
+    trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     kind: str = "lm"
 
 
@@ -136,6 +138,8 @@ class Classify:
     dense: str | None = "tanh"
     token: str = "first"
     bias: bool = True  # of `out`
+    dropout: Fraction | None = None  # before `out`; None as for MLP
+    dropped_twice: bool = False  # `dropout` before `dense` too (RoBERTa)
     kind: str = "classify"
 
     def __post_init__(self) -> None:
@@ -149,6 +153,7 @@ class Tag:
     """A label for each token."""
 
     labels: Count
+    dropout: Fraction | None = None  # before `out`
     kind: str = "tag"
 
 
@@ -158,6 +163,7 @@ class Answer:
     """Start and end of a span: two logits for each token, stacked on the last axis."""
 
     labels: Count = 2
+    dropout: Fraction | None = None  # before `out`
     kind: str = "answer"
 
 
@@ -167,14 +173,14 @@ class LMHead(nn.Module):
     def __init__(self, config: LM | MLM, dim: int, vocab: int):
         super().__init__()
         c = self.config = config
-        masked = isinstance(c, MLM)
-        self.dense = nn.Linear(dim, dim) if masked else None
+        self.dense = nn.Linear(dim, dim) if isinstance(c, MLM) else None
         self.act = activation(c.activation) if isinstance(c, MLM) else None
         self.norm = nn.LayerNorm(dim, c.norm_eps) if isinstance(c, MLM) else None
         self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, dim))
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
-        self.bias = nn.Parameter(torch.zeros(vocab)) if masked or c.bias else None  # type: ignore[union-attr]
+        biased, trained = isinstance(c, MLM) or c.bias, isinstance(c, MLM) or c.trained
+        self.bias = nn.Parameter(torch.zeros(vocab), requires_grad=trained) if biased else None
         self.fresh = False  # put on a trained body, still to be learnt: see with_head
         self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
@@ -201,13 +207,15 @@ class LabelHead(nn.Module):
         self.act = activation(name) if name else None
         bias = config.bias if isinstance(config, Classify) else True
         self.out = nn.Linear(dim, config.labels, bias=bias)
+        self.dropout = nn.Dropout(config.dropout or 0.0)
 
     def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
         if isinstance(self.config, Classify):
             h = h[:, 0 if self.config.token == "first" else -1]
+            h = self.dropout(h) if self.config.dropped_twice else h
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
-        return self.out(h)
+        return self.out(self.dropout(h))
 
 
 Head = LM | MLM | Classify | Tag | Answer

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
 from regard.checkpoint.store import Memory, Renamed, Source, Weights, read_json
 from regard.config import UsageError, from_dict, nearest, to_dict
 from regard.models import CONFIGS, Model
+from regard.models.start import Start, start_of
 
 NATIVE = "regard"
 CARRIED_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
@@ -36,6 +37,8 @@ class Origin:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     base: Any = None  # the folder itself, as adapter.py names it
+    heads: dict[str, Any] = field(default_factory=dict)  # heads for its body, by kind
+    start: Start | None = None  # how new weights on it are drawn
 
 
 def load(
@@ -107,6 +110,8 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         config, skip = _settle(read_config(theirs, family, architecture), family, source)
         model = _empty(config)
         model.origin = Origin(kind, architecture, theirs)
+        model.origin.heads = _heads(theirs, family)
+        model.origin.start = _start(theirs, kind)
     steps = plan(model, family)
     left = _check(steps, source, family, model)
     if family is not None:
@@ -160,6 +165,27 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
             r.read(theirs, ours)
     with _blaming("these sizes do not fit together"):
         return from_dict(type(family.blank), ours)
+
+
+def _heads(theirs: Data, family: Family) -> dict[str, Any]:
+    """What each head of the family would be on this body, by its kind."""
+    found = {}
+    for head in family.heads.values():
+        ours = to_dict(family.blank) | {"head": to_dict(head)}
+        for r in family.config if head is not None else ():
+            r.read(theirs, ours)
+        if head is not None:
+            found[head.kind] = from_dict(type(head), ours["head"])
+    return found
+
+
+def _start(theirs: Data, family: str) -> Start:
+    """How the family starts, with the deviation that the folder says."""
+    start = start_of(None, family)
+    for key in ("initializer_range", "init_std", "initializer_factor"):
+        if theirs.get(key):
+            return replace(start, std=float(theirs[key]))
+    return start
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.config import Count, UsageError, Whole, ranged
+from regard.config import Count, Fraction, UsageError, Whole, ranged
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Patches:
     channels: Count = 3
     extra: Whole = 1
     bias: bool = True
+    dropout: Fraction = 0.0
     kind: str = "patches"
 
     def __post_init__(self) -> None:
@@ -41,6 +42,7 @@ class PatchEmbedding(nn.Module):
         self.project = nn.Conv2d(c.channels, dim, c.patch, stride=c.patch, bias=c.bias)
         self.extra = nn.Parameter(torch.zeros(c.extra, dim))
         self.position = nn.Parameter(torch.empty(c.extra + c.count, dim).normal_(std=0.02))
+        self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
         c = self.config
@@ -53,4 +55,5 @@ class PatchEmbedding(nn.Module):
         if len(images) == 0:
             raise UsageError("empty batch: give at least one image")
         x = self.project(images.to(self.project.weight.dtype)).flatten(2).transpose(1, 2)  # b n m
-        return torch.cat([self.extra.expand(len(x), -1, -1), x], 1) + self.position
+        x = torch.cat([self.extra.expand(len(x), -1, -1), x], 1) + self.position
+        return self.dropout(x)

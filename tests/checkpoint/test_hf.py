@@ -20,7 +20,6 @@ from tests.checkpoint.families import (
     ONE_A_FAMILY,
     SEQ2SEQ,
     Peer,
-    at_tokens,
     batch,
     error,
     real,
@@ -120,16 +119,6 @@ def test_hf_bfloat16_folder_keeps_its_type(name: str, peer: Peers, tmp_path: Pat
     model.save(tmp_path / "ours")
     assert_bit_equal(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-@one_a_family
-def test_hf_bfloat16_forward_is_near_float32(name: str, peer: Peers) -> None:
-    exact, rough = (regard.load(peer(name).folder, dtype=t) for t in (None, torch.bfloat16))
-    given = batch(peer(name).model.config)
-    with torch.no_grad():
-        a, b = (at_tokens(model(**given), given).float() for model in (exact, rough))
-    # 8 bits of mantissa; a routed token or a chosen key may differ, so the bulk is compared, not the worst
-    assert ((a - b).abs().median() / a.std()).item() < 0.05
 
 
 # --- decoding -----------------------------------------------------------------------------------------------------
