@@ -159,15 +159,16 @@ DECODERS = [
     case("deepseek-v32-whole", _V32, DEEPSEEK, INDEX, index_topk=64),
     case("deepseek-v32-yarn", _V32, DEEPSEEK, INDEX, YARN_SCALED, index_topk=3, n_group=1),
     case("deepseek-v32-body", "DeepseekV32Model", DEEPSEEK, INDEX, index_topk=1),
-    *(
-        case(f"{label.lower()}-{head}", f"{label}{head}", settings, num_labels=3, pad_token_id=0)
-        for label, settings in {
-            "GPT2": GPT, "Llama": BASE, "Mistral": KV, "Mixtral": KV, "Qwen2": KV, "Qwen3": KV,
-            "DeepseekV2": DEEPSEEK, "DeepseekV3": DEEPSEEK,
-        }.items()
-        for head in ("ForSequenceClassification", "ForTokenClassification")
-        if f"{label}{head}" != "DeepseekV2ForTokenClassification"
-    ),
+]  # fmt: skip
+
+LABELLED = [
+    case(f"{label.lower()}-{head}", f"{label}{head}", settings, num_labels=3, pad_token_id=0)
+    for label, settings in {
+        "GPT2": GPT, "Llama": BASE, "Mistral": KV, "Mixtral": KV, "Qwen2": KV, "Qwen3": KV,
+        "DeepseekV2": DEEPSEEK, "DeepseekV3": DEEPSEEK,
+    }.items()
+    for head in ("ForSequenceClassification", "ForTokenClassification")
+    if f"{label}{head}" != "DeepseekV2ForTokenClassification"
 ]  # fmt: skip
 
 ENCODERS = [
@@ -229,8 +230,9 @@ SEQ2SEQ = [
     case("bart-body-untied", "BartModel", BART, tie_word_embeddings=False),
 ]  # fmt: skip
 
-CASES = {c.name: c for c in (*DECODERS, *ENCODERS, *IMAGES, *SEQ2SEQ)}
-assert len(CASES) == len(DECODERS) + len(ENCODERS) + len(IMAGES) + len(SEQ2SEQ)
+_ALL = [*DECODERS, *LABELLED, *ENCODERS, *IMAGES, *SEQ2SEQ]
+CASES = {c.name: c for c in _ALL}
+assert len(CASES) == len(_ALL)
 
 ONE_A_FAMILY = [
     "gpt2", "llama-mqa", "mistral", "qwen2", "qwen3", "mixtral", "deepseek-v2", "deepseek-v3",

@@ -179,22 +179,20 @@ def test_new_weights_start_as_theirs(architecture: str) -> None:
 @each_architecture
 @torch.no_grad()
 def test_bfloat16_is_no_further_from_float64_than_theirs(architecture: str, peer: Peers) -> None:
-    """Of the same rounded weights, the root mean square over three batches."""
+    """Of the same rounded weights, over three batches: the root mean square; where tokens are routed the median token,
+    for one that goes to another expert is far off in either."""
     module = copy.deepcopy(peer(ARCHITECTURES[architecture].name).model).bfloat16()
+    # their grouped products need wider experts
+    module.set_experts_implementation("eager")
     ours, exact = regard.from_hf(module), regard.from_hf(module).double()
-    off = torch.zeros(2, dtype=torch.float64)
+    off: tuple[list[Tensor], list[Tensor]] = ([], [])
     for seed in range(3):
         given = batch(module.config, seed)
         if given["ids"].is_floating_point():
             given["ids"] = given["ids"].bfloat16()
         wanted = at_tokens(exact(**given), given)
-        for i, answer in enumerate((ours(**given), theirs(module, given)[0])):
-            off[i] += (at_tokens(answer, given) - wanted).square().mean()
-    print(
-        "RATIO",
-        architecture,
-        (off[0] / off[1]).sqrt().item(),
-        off.sqrt().tolist(),
-        wanted.std().item(),
-    )
-    assert off[0].sqrt() <= 1.25 * off[1].sqrt()
+        for errors, answer in zip(off, (ours(**given), theirs(module, given)[0]), strict=True):
+            errors.append((at_tokens(answer, given) - wanted).square().mean(-1))
+    typical = torch.median if hasattr(module.config, "num_experts_per_tok") else torch.mean
+    mine, their = (typical(torch.cat([x.flatten() for x in errors])).sqrt() for errors in off)
+    assert mine <= 1.25 * their

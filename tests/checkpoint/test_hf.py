@@ -79,7 +79,10 @@ def test_hf_model_in_memory_shares_no_weights(peer: Peers) -> None:
 @every
 def test_hf_tensors_are_written_back_bit_equal(name: str, peer: Peers, tmp_path: Path) -> None:
     regard.load(peer(name).folder).save(tmp_path)
-    assert_bit_equal(tensors(tmp_path), tensors(peer(name).folder))
+    stored = tensors(peer(name).folder)
+    if name == "marian-body":  # sines and cosines, which its model with a head does not store
+        stored = {n: x for n, x in stored.items() if "embed_positions" not in n}
+    assert_bit_equal(tensors(tmp_path), stored)
 
 
 @every
