@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
-from regard.block import Block, Stack
+from regard.block import Stack
 from regard.config import Positive, ranged
 from regard.layers import LMHead, RMSNorm
 from regard.models.embedding import TokenEmbedding
 from regard.models.vision import PatchEmbedding
 from regard.moe import MixtureOfExperts
-from regard.position import PositionVectors
+from regard.position import Learned, PositionVectors
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Star
             nn.init.zeros_(table)
         if isinstance(part, TokenEmbedding) and name == "weight" and start.scheme == "xavier":
             nn.init.normal_(table, std=table.shape[1] ** -0.5 if part.config.scaled else std)
-    if isinstance(part, PositionVectors) and getattr(part.config, "skip", None) is not None:
-        # the row of padding
-        part.weight[part.config.offset - 1].zero_()
+    config = part.config
+    if isinstance(config, Learned) and config.skip is not None:
+        # of padding
+        part.weight[config.offset - 1].zero_()
 
 
 def _stack(stack: Stack, start: Start) -> None:
@@ -107,7 +108,7 @@ def _stack(stack: Stack, start: Start) -> None:
         nn.init.normal_(stack.relative.weight, std=start.std / inputs**0.5)
 
 
-def _into_stream(block: Block, std: float) -> None:
+def _into_stream(block: nn.Module, std: float) -> None:
     for name, weight in block.named_parameters():
         if name.endswith(("wo.weight", "down.weight", "ffn.down")):
             nn.init.normal_(weight, std=std)
