@@ -269,10 +269,6 @@ class Seq2Seq(Model):
 
 def _check(config: RecurrentConfig | Seq2SeqConfig, memory_dim: int) -> None:
     c = config
-    if min(c.vocab, c.dim, c.layers) < 1:
-        raise UsageError(
-            f"vocab, dim and layers must be at least 1, got {c.vocab}, {c.dim}, {c.layers}"
-        )
     if c.cell not in CELLS:
         raise UsageError(f"cell={c.cell!r} is unknown; choose one of {', '.join(CELLS)}")
     if c.attention is not None:

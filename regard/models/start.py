@@ -97,7 +97,11 @@ def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Star
         if isinstance(part, TokenEmbedding) and name == "weight" and start.scheme == "xavier":
             nn.init.normal_(table, std=table.shape[1] ** -0.5 if part.config.scaled else std)
     config = part.config
-    if isinstance(config, Learned) and config.skip is not None:
+    if (
+        isinstance(part, PositionVectors)
+        and isinstance(config, Learned)
+        and config.skip is not None
+    ):
         # of padding
         part.weight[config.offset - 1].zero_()
 

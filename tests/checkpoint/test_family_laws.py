@@ -17,6 +17,8 @@ from torch import Tensor
 import regard
 from regard.checkpoint.hf import plan
 from regard.checkpoint.hf_tables import FAMILIES
+from regard.layers import Answer, Classify, Tag
+from regard.models.adapt import with_head
 from regard.models.start import initialize, start_of
 from tests.checkpoint.families import CASES, Peer, at_tokens, batch, theirs
 
@@ -171,6 +173,45 @@ def test_new_weights_start_as_theirs(architecture: str) -> None:
     assert got.keys() <= wanted.keys()
     off = {n: (largest(p), largest(wanted[n])) for n, p in got.items()}
     assert {n: pair for n, pair in off.items() if pair[0] != pytest.approx(pair[1], rel=1e-4)} == {}
+
+
+@pytest.mark.parametrize("name", ["bert-body", "roberta-body", "distilbert-body", "gpt2-body"])
+@pytest.mark.parametrize("head", [Classify(3), Tag(3), Answer()], ids=lambda head: head.kind)
+def test_new_head_is_the_one_that_the_folder_asks_for(name: str, head: Any) -> None:
+    """Its dropout and its deviation, as transformers would put it on this body."""
+    transformers = pytest.importorskip("transformers")
+    case, kinds = CASES[name], {"classify": "Sequence", "tag": "Token", "answer": "Question"}
+    said = case.architecture.removesuffix("Model") + f"For{kinds[head.kind]}Classification"
+    said = said.replace("QuestionClassification", "QuestionAnswering")
+    if said not in ARCHITECTURES:
+        pytest.skip("this family has no such head")
+    body = getattr(transformers, case.architecture)
+    settings = {**case.settings, "initializer_range": 0.5, "num_labels": head.labels}
+    settings |= rates(body.config_class(**settings))
+    peer = getattr(transformers, said)
+    wanted = regard.from_hf(peer(peer.config_class(**settings))).config.head
+    with drawn():
+        model = with_head(regard.from_hf(body(body.config_class(**settings))), head)
+    assert model.config.head == wanted
+    assert largest(model.head.out.weight) == 0.5
+
+
+def test_family_is_drawn_with_its_deviations() -> None:
+    """The law above reads what is asked for; this one what comes out."""
+    torch.manual_seed(0)
+    model = regard.build("gpt2", layers=2, dim=256, heads=4, vocab=500, max_len=512)
+    block = model.tower.blocks[1]
+    for weight, std in (
+        (block.attention.wq, 0.02),
+        (block.attention.wo, 0.01),
+        (block.ffn.down, 0.01),
+    ):
+        assert weight.weight.std().item() == pytest.approx(std, rel=0.02)
+        assert not weight.bias.any()
+    words = regard.build("vaswani-base", layers=1, dim=256, heads=4, vocab=500)
+    block = words.encoder.blocks[0]
+    assert block.ffn.up.weight.std().item() == pytest.approx((2 / (256 + 1024)) ** 0.5, rel=0.02)
+    assert words.target.weight.std().item() == pytest.approx(256**-0.5, rel=0.02)
 
 
 # --- bf16 ---------------------------------------------------------------------------------------------------------

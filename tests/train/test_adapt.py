@@ -98,7 +98,7 @@ def test_new_head_is_decided_by_the_seed() -> None:
     [
         ("gpt2", Classify(3, None, "last", False)),
         ("llama", Classify(3, None, "last", False)),
-        ("bert", Classify(3, "tanh")),
+        ("bert", Classify(3, "tanh", dropout=0.1)),
         ("vit", Classify(3, None)),
     ],
 )
