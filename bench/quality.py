@@ -52,6 +52,8 @@ dim = 128
 heads = 4
 ffn-dim = 256
 dropout = 0.3
+"attention.dropout" = 0.0
+"cross.dropout" = 0.0
 "encoder.layers" = 4
 "decoder.layers" = 4
 [train]
@@ -93,7 +95,6 @@ heads = 6
 ffn-dim = 1536
 max-len = 256
 dropout = 0.2
-"tower.attention.dropout" = 0.2
 [train]
 steps = 2500
 evaluate = 125

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Context
 from regard.cache import CacheSpec
-from regard.config import UsageError
+from regard.config import Count, Fraction, UsageError, ranged
 from regard.layers import MLP, Norm, plus
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
@@ -18,23 +19,29 @@ Attention = GQA | MLA | DSA
 
 
 @dataclass(frozen=True)
+@ranged
 class Tower:
     """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or a tuple with one a layer.
 
-    order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017."""
+    order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017.
+    `dropout` falls on what each part adds to the stream. `layer_drop`: the share of layers that a step of training
+    leaves out (Fan et al. 2020, arXiv:1909.11556)."""
 
-    dim: int
-    layers: int
+    dim: Count
+    layers: Count
     attention: GQA | MLA | DSA | tuple[GQA | MLA | DSA, ...]
     ffn: MLP | MoE | tuple[MLP | MoE, ...]
     cross: GQA | MLA | None = None
-    memory_dim: int | None = None  # width of what `cross` attends to; default: dim
+    memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
     norm: Norm = Norm()
     order: str = "pre"
     final_norm: bool = True
     causal: bool = True
     relative: T5Bias | Alibi | None = None
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
+    attention_dropped: bool = True  # False: only on what feed-forwards add (DistilBERT)
+    end_dropped: bool = False  # True: on what leaves the tower too (T5)
+    layer_drop: Fraction = 0.0
     kind: str = "tower"
 
     def __post_init__(self) -> None:
@@ -83,16 +90,17 @@ class Block(nn.Module):
         self.norm2 = c.norm.make(dim) if c.cross else None
         self.ffn, self.norm3 = ffn.make(dim), c.norm.make(dim)
         self.dropout = nn.Dropout(c.dropout)
+        self.attention_dropout = nn.Dropout(c.dropout if c.attention_dropped else 0.0)
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if self.post:
-            x = self.norm1(plus(x, self.dropout(self.attention(x, ctx))))
+            x = self.norm1(plus(x, self.attention_dropout(self.attention(x, ctx))))
             if self.cross is not None and self.norm2 is not None:
-                x = self.norm2(plus(x, self.dropout(self.cross(x, cross))))
+                x = self.norm2(plus(x, self.attention_dropout(self.cross(x, cross))))
             return self.norm3(plus(x, self.dropout(self.ffn(x))))
-        x = plus(x, self.dropout(self.attention(self.norm1(x), ctx)))
+        x = plus(x, self.attention_dropout(self.attention(self.norm1(x), ctx)))
         if self.cross is not None and self.norm2 is not None:
-            x = plus(x, self.dropout(self.cross(self.norm2(x), cross)))
+            x = plus(x, self.attention_dropout(self.cross(self.norm2(x), cross)))
         return plus(x, self.dropout(self.ffn(self.norm3(x))))
 
 
@@ -107,6 +115,7 @@ class Stack(nn.Module):
         )
         self.relative = RelativeBias(c.relative) if c.relative else None
         self.norm = c.norm.make(c.dim) if c.final_norm else None
+        self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)
 
     def cache_specs(self, part: str = "attention") -> list[CacheSpec]:
         """What each layer's self-attention keeps, or its "cross" attention."""
@@ -119,9 +128,11 @@ class Stack(nn.Module):
         own, other = caches
         ctx = replace(ctx, relative=self.relative)
         for i, block in enumerate(self.blocks):
+            if self.training and self.config.layer_drop > torch.rand([]):
+                continue
             here = replace(ctx, store=own and own.layer(i), site=f"{ctx.site}{i}.self")
             there = cross and replace(
                 cross, store=other and other.layer(i), site=f"{ctx.site}{i}.cross"
             )
             x = block(x, here, there)
-        return x if self.norm is None else self.norm(x)
+        return self.dropout(x if self.norm is None else self.norm(x))

@@ -1,20 +1,23 @@
 """Frozen dataclasses <-> plain dictionaries, strictly, and the one error type that users see.
 
 A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Nothing is ignored:
-an unknown key names the nearest known one, a wrong type says what was expected.
+an unknown key names the nearest known one, a wrong type says what was expected, a number outside the range
+that its field declares says what to give.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import sys
 import types
 import typing
 import warnings
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -45,6 +48,83 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def divisors(n: int) -> list[int]:
     small = [i for i in range(1, math.isqrt(max(n, 0)) + 1) if n % i == 0]
     return sorted({*small, *(n // i for i in small)})
+
+
+# --- ranges of numbers --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The finite numbers from `low` to `high`; `above` and `below` leave out that end itself, `whole` all fractions."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    whole: bool = False
+
+    def holds(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+            return False
+        low = value > self.low if self.above else value >= self.low
+        high = value < self.high if self.below else value <= self.high
+        return low and high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            if self.low == -math.inf:
+                return "a finite number"
+            return f"more than {self.low}" if self.above else f"{self.low} or more"
+        start = f"more than {self.low}" if self.above else f"{self.low}"
+        return f"{start} to {'less than ' if self.below else ''}{self.high}"
+
+
+Count = Annotated[int, Range(1, whole=True)]
+Whole = Annotated[int, Range(0, whole=True)]
+Positive = Annotated[float, Range(0, above=True)]
+Amount = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Fraction = Annotated[float, Range(0, 1, below=True)]
+Seed = Annotated[int, Range(0, 2**63 - 1, whole=True)]
+Real = Annotated[float, Range()]
+
+
+@functools.cache
+def ranges(cls: type) -> dict[str, Range]:
+    """What the fields of a dataclass declare, by name; those of a tuple's items too."""
+
+    def declared(hint: Any) -> Range | None:
+        if typing.get_origin(hint) is Annotated:
+            return next((x for x in hint.__metadata__ if isinstance(x, Range)), None)
+        return next(filter(None, map(declared, typing.get_args(hint))), None)
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: found for name, hint in hints.items() if (found := declared(hint))}
+
+
+def _check_ranges(cls: type, values: Mapping[str, Any], path: str) -> None:
+    for name, limits in ranges(cls).items():
+        value = values.get(name)
+        each = value if isinstance(value, tuple) else () if value is None else (value,)
+        if not all(limits.holds(x) for x in each):
+            finite = all(isinstance(x, (int, float)) and math.isfinite(x) for x in each)
+            raise UsageError(f"{path}.{name} = {value!r}: give {limits if finite else Range()}")
+
+
+def ranged(cls: type[T]) -> type[T]:
+    """Under @dataclass: the numbers are held against their ranges before anything else uses them."""
+    rest = cls.__dict__.get("__post_init__")
+
+    def __post_init__(self: Any) -> None:
+        _check_ranges(cls, vars(self), cls.__name__.lower())
+        if rest is not None:
+            rest(self)
+
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+    return cls
+
+
+# --- plain data ---------------------------------------------------------------------------------------------------
 
 
 def to_dict(config: Any) -> Any:
@@ -80,7 +160,9 @@ def from_dict(cls: type[T], data: dict[str, Any], path: str = "config") -> T:
             f"{path}.{missing[0]} is missing; {cls.__name__} needs {', '.join(missing)}"
         )
     hints = typing.get_type_hints(cls)
-    return cls(**{k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()})
+    values = {k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()}
+    _check_ranges(cls, values, path)
+    return cls(**values)
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:
@@ -126,69 +208,84 @@ def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
 
 # --- changing settings by name ------------------------------------------------------------------------------------
 
-_EVERYWHERE = ("max_len", "vocab")  # these must agree at every depth
+# Words that mean the same in every kind of part. Of any other word that several kinds have (`bias` of attention, of
+# a feed-forward, of a head), a plain name would say too little.
+EVERYWHERE = frozenset(
+    """activation dim dropout eps ffn_dim head_dim heads kv_heads layers max_len norm rope rope_dim
+    value_dim vocab window""".split()  # noqa: SIM905
+)
 
 
 def customize(config: T, changes: dict[str, Any]) -> T:
-    """`config` with settings changed, all at once: they need only fit together at the end. A dotted name is one
-    place; a
-    plain one is changed wherever the config has it nearest to the top (in both towers of an encoder-decoder)."""
-    data = to_dict(config)
-    for name, value in changes.items():
-        places = [_place(data, name)] if "." in name else _places(data, name)
+    """`config` with settings changed, all at once: they need only fit together at the end.
+
+    A dotted name is one place, or one per layer where layers differ. A plain one is changed in every place that has
+    it, but where that is None: a part that this family lacks. Dotted names are stronger, in whichever order they
+    come. Widths that are not said follow `dim` in the proportion that they had."""
+    data, before = to_dict(config), to_dict(config)
+    for name, value in sorted(changes.items(), key=lambda change: "." in change[0]):
+        places = _dotted(data, name) if "." in name else _places(data, name)
         if not places:
             raise UsageError(f"no setting {name!r} to change; {nearest(name, _names(data))}")
         for place, key in places:
             place[key] = to_dict(value)
             if key == "layers":
                 _fit_layers(place)
+    # what is no size is told by from_dict
+    with contextlib.suppress(ArithmeticError, TypeError):
+        _follow_dim(before, data, changes)
     return from_dict(type(config), data)
 
 
-def _place(data: Any, name: str) -> tuple[dict[str, Any], str]:
-    """The one place that a dotted name means."""
+def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
+    """What a dotted name means; of settings listed layer by layer, the layers that have it."""
     *path, key = name.split(".")
+    level = [data]
     for i, part in enumerate([*path, key]):
-        if not isinstance(data, dict):
-            where = ".".join(path[:i])
+        where = ".".join(path[:i])
+        if not any(isinstance(each, dict) for each in level):
             raise UsageError(
-                f"{where} is {data!r}, which has no setting {part!r}; set {where} itself"
+                f"{where} is {level[0]!r}, which has no setting {part!r}; set {where} itself"
             )
-        if part not in data or part == "kind":
-            where = f" of {'.'.join(path[:i])}" if i else ""
-            raise UsageError(f"no setting {part!r}{where}; {nearest(part, set(data) - {'kind'})}")
+        have = [each for each in level if isinstance(each, dict) and part in each]
+        if not have or part == "kind":
+            known = set().union(*(each for each in level if isinstance(each, dict))) - {"kind"}
+            of = f" of {where}" if i else ""
+            raise UsageError(f"no setting {part!r}{of}; {nearest(part, known)}")
         if i < len(path):
-            data = data[part]
-    return data, key
+            level = [item for each in have for item in _listed(each[part])]
+    return [(each, key) for each in have]
 
 
-def _places(data: Any, key: str) -> list[tuple[dict[str, Any], str]]:
-    """Where a plain name is changed: all places nearest to the top and in use."""
-    found, level = [], [data]
-    while level:
-        here = [d for d in level if key in d and key != "kind"]
-        used = [d for d in here if d[key] is not None] or here
-        found += [(d, key) for d in used]
-        if found and key not in _EVERYWHERE:
-            break
-        level = [child for d in level for child in _children(d)]
-    return found
+def _places(data: dict[str, Any], key: str) -> list[tuple[dict[str, Any], str]]:
+    """Where a plain name is changed: all places in use, if one word can mean them all."""
+    found = [(path, part) for path, part in _parts(data, key) if key != "kind"]
+    used = [(path, part) for path, part in found if part[key] is not None] or found
+    if key not in EVERYWHERE and len({part.get("kind") for _, part in used}) > 1:
+        near = {
+            f"{path}{n}": None for n in _names(data) for path, _ in _parts(data, n) if _like(n, key)
+        }
+        raise UsageError(f"{key!r} is several settings; say which: {', '.join(sorted(near))}")
+    return [(part, key) for _, part in used]
 
 
-def _children(data: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        c for v in data.values() for c in (v if isinstance(v, list) else [v]) if isinstance(c, dict)
-    ]
+def _like(name: str, key: str) -> bool:
+    return name == key or name.endswith(f"_{key}")
 
 
-def settings(config: Any) -> dict[str, Any]:
-    """The plain names that `build` can change in this config, with their values (the first one found)."""
-    data = to_dict(config)
-    return {name: place[key] for name in _names(data) for place, key in _places(data, name)[:1]}
+def _parts(data: dict[str, Any], key: str, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts that have a setting, each by its dotted path; what is inside such a setting is not looked at."""
+    if key in data:
+        yield path, data
+    for name, value in data.items():
+        for item in _listed(value):
+            if name != key and isinstance(item, dict):
+                yield from _parts(item, key, f"{path}{name}.")
 
 
 def _names(data: dict[str, Any]) -> set[str]:
-    return (set(data) - {"kind"}).union(*(_names(child) for child in _children(data)))
+    inner = (item for value in data.values() for item in _listed(value))
+    return (set(data) - {"kind"}).union(*(_names(item) for item in inner if isinstance(item, dict)))
 
 
 def _fit_layers(tower: dict[str, Any]) -> None:
@@ -197,3 +294,27 @@ def _fit_layers(tower: dict[str, Any]) -> None:
         each = tower.get(key)
         if isinstance(each, list):
             tower[key] = (each + each[-1:] * tower["layers"])[: tower["layers"]]
+
+
+def _follow_dim(
+    old: dict[str, Any],
+    new: dict[str, Any],
+    said: Mapping[str, Any],
+    path: str = "",
+    ratio: float = 1,
+) -> None:
+    """Widths inside a tower of another `dim`: of feed-forwards in multiples of 8; of heads, where they have one of
+    their own, so that all heads together keep their share of the stream."""
+    ratio = new["dim"] / old["dim"] if "dim" in new else ratio
+    for name in [n for n in new if n in old and n not in said and f"{path}{n}" not in said]:
+        if name == "ffn_dim" and ratio != 1:
+            new[name] = max(8, 8 * math.ceil(old[name] * ratio / 8))
+        elif name in ("head_dim", "value_dim") and new[name] and ratio != 1:
+            new[name] = max(2, 2 * round(old[name] * old["heads"] * ratio / new["heads"] / 2))
+        for one, other in zip(_listed(old[name]), _listed(new[name]), strict=False):
+            if isinstance(one, dict) and isinstance(other, dict):
+                _follow_dim(one, other, said, f"{path}{name}.", ratio)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

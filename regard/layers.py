@@ -9,16 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import UsageError, nearest
+from regard.config import Amount, Count, Fraction, UsageError, nearest, ranged
 from regard.kernels.native_train import gelu_tanh
 
 
 @dataclass(frozen=True)
+@ranged
 class Norm:
     """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
     RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w."""
 
-    eps: float = 1e-5
+    eps: Amount = 1e-5
     rms: bool = False
     kind: str = "norm"
 
@@ -28,12 +29,18 @@ class Norm:
 
 def plus(x: Tensor, y: Tensor) -> Tensor:
     """x + y; without gradients in y's own memory, because fresh memory costs more than the sum."""
-    return x + y if torch.is_grad_enabled() else y.add_(x)
+    return y.add_(x) if _into(x, y) else x + y
 
 
 def times(x: Tensor, y: Tensor) -> Tensor:
     """x * y, likewise."""
-    return x * y if torch.is_grad_enabled() else y.mul_(x)
+    return y.mul_(x) if _into(x, y) else x * y
+
+
+def _into(x: Tensor, y: Tensor) -> bool:
+    """Whether y may take the result: no gradient needs it, and its type is wide enough (under autocast
+    y is bf16 and the stream float32)."""
+    return not torch.is_grad_enabled() and torch.result_type(x, y) == y.dtype
 
 
 class RMSNorm(nn.Module):
@@ -63,14 +70,16 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True)
+@ranged
 class MLP:
     """down(act(up x)), or down(act(gate x) * up x) when `gated` (GLU, Shazeer 2020); the same for every position."""
 
-    ffn_dim: int
+    ffn_dim: Count
     activation: str = "relu"
     gated: bool = False
     bias: bool = True
-    dropout: float = 0.0  # after the activation
+    # after the activation; None: this family has none there, and `build(dropout=)` adds none
+    dropout: Fraction | None = None
     kind: str = "mlp"
 
     def make(self, dim: int) -> FeedForward:
@@ -87,7 +96,7 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(dim, c.ffn_dim, bias=c.bias) if c.gated else None
         self.up = nn.Linear(dim, c.ffn_dim, bias=c.bias)
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
-        self.dropout = nn.Dropout(c.dropout)
+        self.dropout = nn.Dropout(c.dropout or 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.act(self.up(x)) if self.gate is None else times(self.up(x), self.act(self.gate(x)))
@@ -104,30 +113,35 @@ class LM:
     tied: bool = True
     bias: bool = False
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
+    trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     kind: str = "lm"
 
 
 @dataclass(frozen=True)
+@ranged
 class MLM:
     """Masked language model: norm(act(W h)), then the vocabulary with a bias (BERT)."""
 
     tied: bool = True
     activation: str = "gelu"
-    norm_eps: float = 1e-12
+    norm_eps: Amount = 1e-12
     kind: str = "mlm"
 
 
 @dataclass(frozen=True)
+@ranged
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
     first token, a causal tower at its last real one, which alone has seen all. `distilled`: the mean of that and of a
     second `out` on the second token, which learned from a teacher (DeiT)."""
 
-    labels: int
+    labels: Count
     dense: str | None = "tanh"
     token: str = "first"
     bias: bool = True  # of `out`
     distilled: bool = False
+    dropout: Fraction | None = None  # before `out`; None as for MLP
+    dropped_twice: bool = False  # `dropout` before `dense` too (RoBERTa)
     kind: str = "classify"
 
     def __post_init__(self) -> None:
@@ -138,18 +152,22 @@ class Classify:
 
 
 @dataclass(frozen=True)
+@ranged
 class Tag:
     """A label for each token."""
 
-    labels: int
+    labels: Count
+    dropout: Fraction | None = None  # before `out`
     kind: str = "tag"
 
 
 @dataclass(frozen=True)
+@ranged
 class Answer:
     """Start and end of a span: two logits for each token, stacked on the last axis."""
 
-    labels: int = 2
+    labels: Count = 2
+    dropout: Fraction | None = None  # before `out`
     kind: str = "answer"
 
 
@@ -159,14 +177,14 @@ class LMHead(nn.Module):
     def __init__(self, config: LM | MLM, dim: int, vocab: int):
         super().__init__()
         c = self.config = config
-        masked = isinstance(c, MLM)
-        self.dense = nn.Linear(dim, dim) if masked else None
+        self.dense = nn.Linear(dim, dim) if isinstance(c, MLM) else None
         self.act = activation(c.activation) if isinstance(c, MLM) else None
         self.norm = nn.LayerNorm(dim, c.norm_eps) if isinstance(c, MLM) else None
         self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, dim))
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
-        self.bias = nn.Parameter(torch.zeros(vocab)) if masked or c.bias else None  # type: ignore[union-attr]
+        biased, trained = isinstance(c, MLM) or c.bias, isinstance(c, MLM) or c.trained
+        self.bias = nn.Parameter(torch.zeros(vocab), requires_grad=trained) if biased else None
         self.fresh = False  # put on a trained body, still to be learnt: see with_head
         self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
@@ -195,15 +213,17 @@ class LabelHead(nn.Module):
         self.out = nn.Linear(dim, config.labels, bias=bias)
         distilled = isinstance(config, Classify) and config.distilled
         self.teacher = nn.Linear(dim, config.labels, bias=bias) if distilled else None
+        self.dropout = nn.Dropout(config.dropout or 0.0)
 
     def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
         if self.teacher is not None:
             return (self.out(h[:, 0]) + self.teacher(h[:, 1])) / 2
         if isinstance(self.config, Classify):
             h = h[:, 0 if self.config.token == "first" else -1]
+            h = self.dropout(h) if self.config.dropped_twice else h
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
-        return self.out(h)
+        return self.out(self.dropout(h))
 
 
 Head = LM | MLM | Classify | Tag | Answer

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import UsageError
+from regard.config import Count, Positive, UsageError, Whole, ranged
 from regard.layers import MLP, FeedForward, activation
 
 
 @dataclass(frozen=True)
+@ranged
 class MoE:
     """y = sum over the chosen experts e of g_e E_e(x), plus the shared experts S(x) that every token
     uses.
@@ -24,17 +25,17 @@ class MoE:
     looked at (a group's score: its best expert, or the sum of its two best with sigmoid).
     `corrected` adds a bias to the choice, not to the weights (DeepSeek-V3)."""
 
-    experts: int
-    active: int
-    ffn_dim: int
+    experts: Count
+    active: Count
+    ffn_dim: Count
     activation: str = "silu"
-    shared: int = 0
+    shared: Whole = 0
     shared_bias: bool = False
     score: str = "softmax"
     normalized: bool = True
-    gain: float = 1.0
-    groups: int = 1
-    active_groups: int = 1
+    gain: Positive = 1.0
+    groups: Count = 1
+    active_groups: Count = 1
     corrected: bool = False
     kind: str = "moe"
 
@@ -50,6 +51,11 @@ class MoE:
                 f"ffn.groups={self.groups} must divide ffn.experts={self.experts} and "
                 f"ffn.active_groups={self.active_groups} be between 1 and ffn.groups"
             )
+
+    @property
+    def all_shared(self) -> MLP:
+        """The shared experts as one wide feed-forward."""
+        return MLP(self.shared * self.ffn_dim, self.activation, gated=True, bias=self.shared_bias)
 
     def make(self, dim: int) -> MixtureOfExperts:
         return MixtureOfExperts(self, dim)
@@ -74,8 +80,7 @@ class MixtureOfExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(c.experts, dim, c.ffn_dim))
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=0.02)
-        shared = MLP(c.shared * c.ffn_dim, c.activation, gated=True, bias=c.shared_bias)
-        self.shared = FeedForward(shared, dim) if c.shared else None
+        self.shared = FeedForward(c.all_shared, dim) if c.shared else None
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
         self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
         # Of the last forward in training: scores (n E) and choices (n a) of every token.

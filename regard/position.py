@@ -10,32 +10,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.config import UsageError
+from regard.config import Amount, Count, Positive, Share, UsageError, Whole, ranged
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
+@ranged
 class Learned:
     """One trained vector per position. `offset` rows stand before position 0 (BART and RoBERTa: 2);
     with `skip`, tokens equal to that id (RoBERTa's padding) do not count and get the row before
     position 0. Those that came before, in a cache, all count, as in transformers."""
 
-    max_len: int
-    offset: int = 0
-    skip: int | None = None
+    max_len: Count
+    offset: Whole = 0
+    skip: Whole | None = None
     kind: str = "learned"
 
 
 @dataclass(frozen=True)
+@ranged
 class Sinusoidal:
     """PE(p, 2i) = sin(p w_i), PE(p, 2i+1) = cos(p w_i), w_i = base^(-2i/d)   (Vaswani et al. 2017, 3.5).
 
     `layout`: "interleaved" as in the paper, "halves" (sines, then cosines: Marian), "fairseq" (halves with
     w_i = base^(-i/(d/2-1))). PE(p+k) is a fixed rotation of PE(p)."""
 
-    max_len: int
-    base: float = 10000.0
+    max_len: Count
+    base: Positive = 10000.0
     layout: str = "interleaved"
     kind: str = "sinusoidal"
 
@@ -82,35 +84,38 @@ class PositionVectors(nn.Module):
 
 
 @dataclass(frozen=True)
+@ranged
 class Linear:
     """Every frequency divided by `factor` (position interpolation)."""
 
-    factor: float
+    factor: Positive
     kind: str = "linear"
 
 
 @dataclass(frozen=True)
+@ranged
 class Llama3:
     """Long waves divided by `factor`, short ones kept, a linear blend between (Llama 3.1)."""
 
-    factor: float
-    low: float = 1.0
-    high: float = 4.0
-    original_len: int = 8192
+    factor: Positive
+    low: Positive = 1.0
+    high: Positive = 4.0
+    original_len: Count = 8192
     kind: str = "llama3"
 
 
 @dataclass(frozen=True)
+@ranged
 class Yarn:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, turn up the attention."""
 
-    factor: float
-    original_len: int
-    fast: float = 32.0
-    slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all: float | None = None
+    factor: Positive
+    original_len: Count
+    fast: Positive = 32.0
+    slow: Positive = 1.0
+    attention_factor: Positive | None = None
+    mscale: Amount | None = None
+    mscale_all: Amount | None = None
     truncated: bool = True
     kind: str = "yarn"
 
@@ -128,16 +133,17 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 @dataclass(frozen=True)
+@ranged
 class Rope:
     """Rotary positions (Su et al. 2021): pair i of a query or key at position p turns by p w_i, w_i = base^(-2i/r).
 
     Scores then depend on distance alone. `layout`: pairs are (i, i + r/2) in "half" (Llama), (2i, 2i+1) in
     "interleaved" (GPT-J, DeepSeek); one is a permutation of the other. `partial`: share of the width that turns."""
 
-    base: float = 10000.0
+    base: Positive = 10000.0
     layout: str = "half"
     scaling: Linear | Llama3 | Yarn | None = None
-    partial: float = 1.0
+    partial: Share = 1.0
     kind: str = "rope"
 
     def __post_init__(self) -> None:
@@ -239,22 +245,24 @@ def _yarn(freq: Tensor, s: Yarn, r: int, base: float) -> Tensor:
 
 
 @dataclass(frozen=True)
+@ranged
 class T5Bias:
     """A trained number for each head and bucket of distance; near distances have a bucket each, far ones share by
     logarithm (Raffel et al. 2020). All layers share one table."""
 
-    heads: int
-    buckets: int = 32
-    max_distance: int = 128
+    heads: Count
+    buckets: Count = 32
+    max_distance: Count = 128
     causal: bool = False
     kind: str = "t5"
 
 
 @dataclass(frozen=True)
+@ranged
 class Alibi:
     """score - slope_h |q - k| (Press et al. 2022): slopes are a geometric series."""
 
-    heads: int
+    heads: Count
     kind: str = "alibi"
 
 

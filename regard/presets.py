@@ -13,14 +13,17 @@ from regard.block import Tower
 from regard.config import UsageError, customize, nearest
 from regard.layers import LM, MLM, MLP, Classify, Norm
 from regard.models import (
+    EncoderDecoder,
     EncoderDecoderConfig,
     Model,
     Patches,
     RecurrentConfig,
     Seq2SeqConfig,
     Tokens,
+    Transformer,
     TransformerConfig,
 )
+from regard.models.start import initialize, start_of
 from regard.moe import MoE
 from regard.position import Learned, Llama3, Rope, Sinusoidal, T5Bias, Yarn
 
@@ -116,7 +119,9 @@ def _roberta() -> TransformerConfig:
 
 def _distilbert() -> TransformerConfig:
     words = Tokens(30522, Learned(512), norm=Norm(1e-12), dropout=0.1)
-    return dataclasses.replace(_bert(768, 6, 12), embedding=words)
+    base = _bert(768, 6, 12)
+    tower = dataclasses.replace(base.tower, attention_dropped=False)
+    return dataclasses.replace(base, embedding=words, tower=tower)
 
 
 def _vit(dim: int, layers: int, heads: int, extra: int = 1) -> TransformerConfig:
@@ -163,8 +168,8 @@ def _vaswani(dim: int, heads: int, ffn_dim: int, dropout: float) -> EncoderDecod
 def _t5(
     dim: int, layers: int, heads: int, ffn_dim: int, v11: bool = False, head_dim: int = 64
 ) -> EncoderDecoderConfig:
-    ffn = MLP(ffn_dim, "gelu_tanh" if v11 else "relu", gated=v11, bias=False)
-    attention = GQA(heads, head_dim=head_dim, scale=1.0)
+    ffn = MLP(ffn_dim, "gelu_tanh" if v11 else "relu", gated=v11, bias=False, dropout=0.1)
+    attention = GQA(heads, head_dim=head_dim, scale=1.0, dropout=0.1)
     encoder = Tower(
         dim,
         layers,
@@ -174,6 +179,7 @@ def _t5(
         causal=False,
         relative=T5Bias(heads),
         dropout=0.1,
+        end_dropped=True,
     )
     head = LM(tied=not v11, scaled=not v11)
     return _two(Tokens(32128, dropout=0.1), encoder, head, None, T5Bias(heads, causal=True))
@@ -186,13 +192,13 @@ def _bart(dim: int, layers: int, heads: int) -> EncoderDecoderConfig:
         dim,
         layers,
         attention,
-        MLP(4 * dim, "gelu"),
+        MLP(4 * dim, "gelu", dropout=0.0),
         order="post",
         final_norm=False,
         causal=False,
         dropout=0.1,
     )
-    return _two(words, encoder, LM(bias=True), 1024)
+    return _two(words, encoder, LM(bias=True, trained=False), 1024)
 
 
 def _marian() -> EncoderDecoderConfig:
@@ -202,13 +208,13 @@ def _marian() -> EncoderDecoderConfig:
         512,
         6,
         attention,
-        MLP(2048, "silu"),
+        MLP(2048, "silu", dropout=0.0),
         order="post",
         final_norm=False,
         causal=False,
         dropout=0.1,
     )
-    return _two(words, encoder, LM(bias=True), 512)
+    return _two(words, encoder, LM(bias=True, trained=False), 512)
 
 
 def _captioner() -> EncoderDecoderConfig:
@@ -279,11 +285,12 @@ def build(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> Model:
-    """A new model with random weights: a preset (or a config), with any settings changed.
+    """A new model with random weights, drawn as its family draws them: a preset (or a config), with any settings
+    changed.
 
     build("gpt2", layers=2, dim=64, heads=4), build("t5-small", attention=GQA(8, 2)), build("bart-base",
-    **{"decoder.layers": 3}). A plain name is changed wherever the config has it nearest to the top (both towers of an
-    encoder-decoder); a dotted one names a single place."""
+    **{"decoder.layers": 3}). A plain name is changed in every place that has it (dropout: in attention, in the
+    stream, in the embedding); a dotted one names a single place. Widths that are not said follow `dim`."""
     family = ""
     if isinstance(preset, str):
         if preset not in PRESETS:
@@ -293,5 +300,7 @@ def build(
     config = customize(preset, changes)
     with torch.device(device or "cpu"):
         model = config.make()
+    if not next(model.parameters()).is_meta and isinstance(model, (Transformer, EncoderDecoder)):
+        initialize(model, start_of(config, family))
     model.family = family
     return model.to(dtype=dtype).eval()

@@ -10,7 +10,7 @@ import torch
 import regard
 from regard.attention.latent import LatentAttention
 from regard.attention.select import SparseAttention
-from regard.config import UsageError, customize
+from regard.config import UsageError, customize, to_dict
 from regard.presets import PRESETS
 
 SMALL: dict[str, Any] = dict(layers=2, dim=24, heads=3, ffn_dim=20, vocab=50, max_len=40)
@@ -47,6 +47,117 @@ def test_build_changes_the_vocabulary_of_source_and_target() -> None:
 def test_build_changes_the_context_and_its_positions() -> None:
     config = regard.build("gpt2", max_len=77, device="meta").config
     assert (config.max_len, config.embedding.position.max_len) == (77, 77)
+
+
+def everywhere(data: Any, key: str, path: str = "") -> dict[str, Any]:
+    """Every place of a setting, by its dotted name."""
+    if isinstance(data, list):
+        return {
+            k: v for i, x in enumerate(data) for k, v in everywhere(x, key, f"{path}{i}.").items()
+        }
+    if not isinstance(data, dict):
+        return {}
+    own = {f"{path}{key}": data[key]} if key in data else {}
+    inner = (
+        everywhere(value, key, f"{path}{name}.") for name, value in data.items() if name != key
+    )
+    return own | {k: v for found in inner for k, v in found.items()}
+
+
+def names_in(data: Any) -> set[str]:
+    parts = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    own = set(data) - {"kind"} if isinstance(data, dict) else set()
+    return own.union(*map(names_in, parts))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_plain_name_changes_every_place_or_says_the_dotted_names(preset: str) -> None:
+    """A place that is None is a part that the family lacks: it is changed only where all are."""
+    data = to_dict(PRESETS[preset][1]())
+    for name in sorted(names_in(data)):
+        before = everywhere(data, name)
+        value = next((v for v in before.values() if v is not None), None)
+        new = (
+            not value if isinstance(value, bool) else {int: 6, float: 0.25}.get(type(value), value)
+        )
+        try:
+            after = everywhere(to_dict(customize(PRESETS[preset][1](), {name: new})), name)
+        except UsageError as error:
+            said = str(error)
+            unnamed = [place for place in before if dotted(place) not in said]
+            if "is several settings" in said and unnamed:
+                pytest.fail(f"{name}: {unnamed} not in {said}")
+            continue
+        places = {k for k, v in before.items() if v is not None} or set(before)
+        changed = after if name in ("layers", "attention", "ffn") else before
+        assert {k for k in places & changed.keys() if after[k] != to_dict(new)} == set()
+
+
+def dotted(place: str) -> str:
+    """Without the number of a layer."""
+    return ".".join(part for part in place.split(".") if not part.isdigit())
+
+
+def test_bias_is_several_settings() -> None:
+    names = "head.bias, tower.attention.bias, tower.attention.out_bias, tower.ffn.bias"
+    with pytest.raises(UsageError, match=f"'bias' is several settings; say which: {names}$"):
+        regard.build("gpt2", bias=False)
+
+
+def test_activation_reaches_the_feed_forward_and_the_head() -> None:
+    config = regard.build("bert-base", activation="relu", device="meta").config
+    assert (config.tower.ffn.activation, config.head.activation) == ("relu", "relu")
+
+
+def test_dropout_reaches_every_place_that_the_family_has() -> None:
+    config = regard.build("gpt2", dropout=0.2, device="meta").config
+    tower = config.tower
+    places = (config.embedding.dropout, tower.dropout, tower.attention.dropout, tower.ffn.dropout)
+    assert places == (0.2, 0.2, 0.2, None)
+    config = regard.build("t5-small", dropout=0.2, device="meta").config
+    assert set(everywhere(to_dict(config), "dropout").values()) == {0.2}
+    config = regard.build("vit-small", dropout=0.2, device="meta").config
+    assert (config.embedding.dropout, config.tower.attention.dropout) == (0.2, 0.2)
+
+
+def test_dotted_name_is_stronger_in_any_order() -> None:
+    for changes in ({"dropout": 0.2, "tower.dropout": 0.1}, {"tower.dropout": 0.1, "dropout": 0.2}):
+        config = regard.build("gpt2", device="meta", **changes).config
+        assert (config.tower.dropout, config.embedding.dropout) == (0.1, 0.2)
+
+
+def test_dotted_name_means_the_layers_that_have_it() -> None:
+    changes = {"tower.ffn.experts": 8, "groups": 1, "active_groups": 1}
+    config = regard.build("deepseek-v3", device="meta", **changes).config
+    assert {f.experts for f in config.tower.ffn if isinstance(f, regard.MoE)} == {8}
+
+
+@pytest.mark.parametrize(
+    "preset, changes, ffn_dim, head_dim",
+    [
+        ("gpt2", {"dim": 128, "heads": 4}, 512, None),
+        ("gpt2", {"dim": 128, "heads": 4, "ffn_dim": 100}, 100, None),
+        ("gpt2", {"dim": 128, "heads": 4, "tower.ffn.ffn_dim": 100}, 100, None),
+        ("gpt2", {"layers": 2}, 3072, None),
+        ("llama", {"dim": 128, "heads": 4}, 344, None),
+        ("mistral-7b", {"dim": 64}, 224, None),
+        ("qwen3-0.6b", {"dim": 128, "heads": 4, "kv_heads": 2}, 384, 64),
+        ("qwen3-0.6b", {"dim": 128, "head_dim": 16}, 384, 16),
+        ("mixtral-8x7b", {"dim": 64}, 224, None),
+        ("vit-small", {"dim": 64, "heads": 2}, 256, None),
+    ],
+)
+def test_widths_follow_dim(preset: str, changes: dict, ffn_dim: int, head_dim: int | None) -> None:
+    tower = regard.build(preset, device="meta", **changes).config.tower
+    assert (tower.ffn.ffn_dim, tower.attention.head_dim) == (ffn_dim, head_dim)
+
+
+def test_widths_follow_dim_in_each_tower() -> None:
+    config = regard.build("t5-small", device="meta", heads=4, **{"decoder.dim": 128}).config
+    assert (config.encoder.ffn.ffn_dim, config.decoder.ffn.ffn_dim) == (2048, 512)
+    assert (config.decoder.attention.head_dim, config.decoder.cross.head_dim) == (32, 32)
+    experts = regard.build("deepseek-v2-lite", device="meta", dim=256).config.tower
+    assert [f.ffn_dim for f in experts.ffn[:2]] == [1368, 176]
 
 
 def test_build_leaves_the_preset_as_it_is() -> None:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from regard.attention.context import Context
 from regard.attention.core import Probe, Terms, attend
 from regard.cache import CacheSpec
-from regard.config import UsageError
+from regard.config import Amount, Count, Fraction, UsageError, Whole, ranged
 from regard.layers import RMSNorm
 from regard.mask import Visible
 from regard.position import Rope
 
 
 @dataclass(frozen=True)
+@ranged
 class MLA:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19).
 
@@ -26,19 +27,19 @@ class MLA:
     x (b t m) -> (b t m).   Cache per token: c + r, whatever the number of heads.
     """
 
-    heads: int
-    latent: int  # c
-    head_dim: int | None = None  # d, the part of a head without positions; default: dim / heads
-    rope_dim: int = 0  # r
-    value_dim: int | None = None  # e; default: head_dim
-    query_latent: int | None = None
+    heads: Count
+    latent: Count  # c
+    head_dim: Count | None = None  # d, the part of a head without positions; default: dim / heads
+    rope_dim: Whole = 0  # r
+    value_dim: Count | None = None  # e; default: head_dim
+    query_latent: Count | None = None
     rope: Rope | None = None
     normed: bool = True  # RMS norm on both latents
-    norm_eps: float = 1e-6
+    norm_eps: Amount = 1e-6
     bias: bool = False  # on the down-projections
     out_bias: bool = False
-    window: int | None = None
-    dropout: float = 0.0  # of attention weights, in training
+    window: Count | None = None
+    dropout: Fraction = 0.0  # of attention weights, in training
     kind: str = "mla"
 
     def __post_init__(self) -> None:

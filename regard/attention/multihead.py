@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from regard.attention.context import Context
 from regard.attention.core import attend
 from regard.cache import CacheSpec
-from regard.config import UsageError, divisors
+from regard.config import Amount, Count, Fraction, Positive, Real, UsageError, divisors, ranged
 from regard.layers import RMSNorm
 from regard.mask import Span, Visible
 from regard.position import Rope
 
 
 @dataclass(frozen=True)
+@ranged
 class GQA:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
 
@@ -24,18 +25,18 @@ class GQA:
     kv_heads == heads (the default) is MHA (Vaswani et al. 2017), kv_heads == 1 is MQA (Shazeer 2019).
     """
 
-    heads: int
-    kv_heads: int | None = None
-    head_dim: int | None = None  # default: dim / heads
-    value_dim: int | None = None  # width of a value head; default: head_dim
+    heads: Count
+    kv_heads: Count | None = None
+    head_dim: Count | None = None  # default: dim / heads
+    value_dim: Count | None = None  # width of a value head; default: head_dim
     rope: Rope | None = None
     bias: bool = False  # on q, k, v
     out_bias: bool = False
-    qk_norm: float | None = None  # eps of an RMS norm on each query and key head
-    window: int | None = None
-    dropout: float = 0.0  # of attention weights, in training
-    scale: float | None = None  # default: 1 / sqrt(head_dim)
-    softcap: float | None = None
+    qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
+    window: Count | None = None
+    dropout: Fraction = 0.0  # of attention weights, in training
+    scale: Real | None = None  # default: 1 / sqrt(head_dim)
+    softcap: Positive | None = None
     sinks: bool = False
     kind: str = "gqa"
 

@@ -17,13 +17,14 @@ from regard.attention.core import Terms, softmax, weights
 from regard.attention.latent import MLA, LatentAttention
 from regard.attention.multihead import GQA, GroupedQueryAttention
 from regard.cache import CacheSpec
-from regard.config import UsageError
+from regard.config import Count, UsageError, Whole, ranged
 from regard.mask import Visible
 
 WORK = 2**21  # numbers that one chunk of queries may make; it should fit a processor's cache
 
 
 @dataclass(frozen=True)
+@ranged
 class DSA:
     """Sparse attention by a lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, eq. 1-2), over MLA or GQA.
 
@@ -34,10 +35,10 @@ class DSA:
     """
 
     attention: GQA | MLA
-    index_heads: int  # H
-    index_dim: int  # D
-    topk: int
-    rope_dim: int = 0  # leading index features turned by attention.rope, half-split
+    index_heads: Count  # H
+    index_dim: Count  # D
+    topk: Count
+    rope_dim: Whole = 0  # leading index features turned by attention.rope, half-split
     hadamard: bool = (
         False  # turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8
     )

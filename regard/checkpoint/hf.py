@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from regard.checkpoint.store import Memory, Renamed, Source, Unpacked, Weights
 from regard.config import UsageError, from_dict, nearest, notice, to_dict
 from regard.files import model_folder, read_files, read_json
 from regard.models import CONFIGS, Model
+from regard.models.start import Start, start_of
 
 NATIVE = "regard"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -40,6 +41,8 @@ class Origin:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     base: Any = None  # the folder itself, as adapter.py names it
+    heads: dict[str, Any] = field(default_factory=dict)  # heads for its body, by kind
+    start: Start | None = None  # how new weights on it are drawn
 
 
 def load(
@@ -101,6 +104,8 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         _name_unknown(theirs, known | INERT | set(family.aliases), f"transformers' {kind}")
         model = _empty(config)
         model.origin = Origin(kind, architecture, theirs)
+        model.origin.heads = _heads(theirs, family)
+        model.origin.start = _start(theirs, kind)
     steps = plan(model, family)
     left = _check(steps, source, family, model)
     if family is not None:
@@ -193,6 +198,27 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
             r.read(theirs, ours)
     with _blaming("these sizes do not fit together"):
         return from_dict(type(family.blank), ours)
+
+
+def _heads(theirs: Data, family: Family) -> dict[str, Any]:
+    """What each head of the family would be on this body, by its kind."""
+    found = {}
+    for head in family.heads.values():
+        ours = to_dict(family.blank) | {"head": to_dict(head)}
+        for r in family.config if head is not None else ():
+            r.read(theirs, ours)
+        if head is not None:
+            found[head.kind] = from_dict(type(head), ours["head"])
+    return found
+
+
+def _start(theirs: Data, family: str) -> Start:
+    """How the family starts, with the deviation that the folder says."""
+    start = start_of(None, family)
+    for key in ("initializer_range", "init_std", "initializer_factor"):
+        if theirs.get(key):
+            return replace(start, std=float(theirs[key]))
+    return start
 
 
 @contextmanager

@@ -272,4 +272,26 @@ def _write_labels(ours: Data, theirs: Data) -> None:
     theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
 
 
+def head_dropout(**keys: tuple[str, str | float]) -> Custom:
+    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, or the value of
+    another key, which is 0.1 where it is missing too. Kinds that are not named have none."""
+
+    def of(theirs: Data, kind: Any) -> float:
+        name, default = keys[kind]
+        if theirs.get(name) is not None:
+            return theirs[name]
+        return theirs.get(default, 0.1) if isinstance(default, str) else default
+
+    def read(theirs: Data, ours: Data) -> None:
+        if get(ours, "head.kind") in keys:
+            put(ours, "head.dropout", of(theirs, ours["head"]["kind"]))
+
+    def write(ours: Data, theirs: Data) -> None:
+        kind = get(ours, "head.kind")
+        if kind in keys and ours["head"]["dropout"] != of(theirs, kind):
+            theirs[keys[kind][0]] = ours["head"]["dropout"]
+
+    return Custom(tuple(dict.fromkeys(name for name, _ in keys.values())), read, write)
+
+
 LABELS = Custom(("id2label", "label2id", "num_labels"), _read_labels, _write_labels)

@@ -7,7 +7,7 @@ from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.hf_config import ACTIVATIONS, CAUSAL, LABELS, ROPE, WINDOWS
+from regard.checkpoint.hf_config import ACTIVATIONS, CAUSAL, LABELS, ROPE, WINDOWS, head_dropout
 from regard.checkpoint.rules import (
     JOINED_TRANSPOSED,
     STACKED,
@@ -63,6 +63,7 @@ FRAME = (
     rule("model.layers.{i}.post_attention_layernorm.weight", BODY + "norm3.weight"),
     rule("model.norm.weight", "tower.norm.weight"),
 )
+TAG_DROPOUT = head_dropout(tag=("classifier_dropout", 0.1))
 KEYS = (
     Key("vocab_size", "embedding.vocab"),
     Key("hidden_size", "tower.dim"),
@@ -70,6 +71,7 @@ KEYS = (
     Key("max_position_embeddings", "max_len"),
     Key("rms_norm_eps", "tower.norm.eps", 1e-6),
     Key("tie_word_embeddings", "head.tied", False),
+    TAG_DROPOUT,
     LABELS,
     CAUSAL,
     Fixed("token_classification_bias", (True,)),
@@ -228,6 +230,7 @@ GPT2 = Family(
         LABELS,
         CAUSAL,
         END,
+        TAG_DROPOUT,
         Key("resid_pdrop", "tower.dropout", 0.1),
         Key("embd_pdrop", "embedding.dropout", 0.1),
         Key("attn_pdrop", "tower.attention.dropout", 0.1),

@@ -7,7 +7,7 @@ from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.hf_config import ACTIVATIONS, LABELS
+from regard.checkpoint.hf_config import ACTIVATIONS, LABELS, head_dropout
 from regard.checkpoint.rules import (
     ROW,
     TOKENS,
@@ -35,11 +35,11 @@ _LABELS = {
 }
 
 
-def _heads(name: str, dense: str) -> dict[str, Any]:
+def _heads(name: str, dense: str, twice: bool = False) -> dict[str, Any]:
     return {
         f"{name}ForMaskedLM": MLM(),
         f"{name}Model": None,
-        f"{name}ForSequenceClassification": Classify(2, dense),
+        f"{name}ForSequenceClassification": Classify(2, dense, dropped_twice=twice),
         f"{name}ForTokenClassification": Tag(2),
         f"{name}ForQuestionAnswering": Answer(),
     }
@@ -69,6 +69,10 @@ _BERT_KEYS = (
     Key("layer_norm_eps", "tower.norm.eps", 1e-12, also=("embedding.norm.eps", "head.norm_eps")),
     Key("hidden_dropout_prob", "tower.dropout", 0.1, also=("embedding.dropout",)),
     Key("attention_probs_dropout_prob", "tower.attention.dropout", 0.1),
+    head_dropout(
+        classify=("classifier_dropout", "hidden_dropout_prob"),
+        tag=("classifier_dropout", "hidden_dropout_prob"),
+    ),
     Key("tie_word_embeddings", "head.tied", True),
     Fixed("position_embedding_type", ("absolute",)),
     Fixed("is_decoder", (False,)),
@@ -153,7 +157,7 @@ ROBERTA = replace(
     name="roberta",
     base="roberta.",
     blank=TransformerConfig(Tokens(1, Learned(1, 2, 1), types=2, norm=Norm()), _POST, max_len=1),
-    heads=_heads("Roberta", "tanh"),
+    heads=_heads("Roberta", "tanh", twice=True),
     config=(
         *_BERT_KEYS,
         ROBERTA_POSITIONS,
@@ -182,6 +186,7 @@ ROBERTA = replace(
     carried=(r"roberta\.pooler\..*", r"lm_head\.bias"),
 )
 XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", heads=_heads("XLMRoberta", "tanh"))
+_DISTIL_TOWER = replace(_POST, norm=Norm(1e-12), attention_dropped=False)
 _DISTIL = "distilbert.transformer.layer.{i}"
 DISTILBERT = Family(
     name="distilbert",
@@ -191,9 +196,7 @@ DISTILBERT = Family(
         "num_hidden_layers": "n_layers",
     },
     base="distilbert.",
-    blank=TransformerConfig(
-        Tokens(1, Learned(1), norm=Norm(1e-12)), replace(_POST, norm=Norm(1e-12)), max_len=1
-    ),
+    blank=TransformerConfig(Tokens(1, Learned(1), norm=Norm(1e-12)), _DISTIL_TOWER, max_len=1),
     heads=_heads("DistilBert", "relu"),
     config=(
         Key("vocab_size", "embedding.vocab"),
@@ -205,6 +208,9 @@ DISTILBERT = Family(
         Key("activation", "tower.ffn.activation", "gelu", ACTIVATIONS, also=("head.activation",)),
         Key("dropout", "tower.dropout", 0.1, also=("embedding.dropout",)),
         Key("attention_dropout", "tower.attention.dropout", 0.1),
+        head_dropout(
+            classify=("seq_classif_dropout", 0.2), tag=("dropout", 0.1), answer=("qa_dropout", 0.1)
+        ),
         Key("tie_word_embeddings", "head.tied", True),
         Inert(("tie_weights_",)),
         LABELS,
@@ -266,7 +272,7 @@ def _vit(name: str, label: str, extra: tuple[str, ...]) -> Family:
             Key("patch_size", "embedding.patch", 16),
             Key("num_channels", "embedding.channels", 3),
             Key("qkv_bias", "tower.attention.bias", True),
-            Key("hidden_dropout_prob", "tower.dropout", 0.0),
+            Key("hidden_dropout_prob", "tower.dropout", 0.0, also=("embedding.dropout",)),
             Key("attention_probs_dropout_prob", "tower.attention.dropout", 0.0),
             Fixed("pooler_act", ("tanh",)),
             Inert(("encoder_stride", "pooler_output_size")),

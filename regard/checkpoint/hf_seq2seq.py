@@ -30,7 +30,14 @@ from regard.position import Learned, Sinusoidal, T5Bias
 
 _PLAIN = GQA(1, head_dim=1, scale=1.0)
 _T5_ENCODER = Tower(
-    1, 1, _PLAIN, MLP(1, bias=False), norm=Norm(1e-6, rms=True), causal=False, relative=T5Bias(1)
+    1,
+    1,
+    _PLAIN,
+    MLP(1, bias=False, dropout=0.0),
+    norm=Norm(1e-6, rms=True),
+    causal=False,
+    relative=T5Bias(1),
+    end_dropped=True,
 )
 _T5_DECODER = replace(_T5_ENCODER, cross=_PLAIN, causal=True, relative=T5Bias(1, causal=True))
 
@@ -160,13 +167,22 @@ T5 = Family(
             "dropout_rate",
             "encoder.dropout",
             0.1,
-            also=("decoder.dropout", "source.dropout", "target.dropout"),
+            also=(
+                "decoder.dropout",
+                "source.dropout",
+                "target.dropout",
+                "encoder.ffn.dropout",
+                "decoder.ffn.dropout",
+                "encoder.attention.dropout",
+                "decoder.attention.dropout",
+                "decoder.cross.dropout",
+            ),
         ),
         T5_FFN,
         T5_SCALE,
         Fixed("is_decoder", (False,)),
         Fixed("is_causal", (True,)),
-        Inert(("n_positions",)),
+        Inert(("n_positions", "classifier_dropout")),
     ),
     tensors=(
         rule("shared.weight", "source.weight", unless="target.weight"),
@@ -190,7 +206,9 @@ T5 = Family(
 # --- BART and Marian ----------------------------------------------------------------------------------------------
 
 _BIASED = GQA(1, bias=True, out_bias=True)
-_BART_ENCODER = Tower(1, 1, _BIASED, MLP(1, "gelu"), order="post", final_norm=False, causal=False)
+_BART_FFN = MLP(1, "gelu", dropout=0.0)
+_BART_ENCODER = Tower(1, 1, _BIASED, _BART_FFN, order="post", final_norm=False, causal=False)
+_BART_HEAD = LM(bias=True, trained=False)
 _BART_DECODER = replace(_BART_ENCODER, cross=_BIASED, causal=True)
 _BART_TOKENS = Tokens(1, Learned(1, offset=2), norm=Norm())
 _MARIAN_TOKENS = Tokens(1, Sinusoidal(1, layout="halves"))
@@ -221,6 +239,8 @@ _BART_KEYS = (
         0.0,
         also=("decoder.attention.dropout", "decoder.cross.dropout"),
     ),
+    Key("encoder_layerdrop", "encoder.layer_drop", 0.0),
+    Key("decoder_layerdrop", "decoder.layer_drop", 0.0),
     Key("scale_embedding", "source.scaled", False, also=("target.scaled",)),
     Key("tie_word_embeddings", "head.tied", True),
     Fixed("is_decoder", (False,)),
@@ -229,6 +249,8 @@ _BART_KEYS = (
     Fixed("add_final_layer_norm", (False,)),
     Inert(
         (
+            "classifier_dropout",
+            "classif_dropout",
             "add_bias_logits",
             "extra_pos_embeddings",
             "force_bos_token_to_be_generated",
@@ -260,9 +282,9 @@ BART = Family(
     },
     base="model.",
     blank=EncoderDecoderConfig(
-        _BART_TOKENS, _BART_ENCODER, _BART_TOKENS, _BART_DECODER, LM(bias=True), max_len=1
+        _BART_TOKENS, _BART_ENCODER, _BART_TOKENS, _BART_DECODER, _BART_HEAD, max_len=1
     ),
-    heads={"BartForConditionalGeneration": LM(bias=True), "BartModel": None},
+    heads={"BartForConditionalGeneration": _BART_HEAD, "BartModel": None},
     config=(
         Key("vocab_size", "source.vocab", also=("target.vocab",)),
         *_BART_KEYS,
@@ -323,9 +345,9 @@ MARIAN = replace(
     BART,
     name="marian",
     blank=EncoderDecoderConfig(
-        _MARIAN_TOKENS, _BART_ENCODER, _MARIAN_TOKENS, _BART_DECODER, LM(bias=True), max_len=1
+        _MARIAN_TOKENS, _BART_ENCODER, _MARIAN_TOKENS, _BART_DECODER, _BART_HEAD, max_len=1
     ),
-    heads={"MarianMTModel": LM(bias=True), "MarianModel": None},
+    heads={"MarianMTModel": _BART_HEAD, "MarianModel": None},
     config=(
         Key("vocab_size", "source.vocab"),
         Key("decoder_vocab_size", "target.vocab", lambda hf: hf["vocab_size"]),

@@ -26,8 +26,7 @@ INERT = frozenset(
     id2label label2id num_labels _num_labels gradient_checkpointing pretraining_tp chunk_size_feed_forward
     is_encoder_decoder torchscript use_bfloat16 prefix num_beams max_length min_length length_penalty
     early_stopping no_repeat_ngram_size do_sample temperature top_k top_p num_return_sequences
-    classifier_dropout classif_dropout seq_classif_dropout qa_dropout classifier_dropout_prob
-    encoder_layerdrop decoder_layerdrop layerdrop directionality pooler_fc_size pooler_num_attention_heads
+    directionality pooler_fc_size pooler_num_attention_heads
     pooler_num_fc_layers pooler_size_per_head pooler_type _attn_implementation_autoset tie_encoder_decoder
     use_return_dict remove_invalid_values exponential_decay_length_penalty diversity_penalty
     num_beam_groups repetition_penalty typical_p encoder_no_repeat_ngram_size cross_attention_hidden_size

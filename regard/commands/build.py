@@ -145,8 +145,9 @@ def placed(data: dict[str, Any], name: str) -> list[str]:
     first, dot, _ = name.partition(".")
     level = {"": data}
     while level:
-        if found := [f"{where}{name}" for where, part in level.items() if first in part]:
-            return found if dot else [name]
+        if has := [where for where, part in level.items() if first in part]:
+            used = [where for where in has if level[where][first] is not None] or has
+            return [f"{where}{name}" for where in used] if dot else [name]
         level = {
             f"{where}{key}.": inner
             for where, part in level.items()

@@ -64,19 +64,9 @@ def check(config: Config) -> None:
 
 
 def _check_train(train: Train) -> None:
-    optim = train.optim
     if train.precision not in PRECISIONS:
         hint = nearest(train.precision, PRECISIONS)
         raise UsageError(f"train.precision = {train.precision!r} is unknown; {hint}")
-    if train.clip is not None and train.clip <= 0:
-        raise UsageError(f"train.clip = {train.clip}: give a number above 0")
-    if train.patience is not None and train.patience < 1:
-        raise UsageError(f"train.patience = {train.patience}: give 1 or more, or leave it out")
-    if not all(0 <= x < 1 for x in (*optim.betas, optim.momentum)) or optim.eps < 0:
-        raise UsageError(
-            f"train.optim needs betas and momentum from 0 to below 1, and eps of at least 0; got betas={optim.betas}, "
-            f"momentum={optim.momentum}, eps={optim.eps}"
-        )
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import UsageError, nearest
-from regard.layers import LM, MLM, Classify, Head, LMHead, make_head
+from regard.config import Count, Fraction, Positive, UsageError, nearest, ranged
+from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_head
 from regard.models.base import Model
 from regard.models.embedding import Tokens
 from regard.models.encoder_decoder import EncoderDecoder
+from regard.models.start import initialize, start_of
 from regard.models.transformer import Transformer, TransformerConfig
 
 # --- a new head ---------------------------------------------------------------------------------------------------
@@ -30,8 +31,8 @@ def with_head(model: Model, head: Head) -> Model:
 
     A Classify that says nothing but how many labels there are gets the form that suits the body, which transformers can
     read too: BERT's for an encoder, ViT's for images, GPT-2's at the last token for a causal tower. Of an
-    encoder-decoder the encoder is the body, unless the head is an LM. New weights are normal with deviation 0.02, drawn
-    on the CPU: torch.manual_seed decides them. A pooler becomes the dense layer of a head that has the same."""
+    encoder-decoder the encoder is the body, unless the head is an LM. New weights start as the family's, drawn on the
+    CPU: torch.manual_seed decides them. A pooler becomes the dense layer of a head that has the same."""
     if isinstance(model, EncoderDecoder) and not isinstance(head, LM):
         model = _encoder_of(model)
     if not isinstance(model, (Transformer, EncoderDecoder)):
@@ -44,11 +45,9 @@ def with_head(model: Model, head: Head) -> Model:
     if isinstance(head, (LM, MLM)) and not vocab:
         raise UsageError("an image has no vocabulary: put a Classify or Tag head on this model")
     made = make_head(head, dim, vocab)
-    for part in made.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.02)
-            if part.bias is not None:
-                nn.init.zeros_(part.bias)
+    family = getattr(model.origin, "family", "") or model.family
+    start = getattr(model.origin, "start", None) or start_of(model.config, family)
+    initialize(made, start)
     made = made.to(next(model.parameters())).train(model.training)
     if isinstance(made, LMHead):
         made.fresh = True
@@ -80,18 +79,28 @@ def _encoder_of(model: EncoderDecoder) -> Transformer:
 
 
 def _suited(head: Head, model: Transformer) -> Head:
-    """The form of a Classify for this body, where only its labels are said."""
-    if not isinstance(head, Classify):
+    """The form and the dropout of a head for this body, where only its labels are said: those of its folder, or its
+    family's."""
+    if isinstance(head, (LM, MLM)):
         return head
-    causal = model.config.tower.causal
-    if head == Classify(head.labels):
-        if causal:
+    tower = model.config.tower
+    if head == type(head)(head.labels):
+        family = getattr(model.origin, "family", "") or model.family
+        known = getattr(model.origin, "heads", {}).get(head.kind)
+        if known is not None:
+            return replace(known, labels=head.labels)
+        if isinstance(head, Answer):
+            return replace(head, dropout=0.1) if family == "distilbert" else head
+        if isinstance(head, Tag):
+            return replace(head, dropout=0.1 if tower.causal else tower.dropout)
+        if tower.causal:
             return Classify(head.labels, None, "last", bias=False)
         if not isinstance(model.config.embedding, Tokens):
             return Classify(head.labels, None)
-        family = getattr(model.origin, "family", "") or model.family
-        return replace(head, dense="relu") if family == "distilbert" else head
-    if causal and head.token == "first":
+        if family == "distilbert":
+            return replace(head, dense="relu", dropout=0.2)
+        return replace(head, dropout=tower.dropout, dropped_twice=family == "roberta")
+    if isinstance(head, Classify) and tower.causal and head.token == "first":
         raise UsageError(
             "the first token of a causal tower has seen nothing else; say Classify(labels, token='last')"
         )
@@ -117,14 +126,15 @@ def classes_of(model: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
+@ranged
 class LoRA:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685).   y = W x + (alpha / rank) B A x,  A (r in), B (out r)
 
     B starts as 0, so that nothing changes at first; `dropout` acts on the x that A reads."""
 
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: Count = 8
+    alpha: Positive = 16.0
+    dropout: Fraction = 0.0
 
     @property
     def scale(self) -> float:

@@ -8,21 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.config import Count, Fraction, Whole, ranged
 from regard.layers import Norm
 from regard.mask import Span
 from regard.position import Learned, PositionVectors, Sinusoidal
 
 
 @dataclass(frozen=True)
+@ranged
 class Tokens:
     """Token embeddings, with what is added to them: positions, segment types, a norm."""
 
-    vocab: int
+    vocab: Count
     position: Learned | Sinusoidal | None = None
-    types: int = 0
+    types: Whole = 0
     scaled: bool = False  # times sqrt(dim)
     norm: Norm | None = None
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     kind: str = "tokens"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.attention import GQA, Context, check_backend
 from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec, Contiguous
-from regard.config import UsageError
+from regard.config import Count, UsageError, ranged
 from regard.layers import LM, make_head
 from regard.mask import Full, Mask, Span
 from regard.models.base import Model, check_ids, check_source, positions
@@ -20,6 +20,7 @@ from regard.models.vision import PatchEmbedding, Patches
 
 
 @dataclass(frozen=True)
+@ranged
 class EncoderDecoderConfig:
     """An encoder reads the source (tokens or an image), a causal decoder attends to it and writes the target."""
 
@@ -29,7 +30,7 @@ class EncoderDecoderConfig:
     decoder: Tower
     head: LM | None = LM()
     shared: bool = True  # one embedding table for source and target
-    max_len: int | None = None
+    max_len: Count | None = None
     kind: str = "encoder_decoder"
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.attention import Context
 from regard.attention.scores import check_score
 from regard.cache import Cache, CacheSpec, Contiguous
-from regard.config import UsageError
+from regard.config import Count, Fraction, UsageError, ranged
 from regard.layers import LM, make_head
 from regard.mask import Causal, Full, Span
 from regard.models.base import Model, check_ids, check_source, positions
@@ -24,17 +24,18 @@ from regard.models.cells import CELLS, BahdanauDecoder, LuongDecoder, Recurrence
 
 
 @dataclass(frozen=True)
+@ranged
 class RecurrentConfig:
     """A language model of stacked cells. `attention` is the score (dot, scaled_dot, bilinear, additive) by which each
     state looks back at the states so far, itself among them; None: the state is all there is."""
 
-    vocab: int
-    dim: int
-    layers: int = 1
+    vocab: Count
+    dim: Count
+    layers: Count = 1
     cell: str = "gru"
     attention: str | None = None
     tied: bool = True
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     kind: str = "recurrent"
 
     def __post_init__(self) -> None:
@@ -104,19 +105,20 @@ class Recurrent(Model):
 
 
 @dataclass(frozen=True)
+@ranged
 class Seq2SeqConfig:
     """An encoder reads the source, its last state starts the decoder. `attention` None: that is all the decoder knows
     (Sutskever et al. 2014); additive: Bahdanau's decoder; dot, scaled_dot, bilinear: Luong's."""
 
-    vocab: int
-    source_vocab: int
-    dim: int
-    layers: int = 1
+    vocab: Count
+    source_vocab: Count
+    dim: Count
+    layers: Count = 1
     cell: str = "gru"
     attention: str | None = "additive"
     bidirectional: bool = False  # the encoder, each direction of width `dim`
     tied: bool = False
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     kind: str = "recurrent_seq2seq"
 
     def __post_init__(self) -> None:
@@ -267,10 +269,6 @@ class Seq2Seq(Model):
 
 def _check(config: RecurrentConfig | Seq2SeqConfig, memory_dim: int) -> None:
     c = config
-    if min(c.vocab, c.dim, c.layers) < 1:
-        raise UsageError(
-            f"vocab, dim and layers must be at least 1, got {c.vocab}, {c.dim}, {c.layers}"
-        )
     if c.cell not in CELLS:
         raise UsageError(f"cell={c.cell!r} is unknown; choose one of {', '.join(CELLS)}")
     if c.attention is not None:

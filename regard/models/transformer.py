@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec
-from regard.config import UsageError
+from regard.config import Count, UsageError, ranged
 from regard.layers import LM, MLM, Answer, Classify, Tag, activation, make_head
 from regard.mask import Mask, Span
 from regard.models.base import Model, check_ids, positions
@@ -21,6 +21,7 @@ from regard.models.vision import PatchEmbedding, Patches
 
 
 @dataclass(frozen=True)
+@ranged
 class TransformerConfig:
     """Decoder-only (tower.causal) or encoder-only, on tokens or image patches."""
 
@@ -30,7 +31,7 @@ class TransformerConfig:
     pooler: str | None = (
         None  # activation of a dense layer on the first token (BERT's pooled vector)
     )
-    max_len: int | None = None
+    max_len: Count | None = None
     kind: str = "transformer"
 
     def make(self) -> Transformer:

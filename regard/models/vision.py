@@ -7,19 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.config import UsageError
+from regard.config import Count, Fraction, UsageError, Whole, ranged
 
 
 @dataclass(frozen=True)
+@ranged
 class Patches:
     """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand
     in front (1: the class token; 2: DeiT's distillation token as well)."""
 
-    size: int = 224
-    patch: int = 16
-    channels: int = 3
-    extra: int = 1
+    size: Count = 224
+    patch: Count = 16
+    channels: Count = 3
+    extra: Whole = 1
     bias: bool = True
+    dropout: Fraction = 0.0
     kind: str = "patches"
 
     def __post_init__(self) -> None:
@@ -40,6 +42,7 @@ class PatchEmbedding(nn.Module):
         self.project = nn.Conv2d(c.channels, dim, c.patch, stride=c.patch, bias=c.bias)
         self.extra = nn.Parameter(torch.zeros(c.extra, dim))
         self.position = nn.Parameter(torch.empty(c.extra + c.count, dim).normal_(std=0.02))
+        self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
         c = self.config
@@ -52,4 +55,5 @@ class PatchEmbedding(nn.Module):
         if len(images) == 0:
             raise UsageError("empty batch: give at least one image")
         x = self.project(images.to(self.project.weight.dtype)).flatten(2).transpose(1, 2)  # b n m
-        return torch.cat([self.extra.expand(len(x), -1, -1), x], 1) + self.position
+        x = torch.cat([self.extra.expand(len(x), -1, -1), x], 1) + self.position
+        return self.dropout(x)

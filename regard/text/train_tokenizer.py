@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from regard.config import UsageError, nearest
+from regard.config import Count, UsageError, nearest, ranged
 from regard.text import unigram
 from regard.text.build import SPACE
 from regard.text.folder import blaming
@@ -37,6 +37,7 @@ LONG = 128  # characters of a word; longer ones are learned from in parts
 
 
 @dataclass(frozen=True)
+@ranged
 class Recipe:
     """What is to be learned.
 
@@ -46,7 +47,7 @@ class Recipe:
     text. `special` names them by their part instead, and `more` has others; ids begin with them, in order."""
 
     kind: str = "bpe"
-    vocab: int = 8000
+    vocab: Count = 8000
     task: str = "lm"
     special: dict[str, str] | None = None
     more: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class Recipe:
         None  # what is put around a text: none, start, end, both; None: as the task has it
     )
     lower: bool = False
-    min_count: int = 2  # pairs seen less often are not merged
+    min_count: Count = 2  # pairs seen less often are not merged
 
     def __post_init__(self) -> None:
         choices = {"kind": KINDS, "task": TASKS, "around": (*AROUND, None)}
@@ -68,8 +69,6 @@ class Recipe:
                 raise UsageError(f"special token {part!r} is unknown; {nearest(part, PARTS)}")
         if "" in self.tokens or len(set(self.tokens)) < len(self.tokens):
             raise UsageError(f"special tokens must differ and not be empty, got {self.tokens}")
-        if self.min_count < 1:
-            raise UsageError(f"min_count = {self.min_count}: give a number from 1")
         if self.kind in ("bpe", "wordpiece", "unigram") and self.vocab <= len(self.tokens):
             raise UsageError(
                 f"vocab = {self.vocab} leaves no room beside {len(self.tokens)} special tokens"

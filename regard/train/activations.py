@@ -91,7 +91,7 @@ def _embedding(config: Tokens | Patches, tower: Tower, run: Pass) -> int:
     """A token, on its way into a tower of this width."""
     m = tower.dim
     if isinstance(config, Patches):
-        return 4 * config.channels * config.patch**2
+        return 4 * config.channels * config.patch**2 + (4 * m if config.dropout else 0)
     norm = _norm(config.norm, m, run) if config.norm else 0
     return 8 + norm + (4 * m if config.dropout else 0)
 
@@ -112,13 +112,15 @@ def _tower(tower: Tower, run: Pass, t: int, s: int, masked: bool) -> Kept:
     site = Site(run, t, t, m, masked, tower.relative is not None)
     same = n * (_norm(tower.norm, m, run) * (3 if tower.cross else 2))
     if tower.dropout:
-        same += n * m * run.dropped * (3 if tower.cross else 2)
+        parts = (3 if tower.cross else 2) if tower.attention_dropped else 1
+        same += n * m * run.dropped * parts
     if tower.cross is not None:
         there = replace(site, s=s, memory=tower.memory_dim or m, masked=run.masked, bias=False)
         same += attention(tower.cross, there)
     layers = zip(tower.each("attention"), tower.each("ffn"), strict=True)
     blocks = tuple(same + attention(a, site) + n * _ffn(f, m, run) for a, f in layers)
     around = n * _norm(tower.norm, m, run) if tower.final_norm else 0
+    around += n * 4 * m if tower.dropout and tower.end_dropped else 0
     if tower.relative is not None:
         around += 8 * t * t * (run.rows if masked else 1)
     return Kept(blocks, (4 * n * m,) * len(blocks), around)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from regard.config import UsageError, nearest
+from regard.config import Count, Fraction, Positive, UsageError, nearest, ranged
 from regard.layers import LMHead
 from regard.models import Model
 from regard.models.adapt import LoRA, inject
@@ -19,6 +19,7 @@ QUERIES_AND_VALUES = ("wq", "wv", "w_uq", "w_ukv")  # of GQA, and of MLA
 
 
 @dataclass(frozen=True)
+@ranged
 class Adapt:
     """Method "full": everything learns; "frozen": the head alone; "lora": LoRA on the linear layers that `targets`
     name, and the head, unless it is a vocabulary's that came with the model.
@@ -28,20 +29,15 @@ class Adapt:
     model reaches, are left as they are."""
 
     method: str = "full"
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: Count = 8
+    alpha: Positive = 16.0
+    dropout: Fraction = 0.0
     targets: tuple[str, ...] | str = QUERIES_AND_VALUES
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise UsageError(
                 f"adapt.method = {self.method!r} is unknown; {nearest(self.method, METHODS)}"
-            )
-        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
-            raise UsageError(
-                "LoRA needs a rank of at least 1, alpha above 0 and dropout from 0 to below 1; got "
-                f"rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
             )
         if not self.targets:
             raise UsageError('adapt.targets is empty; name layers such as wq, or say "all"')

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from regard.config import UsageError
+from regard.config import Amount, Positive, Share, UsageError, ranged
 from regard.train.batch import IGNORE, Batch, Feed
 
 Corruption = Callable[[Batch, Generator], Batch]
@@ -47,6 +47,7 @@ class Marks:
 
 
 @dataclass(frozen=True, eq=False)
+@ranged
 class MaskTokens:
     """BERT (Devlin et al. 2019, 3.1): each token is selected with probability `rate`; of the selected 80 % become the
     mask, 10 % another token, 10 % stay. Only the selected have a label.
@@ -54,7 +55,7 @@ class MaskTokens:
     With `begins` (V), true for tokens that begin a word, whole words are selected."""
 
     marks: Marks
-    rate: float = 0.15
+    rate: Share = 0.15
     begins: Tensor | None = None
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
@@ -77,13 +78,14 @@ class MaskTokens:
 
 
 @dataclass(frozen=True)
+@ranged
 class Spans:
     """T5 (Raffel et al. 2020, 3.1.4): spans of `mean` tokens on average, `rate` of all, each become one sentinel; the
     target lists every sentinel with what it stands for."""
 
     marks: Marks
-    rate: float = 0.15
-    mean: float = 3.0
+    rate: Share = 0.15
+    mean: Positive = 3.0
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         end = self.marks.need("end")
@@ -98,14 +100,15 @@ class Spans:
 
 
 @dataclass(frozen=True, eq=False)
+@ranged
 class Infill:
     """BART (Lewis et al. 2020, 2.2): spans of Poisson(`mean`) tokens, `rate` of all, each become one mask, and a span
     of none puts a mask in; with `stops` (V), true for tokens that end a sentence, sentences are shuffled before. The
     target is the text."""
 
     marks: Marks
-    rate: float = 0.3
-    mean: float = 3.0
+    rate: Share = 0.3
+    mean: Amount = 3.0
     stops: Tensor | None = None
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:

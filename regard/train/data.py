@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.config import UsageError, nearest
+from regard.config import Count, Fraction, Share, UsageError, Whole, nearest, ranged
 from regard.train.examples import ImageFeed, LabelFeed, PairFeed
 from regard.train.feed import Base, Batching, TextFeed
 from regard.train.files import DataError
@@ -49,6 +49,7 @@ USED_ROLES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+@ranged
 class Data:
     """Which files, how they are read (see Source), and how they become batches (see Batching and TextFeed).
 
@@ -59,31 +60,25 @@ class Data:
     target: Names = ()
     valid: Names = ()
     valid_target: Names = ()
-    held: float = 0.0
+    held: Fraction = 0.0
     format: str = "auto"
     unit: str = "file"
     marker: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
     header: bool | None = None
-    size: int | None = None
-    length: int | None = None
-    rows: int | None = None
-    tokens: int | None = None
+    size: Count | None = None
+    length: Count | None = None
+    rows: Count | None = None
+    tokens: Count | None = None
     overlong: str = "error"
-    multiple: int = 1
+    multiple: Count = 1
     pack: str = "documents"
-    shift: int = 0  # pictures: see ImageFeed
+    shift: Whole = 0  # pictures: see ImageFeed
     flip: bool = False
-    erase: int = 0
-    paste: float = 0.0
+    erase: Whole = 0
+    paste: Share = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.held < 1.0:
-            raise UsageError(f"held = {self.held}: give a share from 0 to 1, for example 0.1")
-        for name, least in (("shift", 0), ("erase", 0), ("size", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name} = {value}: give a number from {least}")
         if self.overlong not in OVERLONG:
             raise UsageError(
                 f"overlong = {self.overlong!r} is unknown; {nearest(self.overlong, OVERLONG)}"

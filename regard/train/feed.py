@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.config import UsageError, nearest
+from regard.config import Count, Seed, UsageError, nearest, ranged
 from regard.train.batch import IGNORE, Batch
 from regard.train.files import DataError
 from regard.train.pack import Buckets, Deck, Tiles, best_fit, cut, framed, ranges
@@ -25,26 +25,21 @@ PACKS = ("documents", "stream", "windows", "none")
 
 
 @dataclass(frozen=True)
+@ranged
 class Batching:
     """How examples become batches: at most `rows` rows and `tokens` tokens (of a side, padding included) in each.
 
     A row has at most `length` tokens; `overlong` says what happens to longer examples. Padding reaches to a multiple of
     `multiple`."""
 
-    length: int | None = None
-    rows: int | None = None
-    tokens: int | None = None
+    length: Count | None = None
+    rows: Count | None = None
+    tokens: Count | None = None
     overlong: str = "error"
-    multiple: int = 1
-    seed: int = 0
+    multiple: Count = 1
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        for name in ("length", "rows", "tokens", "multiple"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} = {value}: give a number from 1")
-        if not 0 <= self.seed < 1 << 63:
-            raise UsageError(f"seed = {self.seed}: give a number from 0 to 2^63 - 1")
         if self.rows is None and self.tokens is None:
             raise UsageError("say how large a batch is: rows = N, or tokens = N")
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.config import UsageError, nearest
+from regard.config import Fraction, UsageError, Whole, nearest, ranged
 from regard.kernels.gpu_loss import turn
 from regard.layers import LMHead
 from regard.train.batch import IGNORE
@@ -30,6 +30,7 @@ SMOOTHINGS = ("V-1", "V", "V-2")
 
 
 @dataclass(frozen=True)
+@ranged
 class Smoothing:
     """q of the label is `top`, of every other word `share`, of `padding` 0: three definitions are in use.
 
@@ -37,9 +38,9 @@ class Smoothing:
     "V":   top = 1 - eps + eps / V, share = eps / V   (torch, Hugging Face);
     "V-2": top = 1 - eps, share = eps / (V-2), with a padding id, which is no label   (The Annotated Transformer)."""
 
-    eps: float
+    eps: Fraction
     over: str = "V-1"
-    padding: int | None = None
+    padding: Whole | None = None
 
     def __post_init__(self) -> None:
         if self.over not in SMOOTHINGS:
@@ -47,8 +48,6 @@ class Smoothing:
             raise UsageError(f"label smoothing over {self.over!r} is unknown; {hint}")
         if (self.over == "V-2") != (self.padding is not None):
             raise UsageError('label smoothing over "V-2", and no other, needs the padding id')
-        if not 0 <= self.eps < 1:
-            raise UsageError(f"label smoothing is {self.eps}; give a number from 0 to below 1")
 
     def share(self, vocab: int) -> float:
         return self.eps / {"V-1": vocab - 1, "V": vocab, "V-2": vocab - 2}[self.over]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.config import UsageError, nearest
+from regard.config import Amount, Fraction, Positive, UsageError, nearest, ranged
 from regard.layers import LMHead
 from regard.models.embedding import TokenEmbedding
 from regard.models.vision import PatchEmbedding
@@ -52,27 +52,25 @@ OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
+@ranged
 class Optim:
     """AdamW (Loshchilov and Hutter 2019) for all; or Muon (Jordan et al. 2024) for matrices of two axes and AdamW for
     the rest, at one rate: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982)."""
 
     name: str = "adamw"
-    lr: float = 1e-3
-    decay: float = 0.1
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.95  # Muon's
+    lr: Positive = 1e-3
+    decay: Amount = 0.1
+    betas: tuple[Fraction, ...] = (0.9, 0.95)
+    eps: Amount = 1e-8
+    momentum: Fraction = 0.95  # Muon's
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             raise UsageError(
                 f"optimiser {self.name!r} is unknown; {nearest(self.name, OPTIMIZERS)}"
             )
-        if self.lr <= 0 or self.decay < 0 or len(self.betas) != 2:
-            raise UsageError(
-                f"the optimiser needs lr above 0, decay of at least 0 and two betas; got lr={self.lr}, "
-                f"decay={self.decay}, betas={self.betas}"
-            )
+        if len(self.betas) != 2:
+            raise UsageError(f"optim.betas = {self.betas}: give two numbers, such as 0.9, 0.95")
 
 
 class Optimizer:

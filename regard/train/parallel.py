@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard.attention.select import SparseAttention
-from regard.config import UsageError, divisors, nearest
+from regard.config import Count, UsageError, divisors, nearest, ranged
 from regard.train.batch import Batch
 from regard.train.pulse import Pulse
 
@@ -33,23 +33,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+@ranged
 class Parallel:
     """How processes share the work. "ddp": each has the model and a part of the batch. "fsdp": weights and optimiser
     are shared out too, and put together layer by layer. "tensor": `degree` processes (default: all) split heads and
     feed-forwards between them; groups of so many share batch and weights out, as in fsdp."""
 
     mode: str = "ddp"
-    degree: int | None = None
+    degree: Count | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(
                 f"train.parallel.mode = {self.mode!r} is unknown; {nearest(self.mode, MODES)}"
             )
-        if self.degree is not None and (self.degree < 1 or self.mode != "tensor"):
-            raise UsageError(
-                f"train.parallel.degree = {self.degree}: give a number from 1, with mode tensor"
-            )
+        if self.degree is not None and self.mode != "tensor":
+            raise UsageError(f"train.parallel.degree = {self.degree}: it is for mode tensor alone")
 
 
 class Lost(UsageError):

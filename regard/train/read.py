@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from regard.config import UsageError, nearest
+from regard.config import Count, UsageError, nearest, ranged
 from regard.train.files import DataError, decoded, found, lines, needed, opened
 
 Record = dict[str, Any]
@@ -24,6 +24,7 @@ ROLES = ("text", "second", "source", "target", "label", "words", "tags", "start"
 
 
 @dataclass(frozen=True)
+@ranged
 class Source:
     """Files of one format, read one after another; names may hold * and ?.
 
@@ -37,7 +38,7 @@ class Source:
     marker: str = ""  # a text that stands between documents, for example <|endoftext|>
     columns: dict[str, Any] = field(default_factory=dict)
     header: bool | None = None
-    size: int | None = None  # pictures are scaled to size x size
+    size: Count | None = None  # pictures are scaled to size x size
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from regard.config import UsageError, nearest
+from regard.config import Count, Share, UsageError, Whole, nearest, ranged
 
 
 def noam(step: int, dim: int, warmup: int) -> float:
@@ -18,6 +18,7 @@ def noam(step: int, dim: int, warmup: int) -> float:
 
 
 @dataclass(frozen=True)
+@ranged
 class Schedule:
     """A linear warm-up to 1 over `warmup` steps, then a `shape` that ends at step `steps` and stays there.
 
@@ -26,21 +27,19 @@ class Schedule:
     """
 
     shape: str = "cosine"
-    steps: int = 1000
-    warmup: int = 0
-    floor: float = 0.0
-    decay: int = 0
+    steps: Count = 1000
+    warmup: Whole = 0
+    floor: Share = 0.0
+    decay: Whole = 0
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise UsageError(f"schedule {self.shape!r} is unknown; {nearest(self.shape, SHAPES)}")
-        if self.steps < 1 or not 0 <= self.warmup <= self.steps:
+        if self.warmup > self.steps:
             raise UsageError(
                 f"a schedule of {self.steps} steps cannot warm up for {self.warmup}; "
-                f"give steps of at least 1 and warmup from 0 to steps"
+                f"give warmup from 0 to steps"
             )
-        if not 0 <= self.floor <= 1:
-            raise UsageError(f"schedule.floor is {self.floor}, a share of the peak; give 0 to 1")
         if self.shape == "noam" and not self.warmup:
             raise UsageError("the noam schedule falls from its warm-up: give warmup of at least 1")
         if (self.shape == "wsd") != (self.decay > 0) or self.warmup + self.decay > self.steps:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from regard.config import UsageError, nearest
+from regard.config import Count, Positive, Seed, UsageError, Whole, nearest, ranged
 from regard.kernels import native
 from regard.train.batch import Ahead, Feed, Objective
 from regard.train.evaluate import METRICS, better
@@ -43,6 +43,7 @@ Measure = Callable[
 
 
 @dataclass(frozen=True)
+@ranged
 class Train:
     """How to train. `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `parts`:
     micro-batches of a step. `metric`: what the best model is best at; `patience`: evaluations without a better one
@@ -50,33 +51,24 @@ class Train:
     best. `nan`: what to do with a step whose loss or gradient is not finite: stop, skip it, or go back to the last
     checkpoint and leave it out."""
 
-    steps: int = 1000
-    seed: int = 42
-    parts: int = 1
-    clip: float | None = 1.0
+    steps: Count = 1000
+    seed: Seed = 42
+    parts: Count = 1
+    clip: Positive | None = 1.0
     precision: str = "fp32"
     recompute: bool = False
     compile: bool = False
-    evaluate: int = 0
-    save: int = 0
+    evaluate: Whole = 0
+    save: Whole = 0
     metric: str = "loss"
-    patience: int | None = None
-    average: int = 0
+    patience: Count | None = None
+    average: Whole = 0
     nan: str = "stop"
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
     parallel: Parallel = Parallel()
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("steps", 1),
-            ("parts", 1),
-            ("evaluate", 0),
-            ("save", 0),
-            ("average", 0),
-        ):
-            if getattr(self, name) < least:
-                raise UsageError(f"train.{name} = {getattr(self, name)}: give {least} or more")
         if self.metric not in METRICS:
             raise UsageError(
                 f"train.metric = {self.metric!r} is unknown; {nearest(self.metric, METRICS)}"

@@ -59,11 +59,12 @@ def case(name: str, architecture: str, *settings: Settings, **more: Any) -> Case
 
 BASE = dict(vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=3)
 BASE |= dict(intermediate_size=20, max_position_embeddings=40)
+KV = dict(BASE, num_key_value_heads=3)
 GPT = dict(vocab_size=50, n_embd=24, n_layer=2, n_head=3, n_positions=40)
 GPT |= dict(bos_token_id=1, eos_token_id=2)
 LATENT = dict(kv_lora_rank=16, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, n_group=2)
-DEEPSEEK = {**BASE, **LATENT, **EXPERTS, "first_k_dense_replace": 1, "topk_group": 1}
+DEEPSEEK = {**KV, **LATENT, **EXPERTS, "first_k_dense_replace": 1, "topk_group": 1}
 INDEX = dict(index_head_dim=16, index_n_heads=7)
 DISTIL = dict(vocab_size=50, dim=24, n_layers=2, n_heads=3, hidden_dim=20)
 DISTIL |= dict(max_position_embeddings=40)
@@ -162,6 +163,16 @@ DECODERS = [
     case("deepseek-v32-body", "DeepseekV32Model", DEEPSEEK, INDEX, index_topk=1),
 ]  # fmt: skip
 
+LABELLED = [
+    case(f"{label.lower()}-{head}", f"{label}{head}", settings, num_labels=3, pad_token_id=0)
+    for label, settings in {
+        "GPT2": GPT, "Llama": BASE, "Mistral": KV, "Mixtral": KV, "Qwen2": KV, "Qwen3": KV,
+        "DeepseekV2": DEEPSEEK, "DeepseekV3": DEEPSEEK,
+    }.items()
+    for head in ("ForSequenceClassification", "ForTokenClassification")
+    if f"{label}{head}" != "DeepseekV2ForTokenClassification"
+]  # fmt: skip
+
 ENCODERS = [
     case(f"{family}-{head or 'body'}", f"{label}{head or 'Model'}", settings, num_labels=labels)
     for family, label, settings in (
@@ -218,12 +229,14 @@ SEQ2SEQ = [
          decoder_attention_heads=3),
     case("marian-untied", _MARIAN, MARIAN, tie_word_embeddings=False),
     case("t5-body", "T5Model", T5),
+    case("marian-body", "MarianModel", MARIAN),
     case("bart-body", "BartModel", BART),
     case("bart-body-untied", "BartModel", BART, tie_word_embeddings=False),
 ]  # fmt: skip
 
-CASES = {c.name: c for c in (*DECODERS, *ENCODERS, *IMAGES, *SEQ2SEQ)}
-assert len(CASES) == len(DECODERS) + len(ENCODERS) + len(IMAGES) + len(SEQ2SEQ)
+_ALL = [*DECODERS, *LABELLED, *ENCODERS, *IMAGES, *SEQ2SEQ]
+CASES = {c.name: c for c in _ALL}
+assert len(CASES) == len(_ALL)
 
 ONE_A_FAMILY = [
     "gpt2", "llama-mqa", "mistral", "qwen2", "qwen3", "mixtral", "deepseek-v2", "deepseek-v3",
@@ -243,18 +256,19 @@ class Peer:
     folder: Path
 
 
-def batch(config: Any) -> dict[str, Tensor]:
+def batch(config: Any, seed: int = 1) -> dict[str, Tensor]:
     """A ragged, right-padded batch in our words: what to give `model(**batch)`."""
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator().manual_seed(seed)
     if hasattr(config, "image_size"):
         size = (2, config.num_channels, config.image_size, config.image_size)
         return {"ids": torch.randn(size, generator=g)}
     vocab = getattr(config, "decoder_vocab_size", None) or config.vocab_size
     words = torch.randint(3, min(vocab, 43), (3, 11), generator=g)
     lengths = torch.tensor([11, 4, 7])
-    if config.model_type in ("roberta", "xlm-roberta"):  # it counts positions by the padding id
-        words = torch.where(real(lengths, 11), words, config.pad_token_id)
     if not config.is_encoder_decoder:
+        # RoBERTa counts positions by the padding id, a decoder's label is read before it
+        if config.pad_token_id is not None:
+            words = torch.where(real(lengths, 11), words, config.pad_token_id)
         return {"ids": words, "lengths": lengths}
     source = torch.randint(3, 43, (3, 9), generator=g)
     source_lengths = torch.tensor([5, 9, 3])

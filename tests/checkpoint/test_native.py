@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import regard
 from regard.checkpoint.hf import Origin
 from regard.checkpoint.hf_save import _express
-from regard.config import to_dict
 from regard.presets import PRESETS
 from tests.checkpoint.families import error
+from tests.tiny import answer, tiny
 
 TEXT = dict(dim=24, layers=2, vocab=50)
 GPT = dict(TEXT, heads=3, ffn_dim=20, max_len=40)
@@ -43,21 +42,6 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "value-heads-of-their-own-width": ("llama", dict(GPT, kv_heads=1, value_dim=5)),
     "two-feed-forwards": ("llama", dict(GPT, kv_heads=1, ffn=(regard.MLP(9), regard.MoE(3, 2, 7)))),
 }  # fmt: skip
-
-
-def answer(model: regard.Model) -> Tensor:
-    """What the model says to a ragged batch of its kind."""
-    g = torch.Generator().manual_seed(1)
-    ids, lengths = torch.randint(43, (2, 7), generator=g), torch.tensor([7, 4])
-    c = to_dict(model.config)
-    if c["kind"] == "recurrent_seq2seq" or "source" in c:
-        patches = c.get("source", {}).get("kind") == "patches"
-        source = torch.randn(2, 3, 12, 12, generator=g) if patches else ids.flip(1)
-        more = {} if patches else {"source_lengths": torch.tensor([3, 7])}
-        return model(ids, lengths, source=source, **more)
-    if c.get("embedding", {}).get("kind") == "patches":
-        return model(torch.randn(2, 3, 12, 12, generator=g))
-    return model(ids, lengths)
 
 
 def assert_same(one: regard.Model, other: regard.Model) -> None:
@@ -102,32 +86,6 @@ def test_loaded_model_that_outgrew_its_family_saves_as_regard(tmp_path: Path) ->
 
 
 # --- presets ------------------------------------------------------------------------------------------------------
-
-TINY = dict(
-    layers=2, dim=24, vocab=50, source_vocab=50, max_len=40, heads=6, kv_heads=2, head_dim=8
-)
-TINY |= dict(ffn_dim=20, size=12, patch=4, experts=16, active=2, latent=16, query_latent=12, topk=5)
-TINY |= dict(window=5, labels=5)
-
-
-def set_somewhere(data: Any) -> set[str]:
-    """The names that a config sets to anything but None."""
-    if isinstance(data, list):
-        return set().union(*map(set_somewhere, data))
-    if not isinstance(data, dict):
-        return set()
-    inner = set().union(*map(set_somewhere, data.values()))
-    return inner | {name for name, value in data.items() if value is not None}
-
-
-def tiny(name: str, **more: Any) -> regard.Model:
-    has = set_somewhere(to_dict(PRESETS[name][1]()))
-    changes = {key: value for key, value in TINY.items() if key in has}
-    if "deepseek" in name:
-        changes["layers"] = 4  # dense ones first
-    torch.manual_seed(0)
-    return regard.build(name, **changes, **more)
-
 
 IN_FAMILY = [name for name, (family, _) in PRESETS.items() if family]
 

@@ -292,7 +292,7 @@ def test_seq2seq_bad_lengths_leave_the_cache_empty():
     [
         ({"cell": "rnn"}, "elman, gru, lstm"),
         ({"attention": "luong"}, "dot, scaled_dot, bilinear, additive"),
-        ({"layers": 0}, "layers must be at least 1"),
+        ({"layers": 0}, "layers = 0: give 1 or more"),
     ],
 )
 def test_config_wrong_setting_names_the_choices(settings, message):

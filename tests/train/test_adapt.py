@@ -98,7 +98,7 @@ def test_new_head_is_decided_by_the_seed() -> None:
     [
         ("gpt2", Classify(3, None, "last", False)),
         ("llama", Classify(3, None, "last", False)),
-        ("bert", Classify(3, "tanh")),
+        ("bert", Classify(3, "tanh", dropout=0.1)),
         ("vit", Classify(3, None)),
     ],
 )
@@ -238,9 +238,9 @@ def test_indexer_is_left_as_it_is() -> None:
     "settings, said",
     [
         (dict(method="lorra"), "adapt.method = 'lorra' is unknown; did you mean 'lora'?"),
-        (dict(rank=0), "a rank of at least 1"),
-        (dict(alpha=0.0), "alpha above 0"),
-        (dict(dropout=1.0), "dropout from 0 to below 1"),
+        (dict(rank=0), "adapt.rank = 0: give 1 or more"),
+        (dict(alpha=0.0), "adapt.alpha = 0.0: give more than 0"),
+        (dict(dropout=1.0), "adapt.dropout = 1.0: give 0 to less than 1"),
         (dict(targets=()), "adapt.targets is empty"),
     ],
 )

@@ -294,7 +294,7 @@ def test_settings_that_cannot_be_are_one_sentence() -> None:
     for wrong, sentence in (
         ({"pack": "packed"}, "pack = 'packed' is unknown"),
         ({"overlong": "cut"}, "overlong = 'cut' is unknown"),
-        ({"length": 0}, "length = 0: give a number from 1"),
+        ({"length": 0}, "length = 0: give 1 or more"),
         ({"length": None}, "needs the length of a row"),
         ({"rows": None}, "say how large a batch is"),
         ({"seed": -1}, "seed = -1"),

@@ -191,7 +191,10 @@ def test_optimizer_refuses_a_state_that_does_not_fit() -> None:
 def test_optim_settings_are_checked_and_readable() -> None:
     config = Optim("muon", lr=0.02)
     assert from_dict(Optim, json.loads(json.dumps(to_dict(config)))) == config
-    for settings, why in (({"name": "adam"}, "did you mean 'adamw'"), ({"lr": 0.0}, "lr above 0")):
+    for settings, why in (
+        ({"name": "adam"}, "did you mean 'adamw'"),
+        ({"lr": 0.0}, "optim.lr = 0.0: give more than 0"),
+    ):
         with pytest.raises(UsageError, match=why):
             Optim(**settings)
     model = decoder().requires_grad_(False)

@@ -1,0 +1,118 @@
+"""How a new model starts: the weights of each family as its paper and transformers draw them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention.multihead import GroupedQueryAttention
+from regard.block import Stack
+from regard.config import Positive, ranged
+from regard.layers import LMHead, RMSNorm
+from regard.models.embedding import TokenEmbedding
+from regard.models.vision import PatchEmbedding
+from regard.moe import MixtureOfExperts
+from regard.position import Learned, PositionVectors
+
+
+@dataclass(frozen=True)
+@ranged
+class Start:
+    """Weights are normal with deviation `std`, biases 0, norms 1. What the schemes do otherwise:
+
+    "gpt2": what writes into the stream has std / sqrt(2 layers), so that depth does not widen it;
+    "t5": a matrix has std / sqrt(inputs), queries by sqrt(head_dim) less, for scores are not scaled; tables have `std`;
+    "xavier": matrices are uniform, as wide as inputs and outputs together ask; tables 1 / sqrt(dim) where the
+    embedding multiplies by sqrt(dim) (Vaswani et al. 2017);
+    "deit": class tokens and positions are 0."""
+
+    scheme: str = "normal"
+    std: Positive = 0.02
+
+
+# Hugging Face's family -> how it starts, where that is not Start()
+STARTS: dict[str, Start] = {
+    "gpt2": Start("gpt2"),
+    "t5": Start("t5", 1.0),
+    "deit": Start("deit"),
+}
+
+
+def start_of(config: Any, family: str = "") -> Start:
+    """A family's; without one 2017's for norms after the sum, GPT-2's for norms before it."""
+    if family:
+        return STARTS.get(family, Start())
+    tower = getattr(config, "decoder", None) or getattr(config, "tower", None)
+    return Start("xavier" if getattr(tower, "order", "") == "post" else "gpt2")
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, start: Start) -> None:
+    """Draw all weights anew, in place. Cells of recurrent models keep torch's own start."""
+    for part in model.modules():
+        if isinstance(part, (nn.Linear, nn.Conv2d)):
+            _matrix(part.weight, start)
+        elif isinstance(part, (nn.LayerNorm, RMSNorm)):
+            nn.init.ones_(part.weight)
+        elif isinstance(part, MixtureOfExperts):
+            for weight in (part.gate, part.up, part.down):
+                _matrix(weight, start)
+        elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
+            _tables(part, start)
+        elif isinstance(part, LMHead) and part.weight is not None:
+            xavier = start.scheme == "xavier"
+            nn.init.normal_(part.weight, std=part.weight.shape[1] ** -0.5 if xavier else start.std)
+        elif isinstance(part, Stack):
+            _stack(part, start)
+        if isinstance(part, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and part.bias is not None:
+            nn.init.zeros_(part.bias)
+    # after the matrices inside them
+    for part in model.modules():
+        if isinstance(part, Stack) and start.scheme == "gpt2":
+            for block in part.blocks:
+                _into_stream(block, start.std / (2 * len(part.blocks)) ** 0.5)
+        if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
+            part.wq.weight.div_(part.d**0.5)
+
+
+def _matrix(weight: Tensor, start: Start) -> None:
+    """(out in), or a stack of them."""
+    if start.scheme == "xavier":
+        for each in weight if weight.dim() == 3 else (weight,):
+            nn.init.xavier_uniform_(each)
+    else:
+        inputs = weight.shape[-1] if start.scheme == "t5" else 1
+        nn.init.normal_(weight, std=start.std / inputs**0.5)
+
+
+def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Start) -> None:
+    std = 0.02 if start.scheme == "xavier" else start.std
+    for name, table in part.named_parameters(recurse=False):
+        nn.init.normal_(table, std=std)
+        if isinstance(part, PatchEmbedding) and start.scheme == "deit":
+            nn.init.zeros_(table)
+        if isinstance(part, TokenEmbedding) and name == "weight" and start.scheme == "xavier":
+            nn.init.normal_(table, std=table.shape[1] ** -0.5 if part.config.scaled else std)
+    config = part.config
+    if (
+        isinstance(part, PositionVectors)
+        and isinstance(config, Learned)
+        and config.skip is not None
+    ):
+        # of padding
+        part.weight[config.offset - 1].zero_()
+
+
+def _stack(stack: Stack, start: Start) -> None:
+    if stack.relative is not None and hasattr(stack.relative, "weight"):
+        inputs = stack.config.dim if start.scheme == "t5" else 1
+        nn.init.normal_(stack.relative.weight, std=start.std / inputs**0.5)
+
+
+def _into_stream(block: nn.Module, std: float) -> None:
+    for name, weight in block.named_parameters():
+        if name.endswith(("wo.weight", "down.weight", "ffn.down")):
+            nn.init.normal_(weight, std=std)

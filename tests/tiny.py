@@ -1,0 +1,50 @@
+"""Every preset at a tiny size, and what such a model answers to a fixed ragged batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import regard
+from regard.config import to_dict
+from regard.presets import PRESETS
+
+TINY = dict(
+    layers=2, dim=24, vocab=50, source_vocab=50, max_len=40, heads=6, kv_heads=2, head_dim=8
+)
+TINY |= dict(ffn_dim=20, size=12, patch=4, experts=16, active=2, latent=16, query_latent=12, topk=5)
+TINY |= dict(window=5, labels=5)
+
+
+def set_somewhere(data: Any) -> set[str]:
+    """The names that a config sets to anything but None."""
+    if isinstance(data, list):
+        return set().union(*map(set_somewhere, data))
+    if not isinstance(data, dict):
+        return set()
+    inner = set().union(*map(set_somewhere, data.values()))
+    return inner | {name for name, value in data.items() if value is not None}
+
+
+def tiny(name: str, **more: Any) -> regard.Model:
+    has = set_somewhere(to_dict(PRESETS[name][1]()))
+    changes = {key: value for key, value in TINY.items() if key in has}
+    if "deepseek" in name:
+        changes["layers"] = 4  # dense ones first
+    torch.manual_seed(0)
+    return regard.build(name, **changes, **more)
+
+
+def answer(model: regard.Model) -> Tensor:
+    """What the model says to a ragged batch of its kind."""
+    g = torch.Generator().manual_seed(1)
+    ids, lengths = torch.randint(43, (2, 7), generator=g), torch.tensor([7, 4])
+    c = to_dict(model.config)
+    if c["kind"] == "recurrent_seq2seq" or "source" in c:
+        patches = c.get("source", {}).get("kind") == "patches"
+        source = torch.randn(2, 3, 12, 12, generator=g) if patches else ids.flip(1)
+        more = {} if patches else {"source_lengths": torch.tensor([3, 7])}
+        return model(ids, lengths, source=source, **more)
+    if c.get("embedding", {}).get("kind") == "patches":
+        return model(torch.randn(2, 3, 12, 12, generator=g))
+    return model(ids, lengths)
