@@ -75,7 +75,7 @@ def test_beam_width_one_is_greedy(name: str) -> None:
         job = Prefill([asked], {}, m.cache(1))
         with torch.inference_mode():
             job.feed(m, 100, "sdpa")
-            lane = BeamLane(job.cache, [asked], job.logits.shape[-1])
+            lane = BeamLane(job.cache, [asked])
             lane.choose(job.logits)
             while not lane.over():
                 lane.step(m, "sdpa")
@@ -153,4 +153,4 @@ def test_engine_lanes_are_by_kind() -> None:
     for _ in range(5):
         engine.step()
     assert {type(lane) for lane in engine.lanes.values()} >= {SampleLane}
-    assert set(engine.lanes) <= {None, BEAMS, SHORT}
+    assert set(engine.lanes) <= {None, (3, 1, 9), (2, 1, 6)}  # beams, groups, candidates
