@@ -16,6 +16,8 @@ from regard.models.vision import Patches
 def check(request: Request, model: Any) -> None:
     """The prompt, the settings and the source against the model's vocabulary and context."""
     s = request.settings
+    if not isinstance(request.ids, list):
+        raise UsageError(f"ids must be a list of token ids, got {request.ids!r:.60}")
     if not request.ids:
         raise UsageError("the prompt is empty; give at least one token")
     tokens = written(model)
@@ -29,7 +31,7 @@ def check(request: Request, model: Any) -> None:
         raise UsageError(
             f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones are more than the model's context of "
             f"{longest}; shorten the prompt, or ask for at most {max(longest - len(request.ids), 0)} new tokens, "
-            f"or go on with the last {longest} tokens of the text: overflow='crop'"
+            f"or go on with the last {longest} tokens of the text: overflow='crop' (--overflow crop)"
         )
     if (s.lookup or s.draft) and any(spec.state for spec in model.cache_specs()):
         raise UsageError(

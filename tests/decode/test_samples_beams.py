@@ -1,5 +1,7 @@
 """Several answers to one prompt: samples, beams, groups; and what rows share."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -144,6 +146,34 @@ def test_rows_that_share_a_source_join_rows_that_do_not() -> None:
         one = Engine(model("pair"))
         one.submit(request("pair", prompt, settings, key=i))
         assert [r.ids for r in found[i]] == [r.ids for r in run(one)[0]]
+
+
+def test_beams_of_different_settings_share_their_passes() -> None:
+    """And each says what it says alone."""
+    kinds = [
+        {},
+        {"max_new_tokens": 9},
+        {"length_penalty": 2.0, "early_stopping": "never"},
+        {"length_penalty": -0.5, "n_best": 1},
+        {"early_stopping": "first", "eos": (4,)},
+        {"banned": (7, 8, 2), "min_new_tokens": 5},
+        {"logit_bias": ((6, 3.0),), "repetition_penalty": 1.5},
+        {"frequency_penalty": 1.0, "forced_first": 9, "forced_last": 3},
+        {"presence_penalty": 0.7, "max_new_tokens": 3},
+    ]
+    common = {"max_new_tokens": 7, "beams": 3, "n_best": 3, "eos": (3,)}
+    asked = [(p, Settings(**common | kind)) for p, kind in zip(prompts([4] * 9), kinds)]
+    for groups in (1, 3):
+        each = [(p, replace(s, groups=groups, diversity=0.8 * groups)) for p, s in asked]
+        counted = Counted(model("gqa_rope"))
+        engine = Engine(counted)
+        for i, (prompt, settings) in enumerate(each):
+            engine.submit(request("gqa_rope", prompt, settings, key=i))
+        found = run(engine)
+        # one pass for the prompts, and one for each token after the first
+        assert counted.passes <= 9
+        alone = [answers("gqa_rope", [one])[0] for one in each]
+        assert [[r.ids for r in found[i]] for i in range(9)] == alone
 
 
 def test_engine_lanes_are_by_kind() -> None:
