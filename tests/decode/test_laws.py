@@ -19,6 +19,7 @@ from regard.decode.settings import Result, Settings
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Sinusoidal
+from regard.run import Job
 from tests.checkpoint.test_native import tiny
 from tests.decode.tiny import PAIRS, model, prompts, request, run
 from tests.laws.mechanisms import stir
@@ -206,7 +207,7 @@ def modes(m: Any) -> list[bool]:
 @pytest.mark.parametrize("name", regard.PRESETS)
 def test_generate_leaves_the_mode_as_it_was(name: str) -> None:
     """A model in training, with dropout, writes what it writes in evaluation; and each of its modules is in the mode in
-    which it was, between the pieces of a stream too, and when something raises."""
+    which it was, between steps too, and when something raises."""
     m = with_dropout(tiny(name))
     try:
         m.cache_specs()
@@ -218,8 +219,10 @@ def test_generate_leaves_the_mode_as_it_was(name: str) -> None:
         prompt = torch.randn(source.channels, source.size, source.size)
     got = regard.generate(m, [prompt], max_new_tokens=4, eos=())
     assert modes(m) == before
-    pieces = regard.stream(m, prompt, max_new_tokens=4, eos=())
-    for _ in pieces:
+    engine = Engine(m)
+    engine.submit(Job(m, (), {"max_new_tokens": 4}).requests([prompt])[0])
+    while not engine.idle:
+        engine.step()
         assert modes(m) == before
     with pytest.raises(UsageError):
         regard.generate(m, [prompt], max_new_tokens=4, eos=(10**6,))
