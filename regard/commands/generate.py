@@ -129,6 +129,7 @@ def as_json(result: Result, **more: Any) -> str:
         "logprobs": [finite(x) for x in result.logprobs],
         "score": finite(result.score),
         "finish": result.finish,
+        **({} if result.error is None else {"error": result.error}),
         **more,
     }
     return json.dumps(found, ensure_ascii=False, allow_nan=False)
