@@ -115,7 +115,7 @@ def check_pages(request: Request, pool: Pool, model: Any) -> None:
     """Alone it must fit the pool: rows share the prompt's full pages, the rest is each row's own. The last token is
     said, not kept."""
     s, page, have = request.settings, pool.page, len(pool.users)
-    tokens = kept(request, model) - 1
+    tokens = min(kept(request, model), len(request.ids) + s.max_new_tokens - 1)
     shared = min(len(request.ids), tokens) // page
     need = shared + s.rows * (-(-tokens // page) - shared)
     if need > have:
@@ -135,8 +135,9 @@ def context_of(model: Any) -> int | None:
 def kept(request: Request, model: Any) -> int:
     """Tokens of a text that are held together at most: all, or what cropping leaves of them."""
     size, longest = len(request.ids) + request.settings.max_new_tokens, context_of(model)
-    crops = request.settings.overflow == "crop" and longest is not None
-    return min(size, longest) if crops else size
+    if longest is None or request.settings.overflow != "crop":
+        return size
+    return min(size, longest)
 
 
 def written(model: Any) -> Any:

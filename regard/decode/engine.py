@@ -177,7 +177,7 @@ class Engine:
                 break
             if long:
                 self.waiting.remove(request)
-                self._crop(self.resumed.pop(request.number, None) or self._rows(request))
+                self._crop(self.resumed.pop(request.number, []) or self._rows(request))
                 room -= times
                 continue
             if batch and not self._alike(request, batch[0]):
@@ -247,9 +247,7 @@ class Engine:
         key = _kind(job.requests[0])
         if key is None:
             rows = [
-                row
-                for r in job.requests
-                for row in self.resumed.pop(r.number, None) or self._rows(r)
+                row for r in job.requests for row in self.resumed.pop(r.number, []) or self._rows(r)
             ]
             draft = None if self.draft is None else Draft(self.draft)
             lane: Lane = SampleLane(cache, rows, draft)

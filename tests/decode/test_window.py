@@ -125,6 +125,15 @@ def test_crop_survives_preemption_and_cancelling() -> None:
     full(engine.pool)
 
 
+@pytest.mark.parametrize("size", [2, LONGEST, LONGEST + 1])
+def test_crop_runs_in_a_pool_that_holds_the_context(size: int) -> None:
+    model, (prompt,) = made("learned"), prompts((size,))
+    (result,) = answered(model, Settings(max_new_tokens=12, overflow="crop"), prompt, pages=3)
+    assert result.ids == plain(model, prompt, 12)
+    with pytest.raises(regard.UsageError, match="need 3 pages of 4, the pool has 2"):
+        answered(model, Settings(max_new_tokens=12, overflow="crop"), prompt, pages=2)
+
+
 def test_generate_goes_on_past_the_context_when_asked() -> None:
     model = made("learned")
     (result,) = regard.generate(model, [[1] * LONGEST], max_new_tokens=5, overflow="crop")
