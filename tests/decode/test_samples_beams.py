@@ -1,5 +1,6 @@
 """Several answers to one prompt: samples, beams, groups; and what rows share."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -163,15 +164,17 @@ def test_beams_of_different_settings_share_their_passes() -> None:
     ]
     common = {"max_new_tokens": 7, "beams": 3, "n_best": 3, "eos": (3,)}
     asked = [(p, Settings(**common | kind)) for p, kind in zip(prompts([4] * 9), kinds)]
-    for groups in (1, 3):
+    for groups, late in itertools.product((1, 3), (0, 2)):
         each = [(p, replace(s, groups=groups, diversity=0.8 * groups)) for p, s in asked]
         counted = Counted(model("gqa_rope"))
-        engine = Engine(counted)
+        engine, found = Engine(counted), {}
         for i, (prompt, settings) in enumerate(each):
             engine.submit(request("gqa_rope", prompt, settings, key=i))
-        found = run(engine)
-        # one pass for the prompts, and one for each token after the first
-        assert counted.passes <= 9
+            for _ in range(late if i == 4 else 0):
+                found |= {e.request: e.done for e in engine.step() if e.done}
+        found |= run(engine)
+        # one pass for the prompts, and one for each token after the first; late ones have their own
+        assert counted.passes <= 9 + (late + 1 if late else 0)
         alone = [answers("gqa_rope", [one])[0] for one in each]
         assert [[r.ids for r in found[i]] for i in range(9)] == alone
 
