@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Generator, Sequence
-from dataclasses import fields
 from numbers import Integral
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.config import UsageError, nearest, notice
+from regard.config import UsageError, notice
 from regard.decode.check import check_tokens, written
 from regard.decode.engine import Engine
 from regard.decode.invariant import invariant as steady
@@ -45,7 +46,47 @@ def generate(
     settings: see regard.decode.settings.Settings. With n_best or samples above 1 a prompt's results follow each other.
     `rows` bounds the batch; more prompts than fit are served as rows become free. `invariant`: an answer has the same
     bits whatever the other prompts are (slower; see regard.decode.invariant). `draft_model`: a small model of the same
-    vocabulary that guesses tokens ahead (`draft` of them, 4 if not said)."""
+    vocabulary that guesses tokens ahead (`draft` of them, 4 if not said).
+
+    An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
+    text are what it had; the others are as ever, and a warning counts the failed ones."""
+    groups = answers(
+        model,
+        prompts,
+        stop=stop,
+        rows=rows,
+        layout=layout,
+        invariant=invariant,
+        draft_model=draft_model,
+        **settings,
+    )
+    results = [result for group in groups for result in group]
+    fault = failed(results)
+    if fault:
+        warnings.warn(fault, RuntimeWarning, stacklevel=2)
+    return results
+
+
+def failed(results: Sequence[Result]) -> str:
+    """A sentence about the answers that ended with an error; empty where none did."""
+    errors = [r.error for r in results if r.finish == "error"]
+    if not errors:
+        return ""
+    return f"{len(errors)} of {len(results)} answers could not be completed: {errors[0]}"
+
+
+def answers(
+    model: Any,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    stop: str | Sequence[str] = (),
+    rows: int = 64,
+    layout: str = "contiguous",
+    invariant: bool = False,
+    draft_model: Any = None,
+    **settings: Any,
+) -> list[list[Result]]:
+    """`generate`, each prompt's answers in a list of their own."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
     job = Job(model, stop, settings)
@@ -60,7 +101,7 @@ def generate(
     for event in engine.run():
         if event.done is not None:
             results[numbers[event.request]] = event.done
-    return [job.finish(many[i], k, r) for i in range(len(many)) for k, r in enumerate(results[i])]
+    return [[job.finish(r, k, x) for k, x in enumerate(results[i])] for i, r in enumerate(many)]
 
 
 def stream(
@@ -71,8 +112,8 @@ def stream(
     draft_model: Any = None,
     **settings: Any,
 ) -> Generator[str, None, Result]:
-    """The answer to one prompt while it is made: a piece for each token, empty as long as a character is not complete;
-    joined, they are generate's text. The generator's return value is the Result."""
+    """The answer to one prompt while it is made, in pieces: one for each token that completes a character; joined, they
+    are generate's text. The generator's return value is the Result. If the answer fails, that is raised at its end."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
     job = Job(model, stop, settings, live=True)
@@ -85,20 +126,24 @@ def stream(
     for event in engine.run():
         if event.done is None:
             pieces.append(job.take(request, 0))
-            yield pieces[-1]
+            if pieces[-1]:
+                yield pieces[-1]
         else:
             result = job.finish(request, 0, event.done[0])
     if result.text is not None:
         rest, result.text = result.text, "".join([*pieces, result.text])
         if rest:
             yield rest
+    if result.finish == "error":
+        raise Unanswered(f"the prompt could not be answered: {result.error}")
     return result
 
 
 def translate(
     model: Any, lines: Sequence[str], *, beams: int = 4, rows: int = 128, **settings: Any
-) -> list[str]:
-    """One translation a line, by beam search. Empty lines stay empty."""
+) -> list[str] | list[list[str]]:
+    """One translation per line, by beam search; with n_best or samples above 1 a list of them per line. Empty lines
+    stay empty. A line that fails is as far as it came, and a warning says so."""
     if not hasattr(model, "encode"):
         raise UsageError(
             "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use generate"
@@ -106,11 +151,15 @@ def translate(
     tokenizer = needed(tokenizer_of(model))
     sources = [tokenizer.encode(line) if line.strip() else [] for line in lines]
     full = [source for source in sources if source]
-    if not full:
-        return [""] * len(lines)
-    settings.setdefault("max_new_tokens", default_length(model, full))
-    found = iter(generate(model, full, beams=beams, rows=rows, **settings))
-    return [(next(found).text or "") if source else "" for source in sources]
+    settings.setdefault("max_new_tokens", default_length(model, full) if full else 1)
+    groups = answers(model, full, beams=beams, rows=rows, **settings) if full else []
+    fault = failed([result for group in groups for result in group])
+    if fault:
+        warnings.warn(fault, RuntimeWarning, stacklevel=2)
+    found = iter(groups)
+    texts = [[r.text or "" for r in next(found)] if source else [""] for source in sources]
+    several = any(settings.get(name, 1) > 1 for name in ("n_best", "samples"))
+    return texts if several else [text for (text,) in texts]
 
 
 def default_length(model: Any, sources: Sequence[Sequence[int]]) -> int:
@@ -189,8 +238,6 @@ class Job:
 
     def finish(self, request: Request, sample: int, result: Result) -> Result:
         """The result with its text; of a live one, with the text that has not been taken."""
-        if result.finish == "error":
-            raise Unanswered(f"the prompt could not be answered: {result.error}")
         if self.tokenizer is None:
             return result
         if self.live:
@@ -220,10 +267,6 @@ def special_of(model: Any) -> Special:
 
 def _settings(model: Any, given: dict[str, Any]) -> Settings:
     """The user's settings, with the end, forced and banned tokens that the model's folder names."""
-    known = {f.name for f in fields(Settings)}
-    for name in given:
-        if name not in known:
-            raise UsageError(f"generate has no setting {name!r}; {nearest(name, known)}")
     found = {name: value for name, value in told(model).items() if name not in given}
     for name, value in found.items():
         if isinstance(value, tuple):
@@ -270,6 +313,8 @@ def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         prompts = torch.from_numpy(prompts)
     if isinstance(prompts, Tensor):
         return [prompts] if prompts.dim() in (1, 3) else list(prompts)
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+        raise UsageError(f"a prompt is text or a list of whole numbers, got {prompts!r:.60}")
     if len(prompts) and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     if not len(prompts):
@@ -278,8 +323,9 @@ def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _ids(prompt: Any) -> list[int]:
-    ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-    if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    whole = isinstance(ids, Sequence) or hasattr(ids, "__array__")
+    if not whole or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
         raise UsageError(f"a prompt is text or a list of whole numbers, got {prompt!r:.60}")
     return [int(i) for i in ids]
 

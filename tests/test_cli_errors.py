@@ -1,5 +1,7 @@
 """How each mistake ends: one line, an exit code."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import regard
+from regard.models import EncoderDecoder
 from tests.test_cli import SMALL, Done, call, folder, put
 
 GPT2 = "gpt2"  # stands for the folder in the table
@@ -232,7 +235,31 @@ def test_broken_weights_end_the_answer_with_an_error(tmp_path: Path) -> None:
     model.save(tmp_path / "m")
     for more in ([], ["--json"], ["--beams", 2]):
         done = call("generate", tmp_path / "m", "a", *more)
-        assert (done.code, done.out) == (1, "") and "not a number" in done.err
+        assert done.code == 1 and "not a number" in done.err
+        if more == ["--json"]:
+            said = json.loads(done.out)
+            assert said["finish"] == "error" and "not a number" in said["error"]
+        else:
+            assert done.out.strip() == ""
+
+
+def test_lines_that_fail_are_named_and_the_others_are_translated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    want = call("translate", folder("t5"), stdin=b"dog\npark\nHund\n").out.split("\n")
+    encode = EncoderDecoder.encode
+
+    def spoilt(self: EncoderDecoder, source: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        memory, *others = encode(self, source, *rest, **more)
+        memory[source.shape[0] // 2] = torch.nan
+        return memory, *others
+
+    monkeypatch.setattr(EncoderDecoder, "encode", spoilt)
+    done = call("translate", folder("t5"), stdin=b"dog\npark\nHund\n")
+    assert done.code == 1 and "was not translated: " in done.err and "not a number" in done.err
+    number = int(re.findall(r"line (\d) of stdin", done.err)[0])
+    want[number - 1] = ""
+    assert done.out.split("\n") == want
 
 
 def test_missing_package_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,14 +46,15 @@ def test_stream_is_generate_in_pieces(settings: dict[str, Any]) -> None:
     (want,) = regard.generate(model, "The dog 😀", max_new_tokens=40, **settings)
     pieces, got = whole(stream(model, "The dog 😀", max_new_tokens=40, **settings))
     assert "".join(pieces) == want.text and got == want
-    assert len(want.ids) <= len(pieces) <= len(want.ids) + 1  # one a token, and perhaps a rest
+    assert all(pieces), "a piece is text"
+    assert len(pieces) <= len(want.ids) + 1  # one a token, and perhaps a rest
 
 
 def test_stream_without_a_tokenizer_gives_the_ids() -> None:
     model = regard.load(folder("bare"))
     (want,) = regard.generate(model, [5, 9, 2], max_new_tokens=6)
     pieces, got = whole(stream(model, [5, 9, 2], max_new_tokens=6))
-    assert pieces == [""] * 6 and got == want and got.text is None
+    assert pieces == [] and got == want and got.text is None
 
 
 def test_stream_is_one_answer() -> None:
@@ -123,14 +124,75 @@ def test_prompt_may_be_an_array_of_numpy() -> None:
         regard.generate(model, np.array([0.5]))
 
 
-@pytest.mark.parametrize("how", ["generate", "stream"])
-def test_model_that_gives_no_numbers_is_no_mistake_of_the_call(how: str) -> None:
+def test_answer_that_fails_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = regard.load(folder("bare"))
+    want, step = regard.generate(model, [[5, 9], [5, 2]], max_new_tokens=4), model.next_logits
+
+    def spoilt(ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        return step(ids, *rest, **more).masked_fill((ids == 3).any(1)[:, None], torch.nan)
+
+    monkeypatch.setattr(model, "next_logits", spoilt)
+    assert 3 not in [i for r in want for i in r.ids], "the others must not say it"
+    prompts = [[5, 9], [3, 1], [5, 2]]
+    with pytest.warns(
+        RuntimeWarning, match="1 of 3 answers could not be completed: .*not a number"
+    ):
+        first, bad, last = regard.generate(model, prompts, max_new_tokens=4)
+    assert [first.ids, last.ids] == [r.ids for r in want]
+    assert (bad.finish, bad.ids) == ("error", []) and "not a number" in str(bad.error)
+
+
+def test_stream_that_fails_says_so_at_its_end() -> None:
     model = regard.load(folder("gpt2"))
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(Unanswered, match="not a number") as told:
-        list(regard.stream(model, "a")) if how == "stream" else regard.generate(model, "a")
+        list(regard.stream(model, "a"))
     assert told.value.code == 1
+
+
+@pytest.mark.parametrize("name", ["t5", "marian"])
+def test_translations_of_a_line_stay_together(name: str) -> None:
+    model = regard.load(folder(name))
+    best = regard.translate(model, LINES, beams=3, max_new_tokens=6)
+    several = regard.translate(model, LINES, beams=3, max_new_tokens=6, n_best=3)
+    assert [texts[0] for texts in several] == best
+    assert [len(texts) for texts in several] == [3 if line.strip() else 1 for line in LINES]
+    alone = [regard.translate(model, [x], beams=3, max_new_tokens=6, n_best=3)[0] for x in LINES]
+    assert several == alone
+
+
+@pytest.mark.parametrize("prompts", [[None], None, 3, {"a"}, [[1, None]], [[1.5]], [[True]]])
+def test_prompt_that_is_none_is_told(prompts: Any) -> None:
+    with pytest.raises(UsageError, match="a prompt is text or a list of whole numbers"):
+        regard.generate(regard.load(folder("bare")), prompts)
+
+
+@pytest.mark.parametrize("name", ["bare", "t5"])
+def test_prompts_may_be_whole_numbers_of_any_kind(name: str) -> None:
+    model, ids = regard.load(folder(name)), [5, 9, 2]
+    (want,) = regard.generate(model, ids, max_new_tokens=3)
+    small = torch.tensor(ids, dtype=torch.uint8)
+    for prompt in (tuple(ids), small, small.numpy(), [small], [small.numpy()], small[None].numpy()):
+        assert regard.generate(model, prompt, max_new_tokens=3) == [want]
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("num_beams", "here it is beams"),
+        ("num_return_sequences", "here it is samples when drawing, n_best of beams"),
+        ("do_sample", "here it is temperature"),
+        ("max_length", "here it is max_new_tokens"),
+        ("max_tokens", "here it is max_new_tokens"),
+        ("num_beam_groups", "here it is groups"),
+        ("diversity_penalty", "here it is diversity"),
+        ("temprature", "did you mean 'temperature'"),
+    ],
+)
+def test_settings_of_others_are_told_ours(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"generate has no setting '{name}'; {hint}"):
+        regard.generate(regard.load(folder("bare")), [5], **{name: 2})
 
 
 def test_settings_of_the_folder_are_taken_and_may_be_overruled() -> None:

@@ -52,6 +52,12 @@ class Pool:
     def available(self) -> int:
         return len(self.unused) + len(self.idle)
 
+    def clear(self) -> None:
+        """Nobody holds a page, and nothing is published."""
+        self.users = [0] * len(self.users)
+        self.unused = deque(range(len(self.users)))
+        self.keys, self.published, self.idle = {}, {}, OrderedDict()
+
     def take(self, copy: int | None = None) -> int:
         """A page for one row: zeros, or a copy of another."""
         if self.unused:

@@ -15,7 +15,7 @@ from regard.commands.parse import values
 from regard.config import UsageError
 from regard.decode.settings import Result, Settings
 from regard.models import Patches
-from regard.run import Prompt, generate, stream
+from regard.run import Prompt, Unanswered, answers, failed, stream
 
 
 def run(options: Generate) -> int:
@@ -36,11 +36,13 @@ def run(options: Generate) -> int:
         results = [write(stream(model, prompt, **given), rate, [])]
         print()
     else:
-        results = generate(model, [prompt], rows=rows, **given)
+        (results,) = answers(model, [prompt], rows=rows, **given)
         rate.add(sum(len(r.ids) for r in results))
         for result in results:
             print(as_json(result) if options.json else as_text(result))
     rate.done(f", ended by {', '.join(dict.fromkeys(r.finish for r in results))}")
+    if failed(results):
+        raise Unanswered(failed(results))
     return 0
 
 
@@ -127,6 +129,7 @@ def as_json(result: Result, **more: Any) -> str:
         "logprobs": [finite(x) for x in result.logprobs],
         "score": finite(result.score),
         "finish": result.finish,
+        **({} if result.error is None else {"error": result.error}),
         **more,
     }
     return json.dumps(found, ensure_ascii=False, allow_nan=False)

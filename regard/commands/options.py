@@ -95,6 +95,8 @@ class Generate:
     """the text; stdin if left out or -"""
     max_new_tokens: int = 64
     """end after this many tokens"""
+    overflow: Literal["refuse", "crop"] = "refuse"
+    """a text longer than the model's context: an error, or go on with its last tokens"""
     temperature: float = 0.0
     """0: always the most probable token; 1: draw by the model's probabilities"""
     top_p: float = 1.0

@@ -19,7 +19,7 @@ from regard.config import UsageError
 from regard.decode.settings import Result, Settings
 from regard.look.probe import Probe
 from regard.models.embedding import context
-from regard.run import default_length, generate
+from regard.run import Unanswered, answers, default_length
 from regard.text import Tokenizer, needed
 
 BLOCK = 512
@@ -46,6 +46,9 @@ def run(options: Translate) -> int:
             done += len(part)
             rate.add(translator.take(), f", {done} lines")
         rate.done(f", {done} lines")
+    if translator.failed:
+        more = len(translator.failed) - 1
+        raise Unanswered(translator.failed[0] + (f" (and {more} more lines)" if more else ""))
     return 0
 
 
@@ -56,6 +59,7 @@ class Translator:
         self.options, self.settings = options, settings
         self.opened = Opened(options.model, options.machine, rows)
         self.model, self.tokens = self.opened.model, 0
+        self.failed: list[str] = []  # a sentence for each line that ended with an error
         if not self.opened.two:
             raise UsageError(
                 "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
@@ -77,9 +81,13 @@ class Translator:
         if full:
             self.opened.compare(full[0])
             limit = {"max_new_tokens": default_length(self.model, full), **self.settings}
-            found = iter(generate(self.model, full, rows=self.options.rows, **limit))
-        for (_, line), source in zip(numbered, sources, strict=True):
-            yield self.show(line, next(found) if source else None)
+            groups = answers(self.model, full, rows=self.options.rows, **limit)
+            found = (group[0] for group in groups)
+        for (number, line), source in zip(numbered, sources, strict=True):
+            result = next(found) if source else None
+            if result is not None and result.finish == "error":
+                self.failed.append(f"line {number} of {name} was not translated: {result.error}")
+            yield self.show(line, result)
 
     def read(self, line: str, where: str) -> list[int]:
         """The ids of a line; none if it is empty."""

@@ -15,7 +15,9 @@ from regard.models.vision import Patches
 
 def check(request: Request, model: Any) -> None:
     """The prompt, the settings and the source against the model's vocabulary and context."""
-    s, config = request.settings, model.config
+    s = request.settings
+    if not isinstance(request.ids, list):
+        raise UsageError(f"ids must be a list of token ids, got {request.ids!r:.60}")
     if not request.ids:
         raise UsageError("the prompt is empty; give at least one token")
     tokens = written(model)
@@ -24,11 +26,12 @@ def check(request: Request, model: Any) -> None:
     check_tokens(named, tokens.vocab)
     if len({*s.banned, *(s.eos if s.min_new_tokens else ())}) >= tokens.vocab:
         raise UsageError(f"all {tokens.vocab} tokens are banned; leave at least one")
-    longest = context(config.max_len, tokens) if isinstance(tokens, Tokens) else None
-    if longest is not None and len(request.ids) + s.max_new_tokens > longest:
+    longest = context_of(model)
+    if longest is not None and kept(request, model) > longest:
         raise UsageError(
             f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones are more than the model's context of "
-            f"{longest}; shorten the prompt, or ask for at most {max(longest - len(request.ids), 0)} new tokens"
+            f"{longest}; shorten the prompt, or ask for at most {max(longest - len(request.ids), 0)} new tokens, "
+            f"or go on with the last {longest} tokens of the text: overflow='crop' (--overflow crop)"
         )
     if (s.lookup or s.draft) and any(spec.state for spec in model.cache_specs()):
         raise UsageError(
@@ -79,12 +82,41 @@ def check_source(request: Request, model: Any) -> None:
         )
 
 
-def check_pages(request: Request, pool: Pool) -> None:
+def check_draft(draft: Any, model: Any) -> None:
+    """Whether a draft model can guess for a model at all."""
+    ours, own = written(model).vocab, written(draft).vocab
+    if own != ours:
+        raise UsageError(
+            f"the draft model has {own} tokens, the model {ours}; they must share a vocabulary"
+        )
+    if hasattr(draft, "encode"):
+        raise UsageError(
+            "an encoder-decoder cannot draft: it would need the source; give a decoder"
+        )
+    if any(spec.state for spec in draft.cache_specs()):
+        raise UsageError("a recurrent model cannot take tokens back, so it cannot draft")
+
+
+def check_drafted(request: Request, draft: Any, model: Any) -> None:
+    """The draft model reads the same text, so its context must hold it."""
+    if draft is None:
+        raise UsageError(
+            "draft asks for guesses of a draft model; give one: Engine(model, draft=small_model)"
+        )
+    tokens, longest = kept(request, model), context_of(draft)
+    if longest is not None and tokens > longest:
+        raise UsageError(
+            f"{len(request.ids)} tokens of prompt and {request.settings.max_new_tokens} new ones are more than the "
+            f"draft model's context of {longest}; leave draft out, or shorten the request"
+        )
+
+
+def check_pages(request: Request, pool: Pool, model: Any) -> None:
     """Alone it must fit the pool: rows share the prompt's full pages, the rest is each row's own. The last token is
     said, not kept."""
     s, page, have = request.settings, pool.page, len(pool.users)
-    tokens = len(request.ids) + s.max_new_tokens - 1
-    shared = len(request.ids) // page
+    tokens = min(kept(request, model), len(request.ids) + s.max_new_tokens - 1)
+    shared = min(len(request.ids), tokens) // page
     need = shared + s.rows * (-(-tokens // page) - shared)
     if need > have:
         rows = "" if s.rows == 1 else f" in {s.rows} rows"
@@ -92,6 +124,20 @@ def check_pages(request: Request, pool: Pool) -> None:
             f"{len(request.ids)} + {s.max_new_tokens} tokens{rows} need {need} pages of {page}, the pool has "
             f"{have}; shorten the request, or make more pages"
         )
+
+
+def context_of(model: Any) -> int | None:
+    """The longest text that a model writes, its prompt included."""
+    tokens = written(model)
+    return context(model.config.max_len, tokens) if isinstance(tokens, Tokens) else None
+
+
+def kept(request: Request, model: Any) -> int:
+    """Tokens of a text that are held together at most: all, or what cropping leaves of them."""
+    size, longest = len(request.ids) + request.settings.max_new_tokens, context_of(model)
+    if longest is None or request.settings.overflow != "crop":
+        return size
+    return min(size, longest)
 
 
 def written(model: Any) -> Any:

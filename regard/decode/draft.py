@@ -10,20 +10,12 @@ from typing import Any
 import torch
 
 from regard.cache import Contiguous
-from regard.config import UsageError
 
 
 class Draft:
     """A draft model and its own cache, one row for each row of a lane."""
 
-    def __init__(self, model: Any, vocab: int):
-        own = getattr(getattr(model.config, "embedding", model.config), "vocab", None)
-        if own != vocab:
-            raise UsageError(
-                f"the draft model has {own} tokens, the model {vocab}; they must share a vocabulary"
-            )
-        if any(spec.state for spec in model.cache_specs()):
-            raise UsageError("a recurrent model cannot take tokens back, so it cannot draft")
+    def __init__(self, model: Any):
         self.model = model
         self.cache: Any = None
 
@@ -37,20 +29,24 @@ class Draft:
         self.cache = self.cache.take(torch.tensor(rows, dtype=torch.long, device=self.cache.device))
 
     def guess(self, texts: list[list[int]], room: list[int]) -> list[list[int]]:
-        """For every row's text so far, what it would say next: at most `room` tokens."""
+        """For every row's text so far, what it would say next: at most `room` tokens. A row without room is not read:
+        its text may be longer than the draft's context."""
         most = max(room, default=0)
         if most <= 0:
             return [[] for _ in texts]
         device = self.cache.device
         held = self.cache.lengths.tolist()
-        fresh = [text[n:] for text, n in zip(texts, held, strict=True)]
+        fresh = [text[n:] if r else [] for text, n, r in zip(texts, held, room, strict=True)]
         width = max(map(len, fresh))
         lengths = torch.tensor([len(f) for f in fresh], device=device)
         ids = torch.tensor([f + [0] * (width - len(f)) for f in fresh], device=device)
         said = [self.model.next_logits(ids, lengths, cache=self.cache).argmax(-1)]
-        for _ in range(most - 1):
-            said.append(self.model.next_logits(said[-1][:, None], cache=self.cache).argmax(-1))
+        rooms = torch.tensor(room, device=device)
+        for n in range(1, most):
+            more = (rooms > n).long()
+            logits = self.model.next_logits(said[-1][:, None], more, cache=self.cache)
+            said.append(logits.argmax(-1))
         if most > 1:
-            self.cache.rewind(most - 1)
+            self.cache.rewind((rooms - 1).clamp(min=0))
         guesses = torch.stack(said, 1).tolist()
-        return [g[: max(n, 0)] for g, n in zip(guesses, room, strict=True)]
+        return [g[:n] for g, n in zip(guesses, room, strict=True)]

@@ -1,18 +1,18 @@
 """The one decoding loop: requests come in, lanes of rows advance, events come out.
 
 A request is prefilled in a small lane of its own, in chunks, and then joins the lane of its kind (one for all sampling,
-one for each kind of beam search), so that every step serves whatever is there. With a paged cache rows come and go
-freely, prompts that begin alike share pages, and when pages run out the youngest request is put back into the queue and
+one for each width of beam search), so that every step serves whatever is there. With a paged cache rows come and go
+freely, texts that begin alike share pages, and when pages run out the youngest request is put back into the queue and
 goes on later: with the same text, because choices depend on (seed, request, position) alone. The oldest is never put
-back, so there is always progress.
+back, so there is always progress. A step is all or nothing: one that raises puts everything back in the same way.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,21 +20,24 @@ import torch
 
 from regard.cache import Cache, Contiguous, OutOfPages, Paged, Pool
 from regard.config import UsageError
-from regard.decode.beam import BeamLane
-from regard.decode.check import check, check_pages, written
+from regard.decode.beam import BeamLane, candidates
+from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
-from regard.decode.prefill import Prefill
-from regard.decode.sample import Row, SampleLane
+from regard.decode.prefill import Prefill, first_text
+from regard.decode.sample import Row, SampleLane, page_keys
 from regard.decode.settings import Event, Request, Result
+from regard.decode.window import WindowLane
 
 Lane = SampleLane | BeamLane
 ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
+WINDOW = "window"  # the lane of rows that have outgrown the context
 
 
 class Engine:
     """`submit` requests, then `step` until it is idle. Everything happens inside `step`; one thread owns an engine.
 
-    `rows` bounds the batch, `chunk` the tokens of a prefill step; `pages` of `page` tokens make the pool."""
+    `rows` bounds the batch, `chunk` the tokens of a prefill step; `pages` of `page` tokens make the pool. The model
+    decodes in evaluation mode; after each step it is in the mode in which it was."""
 
     def __init__(
         self,
@@ -55,24 +58,25 @@ class Engine:
             if n < 1:
                 raise UsageError(f"{name} is {n}; give 1 or more")
         self.model, self.rows, self.chunk, self.backend = model, rows, chunk, backend
-        self.draft = draft
+        if draft is not None:
+            check_draft(draft, model)
+        self.draft, self.longest = draft, context_of(model)
+        self.modules = [*model.modules(), *(draft.modules() if draft is not None else ())]
         self.specs = model.cache_specs()
         weight = next(model.parameters())
         self.where = {"device": weight.device, "dtype": weight.dtype}
-        paged = layout == "paged" and any(
-            spec.token for spec in self.specs
-        )  # a state needs no page
+        # A state needs no page.
+        paged = layout == "paged" and any(spec.token for spec in self.specs)
         self.pool = Pool(self.specs, pages, page, **self.where) if paged else None
         whole = not any(spec.state for spec in self.specs) and not hasattr(model, "encode")
         self.prefix = prefix and whole and self.pool is not None
         self.waiting: deque[Request] = deque()  # oldest first, and younger than all that runs
-        self.resumed: dict[
-            int, list[Row]
-        ] = {}  # rows of preempted requests, to go on where they were
+        # Rows of preempted requests, to go on where they were.
+        self.resumed: dict[int, list[Row]] = {}
         self.lanes: dict[Any, Lane] = {}
         self.loading: Prefill | None = None
         self.finished: dict[int, dict[int, Result]] = {}  # samples of requests whose others go on
-        self.deadlines: list[tuple[float, int]] = []  # a heap
+        self.deadlines: dict[int, float] = {}  # of requests that are not done
         self.count = 0
 
     # --- what a user calls ---
@@ -80,24 +84,23 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; its number names it in events."""
         check(request, self.model)
-        if request.settings.draft and self.draft is None:
-            raise UsageError(
-                "draft asks for guesses of a draft model; give one: Engine(model, draft=small_model)"
-            )
+        if request.settings.draft:
+            check_drafted(request, self.draft, self.model)
         if self.pool is not None:
-            check_pages(request, self.pool)
+            check_pages(request, self.pool, self.model)
         if request.number >= 0:  # given before: the same words, another request
             request = replace(request)
         request.number = self.count
         self.count += 1
         self.waiting.append(request)
         if request.deadline is not None:
-            heapq.heappush(self.deadlines, (request.deadline, request.number))
+            self.deadlines[request.number] = request.deadline
         return request.number
 
     def cancel(self, number: int) -> list[Event]:
         """Take a request out, wherever it is; what it has so far is its result."""
-        return self._stop(number, "cancelled")
+        with self._whole():
+            return self._done(self._stop(number, "cancelled"))
 
     @property
     def idle(self) -> bool:
@@ -105,21 +108,54 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Prefill one chunk of what waits, then one token for every row."""
-        events = self._expire()
-        if self.loading is None:
-            self._admit()
-        if self.loading is not None:
-            events += self._load()
-        for key, lane in list(self.lanes.items()):
-            if self.lanes.get(key) is lane:  # an earlier lane may have put its requests back
-                events += self._advance(key, lane)
-        return events
+        """Prefill one chunk of what waits, then one token for every row.
+
+        If it raises (out of memory, Ctrl-C, a fault of the model), no event was lost: every request is as it was before
+        the step, and is read again when the engine is stepped again."""
+        with self._whole(), evaluation(self.modules):
+            events = self._expire()
+            if self.loading is None:
+                self._admit()
+            if self.loading is not None:
+                events += self._load()
+            for key, lane in list(self.lanes.items()):
+                if self.lanes.get(key) is lane:  # an earlier lane may have put its requests back
+                    events += self._advance(key, lane)
+        return self._done(events)
 
     def run(self) -> Iterator[Event]:
         """Events until nothing is left to do."""
         while not self.idle:
             yield from self.step()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """All or nothing. What raises inside may have left caches and pages in any state, so none is trusted: every
+        request goes back into the queue with what it had said before."""
+        first, waiting, resumed = self.count, list(self.waiting), dict(self.resumed)
+        finished = {number: dict(done) for number, done in self.finished.items()}
+        active = {r.number: r for r in self._active()}
+        for lane in self.lanes.values():
+            for row in lane.rows if isinstance(lane, SampleLane) else ():
+                resumed.setdefault(row.request.number, []).append(row)
+        said = [(row, len(row.ids)) for rows in resumed.values() for row in rows]
+        try:
+            yield
+        except BaseException:
+            new = [r for r in self.waiting if r.number >= first]
+            self.loading, self.lanes, self.resumed, self.finished = None, {}, resumed, finished
+            self.waiting = deque([*(active[n] for n in sorted(active)), *waiting, *new])
+            if self.pool is not None:
+                self.pool.clear()
+            for row, size in said:
+                row.back(size)
+            raise
+
+    def _done(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if event.done is not None:
+                self.deadlines.pop(event.request, None)
+        return events
 
     # --- prefill ---
 
@@ -127,24 +163,46 @@ class Engine:
         """Start prefilling the next requests of one kind, as many as fit."""
         running = sum(lane.cache.batch for lane in self.lanes.values())
         room = self.rows - running
-        # every row that runs will soon want a page: what is left is for those that come
+        # Every row that runs will soon want a page: what is left is for those that come.
         pages = 0 if self.pool is None else self.pool.available - running
         batch: list[Request] = []
-        while self.waiting:
-            request = self.waiting[0]
-            times = self._times(request)
-            need = 0 if self.pool is None else self._text(request) // self.pool.page + 1 + times
+        coming: set[bytes] = set()  # keys of the pages that the batch will publish
+        for request in list(self.waiting):
+            times, need = self._times(request), 0
+            long = self._outgrown(self.resumed.get(request.number) or self._rows(request))
+            if self.pool is not None and not long:
+                need = self._text(request) // self.pool.page + 1 + times
             fits = times <= room and need <= pages
             if not fits and (batch or self.lanes):  # alone it may enter however large
                 break
+            if long:
+                self.waiting.remove(request)
+                self._crop(self.resumed.pop(request.number, []) or self._rows(request))
+                room -= times
+                continue
             if batch and not self._alike(request, batch[0]):
                 break
-            batch.append(self.waiting.popleft())
+            if self.prefix and self._shares(request, coming):
+                continue
+            self.waiting.remove(request)
+            batch.append(request)
             room, pages = room - times, pages - need
         if batch:
             self.loading = Prefill(batch, self.resumed, self._cache(batch))
             if self.prefix:
                 self.loading.adopt()
+
+    def _shares(self, request: Request, coming: set[bytes]) -> bool:
+        """Whether the next page that a request lacks is about to be read for another: then it waits, and takes the page
+        over. If not, its own pages are coming."""
+        assert self.pool is not None
+        text = first_text(request, self.resumed.get(request.number, []))
+        keys = page_keys(text, self.pool.page, request.salt)
+        wanted = keys[: (len(text) - 1) // self.pool.page]
+        if next((key for key in wanted if key not in self.pool.published), None) in coming:
+            return True
+        coming.update(keys)
+        return False
 
     def _times(self, request: Request) -> int:
         """Rows that a waiting request will have."""
@@ -166,18 +224,17 @@ class Engine:
         return Contiguous(self.specs, len(batch), capacity=min(size, ROOM), **self.where)
 
     def _load(self) -> list[Event]:
-        """One chunk of the prompts being prefilled; when they are through, they join their lane."""
+        """One chunk of the prompts being prefilled; those that are through join their lane."""
         while self.loading is not None and not self.loading.through:  # the slow ones may be gone
             try:
                 self.loading.feed(self.model, self.chunk, self.backend)
                 break
             except OutOfPages:
                 self._preempt()
-        job = self.loading
-        if job is None or not job.through:
-            return []
-        self.loading = None
-        return self._start(job)
+        job = self.loading.ready() if self.loading is not None else None
+        if job is self.loading:
+            self.loading = None
+        return [] if job is None else self._start(job)
 
     def _start(self, job: Prefill) -> list[Event]:
         if self.prefix:
@@ -189,26 +246,55 @@ class Engine:
             logits = logits.repeat_interleave(times, 0)
         key = _kind(job.requests[0])
         if key is None:
-            mine = [self.resumed.pop(r.number, None) for r in job.requests]
-            new = [[Row(r, i) for i in range(times)] for r in job.requests]
-            rows = [row for m, n in zip(mine, new, strict=True) for row in m or n]
-            draft = None if self.draft is None else Draft(self.draft, written(self.model).vocab)
+            rows = [
+                row for r in job.requests for row in self.resumed.pop(r.number, []) or self._rows(r)
+            ]
+            draft = None if self.draft is None else Draft(self.draft)
             lane: Lane = SampleLane(cache, rows, draft)
         else:
-            lane = BeamLane(cache, job.requests, logits.shape[-1])
+            lane = BeamLane(cache, job.requests)
         events = lane.choose(logits)
         events += self._settle(lane)
         if lane.requests():
-            if key in self.lanes:
-                self.lanes[key].join(lane)  # type: ignore[arg-type]
-            else:
-                self.lanes[key] = lane
+            self._join(key, lane)
         return events
+
+    def _rows(self, request: Request) -> list[Row]:
+        return [Row(request, i, window=self.longest) for i in range(request.settings.samples)]
+
+    def _join(self, key: Any, lane: Lane) -> None:
+        if key in self.lanes:
+            self.lanes[key].join(lane)  # type: ignore[arg-type]
+        else:
+            self.lanes[key] = lane
+
+    # --- texts longer than the context ---
+
+    def _outgrown(self, rows: list[Row]) -> bool:
+        return self.longest is not None and any(row.size > self.longest for row in rows)
+
+    def _crop(self, rows: list[Row]) -> None:
+        """Rows go on by what the context holds of their texts."""
+        assert self.longest is not None
+        empty = Contiguous([], len(rows), **self.where)
+        self._join(WINDOW, WindowLane(empty, rows, self.longest, self.chunk))
+
+    def _outgrow(self, lane: SampleLane) -> None:
+        """Requests of which a row has outgrown the context change lanes, all their rows together."""
+        long = {row.request.number for row in lane.rows if self._outgrown([row])}
+        index = [i for i, row in enumerate(lane.rows) if row.request.number in long]
+        if index:
+            rows = [lane.rows[i] for i in index]
+            lane.drop(index)
+            self._crop(rows)
 
     # --- decoding ---
 
     def _advance(self, key: Any, lane: Lane) -> list[Event]:
-        while True:
+        if isinstance(lane, SampleLane) and key != WINDOW:
+            self._outgrow(lane)
+        events: list[Event] = []
+        while lane.requests():
             try:
                 events = lane.step(self.model, self.backend)
                 break
@@ -216,6 +302,8 @@ class Engine:
                 self._preempt()
                 if self.lanes.get(key) is not lane:
                     return []
+        if self.prefix and self.pool is not None and key is None:
+            lane.publish(self.pool.page)  # type: ignore[union-attr]
         events += self._settle(lane)
         if not lane.requests():
             del self.lanes[key]
@@ -243,8 +331,7 @@ class Engine:
 
     def _preempt(self) -> None:
         """Put the youngest request back into the queue, whatever it is doing; its pages are free."""
-        active = {r.number: r for lane in self.lanes.values() for r in lane.requests()}
-        active |= {r.number: r for r in (self.loading.requests if self.loading else ())}
+        active = {r.number: r for r in self._active()}
         assert len(active) > 1, "a request that fits the pool alone ran out of pages"
         request = active[max(active)]
         rows, _ = self._take(request)
@@ -259,8 +346,7 @@ class Engine:
             if not self.loading.requests:
                 self.loading = None
             return self.resumed.get(request.number, []), []
-        key = _kind(request)
-        lane = self.lanes[key]
+        key, lane = next((k, x) for k, x in self.lanes.items() if request in x.requests())
         rows: list[Row] = []
         results: list[Result] = []
         if isinstance(lane, SampleLane):
@@ -302,18 +388,34 @@ class Engine:
 
     def _all(self) -> Iterator[Request]:
         yield from self.waiting
+        yield from self._active()
+
+    def _active(self) -> Iterator[Request]:
         if self.loading is not None:
             yield from self.loading.requests
         for lane in self.lanes.values():
             yield from lane.requests()
 
     def _expire(self) -> list[Event]:
-        events: list[Event] = []
-        while self.deadlines and self.deadlines[0][0] <= time.monotonic():
-            events += self._stop(heapq.heappop(self.deadlines)[1], "deadline")
-        return events
+        now = time.monotonic()
+        late = [number for number, deadline in self.deadlines.items() if deadline <= now]
+        return [event for number in late for event in self._stop(number, "deadline")]
+
+
+@contextmanager
+def evaluation(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """These modules in evaluation mode; afterwards each is in the mode in which it was."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _kind(request: Request) -> Any:
-    """Requests of one kind share a lane: all sampling; beam search by its settings."""
-    return request.settings if request.settings.beams > 1 else None
+    """Requests of one kind share a lane: all sampling; beam search by its shape."""
+    s = request.settings
+    return (s.beams, s.groups, candidates(s)) if s.beams > 1 else None

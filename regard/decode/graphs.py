@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from regard.config import UsageError
+from regard.decode.prepare import Prepared
+from regard.decode.sample import BROKEN
 from regard.decode.sampling import draw, min_p, top_k, top_p, uniform
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels import gpu_prompt
 from regard.kernels.gpu_model import layers_of, norm_of, why_not
 from regard.kernels.gpu_prompt import Pack
 from regard.kernels.gpu_record import Recorder, send
-from regard.kernels.gpu_sample import State, advance, greedy_advance
+from regard.kernels.gpu_sample import State, advance, greedy, greedy_advance
 from regard.kernels.gpu_step import Linear
 from regard.kernels.gpu_wide import summed
 from regard.mask import Span
@@ -54,7 +56,9 @@ class Slot:
         for token in tokens:
             if self.finish:
                 return
-            if token in s.eos:
+            if token < 0:
+                self.finish = "error"
+            elif token in s.eos:
                 self.finish = "eos"
             else:
                 self.ids.append(token)
@@ -87,6 +91,11 @@ class GraphDecoder:
         kernels: bool = True,
         look: int = 16,
     ):
+        if isinstance(model, Prepared):
+            raise UsageError(
+                f"this model was prepared in {model.precision}, its weights are packed for products that a graph does "
+                "not use; give the original"
+            )
         why = why_not(model)
         if why:
             raise UsageError(f"this model has no CUDA graph: {why}. Use regard.generate")
@@ -125,7 +134,8 @@ class GraphDecoder:
     def logits(self, bound: int) -> Tensor:
         """Feed every row's token; (rows V). No row that counts is longer than `bound`."""
         s, mask, more = self.state, None, None
-        x = self.model.embedding(s.ids[:, None], Span(s.pos[:, None]))[:, 0].contiguous()
+        ids = s.ids.clamp(min=0)[:, None]
+        x = self.model.embedding(ids, Span(s.pos[:, None]))[:, 0].contiguous()
         if not all(layer.fast for layer in self.layers):
             mask = (torch.arange(bound, device=self.device) <= s.pos[:, None])[:, None, None]
         for layer in self.layers:
@@ -150,8 +160,9 @@ class GraphDecoder:
     def choose(self, logits: Tensor, kind: tuple[str, ...], rows: Tensor | None = None) -> Tensor:
         """The next token of every row, or of some: as SampleLane.pick, for the filters in `kind`."""
         raw = logits.float()
+        best = greedy(raw)
         if not kind:
-            return raw.argmax(-1)
+            return best
         count = self.state.count if rows is None else self.state.count[rows]
         at = {n: c if rows is None else c[rows] for n, c in self.columns.items()}
         kept = raw / at["temperature"].clamp(min=1e-6)
@@ -160,7 +171,7 @@ class GraphDecoder:
                 kept = keep(kept, at[name])
         u = uniform(at["seed"][:, 0], at["key"][:, 0], count)
         drawn = draw(kept.nan_to_num(0.0, neginf=-torch.inf), u)
-        return torch.where(at["temperature"][:, 0] > 0, drawn, raw.argmax(-1))
+        return torch.where((at["temperature"][:, 0] > 0) & (best >= 0), drawn, best)
 
     @torch.no_grad()
     def run(self, steps: int, bound: int, kind: tuple[str, ...] = ()) -> None:
@@ -211,6 +222,8 @@ class GraphDecoder:
         more, last = None, pack.last
         x = self.model.embedding(pack.ids[None], Span(pack.pos[None]))[0].contiguous()
         for layer in self.layers:
+            if not layer.fast:
+                layer.clear(pack.rows)
             x, more = layer.prompt(x, more, pack)
         more = None if more is None else more[..., last, :]
         self.state.count.index_fill_(0, pack.rows, 0)
@@ -326,4 +339,5 @@ def land(flight: Flight, results: dict[int, Result]) -> None:
         if not slot.finish:
             slot.take(columns[row][first:last])
             if slot.finish:
-                results[slot.index] = Result(slot.ids, [], 0.0, slot.finish)
+                error = BROKEN if slot.finish == "error" else None
+                results[slot.index] = Result(slot.ids, [], 0.0, slot.finish, error=error)

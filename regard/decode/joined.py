@@ -17,6 +17,7 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block
 from regard.kernels.linear import THEN, Packed, gelu_tanh, pack
 from regard.layers import FeedForward, LMHead, times
+from regard.models.adapt import LowRank
 from regard.moe import MixtureOfExperts
 
 
@@ -47,9 +48,9 @@ class Maker:
         if isinstance(module, Block):
             return self.block(module)
         if isinstance(module, LatentAttention):  # whose absorbed form reads the weight itself
-            return self.twin(module, w_ukv=self.twin(module.w_ukv))
+            return self.twin(module, w_ukv=self.unpacked(module.w_ukv))
         if isinstance(module, MixtureOfExperts):  # likewise
-            return self.twin(module, router=self.twin(module.router))
+            return self.twin(module, router=self.unpacked(module.router))
         if isinstance(module, nn.RNNBase):  # it holds its weights twice over
             return copy.copy(module)
         return None if module is None else self.twin(module)
@@ -66,6 +67,14 @@ class Maker:
         new._modules = {
             n: parts[n] if n in parts else self.make(m) for n, m in module._modules.items()
         } | parts
+        return new
+
+    def unpacked(self, linear: nn.Module) -> nn.Module:
+        """A linear layer whose weight others read: a plain one, with what LoRA adds in it."""
+        if not isinstance(linear, LowRank):
+            return self.twin(linear)
+        new, weight = self.twin(linear.base), linear.weight.detach()
+        new.weight = nn.Parameter(weight.to(self.dtype or weight.dtype), requires_grad=False)
         return new
 
     def parameter(self, p: Any) -> Any:

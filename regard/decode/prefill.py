@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.cache import Cache, Paged
-from regard.decode.sample import Row
+from regard.decode.sample import Row, page_keys
 from regard.decode.settings import Request
 
 
@@ -25,8 +24,7 @@ class Prefill:
         self.rows = [resumed.get(r.number, []) for r in requests]
         self.times = len(self.rows[0]) or requests[0].settings.rows
         self.split = self.times == 1 or not self.rows[0]  # nothing is left to part
-        said = [rows[0].ids if len(rows) == 1 else [] for rows in self.rows]
-        self._begin([r.ids + ids for r, ids in zip(requests, said, strict=True)])
+        self._begin([first_text(r, rows) for r, rows in zip(requests, self.rows, strict=True)])
 
     def _begin(self, texts: list[list[int]]) -> None:
         self.texts, self.fed = texts, [0] * len(texts)
@@ -48,16 +46,32 @@ class Prefill:
             self.cache.release()
             self.requests = []
             return
-        self.cache = self.cache.take(torch.tensor(index, device=self.cache.device))
+        self._keep(index, self.cache.take(torch.tensor(index, device=self.cache.device)))
+
+    def _keep(self, index: list[int], cache: Cache) -> None:
+        self.cache = cache
         for name in ("requests", "rows", "texts", "fed", "last"):
             setattr(self, name, [getattr(self, name)[i] for i in index])
         self._keys = None
 
+    def ready(self) -> Prefill | None:
+        """Those that are through, as a job of its own: they wait for nobody, and are not fed as padding. The rows of
+        one request stay together."""
+        if self.through:
+            return self
+        through = [i for i, x in enumerate(self.last) if x is not None]
+        if not through or len(self.requests) == 1:
+            return None
+        done, device = copy.copy(self), self.cache.device
+        done._keep(through, self.cache.fork(torch.tensor(through, device=device)))
+        rest = [i for i, x in enumerate(self.last) if x is None]
+        self._keep(rest, self.cache.take(torch.tensor(rest, device=device)))
+        return done
+
     def feed(self, model: Any, chunk: int, backend: str) -> None:
-        """Feed up to `chunk` tokens over all rows, one a row at least."""
+        """Feed up to `chunk` tokens over all rows, padding included; one a row at least."""
         device = self.cache.device
-        live = sum(n < len(text) for text, n in zip(self.texts, self.fed, strict=True))
-        size = max(1, chunk // live)
+        size = max(1, chunk // len(self.texts))
         parts = [text[n : n + size] for text, n in zip(self.texts, self.fed, strict=True)]
         width = max(map(len, parts))
         lengths = torch.tensor([len(p) for p in parts], device=device)
@@ -107,13 +121,9 @@ class Prefill:
                 self.cache.publish(row, keys)
 
 
-def page_keys(text: list[int], page: int, salt: str = "") -> list[bytes]:
-    """A chain of SHA-256, one for each full page of a text: equal keys mean equal tokens from the start."""
-    key, keys = hashlib.sha256(salt.encode()).digest(), []
-    for end in range(page, len(text) + 1, page):
-        key = hashlib.sha256(key + array("q", text[end - page : end]).tobytes()).digest()
-        keys.append(key)
-    return keys
+def first_text(request: Request, rows: list[Row]) -> list[int]:
+    """What a request is fed first; `rows` are its rows if it was preempted."""
+    return request.ids + (rows[0].ids if len(rows) == 1 else [])
 
 
 def sources(requests: list[Request], device: torch.device) -> dict[str, Any]:

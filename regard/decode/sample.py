@@ -7,13 +7,16 @@ does not ends the run. So speculation changes no token, greedy or drawn.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.cache import Cache
+from regard.cache import Cache, Paged
 from regard.decode.draft import Draft
 from regard.decode.lookup import Index
 from regard.decode.sampling import draw, min_p, repeat, top_k, top_p, typical_p, uniform
@@ -33,9 +36,11 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
     error: str | None = None
+    window: int | None = None  # the model's context
     guess: list[int] = field(default_factory=list)
     guessed: int = -1  # tokens said when `guess` was made
     index: Index | None = None  # of the text so far, where lookup is asked for
+    keys: list[bytes] = field(default_factory=list)  # of the full pages that were published
 
     def guesses(self) -> list[int]:
         """Tokens that may come next, found earlier in the text."""
@@ -48,8 +53,23 @@ class Row:
         return self.index.after(room)
 
     def room(self, wish: int) -> int:
-        """How many tokens can be guessed: as many as wished, but one must stay to be chosen."""
-        return max(0, min(wish, self.request.settings.max_new_tokens - len(self.ids) - 1))
+        """How many tokens can be guessed: as many as wished, but one must stay to be chosen, and none may lie outside
+        the context."""
+        left = self.request.settings.max_new_tokens - len(self.ids) - 1
+        if self.window is not None:
+            left = min(left, self.window - self.size)
+        return max(0, min(wish, left))
+
+    @property
+    def size(self) -> int:
+        """Tokens of the text so far, the prompt included."""
+        return len(self.request.ids) + len(self.ids)
+
+    def back(self, said: int) -> None:
+        """As it was when it had said so many tokens."""
+        del self.ids[said:], self.logprobs[said:]
+        self.finish, self.error, self.index, self.keys = "", None, None, []
+        self.guess, self.guessed = [], -1
 
     def result(self) -> Result:
         ends = self.finish == "eos"
@@ -143,7 +163,7 @@ class SampleLane:
                 continue
             row.ids.append(token)
             row.logprobs.append(logprob)
-            row.finish = finish(row, token)
+            row.finish, row.error = finish(row, token)
             if row.finish != "eos":
                 events.append(Event(row.request.number, row.sample, token, logprob))
         return events
@@ -203,6 +223,17 @@ class SampleLane:
         return c
 
     # --- membership ---
+
+    def publish(self, page: int) -> None:
+        """Leave the pages that answers have filled to later prompts, such as the next turn of a chat."""
+        assert isinstance(self.cache, Paged)
+        for i, row in enumerate(self.rows):
+            # The last token has been said, not fed.
+            full = (row.size - 1) // page
+            if full > len(row.keys) and row.error is None:
+                text = (row.request.ids + row.ids)[: full * page]
+                row.keys = page_keys(text, page, row.request.salt, row.keys)
+                self.cache.publish(i, row.keys)
 
     def drop(self, index: list[int]) -> None:
         """These rows are over."""
@@ -281,6 +312,19 @@ def forced(settings: Any, produced: int) -> int | None:
     return settings.forced_last if produced == settings.max_new_tokens - 1 else None
 
 
+def page_keys(
+    text: list[int], page: int, salt: str = "", known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """A chain of SHA-256, one for each full page of a text: equal keys mean equal tokens from the start. `known` are
+    the first ones."""
+    keys = list(known)
+    key = keys[-1] if keys else hashlib.sha256(salt.encode()).digest()
+    for end in range((len(keys) + 1) * page, len(text) + 1, page):
+        key = hashlib.sha256(key + array("q", text[end - page : end]).tobytes()).digest()
+        keys.append(key)
+    return keys
+
+
 def counts(texts: list[list[int]], like: Tensor) -> Tensor:
     """How often each text has each token, (n V)."""
     found = torch.zeros_like(like)
@@ -290,10 +334,14 @@ def counts(texts: list[list[int]], like: Tensor) -> Tensor:
     return found
 
 
-def finish(row: Row, token: int) -> str:
-    settings = row.request.settings
+def finish(row: Row, token: int) -> tuple[str, str | None]:
+    """Why a row ends with this token, if it does; and what was wrong with its `stop`, which is the user's code."""
+    settings, stop = row.request.settings, row.request.stop
     if token in settings.eos:
-        return "eos"
-    if row.request.stop is not None and row.request.stop(row.sample, row.ids):
-        return "stop"
-    return "length" if len(row.ids) >= settings.max_new_tokens else ""
+        return "eos", None
+    try:
+        if stop is not None and stop(row.sample, row.ids):
+            return "stop", None
+    except Exception as error:
+        return "error", f"its stop raised {type(error).__name__}: {error}"
+    return ("length" if len(row.ids) >= settings.max_new_tokens else ""), None

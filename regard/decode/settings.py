@@ -11,6 +11,27 @@ from torch import Tensor
 from regard.config import UsageError, divisors, nearest
 
 EARLY = ("heuristic", "never", "first")
+OVERFLOW = ("refuse", "crop")
+# What transformers and others call our settings.
+ELSEWHERE = {
+    "assistant_model": "draft_model",
+    "bad_words_ids": "banned",
+    "best_of": "samples",
+    "diversity_penalty": "diversity",
+    "do_sample": "temperature (0 is greedy, above 0 draws)",
+    "eos_token_id": "eos",
+    "forced_bos_token_id": "forced_first",
+    "forced_eos_token_id": "forced_last",
+    "max_length": "max_new_tokens, which does not count the prompt",
+    "max_tokens": "max_new_tokens",
+    "min_length": "min_new_tokens, which does not count the prompt",
+    "n": "samples",
+    "num_beam_groups": "groups",
+    "num_beams": "beams",
+    "num_return_sequences": "samples when drawing, n_best of beams",
+    "prompt_lookup_num_tokens": "lookup",
+    "stop_strings": "stop",
+}
 
 
 @dataclass(frozen=True)
@@ -36,24 +57,26 @@ class Settings:
     seed: int = 0
     samples: int = 1
     beams: int = 1
-    length_penalty: float = (
-        1.0  # a finished beam's score: log probability / length ** length_penalty
-    )
+    # A finished beam's score is its log probability / length ** length_penalty.
+    length_penalty: float = 1.0
+    # When beam search may stop: by a bound (transformers' False), at the best bound (never), or with
+    # as many texts as beams (first, transformers' True).
     early_stopping: str = "heuristic"
     n_best: int = 1
     groups: int = 1  # diverse beam search: groups of beams that avoid each other's tokens
     diversity: float = 0.0
     draft: int = 0  # speculate this many tokens by the engine's draft model
     lookup: int = 0  # speculate this many tokens by looking the last ones up in the text so far
+    # A text longer than the model's context: refuse it, or go on with its last tokens (crop).
+    overflow: str = "refuse"
 
     def __post_init__(self) -> None:
         for name, low, high in LIMITS:
             _check_number(name, getattr(self, name), low, high)
         _check_tokens(self)
-        if self.early_stopping not in EARLY:
-            raise UsageError(
-                f"early_stopping is {self.early_stopping!r}; choose {', '.join(EARLY)}"
-            )
+        for name, known in (("early_stopping", EARLY), ("overflow", OVERFLOW)):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; choose {', '.join(known)}")
         if self.min_new_tokens > self.max_new_tokens:
             raise UsageError(
                 f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}; "
@@ -68,6 +91,10 @@ class Settings:
             if self.lookup or self.draft:
                 raise UsageError(
                     "beam search does not guess ahead: leave lookup and draft out, or beams"
+                )
+            if self.overflow == "crop":
+                raise UsageError(
+                    "beam search compares whole texts: leave overflow='crop' out, or beams"
                 )
         if self.n_best > self.beams:
             raise UsageError(
@@ -93,7 +120,9 @@ class Settings:
         clean = {}
         for name, value in values.items():
             if name not in DEFAULTS:
-                raise UsageError(f"there is no setting {name!r}; {nearest(name, DEFAULTS)}")
+                raise UsageError(f"generate has no setting {name!r}; {hint(name)}")
+            if name == "early_stopping" and isinstance(value, bool):
+                value = "first" if value else "heuristic"
             if isinstance(value, dict):
                 value = tuple(sorted(value.items()))
             elif isinstance(value, list):
@@ -105,6 +134,15 @@ class Settings:
 
 
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Settings)}
+
+
+def hint(name: str) -> str:
+    """What a setting that we do not have is called here."""
+    if name in ELSEWHERE:
+        return f"here it is {ELSEWHERE[name]}"
+    return nearest(name, DEFAULTS)
+
+
 DRAWING = ("temperature", "samples", "top_k", "top_p", "min_p", "typical_p")
 
 
@@ -161,7 +199,8 @@ def _bias(x: Any) -> bool:
 @dataclass(eq=False)  # two requests with the same words are two
 class Request:
     """One prompt. `ids` is what the decoder has been given (a prompt, or the start of an encoder-decoder's answer);
-    `source` is what its encoder reads. `stop` is asked after every token of a sample whether its text is complete;
+    `source` is what its encoder reads. `stop` is asked after every token of a sample whether its text is complete (if
+    it raises, that sample ends with an error; after a step that failed it is asked about the same token again);
     `deadline` is a time on the monotonic clock. Requests share prompt pages only with others of the same `salt`."""
 
     ids: list[int]

@@ -148,6 +148,16 @@ class Layer:
         """Whether attention adds up parts of the first product itself."""
         return False
 
+    def clear(self, rows: Tensor) -> None:
+        """Zeros for what an earlier request left in these rows of the cache: a mask weighs it with 0, and 0 * NaN is
+        NaN. A kernel does not read it."""
+        for cache in self.caches:
+            cache.index_fill_(0, rows, 0)
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
     def attention(self, x: Tensor, pos: Tensor, bound: int, mask: Tensor | None) -> Tensor:
         raise NotImplementedError
 
@@ -189,6 +199,10 @@ class Gqa(Layer):
     def fast(self) -> bool:
         same = self.d == self.e
         return self.first.fast and same and gpu_attention.suits(self.h, self.g, self.d, self.k)
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        return self.k, self.v
 
     @property
     def parted(self) -> bool:
@@ -269,6 +283,10 @@ class Latent(Layer):
     def fast(self) -> bool:
         fits = self.window is None and gpu_latent.suits(self.c, self.r, self.cache)
         return self.first.fast and fits
+
+    @property
+    def caches(self) -> tuple[Tensor, ...]:
+        return (self.cache,)
 
     def queries(self, both: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each token the heads' (b h d) and turned (b h r) features, its latent (b c) and its rotary key (b r)."""

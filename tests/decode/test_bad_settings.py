@@ -9,7 +9,7 @@ from regard.attention import GQA
 from regard.block import Tower
 from regard.config import UsageError
 from regard.decode.engine import Engine
-from regard.decode.settings import Request, Settings
+from regard.decode.settings import DEFAULTS, ELSEWHERE, Request, Settings
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Learned
@@ -56,7 +56,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"diversity": -1.0}, "diversity is -1.0; give a number from 0.0"),
     ({"length_penalty": NAN}, "length_penalty is nan; give a number from -100.0 to 100.0"),
     ({"early_stopping": "soon"}, "early_stopping is 'soon'; choose heuristic, never, first"),
-    ({"early_stopping": True}, "early_stopping is True; choose heuristic, never, first"),
+    ({"early_stopping": 1}, "early_stopping is 1; choose heuristic, never, first"),
+    ({"overflow": "slide"}, "overflow is 'slide'; choose refuse, crop"),
+    ({"overflow": "crop", "beams": 2}, "leave overflow='crop' out, or beams"),
     ({"lookup": 1000}, "lookup is 1000; give a number from 0 to 64"),
     ({"eos": 3}, "eos is 3; give a list of token ids"),
     ({"eos": ["</s>"]}, "'</s>' is no token id; give a whole number"),
@@ -80,6 +82,18 @@ def test_settings_say_what_is_possible(given: dict[str, Any], says: str) -> None
 def test_settings_take_whole_numbers_lists_and_dicts() -> None:
     s = Settings.of({"temperature": 1, "eos": [2], "logit_bias": {7: 1, 3: -2.0}})
     assert s == Settings(temperature=1.0, eos=(2,), logit_bias=((3, -2.0), (7, 1)))
+
+
+def test_early_stopping_may_be_said_as_in_transformers() -> None:
+    for theirs, ours in ((True, "first"), (False, "heuristic"), ("never", "never")):
+        assert Settings.of({"early_stopping": theirs}).early_stopping == ours
+
+
+def test_names_of_other_libraries_are_not_ours() -> None:
+    """A hint for a setting that we have would never be read; each names settings that we have."""
+    assert not set(ELSEWHERE) & set(DEFAULTS)
+    for hint in ELSEWHERE.values():
+        assert hint.split()[0].strip(",") in {*DEFAULTS, "stop", "draft_model"}
 
 
 def test_settings_at_their_limits_are_taken() -> None:
@@ -137,7 +151,8 @@ def test_request_over_the_context_says_both_numbers_and_the_ways_out() -> None:
             pass
         says = (
             "10 tokens of prompt and 7 new ones are more than the model's context of 16; "
-            "shorten the prompt, or ask for at most 6 new tokens"
+            "shorten the prompt, or ask for at most 6 new tokens, "
+            "or go on with the last 16 tokens of the text: overflow='crop'"
         )
         with pytest.raises(UsageError, match=says):
             engine.submit(Request([1] * 10, Settings(max_new_tokens=7)))

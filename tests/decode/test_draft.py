@@ -62,10 +62,45 @@ def test_draft_that_is_right_saves_passes() -> None:
     assert fast <= slow / 3
 
 
-def test_draft_with_another_vocabulary_is_refused() -> None:
-    small = regard.build("llama", layers=1, **{**SIZE, "vocab": 41}).double()
-    with pytest.raises(UsageError, match="the draft model has 41 tokens, the model 40"):
-        answers(model(1, 1), small, Settings(max_new_tokens=2, draft=2), "contiguous")
+@pytest.mark.parametrize(
+    "preset, sizes, says",
+    [
+        ("llama", {**SIZE, "vocab": 41}, "the draft model has 41 tokens, the model 40"),
+        ("t5-small", {"vocab": 40}, "an encoder-decoder cannot draft"),
+        ("luong", {"vocab": 40}, "cannot draft"),
+    ],
+)
+def test_draft_that_cannot_guess_is_refused_before_a_request_comes(
+    preset: str, sizes: dict, says: str
+) -> None:
+    small = regard.build(preset, layers=1, **sizes)
+    with pytest.raises(UsageError, match=says):
+        Engine(model(1, 1), draft=small)
+
+
+def test_draft_with_a_shorter_context_is_told_before_a_request_is_queued() -> None:
+    small = regard.build("llama", layers=1, **{**SIZE, "max_len": 16}).double()
+    engine = Engine(model(1, 2), draft=small, page=8)
+    says = "12 tokens of prompt and 5 new ones are more than the draft model's context of 16"
+    with pytest.raises(UsageError, match=says):
+        engine.submit(Request([1] * 12, Settings(max_new_tokens=5, draft=3)))
+    assert engine.idle
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+def test_draft_of_a_shorter_context_serves_beside_longer_texts(layout: str) -> None:
+    """What asks for no guesses is not read by the draft, and no guess lies outside its context."""
+    big = model(1, 2)
+    small = regard.build("llama", layers=1, **{**SIZE, "max_len": 16}).double()
+    asked = [([1] * 20, 12, 0), ([2, 3], 14, 3), ([4] * 9, 7, 4), ([5], 15, 1)]
+    found = []
+    for draft in (small, None):
+        engine = Engine(big, draft=draft, layout=layout, page=8)
+        for ids, most, ahead in asked:
+            s = Settings(max_new_tokens=most, draft=ahead if draft is not None else 0)
+            engine.submit(Request(ids, s))
+        found.append({e.request: e.done[0].ids for e in engine.run() if e.done})
+    assert found[0] == found[1]
 
 
 def test_draft_without_a_draft_model_is_refused() -> None:

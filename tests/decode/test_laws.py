@@ -1,20 +1,26 @@
-"""Laws of decoding: beam search against its plain form and against all texts there are, scores against the model."""
+"""Laws of decoding: beam search against its plain form and against all texts there are, scores against the model, and
+the mode that a model is in."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import regard
 from regard.attention import GQA
 from regard.block import Tower
+from regard.config import UsageError
 from regard.decode.engine import Engine
 from regard.decode.sampling import beam_search
 from regard.decode.settings import Result, Settings
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Sinusoidal
+from regard.run import Job
+from tests.checkpoint.test_native import tiny
 from tests.decode.tiny import PAIRS, model, prompts, request, run
 from tests.laws.mechanisms import stir
 
@@ -102,6 +108,20 @@ def test_plain_beam_search_wide_enough_finds_the_best_of_all_texts() -> None:
     assert [ids for ids, _ in plain] == [t for _, t in every_text(m, prompt, 3, end)]
 
 
+def test_text_that_was_stopped_is_scored_as_one_that_ended() -> None:
+    """Of beams that are cancelled: log probability / length ** penalty, by the length that the text has."""
+    s = Settings(max_new_tokens=9, beams=3, n_best=3, length_penalty=1.7)
+    engine = Engine(small())
+    number = engine.submit(request("", [1, 0, 2], s))
+    for _ in range(4):
+        engine.step()
+    (event,) = engine.cancel(number)
+    assert event.done is not None and len(event.done) == 3
+    for r in event.done:
+        assert 2 <= len(r.ids) <= 5
+        assert r.score == pytest.approx(sum(r.logprobs) / len(r.ids) ** 1.7, abs=CLOSE)
+
+
 # --- scores -------------------------------------------------------------------------------------------------------
 
 ENDS = (3, 5, 8)
@@ -160,3 +180,57 @@ def test_score_is_the_sum_of_logprobs_and_of_the_end(name: str, kind: str) -> No
             assert any(r.score == pytest.approx(x, abs=CLOSE) for x in scores)
             endings.add(r.finish)
     assert "eos" in endings or name == "pair"
+
+
+# --- the mode -----------------------------------------------------------------------------------------------------
+
+
+def with_dropout(m: Any) -> Any:
+    """The model with dropout wherever it has a place for it, in training mode but for its first part."""
+    for module in m.modules():
+        config = getattr(module, "config", None)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+        elif isinstance(module, nn.RNNBase):
+            module.dropout = 0.5
+        elif config is not m.config and hasattr(config, "dropout"):
+            module.config = replace(config, dropout=0.5)
+    m.train()
+    next(m.children()).eval()
+    return m
+
+
+def modes(m: Any) -> list[bool]:
+    return [module.training for module in m.modules()]
+
+
+@pytest.mark.parametrize("name", regard.PRESETS)
+def test_generate_leaves_the_mode_as_it_was(name: str) -> None:
+    """A model in training, with dropout, writes what it writes in evaluation; and each of its modules is in the mode in
+    which it was, between steps too, and when something raises."""
+    m = with_dropout(tiny(name))
+    try:
+        m.cache_specs()
+    except UsageError:
+        pytest.skip("it does not write")
+    before, prompt = modes(m), [5, 9, 2]
+    source = getattr(m.config, "source", None)
+    if hasattr(source, "patch"):
+        prompt = torch.randn(source.channels, source.size, source.size)
+    got = regard.generate(m, [prompt], max_new_tokens=4, eos=())
+    assert modes(m) == before
+    engine = Engine(m)
+    engine.submit(Job(m, (), {"max_new_tokens": 4}).requests([prompt])[0])
+    while not engine.idle:
+        engine.step()
+        assert modes(m) == before
+    with pytest.raises(UsageError):
+        regard.generate(m, [prompt], max_new_tokens=4, eos=(10**6,))
+    assert modes(m) == before
+    m.next_logits = lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        regard.generate(m, [prompt], max_new_tokens=4, eos=())
+    assert modes(m) == before
+    del m.next_logits
+    assert regard.generate(m.eval(), [prompt], max_new_tokens=4, eos=()) == got
+    assert not any(modes(m))

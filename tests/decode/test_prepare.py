@@ -1,5 +1,6 @@
 """A prepared model says what its original says, as exactly as its precision allows, and leaves the original alone."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from regard.models import (
     Transformer,
     TransformerConfig,
 )
+from regard.models.adapt import LoRA, inject, merge
 from regard.moe import MoE
 from regard.position import Learned, Rope, Sinusoidal
 from tests.laws.mechanisms import TOWERS, VOCAB, decoder, ids, options, stir
@@ -103,6 +105,33 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> Choices:
 def error(y: Tensor, want: Tensor) -> float:
     assert y.shape == want.shape and y.isfinite().all()
     return ((y - want).norm() / want.norm()).item()
+
+
+@precisions
+@pytest.mark.parametrize("name", ["mla", "dsa_mla", "moe"])
+def test_prepared_model_has_what_lora_adds_to_weights_that_others_read(
+    name: str, precision: str
+) -> None:
+    """MLA's absorbed form reads its up-projection, a mixture its router: neither is packed."""
+    if name == "moe":
+        model = small("gqa_rope", ffn=MoE(4, 2, 16))
+        lora = [f"tower.blocks.{i}.ffn.router" for i in range(2)]
+    else:
+        model = small(name)
+        lora = [n for n, _ in model.named_modules() if n.endswith("w_ukv")]
+    before = model(ids(2, 9))
+    inject(model, lora, LoRA(4, 8.0))
+    for n, p in model.named_parameters():
+        if n.endswith(".b"):
+            p.data.normal_(std=0.3)
+    x, fast = ids(2, 9), prepare(model, precision, rows=2)
+    with torch.no_grad():
+        want, plain = model(x), prepare(merge(copy.deepcopy(model)), precision, rows=2)
+        # what was merged first is packed alike; a mixture may choose other experts after rounding
+        got, same = feed(fast, x, fast.cache(2), [8, 1]), feed(plain, x, plain.cache(2), [8, 1])
+        assert error(got, same) < 1e-5 if precision == "fp32" else error(got, same) < 0.02
+        if precision == "fp32":
+            assert error(got, want) < BOUND["fp32"] < error(want, before)
 
 
 # --- the same answers ---------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Several answers to one prompt: samples, beams, groups; and what rows share."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,7 +78,7 @@ def test_beam_width_one_is_greedy(name: str) -> None:
         job = Prefill([asked], {}, m.cache(1))
         with torch.inference_mode():
             job.feed(m, 100, "sdpa")
-            lane = BeamLane(job.cache, [asked], job.logits.shape[-1])
+            lane = BeamLane(job.cache, [asked])
             lane.choose(job.logits)
             while not lane.over():
                 lane.step(m, "sdpa")
@@ -146,6 +149,36 @@ def test_rows_that_share_a_source_join_rows_that_do_not() -> None:
         assert [r.ids for r in found[i]] == [r.ids for r in run(one)[0]]
 
 
+def test_beams_of_different_settings_share_their_passes() -> None:
+    """And each says what it says alone."""
+    kinds = [
+        {},
+        {"max_new_tokens": 9},
+        {"length_penalty": 2.0, "early_stopping": "never"},
+        {"length_penalty": -0.5, "n_best": 1},
+        {"early_stopping": "first", "eos": (4,)},
+        {"banned": (7, 8, 2), "min_new_tokens": 5},
+        {"logit_bias": ((6, 3.0),), "repetition_penalty": 1.5},
+        {"frequency_penalty": 1.0, "forced_first": 9, "forced_last": 3},
+        {"presence_penalty": 0.7, "max_new_tokens": 3},
+    ]
+    common = {"max_new_tokens": 7, "beams": 3, "n_best": 3, "eos": (3,)}
+    asked = [(p, Settings(**common | kind)) for p, kind in zip(prompts([4] * 9), kinds)]
+    for groups, late in itertools.product((1, 3), (0, 2)):
+        each = [(p, replace(s, groups=groups, diversity=0.8 * groups)) for p, s in asked]
+        counted = Counted(model("gqa_rope"))
+        engine, found = Engine(counted), {}
+        for i, (prompt, settings) in enumerate(each):
+            engine.submit(request("gqa_rope", prompt, settings, key=i))
+            for _ in range(late if i == 4 else 0):
+                found |= {e.request: e.done for e in engine.step() if e.done}
+        found |= run(engine)
+        # one pass for the prompts, and one for each token after the first; late ones have their own
+        assert counted.passes <= 9 + (late + 1 if late else 0)
+        alone = [answers("gqa_rope", [one])[0] for one in each]
+        assert [[r.ids for r in found[i]] for i in range(9)] == alone
+
+
 def test_engine_lanes_are_by_kind() -> None:
     engine = Engine(model("gqa_rope"))
     for settings in (GREEDY, SEEDED, SAMPLES, BEAMS, SHORT, BEAMS):
@@ -153,4 +186,4 @@ def test_engine_lanes_are_by_kind() -> None:
     for _ in range(5):
         engine.step()
     assert {type(lane) for lane in engine.lanes.values()} >= {SampleLane}
-    assert set(engine.lanes) <= {None, BEAMS, SHORT}
+    assert set(engine.lanes) <= {None, (3, 1, 9), (2, 1, 6)}  # beams, groups, candidates

@@ -271,6 +271,14 @@ def test_filter_breaks_ties_by_the_lowest_id(name: str) -> None:
     assert kept.isfinite().tolist() == [[False, True, True, False, False]]
 
 
+@pytest.mark.parametrize("f", [top_p, typical_p])
+def test_filter_by_mass_ends_where_the_mass_is_reached(f: Callable[..., Tensor]) -> None:
+    """Four tokens of exactly a quarter each: a mass of a half is two of them, not three."""
+    for p, kept in ((0.25, 1), (0.5, 2), (0.75, 3), (0.51, 3)):
+        for value in (p, torch.tensor([[p]])):
+            assert f(torch.zeros(1, 4), value).isfinite().sum() == kept
+
+
 @pytest.mark.parametrize("name", FILTERS)
 def test_filter_keeps_one_token_at_least(name: str) -> None:
     f, _ = FILTERS[name]

@@ -9,7 +9,7 @@ from regard.config import UsageError
 from regard.decode.engine import Engine
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
-from regard.kernels import gpu_prompt
+from regard.kernels import gpu_prompt, gpu_sample
 from regard.models import Tokens, TransformerConfig
 from tests.kernels.plain import BOUND, FEW, largest_gap, ties
 
@@ -25,7 +25,7 @@ MECHANISMS = {
 }
 
 
-def build(name: str) -> regard.Model:
+def build(name: str, tied: bool = True) -> regard.Model:
     torch.manual_seed(0)
     if name == "gpt2":
         sizes = {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 128, "vocab": 97, "max_len": 96}
@@ -33,7 +33,7 @@ def build(name: str) -> regard.Model:
     else:
         ffn, norm = regard.MLP(256, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
         tower = regard.Tower(128, 2, MECHANISMS[name], ffn, norm=norm)
-        head = regard.LM(tied=name != "qk_norm")
+        head = regard.LM(tied=tied and name != "qk_norm")
         model = TransformerConfig(Tokens(97), tower, head, max_len=96).make()
     with torch.no_grad():
         for p in model.parameters():
@@ -149,3 +149,37 @@ def test_watched_model_is_not_decoded_where_no_probe_can_see() -> None:
     watched = regard.Probe().on(build("gqa"))
     with pytest.raises(UsageError, match="a probe watches it. Use regard.generate"):
         GraphDecoder(watched, 1, 32, graph=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_graphs_end_a_request_without_numbers_as_the_engine_does(
+    name: str, value: float, settings: dict
+) -> None:
+    """Requests that read a spoilt token; those before, beside and after them in the same slots are as ever."""
+    model, bad = build(name, tied=False), 96
+    with torch.no_grad():
+        model.embedding.weight[bad] = value
+    clean = [Request([i + 1, i + 2], Settings(max_new_tokens=5, **settings)) for i in range(6)]
+    spoilt = [Request([3, bad, 4, 5, 6, 7], Settings(max_new_tokens=6, **settings))]
+    spoilt += [Request([3, 4, 5, bad], Settings(max_new_tokens=1, **settings))]
+    asked = [*clean[:2], *spoilt, *clean[2:4], *spoilt, *clean[4:]]
+    for rows in (1, 3):
+        found = GraphDecoder(model, rows, 96, graph=False, look=2).serve(asked, refill=False)
+        assert [(r.ids, r.finish) for r in found] == by_engine(model, asked)
+        for r, answer in zip(asked, found, strict=True):
+            assert answer.finish == "error" or r not in spoilt
+            assert (answer.finish == "error") == ("not a number" in str(answer.error))
+        assert sum(r.finish == "length" for r in found) >= 5
+
+
+def test_greedy_choice_without_a_greatest_number_is_none() -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[1.0, 3.0, 3.0], [nan, 1.0, 2.0], [-inf] * 3, [inf, 0.0, 1.0], [-inf, -5.0, -inf]]
+    assert gpu_sample.greedy(torch.tensor(rows)).tolist() == [1, -1, -1, -1, 1]
+
+
+def test_prepared_model_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match="prepared in bf16.*give the original"):
+        GraphDecoder(regard.prepare(build("gqa"), "bf16"), 1, 32, graph=False)

@@ -172,10 +172,26 @@ def test_gpu_greedy_matches_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     b = copy.deepcopy(a)
     for _ in range(6):
         logits = (torch.randn(3, 300) * 3).round()  # with ties
-        gpu_sample.advance(a, logits.argmax(-1))
+        gpu_sample.advance(a, gpu_sample.greedy(logits))
         gpu_sample.kernels(b, logits)
         for x, y in zip([*a.tensors(), a.log], [*b.tensors(), b.log], strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_gpu_greedy_chooses_nothing_without_numbers(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole row of them, or (but for -infinity) one among numbers, in the first chunk or in the last."""
+    monkeypatch.setattr(gpu_sample, "CHUNK", 64)
+    logits = torch.randn(4, 300)
+    logits[0], logits[1, 5], logits[2, 299] = value, value, value
+    state = [torch.ones(4, dtype=torch.long) for _ in range(4)]
+    a = gpu_sample.State(*state, torch.zeros(3, 4, dtype=torch.long), 9)
+    gpu_sample.kernels(a, logits)
+    want = gpu_sample.greedy(logits)
+    assert torch.equal(a.ids, want) and torch.equal(a.log[1], want)
+    assert want[0] == -1 and want[3] >= 0 and (want[1] == -1) == (value != float("-inf"))
 
 
 @pytest.fixture
