@@ -17,6 +17,7 @@ from typing import Any
 from regard import __version__
 from regard.config import Notice, UsageError, nearest
 from regard.kernels.threads import use_threads, wait_asleep
+from regard.look.show import visible
 
 HELP = """Regard: train and run Transformers of every family, on this machine.
 
@@ -117,7 +118,8 @@ def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) ->
 def fail(text: str, code: int) -> int:
     first = os.environ.get("RANK", "0") == "0"
     if first:  # of several processes that meet the same mistake
-        print("error:", " ".join(text.splitlines()), file=sys.stderr)
+        text = " ".join(text.splitlines()).encode("utf-8", "backslashreplace").decode("utf-8")
+        print("error:", visible(text), file=sys.stderr)
     return code
 
 
@@ -135,8 +137,23 @@ def open_streams() -> None:
         setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says, for odd names too
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # type: ignore[union-attr]
+    if sys.stdout.isatty():
+        sys.stdout = Screen(sys.stdout)  # type: ignore[assignment]
     if "stdout" in closed:
         raise Fault("stdout is closed, so nothing could be written", RUN)
+
+
+class Screen:
+    """A terminal for text from models and files: it can be read, but cannot move the cursor or set a title."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(visible(text, "\n\t"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def dispatch(arguments: list[str]) -> int:

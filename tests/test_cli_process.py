@@ -1,5 +1,6 @@
 """How the process of `regard` lives and ends: signals, pipes, closed streams, full disks, terminals."""
 
+import io
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from regard.cli import Screen, main
 from tests.test_cli import Done, call, command, folder, process
 
 
@@ -100,3 +102,13 @@ def test_name_that_is_no_text_is_said_with_escapes(tmp_path: Path) -> None:
     done = subprocess.run(**given, stdin=subprocess.DEVNULL, capture_output=True)
     assert done.returncode == 4 and done.stdout == b""
     assert done.stderr.startswith(b"error: ") and b"\\udcff" in done.stderr
+
+
+def test_control_characters_reach_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither from names in messages nor from text that a model writes; through a pipe text is as it is."""
+    assert main(["generate", "no\x1b]0;title\x07 folder", "hi"]) == 4
+    said = capsys.readouterr().err
+    assert "\x1b" not in said and "\x07" not in said and "title" in said
+    screen = io.StringIO()
+    Screen(screen).write("a\x1b[2Jb\r\n\tc\u202e")
+    assert screen.getvalue() == "a␛[2Jb␍\n\tc\ufffd"

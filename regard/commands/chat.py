@@ -15,7 +15,7 @@ from regard.commands.parse import values
 from regard.config import UsageError
 from regard.decode.settings import Settings
 from regard.run import stream
-from regard.text import needed, render_chat
+from regard.text import encode_chat, needed, render_chat
 from regard.text.tokenizer import check_unicode
 
 LONGEST = 1024  # tokens of an answer, where the context is longer
@@ -80,7 +80,7 @@ class Conversation:
     def say(self, text: str) -> None:
         """Write the answer to a message, and remember both."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.tokenizer.encode(render_chat(self.tokenizer, asked), special=False)
+        prompt = encode_chat(self.tokenizer, asked)
         self.opened.compare(prompt)
         settings = {"max_new_tokens": self.room(len(prompt)), **self.settings}
         pieces = stream(self.opened.model, prompt, stop=self.options.stop, **settings)

@@ -58,6 +58,9 @@ def plain_copy(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return copy
 
 
+GROWTH = 256  # times that a tokenizer's replacements may lengthen a text
+
+
 @dataclass
 class Parts:
     """`core` knows every id. Marian cuts source and target text by two more, whose pieces `core` then numbers."""
@@ -79,6 +82,7 @@ def build(files: Files, settings: Settings, kind: str | None, said: str) -> Part
     if "tokenizer.json" in files:
         with blaming("tokenizer.json cannot be read"):
             core = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
+            _check_growth(core)
         core.no_truncation()
         core.no_padding()
         return Parts(core, kind)
@@ -98,6 +102,23 @@ def build(files: Files, settings: Settings, kind: str | None, said: str) -> Part
         return Parts(_word_piece(files, settings), "bert")
     file = next(name for name in _BY_FILE if name in files)
     return Parts(_sentence_piece(files[file], file, settings, kind or guess), kind or guess)
+
+
+def _check_growth(core: tokenizers.Tokenizer) -> None:
+    """Replacements that follow each other multiply: a few of them could ask for more memory than there is, and the
+    library would end the process."""
+    for part in (core.normalizer, core.decoder):
+        state = {} if part is None else json.loads(part.__getstate__())
+        growth = 1.0
+        for step in state.get("normalizers") or state.get("decoders") or [state]:
+            if step.get("type") == "Replace":
+                shortest = len(step["pattern"].get("String", "")) or 1
+                growth *= max(1.0, len(step["content"]) / shortest)
+        if growth > GROWTH:
+            raise UsageError(
+                f"the replacements of tokenizer.json could make a text {growth:,.0f} times as long, at most {GROWTH} "
+                "are allowed; take a tokenizer from a source that you trust"
+            )
 
 
 def _all(files: Files, *needed: str) -> Files:

@@ -1,30 +1,60 @@
 """Chat messages -> the prompt, by the template that the model folder carries (never one from a request).
 
-A template is a program: it runs in jinja2's immutable sandbox, for a limited time, up to a limited length. It can
-still take memory before it ends: a server renders in a worker process that it can end.
+A template is a program: regard.text.template runs it in a sandbox, in a process with limits of time and memory.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import re
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from regard.config import UsageError, nearest
+from regard.text.template import MEMORY, WORKER
 from regard.text.tokenizer import Tokenizer, check_unicode
 
 MAX_SOURCE = 1_000_000  # characters of a template
 MAX_LENGTH = 4_000_000  # characters of a prompt
 MAX_SECONDS = 5.0
 KEYS = ("role", "content", "name")
+# Where a message spells a special token, a character stands for it that no text holds.
+MARKS = 0x10F000
 
 Message = Mapping[str, Any]
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+    """The ids of the prompt that `render_chat` makes. A special token is one where the template says it; where a
+    message spells it, it stays text, so that no message can pose as another's turn."""
+    chat = check_messages(messages)
+    added = tokenizer.core.get_added_tokens_decoder()
+    special = {token.content: (index, token) for index, token in added.items() if token.special}
+    found = sorted({s for s in special for m in chat for x in m.values() if s in x}, key=len)
+    if not found:
+        return tokenizer.encode(render_chat(tokenizer, chat, **options), special=False)
+    marks = {chr(MARKS + i): text for i, text in enumerate(found)}
+    # The longest first: one special token may be a part of another.
+    for mark, text in reversed(marks.items()):
+        if any(mark in x for m in chat for x in m.values()):
+            raise UsageError(f"a message holds the private character U+{ord(mark):X}; leave it out")
+        chat = [{key: x.replace(text, mark) for key, x in m.items()} for m in chat]
+    prompt = render_chat(tokenizer, chat, **options)
+    cut = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True))
+    parts, ids = re.split(f"({cut})", prompt), []
+    for i, part in enumerate(parts):
+        if i % 2:
+            ids.append(special[part][0])
+            continue
+        if i and special[parts[i - 1]][1].rstrip:
+            part = part.lstrip()
+        if i + 1 < len(parts) and special[parts[i + 1]][1].lstrip:
+            part = part.rstrip()
+        literal = any(mark in part for mark in marks)
+        for mark, text in marks.items():
+            part = part.replace(mark, text)
+        ids += tokenizer.encode(part, special=False, literal=literal) if part else []
+    return ids
 
 
 def render_chat(
@@ -36,28 +66,31 @@ def render_chat(
     max_length: int = MAX_LENGTH,
     max_seconds: float = MAX_SECONDS,
 ) -> str:
-    """The prompt for a list of {"role": ..., "content": ...}; encode it with special=False, the template has put the
-    special tokens in. `template` is the name of one that the folder carries; `reply` opens the assistant's turn."""
-    source = _source(tokenizer, template)
-    chat = check_messages(messages)
-    with _blaming_template():
-        parts, length = [], 0
-        rendered = _compiled(source).generate(
-            messages=chat,
-            tools=None,
-            documents=None,
-            add_generation_prompt=reply,
-            **tokenizer.tokens,
+    """The prompt for a list of {"role": ..., "content": ...} as text; `encode_chat` gives its ids. `template` is the
+    name of one that the folder carries; `reply` opens the assistant's turn."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise UsageError("chat templates need jinja2; install it: pip install jinja2")
+    variables = {
+        "messages": check_messages(messages),
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": reply,
+        **tokenizer.tokens,
+    }
+    request = {"source": _source(tokenizer, template), "variables": variables}
+    answer = WORKER.ask({**request, "max_length": max_length}, max_seconds)
+    if "text" in answer:
+        return answer["text"]
+    if "long" in answer:
+        raise UsageError(
+            f"the chat template made more than {max_length:,} characters; send less, or pass max_length"
         )
-        with _deadline(max_seconds):
-            for part in rendered:
-                length += len(part)
-                if length > max_length:
-                    raise UsageError(
-                        f"the chat template made more than {max_length:,} characters; send less, or pass max_length"
-                    )
-                parts.append(part)
-    return "".join(parts)
+    if "late" in answer:
+        raise UsageError(
+            f"the chat template ran longer than {max_seconds:g} s; it has a loop without end"
+        )
+    why = answer.get("error") or f"it took more than {MEMORY >> 30} GiB of memory"
+    raise UsageError(f"the model folder's chat template refuses these messages or fails: {why}")
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -121,101 +154,3 @@ def _source(tokenizer: Tokenizer, name: str) -> str:
             f"the chat template has {len(known[name]):,} characters, at most {MAX_SOURCE:,} are read"
         )
     return known[name]
-
-
-@contextmanager
-def _blaming_template() -> Iterator[None]:
-    try:
-        yield
-    except UsageError:
-        raise
-    except (Exception, RecursionError, MemoryError) as e:
-        raise UsageError(
-            f"the model folder's chat template refuses these messages or fails: {e}"
-        ) from None
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Ends Python code that runs on: a template's loops are Python lines, each of which is traced."""
-    end, before = time.monotonic() + seconds, sys.gettrace()
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        if time.monotonic() > end:
-            raise UsageError(
-                f"the chat template ran longer than {seconds:g} s; it has a loop without end"
-            )
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> Any:
-    """The template in the one environment that Regard has: sandboxed, nothing in it can be changed; blocks and extra
-    functions as transformers' apply_chat_template has them."""
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-    except ImportError:
-        raise UsageError("chat templates need jinja2; install it: pip install jinja2") from None
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} marks what to train on; here it is its content."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(["*", "**"])
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _size(operator, left, right) > MAX_LENGTH:
-                raise SecurityError(f"{operator} would make something very large")
-            return super().call_binop(context, operator, left, right)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _size(operator: str, left: Any, right: Any) -> int:
-    """How long (characters, items or bits) left * right or left ** right would be, 0 where it stays small."""
-    if isinstance(left, int) and isinstance(right, int):
-        return left.bit_length() * (max(right, 0) if operator == "**" else 1) + right.bit_length()
-    if isinstance(right, int):
-        left, right = right, left
-    return (
-        left * len(right)
-        if isinstance(left, int) and isinstance(right, (str, bytes, list, tuple))
-        else 0
-    )
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As in transformers: jinja2's own escapes HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

@@ -165,30 +165,49 @@ def _bytes(piece: str) -> bytes:
 
 
 class ByteRuns(Stage):
-    """Byte fallback: a run of pieces <0x..> is text if all of it is UTF-8, else one U+FFFD a byte; so it waits for
-    its end."""
+    """Byte fallback: pieces <0x..> are the bytes of a text. A character is given as soon as it is whole; each byte that
+    belongs to none is U+FFFD, as SentencePiece has it. (The library makes a whole run of bytes U+FFFD for a single
+    wrong one: a stream would wait for the run's end.)"""
 
     def __init__(self, decoder: Any):
-        self.decoder = decoder
-        self.run: list[str] = []
+        self.held = b""
 
     def push(self, pieces: list[str]) -> list[str]:
         found = []
         for piece in pieces:
             if re.fullmatch(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>", piece):
-                self.run.append(piece)
+                found.append(self._byte(bytes([int(piece[3:5], 16)])))
             else:
                 found += [*self.finish(), piece]
-        return found
+        return [piece for piece in found if piece]
 
-    def begun(self) -> None:
+    def _byte(self, byte: bytes) -> str:
+        """The text that one more byte makes certain."""
+        text, whole = "", self.held + byte
+        if not _begins(whole):
+            text, whole = LOST * len(self.held), byte
+        if not _begins(whole):
+            text, whole = text + LOST, b""
         with suppress(UnicodeDecodeError):
-            bytes(int(piece[3:5], 16) for piece in self.run).decode("utf-8")
-            self.run = []  # whole characters, and shown
+            text, whole = text + whole.decode("utf-8"), b""
+        self.held = whole
+        return text
 
     def finish(self) -> list[str]:
-        run, self.run = self.run, []
-        return [self.decoder.decode(run)] if run else []
+        held, self.held = self.held, b""
+        return [LOST * len(held)] if held else []
+
+
+LOST = "\ufffd"
+
+
+def _begins(data: bytes) -> bool:
+    """Whether a character begins with these bytes, or is them."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class Suffixes(Stage):

@@ -89,7 +89,8 @@ class Tokenizer:
     ) -> str:
         """The text of the ids. `after`: the ids that stand before them, so that a first space is kept:
         decode(a) + decode(b, after=a) == decode(a + b) wherever a ends with a whole character."""
-        if after:
+        # The library gives up a whole run of bytes for one that is wrong; a stream cannot wait for that.
+        if after or any(settings["type"] == "ByteFallback" for settings, _ in self._steps):
             text = self.detokenizer()
             text.begin(self.pieces(after, skip_special=skip_special))
             return text.push(self.pieces(ids, skip_special=skip_special)) + text.finish()

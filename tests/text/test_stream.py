@@ -209,6 +209,28 @@ def test_ids_consumed_are_those_up_to_the_stop(name: str, text: str, stop: list[
         assert whole.push([5]) == whole.finish() == ""
 
 
+def test_bytes_are_shown_character_by_character() -> None:
+    """However long a run of byte pieces is, nothing waits for its end, and a stop string inside it is found."""
+    tokenizer = load("llama")
+    text = "鱻🦜" * 50
+    ids = [tokenizer.core.token_to_id(f"<0x{b:02X}>") for b in text.encode()]
+    assert None not in ids
+    stream, shown = Stream(tokenizer), ""
+    for i in ids:
+        shown += stream.push([i])
+        assert len(text.encode()[: stream.consumed]) - len(shown.encode()) < 4
+    assert shown == text
+    stopped = Stream(tokenizer, "🦜")
+    assert stopped.push(ids) == "鱻" and stopped.consumed == len("鱻🦜".encode())
+
+
+def test_wrong_byte_costs_itself_alone() -> None:
+    tokenizer = load("llama")
+    raw = "é".encode() + b"\xff" + "ß".encode() + b"\xe9\xb1"
+    ids = [tokenizer.core.token_to_id(f"<0x{b:02X}>") for b in raw]
+    assert tokenizer.decode(ids) == "é\ufffdß\ufffd\ufffd"
+
+
 def test_stop_string_over_tokens_never_shows() -> None:
     tokenizer = load("gpt2")
     ids = tokenizer.encode("One\n\nQuestion: two", special=False)

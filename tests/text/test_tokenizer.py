@@ -347,3 +347,15 @@ def test_ids_outside_the_vocabulary_are_no_text(name: str) -> None:
     assert ours.decode([*ids, ours.vocab + 5]) == ours.decode(ids)
     with pytest.raises(UsageError, match="id -1 is no token"):
         ours.decode([-1])
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_replacements_that_multiply_are_refused(part: str) -> None:
+    """The library would ask for terabytes, and end the process."""
+    data = json.loads(needed(Tokenizer.from_files(tiny.gpt2())).core.to_str())
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    kind = {"type": "Sequence", f"{part}s": [step] * 6}
+    with pytest.raises(UsageError, match="times as long, at most 256"):
+        Tokenizer.from_files({"tokenizer.json": dump({**data, part: kind})})
+    one = {**kind, f"{part}s": [step]}
+    assert Tokenizer.from_files({"tokenizer.json": dump({**data, part: one})})
