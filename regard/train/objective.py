@@ -102,12 +102,14 @@ def seq2seq(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tens
 def prefix(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
     """As `causal` after a prefix that sees both ways; what stands in the prefix, and was seen, is not counted."""
     if batch.prefix is None:
-        raise UsageError("the prefix objective needs batch.prefix: the length of each row's prefix")
-    hidden = model.hidden(batch.ids, mask=Prefix(batch.prefix))
+        raise UsageError("the prefix objective needs batch.prefix: where each token's prefix ends")
+    mask: Mask = Prefix(batch.prefix)
+    if batch.doc is not None:
+        mask = mask & Documents(batch.doc)
+    hidden = model.hidden(batch.ids, mask=mask)
     place = torch.arange(batch.labels.shape[1], device=batch.labels.device)
-    seen = (
-        place < batch.prefix[:, None] - 1
-    )  # the prefix's last token predicts the first one after it
+    # The prefix's last token predicts the first one after it.
+    seen = place < batch.prefix - 1
     return vocabulary_loss(model, hidden, batch.labels.masked_fill(seen, IGNORE), smoothing)
 
 
