@@ -27,6 +27,7 @@ from regard.train.memory import (
     compiled,
     joined,
     keep_freed,
+    masters,
     native_code,
     precision,
 )
@@ -117,6 +118,7 @@ class Trainer:
         measure: Measure | None = None,
         team: Alone | None = None,
     ):
+        model = masters(model)
         model = checkpointed(model) if config.recompute else model
         model = model if config.parallel.mode == "tensor" else joined(model)
         self.model = compiled(model) if config.compile else model
