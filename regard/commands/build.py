@@ -24,7 +24,7 @@ from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
 from regard.text.coder import Coder
 from regard.text.train_tokenizer import train_tokenizer
-from regard.train.adapt import adapted, labels, with_head
+from regard.train.adapt import labels, with_head
 from regard.train.batch import Feed
 from regard.train.config import TASKS, Config
 from regard.train.corrupt import Marks
@@ -59,7 +59,7 @@ def built(config: Config, folder: Path, device: torch.device, keep: int, team: A
     check_fits(model, loaded, config.data)
     model.origin.files = {**model.origin.files, **files}
     model.origin.config = {**model.origin.config, **special(coder), **labels(loaded.classes)}
-    model = adapted(model.to(device), config.adapt)
+    model = config.learning(model.to(device))
     small = config.adapt.method == "lora"
     save = save_adapter if small else lambda m, path: m.save(path)
     load = partial(load_adapter, into=model) if small else load_model

@@ -21,7 +21,6 @@ from regard.config import UsageError
 from regard.layers import MLP
 from regard.models.summary import parameters
 from regard.train.activations import Pass
-from regard.train.adapt import adapted
 from regard.train.config import TASKS, Config, read
 from regard.train.memory import masters
 from regard.train.plan import EFFICIENCY, Job, Plan, changes, patches, planned, probe, trainable
@@ -67,7 +66,7 @@ def empty(config: Config, start: Any, found: Survey) -> Any:
         start = fresh(config.model["preset"], changed, found.vocab, device="meta")
         config = replace(config, model={"folder": "."})
     with torch.device("meta"):
-        return masters(adapted(made(config, start, None, [""] * found.classes), config.adapt))
+        return masters(config.learning(made(config, start, None, [""] * found.classes)))
 
 
 def job_of(config: Config, model: Any, found: Survey, device: str) -> tuple[Job, float]:
