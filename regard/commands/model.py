@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from regard.commands.parse import Machine
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+TRAINED = "trained_length"  # the key of config.json with the longest row of training
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -115,6 +116,23 @@ def start_of(model: Model) -> int:
 
 def context_of(model: Model) -> int | None:
     return getattr(model.config, "max_len", None)
+
+
+def trained_length(model: Model) -> int | None:
+    """The longest row the model was trained on; None where its folder does not say."""
+    found = model.origin.config.get(TRAINED) if model.origin is not None else None
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def past_training(model: Model, length: int) -> None:
+    """Say that so many tokens are more than the model was trained on."""
+    trained = trained_length(model)
+    if trained is not None and length > trained:
+        print(
+            f"notice: {length:,} tokens are past the {trained:,} that this model was trained on; what is beyond may be "
+            "worth little",
+            file=sys.stderr,
+        )
 
 
 def pick_device(name: str) -> tuple[torch.device, str]:

@@ -13,7 +13,7 @@ import torch
 from regard.attention import DSA
 from regard.checkpoint import load
 from regard.cli import DATA, ENVIRONMENT, Fault
-from regard.commands.build import fresh, made
+from regard.commands.build import fresh, made, notices
 from regard.commands.check import check
 from regard.commands.model import blaming, context_of, pick_device, resolved
 from regard.commands.survey import Survey, survey
@@ -63,7 +63,8 @@ def empty(config: Config, start: Any, found: Survey) -> Any:
     """The model without memory for its weights, with the head of the task, frozen as it will be."""
     if start is None:
         changed = {k: v for k, v in config.model.items() if k != "preset"}
-        start = fresh(config.model["preset"], changed, found.vocab, device="meta")
+        length = config.data.length
+        start = fresh(config.model["preset"], changed, found.vocab, "meta", length)
         config = replace(config, model={"folder": "."})
     with torch.device("meta"):
         return masters(config.learning(made(config, start, None, [""] * found.classes)))
@@ -159,6 +160,7 @@ class Facts:
             ("time", f"about {duration(self.seconds)}, if it runs at {speed} ({part})"),
         ]  # fmt: skip
         table += kv_row(model, self.plan.job.step.length)
+        table += [("notice", text) for text in notices(self.config, model)]
         return table + [("less", str(change)) for change in self.less] + self.hint()
 
     def hint(self) -> list[Row]:

@@ -86,6 +86,8 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
     (folder / "config.toml").write_bytes(Path(options.config).read_bytes())
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     say(f"{trainer.feed.describe()}; {how}, {folder}")
+    for text in made.notices:
+        say(f"notice: {text}")
     if options.resume:
         say(
             f"going on after step {trainer.at.step}"

@@ -1,0 +1,149 @@
+"""What training takes from its data, what it says of itself, and what the commands afterwards remember of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.attention import DSA, MLA
+from regard.block import Tower
+from regard.checkpoint.hf import Origin
+from regard.cli import main
+from regard.layers import LM, MLP
+from regard.models import Tokens, TransformerConfig
+from regard.position import Rope
+from tests.test_cli_train import CONFIG, TEXT
+
+PLAIN = CONFIG.replace("max-len = 32\n", "")
+DATA = PLAIN.partition("[data]")[2].replace('[tokenizer]\nkind = "chars"\n', "")
+FOLDER = 'task = "lm"\n[model]\nfolder = "start"\n[data]' + DATA
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
+    (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "story.toml").write_text(PLAIN, encoding="utf-8")
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    capsys.readouterr()
+    assert main(list(arguments)) == code
+    return capsys.readouterr()
+
+
+# --- from the data ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("home")
+def test_context_is_the_rows_of_training_unless_it_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = said(capsys, "train", "story.toml", "--quiet")
+    assert regard.load("runs/story/last").config.max_len == 16 and "notice" not in told.err
+    assert "notice" not in said(capsys, "plan", "story.toml").out
+    told = said(capsys, "train", "story.toml", "--quiet", "--model.max-len", "48", "--overwrite")
+    assert regard.load("runs/story/last").config.max_len == 48
+    assert "notice: positions from 16 to 48 will not be trained" in told.err
+    assert (
+        "positions from 16 to 48" in said(capsys, "plan", "story.toml", "--model.max-len", "48").out
+    )
+    past = said(capsys, "generate", "runs/story", "the ", "--max-new-tokens", "20")
+    assert "24 tokens are past the 16 that this model was trained on" in past.err
+    within = said(capsys, "generate", "runs/story", "the ", "--max-new-tokens", "12")
+    assert "past" not in within.err
+
+
+def test_special_tokens_are_the_tokenizers(home: Path) -> None:
+    """Never GPT-2's own, which a vocabulary of thirty characters does not have."""
+    assert main(["train", "story.toml", "--quiet"]) == 0
+    config = json.loads((home / "runs/story/last/config.json").read_text())
+    tokens = json.loads((home / "runs/story/last/tokenizer.json").read_text())["added_tokens"]
+    end = next(t["id"] for t in tokens if t["content"] == "<|endoftext|>")
+    assert config["eos_token_id"] == config["bos_token_id"] == config["pad_token_id"] == end
+
+
+def test_fine_tuning_keeps_what_the_folder_says_of_its_tokens(home: Path) -> None:
+    assert main(["train", "story.toml", "--quiet"]) == 0
+    start = regard.load("runs/story/last")
+    start.origin.config["eos_token_id"] = [1, 5]
+    start.save(home / "start")
+    (home / "more.toml").write_text(FOLDER)
+    assert main(["train", "more.toml", "--quiet"]) == 0
+    config = json.loads((home / "runs/more/last/config.json").read_text())
+    assert config["eos_token_id"] == [1, 5]
+
+
+# --- what it says -------------------------------------------------------------------------------------------------
+
+
+def test_bf16_folder_is_trained_in_float32_and_says_so(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "story.toml", "--quiet"]) == 0
+    regard.load("runs/story/last").bfloat16().save(home / "start")
+    (home / "more.toml").write_text(FOLDER)
+    told = said(capsys, "train", "more.toml", "--quiet")
+    assert (
+        "notice: the folder's weights are bfloat16; they are trained and saved in float32"
+        in told.err
+    )
+    assert {p.dtype for p in regard.load("runs/more/last").parameters()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("home")
+def test_what_the_tokenizer_cannot_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "story.toml", "--quiet"]) == 0
+    told = said(capsys, "generate", "runs/story", "the üx€ ü", "--max-new-tokens", "2")
+    assert "no token for 'ü', '€': the model reads <unk>" in told.err
+    assert (
+        "notice" not in said(capsys, "generate", "runs/story", "the ", "--max-new-tokens", "2").err
+    )
+    with pytest.warns(UserWarning, match="no token for 'ü'"):
+        regard.generate(regard.load("runs/story/last"), "ü", max_new_tokens=1)
+
+
+# --- the indexer of sparse attention ------------------------------------------------------------------------------
+
+
+def sparse_folder(home: Path) -> dict[str, torch.Tensor]:
+    """A tiny sparse model with the tokenizer of a run; its weights."""
+    assert main(["train", "story.toml", "--quiet"]) == 0
+    torch.manual_seed(0)
+    attention = DSA(MLA(2, latent=8, rope_dim=4, rope=Rope()), 2, 4, 4, rope_dim=4)
+    tower = Tower(16, 1, attention, MLP(32))
+    model = TransformerConfig(Tokens(40), tower, LM(), max_len=64).make()
+    model.origin = Origin("regard", files=regard.load("runs/story/last").origin.files)
+    model.save(home / "start")
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def test_each_stage_trains_the_indexers_it_should(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, moved = sparse_folder(home), {}
+    for task in ("lm", "dense_index", "sparse_index"):
+        (home / f"{task}.toml").write_text(FOLDER.replace("lm", task))
+        told = said(capsys, "train", f"{task}.toml", "--quiet")
+        assert ("indexers of sparse attention no gradient" in told.err) == (task == "lm")
+        model = regard.load(f"runs/{task}/last")
+        changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        moved[task] = {"indexer" in n for n in changed}
+    assert moved == {"lm": {False}, "dense_index": {True}, "sparse_index": {True, False}}
+    assert "no gradient" in said(capsys, "plan", "lm.toml").out
+
+
+def test_indexers_are_trained_where_there_are_some(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "plain.toml").write_text(PLAIN.replace("lm", "sparse_index"))
+    told = said(capsys, "train", "plain.toml", code=2)
+    assert "this model has no indexer to train" in told.err
+    (home / "more.toml").write_text(FOLDER.replace("lm", "dense_index"))
+    told = said(capsys, "train", "more.toml", "--adapt.method", "lora", code=2)
+    assert "trains indexers; leave [adapt] out" in told.err
