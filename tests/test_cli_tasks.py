@@ -147,3 +147,75 @@ def test_indexers_are_trained_where_there_are_some(
     (home / "more.toml").write_text(FOLDER.replace("lm", "dense_index"))
     told = said(capsys, "train", "more.toml", "--adapt.method", "lora", code=2)
     assert "trains indexers; leave [adapt] out" in told.err
+
+
+# --- what eval and peek remember ----------------------------------------------------------------------------------
+
+LABELS = """
+task = "classify"
+model = { preset = "bert-base", layers = 1, dim = 16, heads = 2, ffn-dim = 32 }
+data = { train = "films.tsv", columns = { text = 1, label = 0 }, rows = 8, length = 12, overlong = "truncate" }
+tokenizer = { kind = "chars" }
+train = { steps = 2 }
+"""
+
+
+def test_eval_reads_as_the_run_did(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The columns by their numbers, so no header; the length, and that longer texts are cut."""
+    rows = [f"{'ab'[i % 2]}\tfilm number {i}\n" for i in range(20)]
+    (home / "films.tsv").write_text("".join(rows))
+    (home / "films.toml").write_text(LABELS)
+    assert main(["train", "films.toml", "--quiet"]) == 0
+    for name in ("runs/films", "runs/films/last", "runs/films/checkpoints/step-00000002"):
+        told = said(capsys, "eval", name, "--data", "films.tsv", "--json")
+        assert json.loads(told.out)["data"].startswith("20 examples")
+    (home / "other.jsonl").write_text('{"text": "film", "label": "a"}\n')
+    told = said(
+        capsys,
+        "eval",
+        "runs/films",
+        "--data",
+        "other.jsonl",
+        "--columns",
+        "text=text",
+        "--columns",
+        "label=label",
+        "--json",
+    )
+    assert json.loads(told.out)["data"].startswith("1 example,")
+    regard.load("runs/films/last").save(home / "moved")
+    told = said(capsys, "eval", "moved", "--data", "films.tsv", code=2)
+    assert "its first line, read as their names, has 'a', 'film number 0'" in told.err
+    assert "--columns text=1" in told.err
+
+
+@pytest.mark.usefixtures("home")
+def test_eval_reads_rows_of_the_trained_length(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "story.toml", "--quiet", "--model.max-len", "48"]) == 0
+    losses = []
+    for more in ([], ["--length", "16"], ["--length", "48"]):
+        told = said(capsys, "eval", "runs/story", "--data", "story.txt", "--json", *more)
+        losses.append(json.loads(told.out)["metrics"]["loss"])
+        assert ("past the 16" in told.err) == ("48" in more)
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_peek_shows_the_batch_of_a_config(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "prefix.toml").write_text(PLAIN.replace("lm", "prefix"))
+    shown = json.loads(said(capsys, "data", "peek", "prefix.toml", "--json").out)
+    assert shown["task"] == "prefix" and shown["shape"] == [4, 16]
+    assert "DrawPrefix" in shown["about"]
+    told = said(capsys, "data", "peek", "prefix.toml", "--length", "8", code=2)
+    assert "give it alone" in told.err
+    assert main(["train", "prefix.toml", "--quiet"]) == 0
+    given = [
+        "data",
+        "peek",
+        "story.txt",
+        "--tokenizer",
+        "runs/prefix",
+        "--pack",
+        "stream",
+        "--json",
+    ]
+    assert json.loads(said(capsys, *given).out)["shape"] == [4, 128]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
+import json
 import os
 import re
 import sys
@@ -108,6 +109,18 @@ def resolved(folder: str) -> str:
     if (home / "run.json").is_file() or (home / "checkpoints").is_dir():
         raise Fault(f"the run {folder} has saved no model yet; wait for a checkpoint", DATA)
     return folder
+
+
+def run_data(folder: str) -> dict[str, Any]:
+    """The table [data] of the run that a model folder belongs to; {} where there is none."""
+    home = Path(folder).resolve()
+    for place in (home, *home.parents[:2]):
+        try:
+            said = json.loads((place / "run.json").read_text("utf-8"))
+            return {**said["config"]["data"]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return {}
 
 
 def start_of(model: Model) -> int:

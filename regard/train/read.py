@@ -215,9 +215,11 @@ def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> 
     if name.isdecimal() and int(name) < len(first):
         return int(name)
     said = ", ".join(repr(c)[:40] if header else f"{i} ({c[:30]!r})" for i, c in enumerate(first))
+    what = "its first line, read as their names, has" if header else "its columns:"
+    last = len(first) - 1
     raise UsageError(
-        f"{path} has no column {name!r} for the role {role}; its columns: {said}. Say which by name or by number from "
-        f"0, for example columns = {{ {role} = {len(first) - 1} }}"
+        f"{path} has no column {name!r} for the role {role}; {what} {said}. Say which by name or by number from 0: "
+        f"--columns {role}={last}, or in a config columns = {{ {role} = {last} }}"
     )
 
 

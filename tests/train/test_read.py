@@ -140,7 +140,7 @@ MISTAKES: list[tuple[str, str | bytes, dict[str, Any], str, int]] = [
     ("a.csv", "text,b\n1,2\n3\n", {}, "line 3 of .*a.csv has 1 columns, the first line 2", 4),
     ("a.csv", 'text\n"open\n', {}, "line 2 of .*a.csv is no CSV", 4),
     ("a.tsv", "a\tb\n", {"columns": {"text": 2}}, r"no column '2' .* 0 \('a'\), 1 \('b'\)", 2),
-    ("a.csv", "x,y\n1,2\n", {}, "no column 'text' for the role text; its columns: 'x', 'y'", 2),
+    ("a.csv", "x,y\n1,2\n", {}, "no column 'text' .*; its first line, read as their names, has 'x', 'y'", 2),
     ("a.jsonl", '{"text": "a"}\n[1]\n', {}, r"line 2 of .*a.jsonl is no JSON object .* list", 4),
     ("a.jsonl", '{"text": "a"}\n{\n', {}, "line 2 of .*a.jsonl is no JSON", 4),
     ("a.jsonl", '{"x": 1}', {}, "line 1 of .*a.jsonl has no 'text'; it has: 'x'", 2),
