@@ -219,3 +219,21 @@ def test_peek_shows_the_batch_of_a_config(home: Path, capsys: pytest.CaptureFixt
         "--json",
     ]
     assert json.loads(said(capsys, *given).out)["shape"] == [4, 128]
+
+
+def test_questions_without_an_answer_are_trained_on(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SQuAD 2.0: `answers` is empty where the text has none."""
+    known = {"question": "who?", "answers": [{"text": "Ann", "answer_start": 7}]}
+    unknown = {"question": "why?", "answers": [], "is_impossible": True}
+    part = {"context": "it was Ann.", "qas": [known, unknown] * 4}
+    (home / "squad.json").write_text(json.dumps({"data": [{"paragraphs": [part]}]}))
+    text = LABELS.replace('"classify"', '"answer"').replace("films.tsv", "squad.json")
+    text = text.replace("columns = { text = 1, label = 0 }, ", 'valid = "squad.json", ')
+    (home / "squad.toml").write_text(text.replace("length = 12", "length = 32"))
+    metric = ["--train.metric", "exact", "--train.steps", "40", "--train.optim.lr", "1e-2"]
+    assert main(["train", "squad.toml", "--quiet", *metric]) == 0
+    told = said(capsys, "eval", "runs/squad", "--data", "squad.json", "--json")
+    assert json.loads(told.out)["metrics"]["exact"] == 1.0
+    assert "0 to 0: (unanswered)" in said(capsys, "data", "peek", "squad.toml").out

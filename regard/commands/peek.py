@@ -158,6 +158,7 @@ class Shown:
         elif self.task == "answer":
             first, last = b.labels[i].tolist()
             found = self.coder.tokens(ids[first : last + 1]) if first != IGNORE else ["(cut off)"]
+            found = ["(unanswered)"] if last == 0 else found
             lines.append(f"  label  {first} to {last}: {' '.join(map(visible, found))}")
         return lines
 

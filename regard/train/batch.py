@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 IGNORE = -100  # a label that is not counted
+UNANSWERED = -1  # in data: the first and last token of an answer that is not in the text
 
 
 @dataclass(frozen=True)

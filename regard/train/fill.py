@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from regard.train.batch import IGNORE
+from regard.train.batch import IGNORE, UNANSWERED
 from regard.train.files import DataError, sha256
 from regard.train.images import pictures
 from regard.train.read import Record, Source, records
@@ -192,7 +192,8 @@ def _add_tagged(filling: Filling, chunk: list[Record], number: dict[str, int]) -
 
 
 def _fill_answers(filling: Filling) -> None:
-    """A question and a text; the label is the first and the last token of the answer in the text, or -1."""
+    """A question and a text; the label is the first and the last token of the answer in the text, UNANSWERED where it
+    has none (start and end are None), IGNORE where it cannot be found."""
     spans: list[tuple[int, int]] = []
     for chunk in filling.chunks("text", "second", "start", "end"):
         asked = filling.coder.encode(filling.texts(chunk, "text"))
@@ -200,10 +201,14 @@ def _fill_answers(filling: Filling) -> None:
         rows, labels = [], []
         for record, question, (ids, places) in zip(chunk, asked, found):
             head = [*question, *filling.coder.between]
+            rows.append(head + ids)
+            if record["start"] is None and record["end"] is None:
+                labels.append((UNANSWERED, UNANSWERED))
+                continue
             start, end = (_place(record, role) for role in ("start", "end"))
             inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
-            labels.append((len(head) + inside[0], len(head) + inside[-1]) if inside else (-1, -1))
-            rows.append(head + ids)
+            span = (len(head) + inside[0], len(head) + inside[-1]) if inside else (IGNORE, IGNORE)
+            labels.append(span)
         spans += [labels[i] for i in filling.add(ids=filling.counted(rows))]
     filling.writer.array("labels", np.array(spans, np.int64).reshape(-1, 2))
     filling.done()

@@ -146,15 +146,16 @@ def test_answer_is_a_span_of_tokens(bench: Bench, tmp_path: Path) -> None:
     asked = [
         {"text": "who?", "second": "it was Ann.", "start": 7, "end": 10},
         {"text": "why?", "second": "no.", "start": 50, "end": 60},
+        {"text": "how?", "second": "it was Ann.", "start": None, "end": None},
     ]
     path = put(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in asked))
-    loaded = bench.load("answer", ours, train=path, rows=2)
+    loaded = bench.load("answer", ours, train=path, rows=3)
     (batch,) = loaded.feed.everything()  # type: ignore[attr-defined]
     found = {}
     for ids, (first, last) in zip(batch.ids, batch.labels.tolist()):
         text = text_of(ours, ids)
         found[text[3:7]] = text_of(ours, ids[first : last + 1]) if first >= 0 else None
-    assert found == {"who?": "Ann", "why?": None}
+    assert found == {"who?": "Ann", "why?": None, "how?": "<s>"}
 
 
 @pytest.mark.parametrize("start", ["here", None])

@@ -106,6 +106,10 @@ def test_questions_are_read_with_their_answers(tmp_path: Path) -> None:
     path = put(tmp_path / "a.json", json.dumps({"data": [{"paragraphs": [asked]}]}))
     (record,) = read(path, roles=("text", "second", "start", "end"))
     assert record["second"][record["start"] : record["end"]] == "blue"
+    asked["qas"].append({"question": "Size?", "answers": [], "is_impossible": True})
+    path = put(tmp_path / "two.json", json.dumps({"data": [{"paragraphs": [asked]}]}))
+    _, record = read(path, roles=("text", "second", "start", "end"))
+    assert (record["text"], record["start"], record["end"]) == ("Size?", None, None)
     with pytest.raises(DataError, match="no JSON of the SQuAD form"):
         read(put(tmp_path / "b.json", '{"data": [{}]}'))
 
