@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,13 @@ from regard.layers import MLP, FeedForward, activation
 
 @dataclass(frozen=True)
 class MoE:
-    """y = sum over the chosen experts e of g_e E_e(x), plus the shared experts S(x) that every token uses.
+    """y = sum over the chosen experts e of g_e E_e(x), plus the shared experts S(x) that every token
+    uses.
 
-    g = softmax or sigmoid of the router's logits at the `active` best, normalised to sum 1 if `normalized`, times
-    `gain`.
-    With `groups`, only the best `active_groups` groups of experts are looked at (a group's score: its best expert,
-    or the
-    sum of its two best with sigmoid). `corrected` adds a bias to the choice, not to the weights (DeepSeek-V3)."""
+    g = softmax or sigmoid of the router's logits at the `active` best, normalised to sum 1 if
+    `normalized`, times `gain`. With `groups`, only the best `active_groups` groups of experts are
+    looked at (a group's score: its best expert, or the sum of its two best with sigmoid).
+    `corrected` adds a bias to the choice, not to the weights (DeepSeek-V3)."""
 
     experts: int
     active: int
@@ -74,13 +75,23 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(shared, dim) if c.shared else None
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
         self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+        # Of the last forward in training: scores (n E) and choices (n a) of every token.
+        self.routed: tuple[Tensor, Tensor] | None = None
+        # Tokens that chose each expert (E), over the micro-batches of a step.
+        self.load: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy starts with no record: tensors that carry a graph cannot be copied."""
+        return {**self.__dict__, "routed": None}
 
     def logits(self, x: Tensor) -> Tensor:
-        """The router's (n E), in float32."""
-        return F.linear(x.float(), self.router.weight.float())
+        """The router's (n E), in float32 at least, under autocast too."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(wide), self.router.weight.to(wide))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (n m) -> the chosen experts (n a) and their weights (n a), in float32."""
+        """x (n m) -> the chosen experts (n a) and their weights (n a), in float32 at least."""
         c, logits = self.config, self.logits(x)
         score = logits.softmax(-1) if c.score == "softmax" else self.sigmoid(logits)
         wish = score if self.correction is None else score + self.correction
@@ -91,10 +102,19 @@ class MixtureOfExperts(nn.Module):
             kept = torch.zeros_like(rank).scatter(1, best(rank, c.active_groups), 1.0).bool()
             wish = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         chosen = best(wish, c.active)
+        self._record(score, chosen)
         weight = score.gather(-1, chosen)
         if c.normalized:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
         return chosen, weight * c.gain
+
+    @torch.compiler.disable
+    def _record(self, score: Tensor, chosen: Tensor) -> None:
+        """Keep what `balance_loss` reads; not in a backward pass, where activation checkpointing
+        routes the same tokens again."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self.training and torch.is_grad_enabled() and not in_backward:
+            self.routed = score, chosen
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)  # n m
@@ -113,3 +133,48 @@ class MixtureOfExperts(nn.Module):
 def best(x: Tensor, k: int) -> Tensor:
     """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
     return x.argsort(dim=-1, descending=True, stable=True)[:, :k]
+
+
+# --- balance ------------------------------------------------------------------------------------------------------
+
+
+def balance_loss(model: nn.Module, counted: Tensor | None = None) -> Tensor:
+    """E sum_e f_e P_e of the last forward in training, f_e the assignments to expert e per token and
+    P_e its mean probability, over all layers (Switch Transformer, eq. 4-6; transformers'
+    `load_balancing_loss_func`). It is least, `active`, where every expert gets as much. A sigmoid
+    router's probabilities are its scores, normalised.
+
+    `counted` (b t) marks the tokens that are not padding. The record is released, and its choices are
+    counted for `update_bias`: call it once after every forward. Without mixtures it is 0."""
+    sums: dict[int, list[Tensor]] = {}
+    for layer in _mixtures(model):
+        if layer.routed is None:
+            continue
+        (score, chosen), layer.routed, e = layer.routed, None, layer.config.experts
+        p = score / score.sum(-1, keepdim=True)
+        real = p.new_ones(len(p)) if counted is None else counted.flatten().to(p)
+        with torch.no_grad():
+            hits = real.repeat_interleave(chosen.shape[1])
+            load = p.new_zeros(e).index_add(0, chosen.flatten(), hits)
+        layer.load = load if layer.load is None else layer.load + load
+        now = [load, real @ p, real.sum()]
+        sums[e] = [a + b for a, b in zip(sums[e], now, strict=True)] if e in sums else now
+    losses = [e * (load @ p) / n.clamp(min=1) ** 2 for e, (load, p, n) in sums.items()]
+    return torch.stack(losses).sum() if losses else next(model.parameters()).new_zeros(())
+
+
+def update_bias(
+    model: nn.Module, speed: float, total: Callable[[Tensor], Tensor] = lambda load: load
+) -> None:
+    """After a step: b_e += speed sign(mean load - load_e), so that the choice turns to experts that
+    got too few tokens (DeepSeek-V3, arXiv:2412.19437, 2.1.2). `total` sums the loads over processes
+    that saw other tokens. Loads start anew."""
+    for layer in _mixtures(model):
+        if layer.load is not None and layer.correction is not None:
+            load = total(layer.load)
+            layer.correction.data += speed * torch.sign(load.mean() - load)
+        layer.load = None
+
+
+def _mixtures(model: nn.Module) -> Iterator[MixtureOfExperts]:
+    return (m for m in model.modules() if isinstance(m, MixtureOfExperts))

@@ -1,9 +1,17 @@
 """The router: who is chosen, with which weight. (What experts compute: tests/laws/test_parts.py.)"""
 
+import copy
+
+import pytest
 import torch
 from torch import Tensor
 
-from regard.moe import MixtureOfExperts, MoE
+from regard.attention import GQA
+from regard.block import Tower
+from regard.layers import LM
+from regard.models import Tokens, Transformer, TransformerConfig
+from regard.moe import MixtureOfExperts, MoE, balance_loss, update_bias
+from regard.train.memory import checkpointed
 
 
 def router(logits: list[float], correction: list[float] | None = None, **more: object) -> tuple:
@@ -89,3 +97,109 @@ def test_moe_trains_its_router_through_the_weights() -> None:
     moe, x = MoE(4, 2, 8).make(6), torch.randn(2, 3, 6)
     moe(x).square().sum().backward()
     assert moe.router.weight.grad.abs().sum() > 0
+
+
+def test_router_works_in_float64_where_the_model_does() -> None:
+    moe = MoE(4, 2, 8).make(6).double()
+    assert moe.route(torch.randn(3, 6).double())[1].dtype == torch.float64
+
+
+def test_router_stays_in_float32_under_autocast() -> None:
+    moe, x = MoE(4, 2, 8).make(6), torch.randn(3, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = moe.logits(x)
+    assert torch.equal(logits, moe.logits(x))
+
+
+# --- balance ------------------------------------------------------------------------------------------------------
+
+
+def mixture(**more: object) -> Transformer:
+    torch.manual_seed(3)
+    tower = Tower(12, 2, GQA(2), MoE(6, 2, 8, **more))  # type: ignore[arg-type]
+    return TransformerConfig(Tokens(20), tower, LM()).make().train()
+
+
+def routers(model: Transformer) -> list[MixtureOfExperts]:
+    return [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
+
+
+IDS = torch.randint(20, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_balance_loss_is_that_of_transformers(padded: bool) -> None:
+    reading = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    model, seen = mixture(), []
+    for layer in routers(model):
+        plain = layer.logits
+        layer.logits = lambda x, plain=plain: seen.append(plain(x)) or seen[-1]  # type: ignore
+    counted = torch.arange(7) < torch.tensor([7, 4])[:, None] if padded else None
+    model(IDS)
+    ours = balance_loss(model, counted)
+    theirs = reading.load_balancing_loss_func(
+        tuple(seen), 6, 2, None if counted is None else counted.long()
+    )
+    torch.testing.assert_close(ours, theirs)
+    weights = [layer.router.weight for layer in routers(model)]
+    for a, b in zip(
+        torch.autograd.grad(ours, weights, retain_graph=True),
+        torch.autograd.grad(theirs, weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_balance_loss_is_least_where_every_expert_gets_as_much() -> None:
+    moe = MoE(3, 1, 4).make(3).train()
+    with torch.no_grad():
+        moe.router.weight.copy_(torch.eye(3))
+    moe(torch.eye(3)[None])
+    torch.testing.assert_close(balance_loss(moe), torch.tensor(1.0))
+    moe(torch.eye(3)[[0, 0, 1]][None])
+    assert balance_loss(moe) > 1.01
+
+
+def test_balance_is_read_once_and_only_of_training() -> None:
+    model = mixture()
+    with torch.no_grad():
+        model(IDS)
+    assert balance_loss(model) == 0
+    model.eval()(IDS)
+    assert balance_loss(model) == 0
+    model.train()(IDS)
+    copy.deepcopy(model)
+    assert balance_loss(model) > 0
+    assert balance_loss(model) == 0
+
+
+def test_balance_under_activation_checkpointing_is_exact() -> None:
+    grads, loads = [], []
+    for model in (mixture(), checkpointed(mixture())):
+        loss = model(IDS).square().mean() + balance_loss(model)
+        loss.backward()
+        assert all(layer.routed is None for layer in routers(model))
+        grads.append([p.grad for p in model.parameters()])
+        loads.append([layer.load for layer in routers(model)])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+    assert all(torch.equal(a, b) for a, b in zip(*loads, strict=True))
+
+
+def test_bias_goes_against_the_load_of_all_micro_batches() -> None:
+    whole, split = (mixture(score="sigmoid", corrected=True) for _ in range(2))
+    whole(IDS)
+    balance_loss(whole)
+    for row in IDS:
+        split(row[None])
+        balance_loss(split)
+    for layer, other in zip(routers(whole), routers(split), strict=True):
+        assert layer.load is not None and torch.equal(layer.load, other.load)
+        assert layer.load.sum() == IDS.numel() * 2
+    expected = [(layer.load.mean() - layer.load).sign() * 0.01 for layer in routers(whole)]
+    update_bias(whole, 0.01)
+    for layer, bias in zip(routers(whole), expected, strict=True):
+        assert bias.abs().sum() > 0 and torch.equal(layer.correction, bias)
+        assert layer.load is None
+    update_bias(whole, 0.01)
+    assert torch.equal(routers(whole)[0].correction, expected[0])
