@@ -19,6 +19,7 @@ import torch
 
 from regard.config import UsageError, nearest
 from regard.kernels import native
+from regard.moe import update_bias
 from regard.train.batch import Ahead, Feed, Objective
 from regard.train.evaluate import METRICS, better
 from regard.train.keep import Keeper, read
@@ -31,6 +32,7 @@ from regard.train.memory import (
     native_code,
     precision,
 )
+from regard.train.objective import balanced, mixtures
 from regard.train.optim import Optim, Optimizer, accumulate, average, clip
 from regard.train.parallel import Alone, Parallel
 from regard.train.schedule import Schedule
@@ -48,8 +50,9 @@ class Train:
     """How to train. `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `parts`:
     micro-batches of a step. `metric`: what the best model is best at; `patience`: evaluations without a better one
     after which it ends. `average`: the mean of this many last checkpoints is tried at the end, and kept if it is the
-    best. `nan`: what to do with a step whose loss or gradient is not finite: stop, skip it, or go back to the last
-    checkpoint and leave it out."""
+    best. `balance`: the weight of the loss that keeps a mixture's experts in balance, see `balanced`; `bias_speed`:
+    how far its correction bias moves in a step. `nan`: what to do with a step whose loss or gradient is not finite:
+    stop, skip it, or go back to the last checkpoint and leave it out."""
 
     steps: int = 1000
     seed: int = 42
@@ -63,6 +66,8 @@ class Train:
     metric: str = "loss"
     patience: int | None = None
     average: int = 0
+    balance: float | None = None
+    bias_speed: float = 0.001
     nan: str = "stop"
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
@@ -75,8 +80,10 @@ class Train:
             ("evaluate", 0),
             ("save", 0),
             ("average", 0),
+            ("balance", 0),
+            ("bias_speed", 0),
         ):
-            if getattr(self, name) < least:
+            if (getattr(self, name) or 0) < least:
                 raise UsageError(f"train.{name} = {getattr(self, name)}: give {least} or more")
         if self.metric not in METRICS:
             raise UsageError(
@@ -122,7 +129,8 @@ class Trainer:
         model = checkpointed(model) if config.recompute else model
         model = model if config.parallel.mode == "tensor" else joined(model)
         self.model = compiled(model) if config.compile else model
-        self.feed, self.objective, self.config = feed, objective, config
+        self.feed, self.config = feed, config
+        self.objective = balanced(objective, model, config.balance)
         self.keeper, self.load, self.measure, self.team = keeper, load, measure, team or Alone()
         self.tell = tell if self.team.rank == 0 else lambda event: None
         self.device = next(model.parameters()).device
@@ -200,7 +208,10 @@ class Trainer:
         parameters = list(self.optimizer.named.values())
         norm = clip(parameters, c.clip, count)
         mean, length, tokens = (loss / count.clamp(min=1)).item(), norm.item(), int(count)
-        if not (math.isfinite(mean) and math.isfinite(length)):
+        whole = math.isfinite(mean) and math.isfinite(length)
+        if mixtures(self.model):
+            update_bias(self.model, c.bias_speed if whole else 0.0, team.total)
+        if not whole:
             self.optimizer.zero()
             return self._broken(step, mean, length)
         factor = c.schedule(step)
