@@ -237,3 +237,51 @@ def test_questions_without_an_answer_are_trained_on(
     told = said(capsys, "eval", "runs/squad", "--data", "squad.json", "--json")
     assert json.loads(told.out)["metrics"]["exact"] == 1.0
     assert "0 to 0: (unanswered)" in said(capsys, "data", "peek", "squad.toml").out
+
+
+# --- names and epochs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, ours",
+    [
+        ("train.lr", "train.optim.lr"),
+        ("train.learning_rate", "train.optim.lr"),
+        ("train.batch_size", "data.rows"),
+        ("data.batch_size", "data.rows"),
+        ("data.epochs", "train.epochs"),
+        ("train.num_train_epochs", "train.epochs"),
+        ("train.optim.warmup", "train.schedule.warmup"),
+        ("tokenizer.size", "tokenizer.vocab"),
+        ("data.max_length", "data.length"),
+    ],
+)
+@pytest.mark.usefixtures("home")
+def test_names_of_elsewhere_lead_to_ours(
+    change: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = said(capsys, "train", "story.toml", f"--{change}", "3", code=2)
+    assert f"{change} is no" in told.err and f"here it is {ours}" in told.err
+
+
+@pytest.mark.usefixtures("home")
+def test_transformer_leads_to_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    told = said(capsys, "train", "story.toml", "--model.preset", "transformer", code=2)
+    assert 'preset = "vaswani-base"' in told.err
+
+
+def test_epochs_are_passes_over_the_data(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2,160 of 2,700 characters in rows of 16, 4 in a batch: 34 batches are a pass."""
+    (home / "two.toml").write_text(PLAIN.replace("steps = 8", "epochs = 1.5"))
+    planned = json.loads(said(capsys, "plan", "two.toml", "--json").out)
+    told = said(capsys, "train", "two.toml", "--quiet", "--train.save", "0")
+    assert told.out.endswith("step-00000051\n")
+    run = json.loads((home / "runs/two/run.json").read_text())
+    assert run["steps"] == run["config"]["train"]["steps"] == 51
+    assert planned["steps"] == pytest.approx(51, abs=1) and planned["passes"] == pytest.approx(
+        1.5, rel=0.02
+    )
+    told = said(capsys, "train", "two.toml", "--train.steps", "5", code=2)
+    assert "train.steps and train.epochs both say how long" in told.err
+    told = said(capsys, "train", "two.toml", "--train.epochs", "0", code=2)
+    assert "train.epochs = 0.0: give a number above 0" in told.err

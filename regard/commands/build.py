@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ def built(config: Config, folder: Path, device: torch.device, keep: int, team: A
         start = load_model(resolved(config.model["folder"])) if "folder" in config.model else None
     with blaming(2, files=DATA):
         files, coder, loaded = team.first(lambda: read_data(config, start, folder))
+    config = replace(config, train=config.train.counted(loaded.feed.epoch))
     torch.manual_seed(config.train.seed)
     model = made(config, start, coder, loaded.classes)
     check_fits(model, loaded, config.data)
@@ -129,6 +130,8 @@ def fresh(
     """The preset with its changes. Unless they say a size, its tables are as large as the tokenizer's vocabulary, and
     its context is `length`, the rows it is trained on: later positions would stay as they were drawn. (But not that of
     an encoder-decoder, whose two sides differ in length.)"""
+    if preset == "transformer":
+        raise UsageError('preset "transformer" is unknown; that of 2017 is preset = "vaswani-base"')
     if preset not in PRESETS:
         return build(preset)  # tells the known ones
     data = to_dict(PRESETS[preset][1]())

@@ -106,7 +106,10 @@ def recipe_of(config: Config) -> Recipe | None:
     known, kind = [f.name for f in fields(Recipe)], said.get("kind", Recipe.kind)
     for name in said:
         if name not in ("folder", *known):
-            raise UsageError(f"tokenizer.{name} is no setting; {nearest(name, ['folder', *known])}")
+            hint = nearest(name, ["folder", *known])
+            if name in ("size", "vocab_size"):
+                hint = "here it is tokenizer.vocab"
+            raise UsageError(f"tokenizer.{name} is no setting; {hint}")
         if name != "folder" and "folder" in said:
             raise UsageError(f"tokenizer.{name} is not used beside tokenizer.folder; leave one out")
         if kind in KINDLESS.get(name, ()):

@@ -119,8 +119,8 @@ class Facts:
         device: torch.device,
         folder: Path,
     ):
-        self.config, self.plan, self.found, self.device = config, plan, found, device
-        job, train = plan.job, config.train
+        self.plan, self.found, self.device = plan, found, device
+        job = plan.job
         self.free, self.room = free_memory(device), free_disk(folder)
         self.short = plan.memory.total > self.free
         self.full = plan.disk > self.room
@@ -129,7 +129,10 @@ class Facts:
         self.tokens = round(filled * step.rows * (step.length + step.source))
         shown = step.rows if not found.tokens else self.tokens
         whole = found.tokens or found.examples
-        self.passes = train.steps * shown / max(whole * (1 - config.data.held), 1)
+        epoch = max(whole * (1 - config.data.held), 1) / shown
+        train = config.train.counted(epoch)
+        self.config = replace(config, train=train)
+        self.passes = train.steps / epoch
         self.flops = round(plan.flops * filled * train.steps)
         self.kind = f"{device.type} {train.precision}"
         bf16 = train.precision == "bf16"

@@ -64,6 +64,7 @@ def run(options: TrainRun) -> int:
         team.once(lambda: claim(folder, config, options, stack))
         asked = stack.enter_context(signals())
         made = built(config, folder, team.device(device), options.keep, team)
+        config = replace(config, train=made.trainer.config)  # with the steps of its epochs
         why = train(made, config, folder, options, asked)
     if why == "asked":  # here, or in another process
         return EXITS[signal.Signals(asked[0])] if asked else EXITS[signal.SIGTERM]
@@ -140,7 +141,7 @@ def going_on(trainer: Trainer) -> bool:
 def shortened(config: Config) -> Config:
     """Three steps, an evaluation, a save."""
     few = Schedule("constant")
-    short = replace(config.train, steps=3, save=1, evaluate=3, average=0, schedule=few)
+    short = replace(config.train, steps=3, epochs=None, save=1, evaluate=3, average=0, schedule=few)
     return replace(config, train=short)
 
 

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from regard.config import UsageError, from_dict, nearest
 from regard.models import Model
@@ -117,6 +117,43 @@ class Config:
         return Corrupted(feed, corruption(marks), self.train.seed)
 
 
+# what settings are called elsewhere -> here
+ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate", "max_lr"), "train.optim.lr"),
+    "weight_decay": "train.optim.decay",
+    **dict.fromkeys(("optimizer", "optim_name"), "train.optim.name"),
+    **dict.fromkeys(("warmup", "warmup_steps", "warmup_iters"), "train.schedule.warmup"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), "train.schedule.shape"),
+    **dict.fromkeys(("max_steps", "max_iters", "iterations", "steps"), "train.steps"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), "train.epochs"),
+    **dict.fromkeys(("eval_steps", "eval_interval", "eval_every"), "train.evaluate"),
+    **dict.fromkeys(("save_steps", "save_interval", "save_every"), "train.save"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), "train.clip"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "micro_batches"), "train.parts"
+    ),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "train.recompute"),
+    **dict.fromkeys(
+        ("batch_size", "batch", "per_device_train_batch_size", "micro_batch_size"), "data.rows"
+    ),
+    **dict.fromkeys(
+        ("block_size", "max_length", "max_seq_length", "seq_len", "sequence_length"), "data.length"
+    ),
+    "label_smoothing": "smoothing.eps",
+    "label_smoothing_factor": "smoothing.eps",
+}
+
+
+def _known(cls: type, data: dict[str, Any], where: str = "") -> None:
+    """Name our setting where one is called as elsewhere; what is left is told by from_dict."""
+    hints = get_type_hints(cls)
+    for key, value in data.items():
+        if key not in hints and key in ELSEWHERE:
+            raise UsageError(f"{where}{key} is not a setting; here it is {ELSEWHERE[key]}")
+        if isinstance(value, dict) and is_dataclass(hints.get(key)):
+            _known(hints[key], value, f"{where}{key}.")
+
+
 def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
     """A config file, with dotted settings changed: {"train.optim.lr": "3e-4"}."""
     try:
@@ -130,6 +167,10 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
     data = _plain(data)
     for name, text in (changes or {}).items():
         _put(data, name.replace("-", "_").split("."), _value(text), name)
+    _known(Config, data)
+    said = data.get("train")
+    if isinstance(said, dict) and {"steps", "epochs"} <= said.keys():
+        raise UsageError("train.steps and train.epochs both say how long; leave one out")
     config = from_dict(Config, data, path.name)
     folder = config.model.get("folder")
     model = config.model if folder is None else {**config.model, "folder": _under(path, folder)}

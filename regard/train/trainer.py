@@ -47,14 +47,16 @@ Measure = Callable[
 
 @dataclass(frozen=True)
 class Train:
-    """How to train. `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `parts`:
-    micro-batches of a step. `metric`: what the best model is best at; `patience`: evaluations without a better one
-    after which it ends. `average`: the mean of this many last checkpoints is tried at the end, and kept if it is the
-    best. `balance`: the weight of the loss that keeps a mixture's experts in balance, see `balanced`; `bias_speed`:
-    how far its correction bias moves in a step. `nan`: what to do with a step whose loss or gradient is not finite:
-    stop, skip it, or go back to the last checkpoint and leave it out."""
+    """How to train: `steps`, or `epochs`, passes over the data, from which steps are counted once it is read.
+    `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `parts`: micro-batches of
+    a step. `metric`: what the best model is best at; `patience`: evaluations without a better one after which it ends.
+    `average`: the mean of this many last checkpoints is tried at the end, and kept if it is the best. `balance`: the
+    weight of the loss that keeps a mixture's experts in balance, see `balanced`; `bias_speed`: how far its correction
+    bias moves in a step. `nan`: what to do with a step whose loss or gradient is not finite: stop, skip it, or go back
+    to the last checkpoint and leave it out."""
 
     steps: int = 1000
+    epochs: float | None = None
     seed: int = 42
     parts: int = 1
     clip: float | None = 1.0
@@ -91,7 +93,16 @@ class Train:
             )
         if self.nan not in POLICIES:
             raise UsageError(f"train.nan = {self.nan!r} is unknown; {nearest(self.nan, POLICIES)}")
-        self.schedule.over(self.steps)
+        if self.epochs is None:
+            self.schedule.over(self.steps)
+        elif not 0 < self.epochs < math.inf:
+            raise UsageError(f"train.epochs = {self.epochs}: give a number above 0, for example 3")
+
+    def counted(self, epoch: float) -> Train:
+        """The same with its steps, where `epoch` of them are one pass over the data."""
+        if self.epochs is None:
+            return self
+        return replace(self, steps=max(math.ceil(self.epochs * epoch), 1), epochs=None)
 
     def rate(self, step: int) -> float:
         """The share of the peak learning rate that step k = 1, 2, ... is taken with."""
