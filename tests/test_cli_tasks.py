@@ -264,6 +264,18 @@ def test_names_of_elsewhere_lead_to_ours(
     assert f"{change} is no" in told.err and f"here it is {ours}" in told.err
 
 
+@pytest.mark.parametrize(
+    "flag, ours",
+    [("lr", "train.optim.lr"), ("batch-size", "data.rows"), ("epochs", "train.epochs")],
+)
+@pytest.mark.usefixtures("home")
+def test_flags_of_elsewhere_lead_to_ours(
+    flag: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = said(capsys, "train", "story.toml", f"--{flag}", "3", code=2)
+    assert f"here it is --{ours}" in told.err
+
+
 @pytest.mark.usefixtures("home")
 def test_transformer_leads_to_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     told = said(capsys, "train", "story.toml", "--model.preset", "transformer", code=2)
