@@ -127,7 +127,8 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
-    """k <= q, or k within the row's prefix: the prefix language model. `lengths` (b)."""
+    """k <= q, or k within a prefix: the prefix language model. `lengths` (b): the prefix of each row; (b n) for packed
+    rows: where the prefix of each position's document ends. (Join it with `Documents`, which keeps them apart.)"""
 
     lengths: Tensor
 
@@ -136,7 +137,9 @@ class Prefix(Mask):
         return len(self.lengths)
 
     def see(self, row: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) | (k < self.lengths[row])
+        if self.lengths.dim() == 1:
+            return (k <= q) | (k < self.lengths[row])
+        return (k <= q) | (k < self.lengths[row, k.clamp(min=0)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,8 @@ def measure(
     """The metrics of a model on `feed.evaluation()`; the model, its mode and the random numbers stay as they are.
 
     `loss` is the objective's; `perplexity` is of the task's own objective, without label smoothing. Texts are decoded
-    greedily, or by `beams`, and compared with the text of the labels: `limit` of them, or all. `precision` is that of
+    greedily, or by `beams`, and compared with the text of the labels, as the tokenizer writes it: `limit` of them, or
+    all. (`regard eval` compares with the file's own text.) `precision` is that of
     losses and labels; decoding runs in the weights' own."""
     names = evaluate.suited(metrics, task)
     where = torch.device(next(model.parameters()).device if device is None else device)
@@ -83,7 +84,8 @@ def measure(
         else:
             texts = _said(model, taken, tokenizer, limit if textual else samples, beams)
             found.samples = [texts[i] for i in spread(len(texts), samples)]
-            scores = evaluate.text_scores(textual, *_sides(texts)) if textual else ({}, {})
+            # No signature: it would promise the file's own references, and these went through the tokenizer.
+            scores = evaluate.text_scores(textual, *_sides(texts))[0] if textual else {}, {}
     values = {**found.values, **scores[0]}
     found.values = {name: values[name] for name in names}
     found.signatures = {name: text for name, text in scores[1].items() if name in names}
@@ -194,14 +196,16 @@ def _beginning(batch: Batch, i: int) -> list[int]:
 
 
 def _spans(logits: Tensor, lengths: Tensor | None) -> Tensor:
-    """(b t 2) -> (b 2): of all first <= last tokens the pair whose logits sum to the most."""
+    """(b t 2) -> (b 2): of all first <= last tokens the pair whose logits sum to the most. A row's first token stands
+    for no answer: it is no part of another span."""
     if lengths is not None:
         place = torch.arange(logits.shape[1], device=logits.device)
         logits = logits.masked_fill((place >= lengths[:, None])[..., None], -torch.inf)
     start, end = logits.unbind(-1)
-    highest, first = start.cummax(-1)
-    last = (highest + end).argmax(-1, keepdim=True)
-    return torch.cat([first.gather(-1, last), last], -1)
+    highest, first = start[:, 1:].cummax(-1)
+    best, last = (highest + end[:, 1:]).max(-1, keepdim=True)
+    span = 1 + torch.cat([first.gather(-1, last), last], -1)
+    return span.masked_fill(start[:, :1] + end[:, :1] >= best, 0)
 
 
 # --- answers ------------------------------------------------------------------------------------------------------

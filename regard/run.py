@@ -168,6 +168,13 @@ def default_length(model: Any, sources: Sequence[Sequence[int]]) -> int:
     return longest if context is None else min(longest, context - 1)
 
 
+def unread(tokenizer: Tokenizer, prompt: str) -> str:
+    """What of a prompt the model cannot read, as a sentence; "" if nothing."""
+    lost = tokenizer.unknown(prompt)
+    shown = ", ".join(f"{part!r:.20}" for part in lost[:8]) + (", ..." if lost[8:] else "")
+    return f"the tokenizer has no token for {shown}: the model reads <unk> instead" if lost else ""
+
+
 class Job:
     """One call: its settings and its tokenizer. Where text is wanted with each token (`live`, or to find stop strings)
     it holds the text of every answer so far; else an answer is turned into text when it is complete."""
@@ -208,7 +215,10 @@ class Job:
 
     def read(self, prompt: Prompt) -> list[int] | Tensor:
         if isinstance(prompt, str):
-            return needed(self.tokenizer).encode(prompt)
+            ids = needed(self.tokenizer).encode(prompt)
+            if text := unread(needed(self.tokenizer), prompt):
+                warnings.warn(text, stacklevel=2)
+            return ids
         return prompt if isinstance(prompt, Tensor) and prompt.dim() > 1 else _ids(prompt)
 
     def push(self, request: Request, sample: int, token: int) -> bool:

@@ -237,7 +237,7 @@ def test_tokenizer_does_not_go_where_a_file_is(text: Path, tmp_path: Path, below
 
 
 def test_text_without_a_tokenizer_says_how_to_get_one(text: Path) -> None:
-    with pytest.raises(UsageError, match="--tokenizer FOLDER .regard tokenizer train"):
+    with pytest.raises(UsageError, match="--tokenizer FOLDER .a model, a run"):
         command(Peek, text)
 
 

@@ -73,7 +73,7 @@ def test_plan_is_a_table_and_writes_nothing(home: Path, capsys: pytest.CaptureFi
     assert main(["plan", "lm.toml"]) == 0
     said = capsys.readouterr()
     rows = [line.split()[0] for line in said.out.splitlines()]
-    assert rows == ["model", "data", "run", "memory", "disk", "time", "kv"]
+    assert rows == ["model", "data", "run", "memory", "disk", "time", "kv", "notice"]
     assert "2 layers x 32, 4 query / 2 kv heads (gqa), rope, gated silu" in said.out
     assert "8 steps x 64 tokens" in said.out and "mha would be 256 B, 2.0 x" in said.out
     assert said.err == "" and sorted(home.rglob("*")) == before

@@ -22,7 +22,7 @@ INERT = frozenset(
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id
     decoder_start_token_id forced_bos_token_id forced_eos_token_id bad_words_ids suppress_tokens
     begin_suppress_tokens initializer_range initializer_factor init_std return_dict output_attentions
-    output_hidden_states output_past tokenizer_class task_specific_params problem_type finetuning_task
+    output_hidden_states output_past trained_length tokenizer_class task_specific_params problem_type finetuning_task
     id2label label2id num_labels _num_labels gradient_checkpointing pretraining_tp chunk_size_feed_forward
     is_encoder_decoder torchscript use_bfloat16 prefix num_beams max_length min_length length_penalty
     early_stopping no_repeat_ngram_size do_sample temperature top_k top_p num_return_sequences

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from regard.attention.select import SparseAttention
 from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin
 from regard.cli import DATA, Fault
 from regard.commands.check import SENTINELS, check_fits, check_suits, check_vocab, recipe_of
-from regard.commands.model import blaming, resolved
+from regard.commands.model import TRAINED, blaming, context_of, resolved
 from regard.config import UsageError, to_dict
 from regard.files import read_files
 from regard.layers import Answer, Classify, Tag
@@ -25,9 +26,9 @@ from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
 from regard.text.coder import Coder
 from regard.text.train_tokenizer import train_tokenizer
-from regard.train.adapt import adapted, labels, with_head
+from regard.train.adapt import labels, with_head
 from regard.train.batch import Feed
-from regard.train.config import TASKS, Config
+from regard.train.config import INDEXED, TASKS, Config
 from regard.train.corrupt import Marks
 from regard.train.data import Loaded, text_roles
 from regard.train.data import load as load_data
@@ -47,6 +48,7 @@ class Built:
     trainer: Trainer
     files: dict[str, bytes]  # the tokenizer's
     classes: list[str]
+    notices: list[str]  # what the user should know of this run
 
 
 def built(config: Config, folder: Path, device: torch.device, keep: int, team: Alone) -> Built:
@@ -55,12 +57,17 @@ def built(config: Config, folder: Path, device: torch.device, keep: int, team: A
         start = load_model(resolved(config.model["folder"])) if "folder" in config.model else None
     with blaming(2, files=DATA):
         files, coder, loaded = team.first(lambda: read_data(config, start, folder))
+    config = replace(config, train=config.train.counted(loaded.feed.epoch))
     torch.manual_seed(config.train.seed)
     model = made(config, start, coder, loaded.classes)
     check_fits(model, loaded, config.data)
     model.origin.files = {**model.origin.files, **files}
-    model.origin.config = {**model.origin.config, **special(coder), **labels(loaded.classes)}
-    model = adapted(model.to(device), config.adapt)
+    own = start is not None and "folder" not in config.tokenizer
+    said = model.origin.config
+    said = {**special(coder), **said} if own else {**said, **special(coder)}
+    model.origin.config = {**said, **labels(loaded.classes), **trained_on(config, start)}
+    told, narrow = notices(config, model), str(next(model.parameters()).dtype)
+    model = config.learning(model.to(device))
     small = config.adapt.method == "lora"
     save = save_adapter if small else lambda m, path: m.save(path)
     load = partial(load_adapter, into=model) if small else load_model
@@ -70,7 +77,9 @@ def built(config: Config, folder: Path, device: torch.device, keep: int, team: A
     trainer = Trainer(
         model, feed, config.objective, config.train, keeper, load, measure=figures, team=team
     )
-    return Built(trainer, files, loaded.classes)
+    if narrow != str(next(model.parameters()).dtype):
+        told.append(f"the folder's weights are {narrow[6:]}; they are trained and saved in float32")
+    return Built(trainer, files, loaded.classes, told)
 
 
 def read_data(
@@ -95,7 +104,7 @@ def made(config: Config, start: Any, coder: Coder | None, classes: list[str]) ->
     model = start
     if model is None:
         vocab = 0 if coder is None else coder.vocab
-        model = fresh(config.model["preset"], changes, vocab)
+        model = fresh(config.model["preset"], changes, vocab, length=config.data.length)
         model.origin = Origin(model.family)
     check_suits(config.task, model)
     check_vocab(model, coder, own=start is not None)
@@ -112,12 +121,24 @@ def made(config: Config, start: Any, coder: Coder | None, classes: list[str]) ->
     return with_head(model, wanted)
 
 
-def fresh(preset: str, changes: dict[str, Any], vocab: int, device: str | None = None) -> Any:
-    """The preset with its changes; its tables are as large as the tokenizer's vocabulary, unless they say a size."""
+def fresh(
+    preset: str,
+    changes: dict[str, Any],
+    vocab: int,
+    device: str | None = None,
+    length: int | None = None,
+) -> Any:
+    """The preset with its changes. Unless they say a size, its tables are as large as the tokenizer's vocabulary, and
+    its context is `length`, the rows it is trained on: later positions would stay as they were drawn. (But not that of
+    an encoder-decoder, whose two sides differ in length.)"""
+    if preset == "transformer":
+        raise UsageError('preset "transformer" is unknown; that of 2017 is preset = "vaswani-base"')
     if preset not in PRESETS:
         return build(preset)  # tells the known ones
     data = to_dict(PRESETS[preset][1]())
     sizes = {n: vocab for n in ("vocab", "source_vocab") if vocab and placed(data, n)}
+    if length is not None and "max_len" in data and "decoder" not in data:
+        sizes["max_len"] = length
     named = {place: x for n, x in flat(changes) for place in placed(data, n) or [n]}
     try:
         return build(preset, device=device, **{**sizes, **named})
@@ -230,6 +251,33 @@ def texts_of(config: Config) -> Iterator[str]:
             yield text
 
 
+def trained_on(config: Config, start: Any) -> dict[str, Any]:
+    """The longest row a model was trained on from its beginning, as config.json keeps it; a folder that does not say
+    it was trained elsewhere, on rows nobody knows."""
+    before = 0 if start is None else start.origin.config.get(TRAINED)
+    if before is None or config.data.length is None:
+        return {}
+    return {TRAINED: max(before, config.data.length)}
+
+
+def notices(config: Config, model: Any) -> list[str]:
+    """What a config does that its user may not expect."""
+    told = []
+    sparse = any(isinstance(m, SparseAttention) for m in model.modules())
+    if sparse and config.task not in INDEXED and config.adapt.method == "full":
+        told.append(
+            f"task = {config.task} gives the indexers of sparse attention no gradient: they stay as they are; "
+            "task = dense_index, then sparse_index trains them"
+        )
+    length, longest = config.data.length, context_of(model)
+    if "preset" in config.model and length is not None and length < (longest or 0):
+        told.append(
+            f"positions from {length} to {longest} will not be trained: data.length = {length}, the model's context is "
+            f"{longest}"
+        )
+    return told
+
+
 def marks(coder: Coder | None) -> Marks | None:
     if coder is None:
         return None
@@ -240,9 +288,9 @@ def marks(coder: Coder | None) -> Marks | None:
 
 
 def special(coder: Coder | None) -> dict[str, Any]:
-    """Token ids as config.json names them."""
+    """Token ids as config.json names them. One that the tokenizer lacks is null: a family's own number, which readers
+    take where there is none, would mean another token."""
     if coder is None:
         return {}
     found = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
-    found["decoder_start_token_id"] = coder.start
-    return {name: value for name, value in found.items() if value is not None}
+    return {**found, "decoder_start_token_id": coder.start}

@@ -17,10 +17,11 @@ from regard.text.coder import Coder
 from regard.text.train_tokenizer import Recipe
 from regard.train import evaluate
 from regard.train.adapt import Adapt
-from regard.train.config import TASKS, Config
+from regard.train.config import INDEXED, TASKS, Config
 from regard.train.data import Data, Loaded, check_used, longest
 from regard.train.examples import ImageFeed
 from regard.train.feed import TextFeed
+from regard.train.index import sparse_layers
 from regard.train.memory import PRECISIONS
 from regard.train.trainer import Train
 
@@ -28,6 +29,7 @@ SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))  # what T5 calls them
 SUITS = {  # task -> kinds of model, and presets to name
     "lm": (("decoder", "recurrent model"), "gpt2 or llama"),
     "prefix": (("decoder",), "gpt2 or llama"),
+    **dict.fromkeys(INDEXED, (("decoder",), "deepseek-v3.2")),
     "mlm": (("encoder",), "bert-base or roberta-base"),
     **dict.fromkeys(
         ("spans", "infill", "seq2seq"), (("encoder-decoder",), "vaswani-base or t5-small")
@@ -42,7 +44,7 @@ KINDLESS = {  # setting of a tokenizer -> kinds that do not use it
     "vocab": ("chars", "bytes"),
     "min_count": ("chars", "bytes", "unigram"),
 }
-WORDS = ("lm", "prefix", "mlm", "spans", "infill", "seq2seq")  # tasks that say words
+WORDS = (*evaluate.WORDS, *INDEXED)  # tasks that say words
 
 
 def check(config: Config) -> None:
@@ -94,7 +96,10 @@ def recipe_of(config: Config) -> Recipe | None:
     known, kind = [f.name for f in fields(Recipe)], said.get("kind", Recipe.kind)
     for name in said:
         if name not in ("folder", *known):
-            raise UsageError(f"tokenizer.{name} is no setting; {nearest(name, ['folder', *known])}")
+            hint = nearest(name, ["folder", *known])
+            if name in ("size", "vocab_size"):
+                hint = "here it is tokenizer.vocab"
+            raise UsageError(f"tokenizer.{name} is no setting; {hint}")
         if name != "folder" and "folder" in said:
             raise UsageError(f"tokenizer.{name} is not used beside tokenizer.folder; leave one out")
         if kind in KINDLESS.get(name, ()):
@@ -138,6 +143,8 @@ def check_suits(task: str, model: Any) -> None:
             f"the task {task} is for {' or '.join(_a(k) for k in kinds)}, and [model] is {_a(kind)}; say preset = "
             f"{presets}, or another task"
         )
+    if task in INDEXED:
+        sparse_layers(model)
     worded = isinstance(head, LM | MLM) or not hasattr(model.config, "head")
     if task in WORDS and not worded:
         what = "no head" if head is None else f"a head of another kind ({head.kind})"

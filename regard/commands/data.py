@@ -45,17 +45,18 @@ class Reading:
 class Peek:
     """Print a real batch of training data: tokens, ids, and what is learned from them.
 
+    regard data peek story.toml                                     as training with this config will see it
     regard data peek story.txt --tokenizer MODEL --length 64        documents packed into rows
     regard data peek in.de --target in.en --tokenizer MODEL         source and target
     regard data peek reviews.tsv --columns text=1 --columns label=0 --task classify --tokenizer MODEL
     """
 
     files: Files
-    """data files; * and ? are understood; .gz and .xz too"""
+    """data files; * and ? are understood; .gz and .xz too; or a training config (.toml), which says all the rest"""
     target: More = ()
     """files with the other side, line by line; classes of npy and idx files"""
     tokenizer: Folder = None
-    """a model folder, or what regard tokenizer train wrote"""
+    """a model folder, a run's folder, or what regard tokenizer train wrote"""
     task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag", "answer", "image"] = "auto"
     """auto: seq2seq with a target, image for pictures, classify with a label, else lm"""
     length: Count = None

@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,18 @@ from torch import Tensor
 from regard.checkpoint import load
 from regard.cli import DATA, Fault
 from regard.commands.classify import names_of, normal_of
-from regard.commands.data import settings
-from regard.commands.model import DTYPES, blaming, pick_device, precision_of, resolved, talk
+from regard.commands.data import Reading, settings
+from regard.commands.model import (
+    DTYPES,
+    blaming,
+    past_training,
+    pick_device,
+    precision_of,
+    resolved,
+    run_data,
+    talk,
+    trained_length,
+)
 from regard.commands.options_work import Eval
 from regard.config import UsageError
 from regard.decode.prepare import prepare
@@ -118,6 +129,11 @@ class Judge:
         self.quantized = machine.quantize != "none"
         if self.quantized:
             self.model = prepare(self.model, machine.quantize, rows=BATCH)
+        self.run = run_data(options.model)
+        # An example that training cut is cut here too.
+        self.overlong = options.overlong
+        if self.overlong == "error" and self.run.get("overlong") == "truncate":
+            self.overlong = "truncate"
         self.length, self.about = self._length(), ""
 
     @cached_property
@@ -129,14 +145,16 @@ class Judge:
         return prepare(self.model, how, rows=ROWS["cpu"] * self.options.beams)
 
     def _length(self) -> int | None:
-        """Tokens of a row; None: as many as an example has."""
+        """Tokens of a row; None: as many as an example has. What is not asked for is as it was in training."""
         longest, asked = context_of(self.model), self.options.length
         if asked is not None and not 0 < asked <= (longest or asked):
             most = "" if longest is None else f" to {longest}, the model's context"
             raise UsageError(f"--length is {asked}; give a number from 1{most}")
+        past_training(self.model, asked or 0)
+        trained = self.run.get("length") or trained_length(self.model)
         if self.task in CUT:
-            return asked or min(longest or ROW, ROW)
-        return asked or longest
+            return asked or min(trained or ROW, longest or ROW)
+        return asked or (trained if self.overlong == "truncate" else None) or longest
 
     def measured(
         self, names: Sequence[str], folder: Path
@@ -162,7 +180,7 @@ class Judge:
 
     @cached_property
     def data(self) -> Data:
-        said, wanted = settings(self.options.reading), getattr(self.model.config, "embedding", None)
+        said, wanted = self._reading(), getattr(self.model.config, "embedding", None)
         check_used(Data(self.options.data, self.options.target, **said), self.task)
         if isinstance(wanted, Patches):
             said["size"] = said["size"] or wanted.size
@@ -172,10 +190,19 @@ class Judge:
             length=self.length,
             rows=BATCH,
             tokens=None if self.length is None else max(TOKENS, self.length),
-            overlong="split" if self.task in CUT else self.options.overlong,
+            overlong="split" if self.task in CUT else self.overlong,
             pack="none",
             **said,
         )
+
+    def _reading(self) -> dict[str, Any]:
+        """How the files are read: as is said, and else as the run's own files were, if these are of that kind."""
+        said, usual = settings(self.options.reading), settings(Reading())
+        more = {n: self.run[n] for n in usual if n in self.run and said[n] == usual[n]}
+        with suppress(UsageError):
+            check_used(Data(self.options.data, self.options.target, **{**said, **more}), self.task)
+            return {**said, **more}
+        return said
 
     def _feed(self, folder: Path) -> Feed:
         """All of the data, as what is held out."""
@@ -246,7 +273,7 @@ class Judge:
                 raise Fault(f"example {number}: source and target must be text", DATA)
             ids = self.tokenizer.encode(line) if line.strip() else []
             if self.length is not None and len(ids) > self.length:
-                if self.options.overlong == "error":
+                if self.overlong == "error":
                     raise self._too_long(number, len(ids), line)
                 after = self.coder.after
                 ids = [*ids[: self.length - len(after)], *after]

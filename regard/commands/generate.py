@@ -9,13 +9,14 @@ from collections.abc import Generator
 from dataclasses import fields
 from typing import Any
 
-from regard.commands.model import Opened, Rate, decoded, opened
+from regard.commands.model import Opened, Rate, decoded, opened, past_training
 from regard.commands.options import Generate, Search
 from regard.commands.parse import values
 from regard.config import UsageError
 from regard.decode.settings import Result, Settings
 from regard.models import Patches
-from regard.run import Prompt, Unanswered, answers, failed, stream
+from regard.run import Prompt, Unanswered, answers, failed, stream, unread
+from regard.text import needed
 
 
 def run(options: Generate) -> int:
@@ -26,11 +27,16 @@ def run(options: Generate) -> int:
     opened_model = Opened(options.model, options.machine, rows)
     check_reads_text(opened_model.model)
     opened_model.compare(prompt)
+    tokenizer, ids = opened_model.tokenizer, prompt
+    if isinstance(prompt, str):
+        ids = needed(tokenizer).encode(prompt)
+        if lost := unread(needed(tokenizer), prompt):
+            print(f"notice: {lost}", file=sys.stderr)
     model, given["stop"] = opened_model.model, options.stop
     if drafted is not None:
         given["draft_model"] = Opened(drafted, options.machine, rows).model
         given["draft"] = given["draft"] or 4
-    text = rows == 1 and not options.json and opened_model.tokenizer is not None
+    text = rows == 1 and not options.json and tokenizer is not None
     rate = Rate(streaming=text)
     if text:
         results = [write(stream(model, prompt, **given), rate, [])]
@@ -40,6 +46,8 @@ def run(options: Generate) -> int:
         rate.add(sum(len(r.ids) for r in results))
         for result in results:
             print(as_json(result) if options.json else as_text(result))
+    written = max((len(result.ids) for result in results), default=0)
+    past_training(model, max(len(ids), written) if opened_model.two else len(ids) + written)
     rate.done(f", ended by {', '.join(dict.fromkeys(r.finish for r in results))}")
     if failed(results):
         raise Unanswered(failed(results))

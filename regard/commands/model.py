@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
+import json
 import os
 import re
 import sys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from regard.commands.parse import Machine
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+TRAINED = "trained_length"  # the key of config.json with the longest row of training
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -109,12 +111,41 @@ def resolved(folder: str) -> str:
     return folder
 
 
+def run_data(folder: str) -> dict[str, Any]:
+    """The table [data] of the run that a model folder belongs to; {} where there is none."""
+    home = Path(folder).resolve()
+    for place in (home, *home.parents[:2]):
+        try:
+            said = json.loads((place / "run.json").read_text("utf-8"))
+            return {**said["config"]["data"]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return {}
+
+
 def start_of(model: Model) -> int:
     return special_of(model).start or 0
 
 
 def context_of(model: Model) -> int | None:
     return getattr(model.config, "max_len", None)
+
+
+def trained_length(model: Model) -> int | None:
+    """The longest row the model was trained on; None where its folder does not say."""
+    found = model.origin.config.get(TRAINED) if model.origin is not None else None
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def past_training(model: Model, length: int) -> None:
+    """Say that so many tokens are more than the model was trained on."""
+    trained = trained_length(model)
+    if trained is not None and length > trained:
+        print(
+            f"notice: {length:,} tokens are past the {trained:,} that this model was trained on; what is beyond may be "
+            "worth little",
+            file=sys.stderr,
+        )
 
 
 def pick_device(name: str) -> tuple[torch.device, str]:

@@ -67,7 +67,7 @@ class Eval:
     beams: int = 4
     """of translation; 1 is greedy"""
     length: Count = None
-    """tokens of a row; default: the model's context, of a language model 1024 at most"""
+    """tokens of a row; default: as in training, else the model's context, of a language model 1024 at most"""
     overlong: Literal["error", "truncate"] = "error"
     """what happens to examples that are longer; text of a language model is cut into rows"""
     json: Switch = False

@@ -51,6 +51,11 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
         if flag.startswith("--") and flag not in known:
             close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
             hint = f"did you mean {close[0]}?" if close else f"see regard {name} --help"
+            if name in ("train", "plan"):
+                from regard.train.config import ELSEWHERE  # slow to import
+
+                ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))
+                hint = f"here it is --{ours}" if ours else hint
             raise UsageError(
                 f"there is no option {flag!r:.60}; {hint} (text that begins so: after --)"
             )

@@ -6,19 +6,24 @@ import json
 import shutil
 import tempfile
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from regard.checkpoint import load as load_model
+from regard.commands.build import marks, read_data
+from regard.commands.check import check
 from regard.commands.data import Peek, check_given, settings
+from regard.commands.model import resolved
 from regard.config import UsageError
 from regard.text import Tokenizer, needed
 from regard.text.coder import Coder
-from regard.train.batch import IGNORE, Batch
+from regard.train.batch import IGNORE, Batch, Feed
+from regard.train.config import read
 from regard.train.corrupt import Corrupted, Marks, MaskTokens
 from regard.train.data import Data, Loaded, load
-from regard.train.feed import Base
 from regard.train.read import ARRAYS, format_of
 
 SHADES = " .:-=+*#%@"
@@ -29,20 +34,51 @@ def peek(options: Peek) -> int:
     check_given(options.files)
     if options.batch < 0:
         raise UsageError(f"--batch is {options.batch}; give a number from 0")
-    task = task_of(options)
-    tokenizer = None
+    with tempfile.TemporaryDirectory(prefix="regard-peek-") as folder:
+        if options.files[0].endswith(".toml"):
+            shown = from_config(options, Path(folder))
+        else:
+            shown = from_files(options, Path(folder))
+        print(shown.json() if options.json else shown.text())
+    return 0
+
+
+def from_config(options: Peek, folder: Path) -> Shown:
+    """The batch that training with a config would make."""
+    kept = {n: getattr(options, n) for n in ("files", "batch", "json")}
+    if len(options.files) > 1 or options != Peek(**kept):
+        raise UsageError(
+            f"{options.files[0]} says how data is read: give it alone, with --batch and --json; other settings belong "
+            "into it"
+        )
+    config = read(Path(options.files[0]))
+    check(config)
+    start = None
+    if "folder" in config.model:
+        start = load_model(resolved(config.model["folder"]), device="meta")
+    _, coder, loaded = read_data(config, start, folder)
+    feed = config.fed(loaded.feed, marks(coder))
+    return Shown(replace(options, seed=config.train.seed), config.task, loaded, coder, feed)
+
+
+def from_files(options: Peek, folder: Path) -> Shown:
+    task, coder = task_of(options), None
     if task != "image":
         if options.tokenizer is None:
             raise UsageError(
-                "text needs a tokenizer: --tokenizer FOLDER (regard tokenizer train makes one)"
+                "text needs a tokenizer: --tokenizer FOLDER (a model, a run, or what regard tokenizer train wrote); or "
+                "give a config: regard data peek CONFIG.toml"
             )
-        tokenizer = Coder(needed(Tokenizer.from_folder(options.tokenizer)))
-    data = data_of(options, task)
-    with tempfile.TemporaryDirectory(prefix="regard-peek-") as folder:
-        loaded = load(task, data, tokenizer, Path(folder), options.seed)
-        shown = Shown(options, task, loaded, tokenizer)
-        print(shown.json() if options.json else shown.text())
-    return 0
+        home = Path(options.tokenizer)
+        alone = home / "tokenizer"
+        home = alone if (alone / "tokenizer.json").is_file() else Path(resolved(str(home)))
+        coder = Coder(needed(Tokenizer.from_folder(home)))
+    loaded = load(task, data_of(options, task), coder, folder, options.seed)
+    feed: Feed = loaded.feed
+    if task == "mlm" and coder is not None:
+        found = Marks(coder.vocab, coder.reserved, coder.mask)
+        feed = Corrupted(loaded.feed, MaskTokens(found), options.seed)
+    return Shown(options, task, loaded, coder, feed)
 
 
 def task_of(options: Peek) -> str:
@@ -78,12 +114,9 @@ def data_of(options: Peek, task: str) -> Data:
 class Shown:
     """One batch and what it was made of."""
 
-    def __init__(self, options: Peek, task: str, loaded: Loaded, coder: Coder | None):
+    def __init__(self, options: Peek, task: str, loaded: Loaded, coder: Coder | None, feed: Feed):
         self.options, self.task, self.loaded, self.coder = options, task, loaded, coder
-        self.feed: Base | Corrupted = loaded.feed
-        if task == "mlm" and coder is not None:
-            marks = Marks(coder.vocab, coder.reserved, coder.mask)
-            self.feed = Corrupted(loaded.feed, MaskTokens(marks), options.seed)
+        self.feed = feed
         self.batch: Batch = self.feed.batch(options.batch)
 
     def head(self) -> list[str]:
@@ -125,6 +158,7 @@ class Shown:
         elif self.task == "answer":
             first, last = b.labels[i].tolist()
             found = self.coder.tokens(ids[first : last + 1]) if first != IGNORE else ["(cut off)"]
+            found = ["(unanswered)"] if last == 0 else found
             lines.append(f"  label  {first} to {last}: {' '.join(map(visible, found))}")
         return lines
 

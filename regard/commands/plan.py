@@ -13,7 +13,7 @@ import torch
 from regard.attention import DSA
 from regard.checkpoint import load
 from regard.cli import DATA, ENVIRONMENT, Fault
-from regard.commands.build import fresh, made
+from regard.commands.build import fresh, made, notices
 from regard.commands.check import check
 from regard.commands.model import blaming, context_of, pick_device, resolved
 from regard.commands.survey import Survey, survey
@@ -21,8 +21,8 @@ from regard.config import UsageError
 from regard.layers import MLP
 from regard.models.summary import parameters
 from regard.train.activations import Pass
-from regard.train.adapt import adapted
 from regard.train.config import TASKS, Config, read
+from regard.train.memory import masters
 from regard.train.plan import EFFICIENCY, Job, Plan, changes, patches, planned, probe, trainable
 from regard.train.room import duration, free_disk, free_memory, number, size
 
@@ -63,10 +63,11 @@ def empty(config: Config, start: Any, found: Survey) -> Any:
     """The model without memory for its weights, with the head of the task, frozen as it will be."""
     if start is None:
         changed = {k: v for k, v in config.model.items() if k != "preset"}
-        start = fresh(config.model["preset"], changed, found.vocab, device="meta")
+        length = config.data.length
+        start = fresh(config.model["preset"], changed, found.vocab, "meta", length)
         config = replace(config, model={"folder": "."})
     with torch.device("meta"):
-        return adapted(made(config, start, None, [""] * found.classes), config.adapt)
+        return masters(config.learning(made(config, start, None, [""] * found.classes)))
 
 
 def job_of(config: Config, model: Any, found: Survey, device: str) -> tuple[Job, float]:
@@ -118,8 +119,8 @@ class Facts:
         device: torch.device,
         folder: Path,
     ):
-        self.config, self.plan, self.found, self.device = config, plan, found, device
-        job, train = plan.job, config.train
+        self.plan, self.found, self.device = plan, found, device
+        job = plan.job
         self.free, self.room = free_memory(device), free_disk(folder)
         self.short = plan.memory.total > self.free
         self.full = plan.disk > self.room
@@ -128,7 +129,10 @@ class Facts:
         self.tokens = round(filled * step.rows * (step.length + step.source))
         shown = step.rows if not found.tokens else self.tokens
         whole = found.tokens or found.examples
-        self.passes = train.steps * shown / max(whole * (1 - config.data.held), 1)
+        epoch = max(whole * (1 - config.data.held), 1) / shown
+        train = config.train.counted(epoch)
+        self.config = replace(config, train=train)
+        self.passes = train.steps / epoch
         self.flops = round(plan.flops * filled * train.steps)
         self.kind = f"{device.type} {train.precision}"
         bf16 = train.precision == "bf16"
@@ -159,6 +163,7 @@ class Facts:
             ("time", f"about {duration(self.seconds)}, if it runs at {speed} ({part})"),
         ]  # fmt: skip
         table += kv_row(model, self.plan.job.step.length)
+        table += [("notice", text) for text in notices(self.config, model)]
         return table + [("less", str(change)) for change in self.less] + self.hint()
 
     def hint(self) -> list[Row]:

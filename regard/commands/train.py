@@ -27,6 +27,7 @@ from regard.train.config import Config, read
 from regard.train.keep import locked
 from regard.train.parallel import Lost, team_of
 from regard.train.plan import refusal
+from regard.train.schedule import Schedule
 from regard.train.trainer import AVERAGE, Diverged, Trainer
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def run(options: TrainRun) -> int:
         team.once(lambda: claim(folder, config, options, stack))
         asked = stack.enter_context(signals())
         made = built(config, folder, team.device(device), options.keep, team)
+        config = replace(config, train=made.trainer.config)  # with the steps of its epochs
         why = train(made, config, folder, options, asked)
     if why == "asked":  # here, or in another process
         return EXITS[signal.Signals(asked[0])] if asked else EXITS[signal.SIGTERM]
@@ -86,6 +88,8 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
     (folder / "config.toml").write_bytes(Path(options.config).read_bytes())
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     say(f"{trainer.feed.describe()}; {how}, {folder}")
+    for text in made.notices:
+        say(f"notice: {text}")
     if options.resume:
         say(
             f"going on after step {trainer.at.step}"
@@ -136,8 +140,8 @@ def going_on(trainer: Trainer) -> bool:
 
 def shortened(config: Config) -> Config:
     """Three steps, an evaluation, a save."""
-    few = replace(config.train.schedule, steps=3, warmup=0, decay=0, shape="constant")
-    short = replace(config.train, steps=3, save=1, evaluate=3, average=0, schedule=few)
+    few = Schedule("constant")
+    short = replace(config.train, steps=3, epochs=None, save=1, evaluate=3, average=0, schedule=few)
     return replace(config, train=short)
 
 

@@ -84,6 +84,16 @@ class Tokenizer:
         """What a decoder writes; differs from `encode` for models with two vocabularies (Marian)."""
         return self._encode(text, self.parts.target, special, literal)
 
+    def unknown(self, text: str) -> list[str]:
+        """The parts of a text that have no token and become the unknown one, each once: what the model cannot read."""
+        if self.special.unk is None:
+            return []
+        cutter = self.parts.source
+        found = (cutter or self.core).encode(text, add_special_tokens=False)
+        ids = found.ids if cutter is None else [self.core.token_to_id(t) for t in found.tokens]
+        lost = (span for i, span in zip(ids, found.offsets) if i is None or i == self.special.unk)
+        return list(dict.fromkeys(text[a:b] for a, b in lost))
+
     def decode(
         self, ids: Iterable[int], *, skip_special: bool = True, after: Sequence[int] = ()
     ) -> str:

@@ -33,6 +33,7 @@ _BERT = dict(pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
 BYTES = 256
 INSIDE = "##"  # before a piece that does not begin a word
 PRIVATE = 0xF0000  # the first of 131,000 characters that no text should have
+PART = 1 << 20  # characters of a text that are read at once
 LONG = 128  # characters of a word; longer ones are learned from in parts
 
 
@@ -113,8 +114,9 @@ def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
     one = next(stream, None)
     if one is None:
         raise UsageError("there are no texts to learn a tokenizer from")
+    parts = (part for text in chain([one], stream) for part in _parts(text))
     with blaming("no tokenizer can be learned from these texts"), _one_thread():
-        core = KINDS[recipe.kind](chain([one], stream), recipe)
+        core = KINDS[recipe.kind](parts, recipe)
     _check(core, recipe)
     template = processors.TemplateProcessing(
         single=" ".join(x for x in (first, "$A", last) if x),
@@ -132,6 +134,18 @@ def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
         "tokenizer.json": core.to_str(pretty=True).encode(),
         "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
     }
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A long text in parts, cut before a space where there is one: the library takes a hundred bytes and more for a
+    character of what it reads at once."""
+    first = 0
+    while len(text) - first > PART:
+        space = text.rfind(" ", first + PART // 2, first + PART)
+        cut = first + PART if space < 0 else space
+        yield text[first:cut]
+        first = cut
+    yield text[first:]
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 IGNORE = -100  # a label that is not counted
+UNANSWERED = -1  # in data: the first and last token of an answer that is not in the text
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Batch:
     source: Tensor | None = None  # b s: what an encoder reads
     source_lengths: Tensor | None = None
     doc: Tensor | None = None  # b t: the document of each packed token
-    prefix: Tensor | None = None  # b: tokens of a prefix language model's prefix
+    prefix: Tensor | None = None  # b t: where in its row the prefix of each token's document ends
     guests: Tensor | None = None  # b: the class of what was pasted into each image
     share: Tensor | None = None  # b: how much of each image that is, from 0 to 1
 

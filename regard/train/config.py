@@ -22,32 +22,49 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 from regard.config import UsageError, from_dict, nearest
+from regard.models import Model
 from regard.train import objective
-from regard.train.adapt import Adapt
+from regard.train.adapt import Adapt, adapted
 from regard.train.batch import Feed, Objective
 from regard.train.corrupt import Corrupted, DrawPrefix, Infill, Marks, MaskTokens, Spans
-from regard.train.data import Data
+from regard.train.data import ROWED, Data
+from regard.train.evaluate import INDEXED as INDEXED
 from regard.train.head import NONE, Smoothing
+from regard.train.index import indexers
 from regard.train.trainer import Train
 
-# task -> how its data is read, its objective, how batches are corrupted
-TASKS: dict[str, tuple[str, Callable[..., Any], Callable[[Marks], Any] | None]] = {
-    "lm": ("lm", objective.causal, None),
-    "prefix": ("lm", objective.prefix, lambda marks: DrawPrefix()),
-    "mlm": ("mlm", objective.masked, MaskTokens),
-    "spans": ("mlm", objective.seq2seq, Spans),
-    "infill": ("mlm", objective.seq2seq, Infill),
-    "seq2seq": ("seq2seq", objective.seq2seq, None),
-    "classify": ("classify", objective.classify, None),
-    "tag": ("tag", objective.tag, None),
-    "answer": ("answer", objective.answer, None),
-    "image": ("image", objective.classify, None),
+
+class Task(NamedTuple):
+    """How data is read (see regard.train.data.TASKS), what is minimised, how batches are corrupted. `packed`: whole
+    documents may share a row; `smoothed`: labels may be smoothed."""
+
+    reads: str
+    objective: Callable[..., Any]
+    corruption: Callable[[Marks], Any] | None = None
+    packed: bool = False
+    smoothed: bool = True
+
+
+TASKS: dict[str, Task] = {
+    "lm": Task("lm", objective.causal, packed=True),
+    "prefix": Task("lm", objective.prefix, lambda marks: DrawPrefix(), packed=True),
+    "mlm": Task("mlm", objective.masked, MaskTokens, packed=True),
+    "spans": Task("mlm", objective.seq2seq, Spans),
+    "infill": Task("mlm", objective.seq2seq, Infill),
+    "seq2seq": Task("seq2seq", objective.seq2seq),
+    "classify": Task("classify", objective.classify),
+    "tag": Task("tag", objective.tag),
+    "answer": Task("answer", objective.answer, smoothed=False),
+    "image": Task("image", objective.classify),
+    # the two stages of sparse attention's indexer, see regard.train.index
+    "dense_index": Task("lm", objective.dense_index, packed=True, smoothed=False),
+    "sparse_index": Task("lm", objective.sparse_index, packed=True),
 }
 
 
@@ -68,8 +85,15 @@ class Config:
             raise UsageError(f"task = {self.task!r} is unknown; {nearest(self.task, TASKS)}")
         if ("preset" in self.model) == ("folder" in self.model):
             raise UsageError('[model] needs one of preset = "gpt2" (or another) and folder = "..."')
-        if self.smoothing != NONE and self.task == "answer":
-            raise UsageError("label smoothing is not used for spans of an answer; leave it out")
+        task = TASKS[self.task]
+        if self.smoothing != NONE and not task.smoothed:
+            raise UsageError(f"label smoothing is not used by the task {self.task}; leave it out")
+        if task.reads in ROWED and not task.packed and self.data.pack == "documents":
+            raise UsageError(
+                f"the task {self.task} repairs whole rows, which documents cannot share: say data.pack = none or stream"
+            )
+        if self.task in INDEXED and self.adapt.method != "full":
+            raise UsageError(f"the task {self.task} trains indexers; leave [adapt] out")
         if self.adapt.method != "full" and "folder" not in self.model:
             raise UsageError(
                 f'adapt.method = "{self.adapt.method}" is for a trained model: name one, [model] folder = "..."'
@@ -77,16 +101,57 @@ class Config:
 
     @property
     def objective(self) -> Objective:
-        loss = TASKS[self.task][1]
+        loss = TASKS[self.task].objective
         return loss if self.smoothing == NONE else partial(loss, smoothing=self.smoothing)
+
+    def learning(self, model: Model) -> Model:
+        """The model with what does not learn frozen, and LoRA added, in place."""
+        return indexers(model) if self.task == "dense_index" else adapted(model, self.adapt)
 
     def fed(self, feed: Feed, marks: Marks | None) -> Feed:
         """The feed as the task wants it."""
-        corruption = TASKS[self.task][2]
+        corruption = TASKS[self.task].corruption
         if corruption is None:
             return feed
         assert marks is not None
         return Corrupted(feed, corruption(marks), self.train.seed)
+
+
+# what settings are called elsewhere -> here
+ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate", "max_lr"), "train.optim.lr"),
+    "weight_decay": "train.optim.decay",
+    **dict.fromkeys(("optimizer", "optim_name"), "train.optim.name"),
+    **dict.fromkeys(("warmup", "warmup_steps", "warmup_iters"), "train.schedule.warmup"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), "train.schedule.shape"),
+    **dict.fromkeys(("max_steps", "max_iters", "iterations", "steps"), "train.steps"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), "train.epochs"),
+    **dict.fromkeys(("eval_steps", "eval_interval", "eval_every"), "train.evaluate"),
+    **dict.fromkeys(("save_steps", "save_interval", "save_every"), "train.save"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), "train.clip"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "micro_batches"), "train.parts"
+    ),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "train.recompute"),
+    **dict.fromkeys(
+        ("batch_size", "batch", "per_device_train_batch_size", "micro_batch_size"), "data.rows"
+    ),
+    **dict.fromkeys(
+        ("block_size", "max_length", "max_seq_length", "seq_len", "sequence_length"), "data.length"
+    ),
+    "label_smoothing": "smoothing.eps",
+    "label_smoothing_factor": "smoothing.eps",
+}
+
+
+def _known(cls: type, data: dict[str, Any], where: str = "") -> None:
+    """Name our setting where one is called as elsewhere; what is left is told by from_dict."""
+    hints = get_type_hints(cls)
+    for key, value in data.items():
+        if key not in hints and key in ELSEWHERE:
+            raise UsageError(f"{where}{key} is not a setting; here it is {ELSEWHERE[key]}")
+        if isinstance(value, dict) and is_dataclass(hints.get(key)):
+            _known(hints[key], value, f"{where}{key}.")
 
 
 def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
@@ -102,11 +167,10 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
     data = _plain(data)
     for name, text in (changes or {}).items():
         _put(data, name.replace("-", "_").split("."), _value(text), name)
-    train = data.setdefault("train", {})
-    if isinstance(train, dict):
-        schedule = train.setdefault("schedule", {})
-        if isinstance(schedule, dict) and "steps" in train:
-            schedule.setdefault("steps", train["steps"])
+    _known(Config, data)
+    said = data.get("train")
+    if isinstance(said, dict) and {"steps", "epochs"} <= said.keys():
+        raise UsageError("train.steps and train.epochs both say how long; leave one out")
     config = from_dict(Config, data, path.name)
     folder = config.model.get("folder")
     model = config.model if folder is None else {**config.model, "folder": _under(path, folder)}

@@ -127,12 +127,26 @@ class Infill:
 
 @dataclass(frozen=True)
 class DrawPrefix:
-    """A prefix language model's split: from 1 to n - 1 of a row's n tokens, all equally likely, are the prefix."""
+    """A prefix language model's split: from 1 to n - 1 of a document's n tokens, all equally likely, are the prefix. A
+    batch that has prefixes, the prompts of its data, is left as it is."""
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        lengths = torch.tensor([len(row) for row in rows(batch)])
-        drawn = torch.rand(lengths.shape, generator=generator, dtype=torch.float64)
-        return replace(batch, prefix=1 + (drawn * (lengths - 1).clamp(min=1)).long())
+        if batch.prefix is not None:
+            return batch
+        (b, t), place = batch.ids.shape, torch.arange(batch.ids.shape[1])
+        if batch.doc is not None:
+            doc = batch.doc
+        elif batch.lengths is not None:
+            doc = torch.where(place < batch.lengths[:, None], 0, -1)
+        else:
+            doc = torch.zeros(b, t, dtype=torch.long)
+        begins = torch.cat([torch.ones(b, 1, dtype=torch.bool), doc[:, 1:] != doc[:, :-1]], 1)
+        number = begins.flatten().cumsum(0) - 1  # of each token's document in the batch
+        size = number.bincount()
+        start = place.repeat(b)[begins.flatten()]
+        drawn = torch.rand(size.shape, generator=generator, dtype=torch.float64)
+        end = start + 1 + (drawn * (size - 1).clamp(min=1)).long()
+        return replace(batch, prefix=end[number].view(b, t).masked_fill(doc < 0, 0))
 
 
 def rows(batch: Batch) -> list[Tensor]:

@@ -16,6 +16,7 @@ from regard.train.files import needed
 
 WORDS = ("lm", "prefix", "mlm", "spans", "infill", "seq2seq")  # tasks that predict tokens of text
 CLASSES = ("classify", "image", "tag")
+INDEXED = ("dense_index", "sparse_index")  # divergences are in their loss
 Span = tuple[int, int]  # first and last token
 
 
@@ -25,7 +26,7 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "loss": Metric(False, (*WORDS, *CLASSES, "answer")),
+    "loss": Metric(False, (*WORDS, *CLASSES, "answer", *INDEXED)),
     "perplexity": Metric(False, WORDS),
     "bleu": Metric(True, ("seq2seq",)),
     "bleu_lc": Metric(True, ("seq2seq",)),  # upper and lower case are the same
@@ -40,6 +41,7 @@ DEFAULTS: dict[str, tuple[str, ...]] = {  # the first one says which model is be
     "seq2seq": ("bleu", "chrf", "loss", "perplexity"),
     **dict.fromkeys(CLASSES, ("accuracy", "f1", "loss")),
     "answer": ("exact", "f1", "loss"),
+    **dict.fromkeys(INDEXED, ("loss",)),
 }
 
 

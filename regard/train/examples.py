@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from regard.config import UsageError
-from regard.train.batch import IGNORE, Batch
+from regard.train.batch import IGNORE, UNANSWERED, Batch
 from regard.train.feed import Base, Batching, tensors
 from regard.train.files import DataError
 from regard.train.pack import CHANGES, HOLES, PASTES, Buckets, Deck, cut, draws, framed
@@ -116,7 +116,7 @@ class LabelFeed(Base):
     """Texts with labels: one a text; one a token, as many as the text has; or first and last token of a span (n 2).
 
     The model reads `before` text `after`; labels of tokens and spans move along. A span that was cut off is not
-    counted."""
+    counted; one that is UNANSWERED is the row's first token, as BERT has it."""
 
     def __init__(
         self,
@@ -165,8 +165,10 @@ class LabelFeed(Base):
             return framed(values, ends[row], size, width, IGNORE, gap)
         found = values[row].astype(np.int64)
         if found.ndim == 2:
+            none = (found == UNANSWERED).all(1)
             lost = (found >= size[:, None]).any(1) | (found < 0).any(1)
             found = np.where(lost[:, None], IGNORE, found + len(self.before))
+            found[none] = 0
         return found
 
     def describe(self) -> str:

@@ -218,9 +218,11 @@ class TextFeed(Base):
         more: dict[str, Tensor] = {}
         if self.pack == "documents":
             more["doc"] = torch.from_numpy(doc)
-        elif self.prompts is not None:
-            kept = self.prompts[self.row[pieces]] - self.inside[pieces]
-            more["prefix"] = torch.from_numpy(np.clip(kept, 0, size))
+        if self.prompts is not None:
+            kept = np.clip(self.prompts[self.row[pieces]] - self.inside[pieces], 0, size)
+            prefix = np.zeros(shape, np.int64)
+            prefix.reshape(-1)[place] = np.repeat(before + kept, size)
+            more["prefix"] = torch.from_numpy(prefix)
         return tensors(ids, labels, np.add.reduceat(size, first), whole, **more)
 
     def _prompted(self, pieces: np.ndarray, size: np.ndarray) -> np.ndarray:

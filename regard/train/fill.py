@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from regard.train.batch import IGNORE
+from regard.train.batch import IGNORE, UNANSWERED
 from regard.train.files import DataError, sha256
 from regard.train.images import pictures
 from regard.train.read import Record, Source, records
 from regard.train.shards import Shards, Writer, prepare, token_dtype
 
-CHUNK = 1 << 20  # characters that are encoded at once
+CHUNK = 1 << 20  # characters that are encoded at once, of many texts
+PIECE = 1 << 18  # and of one
+AROUND, CUTS = (
+    200,
+    32,
+)  # characters on each side of a cut that are compared; cuts of a kind that are tried
 SETTINGS = ("format", "unit", "marker", "columns", "header", "size")  # of a Source
 Located = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters each comes from
 
@@ -80,9 +86,13 @@ class Filling:
         size = 0
         for record in records(self.source, roles):
             self.count["records"] += 1
+            more = sum(len(v) for v in record.values() if isinstance(v, str)) + 1
+            if held and more > 2 * PIECE:  # it is encoded by itself
+                yield held
+                held, size = [], 0
             held.append(record)
-            size += sum(len(v) for v in record.values() if isinstance(v, str)) + 1
-            if size > CHUNK:
+            size += more
+            if size > CHUNK or more > 2 * PIECE:
                 yield held
                 held, size = [], 0
         if held:
@@ -123,9 +133,18 @@ def _fill_text(filling: Filling) -> None:
     paired = bool(filling.source.beside) or "target" in filling.source.columns
     roles = ("source", "target") if paired else ("text",)
     prompts: list[int] = []
+    after = [*coder.after] if filling.task == "mlm" else end
     for chunk in filling.chunks(*roles):
+        if (
+            len(chunk) == 1
+            and not paired
+            and len(text := filling.texts(chunk, "text")[0]) > 2 * PIECE
+        ):
+            encoded = (filling.counted(coder.encode([part]))[0] for part in pieces(text, coder))
+            whole = chain([coder.before], encoded, [after])
+            filling.writer.long("ids", whole, filling.dtype)
+            continue
         parts = [filling.counted(coder.encode(filling.texts(chunk, role))) for role in roles]
-        after = [*coder.after] if filling.task == "mlm" else end
         rows = [[*coder.before, *chain(*each), *after] if each[-1] else [] for each in zip(*parts)]
         kept = filling.add(ids=rows)
         if paired:
@@ -133,6 +152,27 @@ def _fill_text(filling: Filling) -> None:
     if paired:
         filling.writer.array("prompts", np.array(prompts, np.int64))
     filling.done()
+
+
+def pieces(text: str, coder: Coder) -> Iterator[str]:
+    """A text in pieces of about PIECE characters whose ids, end to end, are those of the whole: encoding it at once
+    takes a hundred bytes and more for a character. A cut stands between two words if it can, and is taken where it
+    leaves the ids of the text around it as they are."""
+    first = 0
+    while len(text) - first > 2 * PIECE:
+        near = text[first + PIECE : first + 2 * PIECE]
+        kinds = (r"(?<=\w) (?=\w)", r"(?<=\S)(?=\s)", "")
+        for spot in chain(*(islice(re.finditer(kind, near), CUTS) for kind in kinds)):
+            cut = first + PIECE + spot.start()
+            left, right = text[cut - AROUND : cut], text[cut : cut + AROUND]
+            one, two, both = coder.encode([left, right, left + right])
+            if one + two == both:
+                break
+        else:
+            break
+        yield text[first:cut]
+        first = cut
+    yield text[first:]
 
 
 def _fill_pairs(filling: Filling) -> None:
@@ -192,7 +232,8 @@ def _add_tagged(filling: Filling, chunk: list[Record], number: dict[str, int]) -
 
 
 def _fill_answers(filling: Filling) -> None:
-    """A question and a text; the label is the first and the last token of the answer in the text, or -1."""
+    """A question and a text; the label is the first and the last token of the answer in the text, UNANSWERED where it
+    has none (start and end are None), IGNORE where it cannot be found."""
     spans: list[tuple[int, int]] = []
     for chunk in filling.chunks("text", "second", "start", "end"):
         asked = filling.coder.encode(filling.texts(chunk, "text"))
@@ -200,10 +241,14 @@ def _fill_answers(filling: Filling) -> None:
         rows, labels = [], []
         for record, question, (ids, places) in zip(chunk, asked, found):
             head = [*question, *filling.coder.between]
+            rows.append(head + ids)
+            if record["start"] is None and record["end"] is None:
+                labels.append((UNANSWERED, UNANSWERED))
+                continue
             start, end = (_place(record, role) for role in ("start", "end"))
             inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
-            labels.append((len(head) + inside[0], len(head) + inside[-1]) if inside else (-1, -1))
-            rows.append(head + ids)
+            span = (len(head) + inside[0], len(head) + inside[-1]) if inside else (IGNORE, IGNORE)
+            labels.append(span)
         spans += [labels[i] for i in filling.add(ids=filling.counted(rows))]
     filling.writer.array("labels", np.array(spans, np.int64).reshape(-1, 2))
     filling.done()

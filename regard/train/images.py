@@ -76,8 +76,9 @@ def _npy(path: Path) -> np.ndarray:
         data = stream.read()
     try:
         return np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{path} is no npy file of numbers: {error}") from None
+    except Exception as error:  # a damaged header raises almost anything
+        why = str(error).partition("\n")[0]
+        raise DataError(f"{path} is not an npy file of numbers: {why:.200}") from None
 
 
 def _entry(path: Path, source: Source, role: str, default: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from regard.mask import Causal, Documents, Mask, Visible
 from regard.train.batch import IGNORE, Batch
 from regard.train.head import NONE, Smoothing, vocabulary_loss
 
+M = TypeVar("M", bound=nn.Module)
 ROWS = 2**24  # scores of main attention or index heads that are made at a time
 
 
@@ -43,6 +44,21 @@ def sparse_index(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple
         hidden = model.hidden(batch.ids, mask=_mask(batch), probe=seen)
     loss, count = vocabulary_loss(model, hidden, batch.labels, smoothing)
     return loss + seen.loss(batch.labels != IGNORE, sparse=True), count
+
+
+def indexers(model: M) -> M:
+    """The model with all but its indexers frozen, in place: what stage 1 trains."""
+    model.requires_grad_(False)
+    for layer in sparse_layers(model):
+        layer.indexer.requires_grad_(True)
+    return model
+
+
+def sparse_layers(model: nn.Module) -> list[SparseAttention]:
+    found = [m for m in model.modules() if isinstance(m, SparseAttention)]
+    if not found:
+        raise UsageError("this model has no indexer to train: its attention is not sparse (DSA)")
+    return found
 
 
 def _mask(batch: Batch) -> Mask | None:
@@ -63,7 +79,7 @@ def divergence(scores: Tensor, target: Tensor, seen: Tensor) -> Tensor:
 @contextmanager
 def densely(model: nn.Module) -> Iterator[None]:
     """Inside, sparse layers may choose every key: they are the dense layers they came from."""
-    layers = [m for m in model.modules() if isinstance(m, SparseAttention)]
+    layers = sparse_layers(model)
     configs = [layer.config for layer in layers]
     try:
         for layer in layers:
@@ -78,10 +94,7 @@ def densely(model: nn.Module) -> Iterator[None]:
 def watching(model: nn.Module) -> Iterator[Watch]:
     """A probe to pass to the model's call inside: it keeps what sparse layers read and where their attention went."""
     watch = Watch({})
-    layers = [m for m in model.modules() if isinstance(m, SparseAttention)]
-    if not layers:
-        raise UsageError("this model has no indexer to train: its attention is not sparse (DSA)")
-    hooks = [layer.register_forward_pre_hook(watch.enter) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(watch.enter) for layer in sparse_layers(model)]
     try:
         yield watch
     finally:

@@ -36,6 +36,13 @@ def precision(name: str, device: torch.device | str) -> AbstractContextManager[o
     return torch.autocast(torch.device(device).type, torch.bfloat16)
 
 
+def masters(model: M) -> M:
+    """The model in float32, in place, if a weight that learns is narrower: bf16 loses every update below 1/256 of a
+    weight. A body that is frozen beside LoRA, whose own weights are float32, stays as it is."""
+    narrow = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
+    return model.float() if narrow else model
+
+
 def keep_freed() -> None:
     """Let this process keep the memory it frees, which every step wants again: new pages from the system took a quarter
     of a bf16 step on a CPU. It is glibc that can; elsewhere nothing changes."""

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.config import UsageError
 from regard.mask import Causal, Documents, Mask, Prefix
 from regard.models.recurrent import Recurrent
+from regard.moe import MixtureOfExperts, balance_loss
 from regard.train.batch import IGNORE as IGNORE
 from regard.train.batch import Batch, Objective
 from regard.train.head import NONE, Smoothing, vocabulary_loss
@@ -102,12 +103,14 @@ def seq2seq(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tens
 def prefix(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
     """As `causal` after a prefix that sees both ways; what stands in the prefix, and was seen, is not counted."""
     if batch.prefix is None:
-        raise UsageError("the prefix objective needs batch.prefix: the length of each row's prefix")
-    hidden = model.hidden(batch.ids, mask=Prefix(batch.prefix))
+        raise UsageError("the prefix objective needs batch.prefix: where each token's prefix ends")
+    mask: Mask = Prefix(batch.prefix)
+    if batch.doc is not None:
+        mask = mask & Documents(batch.doc)
+    hidden = model.hidden(batch.ids, mask=mask)
     place = torch.arange(batch.labels.shape[1], device=batch.labels.device)
-    seen = (
-        place < batch.prefix[:, None] - 1
-    )  # the prefix's last token predicts the first one after it
+    # The prefix's last token predicts the first one after it.
+    seen = place < batch.prefix - 1
     return vocabulary_loss(model, hidden, batch.labels.masked_fill(seen, IGNORE), smoothing)
 
 
@@ -146,6 +149,41 @@ def _label_loss(logits: Tensor, labels: Tensor, smoothing: Smoothing) -> tuple[T
     if not smoothing.eps:
         return masked_lm_loss(logits, labels)
     return smoothed_loss(logits, labels, smoothing.eps, smoothing.over, smoothing.padding)
+
+
+BALANCE = 0.01  # the weight of the balance loss where none is said, as in Switch Transformers
+
+
+def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
+    """Those whose routers learn."""
+    found = (m for m in model.modules() if isinstance(m, MixtureOfExperts))
+    return [m for m in found if m.router.weight.requires_grad]
+
+
+def balanced(objective: Objective, model: nn.Module, weight: float | None) -> Objective:
+    """The objective plus `weight` times the balance loss of the model's mixtures of experts, for every label; it is 0
+    in evaluation. None: BALANCE, or nothing where a correction bias keeps the balance (DeepSeek-V3)."""
+    if weight is None:
+        free = all(m.correction is not None for m in mixtures(model))
+        weight = 0.0 if free else BALANCE
+    if not mixtures(model):
+        return objective
+
+    def loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        total, count = objective(model, batch)
+        return total + weight * count * balance_loss(model, _real(batch)), count
+
+    return loss
+
+
+def _real(batch: Batch) -> Tensor | None:
+    """The tokens (b t) that are no padding; None: all."""
+    if batch.doc is not None:
+        return batch.doc >= 0
+    if batch.lengths is None or batch.source is not None:
+        return None
+    place = torch.arange(batch.ids.shape[1], device=batch.ids.device)
+    return place < batch.lengths[:, None]
 
 
 OBJECTIVES: dict[str, Objective] = {

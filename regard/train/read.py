@@ -216,9 +216,11 @@ def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> 
     if name.isdecimal() and int(name) < len(first):
         return int(name)
     said = ", ".join(repr(c)[:40] if header else f"{i} ({c[:30]!r})" for i, c in enumerate(first))
+    what = "its first line, read as their names, has" if header else "its columns:"
+    last = len(first) - 1
     raise UsageError(
-        f"{path} has no column {name!r} for the role {role}; its columns: {said}. Say which by name or by number from "
-        f"0, for example columns = {{ {role} = {len(first) - 1} }}"
+        f"{path} has no column {name!r} for the role {role}; {what} {said}. Say which by name or by number from 0: "
+        f"--columns {role}={last}, or in a config columns = {{ {role} = {last} }}"
     )
 
 
@@ -245,17 +247,19 @@ def _picked(row: Record, source: Source, roles: Sequence[str], where: str) -> Re
 
 
 def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters."""
+    """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters; None
+    where the text has no answer (SQuAD 2.0)."""
     with opened(path) as stream:
         text = decoded(stream.read(), path)
     try:
         for article in json.loads(text)["data"]:
             for paragraph in article["paragraphs"]:
                 for asked in paragraph["qas"]:
-                    answer = asked["answers"][0]
-                    start = int(answer["answer_start"])
                     row = {"text": asked["question"], "second": paragraph["context"]}
-                    row |= {"start": start, "end": start + len(answer["text"])}
+                    row |= {"start": None, "end": None}
+                    for answer in asked["answers"][:1]:
+                        start = int(answer["answer_start"])
+                        row |= {"start": start, "end": start + len(answer["text"])}
                     yield {role: row[role] for role in roles}
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise DataError(

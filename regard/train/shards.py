@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -200,6 +200,16 @@ class Writer:
             self.growing[name] = _Growing(self.folder, name, dtype)
         flat = np.fromiter(chain.from_iterable(rows), np.int64)
         self.growing[name].write(flat, [len(row) for row in rows])
+
+    def long(self, name: str, parts: Iterable[Sequence[int]], dtype: str) -> None:
+        """One more row, written part by part."""
+        if name not in self.growing:
+            self.growing[name] = _Growing(self.folder, name, dtype)
+        length = 0
+        for part in parts:
+            self.growing[name].write(np.array(part, np.int64), [])
+            length += len(part)
+        self.growing[name].write(np.zeros(0, np.int64), [length])
 
     def array(self, name: str, x: np.ndarray) -> None:
         """A whole column of rows of one shape."""

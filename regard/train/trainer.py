@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from regard.config import Count, Positive, Seed, UsageError, Whole, nearest, ranged
+from regard.config import Amount, Count, Positive, Seed, UsageError, Whole, nearest, ranged
 from regard.kernels import native
+from regard.moe import update_bias
 from regard.train.batch import Ahead, Feed, Objective
 from regard.train.evaluate import METRICS, better
 from regard.train.keep import Keeper, read
@@ -27,9 +28,11 @@ from regard.train.memory import (
     compiled,
     joined,
     keep_freed,
+    masters,
     native_code,
     precision,
 )
+from regard.train.objective import balanced, mixtures
 from regard.train.optim import Optim, Optimizer, accumulate, average, clip
 from regard.train.parallel import Alone, Parallel
 from regard.train.schedule import Schedule
@@ -45,13 +48,16 @@ Measure = Callable[
 @dataclass(frozen=True)
 @ranged
 class Train:
-    """How to train. `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `parts`:
-    micro-batches of a step. `metric`: what the best model is best at; `patience`: evaluations without a better one
-    after which it ends. `average`: the mean of this many last checkpoints is tried at the end, and kept if it is the
-    best. `nan`: what to do with a step whose loss or gradient is not finite: stop, skip it, or go back to the last
-    checkpoint and leave it out."""
+    """How to train: `steps`, or `epochs`, passes over the data, from which steps are counted once it is read.
+    `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `parts`: micro-batches of
+    a step. `metric`: what the best model is best at; `patience`: evaluations without a better one after which it ends.
+    `average`: the mean of this many last checkpoints is tried at the end, and kept if it is the best. `balance`: the
+    weight of the loss that keeps a mixture's experts in balance, see `balanced`; `bias_speed`: how far its correction
+    bias moves in a step. `nan`: what to do with a step whose loss or gradient is not finite: stop, skip it, or go back
+    to the last checkpoint and leave it out."""
 
     steps: Count = 1000
+    epochs: Positive | None = None
     seed: Seed = 42
     parts: Count = 1
     clip: Positive | None = 1.0
@@ -63,6 +69,8 @@ class Train:
     metric: str = "loss"
     patience: Count | None = None
     average: Whole = 0
+    balance: Amount | None = None
+    bias_speed: Amount = 0.001
     nan: str = "stop"
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
@@ -75,6 +83,20 @@ class Train:
             )
         if self.nan not in POLICIES:
             raise UsageError(f"train.nan = {self.nan!r} is unknown; {nearest(self.nan, POLICIES)}")
+        if self.epochs is None:
+            self.schedule.over(self.steps)
+        elif not 0 < self.epochs < math.inf:
+            raise UsageError(f"train.epochs = {self.epochs}: give a number above 0, for example 3")
+
+    def counted(self, epoch: float) -> Train:
+        """The same with its steps, where `epoch` of them are one pass over the data."""
+        if self.epochs is None:
+            return self
+        return replace(self, steps=max(math.ceil(self.epochs * epoch), 1), epochs=None)
+
+    def rate(self, step: int) -> float:
+        """The share of the peak learning rate that step k = 1, 2, ... is taken with."""
+        return self.schedule.over(self.steps)(step)
 
 
 class Diverged(UsageError):
@@ -109,10 +131,12 @@ class Trainer:
         measure: Measure | None = None,
         team: Alone | None = None,
     ):
+        model = masters(model)
         model = checkpointed(model) if config.recompute else model
         model = model if config.parallel.mode == "tensor" else joined(model)
         self.model = compiled(model) if config.compile else model
-        self.feed, self.objective, self.config = feed, objective, config
+        self.feed, self.config = feed, config
+        self.objective = balanced(objective, model, config.balance)
         self.keeper, self.load, self.measure, self.team = keeper, load, measure, team or Alone()
         self.tell = tell if self.team.rank == 0 else lambda event: None
         self.device = next(model.parameters()).device
@@ -190,10 +214,13 @@ class Trainer:
         parameters = list(self.optimizer.named.values())
         norm = clip(parameters, c.clip, count)
         mean, length, tokens = (loss / count.clamp(min=1)).item(), norm.item(), int(count)
-        if not (math.isfinite(mean) and math.isfinite(length)):
+        whole = math.isfinite(mean) and math.isfinite(length)
+        if mixtures(self.model):
+            update_bias(self.model, c.bias_speed if whole else 0.0, team.total)
+        if not whole:
             self.optimizer.zero()
             return self._broken(step, mean, length)
-        factor = c.schedule(step)
+        factor = c.rate(step)
         self.optimizer.step(factor)
         self.optimizer.zero()
         took = time.perf_counter() - start

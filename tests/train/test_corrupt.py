@@ -247,7 +247,24 @@ def test_draw_prefix_leaves_something_to_say() -> None:
     whole = batch(*[5] * 400, 0)
     made = DrawPrefix()(whole, drawing(6))
     assert made.prefix is not None
-    assert set(made.prefix[:-1].tolist()) == {1, 2, 3, 4, 5, 6} and made.prefix[-1] == 1
+    assert set(made.prefix[:-1, 0].tolist()) == {1, 2, 3, 4, 5, 6} and made.prefix[-1, 0] == 1
+    assert (made.prefix[:-1] == made.prefix[:-1, :1]).all()
+
+
+def test_draw_prefix_draws_one_for_each_packed_document() -> None:
+    doc = torch.tensor([[0] * 4 + [1] * 3 + [-1]]).repeat(300, 1)
+    made = DrawPrefix()(Batch(doc, doc, doc=doc), drawing(1))
+    assert made.prefix is not None
+    ends = [made.prefix[:, i : i + n] for i, n in ((0, 4), (4, 3), (7, 1))]
+    assert all((each == each[:, :1]).all() for each in ends)
+    assert [set(each[:, 0].tolist()) for each in ends] == [{1, 2, 3}, {5, 6}, {0}]
+    assert len(set(zip(ends[0][:, 0].tolist(), ends[1][:, 0].tolist()))) == 6
+
+
+def test_draw_prefix_leaves_the_prompts_of_the_data() -> None:
+    ids = torch.arange(12).view(2, 6)
+    given = Batch(ids, ids, prefix=torch.full_like(ids, 5))
+    assert DrawPrefix()(given, drawing(0)) is given
 
 
 # --- the feed -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 import regard
 from regard.config import UsageError
-from regard.train.batch import IGNORE, Batch
+from regard.train.batch import IGNORE, UNANSWERED, Batch
 from regard.train.examples import ImageFeed, LabelFeed, PairFeed
 from regard.train.feed import Base, Batching
 from regard.train.files import DataError
@@ -160,12 +160,18 @@ def test_labels_of_tokens_stand_beside_them() -> None:
 
 
 def test_spans_move_along_and_are_not_counted_where_cut_off() -> None:
-    spans = Column(np.array([[1, 2], [-1, -1], [0, 1]]))
+    spans = Column(np.array([[1, 2], [IGNORE, IGNORE], [0, 1]]))
     (batch,) = labelled(spans).everything()
     assert batch.labels.tolist() == [[2, 3], [IGNORE, IGNORE], [1, 2]]
     (batch,) = labelled(spans, length=4, overlong="truncate").everything()
     assert batch.ids[0].tolist() == [7, 11, 12, 8]
     assert batch.labels.tolist() == [[IGNORE, IGNORE], [IGNORE, IGNORE], [1, 2]]
+
+
+def test_span_of_no_answer_is_the_first_token() -> None:
+    spans = Column(np.array([[1, 2], [UNANSWERED, UNANSWERED], [0, 1]]))
+    (batch,) = labelled(spans).everything()
+    assert batch.labels.tolist() == [[2, 3], [0, 0], [1, 2]]
 
 
 def test_each_text_comes_once_a_pass_with_its_label() -> None:

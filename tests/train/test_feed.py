@@ -198,7 +198,14 @@ def test_prompts_are_read_and_not_learned() -> None:
     for pack in ("documents", "none"):
         assert learned(list(feed(docs, pack, prompts=prompts).everything())) == want
     (batch,) = feed(docs[:1], "none", prompts=prompts, length=None).everything()
-    assert batch.prefix is not None and batch.prefix.tolist() == [prompts[0]]
+    assert batch.prefix is not None and (batch.prefix == int(prompts[0])).all()
+    packed = next(feed(docs, "documents", prompts=prompts).everything())
+    assert packed.doc is not None and packed.prefix is not None
+    for doc, prefix, labels in zip(packed.doc, packed.prefix, packed.labels):
+        for number in range(int(doc.max()) + 1):
+            (end,) = set(prefix[doc == number].tolist())
+            place = torch.arange(len(doc))
+            assert ((labels == IGNORE) == (place < end - 1))[doc == number].all()
     with pytest.raises(UsageError, match="pack = 'stream' knows no prompts"):
         feed(pack="stream", prompts=prompts)
 

@@ -4,6 +4,7 @@ import gzip
 import lzma
 import struct
 import sys
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from regard.config import UsageError
+from regard.train import images
 from regard.train.files import DataError
 from regard.train.images import pictures
 from regard.train.read import Source
@@ -88,9 +90,9 @@ def test_folder_without_pillow_says_what_to_install(
         (npy(X), npy(Y[:2]), "3 pictures and 2 classes"),
         (npy(X.astype(np.float32)), npy(Y), "must hold bytes of shape .* float32"),
         (npy(X), npy(Y[:, None]), "classes of .* must be n numbers or names"),
-        (npy(X)[:-5], npy(Y), "is no npy file of numbers"),
+        (npy(X)[:-5], npy(Y), "is not an npy file of numbers"),
         (npy(X[:0]), npy(Y[:0]), "is empty"),
-        (npy(np.array([{}], dtype=object)), npy(Y), "is no npy file of numbers"),
+        (npy(np.array([{}], dtype=object)), npy(Y), "is not an npy file of numbers"),
     ],
     ids=range(6),
 )
@@ -114,3 +116,16 @@ def test_other_mistakes_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="has no pictures: make a folder"):
         read(tmp_path / "empty")
+
+
+def test_damaged_npy_file_is_the_datas_fault(tmp_path: Path) -> None:
+    """Every byte of the header, set to others: an array or a DataError, never another exception."""
+    np.save(tmp_path / "a.npy", np.zeros((2, 3, 3), np.uint8))
+    whole, read = (tmp_path / "a.npy").read_bytes(), 0
+    for at in range(0, 128):
+        for value in (0, 10, 39, 40, 57, 255):
+            (tmp_path / "b.npy").write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+            with suppress(DataError):
+                images._npy(tmp_path / "b.npy")
+                read += 1
+    assert read > 0

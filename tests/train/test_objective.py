@@ -167,7 +167,7 @@ def test_seq2seq_loss_of_padded_pairs_is_the_sum_of_the_pairs(
 
 def test_prefix_loss_counts_only_what_the_prefix_could_not_see() -> None:
     model, x = decoder(), ids(2, 8)
-    batch = Batch(x[:, :-1], x[:, 1:], prefix=torch.tensor([3, 1]))
+    batch = Batch(x[:, :-1], x[:, 1:], prefix=torch.tensor([[3] * 7, [1] * 7]))
     total, count = prefix(model, batch)
     assert count == (7 - 2) + 7
     # what is counted does not move when a counted word changes that is not read before it
@@ -182,10 +182,10 @@ def test_prefix_loss_counts_only_what_the_prefix_could_not_see() -> None:
 
 
 def test_prefix_loss_with_a_prefix_of_one_token_is_causal() -> None:
-    model, batch = decoder(), Batch(ids(2, 8), ids(2, 8), prefix=torch.tensor([1, 1]))
+    model, batch = decoder(), Batch(ids(2, 8), ids(2, 8), prefix=torch.ones(2, 8).long())
     for mine, theirs in zip(prefix(model, batch), causal(model, Batch(batch.ids, batch.labels))):
         torch.testing.assert_close(mine, theirs)
-    two = Batch(batch.ids, batch.labels, prefix=torch.tensor([5, 5]))
+    two = Batch(batch.ids, batch.labels, prefix=torch.full((2, 8), 5))
     hidden = model.hidden(batch.ids)[:, 4:]
     assert not torch.allclose(
         prefix(model, two)[0], masked_lm_loss(model.logits(hidden), batch.labels[:, 4:])[0]

@@ -106,6 +106,10 @@ def test_questions_are_read_with_their_answers(tmp_path: Path) -> None:
     path = put(tmp_path / "a.json", json.dumps({"data": [{"paragraphs": [asked]}]}))
     (record,) = read(path, roles=("text", "second", "start", "end"))
     assert record["second"][record["start"] : record["end"]] == "blue"
+    asked["qas"].append({"question": "Size?", "answers": [], "is_impossible": True})
+    path = put(tmp_path / "two.json", json.dumps({"data": [{"paragraphs": [asked]}]}))
+    _, record = read(path, roles=("text", "second", "start", "end"))
+    assert (record["text"], record["start"], record["end"]) == ("Size?", None, None)
     with pytest.raises(DataError, match="no JSON of the SQuAD form"):
         read(put(tmp_path / "b.json", '{"data": [{}]}'))
 
@@ -140,7 +144,7 @@ MISTAKES: list[tuple[str, str | bytes, dict[str, Any], str, int]] = [
     ("a.csv", "text,b\n1,2\n3\n", {}, "line 3 of .*a.csv has 1 columns, the first line 2", 4),
     ("a.csv", 'text\n"open\n', {}, "line 2 of .*a.csv is no CSV", 4),
     ("a.tsv", "a\tb\n", {"columns": {"text": 2}}, r"no column '2' .* 0 \('a'\), 1 \('b'\)", 2),
-    ("a.csv", "x,y\n1,2\n", {}, "no column 'text' for the role text; its columns: 'x', 'y'", 2),
+    ("a.csv", "x,y\n1,2\n", {}, "no column 'text' .*; its first line, read as their names, has 'x', 'y'", 2),
     ("a.jsonl", '{"text": "a"}\n[1]\n', {}, r"line 2 of .*a.jsonl is no JSON object .* list", 4),
     ("a.jsonl", '{"text": "a"}\n{\n', {}, "line 2 of .*a.jsonl is no JSON", 4),
     ("a.jsonl", '{"x": 1}', {}, "line 1 of .*a.jsonl has no 'text'; it has: 'x'", 2),
