@@ -231,7 +231,7 @@ def _trained(folder: Path, steps: int, stop: int, losses: list[float]) -> Traine
             losses.append(event["loss"])
 
     keeper = Keeper(folder, lambda m, path: m.save(path))
-    plan = Train(steps, optim=Optim(lr=1e-2), schedule=Schedule(steps=steps))
+    plan = Train(steps, optim=Optim(lr=1e-2))
     trainer = Trainer(model, Count(), causal, plan, keeper, load, tell)
     trainer.resume()
     trainer.run(lambda: trainer.at.step >= stop)

@@ -27,6 +27,7 @@ from regard.train.config import Config, read
 from regard.train.keep import locked
 from regard.train.parallel import Lost, team_of
 from regard.train.plan import refusal
+from regard.train.schedule import Schedule
 from regard.train.trainer import AVERAGE, Diverged, Trainer
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def going_on(trainer: Trainer) -> bool:
 
 def shortened(config: Config) -> Config:
     """Three steps, an evaluation, a save."""
-    few = replace(config.train.schedule, steps=3, warmup=0, decay=0, shape="constant")
+    few = Schedule("constant")
     short = replace(config.train, steps=3, save=1, evaluate=3, average=0, schedule=few)
     return replace(config, train=short)
 

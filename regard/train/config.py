@@ -102,11 +102,6 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
     data = _plain(data)
     for name, text in (changes or {}).items():
         _put(data, name.replace("-", "_").split("."), _value(text), name)
-    train = data.setdefault("train", {})
-    if isinstance(train, dict):
-        schedule = train.setdefault("schedule", {})
-        if isinstance(schedule, dict) and "steps" in train:
-            schedule.setdefault("steps", train["steps"])
     config = from_dict(Config, data, path.name)
     folder = config.model.get("folder")
     model = config.model if folder is None else {**config.model, "folder": _under(path, folder)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.config import UsageError, nearest
-from regard.layers import LMHead
+from regard.layers import LabelHead, LMHead
 from regard.models.embedding import TokenEmbedding
 from regard.models.vision import PatchEmbedding
 from regard.position import PositionVectors, RelativeBias
@@ -46,6 +46,16 @@ def decays(model: nn.Module) -> set[str]:
     return {n for n, kind in kinds(model).items() if kind == "matrix" or named[n] is shared}
 
 
+def hidden(model: nn.Module) -> set[str]:
+    """Names of the matrices between what a model reads and what it says, stacks of experts too. Jordan et al. take
+    Muon for these alone: a row of an embedding or of the head belongs to one word, so there is no product whose
+    directions could be evened out."""
+    ends = [m for m in model.modules() if isinstance(m, (*_TABLES, LMHead, LabelHead))]
+    outer = {id(p) for m in ends for p in m.parameters()}
+    named = dict(model.named_parameters())
+    return {n for n, kind in kinds(model).items() if kind == "matrix" and id(named[n]) not in outer}
+
+
 # --- the optimiser ------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = ("adamw", "muon")
@@ -53,8 +63,8 @@ OPTIMIZERS = ("adamw", "muon")
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW (Loshchilov and Hutter 2019) for all; or Muon (Jordan et al. 2024) for matrices of two axes and AdamW for
-    the rest, at one rate: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982)."""
+    """AdamW (Loshchilov and Hutter 2019) for all; or Muon (Jordan et al. 2024) for `hidden` matrices and AdamW for the
+    rest, at one rate: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982)."""
 
     name: str = "adamw"
     lr: float = 1e-3
@@ -75,6 +85,42 @@ class Optim:
             )
 
 
+class Muon(torch.optim.Optimizer):
+    """B <- mu B + (1 - mu) g;   W <- (1 - lr decay) W - 0.2 sqrt(max(a, b)) lr O,   O near U V^T of (1 - mu) g + mu B =
+    U S V^T, by five steps of Newton and Schulz in bf16. W (a b), or a stack of such matrices (E a b), each for itself;
+    torch.optim.Muon is the same, of single matrices alone."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float):
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, mu = group["lr"], group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - mu)
+                turned = orthogonal(p.grad.lerp(mean, mu))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(turned, alpha=-0.2 * lr * max(p.shape[-2:]) ** 0.5)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """About U V^T of x = U S V^T (... a b): an odd polynomial of x, five times, which takes every singular value into
+    0.7 to 1.2. Its coefficients are those of Jordan et al."""
+    add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    tall = x.shape[-2] > x.shape[-1]
+    y = (x.mT if tall else x).bfloat16()
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = y @ y.mT
+        y = add(y, add(gram, gram, gram, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+    return y.mT if tall else y
+
+
 class Optimizer:
     """One object over AdamW and, if asked for, Muon. Its state is tensors by name and nothing else: no pickle."""
 
@@ -83,19 +129,11 @@ class Optimizer:
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.named:
             raise UsageError("nothing to train: every parameter is frozen")
-        kind, decayed = kinds(model), decays(model)
-        turned = {n for n in self.named if config.name == "muon" and kind[n] == "matrix"}
-        turned = {n for n in turned if self.named[n].dim() == 2}
+        decayed = decays(model)
+        turned = hidden(model) if config.name == "muon" else set()
         self.parts: list[torch.optim.Optimizer] = []
         if turned:
-            self.parts.append(
-                torch.optim.Muon(
-                    self._groups(turned, decayed),
-                    lr=config.lr,
-                    momentum=config.momentum,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
+            self.parts.append(Muon(self._groups(turned, decayed), config.lr, config.momentum))
         if rest := self.named.keys() - turned:
             fused = all(self.named[n].device.type in ("cpu", "cuda") for n in rest)
             betas = (config.betas[0], config.betas[1])
@@ -144,7 +182,7 @@ class Optimizer:
                 hint = nearest(name, self.named)
                 raise UsageError(f"the optimiser's state is of another model: {name!r}; {hint}")
             part, parameter = mine[id(self.named[name])], self.named[name]
-            muon = isinstance(part, torch.optim.Muon)
+            muon = isinstance(part, Muon)
             known = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq", "step")
             if what not in known or x.shape != (() if what == "step" else parameter.shape):
                 raise UsageError(
@@ -154,7 +192,7 @@ class Optimizer:
             found.setdefault(name, {})[what] = x
         for name, parameter in self.named.items():
             part = mine[id(parameter)]
-            wanted = 1 if isinstance(part, torch.optim.Muon) else 3
+            wanted = 1 if isinstance(part, Muon) else 3
             if name in found and len(found[name]) != wanted:
                 raise UsageError(f"the optimiser's state of {name!r} is incomplete")
             part.state.pop(parameter, None)

@@ -20,7 +20,7 @@ from regard.train.activations import Pass, kept
 from regard.train.batch import IGNORE, Feed
 from regard.train.head import CHUNK, table
 from regard.train.keep import SPARE
-from regard.train.optim import Optim, kinds
+from regard.train.optim import Optim, hidden
 from regard.train.room import free_disk, free_memory, size
 from regard.train.trainer import Train
 
@@ -111,12 +111,11 @@ def trainable(model: nn.Module) -> int:
 
 
 def optimizer_bytes(model: nn.Module, optim: Optim) -> int:
-    """AdamW keeps two numbers for each, Muon one for each number of a matrix."""
-    named, kind = dict(model.named_parameters()), kinds(model)
+    """AdamW keeps two numbers for each, Muon one for each number of a hidden matrix."""
     turned = 0
     if optim.name == "muon":
-        pairs = ((named[name], what) for name, what in kind.items())
-        turned = sum(p.numel() for p, what in pairs if what == "matrix" and p.dim() == 2)
+        named = dict(model.named_parameters())
+        turned = sum(named[name].numel() for name in hidden(model))
     return 8 * trainable(model) - 4 * turned
 
 

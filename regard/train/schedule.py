@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from regard.config import UsageError, nearest
 
@@ -19,14 +19,15 @@ def noam(step: int, dim: int, warmup: int) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A linear warm-up to 1 over `warmup` steps, then a `shape` that ends at step `steps` and stays there.
+    """A linear warm-up to 1 over `warmup` steps, then a `shape` over the rest of `steps` (None: all steps of the
+    training). The floor is reached after the last step, so that every step, the last one too, changes the weights.
 
     "noam": sqrt(warmup / step), the shape of 2017 with its peak at 1;  "cosine" and "linear": from 1 to `floor`;
     "wsd": 1, then linearly to `floor` over the last `decay` steps (Hu et al. 2024, arXiv:2404.06395);  "constant": 1.
     """
 
     shape: str = "cosine"
-    steps: int = 1000
+    steps: int | None = None
     warmup: int = 0
     floor: float = 0.0
     decay: int = 0
@@ -34,20 +35,26 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise UsageError(f"schedule {self.shape!r} is unknown; {nearest(self.shape, SHAPES)}")
-        if self.steps < 1 or not 0 <= self.warmup <= self.steps:
+        if self.warmup < 0 or (self.steps is not None and not 1 <= self.steps >= self.warmup):
+            length = "" if self.steps is None else f" of {self.steps} steps"
             raise UsageError(
-                f"a schedule of {self.steps} steps cannot warm up for {self.warmup}; "
+                f"a schedule{length} cannot warm up for {self.warmup}; "
                 f"give steps of at least 1 and warmup from 0 to steps"
             )
         if not 0 <= self.floor <= 1:
             raise UsageError(f"schedule.floor is {self.floor}, a share of the peak; give 0 to 1")
         if self.shape == "noam" and not self.warmup:
             raise UsageError("the noam schedule falls from its warm-up: give warmup of at least 1")
-        if (self.shape == "wsd") != (self.decay > 0) or self.warmup + self.decay > self.steps:
+        room = math.inf if self.steps is None else self.steps - self.warmup
+        if (self.shape == "wsd") != (self.decay > 0) or self.decay > room:
             raise UsageError(
                 f"schedule.decay is {self.decay}; the wsd schedule, and no other, needs it: "
-                f"give 1 to steps - warmup = {self.steps - self.warmup}"
+                f"give 1 to steps - warmup{'' if self.steps is None else f' = {room}'}"
             )
+
+    def over(self, steps: int) -> Schedule:
+        """The schedule of a training of so many steps."""
+        return self if self.steps is not None else replace(self, steps=steps)
 
     def __call__(self, step: int) -> float:
         if step < 1:
@@ -57,21 +64,24 @@ class Schedule:
         return SHAPES[self.shape](self, step)
 
 
-def _share(first: int, last: int, step: int) -> float:
-    """How far `step` has come on the way from `first` to `last`, 0 to 1."""
-    return 1.0 if step >= last else max(0.0, (step - first) / (last - first))
+def _share(s: Schedule, peak: int, step: int) -> float:
+    """How far `step` has come from the last step at the peak to the one after the schedule's end, 0 to 1."""
+    if s.steps is None:
+        raise UsageError(f"the {s.shape} schedule needs its length: give steps")
+    return min(max(0.0, (step - peak) / (s.steps + 1 - peak)), 1.0)
 
 
 def _cosine(s: Schedule, step: int) -> float:
-    return s.floor + (1 - s.floor) * (1 + math.cos(math.pi * _share(s.warmup, s.steps, step))) / 2
+    share = _share(s, max(s.warmup, 1), step)
+    return s.floor + (1 - s.floor) * (1 + math.cos(math.pi * share)) / 2
 
 
 def _linear(s: Schedule, step: int) -> float:
-    return 1 - (1 - s.floor) * _share(s.warmup, s.steps, step)
+    return 1 - (1 - s.floor) * _share(s, max(s.warmup, 1), step)
 
 
 def _wsd(s: Schedule, step: int) -> float:
-    return 1 - (1 - s.floor) * _share(s.steps - s.decay, s.steps, step)
+    return 1 - (1 - s.floor) * _share(s, (s.steps or 0) - s.decay, step)
 
 
 SHAPES: dict[str, Callable[[Schedule, int], float]] = {

@@ -83,6 +83,11 @@ class Train:
             )
         if self.nan not in POLICIES:
             raise UsageError(f"train.nan = {self.nan!r} is unknown; {nearest(self.nan, POLICIES)}")
+        self.schedule.over(self.steps)
+
+    def rate(self, step: int) -> float:
+        """The share of the peak learning rate that step k = 1, 2, ... is taken with."""
+        return self.schedule.over(self.steps)(step)
 
 
 class Diverged(UsageError):
@@ -201,7 +206,7 @@ class Trainer:
         if not (math.isfinite(mean) and math.isfinite(length)):
             self.optimizer.zero()
             return self._broken(step, mean, length)
-        factor = c.schedule(step)
+        factor = c.rate(step)
         self.optimizer.step(factor)
         self.optimizer.zero()
         took = time.perf_counter() - start

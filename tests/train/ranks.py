@@ -100,7 +100,7 @@ def trainer(job: dict[str, Any], team: Alone, events: list[dict[str, Any]]) -> T
     folder, kind = Path(job["folder"]), job.get("kind", "gqa")
     changes = {"steps": 6, "save": 2, "evaluate": 3, **job.get("train", {})}
     optim = Optim(job.get("optim", "adamw"), lr=3e-3)
-    schedule = Schedule("cosine", changes["steps"], warmup=2)
+    schedule = Schedule(warmup=2)
     parallel = Parallel(job.get("mode", "ddp"), job.get("degree"))
     config = Train(optim=optim, schedule=schedule, parallel=parallel, **changes)
     keeper = Keeper(folder, lambda m, path: m.save(path), keep=99)

@@ -22,6 +22,7 @@ from regard.train.batch import IGNORE, Batch, Objective
 from regard.train.objective import OBJECTIVES
 from regard.train.optim import (
     OPTIMIZERS,
+    Muon,
     Optim,
     Optimizer,
     accumulate,
@@ -30,6 +31,7 @@ from regard.train.optim import (
     clip_factor,
     decays,
     follow,
+    hidden,
     kinds,
 )
 from regard.train.parallel import Inside
@@ -108,16 +110,42 @@ def test_adamw_steps_are_those_of_torch_with_two_groups() -> None:
         torch.testing.assert_close(p, named[name], rtol=1e-10, atol=1e-12)
 
 
-def test_muon_takes_matrices_and_leaves_the_rest_to_adamw() -> None:
+def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
+    """Stacks of experts are hidden matrices; the embedding and the untied head are not."""
     model = decoder(tied=False, ffn=MoE(4, 2, 8))
     state = _trained(model, "muon").state()
     muon = {key.rpartition(":")[0] for key in state if key.endswith("momentum_buffer")}
-    flat = {
-        n for n, p in model.named_parameters() if kinds(model).get(n) == "matrix" and p.dim() == 2
-    }
-    assert muon == flat and "head.weight" in muon and "embedding.weight" not in muon
-    experts = [n for n, p in model.named_parameters() if p.dim() == 3]
-    assert experts and all(f"{n}:exp_avg" in state for n in experts)
+    inner = {n for n, p in model.named_parameters() if n.startswith("tower.") and p.dim() > 1}
+    assert muon == inner and {model.get_parameter(n).dim() for n in muon} == {2, 3}
+    assert {"head.weight:exp_avg", "embedding.weight:exp_avg"} <= state.keys()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_muon_takes_what_is_between_embeddings_and_head(name: str) -> None:
+    model = regard.build(name, layers=1, device="meta")
+    outer = ("embedding.", "source.", "target.", "relative.", "head.")
+    kind = kinds(model)
+    inner = {n for n in kind if not any(w in n for w in outer) and kind[n] == "matrix"}
+    assert hidden(model) == inner != set()
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10), (3, 10, 6)])
+def test_muon_steps_are_those_of_torch_for_each_matrix(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(shape))
+    each = [ours] if ours.dim() == 2 else list(ours)
+    theirs = [nn.Parameter(x.detach().clone()) for x in each]
+    settings = {"lr": 0.02, "momentum": 0.9}
+    mine = Muon([{"params": [ours], "weight_decay": 0.3}], **settings)
+    peer = torch.optim.Muon(theirs, weight_decay=0.3, adjust_lr_fn="match_rms_adamw", **settings)
+    for _ in range(3):
+        ours.grad = torch.randn(shape)
+        for p, g in zip(theirs, [ours.grad] if ours.dim() == 2 else ours.grad, strict=True):
+            p.grad = g.clone()
+        mine.step()
+        peer.step()
+    want = torch.stack([p.detach() for p in theirs]).reshape(shape)
+    torch.testing.assert_close(ours.detach(), want, rtol=0, atol=2e-3)
 
 
 def _trained(model: nn.Module, name: str, steps: int = 3, first: int = 0) -> Optimizer:

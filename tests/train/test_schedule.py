@@ -7,6 +7,7 @@ import pytest
 
 from regard.config import UsageError
 from regard.train.schedule import SHAPES, Schedule, noam
+from regard.train.trainer import Train
 
 PLANS = {
     "noam": Schedule("noam", 100, 10),
@@ -31,8 +32,28 @@ def test_schedule_warms_up_evenly_to_its_peak(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 def test_schedule_ends_at_its_floor_and_stays(name: str) -> None:
+    """After the last step: a floor of 0 before it would make that step change nothing."""
     plan = PLANS[name]
-    assert plan(99) > 0.1 and plan(100) == pytest.approx(0.1) and plan(1000) == plan(100)
+    assert plan(100) > 0.1 and plan(101) == pytest.approx(0.1) and plan(1000) == plan(101)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_schedule_moves_the_weights_at_every_step(name: str, steps: int) -> None:
+    settings = {"decay": steps} if name == "wsd" else {"warmup": 1}
+    plan = Schedule(name, steps, **settings)
+    assert all(plan(step) > 0 for step in range(1, steps + 1))
+
+
+def test_schedule_is_as_long_as_the_training_unless_it_says_a_length() -> None:
+    train = Train(steps=5000)
+    assert train.rate(1) == 1 and train.rate(3000) > 0.3 and 0 < train.rate(5000) < 1e-6
+    said = Train(steps=50, schedule=Schedule(steps=10, floor=0.1))
+    assert said.rate(10) > 0.1 and said.rate(11) == said.rate(50) == pytest.approx(0.1)
+    with pytest.raises(UsageError, match="a schedule of 3 steps cannot warm up for 4"):
+        Train(steps=3, schedule=Schedule(warmup=4))
+    with pytest.raises(UsageError, match="the linear schedule needs its length: give steps"):
+        Schedule("linear")(1)
 
 
 def test_schedule_noam_is_the_formula_of_2017_over_its_peak() -> None:
@@ -42,20 +63,22 @@ def test_schedule_noam_is_the_formula_of_2017_over_its_peak() -> None:
 
 
 def test_schedule_cosine_is_half_way_in_the_middle() -> None:
-    assert PLANS["cosine"](55) == pytest.approx(0.55)
-    quarter = 0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2
-    assert PLANS["cosine"](40) == pytest.approx(quarter)
+    plan = Schedule("cosine", 99, 10, floor=0.1)
+    assert plan(55) == pytest.approx(0.55)
+    assert plan(40) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2)
 
 
 def test_schedule_wsd_is_flat_until_its_decay() -> None:
     plan = PLANS["wsd"]
     assert {plan(step) for step in range(10, 81)} == {1.0}
-    assert plan(90) == pytest.approx(0.55)
+    assert plan(91) == pytest.approx(1 - 0.9 * 11 / 21)
 
 
 def test_schedule_without_warmup_begins_at_its_peak() -> None:
-    assert Schedule("constant", 5)(1) == 1
-    assert Schedule("linear", 5)(1) == pytest.approx(0.8)
+    assert Schedule("constant", 5)(1) == Schedule("cosine", 5)(1) == 1
+    assert [Schedule("linear", 5)(k) for k in range(1, 7)] == pytest.approx(
+        [1, 0.8, 0.6, 0.4, 0.2, 0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def model(kind: str = "toy") -> Any:
 def config(**changes: Any) -> Train:
     base = dict(steps=12, parts=2, save=2, evaluate=5, optim=Optim(lr=3e-3))
     steps = changes.get("steps", 12)
-    return Train(**{**base, "schedule": Schedule("cosine", steps, warmup=min(3, steps)), **changes})
+    return Train(**{**base, "schedule": Schedule(warmup=min(3, steps)), **changes})
 
 
 def trainer(
