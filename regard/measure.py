@@ -4,7 +4,7 @@ and objectives, the decoder and the tokenizer; the training loop and `regard eva
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,13 +52,14 @@ def measure(
     precision: str = "fp32",
     beams: int = 1,
     device: torch.device | str | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Measured:
     """The metrics of a model on `feed.evaluation()`; the model, its mode and the random numbers stay as they are.
 
     `loss` is the objective's; `perplexity` is of the task's own objective, without label smoothing. Texts are decoded
     greedily, or by `beams`, and compared with the text of the labels, as the tokenizer writes it: `limit` of them, or
-    all. (`regard eval` compares with the file's own text.) `precision` is that of
-    losses and labels; decoding runs in the weights' own."""
+    all. (`regard eval` compares with the file's own text.) `precision` is that of losses and labels; decoding runs in
+    the weights' own. `between` is called before each batch and each sample: what it raises ends the measuring."""
     names = evaluate.suited(metrics, task)
     where = torch.device(next(model.parameters()).device if device is None else device)
     losses = {"loss": objective, "perplexity": TASKS[task][1]}
@@ -69,6 +70,7 @@ def measure(
     taken = Taken(task, None if textual else samples)
     with left_alone(model, where):
         for given in feed.evaluation():
+            between()
             with memory.precision(precision, where):
                 said = _answered(model, task, given.to(where), means)
             taken.add(given, said)
@@ -82,7 +84,8 @@ def measure(
             found.samples = [_labelled(taken, i, tokenizer, classes) for i in shown]
             scores = evaluate.label_scores(task, taken.found, taken.wanted, classes)
         else:
-            texts = _said(model, taken, tokenizer, limit if textual else samples, beams)
+            few = limit if textual else samples
+            texts = _said(model, taken, tokenizer, few, beams, between)
             found.samples = [texts[i] for i in spread(len(texts), samples)]
             # No signature: it would promise the file's own references, and these went through the tokenizer.
             scores = evaluate.text_scores(textual, *_sides(texts))[0] if textual else {}, {}
@@ -99,10 +102,10 @@ def _answered(model: Any, task: str, batch: Batch, means: dict[Objective, Mean])
     """Add a batch to every mean; the logits of labels, where the task has some."""
     heard = Heard(model)
     for loss, mean in means.items():
-        mean.add(*loss(heard if task in LABELLED else model, batch))
-    if task in LABELLED and heard.said is None:
-        heard(batch.ids, batch.lengths)
-    return heard.said
+        mean.add(*loss(heard, batch))
+    if task not in LABELLED:
+        return None
+    return heard(batch.ids, batch.lengths)
 
 
 @contextmanager
@@ -120,15 +123,26 @@ def left_alone(model: Any, device: torch.device) -> Iterator[None]:
 
 
 class Heard:
-    """A model that remembers what it said, so that loss and labels cost one call."""
+    """A model that remembers what it said to the ids it read last, so that the losses of a batch and its labels cost
+    one call."""
 
     def __init__(self, model: Any):
         self.model = model
-        self.said: Tensor | None = None
+        self.said: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        self.said = self.model(ids, lengths) if lengths is not None else self.model(ids)
-        return self.said
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, ids: Tensor, *args: Any, **settings: Any) -> Tensor:
+        return self._once("forward", self.model, ids, *args, **settings)
+
+    def hidden(self, ids: Tensor, *args: Any, **settings: Any) -> Tensor:
+        return self._once("hidden", self.model.hidden, ids, *args, **settings)
+
+    def _once(self, name: str, act: Any, ids: Tensor, *args: Any, **settings: Any) -> Tensor:
+        if name not in self.said or self.said[name][0] is not ids:
+            self.said[name] = ids, act(ids, *args, **settings)
+        return self.said[name][1]
 
 
 @dataclass
@@ -212,7 +226,11 @@ def _spans(logits: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def translations(
-    model: Any, sources: Sequence[Sequence[int]], *, beams: int = 1
+    model: Any,
+    sources: Sequence[Sequence[int]],
+    *,
+    beams: int = 1,
+    between: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """What an encoder-decoder says to each source, in ids: at most twice as many as the longest source that is decoded
     with it, and ten. Sources of about one length are decoded together."""
@@ -220,6 +238,7 @@ def translations(
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     found: list[list[int]] = [[]] * len(sources)
     for start in range(0, len(order), rows):
+        between()
         numbers = order[start : start + rows]
         part = [list(sources[i]) for i in numbers]
         most = default_length(model, part)
@@ -243,15 +262,20 @@ def spread(count: int, few: int | None) -> list[int]:
 
 
 def _said(
-    model: Any, taken: Taken, tokenizer: Tokenizer | None, few: int | None, beams: int
+    model: Any,
+    taken: Taken,
+    tokenizer: Tokenizer | None,
+    few: int | None,
+    beams: int,
+    between: Callable[[], None],
 ) -> list[Sample]:
     """Some of what was taken, answered in text."""
     pairs = [taken.pairs[i] for i in spread(len(taken.pairs), few)]
     if tokenizer is None or not pairs:
         return []
     if taken.task == "lm":
-        return [_continued(model, ids, tokenizer) for ids, _ in pairs]
-    texts = translations(model, [source for source, _ in pairs], beams=beams)
+        return [_continued(model, ids, tokenizer, between) for ids, _ in pairs]
+    texts = translations(model, [source for source, _ in pairs], beams=beams, between=between)
     return [
         {
             "source": tokenizer.decode(a),
@@ -273,7 +297,10 @@ def _sides(samples: Sequence[Sample]) -> tuple[list[str], list[str]]:
     return [s["text"] for s in samples], [s["reference"] for s in samples]
 
 
-def _continued(model: Any, ids: list[int], tokenizer: Tokenizer) -> Sample:
+def _continued(
+    model: Any, ids: list[int], tokenizer: Tokenizer, between: Callable[[], None]
+) -> Sample:
+    between()
     longest = context_of(model)
     room = NEW if longest is None else min(NEW, longest - len(ids))
     given = tokenizer.decode(ids)

@@ -5,11 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import regard
 from regard.cli import main
-from regard.commands.plan import kv
+from regard.commands.check import SUITS
+from regard.commands.plan import kv, step_seconds
+from regard.commands.survey import Survey
 from regard.presets import build
+from regard.train.config import TASKS, Config
+from regard.train.data import Data
+from regard.train.trainer import Train
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 LM = """
@@ -53,6 +59,7 @@ train = { steps = 10 }
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
+    monkeypatch.setattr("regard.commands.plan.MEASURED", 0.0)
     (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
     pairs = (f"number {i}\tnummer {i} und mehr davon\n" for i in range(200))
     (tmp_path / "pairs.tsv").write_text("".join(pairs), encoding="utf-8")
@@ -100,6 +107,45 @@ def test_plan_of_pairs_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
     classes = planned(["classes.toml"], capsys)
     assert classes["data"]["classes"] == 3 and classes["kv"] is None
     assert classes["memory"]["logits"] == 0
+
+
+def test_every_example_is_counted(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not guessed from the first ones, which may be longer than the rest."""
+    rows = [f"{'abc'[i % 3]}\t{'long ' * 400 if i < 600 else 'short'}\n" for i in range(9000)]
+    (home / "labels.tsv").write_text("".join(rows))
+    told = planned(["classes.toml"], capsys)["data"]
+    assert told["examples"] == 9000 and told["counted"] and not told["exact"]
+    assert main(["plan", "classes.toml"]) == 0
+    assert " tokens in 9,000 texts" in capsys.readouterr().out
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    **{name: {"ffn_dim": 32} for name in ("gpt2", "bert-base", "vaswani-base")},
+    "vit-small": {"ffn_dim": 32, "size": 8, "patch": 4, "channels": 1},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_step_of_every_task_is_measured(task: str) -> None:
+    preset, reads = SUITS[task][1].split()[0], TASKS[task][0]
+    if preset not in PRESETS:
+        pytest.skip(f"{preset} has no small form here")
+    model = {"preset": preset, "layers": 1, "dim": 16, "heads": 2, **PRESETS[preset]}
+    more: dict[str, Any] = {} if reads == "image" else {"length": 16}
+    more |= {"pack": "none"} if task in ("spans", "infill") else {}
+    config = Config(task, Data("x", rows=4, **more), model, train=Train(steps=3))
+    sides = 2 if reads == "seq2seq" else 1
+    found = Survey(50, 500, (12,) * sides, (9.0,) * sides, classes=3, vocab=150)
+    seconds = step_seconds(config, found, torch.device("cpu"))
+    assert seconds is not None and seconds > 0
+
+
+def test_time_is_that_of_measured_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = planned(["lm.toml", "--train.steps", "100", "--train.evaluate", "20"], capsys)
+    assert told["measured"] > 0 and told["seconds"] > 100 * told["measured"]
+    assert main(["plan", "lm.toml", "--train.evaluate", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "8 steps of " in said and "as just measured, and 4 evaluations" in said
 
 
 @pytest.mark.usefixtures("home")

@@ -27,9 +27,16 @@ def step(k: int, loss: float = 3.0, **more: Any) -> dict[str, Any]:
 
 
 def evaluation(k: int, best: bool = True, **more: Any) -> dict[str, Any]:
-    return {"kind": "evaluation", "step": k, "loss": 3.041, "best": best, **more}
+    return {
+        "kind": "evaluation",
+        "step": k,
+        "loss": 3.041,
+        "best": best,
+        **more,
+    }
 
 
+PPL = {"perplexity": 20.926}
 SAMPLES = {
     "kind": "samples",
     "step": 2,
@@ -77,7 +84,13 @@ def test_eta_of_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture
 
 def test_quiet_keeps_evaluations_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     plain = Plain(2, quiet=True)
-    for event in (step(1), step(2), evaluation(2), SAMPLES, {"kind": "warning", "text": "odd"}):
+    for event in (
+        step(1),
+        step(2),
+        evaluation(2, **PPL),
+        SAMPLES,
+        {"kind": "warning", "text": "odd"},
+    ):
         plain(event)
     plain({"kind": "broken", "step": 2, "loss": float("nan"), "norm": 1.0})
     plain({"kind": "checkpoint", "step": 2, "path": "x"})
@@ -89,8 +102,10 @@ def test_quiet_keeps_evaluations_and_warnings(capsys: pytest.CaptureFixture[str]
 
 
 def test_evaluation_line_names_every_metric() -> None:
-    event = evaluation(150, best=False, bleu=31.24, signatures={"bleu": "x"})
+    event = evaluation(150, best=False, **PPL, bleu=31.24, signatures={"bleu": "x"})
     assert evaluation_line(event) == "eval  step 150  loss 3.0410  ppl 20.93  bleu 31.24"
+    event = evaluation(150, accuracy=0.5)
+    assert evaluation_line(event) == "eval  step 150  loss 3.0410  accuracy 0.5, the best so far"
     assert (
         evaluation_line({"kind": "evaluation", "step": 1, "loss": None, "best": False})
         == "eval  step 1"
@@ -157,7 +172,7 @@ def test_block_shows_where_the_run_stands() -> None:
     mean = sum(w * (5 - k / 30) for k, w in enumerate(weights, 1)) / sum(weights)
     assert lines[1] == f"loss 3.0000 (mean {mean:.4f})  lr 6.00e-4  grad 0.50  4.0k tok/s"
     assert lines[2].startswith("loss  █") and lines[2].endswith("▁")
-    assert lines[3] == "eval  step 60  loss 3.0410  ppl 20.93"
+    assert lines[3] == "eval  step 60  loss 3.0410"
     assert lines[4].startswith("eval  step 50") and lines[4].endswith("the best so far")
     assert lines[5].startswith("sample  the [red]king[/] → ␛[31msaid")
 

@@ -91,10 +91,13 @@ def test_loss_and_perplexity_cost_one_pass() -> None:
 
     measure(model, "lm", feed, tokenizer, counted, ["loss"], samples=0)
     assert len(calls) == 2
-    hook = model.tower.register_forward_hook(lambda *_: calls.append("tower"))
-    measure(model, "lm", feed, tokenizer, objective.causal, ["loss", "perplexity"], samples=0)
-    hook.remove()
-    assert calls.count("tower") == 2
+    smooth = partial(objective.causal, smoothing=Smoothing(0.2))
+    for loss in (objective.causal, smooth):
+        calls.clear()
+        hook = model.tower.register_forward_hook(lambda *_: calls.append("tower"))
+        measure(model, "lm", feed, tokenizer, loss, ["loss", "perplexity"], samples=0)
+        hook.remove()
+        assert calls.count("tower") == 2
 
 
 # --- a model in training ------------------------------------------------------------------------------------------
@@ -259,9 +262,9 @@ def test_limit_bounds_what_is_decoded_and_samples_are_spread(
     model, tokenizer, feed = pairs()
     sizes = []
 
-    def counted(model: Any, sources: list[list[int]], *, beams: int) -> list[list[int]]:
+    def counted(model: Any, sources: list[list[int]], **settings: Any) -> list[list[int]]:
         sizes.append(len(sources))
-        return translations(model, sources, beams=beams)
+        return translations(model, sources, **settings)
 
     monkeypatch.setattr(module, "translations", counted)
     ask = partial(measure, model, "seq2seq", feed, tokenizer, objective.seq2seq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
 from regard.text.coder import Coder
 from regard.text.train_tokenizer import train_tokenizer
+from regard.train import evaluate
 from regard.train.adapt import labels, with_head
 from regard.train.batch import Feed
 from regard.train.config import INDEXED, TASKS, Config
@@ -35,7 +36,7 @@ from regard.train.data import load as load_data
 from regard.train.keep import Keeper, whole
 from regard.train.parallel import Alone
 from regard.train.read import records
-from regard.train.trainer import Measure, Trainer
+from regard.train.trainer import Figures, Measure, Trainer
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json")
 HEADS = {"classify": Classify, "image": Classify, "tag": Tag}
@@ -188,12 +189,15 @@ def written(model: Any, small: bool) -> int:
 
 def measuring(
     config: Config, feed: Feed, classes: list[str], files: dict[str, bytes], device: torch.device
-) -> Measure:
-    """Figures beside the loss, and samples, of the held-out part."""
-    names = [name for name in (config.train.metric,) if name != "loss"]
+) -> Measure | None:
+    """The loss, what the best model is best at, and samples, of the held-out part; nothing where none is held out."""
+    if next(feed.evaluation(), None) is None:
+        return None
+    words = ["perplexity"] if config.task in evaluate.METRICS["perplexity"].tasks else []
+    names = ["loss", *words, config.train.metric]
     tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
 
-    def figures(model: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def figures(model: Any, between: Callable[[], None]) -> Figures:
         found = measure(
             model,
             config.task,
@@ -204,6 +208,7 @@ def measuring(
             classes=classes,
             precision=config.train.precision,
             device=device,
+            between=between,
         )
         more: dict[str, Any] = {"samples": found.samples}
         if found.signatures:

@@ -20,6 +20,7 @@ RATE = 4  # pictures a second
 KEEP = 0.98  # of the smoothed loss, each step
 TRAIL = 256  # values that stand for the whole curve
 SHOWN = 2  # samples
+SHOW: dict[str, Callable[[float], str]] = {"loss": "{:.4f}".format, "perplexity": "{:.2f}".format}
 Event = dict[str, Any]
 
 
@@ -113,12 +114,10 @@ class Meter:
 def evaluation_line(event: Event) -> str:
     """eval  step 150  loss 3.0410  ppl 20.93  bleu 31.2, the best so far"""
     parts = [f"eval  step {event['step']}"]
-    if isinstance(event.get("loss"), (int, float)):
-        loss = event["loss"]
-        parts.append(f"loss {loss:.4f}  ppl {math.exp(min(loss, 700)):.2f}")
     for name, value in event.items():
-        if name not in ("kind", "step", "loss", "best") and isinstance(value, (int, float)):
-            parts.append(f"{name} {number(value)}")
+        if name not in ("kind", "step", "best") and isinstance(value, (int, float)):
+            shown = SHOW.get(name, number)(value)
+            parts.append(f"{'ppl' if name == 'perplexity' else name} {shown}")
     return "  ".join(parts) + (", the best so far" if event["best"] else "")
 
 

@@ -17,23 +17,24 @@ class TrainRun:
     """Train a model from a TOML file; stop it any way you like, and go on with --resume.
 
     regard train story.toml                          into runs/story
-    regard train story.toml --resume                 go on after a stop, to the same bits
     regard train story.toml --train.optim.lr 3e-4    change one setting
+    regard train --resume runs/story                 go on after a stop, to the same bits
+    regard train --resume runs/story --train.steps 2000      train longer
     regard train story.toml --smoke --output-dir try      three steps, an evaluation, a save, a reload
     """
 
     config: Annotated[Positional[str], arg(metavar="CONFIG")]
-    """a TOML file with task, [model], [data], [tokenizer], [train]"""
+    """a TOML file with task, [model], [data], [tokenizer], [train]; with --resume the run's folder"""
     output_dir: Annotated[str | None, arg(metavar="FOLDER")] = None
     """the run's folder; default: runs/ and the config's name"""
     resume: Switch = False
-    """go on from the newest sound checkpoint of the folder"""
+    """go on from the newest sound checkpoint, with the run's own settings"""
     overwrite: Switch = False
     """start anew in a folder that has a run"""
     smoke: Switch = False
     """three steps, to find at once what would fail later"""
-    keep: int = 2
-    """checkpoints that stay, beside the best"""
+    keep: Count = None
+    """checkpoints that stay, beside the best; default: 2"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     quiet: Switch = False

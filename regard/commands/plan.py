@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from regard.attention import DSA
@@ -16,19 +20,28 @@ from regard.cli import DATA, ENVIRONMENT, Fault
 from regard.commands.build import fresh, made, notices
 from regard.commands.check import check
 from regard.commands.model import blaming, context_of, pick_device, resolved
-from regard.commands.survey import Survey, survey
+from regard.commands.survey import Survey, bytes_of, survey
 from regard.config import UsageError
 from regard.layers import MLP
 from regard.models.summary import parameters
 from regard.train.activations import Pass
+from regard.train.batch import Feed
 from regard.train.config import TASKS, Config, read
+from regard.train.corrupt import Marks
+from regard.train.data import feed_of
+from regard.train.keep import Keeper
 from regard.train.memory import masters
+from regard.train.parallel import Parallel
 from regard.train.plan import EFFICIENCY, Job, Plan, changes, patches, planned, probe, trainable
 from regard.train.room import duration, free_disk, free_memory, number, size
+from regard.train.shards import Column
+from regard.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from regard.commands.options_work import Plan as Options
 
+MEASURED = 2.0  # seconds for which steps are measured
+LONG = 10.0  # seconds that a step may take to be measured
 SLOW = 3600  # seconds after which a quicker config is pointed at
 OFTEN = 30  # passes over the data after which it is known by heart
 Row = tuple[str, str]
@@ -53,20 +66,20 @@ def run(options: Options) -> int:
             start = load(resolved(config.model["folder"]), device="meta")
     with blaming(2, files=DATA):
         found = survey(config, folder, start)
-    model = empty(config, start, found)
+    model = model_of(config, start, found, "meta")
     job, filled = job_of(config, model, found, device.type)
     plan = planned(job, max(options.keep, config.train.average))
     return show(options, Facts(config, plan, found, filled, device, folder))
 
 
-def empty(config: Config, start: Any, found: Survey) -> Any:
-    """The model without memory for its weights, with the head of the task, frozen as it will be."""
+def model_of(config: Config, start: Any, found: Survey, device: str) -> Any:
+    """The model with the head of the task, frozen as it will be; on "meta" without memory for its weights."""
     if start is None:
         changed = {k: v for k, v in config.model.items() if k != "preset"}
         length = config.data.length
-        start = fresh(config.model["preset"], changed, found.vocab, "meta", length)
+        start = fresh(config.model["preset"], changed, found.vocab, device, length)
         config = replace(config, model={"folder": "."})
-    with torch.device("meta"):
+    with torch.device(device):
         return masters(config.learning(made(config, start, None, [""] * found.classes)))
 
 
@@ -104,6 +117,61 @@ def job_of(config: Config, model: Any, found: Survey, device: str) -> tuple[Job,
     return Job(model, step, config.train, learned, sized, small), filled
 
 
+# --- the time of a step --------------------------------------------------------------------------------------------
+
+
+def step_seconds(config: Config, found: Survey, device: torch.device) -> float | None:
+    """Of steps of the real model on made-up examples as long as the mean one; nothing where none could be made."""
+    start = None
+    if "folder" in config.model:
+        start = load(resolved(config.model["folder"]), device=str(device))
+    model = model_of(config, start, found, str(device)).to(device)
+    times: list[float] = []
+
+    def tell(event: dict[str, Any]) -> None:
+        times.extend([event["seconds"]] if event["kind"] == "step" else [])
+
+    train = replace(config.train, nan="skip", parallel=Parallel())
+    keeper = Keeper(Path(), lambda model, path: None)
+    feed = imagined(config, model, found)
+    trainer = Trainer(model, feed, config.objective, train, keeper, lambda path: model, tell)
+    trainer.model.train()
+    began = time.perf_counter()
+    for k in range(1, min(10, config.train.steps) + 1):
+        trainer._step(k)
+        if len(times) > 2 and time.perf_counter() - began > MEASURED:
+            break
+    # the first step prepares kernels and makes the optimiser's state
+    return statistics.median(times[1:] or times) if times else None
+
+
+def imagined(config: Config, model: Any, found: Survey) -> Feed:
+    """Random examples of the mean length, a batch of them or a little more."""
+    data, reads, draw = config.data, TASKS[config.task][0], np.random.default_rng(0)
+    batching, classes = data.batching(config.train.seed), max(found.classes, 1)
+    if reads == "image":
+        e, n = model.config.embedding, data.rows or 1
+        pixels = draw.integers(0, 256, (n, e.size, e.size, e.channels), np.uint8)
+        columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, n))}
+        return feed_of(reads, data, None, batching, columns, "", None)
+    whole = reads in ("lm", "mlm") and data.pack in ("stream", "windows")
+    # only a stream is cut into rows; else room is left for the marks around a text
+    limit = math.inf if whole or data.length is None else data.length - 3
+    sizes = [max(2, round(min(mean, limit))) for mean in found.mean]
+    need = (data.tokens or 0) + (data.rows or 0) * (data.length or max(sizes))
+    sizes = [min(size, 4 * need) for size in sizes]
+    n = need // min(sizes) + 2
+    texts = [Column.of([draw.integers(0, found.vocab, size) for _ in range(n)]) for size in sizes]
+    shape = {"tag": texts[0].values.shape, "answer": (n, 2)}.get(reads, (n,))
+    labels = Column(draw.integers(0, classes, shape), texts[0].ends if reads == "tag" else None)
+    names = ("source", "target") if reads == "seq2seq" else ("ids",)
+    columns = {**dict(zip(names, texts)), "labels": labels}
+    coder: Any = SimpleNamespace(pad=0, before=(), after=(), start=0, end=1)
+    feed = feed_of(reads, data, coder, batching, columns, "", None)
+    sentinels = tuple(range(2, min(102, found.vocab)))
+    return config.fed(feed, Marks(found.vocab, (), 0, sentinels, 0, 1))
+
+
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +205,22 @@ class Facts:
         self.kind = f"{device.type} {train.precision}"
         bf16 = train.precision == "bf16"
         self.speed = probe(device, bf16, job.part, width(job.model)) * EFFICIENCY[self.kind]
-        self.seconds = self.flops / self.speed
+        each = self.flops / self.speed / train.steps
+        self.step = None if self.short or each > LONG else step_seconds(config, found, device)
+        each = self.step or each
+        self.speed = self.flops / each / train.steps
+        self.evaluations = 1 + (train.steps - 1) // train.evaluate if train.evaluate else 1
+        # of a pass over what is held out, forward alone
+        held = train.steps / max(self.passes, 1e-9) * self.held * each / 3
+        self.seconds = train.steps * each + self.evaluations * held
+
+    @property
+    def held(self) -> float:
+        """How much is held out, beside what is trained on."""
+        data = self.config.data
+        if data.valid:
+            return bytes_of(data.source(valid=True)) / max(bytes_of(data.source()), 1)
+        return data.held / (1 - data.held)
 
     def rows(self) -> list[Row]:
         plan, train, model = self.plan, self.config.train, self.plan.job.model
@@ -152,6 +235,15 @@ class Facts:
         passes = f"{self.passes:.3g} passes over the data, {share:.3g} tokens a parameter"
         speed = f"{number(self.speed)}FLOP/s on {self.device.type}, {train.precision}"
         part = f"{EFFICIENCY[self.kind]:.0%} of what products were just measured at"
+        how = f"if it runs at {speed} ({part})"
+        if self.step is not None:
+            how = f"{train.steps:,} steps of {short_time(self.step)}, as just measured"
+        if self.held:
+            how += (
+                f", and {self.evaluations:,} evaluations"
+                if self.evaluations > 1
+                else ", and an evaluation"
+            )
         keep = plan.disk // plan.checkpoint - 2
         table = [
             ("model", f"{number(count)} parameters{only}: {describe(model)}"),
@@ -160,7 +252,7 @@ class Facts:
             ("memory", f"{parts} = about {size(plan.memory.total)} of {size(self.free)} free"),
             ("disk", f"{size(plan.checkpoint)} a checkpoint; {keep} that stay, the best and a new one: "
                      f"{size(plan.disk)} of {size(self.room)} free"),
-            ("time", f"about {duration(self.seconds)}, if it runs at {speed} ({part})"),
+            ("time", f"about {duration(self.seconds)}: {how}; the tokenizer, samples and checkpoints not counted"),
         ]  # fmt: skip
         table += kv_row(model, self.plan.job.step.length)
         table += [("notice", text) for text in notices(self.config, model)]
@@ -194,6 +286,7 @@ class Facts:
             "memory": {**asdict(plan.memory), "total": plan.memory.total, "free": self.free},
             "disk": {"checkpoint": plan.checkpoint, "total": plan.disk, "free": self.room},
             "seconds": self.seconds,
+            "measured": self.step,
             "speed": self.speed,
             "kv": kv(plan.job.model),
             "fits": not (self.short or self.full),
@@ -236,6 +329,11 @@ def show_folder(options: Options, device: torch.device) -> int:
 
 
 # --- words for numbers --------------------------------------------------------------------------------------------
+
+
+def short_time(seconds: float) -> str:
+    """0.21 s, 3.4 ms."""
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
 
 
 def width(model: Any) -> int:

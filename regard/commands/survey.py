@@ -1,5 +1,6 @@
-"""What the data of a config holds, before it is read: from the shards of its run if they are there, else from the sizes
-of the files and their first examples. What is estimated says so."""
+"""What the data of a config holds, before it is read: from the shards of its run if they are there; else its examples
+are counted, and their tokens estimated. Of large files both are guessed from their sizes and first examples. What is
+estimated says so."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ Count = Callable[[str], float]  # tokens of a text
 
 @dataclass(frozen=True)
 class Survey:
-    """`tokens` of all data, the `longest` example and the `mean` one, each side for itself; `exact` if the data was
-    counted, and not guessed. Pictures have no tokens."""
+    """`tokens` of all data, the `longest` example and the `mean` one, each side for itself; `exact` if they were
+    counted, and not guessed, and `counted` if the examples were. Pictures have no tokens."""
 
     examples: int
     tokens: int = 0
@@ -44,17 +45,16 @@ class Survey:
     vocab: int = 0
     over: int = 0  # examples longer than a row
     exact: bool = False
+    counted: bool = False
 
     def describe(self) -> str:
-        about = "" if self.exact else "about "
+        about, some = ("" if exact else "about " for exact in (self.exact, self.counted))
         if not self.tokens:
             return f"{self.examples:,} pictures in {self.classes} classes"
         what = "pairs" if len(self.longest) > 1 else "texts"
         if self.examples == 1:
             what = "text"
-        said = (
-            f"{about}{self.tokens:,} tokens in {self.examples:,} {what}, vocabulary {self.vocab:,}"
-        )
+        said = f"{about}{self.tokens:,} tokens in {some}{self.examples:,} {what}, vocabulary {self.vocab:,}"
         return said + (f", {self.classes} classes" if self.classes else "")
 
 
@@ -70,14 +70,23 @@ def survey(config: Config, folder: Path, start: Any = None) -> Survey:
     ready = _counted(folder / "data" / "train", source, limit)
     if ready is not None:
         return replace(ready, vocab=vocab)
-    total = _bytes(source)
+    total = bytes_of(source)
     classes = 0
     if reads in ("classify", "tag"):
         named = "tags" if reads == "tag" else "label"
         classes = len(classes_of(source, named)) if total <= WHOLE else 2
-    joined = [["\n".join(parts)] for parts in texts] if reads != "seq2seq" else texts
+    guessed = _guessed(_read(source, roles) if whole else iter(texts), count, limit, reads)
+    scale = (
+        1.0 if whole else max(total / max(sum(len(t.encode()) for p in texts for t in p), 1), 1.0)
+    )
     return replace(
-        _guessed(joined, count, limit, 1.0 if whole else total), vocab=vocab, classes=classes
+        guessed,
+        examples=round(scale * guessed.examples),
+        tokens=round(scale * guessed.tokens),
+        over=round(scale * guessed.over),
+        vocab=vocab,
+        classes=classes,
+        counted=whole and guessed.counted,
     )
 
 
@@ -100,20 +109,29 @@ def _counted(folder: Path, source: Source, limit: float) -> Survey | None:
         classes=len(shards.notes.get("classes", [])),
         over=int((np.maximum.reduce(sides) > limit).sum()),
         exact=True,
+        counted=True,
     )
 
 
-def _guessed(texts: list[list[str]], count: Count, limit: float, total: float) -> Survey:
-    """From some examples, and the bytes of all."""
-    read = sum(len(text.encode()) for parts in texts for text in parts)
-    sides = [[count(text) for text in side] for side in zip(*texts)]
-    scale = max(total / max(read, 1), 1.0)
+def _guessed(examples: Iterator[list[str]], count: Count, limit: float, reads: str) -> Survey:
+    """Of these examples, one after the other."""
+    number = over = read = 0
+    longest, total = np.zeros(1), np.zeros(1)
+    for parts in examples:
+        sides = parts if reads == "seq2seq" else ["\n".join(parts)]
+        sizes = np.array([count(text) for text in sides])
+        number, over = number + 1, over + bool(sizes.max() > limit)
+        longest, total = np.maximum(longest, sizes), total + sizes
+        read += sum(map(len, sides))
+        if read > 4 * WHOLE:  # a data set of the hub, whose size nobody told
+            break
     return Survey(
-        examples=round(len(texts) * scale),
-        tokens=round(scale * sum(map(sum, sides))),
-        longest=tuple(max(1, math.ceil(max(side))) for side in sides),
-        mean=tuple(sum(side) / len(side) for side in sides),
-        over=round(scale * sum(max(pair) > limit for pair in zip(*sides))),
+        examples=number,
+        tokens=round(float(total.sum())),
+        longest=tuple(max(1, math.ceil(n)) for n in longest),
+        mean=tuple(float(n) / max(number, 1) for n in total),
+        over=over,
+        counted=read <= 4 * WHOLE,
     )
 
 
@@ -122,13 +140,13 @@ def _pictured(source: Source) -> Survey:
     if homes:
         classes = [p for home in homes for p in home.iterdir() if p.is_dir()]
         files = [f for p in classes for f in p.iterdir() if f.suffix.lower() in SUFFIXES]
-        return Survey(len(files), classes=len({p.name for p in classes}), exact=True)
+        return Survey(len(files), classes=len({p.name for p in classes}), exact=True, counted=True)
     images, names = pictures(source)
-    return Survey(len(images), classes=len(set(names)), exact=True)
+    return Survey(len(images), classes=len(set(names)), exact=True, counted=True)
 
 
 def _sample(source: Source, roles: tuple[str, ...]) -> tuple[list[list[str]], bool]:
-    """The first examples, each a text for every role, and whether these are all."""
+    """The first examples, each a text for every role, and whether all can be read in a moment."""
     found: list[list[str]] = []
     room, rest = SAMPLE, _read(source, roles)
     for parts in rest:
@@ -136,7 +154,7 @@ def _sample(source: Source, roles: tuple[str, ...]) -> tuple[list[list[str]], bo
         room -= sum(map(len, parts)) + 1
         if room < 0:
             break
-    return found, next(rest, None) is None and _bytes(source) <= WHOLE
+    return found, bytes_of(source) <= WHOLE
 
 
 def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
@@ -151,7 +169,7 @@ def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
         yield [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
 
 
-def _bytes(source: Source) -> int:
+def bytes_of(source: Source) -> int:
     if source.format == "hub":
         return 0
     paths = [*source.files(), *source.beside_files()]

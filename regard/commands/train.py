@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -19,16 +20,16 @@ from regard.commands.build import Built, built
 from regard.commands.check import check
 from regard.commands.live import view
 from regard.commands.model import blaming, pick_device
-from regard.commands.runlog import Log, RunFile, check_same
+from regard.commands.runlog import Log, RunFile, as_toml, check_same, replace_file, told
 from regard.commands.track import tracker
 from regard.config import UsageError
 from regard.run import generate
 from regard.train.config import Config, read
-from regard.train.keep import locked
+from regard.train.keep import clean, locked
 from regard.train.parallel import Lost, team_of
 from regard.train.plan import refusal
 from regard.train.schedule import Schedule
-from regard.train.trainer import AVERAGE, Diverged, Trainer
+from regard.train.trainer import AVERAGE, Diverged, Trainer, differences
 
 if TYPE_CHECKING:
     from regard.commands.options_work import TrainRun
@@ -37,6 +38,7 @@ EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 OURS = {"lock", "run.json"}  # a run's folder has one of these
 BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step
 WRITTEN = ("checkpoints", "data")
+KEEP = 2  # checkpoints that stay
 FILES = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "last", "best")
 
 
@@ -46,19 +48,20 @@ def say(text: str) -> None:
 
 
 def run(options: TrainRun) -> int:
-    path = Path(options.config)
-    with blaming(2):
-        config = read(path, options.changes)
-    with blaming(2, files=DATA):
-        check(config)
     if options.resume and options.overwrite:
         raise UsageError(
             "--resume goes on with a run, --overwrite removes it; leave one of them out"
         )
+    path, folder = places(options)
+    options = with_defaults(options, folder)
+    with blaming(2):
+        config = read(path, options.changes)
+    with blaming(2, files=DATA):
+        check(config)
     if options.smoke:
         config = shortened(config)
-    folder = Path(options.output_dir or Path("runs") / path.stem)
     device, _ = pick_device(options.device)
+    assert options.keep is not None
     with ExitStack() as stack:
         team = stack.enter_context(team_of(config.train.parallel, device))
         team.once(lambda: claim(folder, config, options, stack))
@@ -75,27 +78,63 @@ def run(options: TrainRun) -> int:
     return 0
 
 
+def places(options: TrainRun) -> tuple[Path, Path]:
+    """The config's file and the run's folder. A run goes on with the config that is in its folder."""
+    path = Path(options.config)
+    if not path.is_dir() or not (options.resume or (path / "run.json").is_file()):
+        return path, Path(options.output_dir or Path("runs") / path.stem)
+    if not options.resume:
+        raise UsageError(f"{path} is the folder of a run; go on with it: {again(path)}")
+    if options.output_dir is not None:
+        raise UsageError(f"{path} is the run to go on with; leave --output-dir out")
+    said = told(path)
+    if not (path / "config.toml").is_file():
+        raise UsageError(f"{path} has nothing to go on with; name a run's folder, or a config file")
+    if said and "options" not in said:
+        command = shlex.join(map(str, said.get("command", ["regard", "train", "CONFIG"])))
+        raise UsageError(
+            f"{path} was begun by an older version, whose config.toml lacks what was changed; go on with: "
+            f"{command} --resume"
+        )
+    return path / "config.toml", path
+
+
+def with_defaults(options: TrainRun, folder: Path) -> TrainRun:
+    """What is not said is as in the run that goes on."""
+    before = told(folder).get("options", {}) if options.resume else {}
+    keep = before.get("keep", KEEP) if options.keep is None else options.keep
+    device = before.get("device", "auto") if options.device == "auto" else options.device
+    return replace(
+        options, keep=keep, device=device, log_to=options.log_to or tuple(before.get("log_to", ()))
+    )
+
+
+def again(folder: Path) -> str:
+    """What to type to go on with a run, by as many processes as there are here."""
+    world = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    started = [] if world == "1" else ["torchrun", "--nproc-per-node", world, "-m"]
+    return shlex.join([*started, "regard", "train", "--resume", str(folder)])
+
+
 def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: list[int]) -> str:
     """Run the trainer, and write down how it went; why it ended."""
     trainer = made.trainer
     resumed = going_on(trainer) if options.resume else False
     if trainer.team.rank:
         return trainer.run(lambda: bool(asked))
-    if not options.force and (why := refusal(config, trainer, options.keep)):
+    if not options.force and (why := refusal(config, trainer, trainer.keeper.keep)):
         raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
     record = RunFile(folder, config, options, trainer, made.classes)
     listeners: list[Any] = [*tracker(options.log_to, folder, record.said)]
-    (folder / "config.toml").write_bytes(Path(options.config).read_bytes())
+    replace_file(folder / "config.toml", as_toml(config))
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     say(f"{trainer.feed.describe()}; {how}, {folder}")
     for text in made.notices:
         say(f"notice: {text}")
     if options.resume:
-        say(
-            f"going on after step {trainer.at.step}"
-            if resumed
-            else "no checkpoint yet: from the start"
-        )
+        other = f"; {differences(trainer.changes)}" if trainer.changes else ""
+        after = f"going on after step {trainer.at.step}{other}"
+        say(after if resumed else "no checkpoint yet: from the start")
     status = "failed"
     record.write("running")
     try:
@@ -104,27 +143,28 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
             Log(folder, trainer.at, [shown, *listeners]) as log,
         ):
             trainer.tell, trainer.keeper.before = log, log.sync
+            if trainer.changes:
+                log({"kind": "settings", "step": trainer.at.step, "changes": trainer.changes})
             status = trainer.run(lambda: bool(asked))
     except Diverged as error:
         status = "diverged"
-        raise Fault(str(error), RUN) from None
+        raise Fault(f"{error}; go on: {again(folder)} --train.nan skip", RUN) from None
     except Lost as error:
-        raise Fault(f"{error}; go on with --resume", RUN) from None
+        raise Fault(f"{error}: {again(folder)}", RUN) from None
     finally:
         point(folder, trainer)
         record.write(status)
         for listener in listeners:
             listener({"kind": "end", "status": status})
     if status == "asked":
-        again = f"regard train {options.config} --resume"
-        say(f"stopped after step {trainer.at.step}, saved; go on: {again}")
+        say(f"stopped after step {trainer.at.step}, saved; go on: {again(folder)}")
     return status
 
 
 def going_on(trainer: Trainer) -> bool:
     """Resume; whether there is a checkpoint to go on from. If all there are broke, nothing is begun over them."""
     if trainer.team.rank == 0:
-        trainer.tell = lambda event: say(f"warning: {event['text']}")
+        trainer.tell = lambda event: say(f"warning: {event['text']}") if "text" in event else None
     resumed = trainer.resume()
 
     def look() -> None:
@@ -167,7 +207,7 @@ def claim(folder: Path, config: Config, options: TrainRun, stack: ExitStack) -> 
     except OSError as error:
         why = f"cannot write {folder}: {error.strerror}"
         raise Fault(f"{why}; name another: --output-dir FOLDER", RUN) from None
-    full = bool({path.name for path in folder.iterdir()} - BEFORE)
+    full = begun(folder)
     if options.resume and not full:
         raise UsageError(nothing)
     if full and not options.resume and not options.overwrite:
@@ -178,8 +218,13 @@ def claim(folder: Path, config: Config, options: TrainRun, stack: ExitStack) -> 
         check_same(folder, config)
     else:
         clear(folder, full)
-    for left in (folder / "checkpoints").glob(".*"):
-        shutil.rmtree(left, ignore_errors=True)
+    clean(folder / "checkpoints")
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run is there that came to its first step."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return any(not name.startswith(".") for name in names - BEFORE)
 
 
 def clear(folder: Path, full: bool) -> None:
@@ -191,22 +236,33 @@ def clear(folder: Path, full: bool) -> None:
         for name in WRITTEN:
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in FILES:
-            (folder / name).unlink(missing_ok=True)
+            remove(folder / name)
+
+
+def remove(path: Path) -> None:
+    """A file, a link, or a folder where one of ours should be."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def point(folder: Path, trainer: Trainer) -> None:
     """The links `last` and `best`."""
     steps = trainer.keeper.steps()
     names = {"last": steps[-1].name} if steps else {}
-    if trainer.averaged:
+    if trainer.at.averaged:
         names["best"] = AVERAGE
     elif trainer.at.best is not None:
         names["best"] = f"step-{trainer.at.best:08d}"
     for name, step in names.items():
-        new = folder / f".{name}.new"
+        link, new = folder / name, folder / f".{name}.new"
+        if link.is_dir() and not link.is_symlink():
+            say(f"note: {link} is a folder, not a link of ours; remove it, and it will be {step}")
+            continue
         new.unlink(missing_ok=True)
         new.symlink_to(Path("checkpoints") / step)
-        os.replace(new, folder / name)
+        os.replace(new, link)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 A checkpoint is a model folder as any other, with the trainer's state beside it in `trainer/`: tensors as safetensors,
 numbers as JSON, and a manifest with the size and SHA-256 of every file. A folder whose bytes differ is not used; the
-one before it is.
+one before it is. What becomes known of the newest one after it was written, its evaluation, stands beside them in
+`progress.json`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ STATE, TENSORS, MANIFEST = (
     "trainer/state.safetensors",
     "trainer/manifest.json",
 )
+PROGRESS = "progress.json"
 SPARE = 1 << 20  # bytes beside the tensors
 
 
@@ -40,7 +42,8 @@ def whole(model: Any) -> int:
 
 class Keeper:
     """Writes and reads the checkpoints of `folder`; `save(model, path)` writes a model folder, of about `size(model)`
-    bytes. The newest `keep` stay, and the best. `before` is called when a checkpoint is about to count."""
+    bytes. The newest `keep` stay, and the best. `every`: steps between checkpoints; one of another step, at which a run
+    was stopped, stays until the next. `before` is called when something is about to count."""
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class Keeper:
         if keep < 1:
             raise UsageError(f"keep = {keep}: at least one checkpoint must stay")
         self.folder, self.save, self.keep, self.size = folder, save, keep, size
+        self.every = 1
         self.before: Callable[[], None] = lambda: None
         self.broken: list[str] = []  # what `latest` passed over, and why
 
@@ -104,15 +108,46 @@ class Keeper:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(path for path in found if STEP.fullmatch(path.name))
 
-    def clean(self) -> None:
-        """Remove what a killed trainer left half written; only with the lock held."""
-        for path in self.folder.glob(".*"):
-            shutil.rmtree(path, ignore_errors=True)
+    def read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The trainer's tensors and state of a checkpoint that `latest` gave, with what was noted of it."""
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        try:
+            noted = (self.folder / PROGRESS).read_bytes()
+            progress = json.loads(noted)["progress"]
+            if noted == _sealed("progress", progress, path.name):
+                state["progress"] = progress
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass  # it is found out again
+        return load_file(path / TENSORS), state
+
+    def note(self, step: int, progress: dict[str, Any]) -> None:
+        """Where the run stands, after the checkpoint of this step was written; whole or not at all."""
+        target = self.folder / PROGRESS
+        new = self.folder / f".{PROGRESS}.new-{os.getpid()}"
+        try:
+            self.before()
+            new.write_bytes(_sealed("progress", progress, self.path(step).name))
+            sync(new)
+            new.rename(target)
+            sync(self.folder)
+        except OSError as error:
+            raise UsageError(f"cannot write {target}: {error.strerror}; {self._last()}") from None
+        self._prune(self.path(step), progress["best"])
+
+    def regular(self) -> list[Path]:
+        """The checkpoints at their distance, and the newest."""
+        paths = self.steps()
+        return [path for path in paths if path == paths[-1] or self._in_turn(path)]
+
+    def _in_turn(self, path: Path) -> bool:
+        return int(path.name.removeprefix("step-")) % max(self.every, 1) == 0
 
     def _prune(self, newest: Path, best: int | None) -> None:
         """What is newer than the newest is broken: it was passed over, and does not count."""
-        for path in [path for path in self.steps() if path <= newest][: -self.keep]:
-            if best is None or path.name != f"step-{best:08d}":
+        old = [path for path in self.steps() if path < newest]
+        stay = [path for path in reversed(old) if self._in_turn(path)][: self.keep - 1]
+        for path in old:
+            if path not in stay and (best is None or path != self.path(best)):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _check_room(self, need: int, target: Path) -> None:
@@ -129,9 +164,13 @@ class Keeper:
         return f"{steps[-1].name} is as it was" if steps else "there is no checkpoint yet"
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The trainer's tensors and state of a checkpoint that `latest` gave."""
-    return load_file(path / TENSORS), json.loads((path / STATE).read_text(encoding="utf-8"))
+def clean(folder: Path) -> None:
+    """Remove what a killed trainer left half written; only with the lock held."""
+    for path in folder.glob(".*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 # --- hashes -------------------------------------------------------------------------------------------------------
@@ -146,19 +185,20 @@ def manifest(folder: Path, name: str) -> bytes:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             files[place] = [path.stat().st_size, digest]
-    return _sealed(files, name)
+    return _sealed("files", files, name)
 
 
-def _sealed(files: dict[str, Any], name: str) -> bytes:
-    seal = hashlib.sha256(json.dumps([name, files], sort_keys=True).encode()).hexdigest()
-    return json.dumps({"files": files, "seal": seal}, sort_keys=True, indent=1).encode()
+def _sealed(kind: str, content: dict[str, Any], name: str) -> bytes:
+    """With a hash that tells whether it was written so, and for the checkpoint of this name."""
+    seal = hashlib.sha256(json.dumps([name, content], sort_keys=True).encode()).hexdigest()
+    return json.dumps({kind: content, "seal": seal}, sort_keys=True, indent=1).encode()
 
 
 def fault(folder: Path) -> str:
     """What is wrong with a checkpoint; "" if nothing is."""
     try:
         told = (folder / MANIFEST).read_bytes()
-        if told != _sealed(json.loads(told)["files"], folder.name):
+        if told != _sealed("files", json.loads(told)["files"], folder.name):
             return f"{MANIFEST} has changed, or is of another step"
         found = manifest(folder, folder.name)
         if told == found:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,10 +38,15 @@ T = TypeVar("T")
 class Parallel:
     """How processes share the work. "ddp": each has the model and a part of the batch. "fsdp": weights and optimiser
     are shared out too, and put together layer by layer. "tensor": `degree` processes (default: all) split heads and
-    feed-forwards between them; groups of so many share batch and weights out, as in fsdp."""
+    feed-forwards between them; groups of so many share batch and weights out, as in fsdp. `patience`: seconds without a
+    sign of life from a process after which the others end.
+
+    Evaluations give the same figures in every mode. "ddp": the first process measures, the others wait for it. "fsdp"
+    and "tensor": all compute every batch together, since no process could call a layer alone."""
 
     mode: str = "ddp"
     degree: Count | None = None
+    patience: Count = 120
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -102,6 +108,10 @@ class Alone:
         """Whether any process says so."""
         return flag
 
+    def stops(self, flag: bool) -> bool:
+        """`any`, in the middle of an evaluation, of those that evaluate."""
+        return flag
+
     def agree(self, value: T) -> T:
         """What the first process has, something that JSON can say."""
         return value
@@ -148,7 +158,7 @@ def team_of(config: Parallel, device: torch.device | str) -> Alone:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=LONGEST)
-        pulse = Pulse(dist.get_rank(), world)
+        pulse = Pulse(dist.get_rank(), world, config.patience)
         pulse.start()
     if config.mode == "ddp":
         made = Ddp(config, kind)
@@ -175,7 +185,7 @@ class Ddp(Alone):
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         error = rest[0]
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no class
+        if lost(error):
             text = "another process has ended; go on from the last checkpoint with --resume"
             raise Lost(text) from None
         if self.pulse is not None and error is None:
@@ -239,6 +249,16 @@ class Ddp(Alone):
         if self.kind == "cuda":
             return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         return torch.device(device)
+
+
+def lost(error: object) -> bool:
+    """Whether a collective failed. Gloo's errors have no class of their own, but name the file of its source that they
+    come from."""
+    if isinstance(error, dist.DistError):
+        return True
+    return (
+        type(error) is RuntimeError and re.search(r"\bgloo/\S+\.(cc|h):\d", str(error)) is not None
+    )
 
 
 def added(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -3,8 +3,11 @@ thread beside it does.
 
 torchrun ends the rest when a process dies, but what waits on a GPU does not hear it, and a process that is stopped
 (SIGSTOP, a machine that hangs) does not die. So every process says each second that it lives, in torchrun's store, and
-ends when another is silent for `PATIENCE` of its own beats (so that all may be stopped together, and go on), or the
+ends when another is silent for `patience` of its own beats (so that all may be stopped together, and go on), or the
 store is gone and torchrun with it: no orphans. To end at any time is safe: checkpoints are written whole or not at all.
+
+The thread needs Python's lock, which writing a large checkpoint holds for as long as the disk takes: the patience must
+be longer than that.
 """
 
 from __future__ import annotations
@@ -16,18 +19,19 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-BEAT, PATIENCE = 1.0, 7  # seconds, beats: the others must be gone in ten seconds
+BEAT = 1.0  # seconds
 DONE = "done"
 
 
 class Pulse:
     """Between `start`, which all processes call together, and `stop`."""
 
-    def __init__(self, rank: int, world: int):
-        self.rank, again = rank, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    def __init__(self, rank: int, world: int, patience: int):
+        self.rank, self.patience = rank, patience
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.keys = [f"regard/pulse/{again}/{r}" for r in range(world)]
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        wait = timedelta(seconds=BEAT * PATIENCE)
+        wait = timedelta(seconds=BEAT * patience)
         # a connection of its own: in torch's one, it would wait behind what waits for other processes
         self.store = dist.TCPStore(address, port, is_master=False, timeout=wait)
         self.ended = threading.Event()
@@ -56,8 +60,8 @@ class Pulse:
             for other, beat in enumerate(now):
                 lives = beat != beats[other] or beat == DONE.encode()
                 silent[other] = 0 if lives else silent[other] + 1
-                if silent[other] == PATIENCE:
-                    return self._end(f"process {other} gave no sign for {PATIENCE} seconds")
+                if silent[other] == self.patience:
+                    return self._end(f"process {other} gave no sign for {self.patience} seconds")
             beats = now
 
     def _end(self, why: str) -> None:

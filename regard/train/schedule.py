@@ -50,6 +50,11 @@ class Schedule:
                 f"give 1 to steps - warmup{'' if self.steps is None else f' = {room}'}"
             )
 
+    @property
+    def ends(self) -> bool:
+        """Whether it depends on its length."""
+        return self.shape not in ("noam", "constant")
+
     def over(self, steps: int) -> Schedule:
         """The schedule of a training of so many steps."""
         return self if self.steps is not None else replace(self, steps=steps)

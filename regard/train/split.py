@@ -71,6 +71,9 @@ class Fsdp(Ddp):
     def hold(self) -> AbstractContextManager[object]:
         return nullcontext()  # whole gradients would fill the memory that sharing saves
 
+    def stops(self, flag: bool) -> bool:
+        return self.any(flag)
+
     def even(self, parts: list[Batch], count: int) -> list[Batch]:
         """Where there are fewer, a row that is not counted stands for a part: no process may call a block alone."""
         row = parts[0].each(lambda x: x[:1])

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from regard.config import Amount, Count, Positive, Seed, UsageError, Whole, nearest, ranged
+from regard.config import Amount, Count, Positive, Seed, UsageError, Whole, nearest, ranged, to_dict
 from regard.kernels import native
 from regard.moe import update_bias
 from regard.train.batch import Ahead, Feed, Objective
 from regard.train.evaluate import METRICS, better
-from regard.train.keep import Keeper, read
+from regard.train.keep import Keeper
 from regard.train.memory import (
     checkpointed,
     compiled,
@@ -39,10 +39,12 @@ from regard.train.schedule import Schedule
 
 AVERAGE = "average"  # the folder of the checkpoints' mean
 POLICIES = ("stop", "skip", "back")
+# settings of `Train` that change no weight: a run may go on with others
+FREE = ("steps", "evaluate", "save", "metric", "patience", "average", "nan", "parallel")
 Tell = Callable[[dict[str, Any]], None]
-Measure = Callable[
-    [Any], tuple[dict[str, float], dict[str, Any]]
-]  # model -> figures by name, what else to tell
+Figures = tuple[dict[str, float], dict[str, Any]]  # by name; what else to tell
+# (model, called between batches, which may raise Stopped) -> figures on held-out data, none where nothing is held out
+Measure = Callable[[Any, Callable[[], None]], Figures]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class Train:
         return self.schedule.over(self.steps)(step)
 
 
+class Stopped(Exception):
+    """A stop was asked for in the middle of an evaluation."""
+
+
 class Diverged(UsageError):
     """A loss or gradient that is not finite, where the policy is to stop; the weights are as before that step."""
 
@@ -112,11 +118,15 @@ class Progress:
     best_value: float | None = None
     waited: int = 0  # evaluations since
     skipped: list[int] = field(default_factory=list)
+    evaluated: int = 0  # the last step that was
+    averaged: bool | None = (
+        None  # whether the mean of the last checkpoints is the best; None: untried
+    )
 
 
 class Trainer:
     """Trains `model` in place. `load(path)` gives back a model that `keeper.save` wrote; `tell` hears of every step,
-    evaluation and checkpoint as a dict. `measure` gives figures beside the loss at each evaluation."""
+    evaluation and checkpoint as a dict. `measure` gives the figures of an evaluation; without it that is the loss."""
 
     def __init__(
         self,
@@ -137,7 +147,8 @@ class Trainer:
         self.model = compiled(model) if config.compile else model
         self.feed, self.config = feed, config
         self.objective = balanced(objective, model, config.balance)
-        self.keeper, self.load, self.measure, self.team = keeper, load, measure, team or Alone()
+        self.keeper, self.load, self.team = keeper, load, team or Alone()
+        self.measure = measure or self._loss
         self.tell = tell if self.team.rank == 0 else lambda event: None
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
@@ -148,60 +159,86 @@ class Trainer:
         ahead = Ahead(feed, self.team.share, self.team.shares)  # a GPU need not wait for data
         alone = partial(feed.batch, rank=self.team.share, world=self.team.shares)
         self._batch = ahead.batch if self.device.type == "cuda" else alone
-        keeper.keep = max(keeper.keep, config.average)
+        keeper.keep, keeper.every = max(keeper.keep, config.average), config.save or 1
         self.at = Progress()
-        self.averaged = False  # whether the mean of the last checkpoints is the best
+        self.saved = 0  # the step of the newest checkpoint
+        self.changes: dict[str, list[Any]] = {}  # settings since the checkpoint: before, now
 
     def resume(self) -> bool:
-        """Go on from the newest sound checkpoint; whether there is one."""
+        """Go on from the newest sound checkpoint; whether there is one. What decides the bits must be as it was; what
+        else changed is told."""
         found = self.team.once(lambda: str(self.keeper.latest() or ""))
-        path = Path(found) if found else None
         for text in self.keeper.broken:
             self.tell({"kind": "warning", "text": f"passed over {text}"})
-        if path is None:
+        if not found:
             return False
-        tensors, state = read(path)
-        for name, what in (("feed", "the data"), ("config", "the settings of training")):
-            if state[name] != self._marks()[name]:
-                raise UsageError(
-                    f"{what} changed since {path}; go on with the same, or train into another folder"
-                )
-        now = self._marks()["machine"]
-        if state["machine"] != now:
-            text = (
-                f"trained on {state['machine']}, now {now}: the same up to rounding, not to the bit"
-            )
-            self.tell({"kind": "warning", "text": text})
+        path = Path(found)
+        tensors, state = self.keeper.read(path)
+        changes = self._changes(path, state)
         self._put(self.load(path).state_dict())
         self.optimizer.load(self.team.part(self.optimizer.named, tensors))
         self.at = Progress(**state["progress"])
+        self.saved = self.at.step
+        if "train.metric" in changes:
+            self.at.best = self.at.best_value = None
+            self.at.waited = 0
+        if changes and changes != self.changes:
+            self.tell({"kind": "settings", "step": self.at.step, "changes": changes})
+        self.changes = changes
         return True
 
+    def _changes(self, path: Path, state: dict[str, Any]) -> dict[str, list[Any]]:
+        """Settings that are not as in the checkpoint, by name; an error where one of them decides the bits."""
+        if state["feed"] != self.feed.fingerprint:
+            raise UsageError(
+                f"the data changed since {path}; go on with the same, or train into another folder"
+            )
+        if state["machine"] != (now := self._machine()):
+            text = f"trained on {state['machine']}, now {now}"
+            rounding = "the same up to rounding, not to the bit"
+            self.tell({"kind": "warning", "text": f"{text}: {rounding}"})
+        if "settings" not in state:
+            text = f"{path.name} is of an older version and does not say its settings"
+            self.tell({"kind": "warning", "text": f"{text}: they are taken to be the same"})
+        changes, fixed = changed(state.get("settings") or to_dict(self.config), self.config)
+        if fixed:
+            raise UsageError(
+                f"{differences(fixed)} (since {path}); go on with the same, or train into another folder"
+            )
+        return changes
+
     def run(self, asked: Callable[[], bool] = lambda: False) -> str:
-        """Train to the end, or until `asked`; why it ended: "done", "patience" or "asked"."""
+        """Train to the end, or until `asked`; why it ended: "done", "patience" or "asked". A stop is obeyed after the
+        step that is under way, or between two batches of an evaluation, which is then made when the run goes on."""
         self.model.train()
-        c, why = self.config, "done"
-        if self.at.waited >= (c.patience or math.inf):
-            return "patience"
-        while self.at.step < c.steps:
+        why = self._train(asked)
+        if self.saved != self.at.step:
+            self.save()
+        untried = self.config.average and why != "asked" and self.at.averaged is None
+        if untried and not self._average(asked):
+            why = "asked"
+        self.model.eval()
+        return why
+
+    def _train(self, asked: Callable[[], bool]) -> str:
+        c = self.config
+        while True:
+            step, end = self.at.step, self.at.step >= c.steps
+            due = step and (end or (c.evaluate and step % c.evaluate == 0))
+            if due and self.at.evaluated != step and not self._evaluate(asked):
+                return "asked"
+            if self.at.waited >= (c.patience or math.inf):
+                return "patience"
+            if end:
+                return "done"
             self.at.step += 1
             if self.at.step not in self.at.skipped and not self._step(self.at.step):
                 continue
-            step, end = self.at.step, self.at.step == c.steps
-            if end or (c.evaluate and step % c.evaluate == 0):
-                self._evaluate()
-                if self.at.waited >= (c.patience or math.inf):
-                    why, end = "patience", True
-            if self.team.any(asked()) and not end:
-                why, end = "asked", True
-            if end or (c.save and step % c.save == 0):
+            self.at.averaged = None
+            if self.team.any(asked()):
+                return "asked"
+            if self.at.step >= c.steps or (c.save and self.at.step % c.save == 0):
                 self.save()
-            if end:
-                break
-        if c.average and why != "asked":
-            self._average()
-        self.model.eval()
-        return why
 
     def _step(self, step: int) -> bool:
         """Take the step; False if the run went back instead."""
@@ -243,19 +280,30 @@ class Trainer:
         self.at.skipped.append(step)
         return True
 
-    def _evaluate(self) -> None:
-        """Figures of the model as it is; a better one than before is saved."""
-        found = self._figures()
+    def _evaluate(self, asked: Callable[[], bool]) -> bool:
+        """Figures of the model as it is; a better one than before is saved. False if a stop was asked for."""
+        found = self._figures(asked)
         if found is None:
-            return
+            return False
         figures, more = found
-        good = self._best(figures)
-        self.at.waited = 0 if good else self.at.waited + 1
-        told = {"kind": "evaluation", "step": self.at.step, **figures, "best": good, **more}
-        self.tell(told)
-        if good:
-            self.at.best, self.at.best_value = self.at.step, figures[self.config.metric]
-            self.save()
+        self.at.evaluated = self.at.step
+        if figures:
+            good = self._best(figures)
+            self.at.waited = 0 if good else self.at.waited + 1
+            told = {"kind": "evaluation", "step": self.at.step, **figures, "best": good, **more}
+            self.tell(told)
+            if good:
+                self.at.best, self.at.best_value = self.at.step, figures[self.config.metric]
+                if self.saved != self.at.step:
+                    self.save()
+        self._note()
+        return True
+
+    def _note(self) -> None:
+        """Have the checkpoint of this step, if there is one, know what was found out since."""
+        if self.saved == self.at.step:
+            progress = asdict(self.at)
+            self.team.once(lambda: self.keeper.note(self.at.step, progress))
 
     def _best(self, figures: dict[str, float]) -> bool:
         metric = self.config.metric
@@ -265,62 +313,114 @@ class Trainer:
             )
         return self.at.best_value is None or better(metric, figures[metric], self.at.best_value)
 
-    @torch.no_grad()
-    def _figures(self) -> tuple[dict[str, float], dict[str, Any]] | None:
-        """The loss on held-out data and what `measure` adds; nothing where none is held out."""
-        if not self.team.evaluates:
-            return self.team.agree(None)
-        self.model.eval()
-        total, count = 0.0, 0
-        for batch in self.feed.evaluation():
-            with precision(self.config.precision, self.device):
-                part, n = self.inside(self.objective, batch.to(self.device))
-            total, count = total + float(part), count + int(n)
+    def _figures(self, asked: Callable[[], bool]) -> Figures | None:
+        """What is measured on held-out data; None if a stop was asked for."""
         found = None
-        if count:
-            figures, more = {"loss": total / count}, {}
-            if self.measure is not None:
-                others, more = self.inside(self.measure)
-                figures |= others
-            found = figures, more
-        self.model.train()
+        if self.team.evaluates:
+            self.model.eval()
+            found = self.inside(self._measured, asked)
+            self.model.train()
         return self.team.agree(found)
 
-    def _average(self) -> None:
-        """Try the mean of the last checkpoints."""
-        paths = self.keeper.steps()[-self.config.average :]
+    @torch.no_grad()
+    def _measured(self, model: Any, asked: Callable[[], bool]) -> Figures | None:
+        def between() -> None:
+            if self.team.stops(asked()):
+                raise Stopped
+
+        try:
+            return self.measure(model, between)
+        except Stopped:
+            return None
+
+    def _loss(self, model: Any, between: Callable[[], None]) -> Figures:
+        total, count = 0.0, 0
+        for batch in self.feed.evaluation():
+            between()
+            with precision(self.config.precision, self.device):
+                part, n = self.objective(model, batch.to(self.device))
+            total, count = total + float(part), count + int(n)
+        return ({"loss": total / count} if count else {}), {}
+
+    def _average(self, asked: Callable[[], bool]) -> bool:
+        """Try the mean of the last checkpoints. False if a stop was asked for."""
+        paths = self.keeper.regular()[-self.config.average :]
         mine = {n: x.clone() for n, x in self.model.state_dict().items()}
         self._put(average(self.load(path).state_dict() for path in paths))
-        found = self._figures()
-        figures, more = found or ({}, {})
-        good = found is None or self._best(figures)
-        told = {"kind": "average", "step": self.at.step, "of": len(paths), **figures, "best": good}
-        self.tell({**told, **more})
-        self.averaged = good
-        if good:
-            model, path = self.team.plain(self.model), self.keeper.folder / AVERAGE
-            self.team.once(lambda: self.keeper.save(model, path) and None)
+        found = self._figures(asked)
+        if found is not None:
+            figures, more = found
+            good = not figures or self._best(figures)
+            told = {"kind": "average", "step": self.at.step, "of": len(paths), **figures}
+            self.tell({**told, "best": good, **more})
+            self.at.averaged = good
+            if good:
+                model, path = self.team.plain(self.model), self.keeper.folder / AVERAGE
+                self.team.once(lambda: self.keeper.save(model, path) and None)
+            self._note()
         self.model.load_state_dict(mine)
+        return found is not None
 
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
         """Whole weights into the model, however it is shared out."""
         self.model.load_state_dict(self.team.part(self.model.state_dict(), weights))
 
     def save(self) -> Path:
-        state = {"progress": asdict(self.at), "best": self.at.best, **self._marks()}
+        state = {
+            "progress": asdict(self.at),
+            "best": self.at.best,
+            "feed": self.feed.fingerprint,
+            "settings": to_dict(self.config),
+            "machine": self._machine(),
+        }
         tensors, model = self.team.whole(self.optimizer.state()), self.team.plain(self.model)
         path = self.keeper.path(self.at.step)
         self.team.once(lambda: str(self.keeper.write(self.at.step, model, tensors, state)))
+        self.saved = self.at.step
         self.tell({"kind": "checkpoint", "step": self.at.step, "path": str(path)})
         return path
 
-    def _marks(self) -> dict[str, Any]:
-        """What must be the same for a run to go on; to the same bits, the machine and the team as well."""
-        return {
-            "feed": self.feed.fingerprint,
-            "config": digest(repr(replace(self.config, parallel=Parallel()))),
-            "machine": [*machine(), f"{self.team.mode} x {self.team.world}"],
-        }
+    def _machine(self) -> list[str | int]:
+        return [*machine(), f"{self.team.mode} x {self.team.world}"]
+
+
+def changed(
+    then: dict[str, Any], config: Train
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Settings that are others now, as {"train.save": [before, now]}: those that may be, and those that decide the
+    bits. One that `then` does not have, of an older version, had its default.
+
+    The length of a schedule decides the bits too, unless it follows from `steps`: then it follows the new ones."""
+    old, new = {**flat(to_dict(Train())), **flat(then)}, flat(to_dict(config))
+    free = set(FREE)
+    if all(said["schedule.steps"] in (None, said["steps"]) for said in (old, new)):
+        free.add("schedule.steps")
+    for said in (old, new):
+        length = said["schedule.steps"] or said["steps"]
+        said["schedule.steps"] = length if config.schedule.ends else None
+    may: dict[str, list[Any]] = {}
+    fixed: dict[str, list[Any]] = {}
+    for name in [n for n in new if old[n] != new[n]]:
+        side = may if free & {name, name.partition(".")[0]} else fixed
+        side[f"train.{name}"] = [old[name], new[name]]
+    return may, fixed
+
+
+def differences(changes: dict[str, list[Any]]) -> str:
+    """train.steps was 8, now it is 12; ..."""
+    shown = {
+        n: ["not set" if x is None else f"{x!r:.80}" for x in pair] for n, pair in changes.items()
+    }
+    return "; ".join(f"{name} was {was}, now it is {now}" for name, (was, now) in shown.items())
+
+
+def flat(settings: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """Settings by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = isinstance(value, dict)
+        found |= flat(value, f"{where}{name}.") if inner else {f"{where}{name}": value}
+    return found
 
 
 def seed_of(seed: int, step: int) -> int:

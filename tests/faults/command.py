@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.cli import main
-from regard.commands.train import BEFORE
+from regard.commands.train import begun
 from tests.faults.farm import GRACE, NAP, ROOT, Broken, Child, Family, check, fork
 from tests.faults.spoil import HARMS
 
@@ -40,6 +40,7 @@ kind = "chars"
 steps = 40
 evaluate = 20
 save = 5
+average = 3
 parts = 2
 optim = { lr = 1e-2 }
 schedule = { warmup = 10 }
@@ -71,9 +72,7 @@ def start(folder: Path, *more: str, real: bool = False) -> Child:
 
 def again(folder: Path, real: bool = False) -> Child:
     """As a user would go on: with --resume once there is something."""
-    run = folder / "run"
-    found = {p.name for p in run.iterdir()} if run.is_dir() else set()
-    return start(folder, *(["--resume"] if found - BEFORE else []), real=real)
+    return start(folder, *(["--resume"] if begun(folder / "run") else []), real=real)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -93,15 +92,19 @@ def reach(folder: Path, child: Child, count: int) -> None:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """What must be equal: weights, optimiser, and what was told of steps and evaluations, in order."""
-    step = folder / f"run/checkpoints/step-{LAST:08d}"
+    """What must be equal: weights, optimiser, the mean of the last checkpoints, and every line that was written, apart
+    from times."""
+    home = folder / "run/checkpoints"
+    step = home / f"step-{LAST:08d}"
     files = [step / "model.safetensors", step / "trainer/state.safetensors"]
-    told = [
-        {n: x for n, x in e.items() if n != "seconds"}
-        for e in lines(folder)
-        if e["kind"] in ("step", "evaluation")
-    ]
-    return {**{p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}, "told": told}
+    files += [path / "model.safetensors" for path in [home / "average"] if path.is_dir()]
+    found: dict[str, Any] = {
+        str(p.relative_to(home)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
+    }
+    samples = folder / "run/samples.jsonl"
+    found["samples"] = samples.read_text() if samples.is_file() else ""
+    found["told"] = [{n: x for n, x in e.items() if n != "seconds"} for e in lines(folder)]
+    return found
 
 
 def whole(folder: Path) -> dict[str, Any]:
@@ -233,7 +236,10 @@ def folders(family: Family) -> str:
         check("Traceback" not in said and code in (0, 1, 2, 4), f"{what}: {code}: {said[-800:]}")
         if code == 0:
             got = result(folder)
-            check(all(got[n] == want[n] for n in want if n != "told"), f"{what}: other weights")
+            check(
+                all(got[n] == want[n] for n in want if n not in ("told", "samples")),
+                f"{what}: other weights",
+            )
         counts["refused" if code else "the same bits"] += 1
     said = ", ".join(f"{n} {what}" for what, n in counts.items())
     return (

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from regard.train.keep import Keeper, locked
+from regard.train.keep import Keeper, clean, locked
 from regard.train.optim import Optim
 from regard.train.trainer import Trainer
 from tests.train.toy import digest, trainer
@@ -172,7 +172,7 @@ def live(
     """One life of a run: goes on from what is there, to the end or to step `stop`."""
     with locked(folder):
         t = made(folder, told, **changes)
-        t.keeper.clean()
+        clean(t.keeper.folder)
         t.resume()
         t.at.skipped.extend(skipped)
         why = t.run(lambda: stop is not None and t.at.step >= stop)

@@ -28,7 +28,7 @@ from regard.position import Rope
 from regard.train import objective
 from regard.train.batch import IGNORE, Batch
 from regard.train.feed import Base
-from regard.train.keep import TENSORS, Keeper
+from regard.train.keep import TENSORS, Keeper, clean
 from regard.train.optim import Optim
 from regard.train.parallel import Alone, Parallel, team_of
 from regard.train.schedule import Schedule
@@ -132,7 +132,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     team = team_of(Parallel(job.get("mode", "ddp"), job.get("degree")), "cpu")
     try:
         t = trainer(job, team, events)
-        team.once(t.keeper.clean)
+        team.once(lambda: clean(t.keeper.folder))
         told["resumed"] = t.resume()
         stop, who = job.get("stop", 10**9), job.get("asked", 0)
         told["why"] = t.run(lambda: team.rank == who and t.at.step >= stop)
@@ -151,7 +151,7 @@ def saved(folder: Path, step: int) -> dict[str, Tensor]:
 def main(file: Path) -> None:
     torch.set_num_threads(1)
     (file.parent / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()), encoding="utf-8")
-    with team_of(Parallel(), "cpu") as team:
+    with team_of(Parallel(patience=7), "cpu") as team:
         for n, job in enumerate(json.loads(file.read_text(encoding="utf-8"))):
             told = json.dumps(work(job))
             (file.parent / f"told-{n}-{team.rank}").write_text(told, encoding="utf-8")

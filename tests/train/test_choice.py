@@ -26,7 +26,8 @@ def trainer(
 def test_best_is_by_the_metric_that_was_named(tmp_path: Path) -> None:
     values = iter([0.5, 0.9, 0.7, 0.8])
     told: list[dict[str, Any]] = []
-    measure = lambda m: ({"accuracy": next(values)}, {"samples": [{"text": "a"}]})  # noqa: E731
+    more = {"samples": [{"text": "a"}]}
+    measure = lambda m, between: ({"loss": 1.0, "accuracy": next(values)}, more)  # noqa: E731
     t = trainer(tmp_path, told, measure, evaluate=3, metric="accuracy", patience=2)
     assert t.run() == "patience"
     evaluations = [e for e in told if e["kind"] == "evaluation"]
@@ -48,9 +49,9 @@ def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
 def test_mean_of_the_last_checkpoints_is_kept_if_it_is_the_best(tmp_path: Path, good: bool) -> None:
     told: list[dict[str, Any]] = []
     values = [0.5, 0.6, 0.9 if good else 0.1]
-    measure = lambda m: ({"accuracy": values.pop(0)}, {})  # noqa: E731
+    measure = lambda m, between: ({"accuracy": values.pop(0)}, {})  # noqa: E731
     t = trainer(tmp_path, told, measure, evaluate=6, save=2, average=3, metric="accuracy")
-    assert t.run() == "done" and t.averaged == good and (tmp_path / AVERAGE).is_dir() == good
+    assert t.run() == "done" and t.at.averaged == good and (tmp_path / AVERAGE).is_dir() == good
     (event,) = [e for e in told if e["kind"] == "average"]
     assert event["of"] == 3 and event["best"] == good
     names = [path.name for path in t.keeper.steps()]

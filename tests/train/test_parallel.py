@@ -15,7 +15,7 @@ from regard.block import Tower
 from regard.config import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
-from regard.train.parallel import Alone, Parallel, team_of
+from regard.train.parallel import Alone, Ddp, Lost, Parallel, lost, team_of
 from tests.train.ranks import Rows, Run, alive, done, gone, saved, work
 
 MODES = ("ddp", "fsdp", "tensor")
@@ -170,7 +170,27 @@ def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         team_of(Parallel("tensor", 4), "cpu")
 
 
+def test_only_a_failed_collective_is_a_lost_process() -> None:
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:5"
+    assert lost(RuntimeError(gloo)) and lost(torch.distributed.DistNetworkError("x"))
+    for error in (
+        UsageError("/data/igloo/story.txt does not exist"),
+        RuntimeError("cannot open /data/gloo/story.h: 3"),
+        RuntimeError("PytorchStreamReader failed reading /data/igloo/x"),
+        UsageError(gloo),
+        None,
+    ):
+        assert not lost(error)
+    team = object.__new__(Ddp)
+    team.pulse = None
+    team.__exit__(UsageError, UsageError("/data/igloo/story.txt does not exist"), None)
+    with pytest.raises(Lost, match="another process has ended"):
+        team.__exit__(RuntimeError, RuntimeError(gloo), None)
+
+
 def test_parallel_says_what_is_possible() -> None:
+    with pytest.raises(UsageError, match="patience = 0: give seconds"):
+        Parallel(patience=0)
     with pytest.raises(UsageError, match="mode = 'fsp' is unknown; did you mean 'fsdp'?"):
         Parallel("fsp")
     with pytest.raises(UsageError, match="degree = 2: give a number from 1, with mode tensor"):

@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Any, Objective]] = {
     ),
     "wide": (  # heads of a width for which attention and GELU are in C
         lambda: regard.build(
-            "gpt2", layers=1, dim=64, heads=2, vocab=VOCAB, dropout=0.0, max_len=16
+            "gpt2", layers=1, dim=64, heads=2, ffn_dim=96, vocab=VOCAB, dropout=0.0, max_len=16
         ),
         following,
         objective.causal,
