@@ -138,7 +138,7 @@ def open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):  # UTF-8 whatever the locale says, for odd names too
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # type: ignore[union-attr]
     if sys.stdout.isatty():
-        sys.stdout = Screen(sys.stdout)  # type: ignore[assignment]
+        sys.stdout = Screen(sys.stdout)
     if "stdout" in closed:
         raise Fault("stdout is closed, so nothing could be written", RUN)
 

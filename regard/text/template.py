@@ -105,8 +105,8 @@ class Worker:
     """The process, begun when it is first needed and again after it was ended; one request at a time."""
 
     def __init__(self) -> None:
-        self.lock, self.process, self.owner = threading.Lock(), None, 0
-        self.process: subprocess.Popen[bytes] | None
+        self.lock, self.owner = threading.Lock(), 0
+        self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer; {"late": True} after `seconds`, {"memory": True} where it died."""
