@@ -25,7 +25,7 @@ print(f"installed: torch {torch}, Python {sys.version.split()[0]}")
 endef
 export CHECK_TORCH
 
-.PHONY: help demo tour test test-kernels test-browser faults bench format clean
+.PHONY: help demo tour test test-kernels test-browser faults mutants bench format clean
 
 help:
 	@echo "make demo    set up, then train the Transformer of 2017 on dates in 76 languages (five minutes)"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-kernels  set up, then the Triton kernels by Triton's interpreter (installs triton, 700 MB)"
 	@echo "make test-browser  set up, then the pages in a real browser (needs Chromium: apt install chromium)"
 	@echo "make faults  set up, then kill, starve, spoil and poison training runs (about fifteen minutes)"
+	@echo "make mutants  set up, then plant 150 small mistakes and see whether the tests notice (an hour or more)"
 	@echo "make bench   set up, then time forward passes and sparse attention (run it alone)"
 	@echo "make format  let ruff fix and format the code"
 	@echo "make clean   remove .venv, every cache and what the demo wrote"
@@ -77,6 +78,10 @@ test-browser: $(STAMP)
 # One kind alone: .venv/bin/python -m tests.faults.run kills
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.run
+
+# Others: .venv/bin/python -m tests.mutants --seed 3
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
 
 bench: $(STAMP)
 	$(BIN)/python bench/forward.py

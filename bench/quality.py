@@ -1,6 +1,6 @@
 """What Regard's models learn, from scratch, by the command that users have: a config, a run, a test figure.
 
-    python bench/quality.py prepare --shared DATA --fashion FOLDER --to data    text and image files for the jobs
+    python bench/quality.py prepare --shared DATA [--fashion FOLDER] --to data  text and image files for the jobs
     python bench/quality.py run multi30k --data data --out out --seed 1          one job, one seed
     python bench/quality.py run multi30k --data data --out out --set train.steps=4000 data.tokens=8192
     python bench/quality.py table --out out                                     all results so far
@@ -44,7 +44,7 @@ vocab = 10000
 """
 
 CONFIGS = {
-    "multi30k": MULTI30K
+    "multi30k": MULTI30K.replace("tokens = 4096", "tokens = 16384").replace("10000", "8000")
     + """
 [model]
 preset = "vaswani-base"
@@ -57,12 +57,11 @@ dropout = 0.3
 "encoder.layers" = 4
 "decoder.layers" = 4
 [train]
-steps = 8000
+steps = 4000
 evaluate = 400
-save = 100
-average = 10
+save = 400
 optim = { lr = 5e-3, betas = [0.9, 0.98], decay = 1e-4 }
-schedule = { shape = "noam", warmup = 2000 }
+schedule = { shape = "linear", warmup = 1000 }
 """,
     "multi30k-gru": MULTI30K
     + """
@@ -353,7 +352,7 @@ def accuracy(path: Path, folder: Path) -> float:
 # --- data, table --------------------------------------------------------------------------------------------------
 
 
-def prepare(shared: Path, fashion: Path, to: Path) -> None:
+def prepare(shared: Path, fashion: Path | None, to: Path) -> None:
     def text(path: Path) -> str:
         return lzma.open(path, "rt", encoding="utf-8", newline="\n").read()
 
@@ -376,7 +375,7 @@ def prepare(shared: Path, fashion: Path, to: Path) -> None:
             sentences += [x for _, x in rows] if part == "train" else []
     put(to / "text/both.txt", "\n".join(sentences) + "\n")
     (to / "fashion").mkdir(parents=True, exist_ok=True)
-    for path in fashion.rglob("*-ubyte*"):
+    for path in fashion.rglob("*-ubyte*") if fashion else ():
         shutil.copy(path, to / "fashion" / path.name)
 
 
@@ -394,7 +393,8 @@ def table(out: Path) -> None:
         for name in runs[0]:
             if "bleu" in name or "accuracy" in name:
                 values = [r[name] for r in runs]
-                print(f"  mean of {name}: {statistics.mean(values):.4f}")
+                spread = f", {min(values)} to {max(values)}" if len(values) > 1 else ""
+                print(f"  mean of {name}: {statistics.mean(values):.4f}{spread}")
 
 
 def main() -> None:
@@ -402,7 +402,7 @@ def main() -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     ready = actions.add_parser("prepare")
     ready.add_argument("--shared", type=Path, required=True)
-    ready.add_argument("--fashion", type=Path, required=True)
+    ready.add_argument("--fashion", type=Path)
     ready.add_argument("--to", type=Path, required=True)
     one = actions.add_parser("run")
     one.add_argument("job")

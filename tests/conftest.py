@@ -31,6 +31,8 @@ else:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    # Where oneDNN has no bf16 product, torch's first one switches oneDNN off for the whole process.
+    torch.backends.mkldnn.set_flags(True)
 
 
 @pytest.fixture(scope="session")

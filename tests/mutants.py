@@ -51,6 +51,15 @@ WORTH, LONGEST = 90, 300
 # --- which test calls which function: a plugin of pytest --------------------------------------------------------------
 
 _calls: dict[str, Any] = {}
+_passed: set[str] = set()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
+    report: Any = yield
+    if report.when == "call" and report.passed:
+        _passed.add(item.nodeid)
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,7 +87,8 @@ def pytest_sessionfinish() -> None:
     if _calls:
         folder = MAP.parent / "parts"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{os.getpid()}.json").write_text(json.dumps(_calls), encoding="utf-8")
+        calls = {test: found for test, found in _calls.items() if test in _passed}
+        (folder / f"{os.getpid()}.json").write_text(json.dumps(calls), encoding="utf-8")
 
 
 def make_map(jobs: int) -> None:
@@ -269,7 +279,8 @@ def main() -> None:
 
         survivors = 0
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            for number, mutant, tests, found in pool.map(attempt, some):
+            for done in concurrent.futures.as_completed(pool.submit(attempt, x) for x in some):
+                number, mutant, tests, found = done.result()
                 survivors += not found
                 if not found:
                     print(f"survived {number:4} ({tests} tests)  {mutant}", flush=True)

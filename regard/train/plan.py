@@ -161,8 +161,15 @@ def probe(device: torch.device, bf16: bool, run: Pass, width: int) -> float:
     n, m = min(run.rows * run.length, most), min(width, most)
     x, w = (torch.rand(*shape, device=device, dtype=dtype) for shape in ((n, m), (m, 4 * m)))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    torch.mm(x[:1], w)  # the first product of a kind prepares it
+    start = time.perf_counter()
+    torch.mm(x[:64], w)
+    wait()
+    took = time.perf_counter() - start
+    # A CPU without products of this kind would take minutes over a whole one.
+    if took * n / 64 > 10 * PROBED:
+        return 8 * min(n, 64) * m * m / took
     best, times, began = 0.0, 1, time.perf_counter()
-    torch.mm(x, w)  # the first product of a kind prepares it
     while not best or time.perf_counter() - began < PROBED:
         wait()
         start = time.perf_counter()

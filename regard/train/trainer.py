@@ -433,8 +433,10 @@ def digest(text: str) -> str:
 
 
 def machine() -> list[str | int]:
-    """What decides the last bit: torch, the processor's instructions, our C code, threads, the GPU."""
+    """What decides the last bit: torch, the processor's instructions, our C code, oneDNN (which torch switches off by
+    itself where it lacks a product), threads, the GPU."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
     ours = "C code" if native.library() is not None else "no C code"
-    return [torch.__version__, capability, ours, torch.get_num_threads(), gpu]
+    theirs = "oneDNN" if torch._C._get_mkldnn_enabled() else "no oneDNN"
+    return [torch.__version__, capability, ours, theirs, torch.get_num_threads(), gpu]
