@@ -13,6 +13,7 @@ files; FOLDER has the four idx files of Fashion-MNIST. Results go to out/JOB-SEE
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import lzma
 import shutil
@@ -20,7 +21,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -242,19 +242,21 @@ def run(job: str, data: Path, out: Path, seed: int, changes: dict[str, str]) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     config = out / f"{job}-{seed}.toml"
     config.write_text(config_of(job, data.resolve(), out.resolve(), seed), encoding="utf-8")
-    options = SimpleNamespace(
-        config=str(config),
-        output_dir=str(folder),
-        resume=False,
-        overwrite=False,
-        smoke=False,
-        keep=2,
-        device="auto",
-        quiet=False,
-        force=True,
-        log_to=(),
-        changes={"train.seed": str(seed), **changes},
-    )
+    # What the command line would give; its own class needs tyro, which a GPU machine may lack.
+    given = {
+        "config": str(config),
+        "output_dir": str(folder),
+        "resume": False,
+        "overwrite": False,
+        "smoke": False,
+        "keep": 2,
+        "device": "auto",
+        "quiet": False,
+        "force": True,
+        "log_to": (),
+        "changes": {"train.seed": str(seed), **changes},
+    }
+    options = dataclasses.make_dataclass("Options", given)(**given)
     start = time.perf_counter()
     code = train(options)  # type: ignore[arg-type]
     if code:

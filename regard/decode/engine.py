@@ -24,9 +24,11 @@ from regard.decode.beam import BeamLane, candidates
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
 from regard.decode.prefill import Prefill, first_text
+from regard.decode.prepare import Prepared
 from regard.decode.sample import Row, SampleLane, page_keys
 from regard.decode.settings import Event, Request, Result
 from regard.decode.window import WindowLane
+from regard.kernels.threads import SHARED, threads_for
 
 Lane = SampleLane | BeamLane
 ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
@@ -65,6 +67,9 @@ class Engine:
         self.specs = model.cache_specs()
         weight = next(model.parameters())
         self.where = {"device": weight.device, "dtype": weight.dtype}
+        # Packed weights are no parameters; models worth packing are worth all threads.
+        packed = isinstance(model, Prepared)
+        self.weights = SHARED if packed else sum(p.numel() for p in model.parameters())
         # A state needs no page.
         paged = layout == "paged" and any(spec.token for spec in self.specs)
         self.pool = Pool(self.specs, pages, page, **self.where) if paged else None
@@ -112,7 +117,11 @@ class Engine:
 
         If it raises (out of memory, Ctrl-C, a fault of the model), no event was lost: every request is as it was before
         the step, and is read again when the engine is stepped again."""
-        with self._whole(), evaluation(self.modules):
+        rows = sum(lane.cache.batch for lane in self.lanes.values()) or 1
+        threads = threads_for(
+            self.weights * rows if self.loading is None else self.weights * self.chunk
+        )
+        with threads, self._whole(), evaluation(self.modules):
             events = self._expire()
             if self.loading is None:
                 self._admit()

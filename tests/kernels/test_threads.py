@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+import regard
 from regard.kernels import threads
 from regard.kernels.threads import cores, use_threads, wait_asleep
 
@@ -66,3 +68,21 @@ def test_waiting_asleep_is_set_before_torch_and_gives_way_to_the_user(
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert not wait_asleep()  # torch is here already
     assert os.environ["OMP_WAIT_POLICY"] == "active"
+
+
+def test_small_model_decodes_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = regard.build("gpt2", layers=1, dim=16, heads=2, vocab=20, max_len=32)
+    seen, step = [], model.next_logits
+
+    def counted(*given: Any, **more: Any) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return step(*given, **more)
+
+    monkeypatch.setattr(model, "next_logits", counted)
+    torch.set_num_threads(2)
+    regard.generate(model, [[1, 2]], max_new_tokens=3)
+    assert set(seen) == {1} and torch.get_num_threads() == 2
+    monkeypatch.setattr(threads, "SHARED", 0)
+    seen.clear()
+    regard.generate(model, [[1, 2]], max_new_tokens=3)
+    assert set(seen) == {2}
