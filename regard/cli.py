@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
 def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     """What loading and saving have to say (regard.config.notice), one line each."""
     if os.environ.get("RANK", "0") == "0":
-        print("note:", " ".join(str(message).splitlines()), file=sys.stderr)
+        print("note:", visible(" ".join(str(message).splitlines())), file=sys.stderr)
 
 
 def fail(text: str, code: int) -> int:

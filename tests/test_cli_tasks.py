@@ -45,11 +45,11 @@ def test_context_is_the_rows_of_training_unless_it_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = said(capsys, "train", "story.toml", "--quiet")
-    assert regard.load("runs/story/last").config.max_len == 16 and "notice" not in told.err
+    assert regard.load("runs/story/last").config.max_len == 16 and "note:" not in told.err
     assert "notice" not in said(capsys, "plan", "story.toml").out
     told = said(capsys, "train", "story.toml", "--quiet", "--model.max-len", "48", "--overwrite")
     assert regard.load("runs/story/last").config.max_len == 48
-    assert "notice: positions from 16 to 48 will not be trained" in told.err
+    assert "note: positions from 16 to 48 will not be trained" in told.err
     assert (
         "positions from 16 to 48" in said(capsys, "plan", "story.toml", "--model.max-len", "48").out
     )
@@ -90,8 +90,7 @@ def test_bf16_folder_is_trained_in_float32_and_says_so(
     (home / "more.toml").write_text(FOLDER)
     told = said(capsys, "train", "more.toml", "--quiet")
     assert (
-        "notice: the folder's weights are bfloat16; they are trained and saved in float32"
-        in told.err
+        "note: the folder's weights are bfloat16; they are trained and saved in float32" in told.err
     )
     assert {p.dtype for p in regard.load("runs/more/last").parameters()} == {torch.float32}
 
@@ -102,7 +101,7 @@ def test_what_the_tokenizer_cannot_read_is_said(capsys: pytest.CaptureFixture[st
     told = said(capsys, "generate", "runs/story", "the üx€ ü", "--max-new-tokens", "2")
     assert "no token for 'ü', '€': the model reads <unk>" in told.err
     assert (
-        "notice" not in said(capsys, "generate", "runs/story", "the ", "--max-new-tokens", "2").err
+        "note:" not in said(capsys, "generate", "runs/story", "the ", "--max-new-tokens", "2").err
     )
     with pytest.warns(UserWarning, match="no token for 'ü'"):
         regard.generate(regard.load("runs/story/last"), "ü", max_new_tokens=1)

@@ -38,6 +38,7 @@ from regard.checkpoint.store import (
     write_weights,
 )
 from regard.config import UsageError
+from regard.files import inside
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 UNREADABLE = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".mlmodel")
@@ -117,22 +118,15 @@ def _begins(path: Path, magic: bytes) -> bool:
 
 
 def _files(folder: Path) -> tuple[list[Path], list[str]]:
-    """The files of a folder, and the names of links that lead out of it, which are not followed. The hub's cache keeps
-    the files that a folder links to in its own folder `blobs`."""
-    home = folder.resolve()
-    roots = [home]
-    if home.parent.name == "snapshots":
-        roots.append(home.parents[1] / "blobs")
+    """The files of a folder, and the names of links that lead out of it, which are not followed."""
     kept, left_out = [], []
     for path in sorted(folder.iterdir()):
-        # Unlike Path.resolve, this makes no error of a link to itself.
-        real = Path(os.path.realpath(path))
-        if not real.is_file() or path.name.startswith("."):
+        if path.name.startswith(".") or not os.path.isfile(os.path.realpath(path)):
             continue
-        inside = any(real.is_relative_to(root) for root in roots)
-        if inside:
+        try:
+            inside(path)
             kept.append(path)
-        else:
+        except UsageError:
             left_out.append(path.name)
     return kept, left_out
 

@@ -11,7 +11,7 @@ from regard.checkpoint.convert import Found, describe, find, from_gguf, gguf_dty
 from regard.cli import DATA, RUN
 from regard.commands.model import blaming, dim
 from regard.commands.options_work import Convert
-from regard.config import UsageError
+from regard.config import UsageError, notice
 from regard.text.gguf_tokens import tokenizer_files
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -63,7 +63,3 @@ def progress(done: int, total: int) -> None:
         print(
             f"\r{dim(f'tensor {done} of {total}')}\x1b[K{end}", end="", file=sys.stderr, flush=True
         )
-
-
-def notice(text: str) -> None:
-    print("note:", text, file=sys.stderr)

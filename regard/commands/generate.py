@@ -31,7 +31,7 @@ def run(options: Generate) -> int:
     if isinstance(prompt, str):
         ids = needed(tokenizer).encode(prompt)
         if lost := unread(needed(tokenizer), prompt):
-            print(f"notice: {lost}", file=sys.stderr)
+            print(f"note: {lost}", file=sys.stderr)
     model, given["stop"] = opened_model.model, options.stop
     if drafted is not None:
         given["draft_model"] = Opened(drafted, options.machine, rows).model

@@ -142,7 +142,7 @@ def past_training(model: Model, length: int) -> None:
     trained = trained_length(model)
     if trained is not None and length > trained:
         print(
-            f"notice: {length:,} tokens are past the {trained:,} that this model was trained on; what is beyond may be "
+            f"note: {length:,} tokens are past the {trained:,} that this model was trained on; what is beyond may be "
             "worth little",
             file=sys.stderr,
         )

@@ -130,7 +130,7 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     say(f"{trainer.feed.describe()}; {how}, {folder}")
     for text in made.notices:
-        say(f"notice: {text}")
+        say(f"note: {text}")
     if options.resume:
         other = f"; {differences(trainer.changes)}" if trainer.changes else ""
         after = f"going on after step {trainer.at.step}{other}"
