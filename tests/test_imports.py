@@ -238,7 +238,7 @@ def test_readme_tree_is_true() -> None:
 def test_size_budget() -> None:
     """The sum of the lines is what a reader pays; no file or function has a cap of its own."""
     total = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources())
-    assert total <= 36_000, f"regard/ has {total} lines of Python, at most 36,000"
+    assert total <= 38_000, f"regard/ has {total} lines of Python, at most 38,000"
 
 
 def test_no_machine_paths() -> None:
