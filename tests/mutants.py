@@ -241,7 +241,8 @@ def copy_tree(to: Path) -> Path:
         names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
         files = [ROOT / name for name in names.split("\0") if name]
     except (OSError, subprocess.CalledProcessError):
-        files = [p for p in ROOT.rglob("*") if not any(x.startswith(".") for x in p.parts[1:])]
+        parts = {path: path.relative_to(ROOT).parts for path in ROOT.rglob("*")}
+        files = [p for p, names in parts.items() if not any(x.startswith(".") for x in names)]
     for path in files:
         if path.is_file():
             target = to / path.relative_to(ROOT)
