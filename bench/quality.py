@@ -44,7 +44,7 @@ vocab = 10000
 """
 
 CONFIGS = {
-    "multi30k": MULTI30K.replace("tokens = 4096", "tokens = 16384").replace("10000", "8000")
+    "multi30k": MULTI30K.replace("tokens = 4096", "tokens = 16384")
     + """
 [model]
 preset = "vaswani-base"
@@ -60,7 +60,7 @@ dropout = 0.3
 steps = 4000
 evaluate = 400
 save = 400
-optim = { lr = 5e-3, betas = [0.9, 0.98], decay = 1e-4 }
+optim = { lr = 2.5e-3, betas = [0.9, 0.98], decay = 1e-4 }
 schedule = { shape = "linear", warmup = 1000 }
 """,
     "multi30k-gru": MULTI30K

@@ -19,6 +19,7 @@ import json
 import os
 import queue
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -64,11 +65,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    reached: set[tuple[str, int]] = set()
+    reached: set[tuple[str, str]] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and "regard" in frame.f_code.co_filename:
-            reached.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+            reached.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     start = time.perf_counter()
     threading.setprofile(note)
@@ -78,8 +79,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        functions = {(os.path.relpath(f, ROOT), line) for f, line in reached}
-        mine = sorted(f"{f}:{line}" for f, line in functions if f in TARGETS)
+        functions = {(os.path.relpath(f, ROOT), name) for f, name in reached}
+        mine = sorted(f"{f}:{name}" for f, name in functions if f in TARGETS)
         _calls[item.nodeid] = [time.perf_counter() - start, mine]
 
 
@@ -111,7 +112,7 @@ def environment(root: Path) -> dict[str, str]:
 class Mutant(NamedTuple):
     file: str
     line: int
-    function: int  # the line where its function begins, decorators included; 0 outside of any
+    function: str  # the function around it, as Python names it; "" outside of any
     start: int  # where the source is replaced
     end: int
     old: str
@@ -127,6 +128,8 @@ COMPARE = {
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
 SIGN = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*"}
+# Calls whose two arguments may change places, or that could not run if they did.
+SAME = re.compile(r"\b(min|max|minimum|maximum|equal|promote_types|transpose|isinstance|gcd)$")
 # What is said, declared or checked is not what is computed.
 QUIET = (ast.Raise, ast.Assert, ast.AnnAssign, ast.arg, ast.JoinedStr)
 
@@ -161,33 +164,34 @@ def mutants(file: str) -> Iterator[Mutant]:
             return [repr(not node.value)]
         if isinstance(node, ast.Call) and len(node.args) >= 2:
             a, b = node.args[:2]
-            known = ast.Starred not in (type(a), type(b)) and text(node.func) != "isinstance"
+            known = ast.Starred not in (type(a), type(b)) and not SAME.search(text(node.func))
             if known and text(a) != text(b):
                 whole, (first, _), (_, last) = span(node)[0], span(a), span(b)
                 end = span(node)[1]
                 return [source[whole:first] + f"{text(b)}, {text(a)}" + source[last:end]]
         return []
 
-    def walk(node: ast.AST, function: int) -> Iterator[Mutant]:
+    def walk(node: ast.AST, function: str, inside: str) -> Iterator[Mutant]:
+        """`inside`: how Python begins the name of a function that is defined here."""
+        children = ast.iter_child_nodes(node)
         if isinstance(node, QUIET):
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            function = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            children: Iterator[ast.AST] = iter(node.body)
-        elif isinstance(node, ast.ClassDef):
+            function, inside = f"{inside}{node.name}", f"{inside}{node.name}.<locals>."
             children = iter(node.body)
         elif isinstance(node, ast.Lambda):
-            function, children = node.lineno, iter([node.body])
-        else:
-            children = ast.iter_child_nodes(node)
+            function, inside = f"{inside}<lambda>", f"{inside}<lambda>.<locals>."
+            children = iter([node.body])
+        elif isinstance(node, ast.ClassDef):
+            inside, children = f"{inside}{node.name}.", iter(node.body)
         if isinstance(node, ast.expr):
             for new in replaced(node):
                 start, end = span(node)
                 yield Mutant(file, node.lineno, function, start, end, source[start:end], new)
         for child in children:
-            yield from walk(child, function)
+            yield from walk(child, function, inside)
 
-    yield from walk(ast.parse(source), 0)
+    yield from walk(ast.parse(source), "", "")
 
 
 def chosen(count: int, seed: int) -> list[Mutant]:
