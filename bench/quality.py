@@ -44,7 +44,7 @@ vocab = 10000
 """
 
 CONFIGS = {
-    "multi30k": MULTI30K.replace("tokens = 4096", "tokens = 16384")
+    "multi30k": MULTI30K.replace("tokens = 4096", "tokens = 8192")
     + """
 [model]
 preset = "vaswani-base"
@@ -57,11 +57,11 @@ dropout = 0.3
 "encoder.layers" = 4
 "decoder.layers" = 4
 [train]
-steps = 4000
-evaluate = 400
-save = 400
-optim = { lr = 2.5e-3, betas = [0.9, 0.98], decay = 1e-4 }
-schedule = { shape = "linear", warmup = 1000 }
+steps = 5000
+evaluate = 500
+save = 500
+optim = { lr = 3e-3, betas = [0.9, 0.98], decay = 1e-4 }
+schedule = { shape = "linear", warmup = 2000 }
 """,
     "multi30k-gru": MULTI30K
     + """

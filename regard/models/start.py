@@ -25,8 +25,9 @@ class Start:
 
     "gpt2": what writes into the stream has std / sqrt(2 layers), so that depth does not widen it;
     "t5": a matrix has std / sqrt(inputs), queries by sqrt(head_dim) less, for scores are not scaled; tables have `std`;
-    "xavier": matrices are uniform, as wide as inputs and outputs together ask; tables 1 / sqrt(dim) where the
-    embedding multiplies by sqrt(dim) (Vaswani et al. 2017);
+    "uniform": matrices lie within 1 / sqrt(inputs), tables have 1 / sqrt(dim) where the embedding multiplies by
+    sqrt(dim), so that words and positions weigh alike. The paper of 2017 does not say; with Xavier's wider matrices
+    small models of its kind learned worse (bench/RESULTS.md, Multi30k);
     "deit": class tokens and positions are 0."""
 
     scheme: str = "normal"
@@ -46,7 +47,7 @@ def start_of(config: Any, family: str = "") -> Start:
     if family:
         return STARTS.get(family, Start())
     tower = getattr(config, "decoder", None) or getattr(config, "tower", None)
-    return Start("xavier" if getattr(tower, "order", "") == "post" else "gpt2")
+    return Start("uniform" if getattr(tower, "order", "") == "post" else "gpt2")
 
 
 @torch.no_grad()
@@ -63,8 +64,8 @@ def initialize(model: nn.Module, start: Start) -> None:
         elif isinstance(part, (TokenEmbedding, PositionVectors, PatchEmbedding)):
             _tables(part, start)
         elif isinstance(part, LMHead) and part.weight is not None:
-            xavier = start.scheme == "xavier"
-            nn.init.normal_(part.weight, std=part.weight.shape[1] ** -0.5 if xavier else start.std)
+            wide = start.scheme == "uniform"
+            nn.init.normal_(part.weight, std=part.weight.shape[1] ** -0.5 if wide else start.std)
         elif isinstance(part, Stack):
             _stack(part, start)
         if isinstance(part, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and part.bias is not None:
@@ -80,21 +81,20 @@ def initialize(model: nn.Module, start: Start) -> None:
 
 def _matrix(weight: Tensor, start: Start) -> None:
     """(out in), or a stack of them."""
-    if start.scheme == "xavier":
-        for each in weight if weight.dim() == 3 else (weight,):
-            nn.init.xavier_uniform_(each)
+    if start.scheme == "uniform":
+        nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
     else:
         inputs = weight.shape[-1] if start.scheme == "t5" else 1
         nn.init.normal_(weight, std=start.std / inputs**0.5)
 
 
 def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Start) -> None:
-    std = 0.02 if start.scheme == "xavier" else start.std
+    std = 0.02 if start.scheme == "uniform" else start.std
     for name, table in part.named_parameters(recurse=False):
         nn.init.normal_(table, std=std)
         if isinstance(part, PatchEmbedding) and start.scheme == "deit":
             nn.init.zeros_(table)
-        if isinstance(part, TokenEmbedding) and name == "weight" and start.scheme == "xavier":
+        if isinstance(part, TokenEmbedding) and name == "weight" and start.scheme == "uniform":
             nn.init.normal_(table, std=table.shape[1] ** -0.5 if part.config.scaled else std)
     config = part.config
     if (
