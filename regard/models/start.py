@@ -80,12 +80,12 @@ def initialize(model: nn.Module, start: Start) -> None:
 
 
 def _matrix(weight: Tensor, start: Start) -> None:
-    """(out in), or a stack of them."""
+    """(out in), a stack of them, or the kernels of a convolution (out in h w)."""
+    inputs = weight[0].numel() if weight.dim() == 4 else weight.shape[-1]
     if start.scheme == "uniform":
-        nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+        nn.init.uniform_(weight, -(inputs**-0.5), inputs**-0.5)
     else:
-        inputs = weight.shape[-1] if start.scheme == "t5" else 1
-        nn.init.normal_(weight, std=start.std / inputs**0.5)
+        nn.init.normal_(weight, std=start.std / (inputs**0.5 if start.scheme == "t5" else 1))
 
 
 def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Start) -> None:
