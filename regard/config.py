@@ -196,6 +196,12 @@ def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
         if kind not in classes:
             raise UsageError(f"{path}.kind is {kind!r}; {nearest(str(kind), classes)}")
         return from_dict(classes[kind], value, path)
+    if isinstance(value, str) and value in classes:
+        fields = dataclasses.fields(classes[value])
+        needed = "".join(f", {f.name} = ..." for f in fields if f.default is dataclasses.MISSING)
+        raise UsageError(
+            f"{path} is {value!r}, a kind without its settings; give {{kind = {value!r}{needed}}}"
+        )
     rest = [a for a in args if a is not type(None) and a not in classes.values()]
     for hint in rest:
         try:

@@ -134,6 +134,11 @@ def positions(
 
 def check_ids(ids: Tensor, vocab: int, name: str = "ids") -> None:
     """Whole numbers (b t) inside the vocabulary."""
+    if not isinstance(ids, Tensor):
+        raise UsageError(
+            f"{name} must be a tensor of whole numbers of shape (b, t), got {type(ids).__name__}; "
+            f"such as torch.tensor([[1, 2]]); regard.generate takes text and lists"
+        )
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise UsageError(
             f"{name} must be whole numbers of shape (b, t), got {ids.dtype} {tuple(ids.shape)}"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard.attention import GQA, MLA
 from regard.block import Tower
 from regard.config import UsageError
@@ -328,3 +329,18 @@ def test_towers_that_do_not_belong_together_are_refused() -> None:
         pair(source=Patches(8, 4))
     with refused("one vocabulary, got 11 and 12"):
         pair(target=Tokens(12))
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], "text", None])
+def test_ids_that_are_no_tensor_are_a_sentence(wrong: object) -> None:
+    with pytest.raises(
+        UsageError, match=r"ids must be a tensor .* such as torch.tensor\(\[\[1, 2\]\]\)"
+    ):
+        decoder()(wrong)
+
+
+def test_kind_without_settings_is_told_what_it_needs() -> None:
+    with pytest.raises(
+        UsageError, match="attention is 'mla', a kind without .*heads = ..., latent"
+    ):
+        regard.build("gpt2", attention="mla")
