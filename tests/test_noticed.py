@@ -60,7 +60,7 @@ def test_head_for_tags_drops_what_hugging_faces_does() -> None:
 def test_untied_head_of_2017_starts_so_that_logits_have_deviation_1(dim: int) -> None:
     """Its inputs are normalised: dim of them, each of deviation 1."""
     head = LMHead(LM(tied=False), dim, 500)
-    initialize(nn.Sequential(head), Start("xavier"))
+    initialize(nn.Sequential(head), Start("uniform"))
     with torch.no_grad():
         logits = head(torch.randn(400, dim), head.weight)
     assert float(logits.std()) == pytest.approx(1, rel=0.05)
