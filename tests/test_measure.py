@@ -194,7 +194,7 @@ LINES = ["the dog plays", "ein hund", "a ball in the park with the dog"]
 def pairs(**changes: Any) -> tuple[Any, Tokenizer, Given]:
     """Sources, with what the model itself says to them for targets, but for one."""
     tokenizer = needed(Tokenizer.from_files(words()))
-    torch.manual_seed(1)
+    torch.manual_seed(2)
     model = regard.build("t5-small", vocab=len(WORDS) + 3, **{**SMALL, "dropout": 0.0, **changes})
     for p in model.parameters():
         p.data *= 4  # so that what it says depends on the source

@@ -185,7 +185,7 @@ ROBERTA = replace(
     ),
     carried=(r"roberta\.pooler\..*", r"lm_head\.bias"),
 )
-XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", heads=_heads("XLMRoberta", "tanh"))
+XLM_ROBERTA = replace(ROBERTA, name="xlm-roberta", heads=_heads("XLMRoberta", "tanh", twice=True))
 _DISTIL_TOWER = replace(_POST, norm=Norm(1e-12), attention_dropped=False)
 _DISTIL = "distilbert.transformer.layer.{i}"
 DISTILBERT = Family(

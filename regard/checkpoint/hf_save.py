@@ -113,13 +113,15 @@ def _kind(head: Any) -> str | None:
 
 
 def resolved(data: Any, dim: int | None = None) -> Any:
-    """Plain config data with the defaults that depend on other settings written out."""
+    """Plain config data with the defaults that depend on other settings written out, and no dropout as a rate of 0."""
     if isinstance(data, list):
         return [resolved(item, dim) for item in data]
     if not isinstance(data, dict):
         return data
     dim = data.get("dim", dim)
     out = {name: resolved(value, dim) for name, value in data.items()}
+    if out.get("dropout", 0.0) is None:
+        out["dropout"] = 0.0
     if out.get("kind") in ("gqa", "mla") and dim:
         out["head_dim"] = out["head_dim"] or dim // out["heads"]
         out["value_dim"] = out["value_dim"] or out["head_dim"]

@@ -178,6 +178,7 @@ ENCODERS = [
     for family, label, settings in (
         ("bert", "Bert", BASE),
         ("roberta", "Roberta", BASE),
+        ("xlm-roberta", "XLMRoberta", BASE),
         ("distilbert", "DistilBert", DISTIL),
     )
     for head, labels in (
@@ -197,7 +198,7 @@ ENCODERS = [
     case("roberta-untied", "RobertaForMaskedLM", BASE, tie_word_embeddings=False, type_vocab_size=1),
     case("roberta-pad-0", "RobertaForMaskedLM", BASE, pad_token_id=0),
     case("roberta-no-pooler", "RobertaModel", BASE, options={"add_pooling_layer": False}),
-    case("xlm-roberta", "XLMRobertaForMaskedLM", BASE, type_vocab_size=1),
+    case("xlm-roberta-one-type", "XLMRobertaForMaskedLM", BASE, type_vocab_size=1),
     case("distilbert-untied", "DistilBertForMaskedLM", DISTIL, tie_word_embeddings=False),
     case("distilbert-relu", "DistilBertForMaskedLM", DISTIL, activation="relu"),
     case("distilbert-sines", "DistilBertModel", DISTIL, sinusoidal_pos_embds=True),
@@ -240,8 +241,8 @@ assert len(CASES) == len(_ALL)
 
 ONE_A_FAMILY = [
     "gpt2", "llama-mqa", "mistral", "qwen2", "qwen3", "mixtral", "deepseek-v2", "deepseek-v3",
-    "deepseek-v32-sparse", "bert-ForMaskedLM", "roberta-body", "xlm-roberta", "distilbert-ForMaskedLM", "vit",
-    "deit", "t5", "bart", "marian",
+    "deepseek-v32-sparse", "bert-ForMaskedLM", "roberta-body", "xlm-roberta-ForMaskedLM",
+    "distilbert-ForMaskedLM", "vit", "deit", "t5", "bart", "marian",
 ]  # fmt: skip
 
 # --- a model of theirs beside its folder, and the same input for both ---------------------------------------------

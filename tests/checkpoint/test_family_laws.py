@@ -175,7 +175,9 @@ def test_new_weights_start_as_theirs(architecture: str) -> None:
     assert {n: pair for n, pair in off.items() if pair[0] != pytest.approx(pair[1], rel=1e-4)} == {}
 
 
-@pytest.mark.parametrize("name", ["bert-body", "roberta-body", "distilbert-body", "gpt2-body"])
+@pytest.mark.parametrize(
+    "name", ["bert-body", "roberta-body", "xlm-roberta-body", "distilbert-body", "gpt2-body"]
+)
 @pytest.mark.parametrize("head", [Classify(3), Tag(3), Answer()], ids=lambda head: head.kind)
 def test_new_head_is_the_one_that_the_folder_asks_for(name: str, head: Any) -> None:
     """Its dropout and its deviation, as transformers would put it on this body."""

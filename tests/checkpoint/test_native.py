@@ -10,6 +10,7 @@ import torch
 import regard
 from regard.checkpoint.hf import Origin
 from regard.checkpoint.hf_save import _express
+from regard.layers import Answer, Classify, Tag
 from regard.presets import PRESETS
 from tests.checkpoint.families import error
 from tests.tiny import answer, tiny
@@ -130,6 +131,19 @@ def test_preset_tied_or_not_loads_in_transformers(name: str, tied: bool, tmp_pat
     module = getattr(transformers, said["architectures"][0]).from_pretrained(tmp_path)
     assert error(model, module.eval()) < 2e-4
     assert regard.load(tmp_path).config.head.tied == tied
+
+
+@pytest.mark.parametrize("head", [Classify(3), Tag(3), Answer()], ids=lambda head: head.kind)
+def test_head_without_dropout_loads_in_transformers(head: Any, tmp_path: Path) -> None:
+    """One that says nothing of dropout has none, which transformers calls a rate of 0."""
+    transformers = pytest.importorskip("transformers")
+    model = tiny("bert-base", head=head)
+    model.save(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    module = getattr(transformers, said["architectures"][0]).from_pretrained(tmp_path)
+    assert error(model, module.eval()) < 2e-4
+    assert head.kind == "answer" or module.dropout.p == 0.0
+    assert not regard.load(tmp_path).config.head.dropout
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -191,7 +191,7 @@ def test_request_over_the_context_says_both_numbers_and_the_ways_out() -> None:
 )
 def test_source_says_what_is_wrong(name: str, source: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Engine(model(name)).submit(Request([1], source=source))
+        Engine(model(name)).submit(Request([1], Settings(max_new_tokens=4), source=source))
 
 
 @pytest.mark.parametrize("name", ["gru", "seq2seq"])

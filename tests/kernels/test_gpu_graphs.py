@@ -157,7 +157,8 @@ def test_watched_model_is_not_decoded_where_no_probe_can_see() -> None:
 def test_graphs_end_a_request_without_numbers_as_the_engine_does(
     name: str, value: float, settings: dict
 ) -> None:
-    """Requests that read a spoilt token; those before, beside and after them in the same slots are as ever."""
+    """Requests that read a spoilt token, given or drawn; those before, beside and after them in the same slots are as
+    ever."""
     model, bad = build(name, tied=False), 96
     with torch.no_grad():
         model.embedding.weight[bad] = value
@@ -169,9 +170,11 @@ def test_graphs_end_a_request_without_numbers_as_the_engine_does(
         found = GraphDecoder(model, rows, 96, graph=False, look=2).serve(asked, refill=False)
         assert [(r.ids, r.finish) for r in found] == by_engine(model, asked)
         for r, answer in zip(asked, found, strict=True):
-            assert answer.finish == "error" or r not in spoilt
+            # The last token of a whole answer is written and not read.
+            read = [*r.ids, *answer.ids][: len(r.ids) + r.settings.max_new_tokens - 1]
+            assert answer.finish == ("error" if bad in read else "length")
             assert (answer.finish == "error") == ("not a number" in str(answer.error))
-        assert sum(r.finish == "length" for r in found) >= 5
+        assert sum(r.finish == "length" for r in found) >= 3
 
 
 def test_greedy_choice_without_a_greatest_number_is_none() -> None:

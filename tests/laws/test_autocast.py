@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.block import Block
+from regard.moe import MixtureOfExperts
 from regard.presets import PRESETS
 from tests.tiny import answer, tiny
 
@@ -27,11 +28,14 @@ def run(model: regard.Model, gradients: bool) -> tuple[Tensor, list[torch.dtype]
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_autocast_is_the_same_with_and_without_gradients(name: str) -> None:
-    """The stream has one type; what is left are two roundings, each as far off as bf16 is."""
+    """The stream has one type; what is left are two roundings, each as far off as bf16 is: on the mean, or, where
+    tokens are routed, at the median token, for one that rounding sends to another expert is far off."""
     model = tiny(name)
     (trained, types), (measured, others) = run(model, True), run(model, False)
     assert types == others
     with torch.no_grad():
         exact = answer(model)
-    off, apart = (trained - exact).square().mean(), (trained - measured).square().mean()
+    routed = any(isinstance(m, MixtureOfExperts) for m in model.modules())
+    typical = torch.median if routed else torch.mean
+    off, apart = (typical((trained - x).square().mean(-1)) for x in (exact, measured))
     assert apart <= 2 * off
