@@ -295,4 +295,4 @@ def test_epochs_are_passes_over_the_data(home: Path, capsys: pytest.CaptureFixtu
     told = said(capsys, "train", "two.toml", "--train.steps", "5", code=2)
     assert "train.steps and train.epochs both say how long" in told.err
     told = said(capsys, "train", "two.toml", "--train.epochs", "0", code=2)
-    assert "train.epochs = 0.0: give a number above 0" in told.err
+    assert "train.epochs = 0.0: give more than 0" in told.err
