@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
+# Evaluating them takes longer than all else in reading a config, of which a save reads many.
+type_hints = functools.cache(typing.get_type_hints)
 
 
 class UsageError(ValueError):
@@ -159,7 +161,7 @@ def from_dict(cls: type[T], data: dict[str, Any], path: str = "config") -> T:
         raise UsageError(
             f"{path}.{missing[0]} is missing; {cls.__name__} needs {', '.join(missing)}"
         )
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     values = {k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()}
     _check_ranges(cls, values, path)
     return cls(**values)

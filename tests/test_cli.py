@@ -72,7 +72,11 @@ def folder(name: str) -> Path:
     torch.manual_seed(0)
     path = Path(HOME.name) / name
     if name == "gpt2":
-        regard.build("gpt2", vocab=400, max_len=96, **SMALL).save(path)
+        model = regard.build("gpt2", vocab=400, max_len=96, **SMALL)
+        # Larger than at the start of a training, so that an answer depends on all that was read.
+        for weight in model.parameters():
+            weight.data *= 10 if weight.ndim == 2 else 1
+        model.save(path)
         return put(path, tiny.gpt2(chat_template=CHATML))
     if name == "bare":
         return regard.build("gpt2", vocab=50, max_len=40, **SMALL).save(path)

@@ -145,12 +145,12 @@ def test_compare_prints_a_table_and_writes_a_page(
 
 
 MISTAKES = {
-    "no folder": (["report", "gone"], 4, "gone is no folder"),
+    "no folder": (["report", "gone"], 4, "gone is not a folder"),
     "no run": (["report", "."], 4, "has no run.json"),
     "suffix": (["report", "run", "--output", "x.pdf"], 2, "ends in .html or .md"),
     "where": (["report", "run", "--output", "gone/x.html"], 2, "there is no folder gone"),
     "alone": (["compare", "run"], 2, "needs two runs or more"),
-    "other": (["compare", "run", "gone"], 4, "gone is no folder"),
+    "other": (["compare", "run", "gone"], 4, "gone is not a folder"),
 }  # fmt: skip
 
 

@@ -97,7 +97,7 @@ DATA: dict[str, tuple[str, list[str], int, str]] = {  # config, changes, exit co
     "empty": ("lm", ["data.train", "empty.txt"], 4, "empty.txt is empty: it holds no examples"),
     "a folder": ("lm", ["data.train", "folder"], 2, "folder is a folder, and the task lm reads text"),
     "no UTF-8": ("lm", ["data.train", "latin.txt"], 4, "line 1 of latin.txt is no UTF-8 text: byte 4 is 0xdf"),
-    "column": ("classes", ["data.columns.text", "film"], 2, "has no column 'film' for the role text; its columns"),
+    "column": ("classes", ["data.columns.text", "film"], 2, "no column 'film' for the role text; its first line"),
     "role": ("classes", ["data.columns.txt", "0"], 2, "'txt' is no role; did you mean 'text'?"),
     "one class": ("classes", ["data.train", "one.tsv"], 4, "every label is '1'; give data with two classes"),
     "gap": ("classes", ["data.train", "gap.tsv"], 4, "line 3 of gap.tsv has 1 columns, the first line 2"),

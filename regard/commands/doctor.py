@@ -16,16 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from regard import __version__
-from regard.attention import GQA
 from regard.attention.core import attend
-from regard.block import Tower
 from regard.checkpoint import load
 from regard.cli import RUN, Fault
 from regard.kernels import native
-from regard.layers import LM, MLP
 from regard.mask import Causal, Span, Visible
-from regard.models import Model, Tokens, TransformerConfig
-from regard.position import Learned
+from regard.models import Model
+from regard.presets import build
 from regard.train.activations import Pass, fused
 from regard.train.batch import Batch
 from regard.train.objective import causal
@@ -189,10 +186,9 @@ def same_bits(device: torch.device) -> str:
 
 def tiny() -> Model:
     """A small GPT; the caller's random numbers stay as they are."""
-    tower = Tower(16, 2, GQA(2, 1), MLP(32, "gelu_tanh"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return TransformerConfig(Tokens(7, Learned(16)), tower, LM(), max_len=16).make()
+        return build("gpt2", layers=2, dim=16, heads=2, vocab=7, max_len=16)
 
 
 TESTS: dict[str, Callable[[torch.device], Any]] = {

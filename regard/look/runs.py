@@ -110,7 +110,7 @@ def read(folder: str | Path) -> Run:
     """The run in a folder; what is missing or damaged is an Unreadable of one sentence."""
     home = Path(folder)
     if not home.is_dir():
-        raise Unreadable(f"{home} is no folder; give the folder of a run, such as runs/story")
+        raise Unreadable(f"{home} is not a folder; give the folder of a run, such as runs/story")
     path = home / "run.json"
     if not path.is_file():
         raise Unreadable(f"{home} has no run.json, so it is not the folder of a run")

@@ -313,6 +313,8 @@ class Trainer:
             )
         return self.at.best_value is None or better(metric, figures[metric], self.at.best_value)
 
+    # Around the call too: what wraps the model must know that no backward pass follows.
+    @torch.no_grad()
     def _figures(self, asked: Callable[[], bool]) -> Figures | None:
         """What is measured on held-out data; None if a stop was asked for."""
         found = None
@@ -322,7 +324,6 @@ class Trainer:
             self.model.train()
         return self.team.agree(found)
 
-    @torch.no_grad()
     def _measured(self, model: Any, asked: Callable[[], bool]) -> Figures | None:
         def between() -> None:
             if self.team.stops(asked()):

@@ -25,13 +25,14 @@ def kills(family: Family) -> str:
     """Runs that are killed again and again end as one that never was."""
     draw, wanted, within = family.draw, family.count(200, 6), family.count(60, 1)
     names = list(SETUPS) if not family.short else ["muon bf16"]
-    truths = {n: undisturbed(family.folder / n.replace(" ", "-"), **SETUPS[n]) for n in names}
+    setups = {n: {**SETUPS[n], "steps": family.count(24, 12)} for n in names}
+    truths = {n: undisturbed(family.folder / n.replace(" ", "-"), **setups[n]) for n in names}
     killed = inside = runs = 0
     while killed < wanted or inside < within or runs < len(names):
         name = names[runs % len(names)]
         folder = family.folder / f"run-{runs}"
         for _ in range(draw.randint(3, 12)):
-            child = born(folder, **SETUPS[name])
+            child = born(folder, **setups[name])
             child.hear(draw.randint(0, 8))
             time.sleep(draw.random() * PAUSE)
             child.send(signal.SIGKILL)
@@ -41,7 +42,7 @@ def kills(family: Family) -> str:
             check(code == -signal.SIGKILL, f"{folder}: ended with {code}, see errors.txt")
             killed += 1
             inside += child.writing
-        finish(folder, **SETUPS[name])
+        finish(folder, **setups[name])
         same(folder, truths[name], f"killed run {runs} ({name})")
         shutil.rmtree(folder)
         runs += 1

@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def passed(name: str, seed: int, short: bool) -> bool:
-    memory = "/dev/shm" if name in IN_MEMORY and Path("/dev/shm").is_dir() else None
+    memory = "/dev/shm" if (short or name in IN_MEMORY) and Path("/dev/shm").is_dir() else None
     folder, start = Path(tempfile.mkdtemp("", f"faults-{name}-", memory)), time.monotonic()
     try:
         text = found(name)(Family(random.Random(f"{name}:{seed}"), folder, short))

@@ -30,11 +30,13 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-def alike(a: dict[str, Tensor], b: dict[str, Tensor], within: float = 1e-5) -> None:
-    """Every tensor equal up to `within` of its largest number."""
+def alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Every tensor equal up to rounding of its largest number."""
     assert a.keys() == b.keys()
     for name in a:
         far = (a[name] - b[name]).abs().max() / b[name].abs().max().clamp(min=1e-30)
+        # Adam's steps are as long for small gradients as for large ones, with their rounding.
+        within = 1e-5 if ":exp_avg" in name else 1e-4
         assert far <= within, (name, float(far))
 
 
@@ -143,18 +145,19 @@ def test_what_is_wrong_in_one_process_stops_all_at_the_same_step(tmp_path: Path)
 
 
 def test_killed_process_ends_the_others_and_the_next_start_goes_on(tmp_path: Path) -> None:
-    job = {"mode": "fsdp", "dropout": 0.1, "train": {"steps": 14, "save": 1, "evaluate": 0}}
-    killed = {**job, "folder": str(tmp_path / "killed"), "loud": True}
+    few = {"steps": 9, "evaluate": 0}
+    job: dict[str, Any] = {"mode": "fsdp", "dropout": 0.1, "folder": str(tmp_path / "whole")}
+    killed = {**job, "folder": str(tmp_path / "killed"), "loud": True, "train": {**few, "save": 1}}
     run = Run(tmp_path / "run", [killed])
-    assert run.hear(7), run.said()
+    assert run.hear(5), run.said()
     pids = run.pids()
     os.kill(pids[1], signal.SIGKILL)
     took = gone(pids, 10)
     assert took is not None, "after 10 s the other process still runs"
     assert run.wait() != 0 and not any(map(alive, pids))
-    again, whole = done(tmp_path / "again", [killed, {**job, "folder": str(tmp_path / "whole")}])
+    again, whole = done(tmp_path / "again", [killed, {**job, "train": {**few, "save": 0}}])
     assert again[0]["resumed"] and again[0]["why"] == "done" and not whole[0]["resumed"]
-    assert equal(saved(tmp_path / "killed", 14), saved(tmp_path / "whole", 14))
+    assert equal(saved(tmp_path / "killed", 9), saved(tmp_path / "whole", 9))
 
 
 # --- alone, and what is refused -----------------------------------------------------------------------------------
@@ -189,11 +192,11 @@ def test_only_a_failed_collective_is_a_lost_process() -> None:
 
 
 def test_parallel_says_what_is_possible() -> None:
-    with pytest.raises(UsageError, match="patience = 0: give seconds"):
+    with pytest.raises(UsageError, match="parallel.patience = 0: give 1 or more"):
         Parallel(patience=0)
     with pytest.raises(UsageError, match="mode = 'fsp' is unknown; did you mean 'fsdp'?"):
         Parallel("fsp")
-    with pytest.raises(UsageError, match="degree = 2: give a number from 1, with mode tensor"):
+    with pytest.raises(UsageError, match="degree = 2: it is for mode tensor alone"):
         Parallel("ddp", 2)
 
 
