@@ -314,6 +314,8 @@ def test_original_stays_as_it_was(precision: str) -> None:
         before = model(ids(2, 5), **more)
         fast = prepare(model, precision)
         fast(ids(2, 5), **more)
+        # Where oneDNN has no bf16 product, torch's first one has switched it off: other last bits.
+        torch.backends.mkldnn.set_flags(True)
         assert torch.equal(model(ids(2, 5), **more), before)
         assert model.training and all(m.training for m in model.modules())
         assert dict(model.named_parameters()).keys() == tensors.keys()
