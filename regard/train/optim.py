@@ -85,7 +85,7 @@ class Optim:
 
 class Muon(torch.optim.Optimizer):
     """B <- mu B + (1 - mu) g;   W <- (1 - lr decay) W - 0.2 sqrt(max(a, b)) lr O,   O near U V^T of (1 - mu) g + mu B =
-    U S V^T, by five steps of Newton and Schulz in bf16. W (a b), or a stack of such matrices (E a b), each for itself;
+    U S V^T, by five steps of Newton and Schulz. W (a b), or a stack of such matrices (E a b), each for itself;
     torch.optim.Muon is the same, of single matrices alone."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float):
@@ -111,7 +111,8 @@ def orthogonal(x: Tensor) -> Tensor:
     0.7 to 1.2. Its coefficients are those of Jordan et al."""
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     tall = x.shape[-2] > x.shape[-1]
-    y = (x.mT if tall else x).bfloat16()
+    # On a GPU in bf16, which is enough; many CPUs have no such products.
+    y = (x.mT if tall else x).to(torch.bfloat16 if x.is_cuda else torch.float32)
     y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = y @ y.mT
