@@ -161,7 +161,7 @@ def from_dict(cls: type[T], data: dict[str, Any], path: str = "config") -> T:
         raise UsageError(
             f"{path}.{missing[0]} is missing; {cls.__name__} needs {', '.join(missing)}"
         )
-    hints = type_hints(cls)
+    hints = type_hints(cls)  # type: ignore[arg-type]
     values = {k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()}
     _check_ranges(cls, values, path)
     return cls(**values)
