@@ -212,7 +212,7 @@ def test_family_is_drawn_with_its_deviations() -> None:
         assert not weight.bias.any()
     words = regard.build("vaswani-base", layers=1, dim=256, heads=4, vocab=500)
     block = words.encoder.blocks[0]
-    assert block.ffn.up.weight.std().item() == pytest.approx((2 / (256 + 1024)) ** 0.5, rel=0.02)
+    assert block.ffn.up.weight.std().item() == pytest.approx((3 * 256) ** -0.5, rel=0.02)
     assert words.target.weight.std().item() == pytest.approx(256**-0.5, rel=0.02)
 
 
