@@ -20,10 +20,10 @@ TEXT = ["the", "king", "said", "to", "the", "queen", "that", "he", "would", "<b>
 # --- what is shown ------------------------------------------------------------------------------------------------
 
 
-def loud(model: Any) -> Any:
+def loud(model: Any, times: float = 4.0) -> Any:
     for p in model.parameters():
         if p.dim() > 1:
-            p.data.mul_(4.0)
+            p.data.mul_(times)
     return model.eval()
 
 
@@ -46,7 +46,7 @@ def encoder_decoder() -> list[View]:
 
 def vision() -> list[View]:
     torch.manual_seed(3)
-    model = loud(regard.build("vit-base", size=32, patch=8, labels=3, **SMALL))
+    model = loud(regard.build("vit-base", size=32, patch=8, labels=3, **SMALL), 12.0)
     across, down = np.meshgrid(np.arange(32), np.arange(32))
     pixels = np.stack([across * 8, down * 8, (across - down) % 32 * 8], -1).astype(np.uint8)
     names = ["class", *(f"{i},{j}" for i in range(1, 5) for j in range(1, 5))]
