@@ -34,7 +34,7 @@ help:
 	@echo "make test-kernels  set up, then the Triton kernels by Triton's interpreter (installs triton, 700 MB)"
 	@echo "make test-browser  set up, then the pages in a real browser (needs Chromium: apt install chromium)"
 	@echo "make faults  set up, then kill, starve, spoil and poison training runs (about fifteen minutes)"
-	@echo "make mutants  set up, then plant 150 small mistakes and see whether the tests notice (an hour or more)"
+	@echo "make mutants  set up, then plant 150 small mistakes and see whether the tests notice (as long as several suites)"
 	@echo "make bench   set up, then time forward passes and sparse attention (run it alone)"
 	@echo "make format  let ruff fix and format the code"
 	@echo "make clean   remove .venv, every cache and what the demo wrote"
