@@ -87,8 +87,6 @@ class Train:
             raise UsageError(f"train.nan = {self.nan!r} is unknown; {nearest(self.nan, POLICIES)}")
         if self.epochs is None:
             self.schedule.over(self.steps)
-        elif not 0 < self.epochs < math.inf:
-            raise UsageError(f"train.epochs = {self.epochs}: give a number above 0, for example 3")
 
     def counted(self, epoch: float) -> Train:
         """The same with its steps, where `epoch` of them are one pass over the data."""
