@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import concurrent.futures
+import hashlib
 import itertools
 import json
 import os
@@ -189,27 +190,40 @@ def mutants(file: str) -> Iterator[Mutant]:
                 start, end = span(node)
                 yield Mutant(file, node.lineno, function, start, end, source[start:end], new)
         for child in children:
-            yield from walk(child, function, inside)
+            # zip(strict=True) is a check.
+            if not (isinstance(child, ast.keyword) and child.arg == "strict"):
+                yield from walk(child, function, inside)
 
     yield from walk(ast.parse(source), "", "")
 
 
 def chosen(count: int, seed: int) -> list[Mutant]:
-    """At most one for a line, the lines drawn from all targets alike."""
+    """At most one for a line, the lines drawn from all targets alike: by the hash of what stands there, so that a
+    change elsewhere leaves the others as they are."""
     lines: dict[tuple[str, int], list[Mutant]] = {}
     for file in TARGETS:
         for mutant in mutants(file):
             lines.setdefault((file, mutant.line), []).append(mutant)
-    draw = random.Random(seed)
-    return [draw.choice(lines[key]) for key in draw.sample(sorted(lines), min(count, len(lines)))]
+
+    def order(some: list[Mutant]) -> str:
+        first = some[0]
+        text = f"{seed} {first.file} {first.function} {[(m.old, m.new) for m in some]}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    some = sorted(lines.values(), key=order)[:count]
+    return [random.Random(order(each)).choice(each) for each in some]
 
 
 # --- trying them ------------------------------------------------------------------------------------------------------
 
 
 def tests_for(mutant: Mutant, calls: dict[str, Any]) -> list[str]:
-    """The tests that call its function, or outside of any that call the file, the quickest first."""
+    """The tests that call its function, or outside of any that call the file, the quickest first. A function within
+    another may be called where Python tells nobody (flex attention): then those of the other one."""
+    called = {f for _, functions in calls.values() for f in functions}
     name = f"{mutant.file}:{mutant.function}"
+    while name not in called and ".<locals>." in name:
+        name = name.rpartition(".<locals>.")[0]
     mine = [
         (seconds, test)
         for test, (seconds, functions) in calls.items()

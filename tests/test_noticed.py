@@ -11,14 +11,19 @@ from torch import nn
 
 import regard
 from regard.block import Block
+from regard.cache import Contiguous, Paged
 from regard.decode import lean
 from regard.decode.engine import Engine
 from regard.decode.settings import Settings
+from regard.kernels import native
 from regard.layers import LM, LMHead, Tag
-from regard.models.adapt import with_head
+from regard.models.adapt import LoRA, LowRank, with_head
 from regard.models.start import Start, initialize
+from regard.train.batch import Batch
 from regard.train.keep import Keeper
-from tests.decode.tiny import MODELS, full, model, prompts, request, run
+from regard.train.objective import balanced, causal
+from regard.train.trainer import machine
+from tests.decode.tiny import MODELS, answers, full, model, prompts, request, run
 from tests.train.toy import trainer
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -44,6 +49,21 @@ def test_without_a_distance_every_checkpoint_counts(tmp_path: Path) -> None:
     assert [event["of"] for event in told if event["kind"] == "average"] == [3]
 
 
+def test_balance_of_experts_weighs_as_in_switch_transformers() -> None:
+    made = regard.build("mixtral-8x7b", layers=1, dim=16, heads=2, kv_heads=1, vocab=30).train()
+    batch = Batch(torch.arange(12).view(2, 6), torch.arange(1, 13).view(2, 6))
+    (default, _), (said, _) = (balanced(causal, made, w)(made, batch) for w in (None, 0.01))
+    assert torch.equal(default, said)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_decides_the_last_bit_names_the_c_code(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: object() if there else None)
+    assert machine()[2] == ("C code" if there else "no C code")
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -66,6 +86,15 @@ def test_untied_head_of_2017_starts_so_that_logits_have_deviation_1(dim: int) ->
     assert float(logits.std()) == pytest.approx(1, rel=0.05)
 
 
+@pytest.mark.parametrize("inputs", [16, 400])
+def test_lora_starts_as_a_linear_layer_of_torch_does(inputs: int) -> None:
+    """And as PEFT: uniform within 1 / sqrt(inputs)."""
+    a = LowRank(nn.Linear(inputs, 8), LoRA(rank=64)).a
+    plain = nn.Linear(inputs, 64).weight
+    assert float(a.abs().max()) <= inputs**-0.5
+    assert float(a.std()) == pytest.approx(float(plain.std()), rel=0.05)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_lean_blocks_are_for_transformers_on_the_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +104,15 @@ def test_lean_blocks_are_for_transformers_on_the_cpu(
     blocks = [part for part in made.modules() if isinstance(part, Block)]
     assert not lean.suits(made, "fp32") or blocks
     assert not lean.suits(made.to("meta"), "fp32")
+
+
+@pytest.mark.parametrize("layout", [Contiguous, Paged])
+def test_cache_of_no_rows_holds_no_token(layout: Any) -> None:
+    writer = model("gqa_rope")
+    cache = layout(writer.cache_specs(), 2, dtype=torch.float64)
+    writer(torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([3, 2]), cache=cache)
+    none = cache.take(torch.empty(0, dtype=torch.long))
+    assert none.batch == none.even == 0
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -127,3 +165,44 @@ def test_engine_reads_no_more_prompts_together_than_its_pages_hold(
     assert 0 < len(engine.waiting) < 12
     assert len(run(engine)) == 12
     full(engine.pool)
+
+
+def test_request_that_never_began_has_no_score() -> None:
+    engine = Engine(model("gqa_rope"), rows=1)
+    engine.submit(request("gqa_rope", prompts((3,))[0], Settings(max_new_tokens=9)))
+    second = engine.submit(request("gqa_rope", prompts((3,))[0], Settings(max_new_tokens=9)))
+    engine.step()
+    (event,) = engine.cancel(second)
+    assert event.done is not None
+    assert [(r.ids, r.score, r.finish) for r in event.done] == [([], 0.0, "cancelled")]
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_samples_put_back_together_say_what_they_would_have(samples: int) -> None:
+    """Both requests run out of pages and are read again, each with several begun texts."""
+    s = Settings(max_new_tokens=14, temperature=1.0, samples=samples)
+    asked = [(p, s) for p in prompts((5, 5, 5, 6), seed=3)]
+    tight = answers("gqa_rope", asked, page=2, pages=16 * samples, rows=64, prefix=False)
+    assert tight == answers("gqa_rope", asked, page=2, pages=1000, rows=64)
+
+
+@pytest.mark.parametrize("diversity", [0.3, 1.7])
+def test_groups_of_one_beam_are_greedy_and_pay_for_what_earlier_groups_say(
+    diversity: float,
+) -> None:
+    writer, size, groups = model("gqa_rope"), 6, 3
+    for prompt in prompts((4, 7, 2)):
+        texts: list[list[int]] = [[] for _ in range(groups)]
+        for _ in range(size):
+            said: list[int] = []
+            for text in texts:
+                scores = writer(torch.tensor([prompt + text]))[0, -1].log_softmax(-1)
+                for token in said:
+                    scores[token] -= diversity
+                text.append(int(scores.argmax()))
+                said.append(text[-1])
+        s = Settings(
+            max_new_tokens=size, beams=groups, groups=groups, n_best=groups, diversity=diversity
+        )
+        (found,) = answers("gqa_rope", [(prompt, s)])
+        assert sorted(found) == sorted(texts)

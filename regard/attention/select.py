@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention.context import Context
-from regard.attention.core import Terms, softmax, weights
+from regard.attention.core import Terms, softmax
 from regard.attention.latent import MLA, LatentAttention
 from regard.attention.multihead import GQA, GroupedQueryAttention
 from regard.cache import CacheSpec
@@ -298,20 +297,9 @@ class SparseAttention(nn.Module):
         return ctx if probe is None else replace(ctx, probe=Spread(probe, rows, chosen, size))
 
 
-class SparseProbe(ABC):
-    """A probe that takes a gathered call as it is, to compute no more than it wants of it."""
-
-    @abstractmethod
-    def gathered(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
-    ) -> None:
-        """q (bn h 1 d), k (bn g k d): every query with its own keys, whose slots are `where.chosen`."""
-
-
 @dataclass
 class Spread:
-    """Where gathered queries and keys belong. A probe that is no SparseProbe is put full rows: weights (b h n s) of the
-    chosen keys at their places, zeros elsewhere."""
+    """A probe of gathered calls (Probe.gathered): it knows where the queries and keys belong."""
 
     probe: Any
     rows: slice
@@ -322,13 +310,4 @@ class Spread:
         return self
 
     def see(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms) -> None:
-        if isinstance(self.probe, SparseProbe):
-            self.probe.gathered(q, k, v, mask, terms, self)
-            return
-        b, n, picked = self.chosen.shape
-        a = (
-            weights(q, k, mask, terms)[..., -picked:].view(b, n, -1, picked).transpose(1, 2)
-        )  # b h n k
-        full = a.new_zeros(*a.shape[:3], self.size[1])
-        full = full.scatter(-1, self.chosen[:, None].expand_as(a), a)
-        self.probe.put(full, self.rows, self.size[0])
+        self.probe.gathered(q, k, v, mask, terms, self)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from regard.attention.core import Terms, finish, scores, softmax
-from regard.attention.select import SparseProbe, Spread
+from regard.attention.select import Spread
 from regard.config import UsageError, nearest
 from regard.mask import Visible
 
@@ -122,7 +122,7 @@ class Probe:
         return self._maps[kind]
 
 
-class Recorder(SparseProbe):
+class Recorder:
     """What the probe wants from one place."""
 
     def __init__(self, probe: Probe, site: str):
