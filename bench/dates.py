@@ -22,13 +22,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import regard
-from regard.train.examples import PairFeed
-from regard.train.feed import Batching
-from regard.train.memory import precision
+from regard.data.examples import PairFeed
+from regard.data.feed import Batching
+from regard.data.shards import Column
+from regard.fast.train import precision
 from regard.train.objective import seq2seq
 from regard.train.optim import Optim, Optimizer, clip, divide
 from regard.train.schedule import Schedule
-from regard.train.shards import Column
 
 PAD, END, UNK = range(3)  # the decoder begins with PAD, as T5's does
 Rows = list[dict[str, str]]
@@ -117,8 +117,8 @@ def tokenizer(kind: str, rows: Rows) -> tuple[Callable[[str], list[int]], int]:
         count = Counter(c for r in rows for c in r["source"] + r["target"])
         known = {c: i for i, c in enumerate(sorted(count), UNK + 1)}
         return lambda text: [known.get(c, UNK) for c in text], UNK + 1 + len(known)
+    from regard.data.train_tokenizer import Recipe, train_tokenizer
     from regard.text import Tokenizer, needed
-    from regard.text.train_tokenizer import Recipe, train_tokenizer
 
     recipe = Recipe("bpe", int(kind), special={"pad": "<pad>", "eos": "</s>", "unk": "<unk>"})
     files = train_tokenizer((r["source"] for r in rows), recipe)

@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from regard.kernels.threads import use_threads
+    from regard.kernels.c.threads import use_threads
 
     use_threads()
     warnings.simplefilter("ignore")

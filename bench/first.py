@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from measure import header
 from torch import Tensor, nn
 
-from regard.cli import main as regard
+from regard.cli.main import main as regard
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAY = ROOT.parent / "shared" / "data" / "lm" / "tinyshakespeare.txt.xz"

@@ -28,7 +28,7 @@ from gpu_measure import BF16, VOCAB, bandwidth, profile, prompts, run_parts, sec
 import regard
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
-from regard.kernels import gpu_linear
+from regard.kernels.triton import linear as gpu_linear
 from regard.models import Tokens, TransformerConfig
 
 

@@ -17,7 +17,10 @@ from unittest.mock import patch
 import torch
 from gpu_measure import BF16, replayed, run_parts
 
-from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_wide
+from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import latent as gpu_latent
+from regard.kernels.triton import linear as gpu_linear
+from regard.kernels.triton import wide as gpu_wide
 
 COLD = 400_000_000  # bytes of weights that a sweep reads in turn, more than the device's cache
 

@@ -44,7 +44,7 @@ def alike(a: Answer, b: Answer) -> int:
 
 def ready(model: Any, prompts: Prompts) -> Any:
     """The invariant model after its first tokens: weights packed, classes of row counts found."""
-    from regard.decode.invariant import invariant
+    from regard.fast.invariant import invariant
 
     start = time.perf_counter()
     made = invariant(model)
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from regard.kernels.threads import use_threads
+    from regard.kernels.c.threads import use_threads
 
     use_threads()
     warnings.simplefilter("ignore")

@@ -29,8 +29,8 @@ import torch
 from measure import child, growth, header, medians
 
 import regard
-from regard.look.maps import thumbnail
-from regard.look.probe import Probe, Recorder
+from regard.see.maps import thumbnail
+from regard.see.probe import Probe, Recorder
 
 TOKENS = 1024
 WAYS: dict[str, Callable[[], Probe | None]] = {
@@ -131,7 +131,7 @@ def peak(device: str, way: str) -> float:
 
 BUILD = """
 import pathlib, sys, regard
-from regard.text.train_tokenizer import Recipe, train_tokenizer, write_files
+from regard.data.train_tokenizer import Recipe, train_tokenizer, write_files
 regard.build("gpt2").save(sys.argv[1])
 write_files(pathlib.Path(sys.argv[1]), train_tokenizer([sys.argv[2]], Recipe("chars")))
 """

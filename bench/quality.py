@@ -235,7 +235,7 @@ def config_of(job: str, data: Path, out: Path, seed: int) -> str:
 
 
 def run(job: str, data: Path, out: Path, seed: int, changes: dict[str, str]) -> dict[str, Any]:
-    from regard.commands.train import run as train
+    from regard.cli.train import run as train
 
     folder = out / f"{job}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -332,8 +332,8 @@ def moses_bleu(said: list[str], wanted: list[str]) -> float | None:
 @torch.no_grad()
 def accuracy(path: Path, folder: Path) -> float:
     import regard
+    from regard.decode.generate import tokenizer_of
     from regard.models.adapt import classes_of
-    from regard.run import tokenizer_of
     from regard.text import needed
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

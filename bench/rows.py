@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from measure import header, medians
 from torch import Tensor
 
-from regard.kernels import native
-from regard.kernels.native_rows import attend_one, choose, enter, norm, plain_norm
+from regard.kernels.c import native
+from regard.kernels.c.rows import attend_one, choose, enter, norm, plain_norm
 from regard.position import Rope, rotate
 
 

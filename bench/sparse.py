@@ -17,7 +17,7 @@ from measure import child, growth, header, medians
 from torch import Tensor
 
 from regard.attention import DSA, GQA, MLA, Context
-from regard.attention.select import WORK
+from regard.attention.sparse import WORK
 from regard.mask import Causal, Span, Visible
 
 DIM = 512

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.checkpoint import from_hf
-from regard.train.batch import Batch
+from regard.data.batch import Batch
 from regard.train.keep import Keeper
 from regard.train.objective import causal
 from regard.train.optim import Optim

@@ -1,4 +1,4 @@
-"""How pictures of docs/mechanisms are drawn: SVG by regard/look/svg.py, and small grids of cells beside each other."""
+"""How pictures of docs/mechanisms are drawn: SVG by regard/report/svg.py, and grids of cells beside each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from regard.look import svg
+from regard.report import svg
 
 CELL = 22
 QUERIES = "row: query, column: key"

@@ -8,13 +8,13 @@ from drawing import QUERIES, Matrix, grids, picture, series, steps
 from regard.attention import GQA, MLA, Context, Terms, weights
 from regard.attention.pooling import KERNELS, one_loop, regress
 from regard.attention.scores import SCORES, make_score
-from regard.attention.select import choose, index_scores
-from regard.look import svg
-from regard.look.numbers import cache_numbers, dot_products, saturation, softmax_jacobian
-from regard.look.topics import fill, real
-from regard.look.topics_heads import cross_attention as cross_topic
+from regard.attention.sparse import choose, index_scores
+from regard.learn.heads import cross_attention as cross_topic
+from regard.learn.numbers import cache_numbers, dot_products, saturation, softmax_jacobian
+from regard.learn.topics import fill, real
 from regard.mask import Causal, Full, Mask, Prefix, Span, Visible, Window
 from regard.position import Rope, sinusoid
+from regard.report import svg
 
 # --- one weighted sum ---------------------------------------------------------------------------------------------
 

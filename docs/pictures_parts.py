@@ -7,16 +7,16 @@ from typing import cast
 import torch
 from drawing import grids, picture, series, steps
 
-from regard.commands.explain_learn import bleu as bleu_topic
-from regard.commands.explain_learn import resume as resume_topic
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, Norm
-from regard.look import svg
-from regard.look.topics import real
-from regard.look.topics_parts import lora as lora_topic
-from regard.look.topics_parts import rnn_path as path_topic
+from regard.learn.parts import lora as lora_topic
+from regard.learn.parts import rnn_path as path_topic
+from regard.learn.topics import real
+from regard.learn.training import bleu as bleu_topic
+from regard.learn.training import resume as resume_topic
 from regard.models.vision import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
+from regard.report import svg
 from regard.train.schedule import Schedule
 
 # --- positions and parts ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Draw every picture of regard/look/plots.py: python docs/plots.py FOLDER. Each comes in light and in dark.
+"""Draw every picture of regard/see/plots.py: python docs/plots.py FOLDER. Each comes in light and in dark.
 
 The attention maps are made by rule, so that the pictures need no trained model: heads that look at the token before,
 at the first, at themselves, or near.
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from regard.attention import softmax
-from regard.config import UsageError
-from regard.look import numbers, numbers_cost, numbers_maps, numbers_position, plots
+from regard.errors import UsageError
+from regard.learn import numbers, numbers_cost, numbers_position
 from regard.position import Linear, Rope
+from regard.see import numbers_maps, plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 import regard
-from regard.commands.model import resolved, start_of
-from regard.commands.translate import cross_site
-from regard.look.maps import links
-from regard.look.plots import alignment, save
-from regard.look.probe import Probe
-from regard.run import tokenizer_of
+from regard.cli.model import resolved, start_of
+from regard.cli.translate import cross_site
+from regard.decode.generate import tokenizer_of
+from regard.see.maps import links
+from regard.see.plots import alignment, save
+from regard.see.probe import Probe
 from regard.text import needed
 
 

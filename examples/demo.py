@@ -18,13 +18,13 @@ import torch
 
 import regard
 from regard import recipes
-from regard.cli import main as command
-from regard.commands.model import start_of
-from regard.commands.translate import cross_site
-from regard.config import UsageError
-from regard.look.probe import Probe
+from regard.cli.main import main as command
+from regard.cli.model import start_of
+from regard.cli.translate import cross_site
+from regard.decode.generate import tokenizer_of
+from regard.errors import UsageError
 from regard.recipes.dates import UNSEEN
-from regard.run import tokenizer_of
+from regard.see.probe import Probe
 
 HOME = Path("runs") / "demo"
 AIM = 0.98  # exact match on unseen dates

@@ -19,18 +19,18 @@ _HOME = {
     "regard.block": "Tower",
     "regard.cache": "LAYOUTS CacheSpec Contiguous Paged Ring",
     "regard.checkpoint": "from_hf load",
-    "regard.config": "UsageError",
+    "regard.errors": "UsageError",
     "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
-    "regard.look.probe": "Probe",
+    "regard.see.probe": "Probe",
     "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",
     "regard.models": "EncoderDecoderConfig Model Patches RecurrentConfig Seq2SeqConfig Tokens TransformerConfig",
     "regard.moe": "MoE",
     "regard.position": "Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias Yarn",
-    "regard.decode.prepare": "prepare",
+    "regard.fast.prepare": "prepare",
     "regard.decode.settings": "Request Result Settings",
     "regard.decode.engine": "Engine",
     "regard.presets": "PRESETS build",
-    "regard.run": "generate stream translate",
+    "regard.decode.generate": "generate stream translate",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted([*_WHERE, "presets"])

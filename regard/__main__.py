@@ -2,7 +2,7 @@
 
 import sys
 
-from regard.cli import main
+from regard.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Context
 from regard.cache import CacheSpec
-from regard.config import Count, Fraction, UsageError, ranged
+from regard.config import Count, Fraction, ranged
+from regard.errors import UsageError
 from regard.layers import MLP, Norm, plus
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE

@@ -1,4 +1,4 @@
-"""Frozen dataclasses <-> plain dictionaries, strictly, and the one error type that users see.
+"""Frozen dataclasses <-> plain dictionaries, strictly.
 
 A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Nothing is ignored:
 an unknown key names the nearest known one, a wrong type says what was expected, a number outside the range
@@ -9,42 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import math
-import sys
 import types
 import typing
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
+
+from regard.errors import UsageError, nearest
 
 T = TypeVar("T")
 # Evaluating them takes longer than all else in reading a config, of which a save reads many.
 type_hints = functools.cache(typing.get_type_hints)
-
-
-class UsageError(ValueError):
-    """Something the user asked for cannot be done; the text says what was asked, what is possible, what to type."""
-
-
-class Notice(UserWarning):
-    """What a user should know though nothing is wrong; a command prints it as `note: ...`."""
-
-
-def notice(text: str) -> None:
-    """Warn at the line outside this package that led here."""
-    depth, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "regard":
-        depth, frame = depth + 1, frame.f_back
-    warnings.warn(text, Notice, stacklevel=depth)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as `did you mean 'heads'?`, or the list of what is known."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def divisors(n: int) -> list[int]:

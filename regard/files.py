@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from regard.config import UsageError
+from regard.errors import UsageError
 
 # The index of DeepSeek-V3 has 9 MB, the largest tokenizers some 40.
 JSON_BYTES, FILE_BYTES = 64 * 2**20, 256 * 2**20

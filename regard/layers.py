@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Fraction, UsageError, nearest, ranged
-from regard.kernels.native_train import gelu_tanh
+from regard.config import Amount, Count, Fraction, ranged
+from regard.errors import UsageError, nearest
+from regard.kernels.c.train import gelu_tanh
 
 
 @dataclass(frozen=True)

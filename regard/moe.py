@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Positive, UsageError, Whole, ranged
+from regard.config import Count, Positive, Whole, ranged
+from regard.errors import UsageError
 from regard.layers import MLP, FeedForward, activation
 
 

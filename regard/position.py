@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Positive, Share, UsageError, Whole, ranged
+from regard.config import Amount, Count, Positive, Share, Whole, ranged
+from regard.errors import UsageError
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ import torch
 
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
-from regard.config import UsageError, customize, nearest
+from regard.config import customize
+from regard.errors import UsageError, nearest
 from regard.layers import LM, MLM, MLP, Classify, Norm
 from regard.models import (
     EncoderDecoder,

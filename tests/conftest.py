@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from regard.kernels import native
+from regard.kernels.c import native
 from tests.kernels.told import lines
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -42,7 +42,7 @@ TARGETS = sorted(
     for pattern in (
         "attention/*.py", "mask.py", "position.py", "cache/*.py", "layers.py", "moe.py", "models/*.py",
         "decode/*.py", "checkpoint/rules.py", "train/trainer.py", "train/objective.py", "train/head.py",
-        "train/corrupt.py", "train/optim.py", "train/schedule.py", "train/keep.py",
+        "data/corrupt.py", "train/optim.py", "train/schedule.py", "train/keep.py",
     )
     for path in (ROOT / "regard").glob(pattern)
     if path.name not in ("__init__.py", "graphs.py")

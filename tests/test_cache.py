@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard.cache import LAYOUTS, CacheSpec
-from regard.config import UsageError
+from regard.errors import UsageError
 from tests.marks import OPTIONS, SPECS, append, entries, held, layouts, make, marks
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard.cache import Contiguous, Paged, Ring
-from regard.config import UsageError
+from regard.errors import UsageError
 from tests.marks import SPECS, append, held, make, marks
 
 # --- contiguous ---------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import regard
-from regard.cli import COMMANDS, main
-from regard.commands import model as cli_model
-from regard.commands import options as cli_options
-from regard.commands import parse as cli_parse
+from regard.cli import model as cli_model
+from regard.cli import options as cli_options
+from regard.cli import parse as cli_parse
+from regard.cli.main import COMMANDS, main
 from tests.text import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +114,7 @@ def put(path: Path, files: dict[str, bytes]) -> Path:
 def test_help_and_typing_mistakes_do_not_import_torch(arguments: list[str]) -> None:
     script = f"""
 import sys
-from regard.cli import main
+from regard.cli.main import main
 assert main({arguments!r}) in (0, 2)
 heavy = {{"torch", "numpy", "tokenizers", "safetensors"}} & set(sys.modules)
 assert not heavy, heavy
@@ -141,7 +141,7 @@ def test_every_setting_of_decoding_is_a_flag_with_its_default() -> None:
 def test_threads_sleep_and_are_counted_once_before_a_command_computes() -> None:
     script = f"""
 import sys
-import regard.cli as cli
+import regard.cli.main as cli
 
 steps = []
 cli.wait_asleep = lambda: steps.append(("asleep", "torch" in sys.modules))

@@ -11,12 +11,13 @@ import torch
 import regard
 from regard.checkpoint.adapter import save_adapter
 from regard.checkpoint.hf import Origin
-from regard.cli import main
-from regard.commands.build import flat, fresh, placed, written
-from regard.config import UsageError, to_dict
+from regard.cli.main import main
+from regard.config import to_dict
+from regard.errors import UsageError
 from regard.layers import Classify
 from regard.presets import PRESETS
 from regard.train.adapt import Adapt, adapted, with_head
+from regard.train.run import flat, fresh, placed, written
 from tests.test_cli_train import CONFIG
 
 PAIRS = """

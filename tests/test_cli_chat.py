@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import regard
-from regard.run import tokenizer_of
+from regard.decode.generate import tokenizer_of
 from regard.text import needed, render_chat
 from tests.test_cli import Done, call, command, folder, process
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.commands.data import Peek, Train, run
-from regard.commands.parse import parse
-from regard.commands.peek import breadth, columns, picture, visible
-from regard.config import UsageError
+from regard.cli.data import Peek, Train, run
+from regard.cli.parse import parse
+from regard.cli.peek import breadth, columns, picture, visible
+from regard.errors import UsageError
 from regard.text import Tokenizer, needed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,8 +46,8 @@ def tok(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 def test_help_and_options_do_not_import_torch() -> None:
     script = """
 import sys
-from regard.commands.data import Peek, Train
-from regard.commands.parse import parse
+from regard.cli.data import Peek, Train
+from regard.cli.parse import parse
 assert parse(Peek, "data peek", ["--help"]) is None and parse(Train, "tokenizer train", ["--help"]) is None
 assert parse(Peek, "data peek", ["a", "b", "--rows", "2"]).files == ("a", "b")
 heavy = {"torch", "numpy", "tokenizers", "safetensors"} & set(sys.modules)

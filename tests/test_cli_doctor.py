@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from regard.attention import core
-from regard.cli import main
-from regard.commands import doctor
+from regard.cli import doctor
+from regard.cli.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -134,7 +134,7 @@ def test_failing_device_is_one_line(
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError(said)
 
-    monkeypatch.setattr("regard.commands.model.load", fails)
+    monkeypatch.setattr("regard.cli.model.load", fails)
     done = call("generate", folder("gpt2"), "a")
     assert (done.code, done.out) == (code, "")
     assert done.err.count("\n") == 1 and part in done.err
@@ -144,7 +144,7 @@ def test_errors_that_are_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("regard.commands.model.load", fails)
+    monkeypatch.setattr("regard.cli.model.load", fails)
     with pytest.raises(RuntimeError, match="shapes"):
         call("generate", folder("gpt2"), "a")
 
@@ -265,7 +265,7 @@ def test_lines_that_fail_are_named_and_the_others_are_translated(
 def test_missing_package_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
     for name in ("options", "options_work", "parse"):
-        monkeypatch.delitem(sys.modules, f"regard.commands.{name}")
+        monkeypatch.delitem(sys.modules, f"regard.cli.{name}")
     done = call("generate", folder("gpt2"), "a")
     assert done.code == 3 and done.err == "error: the package tyro is missing; pip install tyro\n"
 

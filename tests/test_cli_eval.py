@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import regard
 from regard.checkpoint.hf import Origin
-from regard.cli import Fault
-from regard.commands.model import resolved
+from regard.cli.model import resolved
+from regard.errors import Fault
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
 from tests.test_cli import HOME, call, folder, put

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from regard.cli import main
-from regard.commands.explain import TOPICS
+from regard.cli.explain import TOPICS
+from regard.cli.main import main
 
 Said = pytest.CaptureFixture[str]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import regard
-from regard.look import trace
-from regard.look.probe import Probe
-from regard.run import tokenizer_of
+from regard.decode.generate import tokenizer_of
+from regard.see import trace
+from regard.see.probe import Probe
 from tests.test_cli import SMALL, call, folder, process, put
 from tests.text import tiny
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import regard
-from regard.commands.parity import said, table, verdict
-from regard.look.parity import Check
+from regard.cli.parity import said, table, verdict
+from regard.parity.check import Check
 from tests.look.planted import BUGS
 from tests.test_cli import HOME, SMALL, call
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from regard.cli import Screen, main
+from regard.cli.main import Screen, main
 from tests.test_cli import Done, call, command, folder, process
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from regard import recipes
-from regard.cli import main
+from regard.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 Said = pytest.CaptureFixture[str]

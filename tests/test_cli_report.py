@@ -8,12 +8,12 @@ import pytest
 
 import regard
 from regard.checkpoint.hf import Origin
-from regard.cli import main
-from regard.commands.heads import look
-from regard.look.runs import read
+from regard.cli.main import main
+from regard.data.tokens import Coder
+from regard.data.train_tokenizer import Recipe, train_tokenizer
+from regard.report.heads import look
+from regard.report.runs import read
 from regard.text import Tokenizer, needed
-from regard.text.coder import Coder
-from regard.text.train_tokenizer import Recipe, train_tokenizer
 from tests.look.synthetic import events, make
 
 SMALL = {"layers": 2, "dim": 16, "heads": 2, "ffn_dim": 16, "max_len": 32}

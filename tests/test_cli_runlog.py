@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from regard.cli import main
-from regard.commands.runlog import Log
-from regard.look.runs import read
+from regard.cli.main import main
+from regard.report.runs import read
+from regard.train.log import Log
 from regard.train.trainer import Progress
 from tests.test_cli_train import home as home
 from tests.train.test_trainer import Poisoned

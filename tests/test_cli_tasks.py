@@ -11,7 +11,7 @@ import regard
 from regard.attention import DSA, MLA
 from regard.block import Tower
 from regard.checkpoint.hf import Origin
-from regard.cli import main
+from regard.cli.main import main
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope

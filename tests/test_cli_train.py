@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 import regard
-from regard.cli import main
-from regard.commands.train import signals
+from regard.cli.main import main
+from regard.cli.train import signals
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from regard.cli import main
-from regard.commands import train as module
+from regard.cli import train as module
+from regard.cli.main import main
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 30
 SMALL = "layers = 1\ndim = 16\nheads = 2\nffn-dim = 32\n"

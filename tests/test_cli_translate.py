@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from tokenizers import models, pre_tokenizers, processors
 
 import regard
-from regard.commands import model as cli_model
-from regard.commands.translate import source_words, target_words, word_numbers
+from regard.cli import model as cli_model
+from regard.cli.translate import source_words, target_words, word_numbers
 from regard.text import Tokenizer, needed
 from tests.test_cli import HOME, Done, call, folder, process, put
 from tests.text import tiny

@@ -6,7 +6,8 @@ import pytest
 
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
-from regard.config import UsageError, customize, divisors, from_dict, nearest, to_dict
+from regard.config import customize, divisors, from_dict, to_dict
+from regard.errors import UsageError, nearest
 from regard.layers import LM, MLP, Classify, Norm
 from regard.models import (
     EncoderDecoderConfig,

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from regard.attention import BACKENDS, GQA, attend
-from regard.config import UsageError
 from regard.decode.sampling import beam_search, top_k, top_p
+from regard.errors import UsageError
 from regard.mask import Causal, Padding, Span, Visible
 from regard.position import Rope
 from regard.train.objective import IGNORE, masked_lm_loss, smooth, smoothed_loss

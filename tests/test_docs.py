@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from regard.commands.options_explain import Explain
-from regard.commands.parse import parse
+from regard.cli.options_explain import Explain
+from regard.cli.parse import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "mechanisms"

@@ -12,18 +12,18 @@ from torch import Tensor
 from regard.attention import GQA, MLA, Terms, attend, softmax
 from regard.attention.core import online
 from regard.attention.pooling import one_loop, two_loops
-from regard.attention.select import hadamard
+from regard.attention.sparse import hadamard
 from regard.block import Stack, Tower
-from regard.config import UsageError
+from regard.decode.generate import generate
+from regard.errors import UsageError
 from regard.layers import MLM, MLP, LMHead
-from regard.look.numbers import dot_products, multiply_adds
+from regard.learn.numbers import dot_products, multiply_adds
 from regard.mask import Causal, Full, Span, Visible
 from regard.models import EncoderDecoderConfig, Tokens, Transformer, TransformerConfig
 from regard.models.cells import BahdanauStep
 from regard.models.recurrent import Seq2SeqConfig
 from regard.models.transformer import TokenEmbedding
 from regard.position import Rope, Sinusoidal, rotate, sinusoid
-from regard.run import generate
 from regard.train.objective import causal_lm_loss, teacher_forcing
 from tests.laws.mechanisms import DIM, VOCAB, context, decoder, ids, layer, stir
 from tests.worked.examples import Watch, run

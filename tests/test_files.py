@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import regard
 from regard.checkpoint import store
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.files import FILE_BYTES, JSON_BYTES, loads, model_folder, read_files
 from regard.text import Tokenizer
 from tests.checkpoint.spoil import SIZES, configure, refused

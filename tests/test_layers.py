@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.layers import (
     ACTIVATIONS,
     LM,

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from regard.cli import Fault
-from regard.commands import live
-from regard.commands.live import Live, Meter, Plain, Trail, evaluation_line, view
-from regard.commands.track import tracker
-from regard.config import UsageError
+from regard.cli import live
+from regard.cli.live import Live, Meter, Plain, Trail, evaluation_line, view
+from regard.errors import Fault, UsageError
+from regard.train.track import tracker
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -254,7 +253,7 @@ def test_view_without_rich_is_plain_lines() -> None:
 import sys
 sys.modules["rich"] = sys.modules["rich.console"] = None
 sys.stderr.isatty = lambda: True
-from regard.commands.live import view
+from regard.cli.live import view
 print(type(view(3, False)).__name__, "torch" in sys.modules)
 """
     env = {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PATH": ""}

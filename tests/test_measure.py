@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from tokenizers import models, pre_tokenizers, processors
 
 import regard
-from regard import measure as module
 from regard.checkpoint.hf import Origin
-from regard.config import UsageError
+from regard.data.batch import IGNORE, Batch
+from regard.errors import UsageError
+from regard.evaluate import measure as module
+from regard.evaluate.measure import Measured, context_of, measure, spread, translations
 from regard.layers import Answer, Classify, Tag
-from regard.measure import Measured, context_of, measure, spread, translations
 from regard.text import Tokenizer, needed
 from regard.train import objective
-from regard.train.batch import IGNORE, Batch
 from regard.train.head import Smoothing
 from tests.text import tiny
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from regard.attention import GQA
 from regard.block import Tower
+from regard.fast.train import checkpointed
 from regard.layers import LM
 from regard.models import Tokens, Transformer, TransformerConfig
 from regard.moe import MixtureOfExperts, MoE, balance_loss, update_bias
-from regard.train.memory import checkpointed
 
 
 def router(logits: list[float], correction: list[float] | None = None, **more: object) -> tuple:

@@ -12,14 +12,14 @@ from torch import nn
 import regard
 from regard.block import Block
 from regard.cache import Contiguous, Paged
-from regard.decode import lean
+from regard.data.batch import Batch
 from regard.decode.engine import Engine
 from regard.decode.settings import Settings
-from regard.kernels import native
+from regard.fast import lean
+from regard.kernels.c import native
 from regard.layers import LM, LMHead, Tag
 from regard.models.adapt import LoRA, LowRank, with_head
 from regard.models.start import Start, initialize
-from regard.train.batch import Batch
 from regard.train.keep import Keeper
 from regard.train.objective import balanced, causal
 from regard.train.trainer import machine

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.position import (
     Alibi,
     Learned,

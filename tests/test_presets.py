@@ -9,8 +9,9 @@ import torch
 
 import regard
 from regard.attention.latent import LatentAttention
-from regard.attention.select import SparseAttention
-from regard.config import UsageError, customize, to_dict
+from regard.attention.sparse import SparseAttention
+from regard.config import customize, to_dict
+from regard.errors import UsageError
 from regard.presets import PRESETS
 
 SMALL: dict[str, Any] = dict(layers=2, dim=24, heads=3, ffn_dim=20, vocab=50, max_len=40)

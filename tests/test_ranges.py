@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 from regard.attention import GQA
-from regard.config import Range, UsageError, from_dict, ranges, to_dict
+from regard.config import Range, from_dict, ranges, to_dict
+from regard.data.config import Data
+from regard.data.corrupt import Infill, Marks, MaskTokens, Spans
+from regard.data.feed import Batching
+from regard.data.train_tokenizer import Recipe
 from regard.decode.settings import LIMITS, Settings
+from regard.errors import UsageError
 from regard.layers import Answer, Tag
 from regard.models import CONFIGS
 from regard.models.adapt import LoRA
 from regard.position import Alibi, Linear
 from regard.presets import PRESETS
-from regard.text.train_tokenizer import Recipe
 from regard.train.config import Config
-from regard.train.corrupt import Infill, Marks, MaskTokens, Spans
-from regard.train.data import Data
-from regard.train.feed import Batching
 
 MARKS = Marks(50, mask=3, sentinels=(7, 8))
 # what no preset has: one sound example of each

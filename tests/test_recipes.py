@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from regard import recipes
-from regard.cli import main
+from regard.cli.main import main
 from regard.recipes import bible, dates, digits, pydoc
 
 ROOT = Path(__file__).resolve().parents[1]

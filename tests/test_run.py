@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import regard
-from regard.config import UsageError
 from regard.decode.engine import Engine
-from regard.run import Job, Unanswered, stream
+from regard.decode.generate import Job, Unanswered, stream
+from regard.errors import UsageError
 from tests.test_cli import folder
 
 LINES = ["The dog plays in the park", "", "Hund", "A small dog", " ", "park"]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.config import UsageError, nearest
+from regard.errors import UsageError, nearest
 from regard.kernels.fused import fused
 from regard.mask import Visible
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from regard.attention.context import Context
 from regard.attention.core import Probe, Terms, attend
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, Fraction, UsageError, Whole, ranged
+from regard.config import Amount, Count, Fraction, Whole, ranged
+from regard.errors import UsageError
 from regard.layers import RMSNorm
 from regard.mask import Visible
 from regard.position import Rope

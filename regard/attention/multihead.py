@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from regard.attention.context import Context
 from regard.attention.core import attend
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, Fraction, Positive, Real, UsageError, divisors, ranged
+from regard.config import Amount, Count, Fraction, Positive, Real, divisors, ranged
+from regard.errors import UsageError
 from regard.layers import RMSNorm
 from regard.mask import Span, Visible
 from regard.position import Rope

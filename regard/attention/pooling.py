@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention.core import softmax
-from regard.config import UsageError
+from regard.errors import UsageError
 
 INF = float("inf")
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from regard.config import UsageError
+from regard.errors import UsageError
 
 
 class Dot(nn.Module):

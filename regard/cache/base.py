@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.mask import Span
 
 

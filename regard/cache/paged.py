@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.cache.base import Cache, CacheSpec, check_sizes
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.mask import Span
 
 

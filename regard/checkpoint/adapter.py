@@ -20,7 +20,8 @@ from torch import Tensor
 
 from regard.checkpoint import hf
 from regard.checkpoint.store import check_converted, header, replacing, write_json
-from regard.config import UsageError, from_dict, nearest, to_dict
+from regard.config import from_dict, to_dict
+from regard.errors import UsageError, nearest
 from regard.files import read_files, read_json
 from regard.layers import LM, MLM, Answer, Classify, Tag
 from regard.models import Model

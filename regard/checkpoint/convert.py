@@ -37,7 +37,7 @@ from regard.checkpoint.store import (
     write_json,
     write_weights,
 )
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.files import inside
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.checkpoint.store import narrowed
-from regard.config import UsageError
+from regard.errors import UsageError
 
 
 class Kind(NamedTuple):

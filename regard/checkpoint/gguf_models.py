@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.checkpoint.gguf_file import Entry, File
 from regard.checkpoint.rules import Data
-from regard.config import UsageError
+from regard.errors import UsageError
 
 SAME, TURNED_Q, TURNED_K, TRANSPOSED = "same", "turned q", "turned k", "transposed"
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.checkpoint.hf_tables import FAMILIES, INERT
+from regard.checkpoint.families.tables import FAMILIES, INERT
 from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
 from regard.checkpoint.store import Memory, Renamed, Source, Unpacked, Weights
-from regard.config import UsageError, from_dict, nearest, notice, to_dict
+from regard.config import from_dict, to_dict
+from regard.errors import UsageError, nearest, notice
 from regard.files import model_folder, read_files, read_json
 from regard.models import CONFIGS, Model
 from regard.models.start import Start, start_of

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from regard.checkpoint.families.tables import FAMILIES, INERT
 from regard.checkpoint.hf import NATIVE, Origin, plan, read_config
-from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.rules import Data, Family, get, put
 from regard.checkpoint.store import SHARD_BYTES, replacing, write_json, write_weights
-from regard.config import UsageError, notice, to_dict
+from regard.config import to_dict
+from regard.errors import UsageError, notice
 from regard.models import Model
 from regard.models.adapt import low_ranks
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.config import UsageError
+from regard.errors import UsageError
 
 Data = dict[str, Any]
 REQUIRED: Any = object()

@@ -20,7 +20,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.files import inside, loads, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

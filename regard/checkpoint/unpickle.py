@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.checkpoint.store import DTYPES, narrowed, write_weights
-from regard.config import UsageError
+from regard.errors import UsageError
 
 NESTED = ("state_dict", "model_state_dict", "model")
 SPARE = 2**32

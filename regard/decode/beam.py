@@ -20,7 +20,7 @@ from regard.cache import Cache
 from regard.decode.sample import BROKEN, PENALTIES, constrained, counts, forced
 from regard.decode.sampling import repeat
 from regard.decode.settings import Event, Request, Result, Settings
-from regard.kernels.native_rows import choose
+from regard.kernels.c.rows import choose
 
 WORST = -1.0e9
 ROOM = 32  # places for tokens at first; they double as texts grow

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from regard.cache import Pool
-from regard.config import UsageError
 from regard.decode.settings import Request
+from regard.errors import UsageError
 from regard.models.embedding import Tokens, context
 from regard.models.vision import Patches
 

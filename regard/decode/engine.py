@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from regard.cache import Cache, Contiguous, OutOfPages, Paged, Pool
-from regard.config import UsageError
 from regard.decode.beam import BeamLane, candidates
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
 from regard.decode.prefill import Prefill, first_text
-from regard.decode.prepare import Prepared
 from regard.decode.sample import Row, SampleLane, page_keys
 from regard.decode.settings import Event, Request, Result
 from regard.decode.window import WindowLane
-from regard.kernels.threads import SHARED, threads_for
+from regard.errors import UsageError
+from regard.fast.prepare import Prepared
+from regard.kernels.c.threads import SHARED, threads_for
 
 Lane = SampleLane | BeamLane
 ROOM = 128  # tokens a row has room for at first; it doubles as texts grow

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.config import UsageError
-from regard.decode.prepare import Prepared
 from regard.decode.sample import BROKEN
 from regard.decode.sampling import draw, min_p, top_k, top_p, uniform
 from regard.decode.settings import Request, Result, Settings
-from regard.kernels import gpu_prompt
-from regard.kernels.gpu_model import layers_of, norm_of, why_not
-from regard.kernels.gpu_prompt import Pack
-from regard.kernels.gpu_record import Recorder, send
-from regard.kernels.gpu_sample import State, advance, greedy, greedy_advance
-from regard.kernels.gpu_step import Linear
-from regard.kernels.gpu_wide import summed
+from regard.errors import UsageError
+from regard.fast.gpu_model import layers_of, norm_of, why_not
+from regard.fast.gpu_step import Linear
+from regard.fast.prepare import Prepared
+from regard.kernels.triton import prompt as gpu_prompt
+from regard.kernels.triton.prompt import Pack
+from regard.kernels.triton.record import Recorder, send
+from regard.kernels.triton.sample import State, advance, greedy, greedy_advance
+from regard.kernels.triton.wide import summed
 from regard.mask import Span
 from regard.models.embedding import context
 

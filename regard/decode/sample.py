@@ -21,7 +21,7 @@ from regard.decode.draft import Draft
 from regard.decode.lookup import Index
 from regard.decode.sampling import draw, min_p, repeat, top_k, top_p, typical_p, uniform
 from regard.decode.settings import Event, Request, Result
-from regard.kernels.native_rows import choose
+from regard.kernels.c.rows import choose
 
 BROKEN = "the model gave a logit that is not a number"
 

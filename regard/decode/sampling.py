@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.config import UsageError
+from regard.errors import UsageError
 
 
 def greedy(logits: Tensor) -> Tensor:

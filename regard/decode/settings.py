@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.config import UsageError, divisors, nearest
+from regard.config import divisors
+from regard.errors import UsageError, nearest
 
 EARLY = ("heuristic", "never", "first")
 OVERFLOW = ("refuse", "crop")

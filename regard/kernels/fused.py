@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
-from regard.kernels.native_train import attend, attends
+from regard.kernels.c.train import attend, attends
 
 
 def fused(

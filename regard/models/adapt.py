@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Fraction, Positive, UsageError, nearest, ranged
+from regard.config import Count, Fraction, Positive, ranged
+from regard.errors import UsageError, nearest
 from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_head
 from regard.models.base import Model
 from regard.models.embedding import Tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.cache import LAYOUTS, Cache, CacheSpec
-from regard.config import UsageError, nearest
+from regard.errors import UsageError, nearest
 from regard.mask import Span
 from regard.models.summary import table, weight_flops
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from regard.attention import GQA, Context, check_backend
 from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec, Contiguous
-from regard.config import Count, UsageError, ranged
+from regard.config import Count, ranged
+from regard.errors import UsageError
 from regard.layers import LM, make_head
 from regard.mask import Full, Mask, Span
 from regard.models.base import Model, check_ids, check_source, positions

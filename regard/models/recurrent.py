@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from regard.attention import Context
 from regard.attention.scores import check_score
 from regard.cache import Cache, CacheSpec, Contiguous
-from regard.config import Count, Fraction, UsageError, ranged
+from regard.config import Count, Fraction, ranged
+from regard.errors import UsageError
 from regard.layers import LM, make_head
 from regard.mask import Causal, Full, Span
 from regard.models.base import Model, check_ids, check_source, positions

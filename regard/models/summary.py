@@ -8,7 +8,7 @@ from torch import nn
 
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
-from regard.attention.select import SparseAttention
+from regard.attention.sparse import SparseAttention
 from regard.moe import MixtureOfExperts
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec
-from regard.config import Count, UsageError, ranged
+from regard.config import Count, ranged
+from regard.errors import UsageError
 from regard.layers import LM, MLM, Answer, Classify, Tag, activation, make_head
 from regard.mask import Mask, Span
 from regard.models.base import Model, check_ids, positions

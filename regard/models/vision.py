@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.config import Count, Fraction, UsageError, Whole, ranged
+from regard.config import Count, Fraction, Whole, ranged
+from regard.errors import UsageError
 
 
 @dataclass(frozen=True)

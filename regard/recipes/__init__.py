@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from regard.config import UsageError, nearest
+from regard.errors import UsageError, nearest
 from regard.recipes import bible, dates, digits, pydoc
 
 MAKERS: dict[str, Callable[[Path], str]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.text import spm
 from regard.text.folder import STYLES, Files, Settings, blaming, content, read_json
 

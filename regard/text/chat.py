@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from regard.config import UsageError, nearest
+from regard.errors import UsageError, nearest
 from regard.text.template import MEMORY, WORKER
 from regard.text.tokenizer import Tokenizer, check_unicode
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.files import loads
 
 Files = Mapping[str, bytes]

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.text import spm
 from regard.text.build import QWEN_WORDS, SPACE, around, cutter
 from regard.text.folder import blaming

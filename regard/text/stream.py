@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.text.tokenizer import Tokenizer, check_unicode
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.files import model_folder, read_files
 from regard.text.build import WANTED, Parts, around, build, plain_copy
 from regard.text.decoder import Detokenizer, Step, steps

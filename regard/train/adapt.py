@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from regard.config import Count, Fraction, Positive, UsageError, nearest, ranged
+from regard.config import Count, Fraction, Positive, ranged
+from regard.errors import UsageError, nearest
 from regard.layers import LMHead
 from regard.models import Model
 from regard.models.adapt import LoRA, inject

@@ -27,21 +27,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from regard.config import UsageError, from_dict, nearest
+from regard.config import from_dict
+from regard.data.batch import Feed, Objective
+from regard.data.config import ROWED, Data
+from regard.data.corrupt import Corrupted, DrawPrefix, Infill, Marks, MaskTokens, Spans
+from regard.errors import UsageError, nearest
+from regard.evaluate.metrics import INDEXED as INDEXED
 from regard.models import Model
 from regard.train import objective
 from regard.train.adapt import Adapt, adapted
-from regard.train.batch import Feed, Objective
-from regard.train.corrupt import Corrupted, DrawPrefix, Infill, Marks, MaskTokens, Spans
-from regard.train.data import ROWED, Data
-from regard.train.evaluate import INDEXED as INDEXED
 from regard.train.head import NONE, Smoothing
 from regard.train.index import indexers
 from regard.train.trainer import Train
 
 
 class Task(NamedTuple):
-    """How data is read (see regard.train.data.TASKS), what is minimised, how batches are corrupted. `packed`: whole
+    """How data is read (see regard.data.config.TASKS), what is minimised, how batches are corrupted. `packed`: whole
     documents may share a row; `smoothed`: labels may be smoothed."""
 
     reads: str

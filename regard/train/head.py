@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.config import Fraction, UsageError, Whole, nearest, ranged
-from regard.kernels.gpu_loss import turn
+from regard.config import Fraction, Whole, ranged
+from regard.data.batch import IGNORE
+from regard.errors import UsageError, nearest
+from regard.kernels.triton.loss import turn
 from regard.layers import LMHead
-from regard.train.batch import IGNORE
 
 CHUNK = {
     "cpu": 2**24,

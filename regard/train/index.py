@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context, Terms, weights
-from regard.attention.select import SparseAttention, choose, dots_exact, index_scores
-from regard.config import UsageError
+from regard.attention.sparse import SparseAttention, choose, dots_exact, index_scores
+from regard.data.batch import IGNORE, Batch
+from regard.errors import UsageError
 from regard.mask import Causal, Documents, Mask, Visible
-from regard.train.batch import IGNORE, Batch
 from regard.train.head import NONE, Smoothing, vocabulary_loss
 
 M = TypeVar("M", bound=nn.Module)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from regard.config import UsageError
+from regard.errors import UsageError
 
 STEP = re.compile(r"step-(\d{8})")
 STATE, TENSORS, MANIFEST = (

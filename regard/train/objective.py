@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import UsageError
+from regard.data.batch import IGNORE as IGNORE
+from regard.data.batch import Batch, Objective
+from regard.errors import UsageError
 from regard.mask import Causal, Documents, Mask, Prefix
 from regard.models.recurrent import Recurrent
 from regard.moe import MixtureOfExperts, balance_loss
-from regard.train.batch import IGNORE as IGNORE
-from regard.train.batch import Batch, Objective
 from regard.train.head import NONE, Smoothing, vocabulary_loss
 from regard.train.head import SMOOTHINGS as SMOOTHINGS
 from regard.train.index import dense_index, sparse_index

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Fraction, Positive, UsageError, nearest, ranged
+from regard.config import Amount, Fraction, Positive, ranged
+from regard.data.batch import Batch, Objective
+from regard.errors import UsageError, nearest
 from regard.layers import LabelHead, LMHead
 from regard.models.embedding import TokenEmbedding
 from regard.models.vision import PatchEmbedding
 from regard.position import PositionVectors, RelativeBias
-from regard.train.batch import Batch, Objective
 from regard.train.head import table
 from regard.train.schedule import noam as noam
 

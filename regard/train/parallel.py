@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from regard.attention.select import SparseAttention
-from regard.config import Count, UsageError, divisors, nearest, ranged
-from regard.train.batch import Batch
+from regard.attention.sparse import SparseAttention
+from regard.config import Count, divisors, ranged
+from regard.data.batch import Batch
+from regard.errors import UsageError, nearest
 from regard.train.pulse import Pulse
 
 MODES = ("ddp", "fsdp", "tensor")

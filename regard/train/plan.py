@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.data.batch import IGNORE, Feed
 from regard.layers import LMHead
 from regard.models.summary import pair_flops, weight_flops
 from regard.moe import MixtureOfExperts
 from regard.train.activations import Pass, kept
-from regard.train.batch import IGNORE, Feed
 from regard.train.head import CHUNK, table
 from regard.train.keep import SPARE
 from regard.train.optim import Optim, hidden

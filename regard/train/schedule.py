@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from regard.config import Count, Share, UsageError, Whole, nearest, ranged
+from regard.config import Count, Share, Whole, ranged
+from regard.errors import UsageError, nearest
 
 
 def noam(step: int, dim: int, warmup: int) -> float:

@@ -33,10 +33,11 @@ from torch.distributed.tensor.parallel import (
 
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
-from regard.config import UsageError, divisors
+from regard.config import divisors
+from regard.data.batch import IGNORE, Batch
+from regard.errors import UsageError
 from regard.layers import FeedForward
 from regard.models.adapt import low_ranks
-from regard.train.batch import IGNORE, Batch
 from regard.train.parallel import Ddp, Inside, Parallel
 
 

@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 
-from regard.config import Amount, Count, Positive, Seed, UsageError, Whole, nearest, ranged, to_dict
-from regard.kernels import native
-from regard.moe import update_bias
-from regard.train.batch import Ahead, Feed, Objective
-from regard.train.evaluate import METRICS, better
-from regard.train.keep import Keeper
-from regard.train.memory import (
+from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
+from regard.data.batch import Ahead, Feed, Objective
+from regard.errors import UsageError, nearest
+from regard.evaluate.metrics import METRICS, better
+from regard.fast.train import (
     checkpointed,
     compiled,
     joined,
@@ -32,6 +30,9 @@ from regard.train.memory import (
     native_code,
     precision,
 )
+from regard.kernels.c import native
+from regard.moe import update_bias
+from regard.train.keep import Keeper
 from regard.train.objective import balanced, mixtures
 from regard.train.optim import Optim, Optimizer, accumulate, average, clip
 from regard.train.parallel import Alone, Parallel

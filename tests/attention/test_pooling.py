@@ -20,7 +20,7 @@ from regard.attention.pooling import (
     three_loops,
     two_loops,
 )
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
 
 KEYS = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64)

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from regard.attention.core import attend
 from regard.attention.scores import SCORES, Additive, Bilinear, Dot, ScaledDot, make_score
-from regard.config import UsageError
+from regard.errors import UsageError
 
 H = torch.tensor([[0.5, -1.0, 2.0]], dtype=torch.float64)
 K = torch.tensor([[1.0, 0.5, -0.5]], dtype=torch.float64)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import regard
-from regard.look import trace as module
-from regard.look.pools import Pooled
-from regard.look.probe import Probe
-from regard.look.view import Panel
+from regard.see import trace as module
+from regard.see.pools import Pooled
+from regard.see.probe import Probe
+from regard.see.view import Panel
 from tests.browser.pages import (
     SMALL,
     TEXT,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from regard.look.view import Panel
+from regard.see.view import Panel
 from tests.browser.pages import (
     TEXT,
     bars,

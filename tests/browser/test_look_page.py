@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.look.view import Panel
+from regard.see.view import Panel
 from tests.browser.pages import (
     TEXT,
     bars,

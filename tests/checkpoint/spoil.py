@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import regard
-from regard.config import UsageError
+from regard.errors import UsageError
 
 SIZES = dict(layers=2, dim=24, heads=3, ffn_dim=20, vocab=50, max_len=40)
 

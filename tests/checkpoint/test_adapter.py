@@ -14,8 +14,8 @@ from torch import Tensor
 import regard
 from regard.checkpoint import load_adapter, save_adapter
 from regard.checkpoint.adapter import RECORD, TENSORS
-from regard.cli import main
-from regard.config import UsageError
+from regard.cli.main import main
+from regard.errors import UsageError
 from regard.layers import LM, Classify, Tag
 from regard.models.adapt import classes_of, labels, low_ranks
 from regard.train.adapt import Adapt, adapted, merge, with_head

@@ -9,11 +9,11 @@ import pytest
 import regard
 from regard.checkpoint.hf import Origin
 from regard.checkpoint.hf_save import _express
-from regard.config import Notice, UsageError
+from regard.decode.generate import told
+from regard.errors import Notice, UsageError
 from regard.layers import MLP
 from regard.moe import MoE
 from regard.presets import PRESETS
-from regard.run import told
 from tests.checkpoint.families import ONE_A_FAMILY
 from tests.checkpoint.test_hf import Peers
 from tests.checkpoint.test_native import NATIVE, assert_same, tiny
@@ -27,7 +27,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "v3-window": ("deepseek-v3", dict(LATENT, ffn_dim=8, experts=256, active=8, window=8)),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore::regard.config.Notice")
+pytestmark = pytest.mark.filterwarnings("ignore::regard.errors.Notice")
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import regard
-from regard.config import UsageError
+from regard.errors import UsageError
 from tests.checkpoint.spoil import configure, refused
 
 # --- tensors ------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import regard
+from regard.checkpoint.families.tables import FAMILIES
 from regard.checkpoint.hf import read
-from regard.checkpoint.hf_tables import FAMILIES
 from regard.checkpoint.store import Weights
-from regard.config import UsageError
+from regard.errors import UsageError
 from tests.checkpoint.families import ONE_A_FAMILY, Peer
 from tests.checkpoint.spoil import SIZES, configure, refused
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
+from regard.checkpoint.families.tables import FAMILIES
 from regard.checkpoint.hf import plan
-from regard.checkpoint.hf_tables import FAMILIES
 from regard.layers import Answer, Classify, Tag
 from regard.models.adapt import with_head
 from regard.models.start import initialize, start_of

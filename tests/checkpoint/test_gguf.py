@@ -173,7 +173,7 @@ def test_blocks_are_unpacked_as_the_format_says(kind: str) -> None:
 
 
 def test_value_beyond_float16_is_an_error_and_not_infinite(wide: Any, tmp_path: Path) -> None:
-    from regard.config import UsageError
+    from regard.errors import UsageError
 
     model, tensors = wide
     large = {**tensors, "model.norm.weight": torch.full((256,), 1e6)}

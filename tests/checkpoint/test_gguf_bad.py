@@ -13,7 +13,7 @@ import torch
 
 from regard.checkpoint import store
 from regard.checkpoint.convert import describe, from_gguf
-from regard.config import UsageError
+from regard.errors import UsageError
 from tests.checkpoint import ggufs
 
 pytest.importorskip("gguf")

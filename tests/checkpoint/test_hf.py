@@ -15,8 +15,8 @@ from torch import Tensor
 
 import regard
 from regard.checkpoint import save
-from regard.checkpoint.hf_tables import FAMILIES
-from regard.decode.prepare import prepare
+from regard.checkpoint.families.tables import FAMILIES
+from regard.fast.prepare import prepare
 from tests.checkpoint.families import (
     CASES,
     DECODERS,

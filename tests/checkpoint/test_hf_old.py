@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import regard
+from regard.checkpoint.families.tables import FAMILIES, INERT
 from regard.checkpoint.hf import LAYERS, plan, read_config
-from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.rules import REQUIRED, Key
 from tests.checkpoint.families import ONE_A_FAMILY, Peer, error, tensors
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import regard
 from regard.checkpoint import convert, unpickle
 from regard.checkpoint.convert import find, pickled
-from regard.config import UsageError
+from regard.errors import UsageError
 from tests.checkpoint.test_bad_files import Canary
 
 START = subprocess.Popen

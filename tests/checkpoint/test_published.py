@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 import regard
+from regard.checkpoint.families.tables import FAMILIES, INERT
 from regard.checkpoint.hf import read
 from regard.checkpoint.hf_save import _express
-from regard.checkpoint.hf_tables import FAMILIES, INERT
 from regard.checkpoint.store import Memory, Weights
-from regard.config import Notice
+from regard.errors import Notice
 from tests.checkpoint.families import Peer, error
 from tests.checkpoint.spoil import configure, refused
 

@@ -12,7 +12,7 @@ import torch
 
 import regard
 from regard.checkpoint import hf_save, save, store
-from regard.config import UsageError
+from regard.errors import UsageError
 from tests.checkpoint.spoil import SIZES
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"

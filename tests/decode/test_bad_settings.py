@@ -7,9 +7,9 @@ import torch
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.config import UsageError
 from regard.decode.engine import Engine
 from regard.decode.settings import DEFAULTS, ELSEWHERE, Request, Settings
+from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Learned

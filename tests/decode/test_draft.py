@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import regard
-from regard.config import UsageError
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
+from regard.errors import UsageError
 from regard.models import Model
 
 SIZE = {

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from regard.config import UsageError
 from regard.decode.engine import Engine
 from regard.decode.settings import Event, Settings
+from regard.errors import UsageError
 from tests.decode.tiny import (
     MODELS,
     answers,

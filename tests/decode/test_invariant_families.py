@@ -14,8 +14,8 @@ from torch import Tensor
 import regard
 from regard.attention import DSA, GQA, MLA
 from regard.decode.engine import Engine
-from regard.decode.invariant import invariant
 from regard.decode.settings import Request, Settings
+from regard.fast.invariant import invariant
 from regard.models import RecurrentConfig, Seq2SeqConfig
 from regard.moe import MoE
 from regard.position import Rope

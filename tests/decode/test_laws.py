@@ -12,14 +12,14 @@ from torch import Tensor, nn
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.config import UsageError
 from regard.decode.engine import Engine
+from regard.decode.generate import Job
 from regard.decode.sampling import beam_search
 from regard.decode.settings import Result, Settings
+from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Sinusoidal
-from regard.run import Job
 from tests.checkpoint.test_native import tiny
 from tests.decode.tiny import PAIRS, model, prompts, request, run
 from tests.laws.mechanisms import stir

@@ -8,10 +8,10 @@ import regard
 from regard.attention import GQA
 from regard.block import Tower
 from regard.cache import Cache, Contiguous
-from regard.decode.lean import LeanBlock
-from regard.decode.prepare import prepare
-from regard.kernels import native
-from regard.kernels.native_linear import usable
+from regard.fast.lean import LeanBlock
+from regard.fast.prepare import prepare
+from regard.kernels.c import native
+from regard.kernels.c.linear import usable
 from regard.layers import LM, MLP, Norm
 from regard.models import EncoderDecoderConfig, Model, Tokens, TransformerConfig
 from regard.position import Learned, Rope, Sinusoidal, T5Bias

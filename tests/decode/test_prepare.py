@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from regard import moe
-from regard.attention import GQA, MLA, select
+from regard.attention import GQA, MLA
+from regard.attention import sparse as select
 from regard.block import Tower
 from regard.cache import LAYOUTS
-from regard.config import UsageError
-from regard.decode import prepare as prepared
-from regard.decode.prepare import perplexity_change, prepare
+from regard.errors import UsageError
+from regard.fast import prepare as prepared
+from regard.fast.prepare import perplexity_change, prepare
 from regard.kernels import linear
+from regard.kernels.c.linear import usable
 from regard.kernels.linear import PRECISIONS
-from regard.kernels.native_linear import usable
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
-from regard.look.probe import Probe
 from regard.models import (
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -33,6 +33,7 @@ from regard.models import (
 from regard.models.adapt import LoRA, inject, merge
 from regard.moe import MoE
 from regard.position import Learned, Rope, Sinusoidal
+from regard.see.probe import Probe
 from tests.laws.mechanisms import TOWERS, VOCAB, decoder, ids, options, stir
 
 # |logits - original| / |original| of two stirred layers, 24 to 64 wide: each rounding adds to the one before

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from regard.cache import Contiguous
-from regard.config import UsageError
 from regard.decode.sample import Row, SampleLane
 from regard.decode.sampling import (
     draw,
@@ -22,6 +21,7 @@ from regard.decode.sampling import (
     uniform,
 )
 from regard.decode.settings import Request, Settings
+from regard.errors import UsageError
 
 DRAWS = 200_000
 VOCAB = 37

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from regard.cli import main
-from regard.commands.train import begun
+from regard.cli.main import main
+from regard.cli.train import begun
 from tests.faults.farm import GRACE, NAP, ROOT, Broken, Child, Family, check, fork
 from tests.faults.spoil import HARMS
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from regard.cli import main
+from regard.cli.main import main
 from tests.faults import trace
 from tests.faults.command import LAST, alike, home, reach, start, whole
 from tests.faults.farm import Child, Family, Tell, check, fork

@@ -9,9 +9,9 @@ pytest.importorskip("tyro", reason="needs tyro, which the commands are made with
 pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
 
 import regard
-from regard.cli import left_out
-from regard.commands.model import Opened, pick_device
-from regard.commands.parse import Machine
+from regard.cli.main import left_out
+from regard.cli.model import Opened, pick_device
+from regard.cli.parse import Machine
 from regard.text import needed, render_chat
 from tests.test_cli import Done, call, folder
 

@@ -6,7 +6,7 @@ import torch
 
 import regard
 from regard.attention.core import BACKENDS, attend
-from regard.attention.select import dots_exact, fp8_dots, to_fp8
+from regard.attention.sparse import dots_exact, fp8_dots, to_fp8
 from regard.mask import Causal, Span, Visible
 from regard.models import Tokens, TransformerConfig
 
@@ -97,7 +97,7 @@ def test_float8_products_on_the_tensor_cores_equal_the_emulation() -> None:
 def test_float8_index_chooses_nearly_the_same_keys() -> None:
     q, k = torch.randn(1, 64, 8, 128, device="cuda"), torch.randn(1, 4096, 128, device="cuda")
     w = torch.randn(1, 64, 8, device="cuda")
-    from regard.attention.select import choose, index_scores
+    from regard.attention.sparse import choose, index_scores
 
     exact = choose(index_scores(dots_exact(q, k), w), 256)
     rough = choose(index_scores(fp8_dots(q, k), w), 256)

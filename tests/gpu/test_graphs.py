@@ -8,7 +8,10 @@ import torch
 import regard
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
-from regard.kernels import gpu_attention, gpu_latent, gpu_linear, gpu_wide
+from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import latent as gpu_latent
+from regard.kernels.triton import linear as gpu_linear
+from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
 from tests.kernels.plain import BOUND, FEW, largest_gap, ties
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import regard
-from regard.look import parity as module
-from regard.look.parity import Check, parity
-from regard.look.played import Played, sample
 from regard.models import Model
+from regard.parity import check as module
+from regard.parity.check import Check, parity
+from regard.parity.ways import Played, sample
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from regard.kernels import native, native_rows
+from regard.kernels.c import native
+from regard.kernels.c import rows as native_rows
 
 
 @pytest.fixture

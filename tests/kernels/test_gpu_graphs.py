@@ -5,11 +5,12 @@ import pytest
 import torch
 
 import regard
-from regard.config import UsageError
 from regard.decode.engine import Engine
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
-from regard.kernels import gpu_prompt, gpu_sample
+from regard.errors import UsageError
+from regard.kernels.triton import prompt as gpu_prompt
+from regard.kernels.triton import sample as gpu_sample
 from regard.models import Tokens, TransformerConfig
 from tests.kernels.plain import BOUND, FEW, largest_gap, ties
 

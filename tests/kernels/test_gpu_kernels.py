@@ -12,15 +12,13 @@ import regard
 from regard.attention import attend
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
-from regard.kernels import (
-    gpu_attention,
-    gpu_latent,
-    gpu_linear,
-    gpu_loss,
-    gpu_prompt,
-    gpu_sample,
-    gpu_wide,
-)
+from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import latent as gpu_latent
+from regard.kernels.triton import linear as gpu_linear
+from regard.kernels.triton import loss as gpu_loss
+from regard.kernels.triton import prompt as gpu_prompt
+from regard.kernels.triton import sample as gpu_sample
+from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
 from tests.kernels.plain import BOUND, largest_gap
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels import linear
+from regard.kernels.c.linear import plain
 from regard.kernels.linear import PRECISIONS, THEN, Fused, Int4, Int8, Packed, gelu_tanh, pack
-from regard.kernels.native_linear import plain
 from regard.layers import ACTIVATIONS
 
 # Gaussian weights and inputs: |y - xW| / |xW|. int8: steps of max/127 in W and x; int4: steps of range/15 in W

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.native_rows import attend_one, plain_attend_one
+from regard.kernels.c.rows import attend_one, plain_attend_one
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from regard.kernels import native
+from regard.kernels.c import native
 
 ROOT = Path(__file__).resolve().parents[2]
 # compiled with less care, which is quicker
-SAY = """from regard.kernels import native
+SAY = """from regard.kernels.c import native
 native.FLAGS = [f.replace("-O3", "-O1") for f in native.FLAGS]
 print(native.build(), "|", native.why())"""
 
@@ -41,7 +41,7 @@ def test_failing_compiler_is_told(tmp_path: Path) -> None:
 
 
 def test_nothing_is_compiled_unless_it_is_asked_for(tmp_path: Path) -> None:
-    code = "from regard.kernels import native; print(native.library(), '|', native.why())"
+    code = "from regard.kernels.c import native; print(native.library(), '|', native.why())"
     if native.why():
         pytest.skip(f"no native code: {native.why()}")
     assert told(code, XDG_CACHE_HOME=str(tmp_path)) == f"None | {native.LATER}"

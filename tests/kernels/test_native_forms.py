@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.kernels import native
+from regard.kernels.c import native
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [f"tests/kernels/test_native_{name}.py" for name in ("attend", "rows", "train", "linear")]

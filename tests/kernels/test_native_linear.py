@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.kernels import native
+from regard.kernels.c import native
+from regard.kernels.c.linear import ACTIVATIONS, ROOM, NativeLinear, plain, usable
 from regard.kernels.linear import Packed, packs
-from regard.kernels.native_linear import ACTIVATIONS, ROOM, NativeLinear, plain, usable
 
 pytestmark = pytest.mark.skipif(
     not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}"

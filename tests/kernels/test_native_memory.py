@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from regard.kernels import native
-from regard.kernels.native_linear import usable
+from regard.kernels.c import native
+from regard.kernels.c.linear import usable
 
 ROOT = Path(__file__).resolve().parents[2]
 # Inputs are addresses that nobody touches. Then only `room` more may be asked for: enough for the
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
 import resource
 import torch
-from regard.kernels import native
+from regard.kernels.c import native
 
 def leave(room):
     pages = int(open("/proc/self/statm").read().split()[0])
@@ -27,13 +27,13 @@ torch.set_num_threads(1)
 assert native.build()
 """
 CAUSAL = """
-from regard.kernels.native_train import attend
+from regard.kernels.c.train import attend
 q, k, v = (torch.empty(1, 1, 2**22, 32, requires_grad=True) for _ in range(3))
 call = lambda: attend(q, k, v, None)
 leave(2**29 + 2**27)
 """
 LINEAR = """
-from regard.kernels.native_linear import NativeLinear
+from regard.kernels.c.linear import NativeLinear
 layer, x = NativeLinear(torch.randn(32, 64), None, "{}"), torch.empty(2**23, 64)
 call = lambda: layer(x)
 leave(2**30 + 2**27)

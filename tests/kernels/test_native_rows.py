@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.native_rows import (
+from regard.kernels.c.rows import (
     choose,
     enter,
     norm,

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 import regard
-from regard.kernels import native_train
+from regard.data.batch import Batch
+from regard.fast.train import joined
+from regard.kernels.c import train as native_train
+from regard.kernels.c.train import bias_gelu, gelu_tanh, parted, takes_bias
 from regard.kernels.fused import fused
-from regard.kernels.native_train import bias_gelu, gelu_tanh, parted, takes_bias
-from regard.train.batch import Batch
-from regard.train.memory import joined
 from regard.train.objective import causal
 
 pytestmark = pytest.mark.usefixtures("in_c")

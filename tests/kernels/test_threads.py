@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import regard
-from regard.kernels import threads
-from regard.kernels.threads import cores, use_threads, wait_asleep
+from regard.kernels.c import threads
+from regard.kernels.c.threads import cores, use_threads, wait_asleep
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,10 @@ def test_cores_count_siblings_once_and_keep_to_the_quota(monkeypatch: pytest.Mon
 def test_waiting_asleep_is_set_before_torch_and_gives_way_to_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    script = "from regard.kernels.threads import wait_asleep as w; import os; print(w(), os.environ['OMP_WAIT_POLICY'])"
+    script = (
+        "from regard.kernels.c.threads import wait_asleep as w; import os; "
+        "print(w(), os.environ['OMP_WAIT_POLICY'])"
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     env.pop("OMP_WAIT_POLICY", None)
     out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)

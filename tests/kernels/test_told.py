@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from regard.kernels import gpu_linear, native
+from regard.kernels.c import native
+from regard.kernels.triton import linear as gpu_linear
 from tests.kernels.told import lines
 
 

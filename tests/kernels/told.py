@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from regard.kernels import gpu_linear, native
+from regard.kernels.c import native
+from regard.kernels.triton import linear as gpu_linear
 
 NATIVE = ("attend", "rows", "train", "linear")
 

@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention
 from regard.attention import BACKENDS, attend
 from regard.attention.core import Terms, online, reference, softmax
 from regard.attention.scores import Additive
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
 from tests.laws.mechanisms import TIGHT, TOWERS, decoder, ids
 

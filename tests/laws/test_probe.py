@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.attention import BACKENDS, GQA, attend, select
+from regard.attention import BACKENDS, GQA, attend
+from regard.attention import sparse as select
 from regard.attention.scores import Additive
 from regard.block import Tower
 from regard.cache import LAYOUTS
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.layers import MLP
-from regard.look.probe import Probe
 from regard.mask import Causal, Span, Visible
 from regard.models import EncoderDecoder, EncoderDecoderConfig, Tokens
 from regard.position import Sinusoidal
+from regard.see.probe import Probe
 from tests.laws.mechanisms import DIM, TIGHT, TOWERS, VOCAB, decoder, ids, options, stir
 
 mechanisms = pytest.mark.parametrize("name", TOWERS)

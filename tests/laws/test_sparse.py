@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.attention import DSA, GQA, MLA, attend, select, weights
+from regard.attention import DSA, GQA, MLA, attend, weights
+from regard.attention import sparse as select
 from regard.attention.core import Terms
-from regard.attention.select import choose, fp8_dots, hadamard, index_loss, index_scores
+from regard.attention.sparse import choose, fp8_dots, hadamard, index_loss, index_scores
 from regard.cache import LAYOUTS
 from regard.mask import Causal, Full, Span, Visible
 from tests.laws.mechanisms import DIM, MECHANISMS, OPTIONS, TIGHT, context, layer
@@ -213,7 +214,7 @@ def test_index_loss_falls_when_the_indexer_is_trained(name: str) -> None:
 
 @torch.no_grad()
 def dense_weights(dsa: torch.nn.Module, x: Tensor) -> Tensor:
-    from regard.look.probe import Probe
+    from regard.see.probe import Probe
 
     probe, ctx = Probe(), context(x.shape[1])
     ctx.probe, ctx.site = probe, "0.self"

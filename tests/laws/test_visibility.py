@@ -7,10 +7,10 @@ from torch import Tensor
 from regard.attention import GQA
 from regard.block import Tower
 from regard.layers import MLP
-from regard.look.probe import Probe
 from regard.mask import Causal, Documents, Full, Mask, Prefix, Window
 from regard.models import EncoderDecoder, EncoderDecoderConfig, Tokens
 from regard.position import Sinusoidal
+from regard.see.probe import Probe
 from tests.laws.mechanisms import DIM, TIGHT, TOWERS, VOCAB, decoder, ids, stir
 
 mechanisms = pytest.mark.parametrize("name", TOWERS)

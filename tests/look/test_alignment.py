@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import regard
-from regard.look.maps import average, best, cross
-from regard.look.probe import Probe
-from regard.train.batch import Batch
+from regard.data.batch import Batch
+from regard.see.maps import average, best, cross
+from regard.see.probe import Probe
 from regard.train.objective import seq2seq
 
 START, END, FIRST, VOCAB = 0, 2, 3, 23

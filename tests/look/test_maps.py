@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from regard.config import UsageError
-from regard.look.maps import (
+from regard.errors import UsageError
+from regard.see.maps import (
     Link,
     average,
     best,

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from regard.attention import GQA, softmax
-from regard.config import UsageError
-from regard.look.numbers import dot_chances, dot_moments, dot_spread, online_pass, saturations
-from regard.look.numbers_cost import (
+from regard.errors import UsageError
+from regard.learn.numbers import dot_chances, dot_moments, dot_spread, online_pass, saturations
+from regard.learn.numbers_cost import (
     cache_table,
     cache_variants,
     forgetting,
     half_life,
     layer_costs,
 )
-from regard.look.numbers_maps import Link, layered, links, pooled, selection, single
-from regard.look.numbers_position import (
+from regard.learn.numbers_position import (
     distance_scores,
     learned_table,
     rope_clocks,
@@ -25,6 +24,7 @@ from regard.look.numbers_position import (
     sinusoidal_table,
 )
 from regard.position import Rope
+from regard.see.numbers_maps import Link, layered, links, pooled, selection, single
 
 GIB = 2**30
 

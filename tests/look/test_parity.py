@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import regard
-from regard.config import UsageError
-from regard.decode.prepare import prepare
-from regard.look.foreign import record
-from regard.look.oracle import Given, Walk, oracle, regret
-from regard.look.parity import CHECKS, Check, parity
-from regard.look.played import Played, sample
-from regard.look.rounding import SAMPLES, Envelope, Rounding, judge, unit
+from regard.errors import UsageError
+from regard.fast.prepare import prepare
 from regard.models import Model
+from regard.parity.check import CHECKS, Check, parity
+from regard.parity.foreign import record
+from regard.parity.oracle import Given, Walk, oracle, regret
+from regard.parity.rounding import SAMPLES, Envelope, Rounding, judge, unit
+from regard.parity.ways import Played, sample
 from tests.look.planted import BUGS
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 

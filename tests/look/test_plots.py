@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from regard.config import UsageError
-from regard.look import numbers_maps, plots
-from regard.look.plots_style import shown
+from regard.errors import UsageError
+from regard.see import numbers_maps, plots
+from regard.see.plots_style import shown
 
 matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib")
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "plots.py"

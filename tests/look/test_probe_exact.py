@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.attention import DSA, GQA, MLA, Context, attend, select
+from regard.attention import DSA, GQA, MLA, Context, attend
+from regard.attention import sparse as select
 from regard.attention.core import Terms
-from regard.config import UsageError
-from regard.decode import lean
-from regard.decode.invariant import invariant
-from regard.decode.prepare import prepare
-from regard.kernels.native_linear import usable
-from regard.look.probe import Probe, Recorder
+from regard.errors import UsageError
+from regard.fast import lean
+from regard.fast.invariant import invariant
+from regard.fast.prepare import prepare
+from regard.kernels.c.linear import usable
 from regard.mask import Causal, Span, Visible
 from regard.models.recurrent import RecurrentConfig, Seq2SeqConfig
 from regard.position import Rope
+from regard.see.probe import Probe, Recorder
 from tests.checkpoint.test_native import tiny
 from tests.decode.test_lean import PAIRS, made, story
 from tests.laws.mechanisms import TIGHT, ids, layer, stir

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from regard.attention import DSA, Context, attend, select
+from regard.attention import DSA, Context, attend
+from regard.attention import sparse as select
 from regard.attention.scores import Additive
-from regard.look.maps import thumbnail
-from regard.look.probe import Probe, Recorder
 from regard.mask import Causal, Span, Visible
 from regard.models.recurrent import Seq2SeqConfig
+from regard.see.maps import thumbnail
+from regard.see.probe import Probe, Recorder
 from tests.laws.mechanisms import DIM, MECHANISMS, TIGHT, VOCAB, decoder, ids, layer
 from tests.look.test_probe_exact import KINDS, LATENT
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from regard.look.compare import aligned, comparison, differing, labels
-from regard.look.page import as_html, as_markdown
-from regard.look.report import Map, command, report, toml, write
-from regard.look.runs import Unreadable, read, summary
+from regard.report.compare import aligned, comparison, differing, labels
+from regard.report.page import as_html, as_markdown
+from regard.report.run import Map, command, report, toml, write
+from regard.report.runs import Unreadable, read, summary
 from tests.look.synthetic import INFO, events, make, samples
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&|`*_ \u202e\x1b[31m"

@@ -9,8 +9,8 @@ import zlib
 
 import pytest
 
-from regard.look import show
-from regard.look.svg import DARK, LIGHT, Frame, Series, bars, heat, lines, shade
+from regard.report import show
+from regard.report.svg import DARK, LIGHT, Frame, Series, bars, heat, lines, shade
 
 NAME = "{http://www.w3.org/2000/svg}"
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from regard.commands.explain import ALIASES, TOPICS
-from regard.commands.options_explain import Explain
-from regard.commands.parse import names
-from regard.config import UsageError
-from regard.look.topics import Table, Topic, fill, find
+from regard.cli.explain import ALIASES, TOPICS
+from regard.cli.options_explain import Explain
+from regard.cli.parse import names
+from regard.errors import UsageError
+from regard.learn.topics import Table, Topic, fill, find
 from regard.models.summary import parameters
 from regard.models.vision import PatchEmbedding, Patches
 from regard.position import Rope, rotate

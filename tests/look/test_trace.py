@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import regard
-from regard.config import UsageError
-from regard.look import trace as module
-from regard.look.probe import Probe
-from regard.look.trace import Full, Given, Picture, Pooled, View, trace
-from regard.look.view import MODULES, WEB, Panel, joined, page
+from regard.errors import UsageError
+from regard.see import trace as module
+from regard.see.probe import Probe
+from regard.see.trace import Full, Given, Picture, Pooled, View, trace
+from regard.see.view import MODULES, WEB, Panel, joined, page
 from tests.laws.mechanisms import VOCAB, decoder
 
 SMALL: dict[str, Any] = dict(layers=2, dim=24, heads=3, ffn_dim=20)

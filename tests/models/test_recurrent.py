@@ -7,7 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from regard.attention import Context, weights
-from regard.config import UsageError, from_dict, to_dict
+from regard.config import from_dict, to_dict
+from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
 from regard.models.cells import CELLS, BahdanauStep, LuongAttention, MemoryAttention, Recurrence
 from regard.models.recurrent import RecurrentConfig, Seq2SeqConfig

@@ -7,9 +7,8 @@ from torch import Tensor
 import regard
 from regard.attention import GQA, MLA
 from regard.block import Tower
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
-from regard.look.probe import Probe
 from regard.mask import Full, Prefix
 from regard.models import (
     EncoderDecoder,
@@ -20,6 +19,7 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Learned, Rope, Sinusoidal
+from regard.see.probe import Probe
 
 FFN = MLP(16)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.text import Tokenizer, encode_chat, needed, render_chat
 from tests.text import tiny
 from tests.text.tiny import Files, dump

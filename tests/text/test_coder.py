@@ -2,10 +2,10 @@
 
 import pytest
 
-from regard.config import UsageError
+from regard.data.tokens import Coder
+from regard.data.train_tokenizer import Recipe, train_tokenizer
+from regard.errors import UsageError
 from regard.text import Tokenizer, needed
-from regard.text.coder import Coder
-from regard.text.train_tokenizer import Recipe, train_tokenizer
 from tests.text.tiny import ALL, TEXTS
 
 every = pytest.mark.parametrize("name", ALL)

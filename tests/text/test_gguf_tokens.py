@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.text import Tokenizer, needed
 from regard.text.gguf_tokens import KEY, PRE, tokenizer_files
 from tests.text import tiny

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.text import Stream, Tokenizer, needed
 from regard.text.decoder import _BYTES, Whole
 from tests.text import tiny

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.text import Special, Tokenizer, needed, special_ids
 from tests.text import tiny
 from tests.text.tiny import ALL, TEXTS, Files, dump

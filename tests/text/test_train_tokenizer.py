@@ -14,10 +14,11 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from regard.config import UsageError
-from regard.text import Tokenizer, needed, unigram
-from regard.text.train_tokenizer import KINDS, Recipe, train_tokenizer, write_files
-from regard.text.unigram import Lattice, _digamma, learn
+from regard.data import unigram
+from regard.data.train_tokenizer import KINDS, Recipe, train_tokenizer, write_files
+from regard.data.unigram import Lattice, _digamma, learn
+from regard.errors import UsageError
+from regard.text import Tokenizer, needed
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "der Hund läuft im Park , the dogs run and play in a park . kleiner größer".split()  # noqa: SIM905

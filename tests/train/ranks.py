@@ -21,13 +21,13 @@ from torch import Tensor
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.config import UsageError
+from regard.data.batch import IGNORE, Batch
+from regard.data.feed import Base
+from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
 from regard.train import objective
-from regard.train.batch import IGNORE, Batch
-from regard.train.feed import Base
 from regard.train.keep import TENSORS, Keeper, clean
 from regard.train.optim import Optim
 from regard.train.parallel import Alone, Parallel, team_of

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.config import UsageError, from_dict
+from regard.config import from_dict
+from regard.data.batch import Batch
+from regard.data.config import Data
+from regard.errors import UsageError
+from regard.fast.train import checkpointed, precision
 from regard.layers import LM, MLM, Answer, Classify, Head, Tag
 from regard.models.adapt import LoRA, LowRank, low_ranks, rounded
 from regard.train.adapt import Adapt, adapted, merge, with_head
-from regard.train.batch import Batch
 from regard.train.config import Config
-from regard.train.data import Data
-from regard.train.memory import checkpointed, precision
 from regard.train.objective import causal, classify
 from regard.train.optim import Optim, Optimizer, accumulate, clip
 

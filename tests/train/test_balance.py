@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_model, save_model
 
 import regard
-from regard.config import UsageError
+from regard.data.batch import IGNORE, Batch
+from regard.errors import UsageError
 from regard.moe import MixtureOfExperts, MoE
-from regard.train.batch import IGNORE, Batch
 from regard.train.keep import Keeper
 from regard.train.objective import BALANCE, balanced, causal, mixtures
 from regard.train.optim import Optim, accumulate, clip

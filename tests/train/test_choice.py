@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import regard
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.train.keep import Keeper
 from regard.train.objective import causal
 from regard.train.optim import average

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from regard.config import UsageError
-from regard.train.batch import IGNORE, Batch
-from regard.train.corrupt import (
+from regard.data.batch import IGNORE, Batch
+from regard.data.corrupt import (
     Corrupted,
     Corruption,
     DrawPrefix,
@@ -29,6 +28,7 @@ from regard.train.corrupt import (
     span_size,
     spans,
 )
+from regard.errors import UsageError
 
 CLS, SEP, PAD, MASK, STOP = 0, 1, 2, 3, 9  # STOP is an ordinary word
 V = 60

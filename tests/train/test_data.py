@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.config import UsageError, from_dict
+from regard.config import from_dict
+from regard.data.batch import IGNORE
+from regard.data.config import Data, Loaded, load
+from regard.data.files import DataError
+from regard.data.tokens import Coder
+from regard.data.train_tokenizer import Recipe, train_tokenizer
+from regard.errors import UsageError
 from regard.text import Tokenizer, needed
-from regard.text.coder import Coder
-from regard.text.train_tokenizer import Recipe, train_tokenizer
-from regard.train.batch import IGNORE
-from regard.train.data import Data, Loaded, load
-from regard.train.files import DataError
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,?ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789\n"
 

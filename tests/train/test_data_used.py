@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.config import UsageError
-from regard.train.data import TASKS, USED, Data, check_used, load
-from regard.train.files import DataError
+from regard.data.config import TASKS, USED, Data, check_used, load
+from regard.data.files import DataError
+from regard.errors import UsageError
 
 VALUES: dict[str, Any] = {  # another value than the default, for every setting
     "target": "b.txt",

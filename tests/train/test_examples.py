@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import regard
-from regard.config import UsageError
-from regard.train.batch import IGNORE, UNANSWERED, Batch
-from regard.train.examples import ImageFeed, LabelFeed, PairFeed
-from regard.train.feed import Base, Batching
-from regard.train.files import DataError
+from regard.data.batch import IGNORE, UNANSWERED, Batch
+from regard.data.examples import ImageFeed, LabelFeed, PairFeed
+from regard.data.feed import Base, Batching
+from regard.data.files import DataError
+from regard.data.shards import Column
+from regard.errors import UsageError
 from regard.train.objective import seq2seq
-from regard.train.shards import Column
 from tests.train.test_feed import joined, same
 
 PAD, START, END = 0, 1, 2

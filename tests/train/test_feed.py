@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.config import UsageError
+from regard.data.batch import IGNORE, Batch
+from regard.data.feed import PACKS, Batching, TextFeed
+from regard.data.files import DataError
+from regard.data.pack import Deck
+from regard.data.shards import Column
+from regard.errors import UsageError
 from regard.mask import Causal, Documents
-from regard.train.batch import IGNORE, Batch
-from regard.train.feed import PACKS, Batching, TextFeed
-from regard.train.files import DataError
 from regard.train.objective import causal
-from regard.train.pack import Deck
-from regard.train.shards import Column
 
 ROOT = Path(__file__).resolve().parents[2]
 PAD, END = 0, 99

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.config import UsageError
-from regard.kernels import gpu_loss
+from regard.data.batch import IGNORE
+from regard.errors import UsageError
+from regard.kernels.triton import loss as gpu_loss
 from regard.layers import LM, MLM, MLP, Classify
 from regard.models import (
     EncoderDecoder,
@@ -25,7 +26,6 @@ from regard.models import (
 )
 from regard.position import Sinusoidal
 from regard.train import head
-from regard.train.batch import IGNORE
 from regard.train.head import Smoothing, head_loss, vocabulary_loss
 from regard.train.objective import masked_lm_loss, smoothed_loss
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.config import UsageError
-from regard.train import images
-from regard.train.files import DataError
-from regard.train.images import pictures
-from regard.train.read import Source
+from regard.data import images
+from regard.data.files import DataError
+from regard.data.images import pictures
+from regard.data.read import Source
+from regard.errors import UsageError
 
 X = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
 Y = np.array([1, 0, 1], dtype=np.uint8)

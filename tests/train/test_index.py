@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from regard.attention import DSA, GQA
-from regard.attention.select import index_loss
-from regard.config import UsageError
-from regard.look.probe import Probe
+from regard.attention.sparse import index_loss
+from regard.data.batch import IGNORE, Batch
+from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
+from regard.see.probe import Probe
 from regard.train import index
-from regard.train.batch import IGNORE, Batch
 from regard.train.index import dense_index, densely, divergence, sparse_index, watching
 from regard.train.objective import causal
 from tests.laws.mechanisms import MECHANISMS, TIGHT, decoder, ids

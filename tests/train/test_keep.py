@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.train.keep import SPARE, Keeper, fault, whole
 from tests.train.toy import model
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from regard.data import fill
+from regard.data import train_tokenizer as learning
+from regard.data.read import Source
+from regard.data.tokens import Coder
+from regard.data.train_tokenizer import KINDS, Recipe, train_tokenizer
 from regard.text import Tokenizer, needed
-from regard.text import train_tokenizer as learning
-from regard.text.coder import Coder
-from regard.text.train_tokenizer import KINDS, Recipe, train_tokenizer
-from regard.train import fill
-from regard.train.read import Source
 
 WORDS = "It was the best of times, it was the worst of times; 1,234 years.  And\n\nso on... no?\n"
 TEXTS = {
@@ -72,10 +72,10 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 import resource
 from pathlib import Path
 from regard.text import Tokenizer
-from regard.text.coder import Coder
-from regard.text.train_tokenizer import Recipe, train_tokenizer
-from regard.train import fill
-from regard.train.read import Source
+from regard.data.tokens import Coder
+from regard.data.train_tokenizer import Recipe, train_tokenizer
+from regard.data import fill
+from regard.data.read import Source
 path = Path({str(tmp_path / "a.txt")!r})
 path.write_text("the quick brown fox jumps over " * (1 << 16))
 coder = Coder(Tokenizer.from_files(train_tokenizer([path.read_text()[:99]], Recipe("chars")), {{}}))

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import regard
 from regard.attention import GQA
 from regard.block import Block, Tower
-from regard.config import UsageError
+from regard.data.batch import Ahead, Batch
+from regard.errors import UsageError
+from regard.fast.train import Joined, checkpointed, compiled, joined, masters, precision
 from regard.layers import MLP, Classify
 from regard.models import (
     EncoderDecoder,
@@ -27,9 +29,7 @@ from regard.models import (
 from regard.position import T5Bias
 from regard.train import objective
 from regard.train.adapt import Adapt, adapted, with_head
-from regard.train.batch import Ahead, Batch
 from regard.train.keep import Keeper
-from regard.train.memory import Joined, checkpointed, compiled, joined, masters, precision
 from regard.train.objective import OBJECTIVES, causal, seq2seq
 from regard.train.optim import Optim, Optimizer
 from regard.train.trainer import Trainer
@@ -217,7 +217,7 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
     """In a process of its own: the setting is the whole process's."""
     code = """
 import resource, torch
-from regard.train.memory import keep_freed
+from regard.fast.train import keep_freed
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):

@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from regard.attention import GQA, MLA
 from regard.block import Tower
-from regard.config import UsageError
+from regard.data.batch import IGNORE, Batch
+from regard.errors import UsageError
 from regard.layers import LM, MLM, MLP, Answer, Classify, Tag
 from regard.models import (
     EncoderDecoder,
@@ -24,7 +25,6 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Rope, Sinusoidal
-from regard.train.batch import IGNORE, Batch
 from regard.train.head import Smoothing
 from regard.train.objective import (
     OBJECTIVES,

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 import regard
 from regard.attention import DSA, GQA
 from regard.block import Tower
-from regard.config import UsageError, from_dict, to_dict
+from regard.config import from_dict, to_dict
+from regard.data.batch import IGNORE, Batch, Objective
+from regard.errors import UsageError
 from regard.layers import LM, MLP, Classify
 from regard.models import Patches, Tokens, Transformer, TransformerConfig
 from regard.moe import MoE
 from regard.position import Learned, Rope
-from regard.train.batch import IGNORE, Batch, Objective
 from regard.train.objective import OBJECTIVES
 from regard.train.optim import (
     OPTIMIZERS,

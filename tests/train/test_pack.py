@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.train.files import DataError
-from regard.train.pack import Buckets, Deck, Tiles, best_fit, cut, draws, framed, ranges
+from regard.data.files import DataError
+from regard.data.pack import Buckets, Deck, Tiles, best_fit, cut, draws, framed, ranges
 
 
 def test_drawn_numbers_are_those_of_philox_whatever_numpy_does() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.train.parallel import Alone, Ddp, Lost, Parallel, lost, team_of

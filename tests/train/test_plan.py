@@ -13,12 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.attention import DSA, GQA, MLA
+from regard.fast.train import checkpointed
 from regard.moe import MixtureOfExperts, MoE
 from regard.position import Rope
 from regard.presets import build
 from regard.train import plan as module
 from regard.train.activations import Pass, kept
-from regard.train.memory import checkpointed
 from regard.train.objective import causal
 from regard.train.optim import Optim, Optimizer
 from regard.train.plan import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from regard.config import UsageError
-from regard.train.files import DataError, found, sha256
-from regard.train.read import Record, Source, format_of, records
+from regard.data.files import DataError, found, sha256
+from regard.data.read import Record, Source, format_of, records
+from regard.errors import UsageError
 
 ROWS = [("good, film", "1"), ('says "no"', "0"), ("über 😀 \u2028 \x0b שלום", "1")]
 CSV = 'text,label\n"good, film",1\n"says ""no""",0\nüber 😀 \u2028 \x0b שלום,1\n'

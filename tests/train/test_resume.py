@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from regard.config import UsageError, to_dict
-from regard.train.batch import Batch
+from regard.config import to_dict
+from regard.data.batch import Batch
+from regard.errors import UsageError
+from regard.fast.train import PRECISIONS
 from regard.train.keep import PROGRESS, STATE, Keeper, manifest
-from regard.train.memory import PRECISIONS
 from regard.train.objective import causal
 from regard.train.optim import OPTIMIZERS, Optim
 from regard.train.schedule import Schedule

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from regard.config import UsageError
+from regard.errors import UsageError
 from regard.train.schedule import SHAPES, Schedule, noam
 from regard.train.trainer import Train
 

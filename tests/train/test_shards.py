@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from regard.train.files import DataError
-from regard.train.shards import (
+from regard.data.files import DataError
+from regard.data.shards import (
     MANIFEST,
     Column,
     Shards,

@@ -12,11 +12,15 @@ from torch import Tensor
 import regard
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
-from regard.commands.build import HEADS
-from regard.commands.check import SUITS
-from regard.config import UsageError
+from regard.data.batch import Batch, Feed
+from regard.data.config import ROWED, Data, check_used
+from regard.data.corrupt import Marks
+from regard.data.examples import ImageFeed, LabelFeed, PairFeed
+from regard.data.feed import Base, Batching, TextFeed
+from regard.data.shards import Column
+from regard.errors import UsageError
+from regard.evaluate.measure import measure
 from regard.layers import LM, MLM, MLP, Answer
-from regard.measure import measure
 from regard.models import (
     EncoderDecoderConfig,
     Patches,
@@ -24,16 +28,12 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Rope, Sinusoidal
-from regard.train.batch import Batch, Feed
+from regard.train.check import SUITS
 from regard.train.config import INDEXED, TASKS, Config
-from regard.train.corrupt import Marks
-from regard.train.data import ROWED, Data, check_used
-from regard.train.examples import ImageFeed, LabelFeed, PairFeed
-from regard.train.feed import Base, Batching, TextFeed
 from regard.train.keep import Keeper
 from regard.train.optim import Optim, accumulate
+from regard.train.run import HEADS
 from regard.train.schedule import Schedule
-from regard.train.shards import Column
 from regard.train.trainer import Train, Trainer
 from tests.train.toy import weights
 

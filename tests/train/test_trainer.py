@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from regard.config import UsageError
-from regard.kernels import native, native_train
-from regard.train.batch import Batch
+from regard.data.batch import Batch
+from regard.errors import UsageError
+from regard.kernels.c import native
+from regard.kernels.c import train as native_train
 from regard.train.keep import Keeper, clean, fault, locked
 from regard.train.objective import causal
 from regard.train.trainer import Diverged, Trainer, seed_of

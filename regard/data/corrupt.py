@@ -1,0 +1,334 @@
+"""Plain text made into something to repair: BERT's masks, T5's spans, BART's infilling and shuffled sentences.
+
+A `Corruption` turns a batch of plain ids into one with inputs and labels, by a generator that is handed in; `Corrupted`
+is a feed of such batches, batch k being a function of the seed and k. Rows of ids (t) go through the functions at the
+end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from regard.config import Amount, Positive, Share, ranged
+from regard.data.batch import IGNORE, Batch, Feed
+from regard.errors import UsageError
+
+Corruption = Callable[[Batch, Generator], Batch]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The ids that corruption puts in, and those it leaves alone."""
+
+    vocab: int
+    special: tuple[int, ...] = ()  # never masked, never drawn at random
+    mask: int | None = None
+    sentinels: tuple[int, ...] = ()  # T5: the first span's first, <extra_id_0>, <extra_id_1>, ...
+    start: int | None = None  # what a decoder reads first
+    end: int | None = None
+    padding: int = 0
+
+    def need(self, name: str) -> int:
+        value = getattr(self, name)
+        if value is None:
+            raise UsageError(
+                f"this corruption needs a {name} token, and the tokenizer has none; train one that has"
+            )
+        return int(value)
+
+
+# --- corruptions of batches ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+@ranged
+class MaskTokens:
+    """BERT (Devlin et al. 2019, 3.1): each token is selected with probability `rate`; of the selected 80 % become the
+    mask, 10 % another token, 10 % stay. Only the selected have a label.
+
+    With `begins` (V), true for tokens that begin a word, whole words are selected."""
+
+    marks: Marks
+    rate: Share = 0.15
+    begins: Tensor | None = None
+
+    def __call__(self, batch: Batch, generator: Generator) -> Batch:
+        ids, marks = batch.ids, self.marks
+        open_ = (batch.labels != IGNORE) & ~torch.isin(ids, _tensor(marks.special))
+        drawn = torch.rand(ids.shape, generator=generator)
+        if self.begins is not None:  # a word shares the number drawn for its first token
+            first = self.begins[ids] | ~open_ | (torch.arange(ids.shape[1]) == 0)
+            start = torch.where(first, torch.arange(ids.shape[1]), 0).cummax(-1).values
+            drawn = drawn.gather(-1, start)
+        chosen = open_ & (drawn < self.rate)
+        fate = torch.rand(ids.shape, generator=generator)
+        other = _ordinary(ids.shape, marks, generator)
+        changed = torch.where(fate < 0.8, marks.need("mask"), torch.where(fate < 0.9, other, ids))
+        return replace(
+            batch,
+            ids=torch.where(chosen, changed, ids),
+            labels=torch.where(chosen, ids, IGNORE),
+        )
+
+
+@dataclass(frozen=True)
+@ranged
+class Spans:
+    """T5 (Raffel et al. 2020, 3.1.4): spans of `mean` tokens on average, `rate` of all, each become one sentinel; the
+    target lists every sentinel with what it stands for."""
+
+    marks: Marks
+    rate: Share = 0.15
+    mean: Positive = 3.0
+
+    def __call__(self, batch: Batch, generator: Generator) -> Batch:
+        end = self.marks.need("end")
+
+        def pair(row: Tensor) -> tuple[Tensor, Tensor]:
+            front, text, back = ends(row, self.marks)
+            source, target = spans(text, self.marks.sentinels, generator, self.rate, self.mean)
+            back = back if len(back) else _tensor((end,))
+            return torch.cat([front, source, back]), torch.cat([target, _tensor((end,))])
+
+        return _pairs(batch, pair, self.marks)
+
+
+@dataclass(frozen=True, eq=False)
+@ranged
+class Infill:
+    """BART (Lewis et al. 2020, 2.2): spans of Poisson(`mean`) tokens, `rate` of all, each become one mask, and a span
+    of none puts a mask in; with `stops` (V), true for tokens that end a sentence, sentences are shuffled before. The
+    target is the text."""
+
+    marks: Marks
+    rate: Share = 0.3
+    mean: Amount = 3.0
+    stops: Tensor | None = None
+
+    def __call__(self, batch: Batch, generator: Generator) -> Batch:
+        mask = self.marks.need("mask")
+
+        def pair(row: Tensor) -> tuple[Tensor, Tensor]:
+            front, text, back = ends(row, self.marks)
+            if self.stops is not None:
+                text = shuffle_sentences(text, self.stops, generator)
+            return torch.cat(
+                [front, infill(text, mask, generator, self.rate, self.mean), back]
+            ), row
+
+        return _pairs(batch, pair, self.marks)
+
+
+@dataclass(frozen=True)
+class DrawPrefix:
+    """A prefix language model's split: from 1 to n - 1 of a document's n tokens, all equally likely, are the prefix. A
+    batch that has prefixes, the prompts of its data, is left as it is."""
+
+    def __call__(self, batch: Batch, generator: Generator) -> Batch:
+        if batch.prefix is not None:
+            return batch
+        (b, t), place = batch.ids.shape, torch.arange(batch.ids.shape[1])
+        if batch.doc is not None:
+            doc = batch.doc
+        elif batch.lengths is not None:
+            doc = torch.where(place < batch.lengths[:, None], 0, -1)
+        else:
+            doc = torch.zeros(b, t, dtype=torch.long)
+        begins = torch.cat([torch.ones(b, 1, dtype=torch.bool), doc[:, 1:] != doc[:, :-1]], 1)
+        number = begins.flatten().cumsum(0) - 1  # of each token's document in the batch
+        size = number.bincount()
+        start = place.repeat(b)[begins.flatten()]
+        drawn = torch.rand(size.shape, generator=generator, dtype=torch.float64)
+        end = start + 1 + (drawn * (size - 1).clamp(min=1)).long()
+        return replace(batch, prefix=end[number].view(b, t).masked_fill(doc < 0, 0))
+
+
+def rows(batch: Batch) -> list[Tensor]:
+    """Each row without its padding."""
+    if batch.lengths is None:
+        return list(batch.ids)
+    return [row[:n] for row, n in zip(batch.ids, batch.lengths.tolist(), strict=True)]
+
+
+def _pairs(batch: Batch, pair: Callable[[Tensor], tuple[Tensor, Tensor]], marks: Marks) -> Batch:
+    """What an encoder reads and a decoder must say, row by row; the decoder reads the same one step later."""
+    if batch.doc is not None:
+        raise UsageError(
+            'text to repair cannot be packed as documents: say pack = "none" or "stream"'
+        )
+    start = _tensor((marks.need("start"),))
+    source, target = zip(*(pair(row) for row in rows(batch)), strict=True)
+    read = [torch.cat([start, row[:-1]]) for row in target]
+    ids, lengths = _pad(read, marks.padding)
+    encoded, source_lengths = _pad(source, marks.padding)
+    return Batch(ids, _pad(target, IGNORE)[0], lengths, encoded, source_lengths)
+
+
+def _pad(parts: Sequence[Tensor], fill: int) -> tuple[Tensor, Tensor | None]:
+    sizes = {len(part) for part in parts}
+    lengths = None if len(sizes) == 1 else torch.tensor([len(part) for part in parts])
+    return pad_sequence(list(parts), batch_first=True, padding_value=fill), lengths
+
+
+# --- a feed of them -----------------------------------------------------------------------------------------------
+
+
+class Corrupted:
+    """The batches of a feed, corrupted. The whole batch is, and a rank takes its rows of it: ranks put together are the
+    batch, however many they are."""
+
+    def __init__(self, feed: Feed, corruption: Corruption, seed: int):
+        self.feed, self.corruption, self.seed = feed, corruption, seed
+        settings = {n: _plain(x) for n, x in vars(corruption).items()}
+        said = repr((feed.fingerprint, type(corruption).__name__, settings, seed))
+        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+
+    @property
+    def epoch(self) -> int:
+        return self.feed.epoch
+
+    def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch:
+        whole = self.corruption(self.feed.batch(k), drawing(self.seed, "train", k))
+        first, last = (len(whole.ids) * r // world for r in (rank, rank + 1))
+        if first < last:
+            return whole.each(lambda x: x[first:last])
+        one = whole.each(lambda x: x[:1])
+        return replace(one, labels=torch.full_like(one.labels, IGNORE))
+
+    def evaluation(self) -> Iterator[Batch]:
+        for k, batch in enumerate(self.feed.evaluation()):
+            yield self.corruption(batch, drawing(self.seed, "evaluation", k))
+
+    def describe(self) -> str:
+        return f"{self.feed.describe()}; corrupted by {type(self.corruption).__name__}"
+
+
+def _plain(x: Any) -> Any:
+    return x.tolist() if isinstance(x, Tensor) else x
+
+
+def drawing(*key: int | str) -> Generator:
+    """A generator that depends on these numbers and words alone."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+# --- one row (t) --------------------------------------------------------------------------------------------------
+
+
+def ends(ids: Tensor, marks: Marks) -> tuple[Tensor, Tensor, Tensor]:
+    """The special tokens in front, the text, the special tokens behind."""
+    text = (~torch.isin(ids, _tensor(marks.special))).nonzero()[:, 0]
+    first, last = (int(text[0]), int(text[-1]) + 1) if len(text) else (len(ids), len(ids))
+    return ids[:first], ids[first:last], ids[last:]
+
+
+def span_counts(size: int, rate: float = 0.15, mean: float = 3.0) -> tuple[int, int]:
+    """(tokens taken out, spans they make) of `size` tokens: round(size rate), at least 1 and not all; in spans of
+    `mean`, at least 1. The input then has size - taken + spans tokens, the target taken + spans."""
+    taken = min(max(round(size * rate), 1), size - 1) if size else 0
+    return taken, min(max(round(taken / mean), 1), taken, size - taken + 1)
+
+
+def span_size(source: int, rate: float = 0.15, mean: float = 3.0) -> tuple[int, int]:
+    """(tokens of text, tokens of target) that make an input of at most `source` tokens, an end token on both sides."""
+    size = source
+    while True:
+        taken, count = span_counts(size + 1, rate, mean)
+        if size + 1 - taken + count + 1 > source:
+            taken, count = span_counts(size, rate, mean)
+            return size, taken + count + 1
+        size += 1
+
+
+def spans(
+    ids: Tensor,
+    sentinels: Sequence[int],
+    generator: Generator,
+    rate: float = 0.15,
+    mean: float = 3.0,
+) -> tuple[Tensor, Tensor]:
+    """(source, target) of T5 without end tokens. Where spans lie is drawn evenly from all ways to keep them apart (in
+    T5's own code a row always ends with one)."""
+    taken, count = span_counts(len(ids), rate, mean)
+    if count > len(sentinels):
+        raise UsageError(
+            f"{len(ids)} tokens make {count} spans, and the tokenizer has {len(sentinels)} sentinels; "
+            f"shorten the rows or add sentinels"
+        )
+    cuts = (
+        torch.randperm(max(taken - 1, 0), generator=generator)[: max(count - 1, 0)].sort().values
+        + 1
+    )
+    edges = torch.cat([_tensor((0,)), cuts, _tensor((taken,))])
+    sizes = edges.diff()[:count]  # every way to share `taken` tokens out is equally likely
+    marks = _tensor(sentinels[:count])
+    source, noise = _replace(ids, sizes, marks, generator)
+    target = ids.new_empty(taken + count)
+    at = edges[:count] + torch.arange(count)
+    target[at] = marks
+    target[_others(at, len(target))] = ids[noise]
+    return source, target
+
+
+def infill(
+    ids: Tensor, mask: int, generator: Generator, rate: float = 0.3, mean: float = 3.0
+) -> Tensor:
+    """The text with about `rate` of it behind masks, one a span."""
+    wanted, sizes = round(len(ids) * rate), _tensor(())
+    while int(sizes.sum()) < wanted:
+        more = torch.poisson(torch.full((wanted + 1,), mean), generator=generator).long()
+        sizes = torch.cat([sizes, more])
+    total = sizes.cumsum(0)
+    sizes = sizes[: int((total < wanted).sum()) + 1] if wanted else sizes
+    if wanted:
+        sizes[-1] -= sizes.sum() - wanted
+    sizes = sizes[: len(ids) - wanted + 1]  # no two side by side
+    return _replace(ids, sizes, torch.full_like(sizes, mask), generator)[0]
+
+
+def shuffle_sentences(ids: Tensor, stops: Tensor, generator: Generator) -> Tensor:
+    """The sentences in another order; each ends with a token of `stops` (V, bool), or with the text."""
+    last = stops[ids].nonzero()[:, 0] + 1
+    parts = [part for part in ids.tensor_split(last) if len(part)]
+    order = torch.randperm(len(parts), generator=generator).tolist()
+    return torch.cat([parts[i] for i in order]) if parts else ids
+
+
+def _replace(
+    ids: Tensor, sizes: Tensor, marks: Tensor, generator: Generator
+) -> tuple[Tensor, Tensor]:
+    """Spans of these sizes, apart from each other, each replaced by its mark; and which tokens they took, in order."""
+    kept = len(ids) - int(sizes.sum())
+    gaps = torch.randperm(kept + 1, generator=generator)[: len(sizes)].sort().values
+    noise = torch.arange(len(ids) - kept) + gaps.repeat_interleave(sizes)
+    out = ids.new_empty(kept + len(sizes))
+    at = gaps + torch.arange(len(sizes))
+    out[at] = marks
+    out[_others(at, len(out))] = ids[_others(noise, len(ids))]
+    return out, noise
+
+
+def _others(index: Tensor, size: int) -> Tensor:
+    """A mask of the places that `index` does not name."""
+    mask = torch.ones(size, dtype=torch.bool)
+    mask[index] = False
+    return mask
+
+
+def _ordinary(shape: torch.Size, marks: Marks, generator: Generator) -> Tensor:
+    """Ids drawn evenly from those that are not special."""
+    special = _tensor(sorted(set(marks.special)))
+    drawn = torch.randint(marks.vocab - len(special), shape, generator=generator)
+    return drawn + torch.searchsorted(special - torch.arange(len(special)), drawn, right=True)
+
+
+def _tensor(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.long)

@@ -1,0 +1,298 @@
+"""Files -> records: dictionaries {role: value}, one an example, in the order of the files.
+
+Everything but whole-file documents is read as a stream, so that memory does not grow with the data. Pictures:
+regard.data.images.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from regard.config import Count, ranged
+from regard.data.files import DataError, decoded, found, lines, needed, opened
+from regard.errors import UsageError, nearest
+
+Record = dict[str, Any]
+UNITS = ("file", "line", "paragraph")
+ROLES = ("text", "second", "source", "target", "label", "words", "tags", "start", "end", "image")
+
+
+@dataclass(frozen=True)
+@ranged
+class Source:
+    """Files of one format, read one after another; names may hold * and ?.
+
+    `beside` are the files with the other side, line by line (or label by picture). `columns` says which column, by its
+    number from 0 or its name, has a role: {"text": "1", "label": "0"}. A name means that the first line is a header."""
+
+    paths: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+    format: str = "auto"
+    unit: str = "file"  # what is one document of plain text; lines where there is a `beside`
+    marker: str = ""  # a text that stands between documents, for example <|endoftext|>
+    columns: dict[str, Any] = field(default_factory=dict)
+    header: bool | None = None
+    size: Count | None = None  # pictures are scaled to size x size
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise UsageError(
+                f"unit = {self.unit!r} is no unit of text; {nearest(self.unit, UNITS)}"
+            )
+        for role in self.columns:
+            if role not in ROLES:
+                raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
+
+    def files(self) -> list[Path]:
+        return found(self.paths)
+
+    def beside_files(self) -> list[Path]:
+        return found(self.beside)
+
+    def column(self, role: str) -> str:
+        return str(self.columns.get(role, role))
+
+
+def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    """The examples with these roles."""
+    if source.beside:
+        yield from _parallel(source, roles)
+        return
+    for path in source.files() if source.format != "hub" else map(Path, source.paths):
+        empty, kind = True, format_of(path, source.format)
+        if kind not in READERS:
+            raise UsageError(f"{path} holds no text; text comes as {', '.join(READERS)}")
+        for record in READERS[kind](path, source, roles):
+            empty = False
+            yield record
+        if empty:
+            raise DataError(f"{path} is empty: it holds no examples")
+
+
+def format_of(path: Path, said: str) -> str:
+    """The format by what is said, else by the name; a name that tells nothing means text."""
+    if said != "auto":
+        if said not in READERS and said not in ARRAYS:
+            raise UsageError(f"format = {said!r} is unknown; {nearest(said, [*READERS, *ARRAYS])}")
+        return said
+    if path.is_dir():
+        return "images"
+    name = path.name.lower().removesuffix(".gz").removesuffix(".xz")
+    ending = name.rpartition(".")[2] if not name.endswith("-ubyte") else "idx"
+    return {"ndjson": "jsonl", "json": "squad"}.get(
+        ending, ending if ending in {*READERS, *ARRAYS} - {"hub"} else "text"
+    )
+
+
+# --- plain text ---------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    if list(roles) != ["text"]:
+        raise UsageError(
+            f"{path} is plain text, which has no columns, but {', '.join(roles)} are needed; give a TSV, CSV or JSONL "
+            "file, or a second file beside it"
+        )
+    if source.marker:
+        texts = _marked(path, source.marker)
+    else:
+        texts = {"file": _whole, "line": lines, "paragraph": _paragraphs}[source.unit](path)
+    return ({"text": text} for text in texts)
+
+
+def _whole(path: Path) -> Iterator[str]:
+    with opened(path) as stream:
+        raw = stream.read().removeprefix(codecs.BOM_UTF8)
+    if raw:
+        yield decoded(raw, path)
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    held: list[str] = []
+    for line in lines(path):
+        if line.strip():
+            held.append(line)
+        elif held:
+            yield "\n".join(held)
+            held = []
+    if held:
+        yield "\n".join(held)
+
+
+def _marked(path: Path, marker: str) -> Iterator[str]:
+    held: list[str] = []
+    for line in lines(path):
+        first, *rest = line.split(marker)
+        held.append(first)
+        for part in rest:
+            yield "\n".join(held).strip("\n")
+            held = [part]
+    if any(part.strip() for part in held):
+        yield "\n".join(held).strip("\n")
+
+
+def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    """Two files side by side: line i of one belongs to line i of the other."""
+    here, there = source.files(), source.beside_files()
+    if len(roles) != 2 or len(here) != len(there):
+        raise UsageError(
+            f"{len(here)} files and {len(there)} beside them cannot be read as {', '.join(roles)}; give two files of "
+            "one number of lines"
+        )
+    for left, right in zip(here, there):
+        sides = zip_longest(lines(left), lines(right))
+        count = 0
+        for count, (one, other) in enumerate(sides, 1):
+            if one is None or other is None:
+                rest = 1 + sum(1 for _ in sides)
+                longer, shorter = (left, right) if other is None else (right, left)
+                raise DataError(
+                    f"{longer} has {count - 1 + rest:,} lines, {shorter} {count - 1:,}; line i of one must belong to "
+                    "line i of the other"
+                )
+            yield {roles[0]: one, roles[1]: other}
+        if count == 0:
+            raise DataError(f"{left} is empty: it holds no examples")
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def _tsv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    rows = ((n, line.split("\t")) for n, line in enumerate(lines(path), 1))
+    return _table(rows, path, source, roles)
+
+
+def _csv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    csv.field_size_limit(
+        1 << 30
+    )  # a document may be longer than the 128 KB that csv takes at first
+    reader = csv.reader((f"{line}\n" for line in lines(path)), strict=True)
+
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        try:
+            for row in reader:
+                if row:
+                    yield reader.line_num, row
+        except csv.Error as error:
+            raise DataError(f"line {reader.line_num} of {path} is no CSV: {error}") from None
+
+    return _table(rows(), path, source, roles)
+
+
+def _table(
+    rows: Iterator[tuple[int, list[str]]], path: Path, source: Source, roles: Sequence[str]
+) -> Iterator[Record]:
+    first = next(rows, None)
+    if first is None:
+        return
+    names = [source.column(role) for role in roles]
+    header = source.header
+    if header is None:
+        header = not all(str(name).isdecimal() for name in (*names, *source.columns.values()))
+    places = [_place(name, first[1], header, path, role) for name, role in zip(names, roles)]
+    width = len(first[1])
+    if not header:
+        yield {role: first[1][i] for role, i in zip(roles, places)}
+    for number, row in rows:
+        if row == [""] and width > 1:
+            continue
+        if len(row) != width:
+            raise DataError(
+                f"line {number} of {path} has {len(row)} columns, the first line {width}; they must be the same"
+            )
+        yield {role: row[i] for role, i in zip(roles, places)}
+
+
+def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> int:
+    if header and name in first:
+        return first.index(name)
+    if name.isdecimal() and int(name) < len(first):
+        return int(name)
+    said = ", ".join(repr(c)[:40] if header else f"{i} ({c[:30]!r})" for i, c in enumerate(first))
+    what = "its first line, read as their names, has" if header else "its columns:"
+    last = len(first) - 1
+    raise UsageError(
+        f"{path} has no column {name!r} for the role {role}; {what} {said}. Say which by name or by number from 0: "
+        f"--columns {role}={last}, or in a config columns = {{ {role} = {last} }}"
+    )
+
+
+def _jsonl(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    for number, line in enumerate(lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"line {number} of {path} is no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise DataError(
+                f"line {number} of {path} is no JSON object {{...}} but {type(row).__name__}: {line:.40}"
+            )
+        yield _picked(row, source, roles, f"line {number} of {path}")
+
+
+def _picked(row: Record, source: Source, roles: Sequence[str], where: str) -> Record:
+    missing = [source.column(role) for role in roles if source.column(role) not in row]
+    if missing:
+        raise UsageError(f"{where} has no {missing[0]!r}; it has: {', '.join(map(repr, row))}")
+    return {role: row[source.column(role)] for role in roles}
+
+
+def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters; None
+    where the text has no answer (SQuAD 2.0)."""
+    with opened(path) as stream:
+        text = decoded(stream.read(), path)
+    try:
+        for article in json.loads(text)["data"]:
+            for paragraph in article["paragraphs"]:
+                for asked in paragraph["qas"]:
+                    row = {"text": asked["question"], "second": paragraph["context"]}
+                    row |= {"start": None, "end": None}
+                    for answer in asked["answers"][:1]:
+                        start = int(answer["answer_start"])
+                        row |= {"start": start, "end": start + len(answer["text"])}
+                    yield {role: row[role] for role in roles}
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise DataError(
+            f"{path} is no JSON of the SQuAD form ({type(error).__name__}: {error}); other data: one object a line, "
+            "as .jsonl"
+        ) from None
+
+
+# --- packages that may be missing ---------------------------------------------------------------------------------
+
+
+def _parquet(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    load = needed("datasets", "reading Parquet", "'regard[hub]'").load_dataset
+    rows = load("parquet", data_files=str(path), split="train", streaming=True)
+    return (_picked(row, source, roles, str(path)) for row in rows)
+
+
+def _hub(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    """A data set by name, such as stanfordnlp/sst2:train; the only thing here that may use the network."""
+    load = needed("datasets", "reading a hub data set", "'regard[hub]'").load_dataset
+    name, _, split = str(path).partition(":")
+    rows = load(name, split=split or "train", streaming=True)
+    return (_picked(row, source, roles, name) for row in rows)
+
+
+READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = {
+    "text": _text,
+    "tsv": _tsv,
+    "csv": _csv,
+    "jsonl": _jsonl,
+    "squad": _squad,
+    "parquet": _parquet,
+    "hub": _hub,
+}
+ARRAYS = ("npz", "npy", "idx", "images")

@@ -1,0 +1,293 @@
+"""Numbers on disk, mapped into memory: the tokens of a data set, with a manifest that says what they were made of.
+
+A folder of shards has a manifest.json and for each column NAME.bin (the rows end to end) and, where rows differ in
+length, NAME.ends.bin (where each ends). The fingerprint is the SHA-256 of the sources, the tokenizer and the settings:
+a folder whose fingerprint fits is used again, any other is made anew, whole or not at all. The SHA-256 of every file
+is checked when the folder is opened, once a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regard.data.files import DataError, sha256
+
+MANIFEST, VERSION = "manifest.json", 1
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_checked: set[tuple[str, int, int, str]] = set()  # files whose SHA-256 this process has compared
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """Rows of numbers. With `ends` (n + 1 numbers), row i is values[ends[i]:ends[i + 1]]; without, values[i]."""
+
+    values: np.ndarray
+    ends: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.values) if self.ends is None else len(self.ends) - 1
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.values[i] if self.ends is None else self.values[self.ends[i] : self.ends[i + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        assert self.ends is not None, "rows of one shape have no lengths"
+        return np.diff(self.ends)
+
+    @property
+    def stream(self) -> np.ndarray:
+        """All rows end to end."""
+        assert self.ends is not None, "rows of one shape are no stream"
+        return self.values[self.ends[0] : self.ends[-1]]
+
+    @property
+    def fingerprint(self) -> str:
+        parts = [self.values] if self.ends is None else [self.stream, self.lengths]
+        whole = hashlib.sha256()
+        for part in parts:
+            whole.update(f"{part.dtype}{part.shape}".encode())
+            whole.update(np.ascontiguousarray(part).data)
+        return whole.hexdigest()
+
+    def part(self, start: int, stop: int) -> Column:
+        """Rows start to stop, without a copy."""
+        if self.ends is None:
+            return Column(self.values[start:stop])
+        return Column(self.values, self.ends[start : stop + 1])
+
+    def take(self, index: np.ndarray) -> Column:
+        """Some rows, copied."""
+        if self.ends is None:
+            return Column(self.values[index])
+        return Column.of([self[i] for i in index], self.values.dtype)
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any = np.int64) -> Column:
+        """Rows in memory."""
+        ends = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=ends[1:])
+        parts = [np.asarray(row, dtype=dtype) for row in rows]
+        return Column(np.concatenate(parts) if parts else np.zeros(0, dtype), ends)
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The columns of a folder; `notes` is what was counted while they were made."""
+
+    columns: dict[str, Column]
+    notes: dict[str, Any]
+    fingerprint: str
+
+
+def token_dtype(vocab: int) -> str:
+    return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+def digest(data: Any) -> str:
+    """SHA-256 of plain data."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def prepare(folder: Path, made_of: dict[str, Any], fill: Callable[[Writer], None]) -> Shards:
+    """The shards in `folder`, if they are made of just this; else they are made: `fill` writes the columns. A process
+    that finds another one at work waits for it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.parent):
+        if (folder / MANIFEST).exists():
+            if read_manifest(folder)["fingerprint"] == digest(made_of):
+                return open_shards(folder)
+        elif folder.exists() and any(folder.iterdir()):
+            raise DataError(f"{folder} holds something else than shards; name another folder")
+        new, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+        for left in (new, old):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            new.mkdir()
+            writer = Writer(new)
+            fill(writer)
+            writer.finish(made_of)
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+            _sync(folder.parent)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+        return open_shards(folder)
+
+
+def open_shards(folder: Path) -> Shards:
+    """Map a folder's columns, after every file was compared with its SHA-256 in the manifest."""
+    manifest = read_manifest(folder)
+    columns = {}
+    for name, entry in manifest["columns"].items():
+        maps = {file: _map(folder / file, said) for file, said in entry["files"].items()}
+        values = maps[f"{name}.bin"].reshape(entry["shape"])
+        columns[name] = Column(values, maps.get(f"{name}.ends.bin"))
+    return Shards(columns, manifest["notes"], manifest["fingerprint"])
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        check = data.pop("sha256")
+        whole = digest(data) == check
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; {folder} is no folder of shards") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise DataError(f"{path} is damaged; delete {folder} to have it made again")
+    if data["version"] != VERSION:
+        raise DataError(f"{path} is of version {data['version']}; delete {folder}")
+    return data
+
+
+def _map(path: Path, said: dict[str, Any]) -> np.ndarray:
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}); delete {path.parent} to have it made again"
+        ) from None
+    key = (str(path.resolve()), state.st_size, state.st_mtime_ns, said["sha256"])
+    if key not in _checked:
+        if state.st_size != said["bytes"]:
+            what = f"has {state.st_size:,} bytes, {said['bytes']:,} were written"
+        elif sha256(path) != said["sha256"]:
+            what = "has another SHA-256 than what was written"
+        else:
+            what = ""
+        if what:
+            raise DataError(
+                f"{path} has changed: it {what}; delete {path.parent} to have it made again"
+            )
+        _checked.add(key)
+    if said["bytes"] == 0:
+        return np.zeros(0, said["dtype"])
+    return np.asarray(np.memmap(path, said["dtype"], mode="r"))
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Columns that grow; `notes` goes into the manifest."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.growing: dict[str, _Growing] = {}
+        self.notes: dict[str, Any] = {}
+
+    def extend(self, name: str, rows: Sequence[Sequence[int]], dtype: str) -> None:
+        """More rows of a column whose rows differ in length."""
+        if name not in self.growing:
+            self.growing[name] = _Growing(self.folder, name, dtype)
+        flat = np.fromiter(chain.from_iterable(rows), np.int64)
+        self.growing[name].write(flat, [len(row) for row in rows])
+
+    def long(self, name: str, parts: Iterable[Sequence[int]], dtype: str) -> None:
+        """One more row, written part by part."""
+        if name not in self.growing:
+            self.growing[name] = _Growing(self.folder, name, dtype)
+        length = 0
+        for part in parts:
+            self.growing[name].write(np.array(part, np.int64), [])
+            length += len(part)
+        self.growing[name].write(np.zeros(0, np.int64), [length])
+
+    def array(self, name: str, x: np.ndarray) -> None:
+        """A whole column of rows of one shape."""
+        column = self.growing[name] = _Growing(self.folder, name, str(x.dtype))
+        column.shape = (-1, *x.shape[1:])
+        column.write(x, [])
+
+    def finish(self, made_of: dict[str, Any]) -> None:
+        columns = {name: column.finish() for name, column in self.growing.items()}
+        data = {
+            "version": VERSION,
+            "fingerprint": digest(made_of),
+            "made_of": made_of,
+            "notes": self.notes,
+            "columns": columns,
+        }
+        text = json.dumps({**data, "sha256": digest(data)}, indent=1, sort_keys=True)
+        with open(self.folder / MANIFEST, "w", encoding="utf-8") as stream:
+            stream.write(text + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(self.folder)
+
+
+class _Growing:
+    """One column's files while they are written."""
+
+    def __init__(self, folder: Path, name: str, dtype: str):
+        assert dtype in DTYPES, dtype
+        self.folder, self.name, self.dtype = folder, name, np.dtype(dtype)
+        self.shape: tuple[int, ...] = (-1,)
+        self.ends = array("q", [0])
+        self.hash = hashlib.sha256()
+        self.file = open(folder / f"{name}.bin", "wb")  # noqa: SIM115  closed by finish
+
+    def write(self, values: np.ndarray, lengths: list[int]) -> None:
+        limits = np.iinfo(self.dtype)
+        assert not values.size or limits.min <= values.min() <= values.max() <= limits.max
+        data = np.ascontiguousarray(values, self.dtype).data
+        self.file.write(data)
+        self.hash.update(data)
+        for length in lengths:
+            self.ends.append(self.ends[-1] + length)
+
+    def finish(self) -> dict[str, Any]:
+        files = {self.file.name: _close(self.file, self.hash, self.dtype)}
+        if self.shape == (-1,) and len(self.ends) > 1:
+            with open(self.folder / f"{self.name}.ends.bin", "wb") as stream:
+                data = self.ends.tobytes()
+                stream.write(data)
+                files[stream.name] = _close(stream, hashlib.sha256(data), np.dtype("int64"))
+        return {
+            "shape": self.shape,
+            "files": {Path(path).name: said for path, said in files.items()},
+        }
+
+
+def _close(stream: Any, whole: Any, dtype: np.dtype) -> dict[str, Any]:
+    stream.flush()
+    os.fsync(stream.fileno())
+    size = stream.tell()
+    stream.close()
+    return {"bytes": size, "sha256": whole.hexdigest(), "dtype": dtype.str}
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

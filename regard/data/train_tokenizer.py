@@ -1,0 +1,307 @@
+"""Learn a tokenizer from texts, with the library `tokenizers`: the files that regard.text.Tokenizer and transformers'
+PreTrainedTokenizerFast both read.
+
+The same texts and settings give the same files. For two languages, give the texts of both for one tokenizer, or train
+one for each side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from regard.config import Count, ranged
+from regard.data import unigram
+from regard.errors import UsageError, nearest
+from regard.text.build import SPACE
+from regard.text.folder import blaming
+
+AROUND = ("none", "start", "end", "both")
+TASKS = ("lm", "seq2seq", "mlm")
+PARTS = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
+_PLAIN = dict(pad="<pad>", unk="<unk>", bos="<s>", eos="</s>", cls="<s>", sep="</s>", mask="<mask>")
+_BERT = dict(pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
+BYTES = 256
+INSIDE = "##"  # before a piece that does not begin a word
+PRIVATE = 0xF0000  # the first of 131,000 characters that no text should have
+PART = 1 << 20  # characters of a text that are read at once
+LONG = 128  # characters of a word; longer ones are learned from in parts
+
+
+@dataclass(frozen=True)
+@ranged
+class Recipe:
+    """What is to be learned.
+
+    kind: "bpe" (byte-level, loses nothing), "wordpiece" (BERT), "unigram" (SentencePiece), "chars" or "bytes". `vocab`
+    counts the special tokens too; characters and bytes need none. `task` chooses the usual special tokens: "lm" an end,
+    "seq2seq" begin and end, which is put behind a text, "mlm" (and classes) a mask, and class and separator around a
+    text. `special` names them by their part instead, and `more` has others; ids begin with them, in order."""
+
+    kind: str = "bpe"
+    vocab: Count = 8000
+    task: str = "lm"
+    special: dict[str, str] | None = None
+    more: tuple[str, ...] = ()
+    around: str | None = (
+        None  # what is put around a text: none, start, end, both; None: as the task has it
+    )
+    lower: bool = False
+    min_count: Count = 2  # pairs seen less often are not merged
+
+    def __post_init__(self) -> None:
+        choices = {"kind": KINDS, "task": TASKS, "around": (*AROUND, None)}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                hint = nearest(str(value), [k for k in known if k])
+                raise UsageError(f"tokenizer {name} = {value!r} is unknown; {hint}")
+        for part in self.named:
+            if part not in PARTS:
+                raise UsageError(f"special token {part!r} is unknown; {nearest(part, PARTS)}")
+        if "" in self.tokens or len(set(self.tokens)) < len(self.tokens):
+            raise UsageError(f"special tokens must differ and not be empty, got {self.tokens}")
+        if self.kind in ("bpe", "wordpiece", "unigram") and self.vocab <= len(self.tokens):
+            raise UsageError(
+                f"vocab = {self.vocab} leaves no room beside {len(self.tokens)} special tokens"
+            )
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Special tokens by their part."""
+        if self.special is not None:
+            return self.special
+        if self.task == "mlm":
+            found = _BERT if self.kind == "wordpiece" else _PLAIN
+            return {part: found[part] for part in ("pad", "unk", "cls", "sep", "mask")}
+        lossless = self.kind in ("bpe", "bytes")
+        unk = {} if lossless else {"unk": _PLAIN["unk"]}
+        if self.task == "lm":
+            return {**unk, "eos": "<|endoftext|>"}
+        return {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
+
+    @property
+    def tokens(self) -> list[str]:
+        return [*self.named.values(), *self.more]
+
+    @property
+    def ends(self) -> tuple[str | None, str | None]:
+        """The tokens in front of a text and behind it."""
+        around = self.around or {"lm": "none", "seq2seq": "end", "mlm": "both"}[self.task]
+        found: list[str | None] = []
+        for place, parts in (("start", ("cls", "bos")), ("end", ("sep", "eos"))):
+            token = next((self.named[part] for part in parts if part in self.named), None)
+            wanted = around in (place, "both")
+            if wanted and token is None:
+                raise UsageError(f"around = {around!r} needs a special token {' or '.join(parts)}")
+            found.append(token if wanted else None)
+        return found[0], found[1]
+
+
+def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
+    """The files of the tokenizer, name -> bytes."""
+    first, last = recipe.ends
+    stream = iter(texts)
+    one = next(stream, None)
+    if one is None:
+        raise UsageError("there are no texts to learn a tokenizer from")
+    parts = (part for text in chain([one], stream) for part in _parts(text))
+    with blaming("no tokenizer can be learned from these texts"), _one_thread():
+        core = KINDS[recipe.kind](parts, recipe)
+    _check(core, recipe)
+    template = processors.TemplateProcessing(
+        single=" ".join(x for x in (first, "$A", last) if x),
+        pair=" ".join(x for x in (first, "$A", last, "$B", last) if x),
+        special_tokens=[(t, core.token_to_id(t)) for t in dict.fromkeys((first, last)) if t],
+    )
+    if first or last:
+        core.post_processor = template
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {f"{part}_token": text for part, text in recipe.named.items()}
+    settings |= {"clean_up_tokenization_spaces": False}
+    if recipe.more:
+        settings["additional_special_tokens"] = list(recipe.more)
+    return {
+        "tokenizer.json": core.to_str(pretty=True).encode(),
+        "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
+    }
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A long text in parts, cut before a space where there is one: the library takes a hundred bytes and more for a
+    character of what it reads at once."""
+    first = 0
+    while len(text) - first > PART:
+        space = text.rfind(" ", first + PART // 2, first + PART)
+        cut = first + PART if space < 0 else space
+        yield text[first:cut]
+        first = cut
+    yield text[first:]
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
+    """Put files into a folder, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        new = folder / f".{name}.new"
+        with open(new, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(folder / name)
+    return folder
+
+
+def _check(core: tokenizers.Tokenizer, recipe: Recipe) -> None:
+    for i, token in enumerate(recipe.tokens):
+        if core.token_to_id(token) != i:
+            raise UsageError(
+                f"special token {token!r} is also a piece of text; choose another string"
+            )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums of several threads would depend on who comes first."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+# --- the kinds ----------------------------------------------------------------------------------------------------
+
+
+def _bpe(texts: Iterator[str], recipe: Recipe, merges: bool = True) -> tokenizers.Tokenizer:
+    """Bytes, and the pairs of them that are seen most (Sennrich et al. 2016; GPT-2's cut into words)."""
+    smallest = BYTES + len(recipe.tokens)
+    if merges and recipe.vocab < smallest:
+        raise UsageError(
+            f"vocab = {recipe.vocab} is too small: 256 bytes and {len(recipe.tokens)} special tokens are {smallest}"
+        )
+    core = tokenizers.Tokenizer(models.BPE())
+    core.normalizer = normalizers.Lowercase() if recipe.lower else None
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=merges)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocab if merges else smallest,
+        min_frequency=recipe.min_count,
+        special_tokens=recipe.tokens,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts if merges else iter(()), trainer)
+    return core
+
+
+def _bytes(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
+    return _bpe(texts, recipe, merges=False)
+
+
+def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
+    """Words, cut into the longest known pieces from the left (BERT). The pieces are those of byte pair encoding on
+    characters, where a character inside a word is another one than at its beginning.
+
+    The library's own trainer numbers those in the order of a hash table, so that no two runs are alike. Here each is
+    written as a character of its own, from the planes for private use, and the trainer of BPE does the rest."""
+    core = tokenizers.Tokenizer(models.WordPiece(unk_token=_unknown(recipe)))
+    core.normalizer = normalizers.BertNormalizer(lowercase=recipe.lower)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    stands: dict[str, str] = {}  # character, or ## and character -> what stands for it
+
+    def written(word: str) -> str:
+        marks = [word[0], *(f"{INSIDE}{c}" for c in word[1:])]
+        return "".join(stands.setdefault(m, chr(PRIVATE + len(stands))) for m in marks)
+
+    counts = Counter(word for text in texts for word in _words(core, text))
+    lines = (" ".join([written(word)] * count) for word, count in counts.items())
+    pairs = tokenizers.Tokenizer(models.BPE())
+    pairs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pairs.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=recipe.vocab - len(recipe.tokens),
+            min_frequency=recipe.min_count,
+            show_progress=False,
+        ),
+    )
+    read = {stand: mark for mark, stand in stands.items()}
+    found = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
+    marks = [[read[c] for c in piece] for piece, _ in found]
+    pieces = [first + "".join(c.removeprefix(INSIDE) for c in rest) for first, *rest in marks]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*recipe.tokens, *pieces]))}
+    core.model = models.WordPiece(vocab, unk_token=_unknown(recipe))
+    core.add_special_tokens(recipe.tokens)
+    return core
+
+
+def _unigram(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
+    """The pieces that make the texts most probable, with SentencePiece's mark for a space: see regard.data.unigram."""
+    core = tokenizers.Tokenizer(models.Unigram())
+    steps: list[Any] = [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    core.normalizer = normalizers.Sequence(steps + [normalizers.Lowercase()] * recipe.lower)
+    core.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always")
+    core.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always")
+    counts: Counter[str] = Counter()
+    for text in texts:
+        for word in _words(core, text):
+            counts.update(word[i : i + LONG] for i in range(0, len(word), LONG))
+    unk = _unknown(recipe)
+    learned = unigram.learn(counts, recipe.vocab - len(recipe.tokens))
+    pieces = [(token, 0.0) for token in recipe.tokens]
+    pieces += [item for item in learned if item[0] not in recipe.tokens]
+    core.model = models.Unigram(pieces, recipe.tokens.index(unk))
+    core.add_special_tokens(recipe.tokens)
+    return core
+
+
+def _words(core: tokenizers.Tokenizer, text: str) -> list[str]:
+    """The words of a text as the tokenizer will see them."""
+    clean = core.normalizer.normalize_str(text)
+    return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(clean)]
+
+
+def _chars(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
+    """Every character that occurs, in the order of Unicode."""
+    seen: set[str] = set()
+    for text in texts:
+        seen |= set(text.lower() if recipe.lower else text)
+    unk = _unknown(recipe)
+    vocab = {token: i for i, token in enumerate([*recipe.tokens, *sorted(seen)])}
+    core = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=unk))
+    core.normalizer = normalizers.Lowercase() if recipe.lower else None
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(recipe.tokens)
+    return core
+
+
+def _unknown(recipe: Recipe) -> str:
+    if "unk" not in recipe.named:
+        raise UsageError(f"a tokenizer of kind {recipe.kind!r} needs the special token unk")
+    return recipe.named["unk"]
+
+
+KINDS: dict[str, Callable[[Iterator[str], Recipe], tokenizers.Tokenizer]] = {
+    "bpe": _bpe,
+    "wordpiece": _wordpiece,
+    "unigram": _unigram,
+    "chars": _chars,
+    "bytes": _bytes,
+}

@@ -1,0 +1,346 @@
+"""Text in, text out: joins a model, its tokenizer and the engine. `generate`, `stream`, `translate`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.decode.check import check_tokens, written
+from regard.decode.engine import Engine
+from regard.decode.settings import Event, Request, Result, Settings
+from regard.errors import UsageError, notice
+from regard.fast.invariant import invariant as steady
+from regard.text import Special, Stream, Tokenizer, needed, special_ids
+from regard.text.folder import read_json
+from regard.text.stream import check_stop
+
+Prompt = str | Sequence[int] | Tensor
+
+
+class Unanswered(UsageError):
+    """A request that failed while it ran, by no mistake of the caller: a command ends with this code, not with 2."""
+
+    code = 1
+
+
+def generate(
+    model: Any,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    stop: str | Sequence[str] = (),
+    rows: int = 64,
+    layout: str = "contiguous",
+    invariant: bool = False,
+    draft_model: Any = None,
+    **settings: Any,
+) -> list[Result]:
+    """Answers to prompts, which are texts or lists of ids (an encoder-decoder's source; images for a captioner).
+
+    settings: see regard.decode.settings.Settings. With n_best or samples above 1 a prompt's results follow each other.
+    `rows` bounds the batch; more prompts than fit are served as rows become free. `invariant`: an answer has the same
+    bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a small model of the same
+    vocabulary that guesses tokens ahead (`draft` of them, 4 if not said).
+
+    An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
+    text are what it had; the others are as ever, and a warning counts the failed ones."""
+    groups = answers(
+        model,
+        prompts,
+        stop=stop,
+        rows=rows,
+        layout=layout,
+        invariant=invariant,
+        draft_model=draft_model,
+        **settings,
+    )
+    results = [result for group in groups for result in group]
+    fault = failed(results)
+    if fault:
+        warnings.warn(fault, RuntimeWarning, stacklevel=2)
+    return results
+
+
+def failed(results: Sequence[Result]) -> str:
+    """A sentence about the answers that ended with an error; empty where none did."""
+    errors = [r.error for r in results if r.finish == "error"]
+    if not errors:
+        return ""
+    return f"{len(errors)} of {len(results)} answers could not be completed: {errors[0]}"
+
+
+def answers(
+    model: Any,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    stop: str | Sequence[str] = (),
+    rows: int = 64,
+    layout: str = "contiguous",
+    invariant: bool = False,
+    draft_model: Any = None,
+    **settings: Any,
+) -> list[list[Result]]:
+    """`generate`, each prompt's answers in a list of their own."""
+    if draft_model is not None:
+        settings.setdefault("draft", 4)
+    job = Job(model, stop, settings)
+    many = job.requests(prompts)
+    backend = "ordered" if invariant else "sdpa"
+    runner = steady(model) if invariant else model
+    engine = Engine(runner, layout=layout, rows=rows, backend=backend, draft=draft_model)
+    results: dict[int, list[Result]] = {}
+    numbers = {}
+    for i in sorted(range(len(many)), key=lambda i: -_size(many[i])):
+        numbers[engine.submit(many[i])] = i
+    for event in engine.run():
+        if event.done is not None:
+            results[numbers[event.request]] = event.done
+    return [[job.finish(r, k, x) for k, x in enumerate(results[i])] for i, r in enumerate(many)]
+
+
+def stream(
+    model: Any,
+    prompt: Prompt,
+    *,
+    stop: str | Sequence[str] = (),
+    draft_model: Any = None,
+    **settings: Any,
+) -> Generator[str, None, Result]:
+    """The answer to one prompt while it is made, in pieces: one for each token that completes a character; joined, they
+    are generate's text. The generator's return value is the Result. If the answer fails, that is raised at its end."""
+    if draft_model is not None:
+        settings.setdefault("draft", 4)
+    job = Job(model, stop, settings, live=True)
+    if job.settings.rows > 1:
+        raise UsageError("a stream is one answer; leave beams and samples out")
+    (request,) = job.requests(prompt)
+    engine = Engine(model, layout="contiguous", rows=1, draft=draft_model)
+    engine.submit(request)
+    pieces = []
+    for event in engine.run():
+        if event.done is None:
+            pieces.append(job.take(request, 0))
+            if pieces[-1]:
+                yield pieces[-1]
+        else:
+            result = job.finish(request, 0, event.done[0])
+    if result.text is not None:
+        rest, result.text = result.text, "".join([*pieces, result.text])
+        if rest:
+            yield rest
+    if result.finish == "error":
+        raise Unanswered(f"the prompt could not be answered: {result.error}")
+    return result
+
+
+def translate(
+    model: Any, lines: Sequence[str], *, beams: int = 4, rows: int = 128, **settings: Any
+) -> list[str] | list[list[str]]:
+    """One translation per line, by beam search; with n_best or samples above 1 a list of them per line. Empty lines
+    stay empty. A line that fails is as far as it came, and a warning says so."""
+    if not hasattr(model, "encode"):
+        raise UsageError(
+            "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use generate"
+        )
+    tokenizer = needed(tokenizer_of(model))
+    sources = [tokenizer.encode(line) if line.strip() else [] for line in lines]
+    full = [source for source in sources if source]
+    settings.setdefault("max_new_tokens", default_length(model, full) if full else 1)
+    groups = answers(model, full, beams=beams, rows=rows, **settings) if full else []
+    fault = failed([result for group in groups for result in group])
+    if fault:
+        warnings.warn(fault, RuntimeWarning, stacklevel=2)
+    found = iter(groups)
+    texts = [[r.text or "" for r in next(found)] if source else [""] for source in sources]
+    several = any(settings.get(name, 1) > 1 for name in ("n_best", "samples"))
+    return texts if several else [text for (text,) in texts]
+
+
+def default_length(model: Any, sources: Sequence[Sequence[int]]) -> int:
+    """Twice the longest source and ten, within the model's context."""
+    longest = 2 * max(map(len, sources)) + 10
+    context = getattr(model.config, "max_len", None)
+    return longest if context is None else min(longest, context - 1)
+
+
+def unread(tokenizer: Tokenizer, prompt: str) -> str:
+    """What of a prompt the model cannot read, as a sentence; "" if nothing."""
+    lost = tokenizer.unknown(prompt)
+    shown = ", ".join(f"{part!r:.20}" for part in lost[:8]) + (", ..." if lost[8:] else "")
+    return f"the tokenizer has no token for {shown}: the model reads <unk> instead" if lost else ""
+
+
+class Job:
+    """One call: its settings and its tokenizer. Where text is wanted with each token (`live`, or to find stop strings)
+    it holds the text of every answer so far; else an answer is turned into text when it is complete."""
+
+    def __init__(
+        self, model: Any, stop: str | Sequence[str], settings: dict[str, Any], live: bool = False
+    ):
+        self.model, self.stop = model, check_stop(stop)
+        self.live = live or bool(self.stop)
+        self.two = hasattr(model, "encode")
+        self.tokenizer = tokenizer_of(model)
+        self.settings = _settings(model, settings)
+        self.streams: dict[tuple[int, int], Stream] = {}
+        self.texts: dict[tuple[int, int], list[str]] = {}
+        if self.stop and self.settings.beams > 1:
+            raise UsageError(
+                "stop strings end a text while it is made; beam search cannot stop so, leave one out"
+            )
+
+    def requests(self, prompts: Prompt | Sequence[Prompt]) -> list[Request]:
+        return [self.request(p, i) for i, p in enumerate(_many(prompts))]
+
+    def request(self, prompt: Prompt, key: int) -> Request:
+        given = self.read(prompt)
+        if not self.two:
+            request = Request(_ids(given), self.settings, key=key)
+        else:
+            source = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.long)
+            if source.dim() == 1 and len(source) == 0:
+                raise UsageError("the source is empty; give at least one token")
+            start = special_of(self.model).start
+            request = Request([0 if start is None else start], self.settings, source, key=key)
+        if self.stop:
+            needed(self.tokenizer)
+        if self.live and self.tokenizer is not None:
+            request.stop = lambda sample, ids, r=request: self.push(r, sample, ids[-1])
+        return request
+
+    def read(self, prompt: Prompt) -> list[int] | Tensor:
+        if isinstance(prompt, str):
+            ids = needed(self.tokenizer).encode(prompt)
+            if text := unread(needed(self.tokenizer), prompt):
+                warnings.warn(text, stacklevel=2)
+            return ids
+        return prompt if isinstance(prompt, Tensor) and prompt.dim() > 1 else _ids(prompt)
+
+    def push(self, request: Request, sample: int, token: int) -> bool:
+        """Add a token to an answer's text; whether that completed a stop string."""
+        at = (id(request), sample)
+        if at not in self.streams:
+            assert self.tokenizer is not None
+            after = [] if self.two else request.ids
+            self.streams[at] = Stream(self.tokenizer, self.stop, after=after)
+            self.texts[at] = []
+        self.texts[at].append(self.streams[at].push([token]))
+        return self.streams[at].stopped is not None
+
+    def take(self, request: Request, sample: int) -> str:
+        """The text that has come since the last call."""
+        pieces = self.texts.get((id(request), sample), [])
+        text = "".join(pieces)
+        pieces.clear()
+        return text
+
+    def rest(self, request: Request, sample: int) -> str:
+        at = (id(request), sample)
+        return self.take(request, sample) + (
+            self.streams[at].finish() if at in self.streams else ""
+        )
+
+    def finish(self, request: Request, sample: int, result: Result) -> Result:
+        """The result with its text; of a live one, with the text that has not been taken."""
+        if self.tokenizer is None:
+            return result
+        if self.live:
+            result.text = self.rest(request, sample)
+        else:
+            after = [] if self.two else request.ids
+            result.text = self.tokenizer.decode(result.ids, after=after)
+        return result
+
+
+def tokenizer_of(model: Any) -> Tokenizer | None:
+    """The tokenizer of the model's folder, made once."""
+    origin = model.origin
+    if origin is None:
+        return None
+    if not hasattr(origin, "tokenizer"):
+        origin.tokenizer = Tokenizer.from_files(origin.files, origin.config)
+    return origin.tokenizer
+
+
+def special_of(model: Any) -> Special:
+    if model.origin is None:
+        return Special()
+    tokenizer = tokenizer_of(model)
+    return tokenizer.special if tokenizer else special_ids(model.origin.files, model.origin.config)
+
+
+def _settings(model: Any, given: dict[str, Any]) -> Settings:
+    """The user's settings, with the end, forced and banned tokens that the model's folder names."""
+    found = {name: value for name, value in told(model).items() if name not in given}
+    for name, value in found.items():
+        if isinstance(value, tuple):
+            found[name] = _possible(value, written(model).vocab, f"the model folder's {name}")
+        elif value is not None:
+            check_tokens([value], written(model).vocab, f"the model folder's {name}")
+    return Settings.of({**found, **given})
+
+
+def _possible(tokens: tuple[int, ...], vocab: int, name: str) -> tuple[int, ...]:
+    """Without ids that the model cannot write, as in published folders with a smaller vocabulary than GPT-2's."""
+    beyond = [i for i in tokens if not isinstance(i, int) or not 0 <= i < vocab]
+    if beyond:
+        notice(f"{name} {beyond[0]!r} is outside the vocabulary (0 to {vocab - 1}); left out")
+    return tuple(i for i in tokens if i not in beyond)
+
+
+def told(model: Any) -> dict[str, Any]:
+    """The settings that the model's folder names: end, forced and banned tokens."""
+    found: dict[str, Any] = {"eos": special_of(model).eos}
+    origin = model.origin
+    if origin is None:
+        return found
+    # As in transformers, config.json decides nothing of this where there is a generation_config.json.
+    saved = "generation_config.json" in origin.files
+    said = read_json(origin.files, "generation_config.json") if saved else origin.config
+    found["forced_first"] = said.get("forced_bos_token_id")
+    last = said.get("forced_eos_token_id")
+    found["forced_last"] = next(iter(last), None) if isinstance(last, list) else last
+    words = said.get("bad_words_ids") or []
+    if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+        raise UsageError(
+            f"the model folder's bad_words_ids must be lists of ids, got {words!r:.60}"
+        )
+    found["banned"] = tuple(word[0] for word in words if len(word) == 1)
+    return found
+
+
+def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a text, a list of ids or an image is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        prompts = torch.from_numpy(prompts)
+    if isinstance(prompts, Tensor):
+        return [prompts] if prompts.dim() in (1, 3) else list(prompts)
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+        raise UsageError(f"a prompt is text or a list of whole numbers, got {prompts!r:.60}")
+    if len(prompts) and isinstance(prompts[0], Integral):
+        return [prompts]  # type: ignore[list-item]
+    if not len(prompts):
+        raise UsageError("no prompt given; give a text, a list of ids, or a list of them")
+    return [torch.from_numpy(p) if isinstance(p, np.ndarray) else p for p in prompts]  # type: ignore[misc]
+
+
+def _ids(prompt: Any) -> list[int]:
+    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    whole = isinstance(ids, Sequence) or hasattr(ids, "__array__")
+    if not whole or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+        raise UsageError(f"a prompt is text or a list of whole numbers, got {prompt!r:.60}")
+    return [int(i) for i in ids]
+
+
+def _size(request: Request) -> int:
+    return len(request.ids) + (0 if request.source is None else request.source.shape[0])
+
+
+__all__ = ["Event", "Result", "generate", "stream", "translate"]

@@ -1,0 +1,1 @@
+"""Fast forms of the parts of a model."""

@@ -1,0 +1,1 @@
+"""C code for the CPU, and what calls it."""

@@ -1,0 +1,147 @@
+"""Linear layers in native code: y = act(x W^T + b) + add, W packed once in 32, 16 or 8 bits for AMX and AVX-512.
+
+    python bench/linear.py      times them against torch's
+
+`plain` says what is computed. Few rows stream W as fast as memory gives it; one packing serves any number of rows. x
+and y are float32: bf16 rounds x to bf16, int8 rounds each row of x by its own largest number, sums are float32 and
+int32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from struct import Struct
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.kernels.c.native import has_amx, library
+from regard.kernels.linear import Layer
+
+KINDS = {"fp32": 0, "bf16": 1, "int8": 2}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+MOST = 8  # rows of float32 above which torch's product is faster
+HUGE, STRETCH = 2**21, 2**25  # bytes of a huge page, and of what is asked for at once
+PART = 2048  # rows of W that are packed at once, a multiple of 32
+FIXED = Struct("8q")
+
+
+def usable(precision: str) -> bool:
+    return precision in KINDS and has_amx()
+
+
+def plain(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    act: str = "",
+    gated: bool = False,
+    add: Tensor | None = None,
+) -> Tensor:
+    """act(x w^T + b) + add; `gated`: w is [gate ; up], act(gate x) * up x."""
+    y = F.linear(x, w, b)
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = ACTIVATIONS[act](gate) * up
+    else:
+        y = ACTIVATIONS[act](y)
+    return y if add is None else y + add
+
+
+@functools.cache
+def _calls() -> Any:
+    found = library()
+    assert found is not None
+    whole = ctypes.c_int64
+    found.linear_bytes.argtypes, found.linear_bytes.restype = [whole] * 4, whole
+    found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, *[whole] * 3], None
+    found.linear_room.argtypes, found.linear_room.restype = [whole, whole], None
+    found.linear.argtypes, found.linear.restype = [ctypes.c_char_p, *[whole] * 4], ctypes.c_int
+    return found
+
+
+class Room:
+    """Memory for packed weights, many layers in one stretch: huge pages of their own would be half empty."""
+
+    def __init__(self) -> None:
+        self.lock, self.left = threading.Lock(), torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes that begin at a multiple of 64."""
+        size = -(-size // 64) * 64
+        with self.lock:
+            if size > len(self.left):
+                room = torch.empty(max(size, STRETCH) + HUGE, dtype=torch.uint8)
+                self.left = room[-room.data_ptr() % HUGE :][: max(size, STRETCH)]
+                _calls().linear_room(self.left.data_ptr(), len(self.left))
+            taken, self.left = self.left[:size], self.left[size:]
+            return taken
+
+
+ROOM = Room()
+
+
+class NativeLinear(Layer):
+    """`plain` for a weight (n k) and bias (n), packed."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        precision: str,
+        *,
+        act: str = "",
+        gated: bool = False,
+    ):
+        super().__init__()
+        n, self.k = weight.shape
+        self.n, self.act, self.gated, self.precision = n // 2 if gated else n, act, gated, precision
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.scale = torch.empty(n) if precision == "int8" else None
+        kind, calls = KINDS[precision], _calls()
+        if precision == "fp32":
+            self.weight = weight.detach().float().contiguous()
+        else:
+            self.weight = ROOM.take(calls.linear_bytes(kind, n, self.k, gated))
+        pointers = (0 if x is None else x.data_ptr() for x in (self.weight, self.scale, self.bias))
+        act_number = list(ACTIVATIONS).index(act)
+        self.fixed = FIXED.pack(kind, n, self.k, gated, act_number, *pointers)
+        if precision != "fp32":
+            self.pack(weight.detach())
+        self.call = calls.linear
+
+    def pack(self, weight: Tensor) -> None:
+        """Part by part: W in float32 may be as large as all the rest."""
+        each = len(weight) if self.gated else PART
+        for first in range(0, len(weight), each):
+            part = weight[first : first + each].float().contiguous()
+            if self.scale is not None:
+                low, high = part.aminmax(dim=1)
+                scale = torch.maximum(high, low.neg_()).div_(127).clamp_(min=1e-30)
+                self.scale[first : first + each] = scale
+            _calls().linear_pack(self.fixed, part.data_ptr(), first, len(part))
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        x = x.float().contiguous()
+        m = x.numel() // self.k
+        if self.precision == "fp32" and m > MOST:
+            return plain(x, self.weight, self.bias, self.act, self.gated, add)
+        y = x.new_empty(*x.shape[:-1], self.n)
+        extra = None if add is None else add.float().contiguous()
+        more = 0 if extra is None else extra.data_ptr()
+        if self.call(self.fixed, x.data_ptr(), m, more, y.data_ptr()):
+            raise MemoryError(
+                f"linear: no memory for {m} rows of {self.k} numbers in {self.precision}"
+            )
+        return y

@@ -1,0 +1,257 @@
+"""What stands between the matrix products of many rows on a GPU, each as one kernel: residual + RMS norm, act(gate) *
+up, and products split along K whose parts the next residual adds up.
+
+    python bench/gpu_kernels.py --part w      times the products against torch's
+
+Plain forms beside each; `fast=False`, or no GPU, takes those.
+"""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.kernels.triton.linear import ACTIVATIONS, SWITCH, _activate, jit, launch, ready, triton
+
+if triton is not None:
+    import triton.language as tl
+
+SMS = 132  # an H200's multiprocessors
+HIGHEST = 64  # rows above which torch's matrix product takes over
+# (K, N, split) -> rows of W a program, elements of K a step, parts, stages, warps, measured on an H200; others: see
+# `blocks_for`
+BLOCKS: dict[tuple[int, int, bool], tuple[int, int, int, int, int]] = {
+    (2048, 3072, True): (64, 128, 2, 4, 4),
+    (2048, 128256, False): (128, 64, 1, 4, 4),
+}
+
+
+# --- residual + norm ----------------------------------------------------------------------------------------------
+
+
+@jit
+def _add_norm(
+    x,
+    more,
+    weight,
+    total,
+    y,
+    stride,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n = tl.arange(0, BLOCK)
+    valid = n < N
+    g = tl.load(weight + n, mask=valid, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * N + n
+    a = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
+    if PARTS:
+        plus = tl.zeros([BLOCK], tl.float32)
+        for p in tl.static_range(PARTS):
+            plus += tl.load(more + p * stride + at, mask=valid, other=0.0).to(tl.float32)
+        rounded = (a + plus).to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=valid)
+        a = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(a * a, 0) / N + eps)
+    tl.store(y + at, (a * scale * g).to(y.dtype.element_ty), mask=valid)
+
+
+def summed(x: Tensor, more: Tensor | None) -> Tensor:
+    """x (m n) + more (m n), or the sum of its parts (s m n)."""
+    if more is None:
+        return x
+    return x + (more.sum(0).to(x.dtype) if more.dim() == 3 else more)
+
+
+def add_norm(
+    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, fast: bool = True
+) -> tuple[Tensor, Tensor]:
+    """s = `summed(x, more)` and its RMS norm. See test_gpu_add_norm_matches_torch."""
+    if not (fast and ready(x) and x.is_contiguous() and (more is None or more.is_contiguous())):
+        s = summed(x, more)
+        return s, F.rms_norm(s, weight.shape, weight, eps)
+    m, n = x.shape
+    y = torch.empty_like(x)
+    total = x if more is None else torch.empty_like(x)
+    parts = 0 if more is None else (len(more) if more.dim() == 3 else 1)
+    block = triton.next_power_of_2(n)
+    warps = max(1, min(16, block // 256))
+    pdl, extra = launch(x)
+    _add_norm[(m,)](
+        x,
+        x if more is None else more,
+        weight,
+        total,
+        y,
+        m * n,
+        eps,
+        N=n,
+        BLOCK=block,
+        PARTS=parts,
+        PDL=pdl,
+        num_warps=warps,
+        **extra,
+    )
+    return total, y
+
+
+# --- act(gate) * up -----------------------------------------------------------------------------------------------
+
+
+@jit
+def _gate(x, y, N, BLOCK: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = n < N
+    a = tl.load(x + m * 2 * N + n, mask=valid, other=0.0).to(tl.float32)
+    b = tl.load(x + m * 2 * N + N + n, mask=valid, other=0.0).to(tl.float32)
+    tl.store(y + m * N + n, (_activate(a, ACT) * b).to(y.dtype.element_ty), mask=valid)
+
+
+def gate(x: Tensor, act: str, fast: bool = True) -> Tensor:
+    """act(a) * b for x = [a | b] (m 2n). See test_gpu_gate_matches_torch."""
+    if not (fast and ready(x) and x.is_contiguous()):
+        a, b = x.chunk(2, -1)
+        return ACTIVATIONS[act](a) * b
+    m, n = len(x), x.shape[1] // 2
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    block = min(2048, triton.next_power_of_2(n))
+    pdl, extra = launch(x)
+    _gate[(m, triton.cdiv(n, block))](x, y, n, BLOCK=block, ACT=act, PDL=pdl, num_warps=4, **extra)
+    return y
+
+
+# --- products -----------------------------------------------------------------------------------------------------
+
+
+@jit
+def _parts(
+    x,
+    w,
+    out,
+    M,
+    N,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows of W times all of x^T over a part of K, on tensor cores. GATED: W is [gate ; up], act(gate x) * up x."""
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    EACH: tl.constexpr = K // PARTS
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(1)
+    m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    mine = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + part * EACH
+    other = mine + N.to(tl.int64) * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    home_x = x + tl.minimum(m, M - 1)[None, :] * K + part * EACH + k[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k0 in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
+        b = tl.load(home_x + k0)
+        a = tl.load(mine + k0 + k[None, :], eviction_policy="evict_first")
+        acc = tl.dot(a, b, acc, input_precision=precision)
+        if GATED:
+            a = tl.load(other + k0 + k[None, :], eviction_policy="evict_first")
+            up = tl.dot(a, b, up, input_precision=precision)
+    if GATED:
+        acc = _activate(acc, ACT) * up
+    to = out + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
+    valid = (m < M)[None, :] & (n < N)[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=valid)
+
+
+def blocks_for(k: int, n: int, split: bool, gated: bool = False) -> tuple[int, int, int, int, int]:
+    """Rows of W a program, elements of K a step, parts of K, stages, warps: with `split` one wave of programs."""
+    if (k, n, split) in BLOCKS:
+        return BLOCKS[k, n, split]
+    block_n = 64 if split or gated or n >= 8192 else 32
+    block_k = 128 if k % 128 == 0 else 32 if k % 32 == 0 else 16
+    parts = 1
+    while split and parts < 8 and -(-n // block_n) * parts * 2 <= SMS:
+        if k % (parts * 2 * block_k):
+            break
+        parts *= 2
+    return block_n, block_k, parts, 4, 4
+
+
+def parts(
+    x: Tensor,
+    w: Tensor,
+    split: bool = True,
+    blocks: tuple[int, int, int, int, int] | None = None,
+    *,
+    act: str = "",
+    gated: bool = False,
+) -> Tensor:
+    """x (m k) w^T (n k) in parts (s m n), float32, whose sum is the product; without `split` one, as x is, which may be
+    `gated`: act(gate) * up of w = [gate ; up]. See test_gpu_parts_sum_to_the_product."""
+    (m, k), n = x.shape, len(w) // 2 if gated else len(w)
+    block_n, block_k, count, stages, warps = blocks or blocks_for(k, n, split, gated)
+    stages = min(stages, 2) if x.element_size() == 4 else stages  # shared memory
+    kind = x.dtype if count == 1 else torch.float32
+    out = torch.empty(count, m, n, dtype=kind, device=x.device)
+    pdl, extra = launch(x)
+    _parts[(triton.cdiv(n, block_n), count)](
+        x,
+        w,
+        out,
+        m,
+        n,
+        K=k,
+        BLOCK_M=max(16, triton.next_power_of_2(m)),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PARTS=count,
+        STAGES=stages,
+        GATED=gated,
+        ACT=act,
+        EXACT=x.dtype == torch.float32,
+        PDL=pdl,
+        num_warps=warps,
+        **extra,
+    )
+    return out
+
+
+def ours(x: Tensor, w: Tensor, bias: Tensor | None, fast: bool) -> bool:
+    """Whether `parts` is to do this product."""
+    fits = len(x) <= HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype and bias is None
+    return fast and fits and SWITCH["wide"] and ready(x) and x.is_contiguous() and w.is_contiguous()
+
+
+def product(
+    x: Tensor, w: Tensor, bias: Tensor | None, fast: bool = True, split: bool = False
+) -> Tensor:
+    """x w^T + bias (m n); with `split` perhaps as parts (s m n)."""
+    if not ours(x, w, bias, fast):
+        return F.linear(x, w, bias)
+    y = parts(x, w, split)
+    return y if split else y[0]
+
+
+def gated(x: Tensor, w: Tensor, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
+    """act(gate) * up of x by w = [gate ; up] (2n k)."""
+    if ours(x, w, bias, fast):
+        return parts(x, w, False, act=act, gated=True)[0]
+    return gate(F.linear(x, w, bias), act, fast)

@@ -1,0 +1,1 @@
+"""The mechanisms explained: topics, and the numbers behind them."""

@@ -1,0 +1,132 @@
+"""How far rounding can carry a result: the envelope that tells rounding from a bug.
+
+Each tensor y of a run is held against f(x) in float64, x being what the run itself had before: so f's own rounding is
+all that may part them, and no error is counted twice. How much that is, the oracle is asked: f is computed again in
+float64 with every sum, product and function in it off by a random relative error of at most u, the unit roundoff of the
+run's dtype (operands of products and norms too, so that cancellation counts; those of a sum of n products by u sqrt(n)
+/ 8 where that is more, for its partial sums, which are float32 in every dtype, are rounded too). The spread of the
+results, root mean square over the features of each token, is what rounding does to that token there; SAFETY times it is
+the envelope. A bug is an error outside of it, and the first one is named.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from regard.models import Model
+from regard.parity.cells import Trace
+from regard.parity.oracle import Given, Step, Walk, rms
+
+SAFETY, SAMPLES = 12.0, 4
+EXACT = (
+    *("embedding", "index", "index_select", "gather", "scatter", "cat", "stack", "clone", "copy_"),
+    *("_to_copy", "masked_fill", "where", "relu", "neg", "abs", "clamp", "zeros", "ones", "full"),
+    *("fill_", "zero_", "empty", "empty_like", "zeros_like", "repeat", "constant_pad_nd", "topk"),
+    *("new_zeros", "new_full", "new_empty", "index_put_", "sort", "arange", "repeat_interleave"),
+    *("amax", "amin", "max", "flip", "scalar_tensor", "lift_fresh"),
+)
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 1}  # operand that tells n
+SUMS = ("sum", "mean", "_softmax", "native_layer_norm", "_fused_rms_norm", "pow")
+CURVES = ("gelu", "silu")  # x times a number near 0 or 1: off by a share of x, not of the product
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding once."""
+    return torch.finfo(dtype).eps / 2
+
+
+class Rounding(TorchDispatchMode):
+    """Every float64 operation in here is off by a relative error drawn from -u .. u."""
+
+    def __init__(self, u: float):
+        super().__init__()
+        self.u, self.drawn = u, torch.Generator().manual_seed(0)
+
+    def noise(self, x: Tensor, u: float = 0.0) -> Tensor:
+        u = max(u, self.u)
+        drawn = torch.rand(x.shape, generator=self.drawn, dtype=x.dtype)
+        return drawn.mul_(2 * u).add_(1 - u)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in SUMS or name in PRODUCTS:
+            partial = _partial(args[PRODUCTS[name]]) if name in PRODUCTS else 0.0
+            args = tuple(x * self.noise(x, partial) if _wide(x) else x for x in args)
+        out = func(*args, **(kwargs or {}))
+        if name in CURVES:
+            out += args[0] * (self.noise(args[0]) - 1)
+        if name not in EXACT and not func.is_view:
+            for x in tree_iter(out):
+                if _wide(x):
+                    x.mul_(self.noise(x))
+        return out
+
+
+def _partial(x: Tensor) -> float:
+    """What rounding the partial sums does: x (.. n), or the weights of a convolution (out in h w)."""
+    terms = x[0].numel() if x.dim() == 4 else x.shape[-1]
+    return unit(torch.float32) * math.sqrt(terms) / 8
+
+
+def _wide(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float64
+
+
+class Envelope:
+    """What rounding does to each tensor of a model, for runs in `dtype`: learnt from the oracle's own run."""
+
+    def __init__(self, model: Model, given: Given, trace: Trace, dtype: torch.dtype):
+        """`given` and its `trace` hold every row SAMPLES times: each is off in another way."""
+        self.u = unit(dtype)
+        self.spread: dict[str, Tensor] = {}
+        exact = Walk(model, given, trace, compared=False).steps
+        with Rounding(self.u):
+            drawn = Walk(model, given, trace, compared=False).steps
+        for a, b in zip(exact, drawn, strict=True):
+            off = rms(a.value - b.value).unflatten(0, (SAMPLES, -1))
+            self.spread[a.key] = off.square().mean(0).sqrt()
+
+    def ratio(self, step: Step) -> Tensor:
+        """The error in units of what rounding may do: more than 1 is outside (rows, positions)."""
+        least = max(self.u, step.unit) * rms(step.value)
+        allowed = SAFETY * torch.maximum(self.spread[step.key], least)
+        ratio = torch.where(step.error != 0, step.error / allowed, 0.0)
+        return ratio.nan_to_num(nan=torch.inf)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a run is worth: the place nearest to its envelope, and the first one outside, if any: a
+    bug, or a tie, where it chose other keys of the same score."""
+
+    worst: float
+    at: str
+    bug: str | None = None
+    tie: str | None = None
+    row: int = 0
+    position: int = 0
+
+
+def judge(steps: list[Step], envelope: Envelope) -> Finding:
+    worst, at, tie = 0.0, "", None
+    for step in steps:
+        ratio = envelope.ratio(step)
+        if step.tied is not None and bool((ratio[step.tied] > 1).any()):
+            tie = tie or step.name
+            ratio = ratio.masked_fill(step.tied, 0.0)
+        most = float(ratio.max())
+        if most > 1:
+            row, position = divmod(int(ratio.argmax()), ratio.shape[1])
+            return Finding(most, step.name, step.name, None, row, position)
+        if most >= worst:
+            worst, at = most, step.name
+    return Finding(worst, at, tie=tie)

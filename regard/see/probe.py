@@ -1,0 +1,330 @@
+"""Exact attention on request, from any backend, mechanism and cache: pass a Probe to a call and read it afterwards.
+
+    probe = Probe(layers=[0, "decoder.3.cross"], heads=[2], rows=[-1], what=("weight", "score"))
+    model(ids, cache=cache, probe=probe)           # any number of calls: a forward, decoding steps, training
+    probe.maps["0.self"][0]                        # weights of the first call, (b h' t' s)
+    probe.of("score")["0.self"][0]                 # another kind, of the same shape
+    generate(probe.on(model), prompts, beams=4)    # `on`: the model as it is, every call of it watched
+
+    "weight"  softmax(score): rows sum to 1, but for what a sink takes; a row that sees nothing is 0
+    "score"   q.k times scale (or the layer's own score), softly capped, plus bias; -inf where hidden or not chosen
+    "norm"    weight times the length of the head's value vector: how much a key really gives
+    "chosen"  bool (b 1 t' s), keys inside the softmax: what the mask shows; of sparse attention the indexer's choice
+
+The maps are computed beside the kernel that computes the output (native steps of prepared models too), from the same q
+and k, in float32 at least: no logit and no gradient changes, nothing stays on the model, and only chosen heads and rows
+are ever made. Dropout is left out. Compiled code is refused: cut open by a probe, it would round otherwise.
+`reduce` is for maps too large to keep: it is given each head's map alone, (b 1 t' s), as soon as that is there, and
+what it returns is kept instead (heads joined along axis 1).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from regard.attention.core import Terms, finish, scores, softmax
+from regard.attention.sparse import Spread
+from regard.errors import UsageError, nearest
+from regard.mask import Visible
+
+KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}  # at keys not chosen
+Maps = dict[str, list[Tensor]]  # place -> call -> map
+Made = dict[str, Tensor]  # kind -> map
+Rows = slice | Tensor | None  # one, some, all
+Heads = list[int] | None  # some, all
+M = TypeVar("M")
+
+
+class Probe:
+    """What to look at: `what` kinds of map, of these layers, heads and rows; None means all.
+
+    `layers`: numbers (in every tower), or places such as "decoder.3.cross". `heads`: numbers. `rows`: queries of a
+    call, -1 being its last; rows that a call does not have are left out. Heads and rows come in ascending order. Keys
+    are those the layer saw, in its cache's order. In a beam search a step's rows are the beams as they stood then; to
+    see a finished text whole, feed it once more.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[int | str] | str | None = None,
+        heads: Iterable[int] | None = None,
+        rows: Iterable[int] | None = None,
+        *,
+        what: str | Iterable[str] = "weight",
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ):
+        layers = [layers] if isinstance(layers, str) else layers
+        self.layers = None if layers is None else set(layers)
+        self.heads = None if heads is None else sorted(set(heads))
+        self.rows = None if rows is None else list(rows)
+        self.what = (what,) if isinstance(what, str) else tuple(what)
+        self.reduce = reduce
+        for kind in self.what:
+            if kind not in KINDS:
+                raise UsageError(f"probe: there is no map {kind!r}; {nearest(kind, KINDS)}")
+        self._sites: dict[str, None] = {}  # every place that asked, in order
+        self._maps: dict[str, Maps] = {kind: {} for kind in self.what}
+        self._waiting: dict[str, list[tuple[Made, Tensor]]] = {}  # runs of queries of a sparse call
+        self._batch: int | None = None  # rows of the call, where `on` knows them
+
+    def at(self, site: str) -> Recorder | None:
+        """The recorder for a place, or None if its layer is not wanted."""
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            raise UsageError(
+                "a probe would change the bits of compiled code; leave compile out to look inside"
+            )
+        self._sites[site] = None
+        wanted = self.layers is None or not self.layers.isdisjoint((site, _number(site)))
+        again = torch._C._current_graph_task_id() != -1  # a checkpointed block, computed once more
+        return Recorder(self, site) if wanted and not again else None
+
+    def on(self, model: M) -> M:
+        """A twin of the model, of the same weights, that shows every call to this probe: for `generate` and others that
+        make the calls themselves."""
+        kind, watch = type(model), self
+
+        def hidden(self: Any, ids: Tensor, *args: Any, probe: Any = None, **rest: Any) -> Tensor:
+            watch._batch = len(ids)
+            try:
+                return kind.hidden(self, ids, *args, probe=probe or watch, **rest)  # type: ignore[attr-defined]
+            finally:
+                watch._batch = None
+
+        twin = copy.copy(model)
+        twin.__class__ = type(kind.__name__, (kind,), {"hidden": hidden, "watched": True})
+        return twin
+
+    @property
+    def maps(self) -> Maps:
+        """Weights (b h' t' s) by place, one tensor for each call."""
+        return self.of("weight")
+
+    def of(self, kind: str) -> Maps:
+        """Maps of this kind by place, one tensor for each call."""
+        if kind not in self._maps:
+            raise UsageError(
+                f"probe: {kind!r} was not asked for; make it Probe(what={(*self.what, kind)!r})"
+            )
+        known = {*self._sites, *map(_number, self._sites)}
+        lost = [] if self.layers is None or not known else sorted(self.layers - known, key=str)
+        if lost:
+            raise UsageError(
+                f"probe: there is no layer {lost[0]!r}; this model has {', '.join(self._sites)}"
+            )
+        return self._maps[kind]
+
+
+class Recorder:
+    """What the probe wants from one place."""
+
+    def __init__(self, probe: Probe, site: str):
+        self.probe, self.site = probe, site
+
+    @torch.no_grad()
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
+    ) -> None:
+        """q (b h t d), k (b g s d): a whole dense attention; only chosen heads and rows are computed."""
+        b, h, t = q.shape[:3]
+        share = max(1, (self.probe._batch or b) // b)  # beams side by side as one source's queries
+        rows = self._rows(0, t // share, t // share)
+        if rows is not None and share > 1:
+            rows = _flat(share, t // share, rows)
+        mask = _seen(mask, rows) if isinstance(mask, Visible) else _part(mask, 2, rows)
+        q, terms = _pick(q, 2, rows), _cut(terms, 2, rows)
+
+        def made(heads: Heads) -> Made:
+            found = self._made(heads, q, k, v, mask, terms)
+            return {kind: _apart(a, share) for kind, a in found.items()}
+
+        self._keep(self._heads(h), h, made)
+
+    @torch.no_grad()
+    def gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
+    ) -> None:
+        """A run of queries, each with the keys chosen for it. The maps stay k wide until the call is through."""
+        (b, n, _), (t, s) = where.chosen.shape, where.size
+        rows = self._rows(where.rows.start, where.rows.stop, t)
+        flat = None if rows is None else _flat(b, n, rows)
+        q, k, v, mask = (_pick(x, 0, flat) for x in (q, k, v, mask))
+        heads, terms = self._heads(q.shape[1]), _cut(terms, 0, flat)
+        made = self._made(heads, q, k, v, mask, terms)
+        made = {kind: _by_query(a, b) for kind, a in made.items()}
+        if where.rows.start == 0:
+            self.probe._waiting[self.site] = []
+        self.probe._waiting[self.site].append((made, _pick(where.chosen, 1, rows)))
+        if where.rows.stop < t:
+            return
+        runs = self.probe._waiting.pop(self.site)
+        chosen = torch.cat([chosen for _, chosen in runs], 1)[:, None]  # b 1 t' k
+        made = {kind: torch.cat([run[kind] for run, _ in runs], 2) for kind in made}
+
+        def full(one: Heads) -> Made:
+            return {
+                kind: _placed(_pick(a, 1, one if a.shape[1] > 1 else None), chosen, s, KINDS[kind])
+                for kind, a in made.items()
+            }
+
+        self._keep(None, q.shape[1] if heads is None else len(heads), full)
+
+    def _keep(self, heads: Heads, count: int, made: Callable[[Heads], Made]) -> None:
+        """File the maps of these heads (None: all of `count`), or head by head what `reduce` makes of them."""
+        reduce = self.probe.reduce
+        if reduce is None:
+            found = made(heads)
+        else:
+            every = range(count) if heads is None else heads
+            parts = [{kind: reduce(_wide(a)) for kind, a in made([i]).items()} for i in every]
+            found = {kind: torch.cat([part[kind] for part in parts], 1) for kind in parts[0]}
+        for kind, a in found.items():
+            self.probe._maps[kind].setdefault(self.site, []).append(a)
+
+    def _made(
+        self,
+        heads: Heads,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        terms: Terms,
+    ) -> Made:
+        """The maps of these heads for queries q (b h t d) over keys k (b g s d)."""
+        what, (b, h, t), skip = self.probe.what, q.shape[:3], terms.sinks
+        x = _scores(q, k, heads, terms)  # b h' t s
+        with _no_autocast(q):
+            mask = _part(mask, 1, heads)
+            a = softmax(x, mask)[..., skip:] if {"weight", "norm"} & {*what} else x
+            x, mask = x[..., skip:], None if mask is None else mask[..., skip:]
+            made = {"weight": a}
+            if "score" in what:
+                made["score"] = x if mask is None else x.masked_fill(~mask, -torch.inf)
+            if "norm" in what:
+                made["norm"] = a * _lengths(v[:, :, skip:], heads, h, terms.up)
+            if "chosen" in what:
+                seen = mask if mask is not None else x.new_ones(1, 1, 1, 1, dtype=torch.bool)
+                made["chosen"] = seen.expand(b, -1, t, x.shape[-1])
+        return {kind: made[kind] for kind in what}
+
+    def _heads(self, count: int) -> Heads:
+        heads = self.probe.heads
+        wrong = [i for i in heads or () if not 0 <= i < count]
+        if wrong:
+            raise UsageError(
+                f"probe: there is no head {wrong[0]} at {self.site}; its heads are 0 to {count - 1}"
+            )
+        return heads
+
+    def _rows(self, start: int, stop: int, size: int) -> Rows:
+        """The chosen rows within start..stop, counted from start."""
+        if self.probe.rows is None:
+            return None
+        rows = {i + size if i < 0 else i for i in self.probe.rows}
+        inside = sorted(i - start for i in rows if start <= i < stop)
+        if len(inside) == 1:
+            return slice(inside[0], inside[0] + 1)
+        return torch.tensor(inside, dtype=torch.long)
+
+
+# --- the arithmetic -----------------------------------------------------------------------------------------------
+
+
+def _scores(q: Tensor, k: Tensor, heads: Heads, terms: Terms) -> Tensor:
+    """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they lie."""
+    (h, t), g = q.shape[1:3], k.shape[1]
+    if terms.score is not None:  # as the layer computes it, row by row: it may be wide inside
+        bare = Terms(terms.scale, score=terms.score)
+        x = _wide(_pick(torch.cat([scores(row, k, bare) for row in q.split(1, 2)], 2), 1, heads))
+        return finish(x, _cut(terms, 1, heads))
+    with _no_autocast(q):
+        if heads is None:
+            x = _wide(q).unflatten(1, (g, h // g)).flatten(2, 3) @ _wide(k).mT
+            x = x.unflatten(2, (h // g, t)).flatten(1, 2)
+        else:
+            each = ((q.narrow(1, i, 1), k.narrow(1, i * g // h, 1)) for i in heads)
+            parts = [_wide(mine) @ _wide(keys).mT for mine, keys in each]
+            x = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return finish(x * terms.scale, _cut(terms, 1, heads))
+
+
+def _lengths(v: Tensor, heads: Heads, count: int, up: Tensor | None) -> Tensor:
+    """Euclidean lengths (b h' 1 s) of the values v (b g s e); of `up` v where v is what all heads share."""
+    if up is not None:
+        each = (_wide(v[:, 0]) @ _wide(w).T for w in _pick(up, 0, heads))  # b s e
+        return torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in each], 1)[:, :, None]
+    wide = torch.promote_types(v.dtype, torch.float32)
+    lengths = torch.linalg.vector_norm(v, dim=-1, dtype=wide)  # b g s
+    return _pick(lengths.repeat_interleave(count // v.shape[1], 1), 1, heads)[:, :, None]
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _apart(a: Tensor, share: int) -> Tensor:
+    """(b h (share t) s) -> ((b share) h t s)."""
+    if share == 1:
+        return a
+    return a.unflatten(2, (share, a.shape[2] // share)).transpose(1, 2).flatten(0, 1)
+
+
+def _by_query(a: Tensor, batch: int) -> Tensor:
+    """((b n) h 1 k) -> (b h n k)."""
+    return a.squeeze(2).unflatten(0, (batch, len(a) // batch)).transpose(1, 2)
+
+
+def _placed(a: Tensor, chosen: Tensor, size: int, fill: float) -> Tensor:
+    """(b h n k) at the slots `chosen` (b 1 n k): (b h n size)."""
+    full = a.new_full((*a.shape[:3], size), fill)
+    return full.scatter(-1, chosen.expand(-1, a.shape[1], -1, -1), a)
+
+
+def _seen(mask: Visible, rows: Rows) -> Tensor | None:
+    """What these rows see: (b 1 t' s), or None for everything."""
+    mask = mask.part(rows) if isinstance(rows, slice) else mask
+    if mask.everything:
+        return None
+    return mask.rows(rows) if isinstance(rows, Tensor) else mask.tensor()
+
+
+def _pick(x: Tensor, axis: int, index: Rows | Heads) -> Tensor:
+    if isinstance(index, slice):
+        return x.narrow(axis, index.start, index.stop - index.start)
+    if isinstance(index, list):
+        if len(index) == 1:
+            return x.narrow(axis, index[0], 1)
+        index = torch.tensor(index, dtype=torch.long)
+    return x if index is None else x.index_select(axis, index.to(x.device))
+
+
+def _flat(count: int, size: int, rows: slice | Tensor) -> Tensor:
+    """`rows` of each of `count` runs of `size`."""
+    rows = torch.arange(size)[rows]
+    return (torch.arange(count)[:, None] * size + rows).flatten()
+
+
+def _cut(terms: Terms, axis: int, index: Rows | Heads) -> Terms:
+    return terms if terms.bias is None else replace(terms, bias=_part(terms.bias, axis, index))
+
+
+def _part(x: Tensor | None, axis: int, index: Rows | Heads) -> Tensor | None:
+    """The same where an axis of size 1 stands for all."""
+    return x if x is None or x.shape[axis] == 1 else _pick(x, axis, index)
+
+
+def _number(site: str) -> int | None:
+    """The layer of a place: 3 of "decoder.3.cross"."""
+    return next((int(part) for part in site.split(".") if part.isdigit()), None)

@@ -1,0 +1,254 @@
+"""The attention of one input as data for a page or a picture: every head, in full or pooled, by view.
+
+A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`, `decoder` and `cross`. The
+first forward pools each head as soon as it is there, so that memory is bounded by one head; the next one takes the
+heads that the page holds in full, with the steps to their weights. Of a text between short and long, every head's
+weights are there one by one, and the steps of one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.attention.core import Terms, scores
+from regard.attention.sparse import Spread
+from regard.errors import UsageError
+from regard.mask import Visible
+from regard.see.pools import Pooled, Pools, smaller
+from regard.see.probe import Probe, Recorder
+
+SIDE = 64  # cells of a pooled head, at most
+WHOLE = 1 << 19  # cells up to which every head is in full
+EVERY = 6 << 20  # cells up to which every weight is there
+ONE = 1 << 21  # cells up to which the asked head is
+THUMBS = 1 << 21  # cells of all pooled heads together
+TITLES = {
+    "self": "Self-attention",
+    "encoder": "Encoder",
+    "decoder": "Decoder",
+    "cross": "Cross-attention",
+}
+Array = np.ndarray
+P = TypeVar("P", bound=Probe)
+
+
+@dataclass(frozen=True)
+class Full:
+    """A head (t s) with the steps to its weights. `raw`: q.k before scale and mask, where scores are such products."""
+
+    weight: Array
+    score: Array  # -inf: masked
+    norm: Array  # (s): lengths of the values
+    raw: Array | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head is in full."""
+
+    number: int
+    site: str
+    heads: list[Full | Pooled]
+    mean: Pooled
+    scale: float = 1.0
+    biased: bool = False
+    capped: bool = False
+    sinks: bool = False
+    sparse: bool = False  # keys are chosen for each query
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The image that was read, bytes (size size 3), and how it was cut."""
+
+    pixels: Array
+    patch: int
+    extra: int  # tokens before the patches
+
+
+@dataclass(frozen=True)
+class View:
+    """`step`: tokens down and across that a pooled cell stands for. `picture`: what the columns are patches of."""
+
+    name: str
+    rows: list[str]
+    columns: list[str]
+    layers: list[Layer]
+    step: tuple[int, int] = (1, 1)
+    picture: Picture | None = None
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+    @property
+    def whole(self) -> bool:
+        return all(isinstance(head, Full) for layer in self.layers for head in layer.heads)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a model reads, (1 t) or an image (1 c h w), with the tokens' names: `fed` to the one tower or the decoder,
+    `source` to the encoder, `written` at each place of the decoder."""
+
+    ids: Tensor
+    fed: list[str]
+    source_ids: Tensor | None = None
+    source: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    picture: Picture | None = None
+
+    def names(self, view: str) -> tuple[list[str], list[str]]:
+        if view == "encoder":
+            return self.source, self.source
+        return (self.written, self.source) if view == "cross" else (self.fed, self.fed)
+
+
+@torch.inference_mode()
+def trace(
+    model: Any, given: Given, layer: int | None = None, head: int | None = None
+) -> list[View]:
+    """The views of a model on one input. `layer` and `head`: the one that is wanted in full where not all can be."""
+
+    def run(probe: P) -> P:
+        more = {} if given.source_ids is None else {"source": given.source_ids}
+        model.hidden(given.ids, probe=probe, **more)  # no map needs logits, and they are large
+        return probe
+
+    pools = run(Pools(SIDE))
+    if not pools.sizes:
+        raise UsageError("this model has no attention to look at")
+    views = _pooled(pools, given)
+    check(views, layer, head)
+    if pools.cells <= WHOLE:
+        steps = run(Steps())
+        return [replace(v, layers=[steps.filled(each) for each in v.layers]) for v in views]
+    if pools.cells <= EVERY:
+        views = _pooled(run(Pools()), given)
+    found = []
+    for view in views:
+        at, which = chosen(view, layer, head)
+        if len(view.rows) * len(view.columns) <= ONE:
+            steps = run(Steps([view.layers[at].site], [which]))
+            view.layers[at] = steps.filled(view.layers[at])
+        found.append(view)
+    return found
+
+
+def chosen(view: View, layer: int | None, head: int | None) -> tuple[int, int]:
+    """The place of a layer in the view and a head of it: those asked for, else the last layer's first."""
+    numbers = [each.number for each in view.layers]
+    at = numbers.index(layer) if layer in numbers else len(numbers) - 1
+    return at, min(head or 0, len(view.layers[at].heads) - 1)
+
+
+def check(views: Sequence[View], layer: int | None, head: int | None) -> None:
+    """A layer or head that no view has is a mistake, told with those there are."""
+    layers = [each for view in views for each in view.layers]
+    numbers = sorted({each.number for each in layers})
+    if layer is not None and layer not in numbers:
+        raise UsageError(f"there is no layer {layer}; this model's are {_listed(numbers)}")
+    heads = max(len(each.heads) for each in layers if layer in (None, each.number))
+    if head is not None and not 0 <= head < heads:
+        raise UsageError(f"there is no head {head}; the heads are {_listed(range(heads))}")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    run = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{numbers[0]} to {numbers[-1]}" if run else " and ".join(map(str, numbers))
+
+
+# --- every head, pooled -------------------------------------------------------------------------------------------
+
+
+def _pooled(pools: Pools, given: Given) -> list[View]:
+    total = sum(pools.count(site) for site in pools.sizes)
+    extra = 1
+    while pools.side and total * (pools.side // extra) ** 2 > THUMBS:
+        extra *= 2
+    views: dict[str, View] = {}
+    for site, size in pools.sizes.items():
+        tower, number, kind = ("", *site.split("."))[-3:]
+        name = kind if kind == "cross" or not tower else tower
+        rows, columns = (_fit(names, n) for names, n in zip(given.names(name), size))
+        down, across = pools.step(site)
+        picture = None if name == "decoder" else given.picture
+        view = View(name, rows, columns, [], (down * extra, across * extra), picture)
+        heads: list[Full | Pooled] = [smaller(a, extra) for a in pools.maps[site][0][0]]
+        mean = smaller(pools.means[site][0, 0], extra)
+        views.setdefault(name, view).layers.append(Layer(int(number), site, heads, mean))
+    return list(views.values())
+
+
+def _fit(names: Sequence[str], size: int) -> list[str]:
+    """As many names as there are tokens: a recurrent model's memory may have more or less."""
+    return [*names[:size], *map(str, range(len(names), size))]
+
+
+# --- some heads, in full ------------------------------------------------------------------------------------------
+
+
+class Steps(Probe):
+    """A probe of whole heads that keeps q.k as well, and how scores were made of it."""
+
+    def __init__(self, layers: Sequence[str] | None = None, heads: Sequence[int] | None = None):
+        super().__init__(layers, heads, what=("weight", "score", "norm"))
+        self.how: dict[str, dict[str, Any]] = {}
+        self.raw: dict[str, Tensor] = {}
+
+    def at(self, site: str) -> Recorder | None:
+        return None if super().at(site) is None else StepRecorder(self, site)
+
+    def filled(self, layer: Layer) -> Layer:
+        """The layer with the heads that were watched in full."""
+        kinds = [self.of(kind)[layer.site][0][0] for kind in ("weight", "score", "norm")]
+        weight, score, norm = (a.float().cpu() for a in kinds)
+        row = weight.argmax(1, keepdim=True)  # h 1 s: where a key's value weighs most
+        most = weight.gather(1, row).clamp(min=torch.finfo(torch.float32).tiny)
+        norm = (norm.gather(1, row) / most)[:, 0]
+        raw = self.raw[layer.site].float().cpu().numpy() if layer.site in self.raw else None
+        heads = list(layer.heads)
+        which = range(len(heads)) if self.heads is None else self.heads
+        for i, head in enumerate(which):
+            a, x, lengths = (each[i].numpy() for each in (weight, score, norm))
+            heads[head] = Full(a, x, lengths, None if raw is None else raw[i])
+        return replace(layer, heads=heads, **self.how[layer.site])
+
+    def learn(self, site: str, terms: Terms, sparse: bool = False) -> None:
+        bias = terms.bias  # a sink's logit stands in its first column
+        self.how[site] = {
+            "scale": terms.scale,
+            "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
+            "capped": terms.softcap is not None,
+            "sinks": terms.sinks > 0,
+            "sparse": sparse,
+        }
+
+
+class StepRecorder(Recorder):
+    probe: Steps
+
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
+    ) -> None:
+        super().see(q, k, v, mask, terms)
+        self.probe.learn(self.site, terms)
+        if terms.score is None:
+            keys, heads = k[:1, :, terms.sinks :].float(), self.probe.heads
+            ours = q[:1].float()
+            if heads is not None:
+                share = q.shape[1] // k.shape[1]
+                ours, keys = ours[:, heads], keys[:, [i // share for i in heads]]
+            self.probe.raw[self.site] = scores(ours, keys, Terms(1.0))[0]
+
+    def gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
+    ) -> None:
+        super().gathered(q, k, v, mask, terms, where)
+        self.probe.learn(self.site, terms, sparse=True)
