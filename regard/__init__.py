@@ -26,7 +26,7 @@ _HOME = {
     "regard.models": "EncoderDecoderConfig Model Patches RecurrentConfig Seq2SeqConfig Tokens TransformerConfig",
     "regard.moe": "MoE",
     "regard.position": "Alibi Learned Linear Llama3 Rope Sinusoidal T5Bias Yarn",
-    "regard.fast.prepare": "prepare",
+    "regard.fast.cpu": "prepare",
     "regard.decode.settings": "Request Result Settings",
     "regard.decode.engine": "Engine",
     "regard.presets": "PRESETS build",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,12 @@ from regard.attention import DSA, GQA, MLA, Context
 from regard.cache import CacheSpec
 from regard.config import Count, Fraction, ranged
 from regard.errors import UsageError
-from regard.layers import MLP, Norm, plus
+from regard.layers import MLP, Add, Norm
 from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
 from regard.position import Alibi, RelativeBias, T5Bias
 
-Attention = GQA | MLA | DSA
+ORDERS = ("pre", "post", "sandwich", "inner", "parallel")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ Attention = GQA | MLA | DSA
 class Tower:
     """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or a tuple with one a layer.
 
-    order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017.
+    order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017; "sandwich": x +
+    norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX).
     `dropout` falls on what each part adds to the stream. `layer_drop`: the share of layers that a step of training
     leaves out (Fan et al. 2020, arXiv:1909.11556)."""
 
@@ -46,8 +48,12 @@ class Tower:
     kind: str = "tower"
 
     def __post_init__(self) -> None:
-        if self.order not in ("pre", "post"):
-            raise UsageError(f"order is {self.order!r}; choose pre or post")
+        if self.order not in ORDERS:
+            raise UsageError(f"order is {self.order!r}; choose one of {', '.join(ORDERS)}")
+        if self.order == "parallel" and self.cross is not None:
+            raise UsageError(
+                "order 'parallel' has no place for cross-attention; choose pre or post"
+            )
         for name in ("attention", "ffn"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.layers:
@@ -59,7 +65,7 @@ class Tower:
                 raise UsageError(
                     f"source and target have no common positions: give cross without {name}"
                 )
-        heads = {a.heads for a in map(_inner, self.each("attention"))}
+        heads = {a.heads for a in self.each("attention")}
         if self.relative is not None and heads != {self.relative.heads}:
             raise UsageError(
                 f"relative.heads={self.relative.heads}, but attention has {sorted(heads)} heads"
@@ -75,34 +81,45 @@ class Tower:
         return Causal() if self.causal else Full()
 
 
-def _inner(attention: Attention) -> GQA | MLA:
-    return attention.attention if isinstance(attention, DSA) else attention
-
-
 class Block(nn.Module):
-    """Self-attention, optional cross-attention, feed-forward; each x + f(norm x), or norm(x + f x)."""
+    """Self-attention, optional cross-attention, feed-forward; each adds itself to the stream."""
 
-    def __init__(self, config: Tower, attention: Attention, ffn: MLP | MoE):
+    def __init__(self, config: Tower, attention: GQA | MLA | DSA, ffn: MLP | MoE):
         super().__init__()
         c, dim = config, config.dim
-        self.post = c.order == "post"
-        self.attention, self.norm1 = attention.make(dim), c.norm.make(dim)
-        self.cross = c.cross.make(dim, c.memory_dim) if c.cross else None
-        self.norm2 = c.norm.make(dim) if c.cross else None
-        self.ffn, self.norm3 = ffn.make(dim), c.norm.make(dim)
-        self.dropout = nn.Dropout(c.dropout)
-        self.attention_dropout = nn.Dropout(c.dropout if c.attention_dropped else 0.0)
+        self.order = c.order
+        self.attention, self.norm1 = attention.make(dim, add=self._add(c, True)), self._norm(c)
+        self.cross = c.cross.make(dim, c.memory_dim, self._add(c, True)) if c.cross else None
+        self.norm2 = self._norm(c) if c.cross else None
+        self.ffn, self.norm3 = ffn.make(dim, self._add(c, False)), self._norm(c)
 
+    @staticmethod
+    def _norm(c: Tower) -> nn.Module | None:
+        return None if c.order == "inner" else c.norm.make(c.dim)
+
+    @staticmethod
+    def _add(c: Tower, attention: bool) -> Add:
+        dropped = c.attention_dropped or not attention
+        normed = c.order in ("sandwich", "inner")
+        return Add(c.dropout if dropped else 0.0, c.norm.make(c.dim) if normed else None)
+
+    # [docs: block]
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
-        if self.post:
-            x = self.norm1(plus(x, self.attention_dropout(self.attention(x, ctx))))
-            if self.cross is not None and self.norm2 is not None:
-                x = self.norm2(plus(x, self.attention_dropout(self.cross(x, cross))))
-            return self.norm3(plus(x, self.dropout(self.ffn(x))))
-        x = plus(x, self.attention_dropout(self.attention(self.norm1(x), ctx)))
-        if self.cross is not None and self.norm2 is not None:
-            x = plus(x, self.attention_dropout(self.cross(self.norm2(x), cross)))
-        return plus(x, self.dropout(self.ffn(self.norm3(x))))
+        if self.order == "parallel":
+            assert self.norm3 is not None
+            return self.ffn(self.norm3(x), self.around(self.norm1, self.attention, x, ctx))
+        x = self.around(self.norm1, self.attention, x, ctx)
+        if self.cross is not None:
+            x = self.around(self.norm2, self.cross, x, cross)
+        return self.around(self.norm3, self.ffn, x)
+
+    def around(self, norm: nn.Module | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
+        """x + f(norm x), or norm(x + f x); parts add x themselves."""
+        if norm is None:
+            return part(x, *ctx, x)
+        return norm(part(x, *ctx, x)) if self.order == "post" else part(norm(x), *ctx, x)
+
+    # [/docs]
 
 
 class Stack(nn.Module):

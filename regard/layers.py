@@ -55,6 +55,18 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Add(nn.Module):
+    """What a part of a block adds to the stream: residual + dropout(y), y normed first where the order says so."""
+
+    def __init__(self, dropout: float = 0.0, norm: nn.Module | None = None):
+        super().__init__()
+        self.dropout, self.norm = nn.Dropout(dropout), norm
+
+    def forward(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self.dropout(y if self.norm is None else self.norm(y))
+        return y if residual is None else plus(residual, y)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -83,25 +95,32 @@ class MLP:
     dropout: Fraction | None = None
     kind: str = "mlp"
 
-    def make(self, dim: int) -> FeedForward:
-        return FeedForward(self, dim)
+    def make(self, dim: int, add: Add | None = None) -> FeedForward:
+        return FeedForward(self, dim, add)
 
 
 class FeedForward(nn.Module):
-    """x (b t m) -> (b t f) -> (b t m)."""
+    """x (b t m) -> (b t f) -> residual + (b t m)."""
 
-    def __init__(self, config: MLP, dim: int):
+    def __init__(self, config: MLP, dim: int, add: Add | None = None):
         super().__init__()
         c = config
         self.config, self.act = c, activation(c.activation)
         self.gate = nn.Linear(dim, c.ffn_dim, bias=c.bias) if c.gated else None
         self.up = nn.Linear(dim, c.ffn_dim, bias=c.bias)
         self.down = nn.Linear(c.ffn_dim, dim, bias=c.bias)
-        self.dropout = nn.Dropout(c.dropout or 0.0)
+        self.dropout, self.add = nn.Dropout(c.dropout or 0.0), add or Add()
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.act(self.up(x)) if self.gate is None else times(self.up(x), self.act(self.gate(x)))
-        return self.down(self.dropout(h))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.leave(self.widen(x), residual)
+
+    def widen(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.act(self.up(x))
+        return times(self.up(x), self.act(self.gate(x)))
+
+    def leave(self, h: Tensor, residual: Tensor | None) -> Tensor:
+        return self.add(self.down(self.dropout(h)), residual)
 
 
 # --- heads: what turns hidden states into an answer ---------------------------------------------------------------
@@ -187,7 +206,6 @@ class LMHead(nn.Module):
         biased, trained = isinstance(c, MLM) or c.bias, isinstance(c, MLM) or c.trained
         self.bias = nn.Parameter(torch.zeros(vocab), requires_grad=trained) if biased else None
         self.fresh = False  # put on a trained body, still to be learnt: see with_head
-        self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def features(self, h: Tensor) -> Tensor:
         """What the vocabulary's weights are multiplied by."""
@@ -197,7 +215,10 @@ class LMHead(nn.Module):
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
         weight = embedding if self.weight is None else self.weight
-        return self.project(self.features(h), weight, self.bias)
+        return self.project(self.features(h), weight)
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight, self.bias)
 
 
 class LabelHead(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.config import Count, Positive, Whole, ranged
 from regard.errors import UsageError
-from regard.layers import MLP, FeedForward, activation
+from regard.layers import MLP, Add, FeedForward, activation
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class MoE:
         """The shared experts as one wide feed-forward."""
         return MLP(self.shared * self.ffn_dim, self.activation, gated=True, bias=self.shared_bias)
 
-    def make(self, dim: int) -> MixtureOfExperts:
-        return MixtureOfExperts(self, dim)
+    def make(self, dim: int, add: Add | None = None) -> MixtureOfExperts:
+        return MixtureOfExperts(self, dim, add)
 
 
 class MixtureOfExperts(nn.Module):
@@ -68,7 +68,7 @@ class MixtureOfExperts(nn.Module):
     # Loading in half precision leaves it float32: its values lie so close that rounding them chooses other experts.
     wide = ("correction",)
 
-    def __init__(self, config: MoE, dim: int):
+    def __init__(self, config: MoE, dim: int, add: Add | None = None):
         super().__init__()
         c = config
         self.config, self.act = c, activation(c.activation)
@@ -82,8 +82,7 @@ class MixtureOfExperts(nn.Module):
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=0.02)
         self.shared = FeedForward(c.all_shared, dim) if c.shared else None
-        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
-        self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+        self.add = add or Add()
         # Of the last forward in training: scores (n E) and choices (n a) of every token.
         self.routed: tuple[Tensor, Tensor] | None = None
         # Tokens that chose each expert (E), over the micro-batches of a step.
@@ -125,7 +124,7 @@ class MixtureOfExperts(nn.Module):
         if self.training and torch.is_grad_enabled() and not in_backward:
             self.routed = score, chosen
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         flat = x.flatten(0, -2)  # n m
         chosen, weight = self.route(flat)
         out = torch.zeros_like(flat)
@@ -136,7 +135,13 @@ class MixtureOfExperts(nn.Module):
             y = self.project(h, self.down[e]) * weight[token, place, None]
             out.index_add_(0, token, y.to(out.dtype))
         out = out.view_as(x)
-        return out if self.shared is None else out + self.shared(x)
+        return self.add(out if self.shared is None else out + self.shared(x), residual)
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
 
 
 def best(x: Tensor, k: int) -> Tensor:

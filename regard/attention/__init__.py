@@ -4,8 +4,8 @@ from regard.attention.context import Context
 from regard.attention.core import BACKENDS, Terms, attend, check_backend, softmax, weights
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
+from regard.attention.ordered import ordered
 from regard.attention.sparse import DSA
-from regard.fast.ordered import ordered
 
 BACKENDS["ordered"] = ordered
 ATTENTION: dict[str, type] = {"gqa": GQA, "mla": MLA, "dsa": DSA}

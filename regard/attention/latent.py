@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from regard.attention.context import Context
 from regard.attention.core import Probe, Terms, attend
+from regard.attention.protocol import Mechanism
 from regard.cache import CacheSpec
 from regard.config import Amount, Count, Fraction, Whole, ranged
 from regard.errors import UsageError
-from regard.layers import RMSNorm
+from regard.layers import Add, RMSNorm
 from regard.mask import Visible
 from regard.position import Rope
 
@@ -50,14 +51,18 @@ class MLA:
                 f"give both, such as rope_dim=32, rope=Rope(), or neither"
             )
 
-    def make(self, dim: int, memory_dim: int | None = None) -> LatentAttention:
-        return LatentAttention(self, dim, memory_dim)
+    def make(
+        self, dim: int, memory_dim: int | None = None, add: Add | None = None
+    ) -> LatentAttention:
+        return LatentAttention(self, dim, memory_dim, add)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Mechanism):
     """`expanded` is the definition; `absorbed` never builds keys or values. See test_mla_absorbed_equals_expanded."""
 
-    def __init__(self, config: MLA, dim: int, memory_dim: int | None = None):
+    def __init__(
+        self, config: MLA, dim: int, memory_dim: int | None = None, add: Add | None = None
+    ):
         super().__init__()
         c, source = config, memory_dim or dim
         if c.head_dim is None and dim % c.heads:
@@ -76,23 +81,22 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(self.c, c.norm_eps) if c.normed else None
         self.w_ukv = nn.Linear(self.c, self.h * (self.d + self.e), bias=False)
         self.wo = nn.Linear(self.h * self.e, dim, bias=c.out_bias)
+        self.add = add or Add()
 
     def cache_spec(self) -> CacheSpec:
         rope = {"k_rope": (self.r,)} if self.r else {}
         return CacheSpec(token={"latent": (self.c,), **rope})
 
-    # [docs: mla]
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        q = self.queries(self.query_input(x), ctx)  # b t h (d + r)
-        kept, k_pos = ctx.keep(**self.entries(x, ctx))  # b s c and b s r: every token so far
-        o = self.mix(q, kept, ctx.visible(k_pos, self.config.window), ctx, ctx.bias(k_pos))
-        return self.wo(o.flatten(2))  # b t m
+    def flops(self, context: int) -> int:
+        keys = min(context, self.config.window or context)
+        return 2 * keys * self.h * (self.d + self.r + self.e)
 
+    # [docs: mla]
     def mix(
         self,
         q: Tensor,
         kept: dict[str, Tensor],
-        mask: Visible | Tensor,
+        mask: Visible | Tensor | None,
         ctx: Context,
         bias: Tensor | None,
     ) -> Tensor:
@@ -137,7 +141,7 @@ class LatentAttention(nn.Module):
         self,
         q: Tensor,
         kept: dict[str, Tensor],
-        mask: Visible | Tensor,
+        mask: Visible | Tensor | None,
         ctx: Context,
         bias: Tensor | None = None,
     ) -> Tensor:
@@ -151,7 +155,7 @@ class LatentAttention(nn.Module):
         self,
         q: Tensor,
         kept: dict[str, Tensor],
-        mask: Visible | Tensor,
+        mask: Visible | Tensor | None,
         ctx: Context,
         bias: Tensor | None = None,
     ) -> Tensor:
@@ -159,11 +163,17 @@ class LatentAttention(nn.Module):
         up = self.w_ukv.weight.view(self.h, self.d + self.e, self.c)
         w_uk, w_uv = up.split([self.d, self.e], 1)  # h d c, h e c
         nope, rope = q.split([self.d, self.r], -1)
-        q = torch.cat([torch.einsum("bthd,hdc->bthc", nope, w_uk), rope], -1)
+        q = torch.cat([self.by_head(nope, w_uk), rope], -1)
         latent = kept["latent"][:, :, None]  # b s 1 c
         k = torch.cat([latent, kept["k_rope"][:, :, None]], -1) if self.r else latent
         o = attend(q, k, latent, mask, bias=bias, **self.terms(ctx, w_uv))
-        return torch.einsum("bthc,hec->bthe", o, w_uv)
+        return self.by_head(o, w_uv.transpose(1, 2))
+
+    gathered = absorbed
+
+    def by_head(self, x: Tensor, w: Tensor) -> Tensor:
+        """Each head's own matrix: (b t h i), (h i o) -> (b t h o)."""
+        return torch.einsum("bthi,hio->btho", x, w)
 
     # [/docs]
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from regard.attention.context import Context
 from regard.attention.core import attend
+from regard.attention.protocol import Mechanism
 from regard.cache import CacheSpec
 from regard.config import Amount, Count, Fraction, Positive, Real, divisors, ranged
 from regard.errors import UsageError
-from regard.layers import RMSNorm
+from regard.layers import Add, RMSNorm
 from regard.mask import Span, Visible
 from regard.position import Rope
 
@@ -61,14 +62,18 @@ class GQA:
             )
         return self.head_dim or dim // self.heads
 
-    def make(self, dim: int, memory_dim: int | None = None) -> GroupedQueryAttention:
-        return GroupedQueryAttention(self, dim, memory_dim)
+    def make(
+        self, dim: int, memory_dim: int | None = None, add: Add | None = None
+    ) -> GroupedQueryAttention:
+        return GroupedQueryAttention(self, dim, memory_dim, add)
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(Mechanism):
     """Self-attention, or cross-attention when the context carries a memory (of width `memory_dim`)."""
 
-    def __init__(self, config: GQA, dim: int, memory_dim: int | None = None):
+    def __init__(
+        self, config: GQA, dim: int, memory_dim: int | None = None, add: Add | None = None
+    ):
         super().__init__()
         c, d = config, config.width(dim)
         e, source = c.value_dim or d, memory_dim or dim
@@ -81,20 +86,15 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(d, c.qk_norm) if c.qk_norm is not None else None
         self.k_norm = RMSNorm(d, c.qk_norm) if c.qk_norm is not None else None
         self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
+        self.add = add or Add()
 
     def cache_spec(self) -> CacheSpec:
         return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)})
 
+    def flops(self, context: int) -> int:
+        return 2 * min(context, self.config.window or context) * self.h * (self.d + self.e)
+
     # [docs: gqa]
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        q = self.queries(self.query_input(x), ctx)  # b t h d
-        kept, k_pos = ctx.keep(**self.entries(x, ctx))  # b s g d: every token so far
-        o = self.mix(q, kept, ctx.visible(k_pos, self.config.window), ctx, ctx.bias(k_pos))
-        return self.wo(o.flatten(2))  # b t m
-
-    def query_input(self, x: Tensor) -> Tensor:
-        return x
-
     def queries(self, x: Tensor, ctx: Context) -> Tensor:
         return self.as_queries(self.wq(x), ctx)
 
@@ -104,7 +104,6 @@ class GroupedQueryAttention(nn.Module):
         return ctx.turn(q if self.q_norm is None else self.q_norm(q), self.config.rope)
 
     def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
-        """Keys and values of x, or of the memory; none when a frozen cache already holds them."""
         if ctx.memory_pos is not None and ctx.memory is None:
             return {}
         source = x if ctx.memory is None else ctx.memory

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from regard.attention.context import Context
 from regard.attention.core import Terms, softmax
-from regard.attention.latent import MLA, LatentAttention
-from regard.attention.multihead import GQA, GroupedQueryAttention
+from regard.attention.latent import MLA
+from regard.attention.multihead import GQA
+from regard.attention.protocol import Mechanism
 from regard.cache import CacheSpec
 from regard.config import Count, Whole, ranged
 from regard.errors import UsageError
+from regard.layers import Add
 from regard.mask import Visible
 
 WORK = 2**21  # numbers that one chunk of queries may make; it should fit a processor's cache
@@ -65,8 +67,14 @@ class DSA:
     def rope(self) -> object:
         return self.attention.rope
 
-    def make(self, dim: int, memory_dim: int | None = None) -> SparseAttention:
-        return SparseAttention(self, dim)
+    @property
+    def heads(self) -> int:
+        return self.attention.heads
+
+    def make(
+        self, dim: int, memory_dim: int | None = None, add: Add | None = None
+    ) -> SparseAttention:
+        return SparseAttention(self, dim, add)
 
 
 # --- the indexer --------------------------------------------------------------------------------------------------
@@ -93,8 +101,6 @@ class Indexer(nn.Module):
         self.wk = nn.Linear(dim, self.d, bias=False)
         self.k_norm = nn.LayerNorm(self.d, 1e-6)
         self.ww = WideLinear(dim, self.h, bias=False)
-        self.dots: Callable[[Tensor, Tensor], Tensor] = dots_exact
-        self.join: Callable[[Tensor, Tensor], Tensor] = index_scores
 
     def queries(self, c_q: Tensor, ctx: Context) -> Tensor:
         return self._place(self.wq(c_q).unflatten(-1, (self.h, self.d)), ctx)  # b t H D
@@ -112,9 +118,14 @@ class Indexer(nn.Module):
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
         """I (b t s) of queries (b t H D) against every key (b s D); x gives the head weights."""
-        fp8 = self.config.precision == "fp8"
-        dots = fp8_dots(q, k, self.dots) if fp8 else self.dots(q, k)
+        dots = self.dots(q, k)
         return self.join(dots, self.ww(x).to(dots.dtype) * (self.h * self.d) ** -0.5)
+
+    def dots(self, q: Tensor, k: Tensor) -> Tensor:
+        return (fp8_dots if self.config.precision == "fp8" else dots_exact)(q, k)
+
+    def join(self, dots: Tensor, w: Tensor) -> Tensor:
+        return index_scores(dots, w)
 
 
 def index_scores(dots: Tensor, w: Tensor) -> Tensor:
@@ -197,14 +208,13 @@ def index_loss(scores: Tensor, dense: Tensor, visible: Tensor) -> Tensor:
 # --- attention over the choice ------------------------------------------------------------------------------------
 
 
-class SparseAttention(nn.Module):
-    """`forward` gathers; with no more than `topk` keys it is the dense layer. See
-    test_dsa_covering_all_keys_is_dense."""
+class SparseAttention(Mechanism):
+    """`mix` gathers; with no more than `topk` keys it is the dense layer. See test_dsa_covering_all_keys_is_dense."""
 
-    def __init__(self, config: DSA, dim: int):
+    def __init__(self, config: DSA, dim: int, add: Add | None = None):
         super().__init__()
-        self.config = config
-        self.attention: GroupedQueryAttention | LatentAttention = config.attention.make(dim)
+        self.config, self.add = config, add or Add()
+        self.attention: Mechanism = config.attention.make(dim)
         rank = config.attention.query_latent if isinstance(config.attention, MLA) else None
         self.indexer = Indexer(config, dim, rank or dim)
 
@@ -212,17 +222,34 @@ class SparseAttention(nn.Module):
         spec = self.attention.cache_spec()
         return CacheSpec(token={**spec.token, "index_k": (self.config.index_dim,)})
 
+    def flops(self, context: int) -> int:
+        index = 2 * context * self.indexer.h * self.indexer.d
+        return index + self.attention.flops(min(context, self.config.topk))
+
     # [docs: dsa]
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+    def enter(
+        self, x: Tensor, ctx: Context
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
         c_q = self.attention.query_input(x)
-        q = self.attention.queries(c_q, ctx)
-        kept, k_pos = ctx.keep(**self.attention.entries(x, ctx), index_k=self.indexer.keys(x, ctx))
-        mask, bias = ctx.visible(k_pos, self.config.window), ctx.bias(k_pos)
-        if self.dense(k_pos.size):
-            o = self.attention.mix(q, kept, mask, ctx, bias)
-        else:
-            o = self.sparse(x, q, self.indexer.queries(c_q, ctx), kept, mask, ctx, bias)
-        return self.attention.wo(o.flatten(2))
+        new = {**self.attention.entries(x, ctx), "index_k": self.indexer.keys(x, ctx)}
+        return (self.attention.queries(c_q, ctx), c_q, x), new
+
+    def mix(
+        self,
+        q: tuple[Tensor, Tensor, Tensor],
+        kept: dict[str, Tensor],
+        mask: Visible | Tensor | None,
+        ctx: Context,
+        bias: Tensor | None,
+    ) -> Tensor:
+        assert isinstance(mask, Visible)
+        queries, c_q, x = q
+        if self.dense(mask.k.size):
+            return self.attention.mix(queries, kept, mask, ctx, bias)
+        return self.sparse(x, queries, self.indexer.queries(c_q, ctx), kept, mask, ctx, bias)
+
+    def leave(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.add(self.attention.wo(o.flatten(2)), residual)
 
     def dense(self, keys: int) -> bool:
         """Whether the choice would be all keys."""
@@ -252,7 +279,7 @@ class SparseAttention(nn.Module):
                 scores = self.indexer.scores(index_q[:, rows], index_k, x[:, rows])
                 chosen = self.choice(scores.masked_fill(~seen, -torch.inf), k, order)  # b n k
             some = None if bias is None else bias[:, :, rows].expand(b, -1, -1, -1)
-            part = self.gathered(
+            part = self.attend_chosen(
                 q[:, rows], kept, chosen, seen, some, self._watch(ctx, rows, chosen, (t, s))
             )
             out.append(part)
@@ -265,7 +292,7 @@ class SparseAttention(nn.Module):
         order = order[:, None].expand_as(scores)
         return order.gather(-1, choose(scores.gather(-1, order), k))
 
-    def gathered(
+    def attend_chosen(
         self,
         q: Tensor,
         kept: dict[str, Tensor],
@@ -282,12 +309,7 @@ class SparseAttention(nn.Module):
         if bias is not None:
             at = chosen[:, None].expand(-1, bias.shape[1], -1, -1)
             bias = bias.gather(-1, at).transpose(1, 2).reshape(b * n, -1, 1, k)
-        mix = (
-            self.attention.absorbed
-            if isinstance(self.attention, LatentAttention)
-            else self.attention.mix
-        )
-        o = mix(q.reshape(b * n, 1, *q.shape[2:]), mine, shown, ctx, bias)
+        o = self.attention.gathered(q.reshape(b * n, 1, *q.shape[2:]), mine, shown, ctx, bias)
         return o.reshape(b, n, *o.shape[2:])
 
     # [/docs]

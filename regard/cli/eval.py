@@ -42,7 +42,7 @@ from regard.decode.generate import tokenizer_of
 from regard.errors import DATA, Fault, UsageError
 from regard.evaluate import metrics as evaluate
 from regard.evaluate.measure import LABELLED, ROWS, context_of, measure, translations
-from regard.fast.prepare import prepare
+from regard.fast.cpu import prepare
 from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
 from regard.text import needed

@@ -19,7 +19,7 @@ import torch
 from regard.checkpoint import load
 from regard.decode.generate import generate, special_of, tokenizer_of, told
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError
-from regard.fast.prepare import perplexity_change, prepare
+from regard.fast.cpu import perplexity_change, prepare
 from regard.kernels.linear import packs
 from regard.models import Model
 from regard.text import needed

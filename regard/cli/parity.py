@@ -16,7 +16,7 @@ from regard.checkpoint import load
 from regard.cli.model import blaming, resolved, talk
 from regard.cli.options_parity import Parity
 from regard.errors import DATA
-from regard.fast.prepare import prepare
+from regard.fast.cpu import prepare
 from regard.files import read_json
 from regard.models import Model
 from regard.parity.cells import Trace

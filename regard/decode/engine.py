@@ -27,7 +27,7 @@ from regard.decode.sample import Row, SampleLane, page_keys
 from regard.decode.settings import Event, Request, Result
 from regard.decode.window import WindowLane
 from regard.errors import UsageError
-from regard.fast.prepare import Prepared
+from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
 
 Lane = SampleLane | BeamLane

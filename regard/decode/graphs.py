@@ -20,9 +20,9 @@ from regard.decode.sample import BROKEN
 from regard.decode.sampling import draw, min_p, top_k, top_p, uniform
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
+from regard.fast.cpu import Prepared
 from regard.fast.gpu_model import layers_of, norm_of, why_not
 from regard.fast.gpu_step import Linear
-from regard.fast.prepare import Prepared
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton.prompt import Pack
 from regard.kernels.triton.record import Recorder, send

@@ -17,19 +17,21 @@ import copy
 import platform
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Context, attend
+from regard.attention import Context
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive, Bilinear
-from regard.attention.sparse import SparseAttention
+from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
 from regard.errors import UsageError
-from regard.fast.ordered import agrees, cancelling, dots
-from regard.fast.prepare import Prepared
+from regard.fast.cpu import Prepared
+from regard.fast.specialise import replace, share
 from regard.kernels.linear import Packed, packs
 from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
 from regard.mask import Visible
@@ -68,15 +70,10 @@ def invariant(model: Model) -> Model:
     if any(isinstance(module, SteadyLinear) for module in model.modules()):
         return model
     new = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    for module in list(new.modules()):
-        for kind, change in CHANGES.items():
-            if isinstance(module, kind):
-                change(module)
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, SteadyLinear(child))
+    replace(new, TABLE)
+    known = (*STEADY, *TABLE)
     for module in new.modules():
-        if module._parameters and not isinstance(module, (*CHANGES, *STEADY)):
+        if module._parameters and not isinstance(module, known):
             raise UsageError(
                 f"no invariant mode for {type(module).__name__}: how its bits depend on the batch is not "
                 "known; leave invariant out, or build the model of Regard's own parts"
@@ -136,15 +133,13 @@ class Products:
         return self.made[key](x)
 
 
-class SteadyLinear(nn.Module):
+class SteadyLinear(nn.Linear):
     """nn.Linear whose rows have the same bits in any company."""
 
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.weight, self.bias, self.project = linear.weight, linear.bias, Products()
+    products: Products
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(x.to(self.weight.dtype), self.weight, self.bias)
+        return self.products(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class Steady:
@@ -163,139 +158,152 @@ class Steady:
         return whole[: x.numel()].view(x.shape)
 
 
-# --- what is changed in each part ---------------------------------------------------------------------------------
+# --- the parts ----------------------------------------------------------------------------------------------------
 
 
-def _feed_forward(module: FeedForward | LMHead | LabelHead) -> None:
-    if module.act is not None:
-        module.act = Steady(module.act)
-    if isinstance(module, LMHead):
-        module.project = Products()
+class SteadyHead(LMHead):
+    products: Products
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.products(x, weight, self.bias)
 
 
-def _experts(module: MixtureOfExperts) -> None:
-    module.act, module.sigmoid = Steady(module.act), Steady(torch.sigmoid)
-    module.project = Products()
-    module.logits = Product(module.router.weight.float(), None)  # type: ignore[method-assign]
+class SteadyExperts(MixtureOfExperts):
+    products: Products
+    router_product: Product
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.router_product(x)
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.products(x, weight)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return GATE(x)
 
 
-def _latent(module: LatentAttention) -> None:
-    module.mix = module.absorbed = partial(_absorbed, module)  # type: ignore[method-assign]
+class SteadyLatent(LatentAttention):
+    """Always absorbed, the products of its heads in tiles."""
+
+    def mix(
+        self,
+        q: Tensor,
+        kept: dict[str, Tensor],
+        mask: Visible | Tensor | None,
+        ctx: Context,
+        bias: Tensor | None,
+    ) -> Tensor:
+        return self.absorbed(q, kept, mask, ctx, bias)
+
+    def by_head(self, x: Tensor, w: Tensor) -> Tensor:
+        rows = x.flatten(0, 1).transpose(0, 1)  # h n i
+        n = rows.shape[1]
+        rows = F.pad(rows, (0, 0, 0, -n % TOKENS))
+        y = torch.cat([part @ w for part in rows.split(TOKENS, 1)], 1)[:, :n]
+        return y.transpose(0, 1).unflatten(0, x.shape[:2])
 
 
-def _absorbed(
-    self: LatentAttention,
-    q: Tensor,
-    kept: dict[str, Tensor],
-    mask: Visible | Tensor,
-    ctx: Context,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """LatentAttention.absorbed with the products of its heads in tiles."""
-    up = self.w_ukv.weight.view(self.h, self.d + self.e, self.c)
-    w_uk, w_uv = up.split([self.d, self.e], 1)  # h d c, h e c
-    nope, rope = q.split([self.d, self.r], -1)
-    q = torch.cat([_each_head(nope, w_uk), rope], -1)
-    latent = kept["latent"][:, :, None]  # b s 1 c
-    k = torch.cat([latent, kept["k_rope"][:, :, None]], -1) if self.r else latent
-    o = attend(q, k, latent, mask, bias=bias, **self.terms(ctx, w_uv))
-    return _each_head(o, w_uv.transpose(1, 2))
+class SteadySparse(SparseAttention):
+    """It always chooses; what may not be seen lies at the end, so that the rest lies in the same tiles with any k."""
+
+    def dense(self, keys: int) -> bool:
+        return False
+
+    def choice(self, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+        chosen = super().choice(scores, k, order)
+        hidden = scores.gather(-1, chosen) == -torch.inf
+        return chosen.gather(-1, hidden.to(torch.uint8).argsort(dim=-1, stable=True))
 
 
-def _each_head(x: Tensor, w: Tensor) -> Tensor:
-    """(b t h i), (h i o) -> (b t h o), 16 tokens at a time."""
-    rows = x.flatten(0, 1).transpose(0, 1)  # h n i
-    n = rows.shape[1]
-    rows = F.pad(rows, (0, 0, 0, -n % TOKENS))
-    y = torch.cat([part @ w for part in rows.split(TOKENS, 1)], 1)[:, :n]
-    return y.transpose(0, 1).unflatten(0, x.shape[:2])
+class SteadyIndexer(Indexer):
+    def dots(self, q: Tensor, k: Tensor) -> Tensor:
+        return fp8_dots(q, k, dots) if self.config.precision == "fp8" else dots(q, k)
+
+    def join(self, dots: Tensor, w: Tensor) -> Tensor:
+        """Head after head."""
+        total = torch.zeros_like(dots[:, :, 0])
+        for j in range(dots.shape[2]):
+            total = total + w[:, :, j, None] * torch.relu(dots[:, :, j])
+        return total
 
 
-def _sparse(module: SparseAttention) -> None:
-    module.dense = lambda keys: False  # type: ignore[method-assign]
-    module.choice = partial(_seen_first, module.choice)  # type: ignore[method-assign]
-    module.indexer.dots, module.indexer.join = dots, _index_scores
+class SteadyAdditive(Additive):
+    def join(self, q: Tensor, k: Tensor) -> Tensor:
+        return (torch.tanh(q[..., :, None, :] + k[..., None, :, :]) * self.wv).sum(-1)
 
 
-def _index_scores(dots: Tensor, w: Tensor) -> Tensor:
-    """`index_scores`, head after head."""
-    total = torch.zeros_like(dots[:, :, 0])
-    for j in range(dots.shape[2]):
-        total = total + w[:, :, j, None] * torch.relu(dots[:, :, j])
-    return total
+class SteadyBilinear(Bilinear):
+    products: Products
+
+    def query(self, q: Tensor) -> Tensor:
+        return self.products(q, self.weight.t())
 
 
-def _seen_first(
-    choice: Callable[[Tensor, int, Tensor | None], Tensor],
-    scores: Tensor,
-    k: int,
-    order: Tensor | None,
-) -> Tensor:
-    """The choice with what may not be seen at its end, so that the rest lies in the same tiles with any k."""
-    chosen = choice(scores, k, order)
-    hidden = scores.gather(-1, chosen) == -torch.inf
-    return chosen.gather(-1, hidden.to(torch.uint8).argsort(dim=-1, stable=True))
+class SteadyRecurrence(Recurrence):
+    """The cells' equations, in both directions where there are two; padding never moves a state."""
+
+    products: Products
+
+    def forward(
+        self, x: Tensor, state: State, lengths: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        ends: list[State] = []
+        sides = ("", "_reverse") if self.rnn.bidirectional else ("",)
+        for i in range(self.layers):
+            outs = []
+            for side in sides:
+                names = ("weight_ih_l", "weight_hh_l", "bias_ih_l", "bias_hh_l")
+                w, u, b, d = (getattr(self.rnn, f"{name}{i}{side}") for name in names)
+                now = tuple(s[len(ends)] for s in state)
+                inputs, out = self.products(x, w, b).unbind(1), {}
+                for t in reversed(range(len(inputs))) if side else range(len(inputs)):
+                    new = self.cell.gates(inputs[t], self.products(now[0], u, d), now, GATE)
+                    now = new if lengths is None else hold(new, now, lengths > t)
+                    out[t] = now[0]
+                outs.append(torch.stack([out[t] for t in range(len(inputs))], 1))
+                ends.append(now)
+            x = torch.cat(outs, -1)
+        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
 
 
-def _additive(module: Additive) -> None:
-    def join(q: Tensor, k: Tensor) -> Tensor:
-        return (torch.tanh(q[..., :, None, :] + k[..., None, :, :]) * module.wv).sum(-1)
+class SteadyConvolution(nn.Conv2d):
+    """One image at a time."""
 
-    module.join = join  # type: ignore[method-assign]
-
-
-def _bilinear(module: Bilinear) -> None:
-    products = Products()
-    module.query = lambda q: products(q, module.weight.t())  # type: ignore[method-assign]
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([super(SteadyConvolution, self).forward(x[None]) for x in input])
 
 
-def _recurrence(module: Recurrence) -> None:
-    module.forward = partial(_recur, module, Products())  # type: ignore[method-assign]
+def _steady(kind: type[nn.Module]) -> Callable[[Any, nn.Module], nn.Module]:
+    def row(plain: Any, _: nn.Module) -> nn.Module:
+        new = share(kind, plain)
+        new.products = Products()  # type: ignore[assignment]
+        # An activation rounds its last few numbers otherwise.
+        if callable(getattr(plain, "act", None)):
+            new.act = Steady(plain.act)  # type: ignore[assignment]
+        if isinstance(plain, MixtureOfExperts):
+            new.router_product = Product(plain.router.weight.float(), None)  # type: ignore[assignment]
+        return new
 
-
-def _recur(
-    self: Recurrence, project: Products, x: Tensor, state: State, lengths: Tensor | None = None
-) -> tuple[Tensor, State]:
-    """`Recurrence.plain`, in both directions where there are two; padding never moves a state."""
-    ends: list[State] = []
-    sides = ("", "_reverse") if self.rnn.bidirectional else ("",)
-    for i in range(self.layers):
-        outs = []
-        for side in sides:
-            names = ("weight_ih_l", "weight_hh_l", "bias_ih_l", "bias_hh_l")
-            w, u, b, d = (getattr(self.rnn, f"{name}{i}{side}") for name in names)
-            now, inputs = tuple(s[len(ends)] for s in state), project(x, w, b).unbind(1)
-            out = {}
-            for t in reversed(range(len(inputs))) if side else range(len(inputs)):
-                new = self.cell.gates(inputs[t], project(now[0], u, d), now, GATE)
-                now = new if lengths is None else hold(new, now, lengths > t)
-                out[t] = now[0]
-            outs.append(torch.stack([out[t] for t in range(len(inputs))], 1))
-            ends.append(now)
-        x = torch.cat(outs, -1)
-    return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
-
-
-def _convolution(module: nn.Conv2d) -> None:
-    whole = module.forward
-    module.forward = lambda input: torch.cat([whole(x[None]) for x in input])  # type: ignore[method-assign]
+    return row
 
 
 GATE = Steady(torch.sigmoid)
-CHANGES: dict[type, Callable] = {
-    FeedForward: _feed_forward,
-    LMHead: _feed_forward,
-    LabelHead: _feed_forward,
-    MixtureOfExperts: _experts,
-    LatentAttention: _latent,
-    SparseAttention: _sparse,
-    Additive: _additive,
-    Bilinear: _bilinear,
-    Recurrence: _recurrence,
-    nn.Conv2d: _convolution,
+TABLE: dict[type, Callable[[Any, nn.Module], nn.Module]] = {
+    nn.Linear: _steady(SteadyLinear),
+    FeedForward: _steady(FeedForward),
+    LMHead: _steady(SteadyHead),
+    LabelHead: _steady(LabelHead),
+    MixtureOfExperts: _steady(SteadyExperts),
+    LatentAttention: _steady(SteadyLatent),
+    SparseAttention: _steady(SteadySparse),
+    Indexer: _steady(SteadyIndexer),
+    Additive: _steady(SteadyAdditive),
+    Bilinear: _steady(SteadyBilinear),
+    Recurrence: _steady(SteadyRecurrence),
+    nn.Conv2d: _steady(SteadyConvolution),
 }
-STEADY = (  # parts with weights that need no change
-    SteadyLinear,
+# Parts with weights that need no change.
+STEADY = (
     GroupedQueryAttention,
     TokenEmbedding,
     PatchEmbedding,
@@ -304,5 +312,6 @@ STEADY = (  # parts with weights that need no change
     RMSNorm,
     nn.LayerNorm,
     nn.Embedding,
-    nn.RNNBase,  # whose weights are run by the cells
+    # Its weights are run by the cells.
+    nn.RNNBase,
 )

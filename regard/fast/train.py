@@ -16,6 +16,7 @@ from regard.attention import Context
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
 from regard.errors import UsageError, nearest
+from regard.fast.specialise import replace, share
 from regard.kernels.c import native
 from regard.kernels.c.train import bias_gelu, gelu_tanh, parted, takes_bias
 from regard.layers import FeedForward
@@ -71,60 +72,56 @@ class Recomputed(Block):
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(x, ctx, cross)
-        ctx.bias(ctx.pos)  # all blocks share it, and it has a gradient: made here, outside
+        # All blocks share it, and it has a gradient: made here, outside.
+        ctx.bias(ctx.pos)
         return checkpoint(super().forward, x, ctx, cross, use_reentrant=False)
 
 
 def checkpointed(model: M) -> M:
     """The same model, its blocks recomputed in the backward pass; parameters and their names stay as they are."""
-    blocks = [m for m in model.modules() if isinstance(m, Block)]
-    if not blocks:
+    if not replace(model, {Block: lambda block, _: share(Recomputed, block)}):
         raise UsageError(
             "activation checkpointing needs a model of blocks; a recurrent one has none"
         )
-    for block in blocks:
-        block.__class__ = Recomputed
     return model
 
 
 class Joined(GroupedQueryAttention):
     """Self-attention whose queries, keys and values are one product, and so the gradient by its input."""
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        if ctx.memory is not None or not torch.is_grad_enabled():
-            return super().forward(x, ctx)
+    def enter(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
+        if not torch.is_grad_enabled():
+            return super().enter(x, ctx)
         parts = (self.wq, self.wk, self.wv)
         weight = torch.cat([part.weight for part in parts])
         bias = torch.cat([part.bias for part in parts]) if self.config.bias else None
-        sizes = [part.out_features for part in parts]
-        q, k, v = parted(F.linear(x, weight, bias), sizes)
-        kept, k_pos = ctx.keep(**self.as_entries(k, v, ctx))
-        visible = ctx.visible(k_pos, self.config.window)
-        o = self.mix(self.as_queries(q, ctx), kept, visible, ctx, ctx.bias(k_pos))
-        return self.wo(o.flatten(2))
+        q, k, v = parted(F.linear(x, weight, bias), [part.out_features for part in parts])
+        return self.as_queries(q, ctx), self.as_entries(k, v, ctx)
 
 
 class Biased(FeedForward):
     """Its first bias is added where GELU is computed, in float32 on a CPU; elsewhere products add it for nothing."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def widen(self, x: Tensor) -> Tensor:
         if not takes_bias(x, self.up.bias):
-            return super().forward(x)
-        return self.down(self.dropout(bias_gelu(F.linear(x, self.up.weight), self.up.bias)))
+            return super().widen(x)
+        return bias_gelu(F.linear(x, self.up.weight), self.up.bias)
+
+
+def _joined(part: GroupedQueryAttention, block: nn.Module) -> nn.Module | None:
+    own = isinstance(block, Block) and block.attention is part
+    return share(Joined, part) if own and type(part.wq) is type(part.wv) is nn.Linear else None
+
+
+def _biased(ffn: FeedForward, _: nn.Module) -> nn.Module | None:
+    plain = type(ffn.up) is nn.Linear and ffn.up.bias is not None and ffn.gate is None
+    return share(Biased, ffn) if plain and ffn.act is gelu_tanh else None
 
 
 def joined(model: M) -> M:
     """The same model, the products of each self-attention's input made one while it trains, and the bias before GELU a
     part of GELU; names stay."""
-    for block in model.modules():
-        if not isinstance(block, Block):
-            continue
-        part, ffn = block.attention, block.ffn
-        if type(part) is GroupedQueryAttention and type(part.wq) is type(part.wv) is nn.Linear:
-            part.__class__ = Joined
-        plain = type(ffn) is FeedForward and type(ffn.up) is nn.Linear and ffn.up.bias is not None
-        if plain and ffn.act is gelu_tanh and ffn.gate is None:
-            ffn.__class__ = Biased
+    replace(model, {GroupedQueryAttention: _joined, FeedForward: _biased})
     return model
 
 

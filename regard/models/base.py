@@ -26,6 +26,8 @@ class Model(nn.Module):
         self.config = config
         self.origin: Any = None
         self.family = ""  # Hugging Face's name for what it was built as, if it has one
+        # What regard.fast put in the place of how many parts: (plain, fast or why not) -> how many.
+        self.parts: dict[tuple[str, str], int] = {}
 
     def save(self, path: str | Path) -> Path:
         """Write a folder that `regard.load`, and transformers where it knows the family, can read."""
@@ -93,6 +95,14 @@ class Model(nn.Module):
             return 0
         tied = getattr(head.config, "tied", False)
         return weight_flops(head) + (2 * embedding.weight.numel() if tied else 0)  # type: ignore[operator]
+
+    def explain(self) -> str:
+        """Which parts are fast, which are not, and why."""
+        if not self.parts:
+            return "every part is plain"
+        width = max(len(plain) for plain, _ in self.parts)
+        rows = self.parts.items()
+        return "\n".join(f"{n:4} x {plain:<{width}}  {fast}" for (plain, fast), n in rows)
 
     def summary(self, context: int | None = None) -> str:
         """Layers, parameters, cache bytes per token and FLOPs per token, as a table."""

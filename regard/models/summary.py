@@ -6,9 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from regard.attention.latent import LatentAttention
-from regard.attention.multihead import GroupedQueryAttention
-from regard.attention.sparse import SparseAttention
+from regard.block import Stack
 from regard.moe import MixtureOfExperts
 
 
@@ -25,24 +23,11 @@ def weight_flops(module: nn.Module) -> int:
     return 2 * matrices
 
 
-def pair_flops(module: nn.Module, context: int) -> int:
+def pair_flops(tower: Stack, context: int) -> int:
     """Of the scores and sums of every attention for one query over `context` keys (a window or top-k bounds them)."""
-    total = 0
-    for m in module.modules():
-        if isinstance(m, SparseAttention):
-            total += 2 * context * m.indexer.h * m.indexer.d
-            total -= 2 * max(context - m.config.topk, 0) * _pair(m.attention)
-        elif isinstance(m, (GroupedQueryAttention, LatentAttention)):
-            keys = min(context, m.config.window or context)
-            total += 2 * keys * _pair(m)
-    return total
-
-
-def _pair(m: GroupedQueryAttention | LatentAttention) -> int:
-    """Multiply-adds of one query-key pair: the score's width and the value's, for every head."""
-    if isinstance(m, LatentAttention):
-        return m.h * (m.d + m.r + m.e)
-    return m.h * (m.d + m.e)
+    blocks: Any = tower.blocks
+    parts = (part for block in blocks for part in (block.attention, block.cross))
+    return sum(part.flops(context) for part in parts if part is not None)
 
 
 def cache_bytes(model: Any) -> int:

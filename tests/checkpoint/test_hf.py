@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard.checkpoint import save
 from regard.checkpoint.families.tables import FAMILIES
-from regard.fast.prepare import prepare
+from regard.fast.cpu import prepare
 from tests.checkpoint.families import (
     CASES,
     DECODERS,

@@ -8,8 +8,7 @@ import regard
 from regard.attention import GQA
 from regard.block import Tower
 from regard.cache import Cache, Contiguous
-from regard.fast.lean import LeanBlock
-from regard.fast.prepare import prepare
+from regard.fast.cpu import NativeAttention, prepare
 from regard.kernels.c import native
 from regard.kernels.c.linear import usable
 from regard.layers import LM, MLP, Norm
@@ -91,7 +90,7 @@ def story(model: Model, name: str) -> Tensor:
 def test_lean_blocks_give_the_models_logits(name: str, precision: str) -> None:
     model = made(name)
     lean = prepare(model, precision)
-    assert any(isinstance(m, LeanBlock) for m in lean.modules())
+    assert any(isinstance(m, NativeAttention) for m in lean.modules())
     assert error(story(lean, name), story(model, name)) < BOUND[precision]
 
 

@@ -13,8 +13,8 @@ from regard.attention import sparse as select
 from regard.block import Tower
 from regard.cache import LAYOUTS
 from regard.errors import UsageError
-from regard.fast import prepare as prepared
-from regard.fast.prepare import perplexity_change, prepare
+from regard.fast import cpu as prepared
+from regard.fast.cpu import perplexity_change, prepare
 from regard.kernels import linear
 from regard.kernels.c.linear import usable
 from regard.kernels.linear import PRECISIONS

@@ -11,7 +11,7 @@ import torch
 
 import regard
 from regard.errors import UsageError
-from regard.fast.prepare import prepare
+from regard.fast.cpu import prepare
 from regard.models import Model
 from regard.parity.check import CHECKS, Check, parity
 from regard.parity.foreign import record

@@ -12,7 +12,7 @@ from regard.attention.core import Terms
 from regard.errors import UsageError
 from regard.fast import lean
 from regard.fast.invariant import invariant
-from regard.fast.prepare import prepare
+from regard.fast.cpu import prepare
 from regard.kernels.c.linear import usable
 from regard.mask import Causal, Span, Visible
 from regard.models.recurrent import RecurrentConfig, Seq2SeqConfig

@@ -132,7 +132,7 @@ def test_lightning_indexer_sums_weighted_relus_and_takes_the_best(example: Examp
     # the layer's own gathering, with the given scores as a bias on zero products
     layer, bias = config.make(3), g.main_scores[None, None]
     zeros, values = torch.zeros(1, 4, 1, 2).double(), g.main_values[None, :, None]
-    sparse = layer.gathered(zeros, {"k": zeros, "v": values}, chosen, seen, bias, context(4))
+    sparse = layer.attend_chosen(zeros, {"k": zeros, "v": values}, chosen, seen, bias, context(4))
     example.right(sparse[0, :, 0], "sparse")
     dense = attend(zeros, zeros, values, seen[:, None], bias=bias)
     example.right(dense[0, :, 0], "dense")

@@ -1,0 +1,505 @@
+"""A model made ready for running: weights packed for this machine, products that share their input joined into one.
+
+    fast = prepare(model, "int8")
+    logits = fast(ids, cache=fast.cache(1))
+
+The prepared model is called like the model it came from, which stays as it was, and is for inference alone. Where the
+C code has products (`usable`), every part runs in it: each product takes its activation and residual along, and one new
+token per row is turned, stored and attended to where the cache lies; the stream is float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.attention.context import Context
+from regard.attention.core import Terms
+from regard.attention.latent import LatentAttention
+from regard.attention.multihead import GroupedQueryAttention
+from regard.block import Block
+from regard.cache import Contiguous
+from regard.cache.base import Layer
+from regard.errors import UsageError
+from regard.fast.specialise import Row, Specialise, direct
+from regard.kernels.c import native
+from regard.kernels.c.linear import ACTIVATIONS, MOST, NativeLinear, usable
+from regard.kernels.c.rows import attend_one, enter, norm
+from regard.kernels.linear import PRECISIONS, THEN, Fused, Packed, gelu_tanh, pack, packs
+from regard.layers import FeedForward, LMHead, RMSNorm, times
+from regard.mask import Causal, Visible
+from regard.models import EncoderDecoder, Model, Transformer
+from regard.models.adapt import LowRank
+from regard.models.recurrent import Recurrent, Seq2Seq
+from regard.moe import MixtureOfExperts
+
+WORTH = 10_000_000  # parameters for which the C code is compiled if it is not yet
+
+
+def prepare(
+    model: Model, precision: str = "fp32", *, rows: int = 1, consume: bool = False
+) -> Model:
+    """`model` ready to run in `precision`: fp32, bf16, int8 or int4. `rows` is how many rows a step will have (batch
+    times beams): the packing that suits them is taken; any other number works too.
+
+    fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too. int8 and int4 hold linear layers in 8
+    or 4 bits and the rest in bf16 (in float32 on a CPU without bf16), experts of a mixture and MLA's up-projection
+    among it; the head of int4 is int8, no slower and much better. Recurrent cells keep their dtype; what is linear
+    around them is packed. Logits are float32.
+
+    `consume` gives up the weights of `model` as they are packed, so that never both are in memory: it is of no use
+    afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
+    x dim numbers beside the embedding; not where nothing is packed (fp32, few rows): both stay one."""
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}"
+        )
+    if rows < 1:
+        raise UsageError(f"rows={rows}: a step has at least one row")
+    if isinstance(model, Prepared):
+        raise UsageError(
+            f"this model is already prepared in {model.precision}; prepare the original"
+        )
+    why = why_not_native(model, precision)
+    kind = Join if why else Native
+    maker = kind(precision, rows, _stream(model, precision), _spent(model) if consume else set())
+    parts = {}
+    if isinstance(model.head, LMHead):
+        two = isinstance(model, (EncoderDecoder, Seq2Seq))
+        words = model.get_submodule("target" if two else "embedding")
+        parts["head"] = maker.head(model.head, words.weight)
+    cls: Any = type(model)
+    made = maker.copy(model, _prepared(cls), **parts)
+    made.precision, made.parts = precision, dict(maker.rows)
+    if why:
+        made.parts["C code", f"none: {why}"] = 1
+    return made.eval()
+
+
+def why_not_native(model: Model, precision: str) -> str:
+    """Why the blocks of a model cannot run in C code here, or nothing."""
+    if not isinstance(model, (Transformer, EncoderDecoder)):
+        return "recurrent cells have none"
+    if not next(model.parameters()).is_cpu:
+        return "it is for the CPU"
+    for block in (m for m in model.modules() if isinstance(m, Block)):
+        for part in (block.attention, block.cross):
+            if part is not None and type(part) is not GroupedQueryAttention:
+                return f"{type(part).__name__} has none"
+        ffn = block.ffn
+        if not isinstance(ffn, FeedForward) or ffn.config.activation not in ACTIVATIONS:
+            return "its feed-forward has none"
+        if block.attention.add.norm is not None:
+            return f"a norm stands before the residual (order {block.order!r})"
+    if sum(p.numel() for p in model.parameters()) >= WORTH:
+        native.build()
+    return "" if usable(precision) else native.why() or f"no products in {precision} on this CPU"
+
+
+def _spent(model: Model) -> set[int]:
+    """Weights of linear layers that nothing else holds."""
+    linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    held = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    return {id(w) for w in linears if held[id(w)] == 1}
+
+
+def _stream(model: Model, precision: str) -> torch.dtype | None:
+    """The dtype of all that is not packed; None: as it is."""
+    if isinstance(model, (Recurrent, Seq2Seq)):
+        return None
+    device = next(model.parameters()).device.type
+    slow = device == "cpu" and not packs(device, torch.bfloat16)
+    return (
+        torch.float32 if precision == "fp32" or (slow and precision != "bf16") else torch.bfloat16
+    )
+
+
+class Prepared:
+    """What a prepared model refuses: its weights are packed for one machine, and rounded."""
+
+    precision: str
+
+    def save(self, path: str | Path) -> Path:
+        raise UsageError(
+            f"a model prepared in {self.precision} is for running, its weights are packed for this machine; "
+            "save the original"
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden).float()  # type: ignore[misc]
+
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            raise UsageError(
+                "a prepared model cannot be trained; train the original and prepare it again"
+            )
+        return super().train(mode)  # type: ignore[misc]
+
+    def _apply(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(
+            "packed weights cannot be moved or cast; move the original and prepare it again"
+        )
+
+
+@functools.cache
+def _prepared(cls: Any) -> Any:
+    return type(f"Prepared{cls.__name__}", (Prepared, cls), {})
+
+
+# --- joined products, by torch ------------------------------------------------------------------------------------
+
+
+class Join(Specialise):
+    """Parts on shared or packed weights, products that share their input joined into one."""
+
+    def __init__(self, precision: str, rows: int, dtype: torch.dtype | None, spent: set[int]):
+        """`spent`: parameters (their ids) that may be given up when they have been packed."""
+        super().__init__()
+        self.precision, self.step_rows, self.dtype, self.spent = precision, rows, dtype, spent
+        self.cast: dict[int, nn.Parameter] = {}  # a weight used twice stays one
+
+    def kind(self, kind: Any) -> Any:
+        return direct(kind)
+
+    def copy(self, module: nn.Module, kind: Any = None, **parts: nn.Module | None) -> Any:
+        new, wide = super().copy(module, kind, **parts), getattr(module, "wide", ())
+        new._parameters = {
+            n: p if n in wide else self.parameter(p) for n, p in module._parameters.items()
+        }
+        return new
+
+    def parameter(self, p: Any) -> Any:
+        if p is None:
+            return None
+        if id(p) not in self.cast:
+            x = p.detach().to(self.dtype or p.dtype)
+            self.cast[id(p)] = nn.Parameter(x, requires_grad=False)
+        return self.cast[id(p)]
+
+    def unpacked(self, linear: nn.Module) -> nn.Module:
+        """A linear layer whose weight others read: a plain one, with what LoRA adds in it."""
+        if not isinstance(linear, LowRank):
+            return self.copy(linear)
+        new, weight = self.copy(linear.base), linear.weight.detach()
+        new.weight = nn.Parameter(weight.to(self.dtype or weight.dtype), requires_grad=False)
+        return new
+
+    def product(self, *linears: nn.Linear, out: torch.dtype | None = None) -> nn.Module:
+        """One layer that gives the outputs of all `linears` after each other."""
+        made = pack(*stacked(linears), self.precision, rows=self.step_rows, out=out)
+        self.give_up(linears)
+        return made
+
+    def give_up(self, linears: Sequence[nn.Linear]) -> None:
+        for linear in linears:
+            if id(linear.weight) in self.spent:
+                linear.weight.data = linear.weight.data.new_empty(0)
+
+    def block(self, module: Block) -> nn.Module:
+        """Products are joined where a block holds them; a sparse attention calls those of its inner one singly."""
+        parts = {}
+        for name, join in (("attention", self.attention), ("cross", self.cross)):
+            part: Any = getattr(module, name)
+            if type(part) is GroupedQueryAttention:
+                parts[name] = join(part)
+                self.rows[type(part).__name__, type(parts[name]).__name__] += 1
+        return self.copy(module, **parts)
+
+    def attention(self, module: GroupedQueryAttention) -> nn.Module:
+        wqkv = self.product(module.wq, module.wk, module.wv)
+        return self.copy(module, JoinedAttention, wq=None, wk=None, wv=None, wqkv=wqkv)
+
+    def cross(self, module: GroupedQueryAttention) -> nn.Module:
+        wkv = self.product(module.wk, module.wv)
+        return self.copy(module, JoinedCrossAttention, wk=None, wv=None, wkv=wkv)
+
+    def feed_forward(self, module: FeedForward) -> nn.Module:
+        """Between the products int8 stays in the float32 that it gives, and gelu_tanh is faster there."""
+        name = module.config.activation
+        inner = torch.float32 if self.precision == "int8" or name == "gelu_tanh" else None
+        down = self.product(module.down, out=self.dtype)
+        if module.gate is not None:
+            both = self.product(module.gate, module.up, out=inner)
+            new = self.copy(module, JoinedFeedForward, gate=None, up=None, gate_up=both, down=down)
+        else:
+            up = self.product(module.up, out=inner)
+            new = self.copy(module, up=up, down=down)
+            if isinstance(up, Packed) and name in THEN:
+                up.then, up.out, new.act = THEN[name], None, _same
+                return new
+        if name == "gelu_tanh":
+            new.act = gelu_tanh
+        return new
+
+    def head(self, module: LMHead, embedding: Any) -> nn.Module:
+        weight = embedding if module.weight is None else module.weight
+        precision = "int8" if self.precision == "int4" else self.precision
+        # A head that needs no packing shares it.
+        if precision != "int8":
+            weight = self.parameter(weight)
+        new = self.copy(module, PackedHead)
+        new.product = self.head_product(weight, module.bias, precision)
+        new.weight = new.bias = None
+        return new
+
+    def head_product(self, weight: Tensor, bias: Tensor | None, precision: str) -> nn.Module:
+        return pack(weight, bias, precision, rows=self.step_rows, out=torch.float32, alike=True)
+
+    table: ClassVar[Mapping[type, Row]] = {
+        nn.Linear: lambda maker, m: maker.product(m),
+        nn.Dropout: lambda maker, m: direct(nn.Identity)(),
+        FeedForward: lambda maker, m: maker.feed_forward(m),
+        Block: lambda maker, m: maker.block(m),
+        # Whose absorbed form reads the weight itself.
+        LatentAttention: lambda maker, m: maker.copy(m, w_ukv=maker.unpacked(m.w_ukv)),
+        MixtureOfExperts: lambda maker, m: maker.copy(m, router=maker.unpacked(m.router)),
+        # It holds its weights twice over.
+        nn.RNNBase: lambda maker, m: copy.copy(m),
+    }
+
+
+def stacked(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of all of them, one below the other."""
+    if len(linears) == 1:
+        return linears[0].weight, linears[0].bias
+    biases = [w.bias.detach() for w in linears if w.bias is not None]
+    weight = torch.cat([w.weight.detach() for w in linears])
+    return weight, torch.cat(biases) if biases else None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class JoinedAttention(GroupedQueryAttention):
+    """Queries, keys and values by one product; queries and keys are turned together."""
+
+    wqkv: nn.Module
+
+    def enter(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
+        h, g, d, e = self.h, self.g, self.d, self.e
+        qk, v = self.wqkv(x).split(((h + g) * d, g * e), -1)
+        qk = qk.unflatten(-1, (h + g, d))  # b t (h + g) d
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], 2)
+        q, k = ctx.turn(qk, self.config.rope).split((h, g), 2)
+        return q, {"k": k, "v": v.unflatten(-1, (g, e))}
+
+
+class JoinedCrossAttention(GroupedQueryAttention):
+    """Keys and values of the memory by one product."""
+
+    wkv: nn.Module
+
+    def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
+        if ctx.memory is None:
+            return {}
+        k, v = self.wkv(ctx.memory).split((self.g * self.d, self.g * self.e), -1)
+        return self.as_entries(k, v, ctx)
+
+
+class JoinedFeedForward(FeedForward):
+    """Gate and up by one product."""
+
+    gate_up: nn.Module
+
+    def widen(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return times(up, self.act(gate))
+
+
+class PackedHead(LMHead):
+    """With a weight of its own."""
+
+    product: nn.Module
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.product(x)
+
+
+# --- the same in C code -------------------------------------------------------------------------------------------
+
+
+class Native(Join):
+    """Every part in C code, for models whose blocks all have it."""
+
+    def linear(self, *linears: Any, act: str = "", gated: bool = False) -> nn.Module:
+        made = self.pack(*stacked(linears), self.precision, act, gated)
+        self.give_up(linears)
+        return made
+
+    def pack(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        precision: str,
+        act: str = "",
+        gated: bool = False,
+    ) -> nn.Module:
+        if precision == "fp32" and self.step_rows > MOST:
+            return Fused(weight, bias, act, gated)
+        return NativeLinear(weight, bias, precision, act=act, gated=gated)
+
+    def attention(self, module: GroupedQueryAttention) -> nn.Module:
+        parts = {"wqkv": self.linear(module.wq, module.wk, module.wv), "wo": self.linear(module.wo)}
+        return self.copy(module, NativeAttention, wq=None, wk=None, wv=None, **parts)
+
+    def cross(self, module: GroupedQueryAttention) -> nn.Module:
+        parts = {"wq": self.linear(module.wq), "wkv": self.linear(module.wk, module.wv)}
+        parts["wo"] = self.linear(module.wo)
+        return self.copy(module, NativeCrossAttention, wk=None, wv=None, **parts)
+
+    def feed_forward(self, module: FeedForward) -> nn.Module:
+        act, gate = module.config.activation, module.gate
+        both = [module.up] if gate is None else [gate, module.up]
+        up = self.linear(*both, act=act, gated=gate is not None)
+        return self.copy(module, NativeFeedForward, gate=None, up=up, down=self.linear(module.down))
+
+    def head_product(self, weight: Tensor, bias: Tensor | None, precision: str) -> nn.Module:
+        return self.pack(weight, bias, precision)
+
+    table: ClassVar[Mapping[type, Row]] = {
+        **Join.table,
+        nn.LayerNorm: lambda maker, m: NativeNorm(m),
+        RMSNorm: lambda maker, m: NativeNorm(m),
+    }
+
+
+class NativeNorm(nn.Module):
+    """A layer or RMS norm on float32."""
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.kind = "rms" if isinstance(module, RMSNorm) else "layer"
+        self.weight, self.eps = module.weight.detach().float(), module.eps
+        given = getattr(module, "bias", None)
+        self.bias = None if given is None else given.detach().float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return norm(x.float(), self.weight, self.bias, self.eps, self.kind)
+
+
+class NativeFeedForward(FeedForward):
+    """`up` holds the gate and the activation, `down` adds the residual."""
+
+    def widen(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+    def leave(self, h: Tensor, residual: Tensor | None) -> Tensor:
+        return self.down(h, residual)
+
+
+class _Native(GroupedQueryAttention):
+    @property
+    def bare(self) -> bool:
+        """Whether scores are q.k * scale and a bias, nothing more."""
+        return self.config.softcap is None and self.sinks is None
+
+    def mix(self, q: Tensor, kept: dict[str, Tensor], *rest: Any) -> Tensor:
+        return super().mix(q.to(kept["k"].dtype), kept, *rest)
+
+    def leave(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.wo(o.flatten(2), residual)
+
+
+class NativeAttention(_Native, JoinedAttention):
+    """One new token per row is turned, stored and attended to where the cache lies."""
+
+    def look(self, x: Tensor, ctx: Context) -> Tensor:
+        layer = _step(ctx)
+        if layer is None or not self.bare or self.q_norm is not None or ctx.mask != Causal():
+            return super().look(x, ctx)
+        qkv, c, cache = self.wqkv(x)[:, 0], self.config, layer.cache
+        k, v, place = _memory(layer)
+        pos = ctx.once("rows", lambda: ctx.pos.index[:, 0].expand(len(qkv)).contiguous())
+        cos, sin = ctx.angles(c.rope, self.d, torch.float32) if c.rope else (None, None)
+        layout = c.rope.layout if c.rope else ""
+        enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, pos)
+        q, bias = qkv[:, : self.h * self.d].unflatten(-1, (self.h, self.d)), ctx.bias(cache.span)
+        if bias is not None:
+            given = bias
+            bias = ctx.once("bias of rows", lambda: given[:, :, 0].float().contiguous())
+        o = attend_one(q, k, v, pos, scale=self.scale, place=place, window=c.window, bias=bias)
+        if ctx.probe is not None:
+            terms = Terms(self.scale, None if bias is None else bias[:, :, None])
+            _show(ctx, layer, q[:, None], ctx.visible(cache.span, c.window), terms)
+        return o[:, None]
+
+
+class NativeCrossAttention(_Native, JoinedCrossAttention):
+    """Keys and values of the memory are read where they lie."""
+
+    def look(self, x: Tensor, ctx: Context) -> Tensor:
+        layer = _step(ctx)
+        if layer is None or ctx.memory is not None or not self.bare:
+            return super().look(x, ctx)
+        q = self.queries(x, ctx)
+        (k, v, _), lengths = _memory(layer), layer.cache.lengths
+        share = len(q) // len(lengths)
+        pos = ctx.once("last", lambda: (lengths - 1).repeat_interleave(share))
+        o = attend_one(q[:, 0], k, v, pos, share=share, scale=self.scale)
+        # Beams stand side by side, as in `mix`.
+        if ctx.probe is not None:
+            real = (layer.cache.span.index >= 0)[:, None, None]
+            _show(ctx, layer, q.reshape(-1, share, self.h, self.d), real, Terms(self.scale))
+        return o[:, None]
+
+
+def _step(ctx: Context) -> Layer | None:
+    """The cache, if this is a step of one token per row over memory that lies by position."""
+    store = ctx.store
+    if ctx.backend != "sdpa" or ctx.pos.size != 1:
+        return None
+    return store if isinstance(store, Layer) and type(store.cache) is Contiguous else None
+
+
+def _memory(layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values, and which row holds each token if not its own."""
+    assert isinstance(layer.cache, Contiguous)
+    slots = layer.cache.slots[layer.index]
+    return slots["k"], slots["v"], layer.cache.place
+
+
+def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: Terms) -> None:
+    """Let a probe see queries (b t h d) and the keys and values they met, brought to their own rows."""
+    watch = ctx.watch()
+    if watch is not None:
+        kept, _ = layer.keep()
+        q, k, v = (x.transpose(1, 2) for x in (q, kept["k"], kept["v"]))
+        watch.see(q, k, v, mask, terms)
+
+
+# --- what it costs in quality -------------------------------------------------------------------------------------
+
+
+class Perplexity(NamedTuple):
+    before: float
+    after: float
+
+
+@torch.inference_mode()
+def perplexity_change(
+    model: Model, prepared: Model, ids: Tensor, *, source: Tensor | None = None
+) -> Perplexity:
+    """exp of the mean negative log-likelihood of ids (b t) from the second token on, by both models."""
+    if ids.shape[-1] < 2:
+        raise UsageError("perplexity needs rows of at least two tokens: the first is given")
+    return Perplexity(*(_perplexity(m, ids, source) for m in (model, prepared)))
+
+
+def _perplexity(model: Model, ids: Tensor, source: Tensor | None) -> float:
+    total = 0.0
+    for i, row in enumerate(ids):
+        given = {} if source is None else {"source": source[i : i + 1]}
+        logits = model(row[None], **given)[0, :-1].float()
+        total += F.cross_entropy(logits, row[1:], reduction="sum").item()
+    return math.exp(total / (len(ids) * (ids.shape[1] - 1)))

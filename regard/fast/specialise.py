@@ -1,0 +1,90 @@
+"""One model, its parts replaced by fast ones: a function and a table for each target.
+
+    fast = prepare(model, "int8")      target cpu: packed products, C code where the cache lies (cpu.py)
+    invariant(model)                   target invariant: sums of a fixed order (invariant.py)
+    joined(model), checkpointed(model) target train (train.py)
+    print(fast.explain())              which parts are fast, which are not, and why
+
+A fast part is another module with the same call. It overrides one step of the plain one (`enter`, `mix`, `leave`,
+`widen`, `project`, ...), never its forward, and decides by what it is given, never by a model's name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+P = TypeVar("P", bound=nn.Module)
+# A row of a table gives the fast part, or why there is none.
+Row = Callable[[Any, Any], nn.Module | str]
+
+
+def share(kind: type[P], plain: nn.Module, **parts: nn.Module | None) -> P:
+    """A `kind` with everything that `plain` holds, the same weights among it, but for `parts`."""
+    new = kind.__new__(kind)
+    new.__dict__ = dict(plain.__dict__)
+    new._parameters, new._buffers = dict(plain._parameters), dict(plain._buffers)
+    new._modules = dict(plain._modules) | parts
+    return new
+
+
+@functools.cache
+def direct(kind: Any) -> Any:
+    """`kind` without torch's hooks: a call is `forward` and nothing else, which a small model feels."""
+    return type(kind.__name__, (kind,), {"__call__": kind.forward})
+
+
+class Specialise:
+    """Makes the parts of a model anew, each by its row in the table; what has no row is copied, its weights shared."""
+
+    table: ClassVar[Mapping[type, Row]] = {}
+
+    def __init__(self) -> None:
+        # How often each plain part was given which fast one, or why not.
+        self.rows: Counter[tuple[str, str]] = Counter()
+
+    def make(self, module: nn.Module | None) -> Any:
+        if module is None:
+            return None
+        row = next((self.table[kind] for kind in type(module).__mro__ if kind in self.table), None)
+        if row is None:
+            return self.copy(module)
+        fast = row(self, module)
+        plain = type(module).__name__
+        if isinstance(fast, str):
+            self.rows[plain, f"plain: {fast}"] += 1
+            return self.copy(module)
+        self.rows[plain, type(fast).__name__] += 1
+        return fast
+
+    def copy(self, module: nn.Module, kind: Any = None, **parts: nn.Module | None) -> Any:
+        """`module`, as a `kind` if given, with `parts` instead of its own; the rest is made."""
+        children = {n: self.make(m) for n, m in module._modules.items() if n not in parts}
+        return share(self.kind(kind or type(module)), module, **children, **parts)
+
+    def kind(self, kind: Any) -> Any:
+        return kind
+
+
+def replace(model: nn.Module, table: Mapping[type, Callable[[Any, nn.Module], Any]]) -> int:
+    """In place, from the inside out: every part for which its row (of the part, and what holds it) gives another form.
+    Weights and their names stay. How many there were."""
+    fast: dict[int, nn.Module | None] = {}
+
+    def walk(parent: nn.Module) -> None:
+        for name, child in parent._modules.items():
+            if child is None:
+                continue
+            if id(child) not in fast:
+                walk(child)
+                row = next((table[k] for k in type(child).__mro__ if k in table), None)
+                fast[id(child)] = None if row is None else row(child, parent)
+            if fast[id(child)] is not None:
+                parent._modules[name] = fast[id(child)]
+
+    walk(model)
+    return sum(part is not None for part in fast.values())
