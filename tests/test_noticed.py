@@ -15,7 +15,7 @@ from regard.cache import Contiguous, Paged
 from regard.data.batch import Batch
 from regard.decode.engine import Engine
 from regard.decode.settings import Settings
-from regard.fast import lean
+from regard.fast import cpu as lean
 from regard.kernels.c import native
 from regard.layers import LM, LMHead, Tag
 from regard.models.adapt import LoRA, LowRank, with_head
@@ -102,8 +102,8 @@ def test_lean_blocks_are_for_transformers_on_the_cpu(
     monkeypatch.setattr(lean, "usable", lambda precision: True)
     made = copy.deepcopy(model(name))
     blocks = [part for part in made.modules() if isinstance(part, Block)]
-    assert not lean.suits(made, "fp32") or blocks
-    assert not lean.suits(made.to("meta"), "fp32")
+    assert lean.why_not_native(made, "fp32") or blocks
+    assert lean.why_not_native(made.to("meta"), "fp32")
 
 
 @pytest.mark.parametrize("layout", [Contiguous, Paged])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context, Terms, weights
-from regard.attention.sparse import SparseAttention, choose, dots_exact, index_scores
+from regard.attention.sparse import SparseAttention, Spread, choose, dots_exact, index_scores
 from regard.data.batch import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Causal, Documents, Mask, Visible
@@ -131,9 +131,14 @@ class Seen:
             self.target.append(a[..., terms.sinks :].sum(1))
 
     @torch.no_grad()
-    def put(self, weights: Tensor, rows: slice, size: int) -> None:
-        """Weights (b h n s) of a sparse call, zero but for the choice."""
-        self.target.append(weights.sum(1))
+    def gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
+    ) -> None:
+        """A sparse call, one query per row: its weights at their places, zeros elsewhere."""
+        b, n, chosen = where.chosen.shape
+        a = weights(q, k, mask, terms)[..., -chosen:].sum((1, 2)).view(b, n, chosen)
+        full = a.new_zeros(b, n, where.size[1])
+        self.target.append(full.scatter(-1, where.chosen, a))
 
     def loss(self, counted: Tensor, sparse: bool) -> Tensor:
         """The divergences at the counted queries (b t), summed. Only the indexer's parameters are in the graph."""
@@ -167,8 +172,8 @@ class Watch:
 
     calls: dict[str, Seen]
 
-    def enter(self, layer: Any, args: tuple[Tensor, Context]) -> None:
-        x, ctx = args
+    def enter(self, layer: Any, args: tuple[Any, ...]) -> None:
+        x, ctx = args[:2]
         self.calls[ctx.site] = Seen(layer, x.detach(), ctx, [])
 
     def at(self, site: str) -> Seen | None:

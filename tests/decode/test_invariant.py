@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import regard
 from regard.attention import DSA, GQA, attend
+from regard.attention.ordered import agrees, cancelling, dots
 from regard.attention.scores import Additive
 from regard.attention.sparse import Indexer, dots_exact
 from regard.errors import UsageError
 from regard.fast.invariant import WIDE, Product, Steady, invariant
-from regard.attention.ordered import agrees, cancelling, dots
 from regard.layers import ACTIVATIONS
 from regard.models import Model, Seq2SeqConfig
 from regard.moe import MoE

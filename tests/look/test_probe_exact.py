@@ -10,9 +10,9 @@ from regard.attention import DSA, GQA, MLA, Context, attend
 from regard.attention import sparse as select
 from regard.attention.core import Terms
 from regard.errors import UsageError
-from regard.fast import lean
-from regard.fast.invariant import invariant
+from regard.fast import cpu as lean
 from regard.fast.cpu import prepare
+from regard.fast.invariant import invariant
 from regard.kernels.c.linear import usable
 from regard.mask import Causal, Span, Visible
 from regard.models.recurrent import RecurrentConfig, Seq2SeqConfig
