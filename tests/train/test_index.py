@@ -81,7 +81,7 @@ def test_dense_index_compares_with_the_attention_of_the_dense_model(name: str) -
         model.hidden(data.ids, probe=probe)
     want = torch.zeros(()).double()
     for i, block in enumerate(model.tower.blocks):
-        layer, (h, ctx) = block.attention, x[i]
+        layer, (h, ctx, _) = block.attention, x[i]
         exact = replace(layer.config, precision="exact")
         layer.indexer.config, window = exact, layer.config.window
         c_q = layer.attention.query_input(h)
