@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.attention import Context
 from regard.decode.sample import BROKEN
 from regard.decode.sampling import draw, min_p, top_k, top_p, uniform
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
-from regard.fast.gpu_model import layers_of, norm_of, why_not
-from regard.fast.gpu_step import Linear
+from regard.fast.cuda import Normed, Slots, Stream, slotted, why_not
 from regard.kernels.triton import prompt as gpu_prompt
+from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.prompt import Pack
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, greedy, greedy_advance
-from regard.kernels.triton.wide import summed
-from regard.mask import Span
+from regard.mask import Causal, Span
 from regard.models.embedding import context
 
 FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -109,11 +109,7 @@ class GraphDecoder:
         if self.graph and not weight.is_cuda:
             raise UsageError(f"the model is on {self.device}; use model.cuda(), or graph=False")
         with torch.no_grad():
-            self.layers = layers_of(model, rows, length, kernels)
-            fast = kernels and not model.config.head.scaled
-            head = weight if model.head.weight is None else model.head.weight
-            norm = norm_of(model.tower.norm)
-            self.head = Linear(head, model.head.bias, norm=norm, fast=kernels) if fast else None
+            self.fast, self.slots = slotted(model, rows, length, kernels)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.long, device=self.device)
@@ -133,21 +129,20 @@ class GraphDecoder:
 
     def logits(self, bound: int) -> Tensor:
         """Feed every row's token; (rows V). No row that counts is longer than `bound`."""
-        s, mask, more = self.state, None, None
-        ids = s.ids.clamp(min=0)[:, None]
-        x = self.model.embedding(ids, Span(s.pos[:, None]))[:, 0].contiguous()
-        if not all(layer.fast for layer in self.layers):
-            mask = (torch.arange(bound, device=self.device) <= s.pos[:, None])[:, None, None]
-        for layer in self.layers:
-            x, more = layer.step(x, more, s.pos, bound, mask)
-        return self.scores(x, more)
+        s = self.state
+        wide = self.kernels and self.rows > MOST
+        slots = replace(self.slots, pos=s.pos, bound=bound)
+        return self.scores(self.hidden(s.ids.clamp(min=0)[:, None], s.pos[:, None], slots, wide))
 
-    def scores(self, x: Tensor, more: Tensor | None) -> Tensor:
-        """Logits (n V) from what the last block gave."""
-        if self.head is not None:
-            return self.head(x) if more is None else self.head.wide(self.head.settle(x, more)[1])
-        x, norm = summed(x, more), self.model.tower.norm
-        return self.model.logits(x if norm is None else norm(x))
+    def hidden(self, ids: Tensor, pos: Tensor, slots: Slots, wide: bool) -> Normed:
+        """What the last block gives for tokens (b t) at their positions, laid end to end."""
+        span = Span(pos)
+        x = self.fast.embedding(ids, span).flatten(0, 1).contiguous()
+        return self.fast.tower(Stream(x, wide), Context(span, Causal()), caches=(slots, None))
+
+    def scores(self, hidden: Normed) -> Tensor:
+        """Logits (n V)."""
+        return self.fast.logits(hidden)
 
     def step(self, bound: int, kind: tuple[str, ...]) -> None:
         """What a graph holds: logits, choice, and the state moved on by one token."""
@@ -219,16 +214,16 @@ class GraphDecoder:
 
     def read(self, pack: Pack, kind: tuple[str, ...]) -> None:
         """What a prompts' graph holds: caches filled, first tokens chosen, the state set."""
-        more, last = None, pack.last
-        x = self.model.embedding(pack.ids[None], Span(pack.pos[None]))[0].contiguous()
-        for layer in self.layers:
-            if not layer.fast:
-                layer.clear(pack.rows)
-            x, more = layer.prompt(x, more, pack)
-        more = None if more is None else more[..., last, :]
+        # What an earlier request left: a mask weighs it with 0, and 0 * NaN is NaN. Kernels do not read it.
+        for block, memory in zip(self.fast.tower.blocks, self.slots.memory, strict=True):
+            if not block.attention.fast(memory[0]):
+                for each in memory:
+                    each.index_fill_(0, pack.rows, 0)
+        slots = replace(self.slots, pack=pack)
+        hidden = self.hidden(pack.ids[None], pack.pos[None], slots, True).take(pack.last)
         self.state.count.index_fill_(0, pack.rows, 0)
         self.state.pos[pack.rows] = pack.lengths
-        self.state.ids[pack.rows] = self.choose(self.scores(x[last], more), kind, pack.rows)
+        self.state.ids[pack.rows] = self.choose(self.scores(hidden), kind, pack.rows)
         self.state.count.index_fill_(0, pack.rows, 1)
 
     def tell(self, slots: Sequence[int], requests: Sequence[Request]) -> None:

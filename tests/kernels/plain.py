@@ -12,6 +12,7 @@ import regard
 from regard.decode.graphs import FILTERS, GraphDecoder
 from regard.decode.sampling import draw, uniform
 from regard.decode.settings import Request, Result, Settings
+from regard.fast.cuda import Normed
 
 # Per logit of the small models here, whose logits have a deviation of 0.7; float32 rounds them by
 # up to 7e-6.
@@ -34,8 +35,8 @@ def largest_gap(decoder: GraphDecoder, texts: Sequence[list[int]], steps: int) -
     seen: list[Tensor] = []
     real = decoder.scores
 
-    def scores(x: Tensor, more: Tensor | None) -> Tensor:
-        seen.append(real(x, more))
+    def scores(hidden: Normed) -> Tensor:
+        seen.append(real(hidden))
         return seen[-1]
 
     decoder.scores = scores  # type: ignore[method-assign]

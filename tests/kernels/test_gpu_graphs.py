@@ -106,8 +106,8 @@ def test_decoder_that_is_a_little_wrong_is_noticed(settings: dict) -> None:
     decoder = GraphDecoder(model, 4, 96, graph=False)
     answers = decoder.serve(asked)
     assert ties(model, asked, answers) <= FEW
-    for layer in decoder.layers:
-        layer.scale *= 1.01
+    for block in decoder.fast.tower.blocks:
+        block.attention.scale *= 1.01
     assert largest_gap(decoder, [r.ids for r in asked[:4]], 6) > 10 * BOUND
     answers[3].ids[0] = (answers[3].ids[0] + 48) % 97
     with pytest.raises(AssertionError, match="request 3: token 0"):

@@ -1,0 +1,432 @@
+"""Target cuda: parts for a step of one token per row, or for prompts laid end to end, over memory that stays where it
+is, as a CUDA graph must have it. Block and Stack run as they are; what flows through them is a `Stream`.
+
+Matrices that read the same input are one matrix (q|k|v, gate|up, and MLA's two down-projections). A norm is left to the
+product that reads it, and of many rows a sum is left to the norm that reads it. Where kernels are off, or a shape has
+none, everything is torch; test_graphs_give_the_engine_tokens holds both against the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.attention.context import Context
+from regard.attention.latent import LatentAttention
+from regard.attention.multihead import GroupedQueryAttention
+from regard.block import Block, Stack
+from regard.fast.specialise import Row, Specialise, direct
+from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import latent as gpu_latent
+from regard.kernels.triton import prompt as gpu_prompt
+from regard.kernels.triton.linear import ACTIVATIONS, linear, reference
+from regard.kernels.triton.prompt import Pack
+from regard.kernels.triton.wide import add_norm, gated, product, summed
+from regard.layers import FeedForward, LMHead
+from regard.models import Model
+
+
+def why_not(model: Any) -> str:
+    """What about a model has no static step, or nothing."""
+    c = model.config
+    if c.kind != "transformer" or c.embedding.kind != "tokens":
+        return f"{type(c).__name__} is not one tower on tokens"
+    tower, position = c.tower, c.embedding.position
+    if not tower.causal or tower.order != "pre" or tower.cross or tower.relative:
+        return "its tower is not causal and pre-norm, or has a bias on positions"
+    if c.head is None or c.head.kind != "lm":
+        return "it has no language-model head"
+    if position is not None and position.kind == "learned" and position.skip is not None:
+        return "its positions skip tokens"
+    if any(f.kind != "mlp" or f.activation not in ACTIVATIONS for f in tower.each("ffn")):
+        return "it has experts, or an activation without a kernel"
+    for a in tower.each("attention"):
+        if a.kind not in ("gqa", "mla") or (a.kind == "gqa" and (a.sinks or a.softcap)):
+            return "its attention selects keys, or has sinks or a softcap"
+    if getattr(model, "watched", False):
+        return "a probe watches it"
+    return "it is being trained; call model.eval()" if model.training else ""
+
+
+# --- what flows through the blocks --------------------------------------------------------------------------------
+
+
+@dataclass
+class Stream:
+    """The residual stream (n m). Of many rows (`wide`) the last sum is left to the norm that reads it."""
+
+    value: Tensor
+    wide: bool
+    more: Tensor | None = None  # to be added, perhaps in parts (s n m)
+
+    def add(self, product: Product, o: Tensor) -> Stream:
+        """The stream with what `product` makes of o."""
+        if self.wide:
+            return Stream(self.value, True, product.wide(o, split=True))
+        return Stream(product(o, residual=self.value), False)
+
+
+@dataclass
+class Normed:
+    """A stream whose norm is left to the product that reads it."""
+
+    stream: Stream
+    norm: Any
+
+    def take(self, rows: Tensor) -> Normed:
+        s = self.stream
+        more = None if s.more is None else s.more[..., rows, :]
+        return Normed(Stream(s.value[rows], s.wide, more), self.norm)
+
+    @property
+    def rms(self) -> bool:
+        return self.norm is not None and getattr(self.norm, "bias", None) is None
+
+    def tensor(self, fast: bool = True) -> Tensor:
+        """The sum made, in the stream too, and normed."""
+        s, norm = self.stream, self.norm
+        if self.rms and s.wide:
+            s.value, y = add_norm(s.value, s.more, norm.weight, norm.eps, fast)
+        else:
+            s.value = summed(s.value, s.more)
+            y = s.value if norm is None else norm(s.value)
+        s.more = None
+        return y
+
+
+class LeftNorm(nn.Module):
+    """A norm of the stream, for the product that reads it."""
+
+    def __init__(self, norm: Any):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Stream) -> Normed:
+        return Normed(x, self.norm)
+
+
+@dataclass
+class Product:
+    """act(x W^T + b) + residual, x perhaps still to be normed. `fast` is whether kernels may be used."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    act: str = ""
+    gated: bool = False
+    fast: bool = True
+
+    @classmethod
+    def of(cls, modules: list[Any], **more: Any) -> Product:
+        """Linear layers that read the same x, as one."""
+        if len(modules) == 1:
+            return cls(modules[0].weight, modules[0].bias, **more)
+        bias = None
+        if any(m.bias is not None for m in modules):
+            each = [
+                m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules
+            ]
+            bias = torch.cat(each)
+        return cls(torch.cat([m.weight for m in modules]), bias, **more)
+
+    def __call__(
+        self, x: Tensor | Normed, split: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        norm = None
+        if isinstance(x, Normed):
+            if x.stream.wide:
+                return self.wide(x.tensor(self.fast), split)
+            norm = (x.norm.weight, x.norm.eps) if x.rms else None
+            x = x.stream.value if x.rms else x.tensor(self.fast)
+        form = linear if self.fast else reference
+        return form(
+            x,
+            self.weight,
+            self.bias,
+            norm=norm,
+            act=self.act,
+            gated=self.gated,
+            residual=residual,
+        )
+
+    def wide(self, x: Tensor, split: bool = False) -> Tensor:
+        """Of many rows; with `split` perhaps in parts (s n o)."""
+        if self.gated:
+            return gated(x, self.weight, self.bias, self.act, self.fast)
+        return ACTIVATIONS[self.act](product(x, self.weight, self.bias, self.fast, split))
+
+
+@dataclass
+class Slots:
+    """The caches of all layers: fixed memory for `rows` requests of at most `length` tokens, and what is asked now: a
+    step at positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`."""
+
+    memory: list[tuple[Tensor, ...]]
+    length: int
+    pos: Tensor | None = None
+    bound: int = 0
+    pack: Pack | None = None
+    index: int = 0
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def layer(self, index: int) -> Slots:
+        return replace(self, index=index)
+
+    @property
+    def mine(self) -> tuple[Tensor, ...]:
+        return self.memory[self.index]
+
+    def store(self, *new: Tensor) -> None:
+        """What each token (n ...) leaves behind, at its row and position."""
+        if self.pack is not None:
+            row, pos = self.pack.row, self.pack.pos
+        else:
+            assert self.pos is not None
+            row, pos = torch.arange(len(self.pos), device=self.pos.device), self.pos
+        for memory, x in zip(self.mine, new, strict=True):
+            memory[row, pos] = x
+
+    def seen(self, window: int | None) -> Tensor:
+        """Which of the first `bound` places a step may see: (b 1 1 bound)."""
+        assert self.pos is not None
+        at = torch.arange(self.bound, device=self.pos.device)
+        gap = self.pos[:, None] - at
+        near = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
+        return near[:, None, None]
+
+    def angles(self, rope: Any, dim: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin for every position, (length r/2) each."""
+        if rope is None or not dim:
+            return None
+        key = (rope, dim)
+        if key not in self.memo:
+            at = torch.arange(self.length, device=like.device)
+            cos, sin = rope.angles(at[None], dim, like.dtype)
+            self.memo[key] = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
+        return self.memo[key]
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+class Cuda(Specialise):
+    def __init__(self, kernels: bool):
+        super().__init__()
+        self.kernels = kernels
+
+    def kind(self, kind: Any) -> Any:
+        return direct(kind)
+
+    def product(self, *modules: Any, **more: Any) -> Product:
+        return Product.of(list(modules), fast=self.kernels, **more)
+
+    def block(self, m: Block) -> nn.Module:
+        return self.copy(m, norm1=LeftNorm(m.norm1), norm3=LeftNorm(m.norm3))
+
+    def attention(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotAttention)
+        new.first, new.out = self.product(m.wq, m.wk, m.wv), self.product(m.wo)
+        return new
+
+    def latent(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotLatent)
+        new.first = self.product(m.w_uq if m.w_dq is None else m.w_dq, m.w_dkv)
+        new.second = None if m.w_dq is None else self.product(m.w_uq)
+        new.out = self.product(m.wo)
+        new.up = tuple(
+            w.contiguous() for w in m.w_ukv.weight.view(m.h, -1, m.c).split([m.d, m.e], 1)
+        )
+        return new
+
+    def feed_forward(self, m: Any) -> nn.Module:
+        both = [m.up] if m.gate is None else [m.gate, m.up]
+        new = self.copy(m, SlotFeedForward)
+        new.first = self.product(*both, act=m.config.activation, gated=m.gate is not None)
+        new.out = self.product(m.down)
+        return new
+
+    table: ClassVar[Mapping[type, Row]] = {
+        nn.Dropout: lambda maker, m: direct(nn.Identity)(),
+        Block: lambda maker, m: maker.block(m),
+        Stack: lambda maker, m: maker.copy(m, norm=LeftNorm(m.norm)),
+        GroupedQueryAttention: lambda maker, m: maker.attention(m),
+        LatentAttention: lambda maker, m: maker.latent(m),
+        FeedForward: lambda maker, m: maker.feed_forward(m),
+    }
+
+
+def slotted(model: Model, rows: int, length: int, kernels: bool) -> tuple[Any, Slots]:
+    """The model out of these parts, and empty memory for it. It shares the weights that are not joined."""
+    plain: Any = model
+    maker, head, weight = Cuda(kernels), plain.head, plain.embedding.weight
+    new = maker.copy(model, head=maker.copy(head, SlotHead))
+    own = weight if head.weight is None else head.weight
+    new.head.product = Product(own, head.bias, fast=kernels)
+    new.parts = dict(maker.rows)
+    memory = [block.attention.memory(rows, length, weight) for block in new.tower.blocks]
+    return new, Slots(memory, length)
+
+
+class SlotHead(LMHead):
+    product: Product
+
+    def features(self, h: Any) -> Any:
+        scaled = getattr(self.config, "scaled", False)
+        return super().features(h.tensor(self.product.fast)) if scaled else h
+
+    def project(self, x: Any, weight: Tensor) -> Tensor:
+        return self.product(x)
+
+
+class SlotFeedForward(FeedForward):
+    first: Product
+    out: Product
+
+    def widen(self, x: Any) -> Tensor:
+        return self.first(x)
+
+    def leave(self, h: Tensor, residual: Any) -> Any:
+        return residual.add(self.out, h)
+
+
+class SlotAttention(GroupedQueryAttention):
+    """Grouped-query attention; its memory is k (b s g d) and v (b s g e)."""
+
+    first: Product
+    out: Product
+
+    def memory(self, rows: int, length: int, like: Tensor) -> tuple[Tensor, ...]:
+        return like.new_zeros(rows, length, self.g, self.d), like.new_zeros(
+            rows, length, self.g, self.e
+        )
+
+    def fast(self, k: Tensor) -> bool:
+        return (
+            self.first.fast and self.d == self.e and gpu_attention.suits(self.h, self.g, self.d, k)
+        )
+
+    @property
+    def plain_rope(self) -> bool:
+        """Whether the kernels can turn queries and keys themselves."""
+        rope = self.config.rope
+        whole = rope is None or (rope.width(self.d) == self.d and rope.layout == "half")
+        return self.q_norm is None and whole
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        k, v = slots.mine
+        fast, window = self.fast(k), self.config.window
+        ours = fast and self.plain_rope
+        qkv = self.first(x, split=ours and slots.pack is None)
+        angles = slots.angles(self.config.rope, self.d, k) if ours else None
+        if slots.pack is not None:
+            if ours:
+                laid = gpu_prompt.lay_qkv(qkv, slots.pack, k, v, self.h, angles)
+            else:
+                q, *new = self.turned(qkv, ctx)
+                slots.store(*new)
+                laid = gpu_prompt.lay(slots.pack, q, *new)
+            return gpu_prompt.attend(laid, slots.pack, self.scale, window)
+        if not ours:
+            q, *new = self.turned(qkv, ctx)
+            if not fast:
+                slots.store(*new)
+                kept = k[:, : slots.bound], v[:, : slots.bound]
+                seen = ctx.once(("seen", window), lambda: slots.seen(window))
+                return attend(q, *kept, seen, self.scale).flatten(1)
+            qkv = torch.cat([q.flatten(1), *(y.flatten(1) for y in new)], 1)
+        o = gpu_attention.decode(
+            qkv,
+            k,
+            v,
+            slots.pos,
+            heads=self.h,
+            scale=self.scale,
+            angles=angles,
+            window=window,
+            bound=slots.bound,
+        )
+        return o.flatten(1)
+
+    def turned(self, qkv: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q (n h d), k (n g d), v (n g e), normed and turned."""
+        sizes = [self.h * self.d, self.g * self.d, self.g * self.e]
+        q, k, v = (y.view(*ctx.pos.index.shape, -1) for y in qkv.split(sizes, -1))
+        new = self.as_entries(k, v, ctx)
+        each = (self.as_queries(q, ctx), new["k"], new["v"])
+        return tuple(y.flatten(0, 1).contiguous() for y in each)  # type: ignore[return-value]
+
+    def leave(self, o: Tensor, residual: Any = None) -> Any:
+        return residual.add(self.out, o)
+
+
+class SlotLatent(LatentAttention):
+    """MLA, absorbed: queries meet the latents themselves; its memory is [latent | rotary key], (b s c+r)."""
+
+    first: Product
+    second: Product | None
+    out: Product
+    up: tuple[Tensor, Tensor]
+
+    def memory(self, rows: int, length: int, like: Tensor) -> tuple[Tensor, ...]:
+        return (like.new_zeros(rows, length, self.c + self.r),)
+
+    def fast(self, memory: Tensor) -> bool:
+        suits = self.config.window is None and gpu_latent.suits(self.c, self.r, memory)
+        return self.first.fast and suits
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        nope, rope, entry = self.parts(self.first(x), ctx)
+        (memory,), (w_uk, w_uv) = slots.mine, self.up
+        if slots.pack is not None:
+            # Heads of their own, from the latents: cheaper than to attend c wide.
+            slots.store(entry)
+            latent, key = entry.split([self.c, self.r], -1)
+            k = torch.einsum("tc,hdc->thd", latent, w_uk)
+            k = torch.cat([k, key[:, None].expand(-1, self.h, -1)], -1)
+            v = torch.einsum("tc,hec->the", latent, w_uv)
+            laid = gpu_prompt.lay(slots.pack, torch.cat([nope, rope], -1), k, v)
+            return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
+        q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
+        if self.fast(memory):
+            o = gpu_latent.decode(
+                q, entry, memory, slots.pos, latent=self.c, scale=self.scale, bound=slots.bound
+            )
+        else:
+            slots.store(entry)
+            kept = memory[:, : slots.bound, None]
+            window = self.config.window
+            seen = ctx.once(("seen", window), lambda: slots.seen(window))
+            o = attend(q, kept, kept[..., : self.c], seen, self.scale)
+        return torch.einsum("bhc,hec->bhe", o, w_uv).flatten(1)
+
+    def parts(self, both: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each token the heads' (n h d) and turned (n h r) features, and [latent | rotary key] (n c+r)."""
+        q, latent, key = both.split([both.shape[-1] - self.c - self.r, self.c, self.r], -1)
+        if self.second is not None:
+            q = self.second(Normed(Stream(q.contiguous(), False), self.q_norm))
+        latent = latent if self.kv_norm is None else self.kv_norm(latent)
+        nope, rope = q.unflatten(-1, (self.h, -1)).split([self.d, self.r], -1)
+        if self.r:
+            shape = ctx.pos.index.shape
+            rope = ctx.turn(rope.unflatten(0, shape), self.config.rope).flatten(0, 1)
+            key = ctx.turn(key.view(*shape, 1, self.r), self.config.rope).view(-1, self.r)
+        return nope, rope, torch.cat([latent, key], -1)
+
+    def leave(self, o: Tensor, residual: Any = None) -> Any:
+        return residual.add(self.out, o)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q (b h d) over k (b s g d), v (b s g e) where mask (b 1 1 s): (b h e). A group's heads stand side by side as
+    queries of one head, so that no key is copied."""
+    b, g = len(q), k.shape[2]
+    o = F.scaled_dot_product_attention(
+        q.view(b, g, -1, q.shape[-1]), k.transpose(1, 2), v.transpose(1, 2), mask, scale=scale
+    )
+    return o.reshape(b, q.shape[1], -1)
