@@ -309,10 +309,9 @@ def long_step(attention: Any, length: int, kernels: bool) -> tuple[float, int]:
     config = TransformerConfig(Tokens(32000), tower, regard.LM(), max_len=length)
     model = regard.build(config, device="cuda", dtype=BF16)
     d = GraphDecoder(model, ROWS, length, kernels=kernels)
-    for layer in d.layers:
-        for x in (getattr(layer, n, None) for n in ("k", "v", "cache")):
-            if x is not None:
-                x.normal_()
+    for memory in d.slots.memory:
+        for x in memory:
+            x.normal_()
     d.state.pos.fill_(length - 400)
     d.run(4, length)
     took = seconds(lambda: [d.run(16, length) for _ in range(4)]) / 64

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attention import Context
 from regard.decode.sample import BROKEN
 from regard.decode.sampling import draw, min_p, top_k, top_p, uniform
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Slots, Stream, slotted, why_not
+from regard.fast.cuda import Normed, SlotContext, Slots, Stream, slotted, why_not
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.prompt import Pack
@@ -138,7 +137,8 @@ class GraphDecoder:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
         span = Span(pos)
         x = self.fast.embedding(ids, span).flatten(0, 1).contiguous()
-        return self.fast.tower(Stream(x, wide), Context(span, Causal()), caches=(slots, None))
+        ctx = SlotContext(span, Causal())
+        return self.fast.tower(Stream(x, wide), ctx, caches=(slots, None))
 
     def scores(self, hidden: Normed) -> Tensor:
         """Logits (n V)."""

@@ -29,6 +29,7 @@ from regard.kernels.triton.prompt import Pack
 from regard.kernels.triton.wide import add_norm, gated, product, summed
 from regard.layers import FeedForward, LMHead
 from regard.models import Model
+from regard.position import Rope
 
 
 def why_not(model: Any) -> str:
@@ -198,16 +199,24 @@ class Slots:
         near = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
         return near[:, None, None]
 
-    def angles(self, rope: Any, dim: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    def angles(self, rope: Rope, dim: int) -> tuple[Tensor, Tensor]:
         """cos and sin for every position, (length r/2) each."""
-        if rope is None or not dim:
-            return None
-        key = (rope, dim)
-        if key not in self.memo:
+        if (rope, dim) not in self.memo:
+            like = self.mine[0]
             at = torch.arange(self.length, device=like.device)
             cos, sin = rope.angles(at[None], dim, like.dtype)
-            self.memo[key] = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
-        return self.memo[key]
+            self.memo[rope, dim] = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
+        return self.memo[rope, dim]
+
+
+@dataclass
+class SlotContext(Context):
+    """Angles come from a table: a graph may not wait for numbers that the host makes."""
+
+    def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        slots: Any = self.store
+        cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
+        return cos, sin
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -322,7 +331,8 @@ class SlotAttention(GroupedQueryAttention):
         fast, window = self.fast(k), self.config.window
         ours = fast and self.plain_rope
         qkv = self.first(x, split=ours and slots.pack is None)
-        angles = slots.angles(self.config.rope, self.d, k) if ours else None
+        turns = ours and self.config.rope is not None
+        angles = slots.angles(self.config.rope, self.d) if turns else None
         if slots.pack is not None:
             if ours:
                 laid = gpu_prompt.lay_qkv(qkv, slots.pack, k, v, self.h, angles)
