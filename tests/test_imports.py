@@ -56,7 +56,8 @@ def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             above = folder[: len(folder) - node.level + 1] if node.level else ()
             base = ".".join([*above, *([node.module] if node.module else [])])
-            for alias in node.names:  # `from regard import mask` means the module, if there is one
+            # `from regard import mask` means the module, if there is one.
+            for alias in (alias for alias in node.names if alias.name != "__version__"):
                 module = base == "regard" and (alias.name in LEVEL or exists(alias.name))
                 yield node.lineno, f"{base}.{alias.name}" if module else base
         elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
@@ -274,3 +275,50 @@ def test_no_machine_paths() -> None:
             if pattern.search(line):
                 wrong.append(f"{name}:{number} {line.strip()[:100].decode(errors='replace')}")
     assert not wrong, "\n".join(wrong)
+
+
+# What a block is made of: these are replaced in fast/, by a row of a table, and nowhere else.
+PARTS = {
+    "attention", "cross", "ffn", "enter", "look", "mix", "leave", "widen", "project", "forward",
+    "hidden", "encode", "logits", "route", "choice", "dots", "join", "entries", "queries",
+}  # fmt: skip
+
+
+def swaps(path: Path, tree: ast.Module) -> list[str]:
+    """Where a file gives an object that is not itself another part, method or class."""
+    wrong = []
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in (x for t in targets for x in ast.walk(t)):
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
+                own = isinstance(target.value, ast.Name) and target.value.id == "self"
+                if target.attr == "__class__" or (target.attr in PARTS and not own):
+                    wrong.append(f"{path}:{node.lineno} {ast.unparse(target)} = ...")
+            held = isinstance(target, ast.Subscript) and ast.unparse(target.value)
+            if held and held.endswith((".__dict__", "._modules")):
+                wrong.append(f"{path}:{node.lineno} {held}[...] = ...")
+    return wrong
+
+
+def test_only_fast_replaces_a_part_of_a_model() -> None:
+    """Models are put together by models/ and their files at the top, and changed by fast/ alone."""
+    wrong = []
+    for path, tree in trees():
+        if path.parts[1] not in ("fast", "models", "kernels", "cache"):
+            wrong += swaps(path, tree)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source, allowed",
+    [
+        ("self.attention = attention.make(dim)", True),
+        ("block.attention = Fast(block.attention)", False),
+        ("layer.__dict__['choice'] = choice", False),
+        ("module.__class__ = Fast", False),
+        ("model.forward, model.other = f, g", False),
+        ("new.states = []", True),
+    ],
+)
+def test_swaps_are_seen(source: str, allowed: bool) -> None:
+    assert (not swaps(Path("regard/see/file.py"), ast.parse(source))) == allowed
