@@ -9,7 +9,7 @@ from regard.attention import GQA, MLA, Context, Terms, weights
 from regard.attention.pooling import KERNELS, one_loop, regress
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores
-from regard.learn.heads import cross_attention as cross_topic
+from regard.learn.mechanisms import cross_attention as cross_topic
 from regard.learn.numbers import cache_numbers, dot_products, saturation, softmax_jacobian
 from regard.learn.topics import fill, real
 from regard.mask import Causal, Full, Mask, Prefix, Span, Visible, Window
@@ -71,7 +71,7 @@ def masks() -> str:
         "prefix 3": Prefix(torch.tensor([3])),
     }
     parts = {name: seen(rule, 6) for name, rule in rules.items()}
-    return grids(parts, QUERIES, "What each of six queries may see of six keys: bright is visible")
+    return grids(parts, QUERIES, "What each of six queries may see of six keys: grey is hidden")
 
 
 @picture
@@ -132,7 +132,7 @@ def cross_attention() -> str:
     matrix = [[float(cell or 0) for cell in row[1:]] for row in table.rows]
     title = "Weights of two target tokens over five source tokens; each row sums to 1"
     axes = "row: target token, column: source token"
-    return grids({"weights": matrix}, axes, title, high=max(map(max, matrix)))
+    return grids({"weights": matrix}, axes, title, most=max(map(max, matrix)))
 
 
 @picture

@@ -9,8 +9,8 @@ from drawing import grids, picture, series, steps
 
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, Norm
-from regard.learn.parts import lora as lora_topic
-from regard.learn.parts import rnn_path as path_topic
+from regard.learn.mechanisms import lora as lora_topic
+from regard.learn.mechanisms import rnn_path as path_topic
 from regard.learn.topics import real
 from regard.learn.training import bleu as bleu_topic
 from regard.learn.training import resume as resume_topic
@@ -26,9 +26,8 @@ from regard.train.schedule import Schedule
 def sinusoidal() -> str:
     table = sinusoid(torch.arange(16), 16).tolist()
     title = "Sinusoidal vectors of 16 positions and 16 features"
-    return grids(
-        {"PE": table}, "row: position, column: feature; dark -1, bright 1", title, low=-1.0
-    )
+    axes = "row: position, column: feature; blue -1, orange 1"
+    return grids({"PE": table}, axes, title, signed=True)
 
 
 @picture

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.attention import DSA, GQA, MLA, softmax
 from regard.attention.latent import LatentAttention
-from regard.attention.pooling import one_loop
-from regard.errors import UsageError
-
-# --- softmax and the size of its scores ---------------------------------------------------------------------------
 
 
 def softmax_jacobian(x: Tensor) -> Tensor:
@@ -29,25 +22,6 @@ def saturation(a: Tensor) -> Tensor:
     return 1 / (1 + 2 * torch.exp(-a))
 
 
-class Saturation(NamedTuple):
-    """softmax([a, a, 2a]) for each a (n): its weights (n 3) and Jacobians (n 3 3)."""
-
-    a: Tensor
-    weights: Tensor
-    jacobians: Tensor
-
-    @property
-    def steepest(self) -> Tensor:
-        """The largest entry of each Jacobian (n): no score can move a weight faster."""
-        return self.jacobians.abs().amax((-1, -2))
-
-
-def saturations(a: Tensor) -> Saturation:
-    """What a larger and larger a does to softmax([a, a, 2a]) and to its gradient."""
-    x = torch.stack([a, a, 2 * a], -1)
-    return Saturation(a, softmax(x), softmax_jacobian(x))
-
-
 def dot_moments(dim: int, scale: float = 1.0, *, same: bool = False) -> tuple[float, float]:
     """Mean and variance of scale q.k over all q, k in {-1, +1}^dim, independent: 0 and scale^2 dim.
 
@@ -55,70 +29,6 @@ def dot_moments(dim: int, scale: float = 1.0, *, same: bool = False) -> tuple[fl
     signs = torch.tensor(list(product((-1.0, 1.0), repeat=dim)), dtype=torch.float64)
     dots = scale * (signs.square().sum(-1) if same else signs @ signs.T)
     return dots.mean().item(), dots.var(correction=0).item()
-
-
-def dot_chances(dim: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """All values of scale q.k with q, k in {-1, +1}^dim, ascending, and how likely each is: (dim + 1), (dim + 1).
-
-    j of the dim products are +1 in C(dim, j) of 2^dim cases, so this is exact for widths no table could list."""
-    count = torch.tensor([math.comb(dim, j) / 2**dim for j in range(dim + 1)], dtype=torch.float64)
-    return scale * (2.0 * torch.arange(dim + 1, dtype=torch.float64) - dim), count
-
-
-class Spread(NamedTuple):
-    """The variance of q.k and of q.k / sqrt(d) for each width d (n), and the chances of both by width."""
-
-    dims: list[int]
-    plain: list[float]
-    scaled: list[float]
-    chances: dict[int, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]  # (plain, scaled)
-
-
-def dot_spread(dims: Sequence[int]) -> Spread:
-    """How far scores spread as heads get wider, with and without the scale."""
-    if not dims or min(dims) < 1:
-        raise UsageError(f"dims={list(dims)} must be widths of 1 and more; such as [4, 16, 64]")
-    chances = {d: (dot_chances(d), dot_chances(d, d**-0.5)) for d in dims}
-    plain, scaled = ([_variance(*chances[d][i]) for d in dims] for i in (0, 1))
-    return Spread(list(dims), plain, scaled, chances)
-
-
-def _variance(values: Tensor, chance: Tensor) -> float:
-    mean = (chance * values).sum()
-    return (chance * (values - mean).square()).sum().item()
-
-
-# --- one pass -----------------------------------------------------------------------------------------------------
-
-
-class Pass(NamedTuple):
-    """Online attention over logits x (s) and values (s): after each key the maximum m, the sum d, the output o (s),
-    and by what the old sum was multiplied, e^(m_old - m_new); the first has none to multiply: 0."""
-
-    x: Tensor
-    values: Tensor
-    m: Tensor
-    d: Tensor
-    o: Tensor
-    shrink: Tensor
-
-
-def online_pass(x: Tensor, values: Tensor) -> Pass:
-    """Softmax attention of one query, key by key, to values of width 1; the last o is softmax(x) . values."""
-    if x.dim() != 1 or x.shape != values.shape or not len(x):
-        raise UsageError(
-            f"online softmax needs a row of logits and as many values; "
-            f"got shapes {tuple(x.shape)} and {tuple(values.shape)}"
-        )
-    x, values = x.double(), values.double()
-    steps = one_loop(x, values[:, None])[1]
-    m, d = (x.new_tensor([step[i] for step in steps]) for i in (0, 1))
-    o = torch.cat([step.o for step in steps if step.o is not None])
-    before = torch.cat([x.new_tensor([-math.inf]), m[:-1]])
-    return Pass(x, values, m, d, o, torch.exp(before - m))
-
-
-# --- what a layer keeps and works ---------------------------------------------------------------------------------
 
 
 def cache_numbers(attention: GQA | MLA | DSA, dim: int) -> int:

@@ -1,8 +1,8 @@
 """What `regard explain` and the pages of docs/mechanisms tell of a mechanism: question, formula, code, numbers.
 
 A topic is a function with a docstring (the question, then the formula) whose parameters are the numbers a reader may
-change and whose defaults are the example. It computes by the library's own functions, in float64. The topics are in
-topics_*.py; those of training and decoding in learn/training.py.
+change and whose defaults are the example. It computes by the library's own functions, in float64. Topics of
+models are in mechanisms.py, those of training and decoding in training.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import UsageError, nearest
-from regard.report.show import number
+from regard.see.format import number
 
 Numbers = tuple[float, ...]
 Matrix = tuple[Numbers, ...]

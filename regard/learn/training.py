@@ -1,4 +1,4 @@
-"""Topics of `regard explain` about training and decoding; those about models are in regard/look/topics_*.py."""
+"""Topics about training and decoding."""
 
 from __future__ import annotations
 

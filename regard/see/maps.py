@@ -31,11 +31,11 @@ def distance(a: Tensor) -> Tensor:
     return (_rows(a) * (q[:, None] - k).abs()).sum(-1)
 
 
-def rollout(layers: Sequence[Tensor], kept: float = 0.5) -> Tensor:
+def rollout(layers: Sequence[Tensor], residual: float = 0.5) -> Tensor:
     """How much of each input token is in each output token (Abnar and Zuidema 2020, arXiv:2005.00928, eq. 1):
 
-    R_0 = I,   R_l = (kept I + (1 - kept) A_l) R_{l-1},   A_l the mean of a layer's heads; `kept` stands for the
-    residual stream. Layers (b h t t) from the lowest up -> (b t t), rows sum to 1."""
+    R_0 = I,   R_l = (r I + (1 - r) A_l) R_{l-1},   A_l the mean of a layer's heads, r the share of the residual
+    stream. Layers (b h t t) from the lowest up -> (b t t), rows sum to 1."""
     if not layers or any(a.shape[-1] != a.shape[-2] for a in layers):
         raise UsageError(
             "rollout needs the whole self-attention of every layer, (b h t t); probe all rows of one forward"
@@ -43,11 +43,11 @@ def rollout(layers: Sequence[Tensor], kept: float = 0.5) -> Tensor:
     _alike(layers, "rollout")
     size = layers[0].shape[-1]
     eye = torch.eye(size, dtype=layers[0].dtype, device=layers[0].device)
-    found = eye.expand(len(layers[0]), size, size)
+    total = eye.expand(len(layers[0]), size, size)
     for a in layers:
-        mixed = kept * eye + (1 - kept) * _rows(a.mean(1)).nan_to_num(0.0)
-        found = _rows(mixed) @ found
-    return found
+        mixed = residual * eye + (1 - residual) * _rows(a.mean(1)).nan_to_num(0.0)
+        total = _rows(mixed) @ total
+    return total
 
 
 def average(layers: Sequence[Tensor]) -> Tensor:
@@ -62,31 +62,30 @@ def thumbnail(size: int = 64) -> Callable[[Tensor], Tensor]:
     """A small picture of a map, for Probe(reduce=thumbnail()): the largest weight of each of at most size x size
     fields. The mean would wash out a line one token wide."""
 
-    def shrink(a: Tensor) -> Tensor:
-        t, s = (min(size, n) for n in a.shape[-2:])
-        return F.adaptive_max_pool2d(a, (t, s))
-
-    return shrink
+    return lambda a: F.adaptive_max_pool2d(a, [min(size, n) for n in a.shape[-2:]])
 
 
 # --- alignment ----------------------------------------------------------------------------------------------------
 
 
 class Link(NamedTuple):
+    """Target word `target` reads source word `source` with so much weight; `best`: no other with more."""
+
     source: int
     target: int
     weight: float
+    best: bool
 
 
 def cross(maps: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """The maps between target and source."""
-    found = {site: calls for site, calls in maps.items() if site.endswith(".cross")}
-    if not found:
+    chosen = {site: calls for site, calls in maps.items() if site.endswith(".cross")}
+    if not chosen:
         raise UsageError(
             f"alignment needs a model with cross-attention, an encoder-decoder; this one has "
             f"{', '.join(maps) or 'no attention'}"
         )
-    return found
+    return chosen
 
 
 def best(a: Tensor) -> Tensor:
@@ -97,12 +96,12 @@ def best(a: Tensor) -> Tensor:
 
 
 def links(a: Tensor, least: float | None = None) -> list[Link]:
-    """Which source belongs to which target, (t s): the best one for each target, or all that weigh at least `least`."""
-    if least is None:
-        pairs = [(s, t) for t, s in enumerate(best(a).tolist()) if s >= 0]
-    else:
-        pairs = [(s, t) for t, s in (a >= least).nonzero().tolist()]
-    return [Link(s, t, float(a[t, s])) for s, t in pairs]
+    """Which source belongs to which target, (t s): the best one of each target, and all that weigh at least `least`."""
+    if least is not None and not 0 < least <= 1:
+        raise UsageError(f"least={least} must be a weight above 0 and at most 1; such as 0.2")
+    top = best(a)[:, None] == torch.arange(a.shape[-1], device=a.device)
+    strong = top if least is None else top | (a >= least)
+    return [Link(s, t, float(a[t, s]), bool(top[t, s])) for t, s in strong.nonzero().tolist()]
 
 
 # --- every head in a line -----------------------------------------------------------------------------------------

@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 
-from regard.report.compare import aligned, comparison, differing, labels
 from regard.report.page import as_html, as_markdown
-from regard.report.run import Map, command, report, toml, write
+from regard.report.run import (
+    Map,
+    aligned,
+    command,
+    comparison,
+    differing,
+    labels,
+    report,
+    toml,
+    write,
+)
 from regard.report.runs import Unreadable, read, summary
 from tests.look.synthetic import INFO, events, make, samples
 
