@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from markupsafe import Markup
 
 from regard.report import svg
 from regard.see.palette import levels, table
@@ -14,6 +15,19 @@ from regard.see.palette import levels, table
 CELL = 22
 QUERIES = "row: query, column: key"
 Matrix = Sequence[Sequence[float]]
+GRIDS = """
+{%- from "pictures.svg" import picture, text -%}
+{%- call picture(width, tall + 26, title) -%}
+{%- for name, left, matrix in panels %}{{ text(left, 16, name) }}{% endfor -%}
+{%- for scheme, colours in tables.items() %}<g class="{{ scheme }}">
+{%- for name, left, matrix in panels %}
+{%- for row in matrix %}{% set y = 24 + cell * loop.index0 %}
+{%- for level in row -%}
+<rect x="{{ (left + cell * loop.index0)|int }}" y="{{ y }}" {{ size }} fill="{{ colours[level] }}"/>
+{%- endfor %}{% endfor %}{% endfor %}</g>{% endfor -%}
+{{ text(8, tall + 18, axes) }}
+{%- endcall -%}
+"""
 PICTURES: dict[str, Callable[[], str]] = {}
 
 
@@ -45,20 +59,27 @@ def grids(
 ) -> str:
     """Small matrices side by side under their names, in the colours of attention maps; below, what rows and columns
     are."""
-    pieces, left, tall = [], 8.0, 0.0
-    cells: dict[str, list[str]] = {"light": [], "dark": []}
+    panels, left = [], 8.0
     for name, matrix in parts.items():
-        wide = max(CELL * len(matrix[0]), int(svg.LETTER * len(name)))
-        pieces.append(svg.text(left, 16, name))
-        for (i, j), level in np.ndenumerate(levels(np.array(matrix), most, signed)):
-            place = {"x": round(left + CELL * j), "y": 24 + CELL * i}
-            for scheme, drawn in cells.items():
-                fill = "#" + table(scheme, signed)[level].tobytes().hex()
-                drawn.append(svg.tag("rect", **place, width=CELL - 1, height=CELL - 1, fill=fill))
-        left, tall = left + wide + 18, max(tall, 24 + CELL * len(matrix))
-    pieces += [svg.tag("g", *drawn, class_=scheme) for scheme, drawn in cells.items()]
-    pieces.append(svg.text(8, tall + 18, axes))
-    return svg.svg(max(left, 16 + svg.LETTER * len(axes)), tall + 26, title, pieces)
+        panels.append((name, left, levels(np.array(matrix), most, signed).tolist()))
+        left += max(CELL * len(matrix[0]), int(svg.LETTER * len(name))) + 18
+    tables = {
+        scheme: ["#" + colour.tobytes().hex() for colour in table(scheme, signed)]
+        for scheme in ("light", "dark")
+    }
+    tall = 24 + CELL * max(len(matrix) for matrix in parts.values())
+    width = max(left, 16 + svg.LETTER * len(axes))
+    size = Markup(f'width="{CELL - 1}" height="{CELL - 1}"')
+    values = {
+        "title": title,
+        "axes": axes,
+        "width": width,
+        "tall": tall,
+        "cell": CELL,
+        "size": size,
+    }
+    template = svg.templates().from_string(GRIDS)
+    return template.render(**values, panels=panels, tables=tables)
 
 
 def steps(low: float, high: float, count: int) -> list[float]:

@@ -14,6 +14,7 @@ from regard.report.page import Block, Code, Figure, Figures, Heading, Table, Tex
 from regard.report.runs import Run, Summary, smooth, summary
 from regard.report.svg import Series, bars, heat, lines, thin
 from regard.see.format import clip, columns, flat, number, short, span, visible
+from regard.train.log import settings
 
 # Evaluations, sources of samples, their steps, tokens of a large map, columns of a terminal that a value may take.
 ROWS, SOURCES, MOMENTS, WORDS, CELL = 40, 5, 12, 24, 44
@@ -50,7 +51,7 @@ def report(run: Run, maps: Sequence[Map] = (), note: str = "") -> list[Block]:
         *(Text(f"Note: {each}.") for each in run.notes),
         Table(("", ""), list(_header(run, result))),
         *(Heading("Curves"), Text(SMOOTHED), Figures(curves([run]))),
-        *(Heading("Evaluations"), *_evaluations(run)),
+        *(Heading("Evaluations"), *_evaluations(run, result.best)),
         *(Heading("Samples over time"), *_samples(run)),
         *(Heading("Attention of the last checkpoint"), *_attention(maps, note)),
         *(Heading("How to reproduce it"), *_again(run)),
@@ -140,12 +141,12 @@ def _spaced(count: int, most: int) -> list[int]:
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
-def _evaluations(run: Run) -> Iterator[Block]:
+def _evaluations(run: Run, best: int | None) -> Iterator[Block]:
     if not run.evaluations:
         yield Text("The run was not evaluated.")
         return
     chosen = set(_spaced(len(run.evaluations), ROWS))
-    chosen |= {i for i, e in enumerate(run.evaluations) if e["step"] == summary(run).best}
+    chosen |= {i for i, e in enumerate(run.evaluations) if e["step"] == best}
     rows = []
     for i in sorted(chosen):
         event = run.evaluations[i]
@@ -218,8 +219,8 @@ def _again(run: Run) -> Iterator[Block]:
     text += ["# on from its newest checkpoint, to the same bits", shlex.join([*begin, "--resume"])]
     text += ["# this page", shlex.join(["regard", "report", str(run.folder)])]
     yield Code("\n".join(text), "sh")
-    settings = toml(run.info.get("config") or {}).rstrip()
-    yield Code(settings, "toml", folded="all settings, as resolved")
+    config = toml(run.info.get("config") or {})
+    yield Code(config, "toml", folded="all settings, as resolved")
 
 
 def words(run: Run) -> list[str]:
@@ -234,31 +235,13 @@ def command(run: Run) -> str:
     return shlex.join(words(run))
 
 
-def toml(config: Mapping[str, Any], path: str = "") -> str:
-    """Nested settings as TOML; what is None has no line."""
-    plain = {k: v for k, v in config.items() if v is not None and not isinstance(v, Mapping)}
-    parts = [f"[{path}]\n"] if path and plain else []
-    parts += [f"{_key(key)} = {_value(value)}\n" for key, value in plain.items()]
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            parts.append(toml(value, f"{path}.{_key(key)}" if path else _key(key)))
-    return "".join(parts)
-
-
-def _key(name: str) -> str:
-    plain = name and all(c.isascii() and (c.isalnum() or c in "_-") for c in name)
-    return name if plain else json.dumps(name)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(each) for each in value if each is not None) + "]"
-    if isinstance(value, Mapping):
-        inside = ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None)
-        return f"{{ {inside} }}"
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False)
+def toml(config: Mapping[str, Any]) -> str:
+    """Settings as TOML; what is None has no line."""
+    tables = {name: table for name, table in config.items() if isinstance(table, dict)}
+    lines = settings({name: value for name, value in config.items() if name not in tables})
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *settings(table)]
+    return "\n".join(lines)
 
 
 # --- runs side by side --------------------------------------------------------------------------------------------
@@ -283,25 +266,23 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 def aligned(runs: Sequence[Run]) -> str:
     """The comparison for a terminal: plain text, a column for each run."""
-    settings = _settings(runs)
-    rows = [("", *labels(runs)), *settings, *_figures(runs)]
+    differ = _differing(runs)
+    rows = [("", *labels(runs)), *differ, *_figures(runs)]
     cells = [[clip(visible(cell), CELL) for cell in row] for row in rows]
     widths = [max(map(columns, column)) for column in zip(*cells)]
     text = [
         "  ".join(c + " " * (w - columns(c)) for c, w in zip(row, widths)).rstrip() for row in cells
     ]
     rule = "-" * min(sum(widths) + 2 * len(runs), 100)
-    none = [] if settings else ["(the settings are the same)"]
-    split = 1 + len(settings)
+    none = [] if differ else ["(the settings are the same)"]
+    split = 1 + len(differ)
     return "\n".join([text[0], rule, *none, *text[1:split], rule, *text[split:]])
 
 
 def comparison(runs: Sequence[Run]) -> list[Block]:
     """The page of several runs: the settings in which they differ, their figures, their curves laid over each other."""
-    names, settings, results = labels(runs), _settings(runs), [summary(run) for run in runs]
-    differ = (
-        Table(("setting", *names), settings) if settings else Text("The settings are the same.")
-    )
+    names, differ, results = labels(runs), _differing(runs), [summary(run) for run in runs]
+    same = Text("The settings are the same.")
     pictures = []
     for title, unit, values in (
         ("throughput", "tok/s", [s.rate for s in results]),
@@ -311,14 +292,14 @@ def comparison(runs: Sequence[Run]) -> list[Block]:
         pictures += [Figure(bars(rows, title, unit), title)] if rows else []
     commands = [(name, command(run)) for name, run in zip(names, runs)]
     return [
-        *(Heading("What differs"), differ),
+        *(Heading("What differs"), Table(("setting", *names), differ) if differ else same),
         *(Heading("Figures"), Table(("", *names), _figures(runs)), Figures(pictures)),
         *(Heading("Curves"), Figures(curves(runs, names))),
         *(Heading("Commands"), Table(("run", "command"), commands)),
     ]
 
 
-def _settings(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def _differing(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """A row for each setting that differs."""
 
     def text(value: Any) -> str:

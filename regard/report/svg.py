@@ -1,39 +1,34 @@
 """Pictures as inline SVG: curves, bars, attention maps. No script, no font, no other file.
 
-Colours are CSS variables with a fallback, text and axes have the colour of the text around them, and a map is there
-twice, of which `style` shows one: so a picture reads on light and dark pages. Curves differ by their dashes too.
+Colours are CSS variables with a fallback, text and axes have the colour of the text around them,
+and a map is there twice, of which `style` shows one: so a picture reads on light and dark pages.
+Curves differ by their dashes too. The markup is in pictures.svg.
 """
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import Environment
 
 from regard.see.format import clip, columns, level, number, short, small, visible
+from regard.see.page import environment
 from regard.see.palette import SERIES, image
 
 Point = tuple[float, float]
-# LETTER: the mean width of a letter in this font size.
-WIDTH, HEIGHT, FONT, LETTER = 480, 260, 13, 7.2
-TOP, LEFT, RIGHT, BOTTOM = 10.0, 62.0, WIDTH - 12.0, HEIGHT - 42.0
-DASHES = (None, "7 3", "2 3", "9 3 2 3", "4 2", "1 2")
-# Points of a line.
-MOST = 400
-
-
-def style(scheme: str) -> str:
-    """The declarations that a page needs for this scheme: colours of curves, and which form of a map is shown."""
-    colours = " ".join(f"--s{i}: {value};" for i, value in enumerate(SERIES[scheme]))
-    other = "light" if scheme == "dark" else "dark"
-    return f"svg {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
+# The mean width of a letter, and points of a line.
+LETTER, MOST = 7.2, 400
 
 
 class Series(NamedTuple):
-    """A curve; `raw`: drawn faintly behind it, what it was before it was smoothed; `dots`: each point is marked."""
+    """A curve; `raw`: what it was before it was smoothed, drawn faintly behind it; `dots`: each
+    point is marked."""
 
     name: str
     points: Sequence[Point]
@@ -41,45 +36,80 @@ class Series(NamedTuple):
     dots: bool = False
 
 
+@dataclass(frozen=True)
+class Box:
+    """Where curves lie in their picture."""
+
+    top: float = 10
+    left: float = 62
+    right: float = 468
+    bottom: float = 218
+    width: float = 480
+    height: float = 260
+
+
+def style(scheme: str) -> str:
+    """The rules that a page needs for this scheme: colours of curves, and which form of a map is
+    shown."""
+    colours = " ".join(f"--s{i}: {value};" for i, value in enumerate(SERIES[scheme]))
+    other = "light" if scheme == "dark" else "dark"
+    return f"svg {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
+
+
+@cache
+def templates() -> Environment:
+    """With the filters that pictures need: a coordinate, and the colour of series i."""
+    found = environment(Path(__file__).parent)
+    found.filters["c"] = lambda value: f"{value:.1f}"
+    found.filters["colour"] = lambda i: f"var(--s{i % 6}, {SERIES['light'][i % 6]})"
+    return found
+
+
+def _draw(kind: str, **values: Any) -> str:
+    module: Any = templates().get_template("pictures.svg").module
+    return getattr(module, kind)(**values)
+
+
 def lines(
     series: Sequence[Series], title: str, x: str = "step", y: str = "", *, log: bool = False
 ) -> str:
-    """Curves in one picture, with a legend where there are several. Points that are not finite, or on a `log` axis not
-    above 0, are left out; a curve without points keeps its colour."""
+    """Curves in one picture, with a legend where there are several. Points that are not finite, or
+    on a `log` axis not above 0, are left out; a curve without points keeps its colour."""
     series = [s._replace(points=_usable(s.points, log), raw=_usable(s.raw, log)) for s in series]
     points = [p for s in series for p in (*s.points, *s.raw)]
     if not points:
-        return svg(WIDTH, 40, f"{title}: no values", [text(10, 24, "no values")])
-    parts, top = _legend(series) if len(series) > 1 else ([], TOP)
-    xs, ys = (
-        _range([p[axis] for p in points], log and axis == 1, ends)
-        for axis, ends in enumerate(((LEFT, RIGHT), (BOTTOM, top)))
-    )
-    for value in log_ticks(*ys.span) if log else ticks(*ys.span):
-        parts.append(_rule(LEFT, ys(value), RIGHT, ys(value)))
-        parts.append(text(LEFT - 6, ys(value) + 4, _tick(value), "end"))
-    for value in ticks(*xs.span):
-        parts.append(_rule(xs(value), BOTTOM, xs(value), BOTTOM + 5))
-        parts.append(text(xs(value), BOTTOM + 19, _tick(value), "middle"))
-    parts.append(text((LEFT + RIGHT) / 2, HEIGHT - 5, x, "middle"))
-    unit = y + (", log scale" if log else "")
-    parts.append(text(13, (top + BOTTOM) / 2, unit, "middle", turned=True))
-    sentences = []
+        return _draw("nothing", title=f"{title}: no values")
+    legend, top = _legend([s.name for s in series]) if len(series) > 1 else ([], Box.top)
+    box = Box(top)
+    xs = _axis([x for x, _ in points], False, (box.left, box.right))
+    ys = _axis([y for _, y in points], log, (box.bottom, box.top))
+
+    def path(points: Sequence[Point]) -> str:
+        return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in thin(points, MOST))
+
+    curves, sentences = [], []
     for i, each in enumerate(series):
-        if not each.points:
-            continue
-        if each.raw:
-            parts.append(_curve(thin(each.raw, MOST), i, xs, ys, width=1, opacity=0.35))
-        drawn = thin(each.points, MOST)
-        parts.append(_curve(drawn, i, xs, ys, dash=DASHES[i % 6]))
-        if each.dots or len(drawn) == 1:
-            parts += [tag("circle", cx=xs(a), cy=ys(b), r=3, fill=colour(i)) for a, b in drawn]
-        sentences.append(_sentence(each.name, each.raw or each.points, x))
-    return svg(WIDTH, HEIGHT, f"{title}: {'; '.join(sentences)}", parts)
+        if each.points:
+            dots = each.points if each.dots or len(each.points) == 1 else ()
+            curves.append((i, path(each.raw), path(each.points), dots))
+            sentences.append(_sentence(each.name, each.raw or each.points, x))
+    return _draw(
+        "lines",
+        title=f"{title}: {'; '.join(sentences)}",
+        x=x,
+        y=y + (", log scale" if log else ""),
+        box=box,
+        xs=xs,
+        ys=ys,
+        x_ticks=[(value, _tick(value)) for value in ticks(*xs.span)],
+        y_ticks=[(value, _tick(value)) for value in (log_ticks if log else ticks)(*ys.span)],
+        legend=legend,
+        curves=curves,
+    )
 
 
 class _Axis(NamedTuple):
-    """Where values from span[0] to span[1] lie: from ends[0] to ends[1], perhaps by their logarithm."""
+    """Where values from span[0] to span[1] lie: from ends[0] to ends[1], perhaps by logarithm."""
 
     span: Point
     ends: Point
@@ -91,7 +121,7 @@ class _Axis(NamedTuple):
         return self.ends[0] + share * (self.ends[1] - self.ends[0])
 
 
-def _range(values: Sequence[float], log: bool, ends: Point) -> _Axis:
+def _axis(values: Sequence[float], log: bool, ends: Point) -> _Axis:
     """An axis around the values, which is never a single point."""
     low, high = min(values), max(values)
     if log:
@@ -106,23 +136,6 @@ def _usable(points: Sequence[Point], log: bool) -> list[Point]:
     return [p for p in finite if p[1] > 0] if log else finite
 
 
-def _curve(
-    points: Sequence[Point],
-    i: int,
-    xs: _Axis,
-    ys: _Axis,
-    width: int = 2,
-    dash: str | None = None,
-    opacity: float | None = None,
-) -> str:
-    path = " ".join(f"{xs(x):.1f},{ys(y):.1f}" for x, y in points)
-    return tag("polyline", points=path, **_stroke(i, width, dash), opacity=opacity)
-
-
-def _stroke(i: int, width: int, dash: str | None) -> dict[str, object]:
-    return {"fill": "none", "stroke": colour(i), "stroke_width": width, "stroke_dasharray": dash}
-
-
 def _sentence(name: str, points: Sequence[Point], x: str) -> str:
     """A curve in words."""
     (first, begin), (last, end) = points[0], points[-1]
@@ -131,35 +144,30 @@ def _sentence(name: str, points: Sequence[Point], x: str) -> str:
     return f"{name} from {ends}, lowest {number(lowest)}, highest {number(highest)}"
 
 
-def _legend(series: Sequence[Series]) -> tuple[list[str], float]:
-    """Samples of the curves with their names, in as many rows as they need; and where the picture may begin."""
-    parts, at, row = [], LEFT, 14.0
-    for i, each in enumerate(series):
-        name = clip(visible(each.name), 40)
+def _legend(names: Sequence[str]) -> tuple[list[tuple[int, float, float, str]], float]:
+    """Where the names of the curves stand, in as many rows as they need; and where the picture may
+    begin."""
+    places, at, row = [], Box.left, 14.0
+    for i, name in enumerate(clip(visible(name), 40) for name in names):
         width = 34 + LETTER * columns(name)
-        if at > LEFT and at + width > WIDTH:
-            at, row = LEFT, row + 18
-        parts.append(tag("path", d=f"M{at:.0f} {row - 4:.0f}h22", **_stroke(i, 2, DASHES[i % 6])))
-        parts.append(text(at + 27, row, name))
+        if at > Box.left and at + width > Box.width:
+            at, row = Box.left, row + 18
+        places.append((i, at, row, name))
         at += width + 8
-    return parts, row + 12
+    return places, row + 12
 
 
 def bars(rows: Sequence[tuple[str, float]], title: str, unit: str = "") -> str:
     """A bar from 0 for each (name, value), with the value behind it. Values are 0 or more."""
     names = [clip(visible(name), 28) for name, _ in rows]
-    left = 12 + LETTER * max(map(columns, names), default=0)
     values = [f"{short(value)} {unit}".strip() for _, value in rows]
-    room = WIDTH - left - 14 - LETTER * max(map(len, values), default=0)
+    left = 12 + LETTER * max(map(columns, names), default=0)
+    room = Box.width - left - 14 - LETTER * max(map(len, values), default=0)
     most = max((value for _, value in rows), default=0.0) or 1.0
-    parts = []
-    for i, ((_, value), name, label) in enumerate(zip(rows, names, values)):
-        y, size = 6 + 26 * i, room * value / most
-        parts.append(text(left - 6, y + 14, name, "end"))
-        parts.append(tag("rect", x=left, y=y, width=size, height=18, fill=colour(i)))
-        parts.append(text(left + size + 6, y + 14, label))
+    sizes = [room * value / most for _, value in rows]
     sentence = ", ".join(f"{name} {value}" for name, value in zip(names, values))
-    return svg(WIDTH, 26 * len(rows) + 10, f"{title}: {sentence}", parts)
+    drawn = list(zip(names, sizes, values))
+    return _draw("bars", title=f"{title}: {sentence}", width=Box.width, left=left, rows=drawn)
 
 
 def heat(
@@ -169,33 +177,31 @@ def heat(
     rows: Sequence[str] = (),
     across: Sequence[str] = (),
 ) -> str:
-    """An attention map. With names of the rows and of the columns (`across`) it is a picture to read, without them a
-    thumbnail."""
+    """An attention map. With names of the rows and of the columns (`across`) it is a picture to
+    read, without them a thumbnail."""
     values, cell = np.array(weights, float), 20
     tall, wide = values.shape
     side, head = ([clip(visible(name), 14) for name in names] for names in (rows, across))
-    left = 10 + LETTER * max(map(columns, side)) if rows else 0.0
-    top = 10 + LETTER * max(map(columns, head)) if across else 0.0
-    w, h = (cell * wide, cell * tall) if rows else (96.0, 96.0 * min(tall / wide, 4))
-    place = {"x": left, "y": top, "width": w, "height": h}
-    how = {"preserveAspectRatio": "none", "style": "image-rendering:pixelated"}
-    parts = [
-        tag("image", **place, **how, class_=scheme, href=image(values, scheme))
-        for scheme in ("light", "dark")
-    ]
-    parts.append(tag("rect", **place, fill="none", stroke="currentColor", opacity=0.4))
-    for i, name in enumerate(side):
-        parts.append(text(left - 6, top + cell * i + 15, name, "end"))
-    for i, name in enumerate(head):
-        parts.append(text(left + cell * i + 15, top - 6, name, turned=True))
-    return svg(left + w, top + h, title, parts)
+    return _draw(
+        "heat",
+        title=title,
+        cell=cell,
+        left=10 + LETTER * max(map(columns, side)) if rows else 0.0,
+        top=10 + LETTER * max(map(columns, head)) if across else 0.0,
+        width=cell * wide if rows else 96.0,
+        height=cell * tall if rows else 96.0 * min(tall / wide, 4),
+        images={scheme: image(values, scheme) for scheme in ("light", "dark")},
+        rows=side,
+        across=head,
+    )
 
 
-# --- numbers of an axis -------------------------------------------------------------------------------------------
+# --- numbers of an axis -------------------------------------------------------------------------
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """At most `most` points that show the same curve: of each stretch its lowest and its highest, and both ends."""
+    """At most `most` points that show the same curve: of each stretch its lowest and its highest,
+    and both ends."""
     if len(points) <= most:
         return list(points)
     inner, parts, chosen = points[1:-1], max((most - 2) // 2, 1), [points[0]]
@@ -207,7 +213,8 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers between low and high, as many as fit within `most`: steps of 1, 2 or 5 times a power of ten."""
+    """Round numbers between low and high, as many as fit within `most`: steps of 1, 2 or 5 times a
+    power of ten."""
     size = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(size * m for m in (1, 2, 5, 10, 20) if (high - low) / (size * m) <= most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -215,8 +222,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Powers of ten between low and high, every one or every few; 1, 2 and 5 times them where there are less than two;
-    as on a plain axis where that is not enough."""
+    """Powers of ten between low and high, every one or every few; 1, 2 and 5 times them where there
+    are less than two; as on a plain axis where that is not enough."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     stride = max(math.ceil((last - first) / most), 1)
     for factors in ((1,), (1, 2, 5)):
@@ -232,42 +239,3 @@ def _tick(value: float) -> str:
     if 0 < abs(value) < 1e-3:
         return small(f"{value:.1e}").replace(".0e", "e")
     return short(value) if abs(value) >= 10_000 else number(value, 5)
-
-
-# --- tags ---------------------------------------------------------------------------------------------------------
-
-
-def tag(name: str, *inside: str, **attributes: object) -> str:
-    """An element around others, which are markup already; of its attributes None is left out."""
-    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
-    written = "".join(f' {k}="{_attribute(v)}"' for k, v in given.items() if v is not None)
-    return f"<{name}{written}>{''.join(inside)}</{name}>" if inside else f"<{name}{written}/>"
-
-
-def _attribute(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.2f}" if abs(value) < 1 else f"{value:.1f}"
-    return html.escape(visible(value))
-
-
-def text(x: float, y: float, words: str, anchor: str = "start", *, turned: bool = False) -> str:
-    """Words at a place; `turned`: read from below."""
-    turn = f"rotate(-90 {x:.1f} {y:.1f})" if turned else None
-    how = {"text_anchor": anchor, "transform": turn, "font_size": FONT, "fill": "currentColor"}
-    return tag("text", html.escape(visible(words)), x=float(x), y=float(y), **how)
-
-
-def colour(i: int) -> str:
-    return f"var(--s{i % 6}, {SERIES['light'][i % 6]})"
-
-
-def _rule(x: float, y: float, to_x: float, to_y: float) -> str:
-    return tag("line", x1=x, y1=y, x2=to_x, y2=to_y, stroke="currentColor", opacity=0.18)
-
-
-def svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """The whole picture; the title says what is in it."""
-    how = {"role": "img", "aria_label": title, "font_family": "system-ui, sans-serif"}
-    size = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "style": f"max-width:{1.4 * width:.0f}px"}
-    name = tag("title", html.escape(visible(title)))
-    return tag("svg", name, *parts, xmlns="http://www.w3.org/2000/svg", **size, **how)
