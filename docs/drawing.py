@@ -1,4 +1,4 @@
-"""How pictures of docs/mechanisms are drawn: SVG by regard/report/svg.py, and grids of cells beside each other."""
+"""How pictures of docs/mechanisms are drawn: SVG by regard/report/page.py, and grids of cells beside each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from markupsafe import Markup
 
-from regard.report import svg
+from regard.report import page
 from regard.see.palette import levels, table
 
 CELL = 22
@@ -34,7 +34,7 @@ PICTURES: dict[str, Callable[[], str]] = {}
 def draw(name: str) -> str:
     """The picture with colours for a light and a dark page of its own, as it stands alone."""
     light, dark = (
-        f"svg {{ color: {ink}; }} {svg.style(scheme)}"
+        f"svg {{ color: {ink}; }} {page.style(scheme)}"
         for scheme, ink in (("light", "#1c1c1c"), ("dark", "#e6e6e6"))
     )
     style = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
@@ -50,8 +50,8 @@ def picture(make: Callable[[], str]) -> Callable[[], str]:
 
 def series(
     name: str, xs: Sequence[float], ys: Sequence[float], *, dots: bool = False
-) -> svg.Series:
-    return svg.Series(name, list(zip(xs, ys)), dots=dots)
+) -> page.Series:
+    return page.Series(name, list(zip(xs, ys)), dots=dots)
 
 
 def grids(
@@ -62,13 +62,13 @@ def grids(
     panels, left = [], 8.0
     for name, matrix in parts.items():
         panels.append((name, left, levels(np.array(matrix), most, signed).tolist()))
-        left += max(CELL * len(matrix[0]), int(svg.LETTER * len(name))) + 18
+        left += max(CELL * len(matrix[0]), int(page.LETTER * len(name))) + 18
     tables = {
         scheme: ["#" + colour.tobytes().hex() for colour in table(scheme, signed)]
         for scheme in ("light", "dark")
     }
     tall = 24 + CELL * max(len(matrix) for matrix in parts.values())
-    width = max(left, 16 + svg.LETTER * len(axes))
+    width = max(left, 16 + page.LETTER * len(axes))
     size = Markup(f'width="{CELL - 1}" height="{CELL - 1}"')
     values = {
         "title": title,
@@ -78,7 +78,7 @@ def grids(
         "cell": CELL,
         "size": size,
     }
-    template = svg.templates().from_string(GRIDS)
+    template = page.templates().from_string(GRIDS)
     return template.render(**values, panels=panels, tables=tables)
 
 

@@ -1,23 +1,36 @@
-"""A page from a list of blocks: one self-contained HTML file without script or network, or the same in Markdown."""
+"""What pages of runs are made of: blocks of text and tables, and pictures as inline SVG.
+
+A page is one self-contained HTML file without script or network, or the same in Markdown. The
+markup is in report.html, report.md and pictures.svg. Colours of a picture are CSS variables with a
+fallback, text and axes have the colour of the text around them, and a map is there twice, of which
+`style` shows one: so it reads on light and dark pages. Curves differ by their dashes too.
+"""
 
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+from jinja2 import Environment
 from markupsafe import Markup
 
-from regard.report.svg import style
-from regard.see.format import spark, visible
+from regard.see.format import clip, columns, level, number, short, small, spark, visible
 from regard.see.page import environment
+from regard.see.palette import SERIES, image
 
+Point = tuple[float, float]
 Row = Sequence[object]
 NUMBER = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?|nan|inf|-inf")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# The mean width of a letter, and points of a line.
+LETTER, MOST = 7.2, 400
 
 
 class Block:
@@ -87,20 +100,235 @@ class Figures(Block):
 
 def as_html(title: str, blocks: Sequence[Block]) -> str:
     constant = {"policy": POLICY, "light": style("light"), "dark": style("dark")}
-    return _render("report.html", title, blocks, **{k: Markup(v) for k, v in constant.items()})
+    safe = {name: Markup(text) for name, text in constant.items()}
+    return templates().get_template("report.html").render(title=title, blocks=blocks, **safe)
 
 
 def as_markdown(title: str, blocks: Sequence[Block]) -> str:
-    return _render("report.md", title, blocks)
+    return templates().get_template("report.md").render(title=title, blocks=blocks)
 
 
-def _render(name: str, title: str, blocks: Sequence[Block], **more: Markup) -> str:
-    templates = environment(Path(__file__).parent)
-    templates.filters |= {"plain": _plain, "spark": spark}
-    return templates.get_template(name).render(title=title, blocks=blocks, **more)
+def style(scheme: str) -> str:
+    """The rules that a page needs for this scheme: colours of curves, and which form of a map is
+    shown."""
+    colours = " ".join(f"--s{i}: {value};" for i, value in enumerate(SERIES[scheme]))
+    other = "light" if scheme == "dark" else "dark"
+    return f"svg {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
+
+
+@cache
+def templates() -> Environment:
+    """With filters for a coordinate, the colour of series i, a curve in letters, and text in
+    Markdown."""
+    env = environment(Path(__file__).parent)
+    env.filters["c"] = lambda value: f"{value:.1f}"
+    env.filters["colour"] = lambda i: f"var(--s{i % 6}, {SERIES['light'][i % 6]})"
+    env.filters |= {"spark": spark, "plain": _plain}
+    return env
 
 
 def _plain(text: object) -> str:
     """Text that Markdown takes as nothing but text, on one line."""
     marked = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", visible(str(text).replace("\n", " ⏎ "), "\t"))
     return html.escape(marked, quote=False)
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+class Series(NamedTuple):
+    """A curve; `raw`: what it was before it was smoothed, drawn faintly behind it; `dots`: each
+    point is marked."""
+
+    name: str
+    points: Sequence[Point]
+    raw: Sequence[Point] = ()
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where curves lie in their picture."""
+
+    top: float = 10
+    left: float = 62
+    right: float = 468
+    bottom: float = 218
+    width: float = 480
+    height: float = 260
+
+
+def _draw(kind: str, **values: Any) -> str:
+    module: Any = templates().get_template("pictures.svg").module
+    return getattr(module, kind)(**values)
+
+
+def lines(
+    series: Sequence[Series], title: str, x: str = "step", y: str = "", *, log: bool = False
+) -> str:
+    """Curves in one picture, with a legend where there are several. Points that are not finite, or
+    on a `log` axis not above 0, are left out; a curve without points keeps its colour."""
+    series = [s._replace(points=_usable(s.points, log), raw=_usable(s.raw, log)) for s in series]
+    points = [p for s in series for p in (*s.points, *s.raw)]
+    if not points:
+        return _draw("nothing", title=f"{title}: no values")
+    legend, top = _legend([s.name for s in series]) if len(series) > 1 else ([], Box.top)
+    box = Box(top)
+    xs = _axis([x for x, _ in points], False, (box.left, box.right))
+    ys = _axis([y for _, y in points], log, (box.bottom, box.top))
+
+    def path(points: Sequence[Point]) -> str:
+        return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in thin(points, MOST))
+
+    curves, sentences = [], []
+    for i, each in enumerate(series):
+        if each.points:
+            dots = each.points if each.dots or len(each.points) == 1 else ()
+            curves.append((i, path(each.raw), path(each.points), dots))
+            sentences.append(_sentence(each.name, each.raw or each.points, x))
+    return _draw(
+        "lines",
+        title=f"{title}: {'; '.join(sentences)}",
+        x=x,
+        y=y + (", log scale" if log else ""),
+        box=box,
+        xs=xs,
+        ys=ys,
+        x_ticks=[(value, _tick(value)) for value in ticks(*xs.span)],
+        y_ticks=[(value, _tick(value)) for value in (log_ticks if log else ticks)(*ys.span)],
+        legend=legend,
+        curves=curves,
+    )
+
+
+class _Axis(NamedTuple):
+    """Where values from span[0] to span[1] lie: from ends[0] to ends[1], perhaps by logarithm."""
+
+    span: Point
+    ends: Point
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        low, high = (math.log10(v) for v in self.span) if self.log else self.span
+        share = ((math.log10(value) if self.log else value) - low) / (high - low)
+        return self.ends[0] + share * (self.ends[1] - self.ends[0])
+
+
+def _axis(values: Sequence[float], log: bool, ends: Point) -> _Axis:
+    """An axis around the values, which is never a single point."""
+    low, high = min(values), max(values)
+    if log:
+        room = 2 if level(low, high) else 1.05
+        return _Axis((low / room, high * room), ends, log)
+    air = (abs(low) / 2 or 1.0) if level(low, high) else 0.0
+    return _Axis((low - air, high + air), ends, log)
+
+
+def _usable(points: Sequence[Point], log: bool) -> list[Point]:
+    finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
+    return [p for p in finite if p[1] > 0] if log else finite
+
+
+def _sentence(name: str, points: Sequence[Point], x: str) -> str:
+    """A curve in words."""
+    (first, begin), (last, end) = points[0], points[-1]
+    lowest, highest = (choose(y for _, y in points) for choose in (min, max))
+    ends = f"{number(begin)} at {x} {number(first)} to {number(end)} at {x} {number(last)}"
+    return f"{name} from {ends}, lowest {number(lowest)}, highest {number(highest)}"
+
+
+def _legend(names: Sequence[str]) -> tuple[list[tuple[int, float, float, str]], float]:
+    """Where the names of the curves stand, in as many rows as they need; and where the picture may
+    begin."""
+    places, at, row = [], Box.left, 14.0
+    for i, name in enumerate(clip(visible(name), 40) for name in names):
+        width = 34 + LETTER * columns(name)
+        if at > Box.left and at + width > Box.width:
+            at, row = Box.left, row + 18
+        places.append((i, at, row, name))
+        at += width + 8
+    return places, row + 12
+
+
+def bars(rows: Sequence[tuple[str, float]], title: str, unit: str = "") -> str:
+    """A bar from 0 for each (name, value), with the value behind it. Values are 0 or more."""
+    names = [clip(visible(name), 28) for name, _ in rows]
+    values = [f"{short(value)} {unit}".strip() for _, value in rows]
+    left = 12 + LETTER * max(map(columns, names), default=0)
+    room = Box.width - left - 14 - LETTER * max(map(len, values), default=0)
+    most = max((value for _, value in rows), default=0.0) or 1.0
+    sizes = [room * value / most for _, value in rows]
+    sentence = ", ".join(f"{name} {value}" for name, value in zip(names, values))
+    drawn = list(zip(names, sizes, values))
+    return _draw("bars", title=f"{title}: {sentence}", width=Box.width, left=left, rows=drawn)
+
+
+def heat(
+    weights: Sequence[Sequence[float]],
+    title: str,
+    *,
+    rows: Sequence[str] = (),
+    across: Sequence[str] = (),
+) -> str:
+    """An attention map. With names of the rows and of the columns (`across`) it is a picture to
+    read, without them a thumbnail."""
+    values, cell = np.array(weights, float), 20
+    tall, wide = values.shape
+    side, head = ([clip(visible(name), 14) for name in names] for names in (rows, across))
+    return _draw(
+        "heat",
+        title=title,
+        cell=cell,
+        left=10 + LETTER * max(map(columns, side)) if rows else 0.0,
+        top=10 + LETTER * max(map(columns, head)) if across else 0.0,
+        width=cell * wide if rows else 96.0,
+        height=cell * tall if rows else 96.0 * min(tall / wide, 4),
+        images={scheme: image(values, scheme) for scheme in ("light", "dark")},
+        rows=side,
+        across=head,
+    )
+
+
+# --- numbers of an axis -------------------------------------------------------------------------
+
+
+def thin(points: Sequence[Point], most: int) -> list[Point]:
+    """At most `most` points that show the same curve: of each stretch its lowest and its highest,
+    and both ends."""
+    if len(points) <= most:
+        return list(points)
+    inner, parts, chosen = points[1:-1], max((most - 2) // 2, 1), [points[0]]
+    for i in range(parts):
+        part = inner[i * len(inner) // parts : (i + 1) * len(inner) // parts]
+        ends = {part.index(choose(part, key=lambda p: p[1])) for choose in (min, max)}
+        chosen += [part[j] for j in sorted(ends)]
+    return [*chosen, points[-1]]
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers between low and high, as many as fit within `most`: steps of 1, 2 or 5 times a
+    power of ten."""
+    size = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(size * m for m in (1, 2, 5, 10, 20) if (high - low) / (size * m) <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Powers of ten between low and high, every one or every few; 1, 2 and 5 times them where there
+    are less than two; as on a plain axis where that is not enough."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    stride = max(math.ceil((last - first) / most), 1)
+    for factors in ((1,), (1, 2, 5)):
+        values = [m * 10.0**e for e in range(first, last + 1, stride) for m in factors]
+        values = [x for x in values if low * (1 - 1e-9) <= x <= high * (1 + 1e-9)]
+        if len(values) > 1:
+            return values
+    return ticks(low, high, most)
+
+
+def _tick(value: float) -> str:
+    """Short enough to stand beside an axis: 3e-4, 0.25, 4,000, 20k."""
+    if 0 < abs(value) < 1e-3:
+        return small(f"{value:.1e}").replace(".0e", "e")
+    return short(value) if abs(value) >= 10_000 else number(value, 5)

@@ -10,9 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard.report.page import Block, Code, Figure, Figures, Heading, Table, Text
+from regard.report.page import (
+    Block,
+    Code,
+    Figure,
+    Figures,
+    Heading,
+    Series,
+    Table,
+    Text,
+    bars,
+    heat,
+    lines,
+    thin,
+)
 from regard.report.runs import Run, Summary, smooth, summary
-from regard.report.svg import Series, bars, heat, lines, thin
 from regard.see.format import clip, columns, flat, number, short, span, visible
 from regard.train.log import settings
 

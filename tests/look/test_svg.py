@@ -8,9 +8,9 @@ import zlib
 
 import pytest
 
-from regard.report import svg as drawing
+from regard.report import page as drawing
+from regard.report.page import Series, bars, heat, lines
 from regard.report.runs import smooth
-from regard.report.svg import Series, bars, heat, lines
 from regard.see import format as show
 from regard.see.palette import RAMPS, SERIES, table
 
