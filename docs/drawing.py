@@ -1,4 +1,5 @@
-"""How pictures of docs/mechanisms are drawn: SVG by regard/report/page.py, and grids of cells beside each other."""
+"""How pictures of docs/mechanisms are drawn: SVG by regard/report/page.py, and grids of cells
+beside each other."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def series(
 def grids(
     parts: Mapping[str, Matrix], axes: str, title: str, *, most: float = 1.0, signed: bool = False
 ) -> str:
-    """Small matrices side by side under their names, in the colours of attention maps; below, what rows and columns
-    are."""
+    """Small matrices side by side under their names, in the colours of attention maps; below, what
+    rows and columns are."""
     panels, left = [], 8.0
     for name, matrix in parts.items():
         panels.append((name, left, levels(np.array(matrix), most, signed).tolist()))

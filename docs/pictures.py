@@ -16,7 +16,7 @@ from regard.mask import Causal, Full, Mask, Prefix, Span, Visible, Window
 from regard.position import Rope, sinusoid
 from regard.report import page
 
-# --- one weighted sum ---------------------------------------------------------------------------------------------
+# --- one weighted sum ---------------------------------------------------------------------------
 
 
 @picture
@@ -110,7 +110,7 @@ def online_softmax() -> str:
     return page.lines(curves, "Scores 1, 3, 2, 4, 0 and values 1 to 5, key by key", "key")
 
 
-# --- layers of attention ------------------------------------------------------------------------------------------
+# --- layers of attention ------------------------------------------------------------------------
 
 
 @picture

@@ -1,4 +1,5 @@
-"""The pictures of docs/mechanisms about positions, parts, training and decoding, each from the library's numbers."""
+"""The pictures of docs/mechanisms about positions, parts, training and decoding, each from the
+library's numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_buc
 from regard.report import page
 from regard.train.schedule import Schedule
 
-# --- positions and parts ------------------------------------------------------------------------------------------
+# --- positions and parts ------------------------------------------------------------------------
 
 
 @picture
@@ -132,7 +133,7 @@ def quantisation() -> str:
     return page.lines(curves, "Weights and what comes back from 4 bits", "w")
 
 
-# --- training and decoding ----------------------------------------------------------------------------------------
+# --- training and decoding ----------------------------------------------------------------------
 
 
 @picture

@@ -1,9 +1,8 @@
-"""Draw every picture of the textbook, and those of regard/see/plots.py: python docs/plots.py FOLDER. Each comes in
-light and in dark.
+"""Draw every picture of the textbook, and those of regard/see/plots.py: python docs/plots.py
+FOLDER. Each comes in light and in dark.
 
-The attention maps are made by rule, so that the pictures need no trained model: heads that look at the token before,
-at the first, at themselves, or near.
-"""
+The attention maps are made by rule, so that the pictures need no trained model: heads that look at
+the token before, at the first, at themselves, or near."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def length_name(tokens: float) -> str:
     return f"{tokens / 1024:g}k" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:g}"
 
 
-# --- softmax ------------------------------------------------------------------------------------------------------
+# --- softmax ------------------------------------------------------------------------------------
 
 
 def saturation_curves(numbers: q.Saturation, *, dark: bool = False) -> Figure:
@@ -107,7 +106,8 @@ def jacobian_tiles(numbers: q.Saturation, *, dark: bool = False) -> Figure:
 
 
 def variance_curves(numbers: q.Spread, *, dark: bool = False) -> Figure:
-    """The variance of q.k by head width, with and without the scale, and how likely each score is at three widths."""
+    """The variance of q.k by head width, with and without the scale, and how likely each score is
+    at three widths."""
     page = sheet(13.2, 4.2, 3, dark=dark)
     first = page.axes[0]
     for i, (name, values) in enumerate({"q·k": numbers.plain, "q·k / √d": numbers.scaled}.items()):
@@ -178,7 +178,7 @@ def _above(ax: Axes, x: float, y: float, text: str, page: Sheet, **how: Any) -> 
     ax.annotate(text, (x, y), color=page.text, fontsize=9, **{**place, **how})
 
 
-# --- caches -------------------------------------------------------------------------------------------------------
+# --- caches -------------------------------------------------------------------------------------
 
 
 def cache_bars(table: q.CacheTable, title: str = "", *, dark: bool = False) -> Figure:
@@ -218,11 +218,12 @@ def _even_sizes(most: float) -> Any:
     return MultipleLocator(max(2 ** ((int(most).bit_length() - 1) - 1), 1))
 
 
-# --- recurrence ---------------------------------------------------------------------------------------------------
+# --- recurrence ---------------------------------------------------------------------------------
 
 
 def forgetting_curves(numbers: q.Memory, *, dark: bool = False) -> Figure:
-    """What a recurrence leaves of a token t steps back, and the steps between, against attention's path of one."""
+    """What a recurrence leaves of a token t steps back, and the steps between, against attention's
+    path of one."""
     page = sheet(11, 4.8, 2, dark=dark)
     left, right = page.axes
     for i, (rate, curve) in enumerate(zip(numbers.rates, numbers.left)):
@@ -247,7 +248,8 @@ def forgetting_curves(numbers: q.Memory, *, dark: bool = False) -> Figure:
 
 
 def cost_curves(numbers: q.Costs, *, dark: bool = False) -> Figure:
-    """Work of a recurrent and of an attention layer by length, and the steps that must wait for one another."""
+    """Work of a recurrent and of an attention layer by length, and the steps that must wait for one
+    another."""
     page = sheet(11.6, 4.6, 2, dark=dark)
     left, right = page.axes
     for i, (name, work) in enumerate(numbers.work.items()):
@@ -279,7 +281,7 @@ def cost_curves(numbers: q.Costs, *, dark: bool = False) -> Figure:
     return page.figure
 
 
-# --- positions ----------------------------------------------------------------------------------------------------
+# --- positions ----------------------------------------------------------------------------------
 
 
 def position_table(table: q.Table, title: str = "", *, dark: bool = False) -> Figure:
@@ -310,8 +312,8 @@ def position_table(table: q.Table, title: str = "", *, dark: bool = False) -> Fi
 
 
 def rope_dials(clocks: q.Clocks, title: str = "", *, dark: bool = False) -> Figure:
-    """A clock for each pair of features and each position: how far RoPE has turned the pair there, from the right,
-    against the clock. The faint hand is where it stood at the position above."""
+    """A clock for each pair of features and each position: how far RoPE has turned the pair there,
+    from the right, against the clock. The faint hand is where it stood at the position above."""
     rows, columns = clocks.angles.shape
     page = sheet(max(1.15 * columns, 4) + 1.4, 1.0 * rows + 1.5, dark=dark)
     ax = page.axes[0]
@@ -360,7 +362,7 @@ def distance_curves(numbers: q.Distances, title: str = "", *, dark: bool = False
     return page.figure
 
 
-# --- sparse selection ---------------------------------------------------------------------------------------------
+# --- sparse selection ---------------------------------------------------------------------------
 
 
 def selection_strip(
@@ -370,8 +372,8 @@ def selection_strip(
     *,
     dark: bool = False,
 ) -> Figure:
-    """One query's index scores and dense weights over its keys; the chosen are lit and carry a dot, hidden keys have a
-    cross."""
+    """One query's index scores and dense weights over its keys; the chosen are lit and carry a dot,
+    hidden keys have a cross."""
     count = len(numbers.scores)
     page = sheet(min(max(0.27 * count, 7), 13), 5.2, rows=2, dark=dark)
     seen = numbers.scores.isfinite()
@@ -397,7 +399,7 @@ def selection_strip(
     return page.figure
 
 
-# --- the gallery --------------------------------------------------------------------------------------------------
+# --- the gallery --------------------------------------------------------------------------------
 
 
 TEXT = "the old king said to his daughter that the sea had taken all his ships"

@@ -1,5 +1,5 @@
-"""The numbers behind the pictures of plots.py, by the library's own functions: softmax, scale, one pass, positions,
-caches, recurrent networks, what a sparse selection keeps."""
+"""The numbers behind the pictures of plots.py, by the library's own functions: softmax, scale, one
+pass, positions, caches, recurrent networks, what a sparse selection keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from regard.learn.numbers import cache_numbers, multiply_adds, softmax_jacobian
 from regard.position import Rope, alibi_slopes, rotate, sinusoid
 from regard.presets import PRESETS
 
-# --- softmax ------------------------------------------------------------------------------------------------------
+# --- softmax ------------------------------------------------------------------------------------
 
 
 class Saturation(NamedTuple):
@@ -41,15 +41,18 @@ def saturations(a: Tensor) -> Saturation:
 
 
 def dot_chances(dim: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """All values of scale q.k with q, k in {-1, +1}^dim, ascending, and how likely each is: (dim + 1), (dim + 1).
+    """All values of scale q.k with q, k in {-1, +1}^dim, ascending, and how likely each is: (dim +
+    1), (dim + 1).
 
-    j of the dim products are +1 in C(dim, j) of 2^dim cases, so this is exact for widths no table could list."""
+    j of the dim products are +1 in C(dim, j) of 2^dim cases, so this is exact for widths no table
+    could list."""
     count = torch.tensor([math.comb(dim, j) / 2**dim for j in range(dim + 1)], dtype=torch.float64)
     return scale * (2.0 * torch.arange(dim + 1, dtype=torch.float64) - dim), count
 
 
 class Spread(NamedTuple):
-    """The variance of q.k and of q.k / sqrt(d) for each width d (n), and the chances of both by width."""
+    """The variance of q.k and of q.k / sqrt(d) for each width d (n), and the chances of both by
+    width."""
 
     dims: list[int]
     plain: list[float]
@@ -70,8 +73,9 @@ def _variance(values: Tensor, chance: Tensor) -> float:
 
 
 class Pass(NamedTuple):
-    """Online attention over logits x (s) and values (s): after each key the maximum m, the sum d, the output o (s),
-    and by what the old sum was multiplied, e^(m_old - m_new); the first has none to multiply: 0."""
+    """Online attention over logits x (s) and values (s): after each key the maximum m, the sum d,
+    the output o (s), and by what the old sum was multiplied, e^(m_old - m_new); the first has none
+    to multiply: 0."""
 
     x: Tensor
     values: Tensor
@@ -82,7 +86,8 @@ class Pass(NamedTuple):
 
 
 def online_pass(x: Tensor, values: Tensor) -> Pass:
-    """Softmax attention of one query, key by key, to values of width 1; the last o is softmax(x) . values."""
+    """Softmax attention of one query, key by key, to values of width 1; the last o is softmax(x) .
+    values."""
     x, values = x.double(), values.double()
     steps = one_loop(x, values[:, None])[1]
     m, d = (x.new_tensor([step[i] for step in steps]) for i in (0, 1))
@@ -91,7 +96,7 @@ def online_pass(x: Tensor, values: Tensor) -> Pass:
     return Pass(x, values, m, d, o, torch.exp(before - m))
 
 
-# --- positions ----------------------------------------------------------------------------------------------------
+# --- positions ----------------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
@@ -116,8 +121,8 @@ def learned_table(vectors: Tensor) -> Table:
 
 
 class Clocks(NamedTuple):
-    """RoPE's pairs as hands of clocks: the angle of each at each position (p pairs), in [0, 2 pi), and after how many
-    tokens each pair has turned once (pairs)."""
+    """RoPE's pairs as hands of clocks: the angle of each at each position (p pairs), in [0, 2 pi),
+    and after how many tokens each pair has turned once (pairs)."""
 
     positions: list[int]
     pairs: list[int]
@@ -133,7 +138,8 @@ def rope_clocks(rope: Rope, dim: int, positions: list[int], pairs: list[int]) ->
 
 
 class Distances(NamedTuple):
-    """Scores by distance 0, 1, ... (n): as shares of the score at distance 0, and as what is added to the score."""
+    """Scores by distance 0, 1, ... (n): as shares of the score at distance 0, and as what is added
+    to the score."""
 
     distances: Tensor
     shares: dict[str, Tensor]
@@ -141,7 +147,8 @@ class Distances(NamedTuple):
 
 
 def rope_score(rope: Rope, dim: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-    """q.k / |q|^2 where query and key are the same vector of ones before they turn, at positions (n) and (n): (n)."""
+    """q.k / |q|^2 where query and key are the same vector of ones before they turn, at positions
+    (n) and (n): (n)."""
     ones = torch.ones(1, len(q_pos), 1, dim, dtype=torch.float64)  # b t h d
     q, k = (
         rotate(ones, *rope.angles(pos[None], dim, torch.float64), rope.layout)
@@ -151,8 +158,8 @@ def rope_score(rope: Rope, dim: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
 
 
 def distance_scores(ropes: Mapping[str, Rope], dim: int, length: int, alibi: int = 0) -> Distances:
-    """What is left of a score when a key is d tokens away, d < length, for each RoPE; and for `alibi` heads what ALiBi
-    takes away, head by head."""
+    """What is left of a score when a key is d tokens away, d < length, for each RoPE; and for
+    `alibi` heads what ALiBi takes away, head by head."""
     far = torch.arange(length)
     shares = {
         name: rope_score(rope, dim, far, torch.zeros_like(far)) for name, rope in ropes.items()
@@ -162,7 +169,7 @@ def distance_scores(ropes: Mapping[str, Rope], dim: int, length: int, alibi: int
     return Distances(far, shares, added)
 
 
-# --- caches and cost ----------------------------------------------------------------------------------------------
+# --- caches and cost ----------------------------------------------------------------------------
 
 
 # The mechanism, the model's width, its layers.
@@ -170,7 +177,8 @@ Layers = tuple[GQA | MLA | DSA, int, int]
 
 
 class CacheTable(NamedTuple):
-    """Bytes by mechanism: of one token, and of every length (mechanisms lengths), all layers together."""
+    """Bytes by mechanism: of one token, and of every length (mechanisms lengths), all layers
+    together."""
 
     names: list[str]
     lengths: list[int]
@@ -179,7 +187,8 @@ class CacheTable(NamedTuple):
 
 
 def cache_table(models: Mapping[str, Layers], lengths: Sequence[int], width: int = 2) -> CacheTable:
-    """What one sequence keeps while it is decoded, every token of it; `width` bytes a number (2: bf16)."""
+    """What one sequence keeps while it is decoded, every token of it; `width` bytes a number (2:
+    bf16)."""
     per_token = [
         layers * cache_numbers(attention, dim) * width for attention, dim, layers in models.values()
     ]
@@ -188,8 +197,8 @@ def cache_table(models: Mapping[str, Layers], lengths: Sequence[int], width: int
 
 
 def cache_variants(preset: str) -> dict[str, Layers]:
-    """A preset's attention beside the others that could stand in its place: MHA, GQA and MQA of the same heads, and MLA
-    or DSA where it has them."""
+    """A preset's attention beside the others that could stand in its place: MHA, GQA and MQA of the
+    same heads, and MLA or DSA where it has them."""
     tower = PRESETS[preset][1]().tower
     own = tower.attention
     kinds: dict[str, GQA | MLA | DSA] = {}
@@ -208,12 +217,12 @@ def cache_variants(preset: str) -> dict[str, Layers]:
     return {name: (attention, tower.dim, tower.layers) for name, attention in kinds.items()}
 
 
-# --- recurrent networks -------------------------------------------------------------------------------------------
+# --- recurrent networks -------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
-    """What is left of a signal t steps back, t = 0 ... (n): lambda^t for each rate of a recurrence (rates n); and the
-    steps it passes: t there, 1 in attention (0 for the token itself)."""
+    """What is left of a signal t steps back, t = 0 ... (n): lambda^t for each rate of a recurrence
+    (rates n); and the steps it passes: t there, 1 in attention (0 for the token itself)."""
 
     steps: Tensor
     rates: list[float]
@@ -223,9 +232,11 @@ class Memory(NamedTuple):
 
 
 def forgetting(rates: Sequence[float], steps: int) -> Memory:
-    """h_t = lambda h_{t-1} + x_t passes x_0, and its gradient, on as lambda^t: below 1 it vanishes, above it explodes.
+    """h_t = lambda h_{t-1} + x_t passes x_0, and its gradient, on as lambda^t: below 1 it vanishes,
+    above it explodes.
 
-    Attention reads any token over a path of one step, whose factor is a weight and does not shrink with distance."""
+    Attention reads any token over a path of one step, whose factor is a weight and does not shrink
+    with distance."""
     t = torch.arange(steps + 1, dtype=torch.float64)
     left = torch.tensor(list(rates), dtype=torch.float64)[:, None] ** t
     return Memory(t, list(rates), left, t, t.clamp(max=1))
@@ -237,7 +248,8 @@ def half_life(rate: float) -> float:
 
 
 class Costs(NamedTuple):
-    """Multiply-adds of one layer over n tokens (lengths), by kind, and how many steps must wait for one another."""
+    """Multiply-adds of one layer over n tokens (lengths), by kind, and how many steps must wait for
+    one another."""
 
     dim: int
     lengths: list[int]
@@ -246,7 +258,8 @@ class Costs(NamedTuple):
 
     @property
     def even(self) -> int:
-        """The length where scores and sums cost as much as the projections: 2 n^2 m = 4 n m^2, n = 2m."""
+        """The length where scores and sums cost as much as the projections: 2 n^2 m = 4 n m^2, n =
+        2m."""
         return 2 * self.dim
 
 
@@ -254,7 +267,8 @@ GATES = {"Elman RNN": 1, "LSTM": 4}
 
 
 def layer_costs(dim: int, lengths: Sequence[int], heads: int = 8) -> Costs:
-    """A recurrent layer works gates x 2 m^2 a token, one after the other; attention 4 m^2 + 2 n m, all at once."""
+    """A recurrent layer works gates x 2 m^2 a token, one after the other; attention 4 m^2 + 2 n m,
+    all at once."""
     work = {name: [n * gates * 2 * dim**2 for n in lengths] for name, gates in GATES.items()}
     parts = [multiply_adds(GQA(heads), dim, n) for n in lengths]
     work["attention"] = [sum(part) for part in parts]
@@ -264,12 +278,13 @@ def layer_costs(dim: int, lengths: Sequence[int], heads: int = 8) -> Costs:
     return Costs(dim, list(lengths), work, waits)
 
 
-# --- sparse selection ---------------------------------------------------------------------------------------------
+# --- sparse selection ---------------------------------------------------------------------------
 
 
 class Selection(NamedTuple):
-    """One query's choice among s keys: index scores (s), -inf where hidden; which are chosen (s); the weights that
-    dense attention would give (s), a mean over heads; and the share of them that the choice keeps."""
+    """One query's choice among s keys: index scores (s), -inf where hidden; which are chosen (s);
+    the weights that dense attention would give (s), a mean over heads; and the share of them that
+    the choice keeps."""
 
     scores: Tensor
     chosen: Tensor
@@ -288,7 +303,8 @@ class Selection(NamedTuple):
 def selection(scores: Tensor, weights: Tensor, topk: int) -> Selection:
     """What the indexer's `topk` best keep of dense attention. scores (s), weights (s) or (heads s).
 
-    Ties go to the earliest key, hidden keys (-inf) are never chosen, and topk >= s keeps everything."""
+    Ties go to the earliest key, hidden keys (-inf) are never chosen, and topk >= s keeps
+    everything."""
     scores, weights = scores.double(), weights.double()
     weights = weights.mean(0) if weights.dim() == 2 else weights
     chosen = torch.zeros_like(scores, dtype=torch.bool)

@@ -44,7 +44,7 @@ NUMBERS = "regard/learn/numbers.py"
 # Bytes of a number in half precision.
 HALF = 2
 
-# --- one softmax, one weighted sum --------------------------------------------------------------------------------
+# --- one softmax, one weighted sum --------------------------------------------------------------
 
 
 @topic(f"{ATTENTION}::softmax", f"{POOLING}::three_loops")
@@ -237,7 +237,7 @@ def bahdanau(
     ]
 
 
-# --- layers of attention ------------------------------------------------------------------------------------------
+# --- layers of attention ------------------------------------------------------------------------
 
 
 @topic(f"{HEADS}::GroupedQueryAttention", f"{NUMBERS}::multiply_adds")
@@ -376,7 +376,7 @@ def kv_cache(
     return [Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows)]
 
 
-# --- positions and parts ------------------------------------------------------------------------------------------
+# --- positions and parts ------------------------------------------------------------------------
 
 
 @topic(f"{POSITION}::sinusoid", f"{POSITION}::PositionVectors")

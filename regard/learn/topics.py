@@ -1,9 +1,10 @@
-"""What `regard explain` and the pages of docs/mechanisms tell of a mechanism: question, formula, code, numbers.
+"""What `regard explain` and the pages of docs/mechanisms tell of a mechanism: question, formula,
+code, numbers.
 
-A topic is a function with a docstring (the question, then the formula) whose parameters are the numbers a reader may
-change and whose defaults are the example. It computes by the library's own functions, in float64. Topics of
-models are in mechanisms.py, those of training and decoding in training.py.
-"""
+A topic is a function with a docstring (the question, then the formula) whose parameters are the
+numbers a reader may change and whose defaults are the example. It computes by the library's own
+functions, in float64. Topics of models are in mechanisms.py, those of training and decoding in
+training.py."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Topic:
-    """`code`: path::name of what implements it, the most telling first. `inputs`: what may be given, with the example's
-    values: a tuple of numbers, a tuple of rows, one number, or a text."""
+    """`code`: path::name of what implements it, the most telling first. `inputs`: what may be
+    given, with the example's values: a tuple of numbers, a tuple of rows, one number, or a text."""
 
     name: str
     question: str
@@ -69,8 +70,8 @@ class Topic:
         return ", ".join(f"--{_flag(name)}" for name in self.inputs)
 
     def _read(self, name: str, value: Any) -> Any:
-        """A value as the example has it: rows, a tuple, a whole number, a number or a text. Rows may be
-        given without semicolons, as one tuple that the topic divides."""
+        """A value as the example has it: rows, a tuple, a whole number, a number or a text. Rows
+        may be given without semicolons, as one tuple that the topic divides."""
         example, flag = self.inputs[name], f"--{_flag(name)}"
         if isinstance(example, str):
             return value
@@ -88,7 +89,8 @@ class Topic:
 
 
 def topic(*code: str) -> Callable[[Callable[..., list[Table]]], Topic]:
-    """A function as a topic: its name with dashes, its docstring as question and formula, its defaults as inputs."""
+    """A function as a topic: its name with dashes, its docstring as question and formula, its
+    defaults as inputs."""
 
     def made(compute: Callable[..., list[Table]]) -> Topic:
         question, _, formula = inspect.cleandoc(compute.__doc__ or "").partition("\n")
@@ -110,7 +112,7 @@ def find(name: str, topics: Iterable[Topic], aliases: dict[str, str]) -> Topic:
     return known[plain]
 
 
-# --- what topics share --------------------------------------------------------------------------------------------
+# --- what topics share --------------------------------------------------------------------------
 
 
 def real(x: Sequence[float] | Matrix) -> Tensor:
@@ -150,8 +152,8 @@ def same_count(a: str, x: Sequence[float], b: str, y: Sequence[float]) -> None:
 
 @torch.no_grad()
 def fill(module: Module) -> Module:
-    """Every weight by one rule, ((3i + 5j + n) mod 13 - 6) / 10 in row i and column j of the n-th: no randomness, and
-    no symmetry that would hide a mistake."""
+    """Every weight by one rule, ((3i + 5j + n) mod 13 - 6) / 10 in row i and column j of the n-th:
+    no randomness, and no symmetry that would hide a mistake."""
     module.double()
     for n, weight in enumerate(module.parameters()):
         i, j = (torch.arange(size) for size in weight.reshape(len(weight), -1).shape)
@@ -199,7 +201,8 @@ def _flag(name: str) -> str:
 
 
 def _column(cells: list[Cell]) -> list[str]:
-    """Cells of one column in one form: whole numbers as they are, others with four places, tiny ones with a power."""
+    """Cells of one column in one form: whole numbers as they are, others with four places, tiny
+    ones with a power."""
     floats = [c for c in cells if isinstance(c, float) and math.isfinite(c)]
     plain = all(c == int(c) for c in floats)
     return [_cell(c, plain) for c in cells]

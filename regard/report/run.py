@@ -77,7 +77,7 @@ def write(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-# --- the parts of a report ----------------------------------------------------------------------------------------
+# --- the parts of a report ----------------------------------------------------------------------
 
 
 def _header(run: Run, result: Summary) -> Iterator[tuple[str, str]]:
@@ -104,8 +104,8 @@ def _header(run: Run, result: Summary) -> Iterator[tuple[str, str]]:
 
 
 def curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Figure]:
-    """Loss, learning rate, gradient and throughput, and every metric of evaluations; of several runs laid over each
-    other, under `names`."""
+    """Loss, learning rate, gradient and throughput, and every metric of evaluations; of several
+    runs laid over each other, under `names`."""
     figures, alone = [], len(runs) == 1
     for name, (title, unit, log) in CURVES.items():
         series = []
@@ -127,7 +127,8 @@ def curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Figure]:
 
 
 def _figure(title: str, unit: str, series: Sequence[Series], log: bool) -> Figure | None:
-    """A picture of curves with about ten of their points as a table; none where no curve has points."""
+    """A picture of curves with about ten of their points as a table; none where no curve has
+    points."""
     rows: list[tuple[object, ...]] = []
     values, ends, many = [], [], len(series) > 1
     for each in series:
@@ -205,7 +206,8 @@ def _attention(maps: Sequence[Map], note: str) -> Iterator[Block]:
 
 
 def _strongest(m: Map) -> str:
-    """The largest weight and its tokens; a row that sees one key alone had no choice and does not count."""
+    """The largest weight and its tokens; a row that sees one key alone had no choice and does not
+    count."""
     free = [i for i, row in enumerate(m.weights) if sum(w > 0 for w in row) > 1]
     cells = [(i, j) for i in free or range(len(m.weights)) for j in range(len(m.keys))]
     i, j = max(cells, key=lambda at: m.weights[at[0]][at[1]])
@@ -256,7 +258,7 @@ def toml(config: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# --- runs side by side --------------------------------------------------------------------------------------------
+# --- runs side by side --------------------------------------------------------------------------
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -266,7 +268,8 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Settings and circumstances that are not the same in all runs, by name; None where a run has none."""
+    """Settings and circumstances that are not the same in all runs, by name; None where a run has
+    none."""
     each = []
     for run in runs:
         around = {name: run.info.get(name) for name in CIRCUMSTANCES}
@@ -292,7 +295,8 @@ def aligned(runs: Sequence[Run]) -> str:
 
 
 def comparison(runs: Sequence[Run]) -> list[Block]:
-    """The page of several runs: the settings in which they differ, their figures, their curves laid over each other."""
+    """The page of several runs: the settings in which they differ, their figures, their curves laid
+    over each other."""
     names, differ, results = labels(runs), _differing(runs), [summary(run) for run in runs]
     same = Text("The settings are the same.")
     pictures = []

@@ -1,4 +1,5 @@
-"""The folder of a run, read from run.json, metrics.jsonl and samples.jsonl alone, and what it comes to in one line."""
+"""The folder of a run, read from run.json, metrics.jsonl and samples.jsonl alone, and what it comes
+to in one line."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in a few figures. `loss` is the training loss at the end, smoothed; `value` that of the deciding metric in
-    the best evaluation, at step `best`."""
+    """A run in a few figures. `loss` is the training loss at the end, smoothed; `value` that of the
+    deciding metric in the best evaluation, at step `best`."""
 
     verdict: str
     status: str
@@ -103,7 +104,7 @@ class Summary:
         return strict(asdict(self))
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
 
 
 def read(folder: str | Path) -> Run:
@@ -147,7 +148,8 @@ def _info(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file, one a line, each with a step. A last line that was cut is left out with a note."""
+    """The objects of a file, one a line, each with a step. A last line that was cut is left out
+    with a note."""
     events: list[dict[str, Any]] = []
     lines = _bytes(path).split(b"\n")
     while lines and not lines[-1].strip():
@@ -183,7 +185,7 @@ def _rate(events: list[dict[str, Any]]) -> float:
     return tokens / seconds if seconds > 0 else math.nan
 
 
-# --- the sum of it ------------------------------------------------------------------------------------------------
+# --- the sum of it ------------------------------------------------------------------------------
 
 
 def summary(run: Run) -> Summary:
@@ -217,8 +219,8 @@ def summary(run: Run) -> Summary:
 
 
 def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A curve smoothed over a fiftieth of it: m_t = keep m_{t-1} + (1 - keep) x_t, divided by 1 - keep^t so that the
-    beginning is not drawn to 0. Values that are not finite leave it as it is."""
+    """A curve smoothed over a fiftieth of it: m_t = keep m_{t-1} + (1 - keep) x_t, divided by 1 -
+    keep^t so that the beginning is not drawn to 0. Values that are not finite leave it as it is."""
     keep = 1 - 2 / (max(len(points) / 50, 1) + 1)
     means, mean, weight = [], 0.0, 0.0
     for at, x in points:

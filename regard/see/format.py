@@ -80,8 +80,8 @@ def level(low: float, high: float) -> bool:
 
 
 def visible(text: object, keep: str = "") -> str:
-    """A text that can do nothing but be read: control characters other than those of `keep` as pictures, half
-    surrogates replaced."""
+    """A text that can do nothing but be read: control characters other than those of `keep` as
+    pictures, half surrogates replaced."""
     plain = str(text).encode("utf-8", "replace").decode("utf-8")
     return plain.translate({code: to for code, to in CONTROL.items() if chr(code) not in keep})
 
@@ -99,7 +99,8 @@ def clip(text: str, width: int) -> str:
 
 
 def columns(text: str) -> int:
-    """How many columns of a terminal a text takes: wide letters two, accents that stand on another none."""
+    """How many columns of a terminal a text takes: wide letters two, accents that stand on another
+    none."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
     return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
 

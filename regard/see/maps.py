@@ -1,9 +1,10 @@
-"""What attention maps say, in numbers: plain formulas over the weights (b h t s) that a probe gives.
+"""What attention maps say, in numbers: plain formulas over the weights (b h t s) that a probe
+gives.
 
-A row is what one query does. Where a sink takes a part of it, the rest is scaled up to 1 first; a row that sees nothing
-has no entropy and no distance, and is left out of means. Queries are taken to be the last t of the s keys, which lie in
-the order of their positions: so they are in self-attention, with a contiguous or paged cache or without.
-"""
+A row is what one query does. Where a sink takes a part of it, the rest is scaled up to 1 first; a
+row that sees nothing has no entropy and no distance, and is left out of means. Queries are taken to
+be the last t of the s keys, which lie in the order of their positions: so they are in
+self-attention, with a contiguous or paged cache or without."""
 
 from __future__ import annotations
 
@@ -19,20 +20,22 @@ from regard.errors import UsageError
 
 
 def entropy(a: Tensor) -> Tensor:
-    """-sum_s a_s log2 a_s of every row, in bits: 0 where one key has it all, log2 n where n keys share it evenly.
-    a (... t s) -> (... t), nan where a row is empty."""
+    """-sum_s a_s log2 a_s of every row, in bits: 0 where one key has it all, log2 n where n keys
+    share it evenly. a (... t s) -> (... t), nan where a row is empty."""
     return torch.special.entr(_rows(a)).sum(-1) / math.log(2)
 
 
 def distance(a: Tensor) -> Tensor:
-    """sum_s a_ts |position of t - s|: how many tokens away a row looks, on average. a (... t s) -> (... t)."""
+    """sum_s a_ts |position of t - s|: how many tokens away a row looks, on average. a (... t s) ->
+    (... t)."""
     t, s = a.shape[-2:]
     q, k = torch.arange(s - t, s, device=a.device), torch.arange(s, device=a.device)
     return (_rows(a) * (q[:, None] - k).abs()).sum(-1)
 
 
 def rollout(layers: Sequence[Tensor], residual: float = 0.5) -> Tensor:
-    """How much of each input token is in each output token (Abnar and Zuidema 2020, arXiv:2005.00928, eq. 1):
+    """How much of each input token is in each output token (Abnar and Zuidema 2020,
+    arXiv:2005.00928, eq. 1):
 
     R_0 = I,   R_l = (r I + (1 - r) A_l) R_{l-1},   A_l the mean of a layer's heads, r the share of the residual
     stream. Layers (b h t t) from the lowest up -> (b t t), rows sum to 1."""
@@ -59,17 +62,18 @@ def average(layers: Sequence[Tensor]) -> Tensor:
 
 
 def thumbnail(size: int = 64) -> Callable[[Tensor], Tensor]:
-    """A small picture of a map, for Probe(reduce=thumbnail()): the largest weight of each of at most size x size
-    fields. The mean would wash out a line one token wide."""
+    """A small picture of a map, for Probe(reduce=thumbnail()): the largest weight of each of at
+    most size x size fields. The mean would wash out a line one token wide."""
 
     return lambda a: F.adaptive_max_pool2d(a, [min(size, n) for n in a.shape[-2:]])
 
 
-# --- alignment ----------------------------------------------------------------------------------------------------
+# --- alignment ----------------------------------------------------------------------------------
 
 
 class Link(NamedTuple):
-    """Target word `target` reads source word `source` with so much weight; `best`: no other with more."""
+    """Target word `target` reads source word `source` with so much weight; `best`: no other with
+    more."""
 
     source: int
     target: int
@@ -89,14 +93,15 @@ def cross(maps: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
 
 
 def best(a: Tensor) -> Tensor:
-    """The source token that each target token weighs most, the first of equals: (... t s) -> (... t); -1 where a row is
-    empty."""
+    """The source token that each target token weighs most, the first of equals: (... t s) -> (...
+    t); -1 where a row is empty."""
     top, at = a.max(-1)
     return torch.where(top > 0, at, -1)
 
 
 def links(a: Tensor, least: float | None = None) -> list[Link]:
-    """Which source belongs to which target, (t s): the best one of each target, and all that weigh at least `least`."""
+    """Which source belongs to which target, (t s): the best one of each target, and all that weigh
+    at least `least`."""
     if least is not None and not 0 < least <= 1:
         raise UsageError(f"least={least} must be a weight above 0 and at most 1; such as 0.2")
     top = best(a)[:, None] == torch.arange(a.shape[-1], device=a.device)
@@ -104,12 +109,13 @@ def links(a: Tensor, least: float | None = None) -> list[Link]:
     return [Link(s, t, float(a[t, s]), bool(top[t, s])) for t, s in strong.nonzero().tolist()]
 
 
-# --- every head in a line -----------------------------------------------------------------------------------------
+# --- every head in a line -----------------------------------------------------------------------
 
 
 class Head(NamedTuple):
-    """Means over all rows of one head. `own`, `before` and `first` are shares of weight: on the token itself, on the
-    one before, on the first key. Between two texts `distance`, `own` and `before` mean nothing and are nan."""
+    """Means over all rows of one head. `own`, `before` and `first` are shares of weight: on the
+    token itself, on the one before, on the first key. Between two texts `distance`, `own` and
+    `before` mean nothing and are nan."""
 
     site: str
     head: int
@@ -122,7 +128,8 @@ class Head(NamedTuple):
 
 
 def summary(maps: Mapping[str, Sequence[Tensor]], heads: Sequence[int] | None = None) -> list[Head]:
-    """One line for each head of each place, over every call. `heads` names them if the probe chose some."""
+    """One line for each head of each place, over every call. `heads` names them if the probe chose
+    some."""
     table = []
     for site, calls in maps.items():
         if not calls:
@@ -146,7 +153,8 @@ def _figures(a: Tensor, cross: bool) -> Tensor:
 
 
 def _back(p: Tensor, steps: int) -> Tensor:
-    """Weight on the key this many positions before the query's own, 0 where there is none: (... t s) -> (... t)."""
+    """Weight on the key this many positions before the query's own, 0 where there is none: (... t
+    s) -> (... t)."""
     t, s = p.shape[-2:]
     rows = torch.arange(t, device=p.device)
     keys = rows + s - t - steps

@@ -1,9 +1,9 @@
 """One self-contained HTML page of attention: data, style and script in it, nothing fetched.
 
-The modules of web/ are joined into one inline script, since browsers refuse module files that are opened from disk; the
-policy of the page allows this script and this style, by their hashes, and nothing else. Every page of the project is
-made by the templates of `environment`, which escape all that they are given.
-"""
+The modules of web/ are joined into one inline script, since browsers refuse module files that are
+opened from disk; the policy of the page allows this script and this style, by their hashes, and
+nothing else. Every page of the project is made by the templates of `environment`, which escape all
+that they are given."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LARGE = 1 << 18
 
 
 def environment(*folders: Path) -> Environment:
-    """Templates of these folders and of web/. Whatever they are given is only ever text: control characters are made
-    visible, and in HTML it is escaped; Markup alone stays as it is."""
+    """Templates of these folders and of web/. Whatever they are given is only ever text: control
+    characters are made visible, and in HTML it is escaped; Markup alone stays as it is."""
     return Environment(
         loader=FileSystemLoader([*folders, WEB]),
         autoescape=lambda name: name is None or not name.endswith(".md"),
@@ -85,7 +85,7 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-# --- data ---------------------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
@@ -101,7 +101,8 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 def _column(view: View, head: Full | Pooled) -> int:
-    """What the row that is shown first reads most: an image's class token, or the last row of a text."""
+    """What the row that is shown first reads most: an image's class token, or the last row of a
+    text."""
     cells = head.weight if isinstance(head, Full) else head.cells
     row = 0 if view.picture is not None and view.name != "cross" else -1
     return int(cells[row].argmax()) * (1 if isinstance(head, Full) else view.step[1])

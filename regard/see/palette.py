@@ -46,7 +46,8 @@ def table(scheme: str, signed: bool = False) -> np.ndarray:
 
 
 def levels(values: np.ndarray, most: float | None = None, signed: bool = False) -> np.ndarray:
-    """Which row of the table each value has; `most`, or the largest magnitude there is, has the last one."""
+    """Which row of the table each value has; `most`, or the largest magnitude there is, has the
+    last one."""
     seen = np.isfinite(values) & (signed | (values != 0))
     values = np.where(seen, values, 0.0)
     shares = values / (most or np.abs(values).max(initial=0.0) or 1.0)
@@ -55,7 +56,8 @@ def levels(values: np.ndarray, most: float | None = None, signed: bool = False) 
 
 
 def image(values: np.ndarray, scheme: str) -> str:
-    """A map as the data address of a PNG with one pixel for each value: thousands of them cost a browser nothing."""
+    """A map as the data address of a PNG with one pixel for each value: thousands of them cost a
+    browser nothing."""
     rows = levels(values)
     lines = np.pad(rows, ((0, 0), (1, 0))).tobytes()
     header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 3, 0, 0, 0)

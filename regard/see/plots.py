@@ -1,8 +1,8 @@
 """Pictures of what a model attends to, as matplotlib figures: `save(head_grid(maps), "heads.png")`.
 
-All heads, one head, or an alignment with links, in light or (`dark=True`) dark colours. Figures are made without
-pyplot, so that no display is needed and nothing global changes; matplotlib is imported when the first one is drawn.
-"""
+All heads, one head, or an alignment with links, in light or (`dark=True`) dark colours. Figures are
+made without pyplot, so that no display is needed and nothing global changes; matplotlib is imported
+when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class PlotsError(UsageError):
     code = ENVIRONMENT
 
 
-# --- attention ----------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------
 
 
 def head_grid(
     maps: Maps, title: str = "", *, names: Sequence[str] | None = None, dark: bool = False
 ) -> Figure:
-    """Every head as a tile, a row of tiles for each layer (`names`: what they are called). Queries go down and keys
-    across in a tile; a weight of exactly 0, such as of a later token, is grey."""
+    """Every head as a tile, a row of tiles for each layer (`names`: what they are called). Queries
+    go down and keys across in a tile; a weight of exactly 0, such as of a later token, is grey."""
     layers = [_checked(layer, 3) for layer in maps]
     if not layers:
         raise UsageError("there are no maps to draw; ask the probe for at least one layer")
@@ -83,8 +83,8 @@ def one_head(
     *,
     dark: bool = False,
 ) -> Figure:
-    """One head's weights (rows keys) with its tokens. Small maps have their numbers written in, larger ones a ring at
-    the largest weight of each row."""
+    """One head's weights (rows keys) with its tokens. Small maps have their numbers written in,
+    larger ones a ring at the largest weight of each row."""
     weights = _checked(weights, 2)
     rows, columns = weights.shape
     side = 0.52 if max(rows, columns) <= NUMBERS else min(0.3, 9 / max(rows, columns))
@@ -104,8 +104,8 @@ def alignment(
     least: float = 0.2,
     dark: bool = False,
 ) -> Figure:
-    """Cross-attention (targets sources) as a map, and as links: each target's strongest source drawn through, others of
-    at least `least` dashed; the thicker a link, the more weight."""
+    """Cross-attention (targets sources) as a map, and as links: each target's strongest source
+    drawn through, others of at least `least` dashed; the thicker a link, the more weight."""
     weights = _checked(weights, 2)
     rows, columns = weights.shape
     high = min(max(0.34 * max(rows, columns), 2.6), 11)
@@ -178,8 +178,8 @@ def _ink(image: Any, weight: float) -> str:
 
 
 def _checked(weights: Tensor, axes: int) -> Tensor:
-    """A layer's heads (heads rows keys) or one head (rows keys), in float64 on the CPU. A batch axis of size 1 in front
-    of a layer, as a probe gives it, is taken off."""
+    """A layer's heads (heads rows keys) or one head (rows keys), in float64 on the CPU. A batch
+    axis of size 1 in front of a layer, as a probe gives it, is taken off."""
     weights = torch.as_tensor(weights).detach().to("cpu", torch.float64)
     if axes == 3 and weights.dim() == 4:
         if len(weights) > 1:
@@ -196,12 +196,13 @@ def _checked(weights: Tensor, axes: int) -> Tensor:
     return weights
 
 
-# --- sheets -------------------------------------------------------------------------------------------------------
+# --- sheets -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A figure, its axes row by row, and its colours: the paper, text, what stays behind, the series one by one."""
+    """A figure, its axes row by row, and its colours: the paper, text, what stays behind, the
+    series one by one."""
 
     figure: Figure
     axes: list[Axes]
@@ -293,7 +294,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-# --- tokens -------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------------
 
 
 @cache
@@ -310,8 +311,8 @@ def _fonts() -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 def shown(token: str) -> str:
-    """A token as a label: without spaces around it, line ends and tabs as arrows, short; letters that no font here
-    has as □."""
+    """A token as a label: without spaces around it, line ends and tabs as arrows, short; letters
+    that no font here has as □."""
     token = token.translate({10: "↵", 13: "↵", 9: "⇥"})
     text = token.strip(" ") or "␣" * len(token) or "∅"
     fonts = _fonts()[1]
@@ -329,7 +330,8 @@ def token_labels(tokens: Sequence[str] | None, count: int, what: str) -> list[st
 
 
 def label(ax: Axes, which: str, labels: Sequence[str], places: Sequence[float]) -> None:
-    """Ticks that can be read: upright if all fit, else (below or above) turned by 90 degrees, else every second, ..."""
+    """Ticks that can be read: upright if all fit, else (below or above) turned by 90 degrees, else
+    every second, ..."""
     step = -(-len(labels) // LABELS)
     turns = (0, 90) if which == "x" else (0,)
     put = ax.set_xticks if which == "x" else ax.set_yticks

@@ -1,10 +1,11 @@
-"""The attention of one input as data for a page or a picture: every head, in full or pooled, by view.
+"""The attention of one input as data for a page or a picture: every head, in full or pooled, by
+view.
 
-A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`, `decoder` and `cross`. The
-first forward pools each head as soon as it is there, so that memory is bounded by one head; the next one takes the
-heads that the page holds in full, with the steps to their weights. Of a text between short and long, every head's
-weights are there one by one, and the steps of one head.
-"""
+A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`,
+`decoder` and `cross`. The first forward pools each head as soon as it is there, so that memory is
+bounded by one head; the next one takes the heads that the page holds in full, with the steps to
+their weights. Of a text between short and long, every head's weights are there one by one, and the
+steps of one head."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ P = TypeVar("P", bound=Probe)
 
 @dataclass(frozen=True)
 class Full:
-    """A head (t s) with the steps to its weights. `raw`: q.k before scale and mask, where scores are such products."""
+    """A head (t s) with the steps to its weights. `raw`: q.k before scale and mask, where scores
+    are such products."""
 
     weight: np.ndarray
     score: np.ndarray  # -inf: masked
@@ -49,7 +51,8 @@ class Full:
 
 @dataclass(frozen=True)
 class Pooled:
-    """The largest weight of each block of cells (t' s'); `first` (t'): of the first blocks, without the first token."""
+    """The largest weight of each block of cells (t' s'); `first` (t'): of the first blocks, without
+    the first token."""
 
     cells: np.ndarray
     first: np.ndarray
@@ -57,7 +60,8 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Layer:
-    """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head is in full."""
+    """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head
+    is in full."""
 
     number: int
     site: str
@@ -81,7 +85,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class View:
-    """`step`: tokens down and across that a pooled cell stands for. `picture`: what the columns are patches of."""
+    """`step`: tokens down and across that a pooled cell stands for. `picture`: what the columns are
+    patches of."""
 
     name: str
     rows: list[str]
@@ -101,8 +106,8 @@ class View:
 
 @dataclass(frozen=True)
 class Given:
-    """What a model reads, (1 t) or an image (1 c h w), with the tokens' names: `fed` to the one tower or the decoder,
-    `source` to the encoder, `written` at each place of the decoder."""
+    """What a model reads, (1 t) or an image (1 c h w), with the tokens' names: `fed` to the one
+    tower or the decoder, `source` to the encoder, `written` at each place of the decoder."""
 
     ids: Tensor
     fed: list[str]
@@ -121,7 +126,8 @@ class Given:
 def trace(
     model: Any, given: Given, layer: int | None = None, head: int | None = None
 ) -> list[View]:
-    """The views of a model on one input. `layer` and `head`: the one that is wanted in full where not all can be."""
+    """The views of a model on one input. `layer` and `head`: the one that is wanted in full where
+    not all can be."""
 
     def run(probe: P) -> P:
         more = {} if given.source_ids is None else {"source": given.source_ids}
@@ -149,7 +155,8 @@ def trace(
 
 
 def chosen(view: View, layer: int | None, head: int | None) -> tuple[int, int]:
-    """The place of a layer in the view and a head of it: those asked for, else the last layer's first."""
+    """The place of a layer in the view and a head of it: those asked for, else the last layer's
+    first."""
     numbers = [each.number for each in view.layers]
     at = numbers.index(layer) if layer in numbers else len(numbers) - 1
     return at, min(head or 0, len(view.layers[at].heads) - 1)
@@ -171,12 +178,12 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}" if run else " and ".join(map(str, numbers))
 
 
-# --- every head, pooled -------------------------------------------------------------------------------------------
+# --- every head, pooled -------------------------------------------------------------------------
 
 
 class Pools(Probe):
-    """A probe that keeps of each head, and of the mean of a layer's heads, no more than a thumbnail of `side` cells;
-    without a side, every weight."""
+    """A probe that keeps of each head, and of the mean of a layer's heads, no more than a thumbnail
+    of `side` cells; without a side, every weight."""
 
     def __init__(self, side: int | None = None) -> None:
         super().__init__(reduce=self._pool)
@@ -225,7 +232,8 @@ class Pools(Probe):
 
 
 def _thumbs(a: Tensor, down: int, across: int) -> Tensor:
-    """(b h t s) -> (b h t' 1 + s'): pooled, behind the first column of blocks without the first token."""
+    """(b h t s) -> (b h t' 1 + s'): pooled, behind the first column of blocks without the first
+    token."""
     small, rest = _largest(a, down, across), a[..., 1:across]
     first = _largest(rest, down, across) if rest.shape[3] else torch.zeros_like(small[..., :1])
     return torch.cat([first, small], 3)
@@ -267,7 +275,7 @@ def _fit(names: Sequence[str], size: int) -> list[str]:
     return [*names[:size], *map(str, range(len(names), size))]
 
 
-# --- some heads, in full ------------------------------------------------------------------------------------------
+# --- some heads, in full ------------------------------------------------------------------------
 
 
 class Steps(Probe):
