@@ -26,7 +26,6 @@ from regard.learn.topics import (
     positive,
     real,
     rows_of,
-    same_count,
     spread,
     topic,
     whole,
@@ -190,7 +189,8 @@ def nadaraya_watson(
 
     f(q) = sum_j a_j(q) v_j,   a_j(q) = K(u_j) / sum_i K(u_i),   u_j = |q - k_j| / width
     With the Gaussian K(u) = e^(-u^2/2) this is softmax(-u^2/2): attention with a distance as score."""
-    same_count("k", k, "v", v)
+    if len(k) != len(v):
+        raise UsageError(f"--k has {len(k)} numbers and --v {len(v)}; give as many of both")
     positive("width", width)
     estimates = [regress(real(q), real(k), real(v), kernel, width).tolist() for kernel in KERNELS]
     return [Table("estimates; none: no key is near", ["q", *KERNELS], list(zip(q, *estimates)))]

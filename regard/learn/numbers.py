@@ -13,7 +13,9 @@ from regard.attention.latent import LatentAttention
 
 
 def softmax_jacobian(x: Tensor) -> Tensor:
-    """d p_i / d x_j = p_i (1[i=j] - p_j), p = softmax(x).   (... n) -> (... n n). It vanishes as p saturates."""
+    """d p_i / d x_j = p_i (1[i=j] - p_j), p = softmax(x).   (... n) -> (... n n)
+
+    It vanishes as p saturates."""
     p = softmax(x)
     return torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
 

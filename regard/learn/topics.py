@@ -22,9 +22,11 @@ from regard.see.format import number
 
 Numbers = tuple[float, ...]
 Matrix = tuple[Numbers, ...]
-Cell = Any  # a number, a text, or None where there is no number
+# A number, a text, or None where there is no number.
+Cell = Any
 Module = TypeVar("Module", bound=nn.Module)
-MOST = 1_000_000  # of a whole number that is given
+# The most of a whole number that is given.
+MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,13 @@ def topic(*code: str) -> Callable[[Callable[..., list[Table]]], Topic]:
     """A function as a topic: its name with dashes, its docstring as question and formula, its
     defaults as inputs."""
 
-    def made(compute: Callable[..., list[Table]]) -> Topic:
+    def decorate(compute: Callable[..., list[Table]]) -> Topic:
         question, _, formula = inspect.cleandoc(compute.__doc__ or "").partition("\n")
         inputs = {n: p.default for n, p in inspect.signature(compute).parameters.items()}
         name = compute.__name__.strip("_").replace("_", "-")
         return Topic(name, question, formula.strip("\n"), code, inputs, compute)
 
-    return made
+    return decorate
 
 
 def find(name: str, topics: Iterable[Topic], aliases: dict[str, str]) -> Topic:
@@ -143,11 +145,6 @@ def positive(name: str, value: float) -> float:
     if not value > 0:
         raise UsageError(f"--{_flag(name)} is {number(value)}; give a number above 0")
     return value
-
-
-def same_count(a: str, x: Sequence[float], b: str, y: Sequence[float]) -> None:
-    if len(x) != len(y):
-        raise UsageError(f"--{a} has {len(x)} numbers and --{b} {len(y)}; give as many of both")
 
 
 @torch.no_grad()
@@ -203,17 +200,16 @@ def _flag(name: str) -> str:
 def _column(cells: list[Cell]) -> list[str]:
     """Cells of one column in one form: whole numbers as they are, others with four places, tiny
     ones with a power."""
-    floats = [c for c in cells if isinstance(c, float) and math.isfinite(c)]
-    plain = all(c == int(c) for c in floats)
-    return [_cell(c, plain) for c in cells]
+    whole = all(c == int(c) for c in cells if isinstance(c, float) and math.isfinite(c))
+    return [_cell(c, whole) for c in cells]
 
 
-def _cell(cell: Cell, plain: bool) -> str:
+def _cell(cell: Cell, whole: bool) -> str:
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return "none"
     if isinstance(cell, str):
         return cell
-    if isinstance(cell, int) or plain:
+    if isinstance(cell, int) or whole:
         return f"{int(cell):,}" if math.isfinite(cell) else str(cell)
     if cell and abs(cell) < 1e-3:
         return f"{cell:.3e}"

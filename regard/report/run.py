@@ -22,13 +22,13 @@ from regard.report.page import (
     bars,
     heat,
     lines,
-    thin,
 )
 from regard.report.runs import Run, Summary, smooth, summary
-from regard.see.format import clip, columns, flat, number, short, span, visible
+from regard.see.format import clip, columns, number, short, span, visible
 from regard.train.log import settings
+from regard.train.trainer import flat
 
-# Evaluations, sources of samples, their steps, tokens of a large map, columns of a terminal that a value may take.
+# Evaluations, sources of samples, their steps, tokens of a large map, columns of a value in a terminal.
 ROWS, SOURCES, MOMENTS, WORDS, CELL = 40, 5, 12, 24, 44
 # Curve -> its title, its unit, whether its axis is logarithmic.
 CURVES = {
@@ -111,9 +111,7 @@ def curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Figure]:
         series = []
         for run, run_name in zip(runs, names or ("training",)):
             raw = run.curve(name)
-            series.append(
-                Series(run_name, raw) if name == "lr" else Series(run_name, smooth(raw), raw)
-            )
+            series.append(Series(run_name, *((raw,) if name == "lr" else (smooth(raw), raw))))
         if name == "loss" and alone:
             series.append(Series("evaluation", runs[0].measured(name), dots=True))
         figures.append(_figure(title, unit, series, log))
@@ -137,7 +135,7 @@ def _figure(title: str, unit: str, series: Sequence[Series], log: bool) -> Figur
             continue
         shown = [(number(points[i][0]), number(points[i][1])) for i in _spaced(len(points), 11)]
         rows += [(each.name, *row) if many else row for row in shown]
-        values.append((each.name, [y for _, y in thin(points, 600)]))
+        values.append((each.name, [y for _, y in points]))
         (first, begin), (last, end) = shown[0], shown[-1]
         ends.append(f"{each.name} {begin} at step {first}, {end} at {last}")
     if not rows:

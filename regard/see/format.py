@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Control characters become their pictures in Unicode; what turns the direction of text is replaced.
@@ -62,7 +61,7 @@ def clock(seconds: float) -> str:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """A curve of `width` letters at most, from ▁ to █; each is the mean of a stretch of the values."""
+    """A curve of `width` letters at most, from ▁ to █; each is the mean of a stretch of values."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite or width < 1:
         return ""
@@ -103,12 +102,3 @@ def columns(text: str) -> int:
     none."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
     return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
-
-
-def flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """{"train": {"optim": {"lr": 1}}} as {"train.optim.lr": 1}."""
-    leaves: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{path}.{key}" if path else key
-        leaves |= flat(value, name) if isinstance(value, Mapping) and value else {name: value}
-    return leaves

@@ -37,11 +37,12 @@ def rollout(layers: Sequence[Tensor], residual: float = 0.5) -> Tensor:
     """How much of each input token is in each output token (Abnar and Zuidema 2020,
     arXiv:2005.00928, eq. 1):
 
-    R_0 = I,   R_l = (r I + (1 - r) A_l) R_{l-1},   A_l the mean of a layer's heads, r the share of the residual
-    stream. Layers (b h t t) from the lowest up -> (b t t), rows sum to 1."""
+    R_0 = I,   R_l = (r I + (1 - r) A_l) R_{l-1},   A_l the mean of a layer's heads, r the share of
+    the residual stream. Layers (b h t t) from the lowest up -> (b t t), rows sum to 1."""
     if not layers or any(a.shape[-1] != a.shape[-2] for a in layers):
         raise UsageError(
-            "rollout needs the whole self-attention of every layer, (b h t t); probe all rows of one forward"
+            "rollout needs the whole self-attention of every layer, (b h t t); "
+            "probe all rows of one forward"
         )
     _alike(layers, "rollout")
     size = layers[0].shape[-1]
@@ -54,7 +55,7 @@ def rollout(layers: Sequence[Tensor], residual: float = 0.5) -> Tensor:
 
 
 def average(layers: Sequence[Tensor]) -> Tensor:
-    """The mean over heads and layers, every layer counting the same: (b h t s) of each -> (b t s)."""
+    """The mean over heads and layers, all layers counting the same: (b h t s) each -> (b t s)."""
     if not layers:
         raise UsageError("there is no map to average; probe at least one layer")
     _alike(layers, "an average")
@@ -165,7 +166,8 @@ def _alike(layers: Sequence[Tensor], what: str) -> None:
     sizes = {(len(a), *a.shape[-2:]) for a in layers}
     if len(sizes) > 1:
         raise UsageError(
-            f"{what} needs layers that read the same tokens, got maps of {len(sizes)} sizes; give one tower's at a time"
+            f"{what} needs layers that read the same tokens, got maps of {len(sizes)} sizes; "
+            "give one tower's at a time"
         )
 
 

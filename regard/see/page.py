@@ -148,8 +148,9 @@ def _note(view: View) -> str:
     else:
         down, across = view.step
         notes.append(
-            f"{len(view.rows)} × {len(view.columns)} tokens in every head are too many for one page: heads are "
-            f"max-pooled, a cell is the largest weight of {down} × {across} tokens."
+            f"{len(view.rows)} × {len(view.columns)} tokens in every head are too many for one "
+            "page: heads are max-pooled, "
+            f"a cell is the largest weight of {down} × {across} tokens."
         )
         notes += [f"In full: {', '.join(full)}."] if full else []
     notes.append("For another: regard look ... --layer N --head N.")

@@ -38,7 +38,7 @@ SERIES = {
 
 
 def table(scheme: str, signed: bool = False) -> np.ndarray:
-    """All colours of a scheme, "light" or "dark", as bytes (256 3): what is masked, then the ramp."""
+    """All colours of a scheme, "light" or "dark", as bytes (256 3): masked, then the ramp."""
     stops = np.array(RAMPS[scheme]["signed" if signed else "plain"], float)
     at, each = np.linspace(0, len(stops) - 1, 255), np.arange(len(stops))
     ramp = np.stack([np.interp(at, each, channel) for channel in stops.T], -1)

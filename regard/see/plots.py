@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.errors import ENVIRONMENT, UsageError
+from regard.errors import ENVIRONMENT, Fault, UsageError
 from regard.see.format import clip, visible
 from regard.see.maps import links, thumbnail
 from regard.see.palette import SERIES, table
@@ -33,14 +33,8 @@ FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabi
 FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 # Columns of a token's label, labels of an axis, cells of a tile, and the gap between tiles.
 LONGEST, LABELS, TILE, GAP = 14, 80, 96, 0.08
-# Rows and keys up to which each weight is written out, and up to which each row's largest is marked.
+# Rows and keys up to which each weight is written out, and each row's largest is marked.
 NUMBERS, PEAKS = 12, 64
-
-
-class PlotsError(UsageError):
-    """matplotlib is missing."""
-
-    code = ENVIRONMENT
 
 
 # --- attention ----------------------------------------------------------------------------------
@@ -186,13 +180,10 @@ def _checked(weights: Tensor, axes: int) -> Tensor:
             raise UsageError(f"maps of a batch of {len(weights)}; choose one row, such as maps[0]")
         weights = weights[0]
     if weights.dim() != axes or not weights.numel():
-        wanted = (
-            "a layer's map is (heads, rows, keys)"
-            if axes == 3
-            else "one head's map is (rows, keys)"
-        )
-        more = "" if axes == 3 else "; choose a layer and a head, or average the heads"
-        raise UsageError(f"{wanted}, none of them 0; got the shape {tuple(weights.shape)}{more}")
+        wanted = "a layer's map is (heads, rows, keys)"
+        if axes == 2:
+            wanted = "choose a layer and a head, or average the heads: a map is (rows, keys)"
+        raise UsageError(f"{wanted}, none of them 0; got the shape {tuple(weights.shape)}")
     return weights
 
 
@@ -267,7 +258,7 @@ def sheet(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise PlotsError("pictures need matplotlib; pip install 'regard[plots]'") from error
+        raise Fault("pictures need matplotlib; pip install 'regard[plots]'", ENVIRONMENT) from error
     scheme = ("#14171c", "#e8eaed", "#4a525d") if dark else ("#ffffff", "#1a1a1a", "#c4c9d0")
     figure = Figure((width, height), dpi=130, facecolor=scheme[0])
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.06)

@@ -24,17 +24,10 @@ from regard.errors import UsageError
 from regard.mask import Visible
 from regard.see.probe import Probe, Recorder
 
-SIDE = 64  # cells of a pooled head, at most
-WHOLE = 1 << 19  # cells up to which every head is in full
-EVERY = 6 << 20  # cells up to which every weight is there
-ONE = 1 << 21  # cells up to which the asked head is
-THUMBS = 1 << 21  # cells of all pooled heads together
-TITLES = {
-    "self": "Self-attention",
-    "encoder": "Encoder",
-    "decoder": "Decoder",
-    "cross": "Cross-attention",
-}
+# Cells: of a pooled head's side at most; up to which every head is in full, every weight is there,
+# the asked head is; of all pooled heads together.
+SIDE, WHOLE, EVERY, ONE, THUMBS = 64, 1 << 19, 6 << 20, 1 << 21, 1 << 21
+TITLES = {"self": "Self-attention", "cross": "Cross-attention"}
 P = TypeVar("P", bound=Probe)
 
 
@@ -97,7 +90,7 @@ class View:
 
     @property
     def title(self) -> str:
-        return TITLES[self.name]
+        return TITLES.get(self.name, self.name.capitalize())
 
     @property
     def whole(self) -> bool:
@@ -131,7 +124,8 @@ def trace(
 
     def run(probe: P) -> P:
         more = {} if given.source_ids is None else {"source": given.source_ids}
-        model.hidden(given.ids, probe=probe, **more)  # no map needs logits, and they are large
+        # Without logits: no map needs them, and they are large.
+        model.hidden(given.ids, probe=probe, **more)
         return probe
 
     pools = run(Pools(SIDE))
@@ -144,14 +138,12 @@ def trace(
         return [replace(v, layers=[steps.filled(each) for each in v.layers]) for v in views]
     if pools.cells <= EVERY:
         views = _pooled(run(Pools()), given)
-    found = []
     for view in views:
         at, which = chosen(view, layer, head)
         if len(view.rows) * len(view.columns) <= ONE:
             steps = run(Steps([view.layers[at].site], [which]))
             view.layers[at] = steps.filled(view.layers[at])
-        found.append(view)
-    return found
+    return views
 
 
 def chosen(view: View, layer: int | None, head: int | None) -> tuple[int, int]:
@@ -163,7 +155,7 @@ def chosen(view: View, layer: int | None, head: int | None) -> tuple[int, int]:
 
 
 def check(views: Sequence[View], layer: int | None, head: int | None) -> None:
-    """A layer or head that no view has is a mistake, told with those there are."""
+    """A layer or head that no view has is a mistake; the message names those that it has."""
     layers = [each for view in views for each in view.layers]
     numbers = sorted({each.number for each in layers})
     if layer is not None and layer not in numbers:
@@ -245,7 +237,8 @@ def _largest(a: Tensor, down: int, across: int) -> Tensor:
 
 def smaller(a: Tensor, step: int) -> Pooled:
     """(t' 1 + s') of a head, pooled once more."""
-    bare = torch.cat([a[:, :1], a[:, 2 : step + 1]], 1)  # the first blocks without the first token
+    # The first blocks without the first token.
+    bare = torch.cat([a[:, :1], a[:, 2 : step + 1]], 1)
     cells = _largest(a[None, None, :, 1:], step, step)[0, 0]
     first = _largest(bare[None, None], step, bare.shape[1])[0, 0, :, 0]
     return Pooled(cells.cpu().numpy(), first.cpu().numpy())
@@ -293,7 +286,8 @@ class Steps(Probe):
         """The layer with the heads that were watched in full."""
         kinds = [self.of(kind)[layer.site][0][0] for kind in ("weight", "score", "norm")]
         weight, score, norm = (a.float().cpu() for a in kinds)
-        row = weight.argmax(1, keepdim=True)  # h 1 s: where a key's value weighs most
+        # h 1 s: where a key's value weighs most.
+        row = weight.argmax(1, keepdim=True)
         most = weight.gather(1, row).clamp(min=torch.finfo(torch.float32).tiny)
         norm = (norm.gather(1, row) / most)[:, 0]
         raw = self.raw[layer.site].float().cpu().numpy() if layer.site in self.raw else None
@@ -305,7 +299,8 @@ class Steps(Probe):
         return replace(layer, heads=heads, **self.how[layer.site])
 
     def learn(self, site: str, terms: Terms, sparse: bool = False) -> None:
-        bias = terms.bias  # a sink's logit stands in its first column
+        # A sink's logit stands in its first column.
+        bias = terms.bias
         self.how[site] = {
             "scale": terms.scale,
             "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
@@ -324,12 +319,11 @@ class StepRecorder(Recorder):
         super().see(q, k, v, mask, terms)
         self.probe.learn(self.site, terms)
         if terms.score is None:
-            keys, heads = k[:1, :, terms.sinks :].float(), self.probe.heads
-            ours = q[:1].float()
-            if heads is not None:
+            queries, keys = q[:1].float(), k[:1, :, terms.sinks :].float()
+            if (heads := self.probe.heads) is not None:
                 share = q.shape[1] // k.shape[1]
-                ours, keys = ours[:, heads], keys[:, [i // share for i in heads]]
-            self.probe.raw[self.site] = scores(ours, keys, Terms(1.0))[0]
+                queries, keys = queries[:, heads], keys[:, [i // share for i in heads]]
+            self.probe.raw[self.site] = scores(queries, keys, Terms(1.0))[0]
 
     def gathered(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
