@@ -178,13 +178,14 @@ def lines(
     ys = _axis([y for _, y in points], log, (box.bottom, box.top))
 
     def path(points: Sequence[Point]) -> str:
-        return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in thin(points, MOST))
+        return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in points)
 
     curves, sentences = [], []
     for i, each in enumerate(series):
         if each.points:
-            dots = each.points if each.dots or len(each.points) == 1 else ()
-            curves.append((i, path(each.raw), path(each.points), dots))
+            raw, drawn = thin(each.raw, MOST), thin(each.points, MOST)
+            dots = drawn if each.dots or len(drawn) == 1 else ()
+            curves.append((i, path(raw), path(drawn), dots))
             sentences.append(_sentence(each.name, each.raw or each.points, x))
     return _draw(
         "lines",
