@@ -143,7 +143,7 @@ def masks(tokens: int = 5, window: int = 3) -> list[Table]:
     window: |i - j| < w,   prefix: j <= i or j < n
     Rules are joined with &. A row that sees nothing gives zeros."""
     n = whole("tokens", tokens, 2, 20)
-    half = torch.tensor([n // 2])
+    here, half = Span.run(0, n), torch.tensor([n // 2])
     rules: dict[str, Mask] = {
         "full": Full(),
         "causal": Causal(),
@@ -152,9 +152,8 @@ def masks(tokens: int = 5, window: int = 3) -> list[Table]:
         f"padding after {n - 1}": Padding(torch.tensor([n - 1])),
         "causal & documents": Causal() & Documents((torch.arange(n) >= half)[None].long()),
     }
-    seen = [Visible(rule, Span.run(0, n), Span.run(0, n)).tensor()[0, 0] for rule in rules.values()]
-    lines = [[" ".join(".1"[int(x)] for x in mask[i]) for mask in seen] for i in range(n)]
-    rows = [[i, *line] for i, line in enumerate(lines)]
+    seen = [Visible(rule, here, here).tensor()[0, 0] for rule in rules.values()]
+    rows = [[i, *(" ".join(".1"[int(x)] for x in mask[i]) for mask in seen)] for i in range(n)]
     title = "1: may be seen, one row a query, one column a key"
     return [Table(title, ["query", *rules], rows)]
 
@@ -402,30 +401,23 @@ def rope(
     (a, b) -> (a cos pw - b sin pw, b cos pw + a sin pw) for each pair,   w_i = base^(-2i/d)
     Turning q by p and k by s leaves q.k as a function of p - s. Pairs: (i, i + d/2) half, (2i, 2i+1) interleaved."""
     positive("base", base)
-    places = torch.tensor([whole("pos", p, 0) for p in pos])[None]
-    turned = {}
-    for layout in ("half", "interleaved"):
-        kind = Rope(base, layout)
-        cos, sin = kind.angles(places, len(x), torch.float64)
-        turned[layout] = rotate(real(x).expand(1, len(pos), 1, -1), cos, sin, layout)[0, :, 0]
-    names = [f"x_{i}" for i in range(len(x))]
+
+    def turned(places: list[int], layout: str = "half") -> Tensor:
+        angles = Rope(base, layout).angles(torch.tensor([places]), len(x), torch.float64)
+        return rotate(real(x).expand(1, len(places), 1, -1), *angles, layout)[0, :, 0]
+
     speeds = Rope(base).frequencies(len(x), torch.float64)
     tables = [Table("speeds", [f"w_{i}" for i in range(len(speeds))], [spread(speeds)])]
-    for layout, rows in turned.items():
-        shown = [[p, *spread(row)] for p, row in zip(pos, rows)]
-        tables.append(Table(f"turned, {layout}", ["position", *names], shown))
-    return [*tables, _by_distance(x, base)]
-
-
-def _by_distance(x: Numbers, base: float) -> Table:
-    """q.k of x with itself, one key two places further, whatever the place."""
-    kind, rows = Rope(base), []
-    for start in (0, 10, 1000):
-        places = torch.tensor([[start, start + 2]])
-        cos, sin = kind.angles(places, len(x), torch.float64)
-        q, k = rotate(real(x).expand(1, 2, 1, -1), cos, sin, kind.layout)[0, :, 0]
-        rows.append([start, start + 2, float(q @ k)])
-    return Table("the score depends on the distance alone", ["query at", "key at", "q.k"], rows)
+    columns = ["position", *(f"x_{i}" for i in range(len(x)))]
+    for layout in ("half", "interleaved"):
+        vectors = turned([whole("pos", p, 0) for p in pos], layout)
+        rows = [[p, *spread(row)] for p, row in zip(pos, vectors)]
+        tables.append(Table(f"turned, {layout}", columns, rows))
+    # x with itself, one key two places further.
+    pairs = [(start, start + 2) for start in (0, 10, 1000)]
+    rows = [[*pair, float(torch.dot(*turned([*pair])))] for pair in pairs]
+    title = "the score depends on the distance alone"
+    return [*tables, Table(title, ["query at", "key at", "q.k"], rows)]
 
 
 @topic(f"{POSITION}::alibi_slopes", f"{POSITION}::RelativeBias")
@@ -467,11 +459,10 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> list[Table]:
     with torch.no_grad():
         layer, rms = (Norm(eps, rms=r).make(dim).double()(given) for r in (False, True))
     rows = [*zip(x, spread(layer), spread(rms))]
-    ends = [
-        ["mean", *(float(y.mean()) for y in (layer, rms))],
-        ["variance", *(float(y.var(correction=0)) for y in (layer, rms))],
-    ]
-    return [Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, *_rounded(ends)])]
+    # Without the last bits, which another machine may have otherwise.
+    mean = ["mean", *(round(y.mean().item(), 12) for y in (layer, rms))]
+    variance = ["variance", *(round(y.var(correction=0).item(), 12) for y in (layer, rms))]
+    return [Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance])]
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")
@@ -572,11 +563,6 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> list[Tab
     worst = ["worst error", *(float((row[0] - y).abs().max()) for y in (eight, four, eighth))]
     bits = ["bits a weight", "8", f"{4 + 32 / GROUP:g}", "8"]
     return [Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits])]
-
-
-def _rounded(rows: list[list]) -> list[list]:
-    """Without the last bits, which another machine may have otherwise."""
-    return [[round(c, 12) if isinstance(c, float) else c for c in row] for row in rows]
 
 
 def _numbered(letter: str, rows: Tensor) -> list[str]:
