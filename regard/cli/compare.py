@@ -8,7 +8,7 @@ import sys
 from regard.cli.options_work import Compare
 from regard.cli.report import SCHEMA, checked, save
 from regard.errors import UsageError
-from regard.report.compare import aligned, comparison, differing, labels
+from regard.report.run import aligned, comparison, differing, labels
 from regard.report.runs import read, strict, summary
 
 

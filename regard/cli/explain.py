@@ -8,21 +8,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from regard.errors import UsageError
-from regard.learn import attention as topics_attention
-from regard.learn import heads as topics_heads
-from regard.learn import parts as topics_parts
-from regard.learn import training as explain_learn
+from regard.learn import mechanisms, training
 from regard.learn.topics import Table, Topic, find, shown
 
 if TYPE_CHECKING:
     from regard.cli.options_explain import Explain
 
-TOPICS: tuple[Topic, ...] = (
-    *topics_attention.TOPICS,
-    *topics_heads.TOPICS,
-    *topics_parts.TOPICS,
-    *explain_learn.TOPICS,
-)
+TOPICS: tuple[Topic, ...] = (*mechanisms.TOPICS, *training.TOPICS)
 ALIASES = {
     "positions": "sinusoidal",
     "mha": "multi-head",

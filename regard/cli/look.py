@@ -25,10 +25,9 @@ from regard.errors import DATA, ENVIRONMENT, Fault, UsageError
 from regard.models import Patches
 from regard.models.embedding import context
 from regard.report.run import write
-from regard.report.show import clip, visible
-from regard.see.pools import Pooled
-from regard.see.trace import Full, Given, Picture, View, chosen, trace
-from regard.see.view import Panel, page
+from regard.see.format import clip, visible
+from regard.see.page import Panel, page
+from regard.see.trace import Full, Given, Picture, Pooled, View, chosen, trace
 from regard.text import Tokenizer, needed
 
 PAGES, PICTURES = (".html", ".htm"), (".png", ".svg", ".pdf")

@@ -1,4 +1,4 @@
-"""Topics of `regard explain` about training and decoding; those about models are in regard/look/topics_*.py."""
+"""Topics about training and decoding."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def decoding(
         f"top-p {p:g}": top_p(logits, p),
         "min-p 0.1": min_p(logits, 0.1),
     }
-    found = [spread(way.softmax(-1)) for way in ways.values()]
-    return [Table("probabilities", ["token", "logit", *ways], list(zip(range(len(x)), x, *found)))]
+    columns = [spread(way.softmax(-1)) for way in ways.values()]
+    rows = list(zip(range(len(x)), x, *columns))
+    return [Table("probabilities", ["token", "logit", *ways], rows)]
 
 
 @topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
@@ -139,11 +140,11 @@ def bleu(
     names = ("bleu", "bleu_lc", "chrf", "exact")
     values, _ = text_scores(names, [text], [reference])
     metric = needed("sacrebleu.metrics", "BLEU", "sacrebleu").BLEU(force=True)
-    found = metric.corpus_score([text], [[reference]])
-    rows = [[n + 1, found.counts[n], found.totals[n], p] for n, p in enumerate(found.precisions)]
+    score = metric.corpus_score([text], [[reference]])
+    rows = [[n + 1, score.counts[n], score.totals[n], p] for n, p in enumerate(score.precisions)]
     figures: list[list[Any]] = [[name, float(values[name])] for name in names]
     return [
-        Table(f"n-grams, BP = {found.bp:.4f}", ["n", "right", "of", "percent"], rows),
+        Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows),
         Table("figures", ["name", "value"], figures),
     ]
 
@@ -163,19 +164,18 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> list[Table]:
     vocab = int(ids.max()) + 1
     logits = torch.zeros(1, ids.shape[1], vocab, dtype=torch.float64)
     hidden = torch.where(torch.arange(ids.shape[1]) % 3 == 1, ids, -100)
-    losses: list[list[Any]] = []
-    for name, (total, count) in {
+    kinds = {
         "causal": causal_lm_loss(logits, ids),
         "masked, every third": masked_lm_loss(logits, hidden),
-    }.items():
-        losses.append([name, total.item(), int(count), total.item() / max(int(count), 1)])
+    }
+    losses = [
+        [name, total.item(), int(count), total.item() / max(int(count), 1)]
+        for name, (total, count) in kinds.items()
+    ]
+    title = f"of a model that knows nothing: log {vocab} each"
     return [
         Table("teacher forcing", ["place", "reads", "must say"], rows),
-        Table(
-            f"of a model that knows nothing: log {vocab} each",
-            ["objective", "sum", "count", "mean"],
-            losses,
-        ),
+        Table(title, ["objective", "sum", "count", "mean"], losses),
     ]
 
 
@@ -204,11 +204,11 @@ def resume(steps: int = 6) -> list[Table]:
     whole("steps", steps, 2, 100)
     with tempfile.TemporaryDirectory(prefix="regard-") as home:
         straight: list[float] = []
-        one = _trained(Path(home, "one"), steps, steps, straight)
+        whole_run = _trained(Path(home, "one"), steps, steps, straight)
         stopped: list[float] = []
         _trained(Path(home, "two"), steps, steps // 2, stopped)
-        two = _trained(Path(home, "two"), steps, steps, stopped)
-    ends = _state(one), _state(two)
+        resumed = _trained(Path(home, "two"), steps, steps, stopped)
+    ends = _state(whole_run), _state(resumed)
     equal = ends[0].keys() == ends[1].keys() and all(
         torch.equal(x, ends[1][name]) for name, x in ends[0].items()
     )
@@ -217,8 +217,8 @@ def resume(steps: int = 6) -> list[Table]:
         for k, (a, b) in enumerate(zip(straight, stopped, strict=True))
     ]
     columns = ["step", "loss, straight", f"loss, stopped after {steps // 2}", "equal"]
-    said = "equal to the bit" if equal else "different"
-    return [Table(f"weights and moments at the end: {said}", columns, rows)]
+    result = "equal to the bit" if equal else "different"
+    return [Table(f"weights and moments at the end: {result}", columns, rows)]
 
 
 def _trained(folder: Path, steps: int, stop: int, losses: list[float]) -> Trainer:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import ENVIRONMENT, Fault, UsageError, nearest
-from regard.report.compare import flat
+from regard.train.trainer import flat
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 TOLD = ("kind", "step", "best", "signatures")  # of an event, no numbers
