@@ -103,7 +103,6 @@ class Block(nn.Module):
         normed = c.order in ("sandwich", "inner")
         return Add(c.dropout if dropped else 0.0, c.norm.make(c.dim) if normed else None)
 
-    # [docs: block]
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if self.order == "parallel":
             assert self.norm3 is not None
@@ -118,8 +117,6 @@ class Block(nn.Module):
         if norm is None:
             return part(x, *ctx, x)
         return norm(part(x, *ctx, x)) if self.order == "post" else part(norm(x), *ctx, x)
-
-    # [/docs]
 
 
 class Stack(nn.Module):

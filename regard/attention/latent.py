@@ -91,7 +91,6 @@ class LatentAttention(Mechanism):
         keys = min(context, self.config.window or context)
         return 2 * keys * self.h * (self.d + self.r + self.e)
 
-    # [docs: mla]
     def mix(
         self,
         q: Tensor,
@@ -174,8 +173,6 @@ class LatentAttention(Mechanism):
     def by_head(self, x: Tensor, w: Tensor) -> Tensor:
         """Each head's own matrix: (b t h i), (h i o) -> (b t h o)."""
         return torch.einsum("bthi,hio->btho", x, w)
-
-    # [/docs]
 
 
 @dataclass

@@ -94,7 +94,6 @@ class GroupedQueryAttention(Mechanism):
     def flops(self, context: int) -> int:
         return 2 * min(context, self.config.window or context) * self.h * (self.d + self.e)
 
-    # [docs: gqa]
     def queries(self, x: Tensor, ctx: Context) -> Tensor:
         return self.as_queries(self.wq(x), ctx)
 
@@ -142,5 +141,3 @@ class GroupedQueryAttention(Mechanism):
             probe=ctx.watch(),
             backend=ctx.backend,
         )  # b t h e
-
-    # [/docs]

@@ -27,7 +27,6 @@ class Mechanism(nn.Module):
     e: int  # width of a value head
     add: Add
 
-    # [docs: mechanism]
     def forward(self, x: Tensor, ctx: Context, residual: Tensor | None = None) -> Tensor:
         return self.leave(self.look(x, ctx), residual)
 
@@ -36,8 +35,6 @@ class Mechanism(nn.Module):
         kept, k_pos = ctx.keep(**new)  # every token so far
         mask = ctx.visible(k_pos, self.config.window)
         return self.mix(q, kept, mask, ctx, ctx.bias(k_pos))  # b t h e
-
-    # [/docs]
 
     def enter(self, x: Tensor, ctx: Context) -> tuple[Any, dict[str, Tensor]]:
         """Projections, head norms, positions: queries (b t h d), and what each token leaves behind."""

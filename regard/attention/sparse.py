@@ -226,7 +226,6 @@ class SparseAttention(Mechanism):
         index = 2 * context * self.indexer.h * self.indexer.d
         return index + self.attention.flops(min(context, self.config.topk))
 
-    # [docs: dsa]
     def enter(
         self, x: Tensor, ctx: Context
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
@@ -311,8 +310,6 @@ class SparseAttention(Mechanism):
             bias = bias.gather(-1, at).transpose(1, 2).reshape(b * n, -1, 1, k)
         o = self.attention.gathered(q.reshape(b * n, 1, *q.shape[2:]), mine, shown, ctx, bias)
         return o.reshape(b, n, *o.shape[2:])
-
-    # [/docs]
 
     def _watch(self, ctx: Context, rows: slice, chosen: Tensor, size: tuple[int, int]) -> Context:
         """A context whose probe learns which queries and keys these are."""
