@@ -38,6 +38,12 @@ def direct(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"__call__": kind.forward})
 
 
+@functools.cache
+def mixed(part: Any, kind: Any) -> Any:
+    """`kind` with the steps of `part`, a class of the same base, before its own."""
+    return type(kind.__name__, (part, kind), {})
+
+
 class Specialise:
     """Makes the parts of a model anew, each by its row in the table; what has no row is copied, its weights shared."""
 

@@ -20,10 +20,9 @@ what it returns is kept instead (heads joined along axis 1).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,14 +32,16 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from regard.attention.core import Terms, finish, scores, softmax
 from regard.attention.sparse import Spread
 from regard.errors import UsageError, nearest
+from regard.fast.specialise import share
 from regard.mask import Visible
+from regard.models import Model
 
 KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}  # at keys not chosen
 Maps = dict[str, list[Tensor]]  # place -> call -> map
 Made = dict[str, Tensor]  # kind -> map
 Rows = slice | Tensor | None  # one, some, all
 Heads = list[int] | None  # some, all
-M = TypeVar("M")
+M = TypeVar("M", bound=Model)
 
 
 class Probe:
@@ -73,7 +74,6 @@ class Probe:
         self._sites: dict[str, None] = {}  # every place that asked, in order
         self._maps: dict[str, Maps] = {kind: {} for kind in self.what}
         self._waiting: dict[str, list[tuple[Made, Tensor]]] = {}  # runs of queries of a sparse call
-        self._batch: int | None = None  # rows of the call, where `on` knows them
 
     def at(self, site: str) -> Recorder | None:
         """The recorder for a place, or None if its layer is not wanted."""
@@ -89,17 +89,8 @@ class Probe:
     def on(self, model: M) -> M:
         """A twin of the model, of the same weights, that shows every call to this probe: for `generate` and others that
         make the calls themselves."""
-        kind, watch = type(model), self
-
-        def hidden(self: Any, ids: Tensor, *args: Any, probe: Any = None, **rest: Any) -> Tensor:
-            watch._batch = len(ids)
-            try:
-                return kind.hidden(self, ids, *args, probe=probe or watch, **rest)  # type: ignore[attr-defined]
-            finally:
-                watch._batch = None
-
-        twin = copy.copy(model)
-        twin.__class__ = type(kind.__name__, (kind,), {"hidden": hidden, "watched": True})
+        twin = share(type(model), model)
+        twin.watch = lambda ids: _Call(self, len(ids))
         return twin
 
     @property
@@ -122,8 +113,25 @@ class Probe:
         return self._maps[kind]
 
 
+@dataclass
+class _Call:
+    """A probe of one call on `batch` rows."""
+
+    probe: Probe
+    batch: int
+
+    def at(self, site: str) -> Recorder | None:
+        recorder = self.probe.at(site)
+        if recorder is not None:
+            recorder.batch = self.batch
+        return recorder
+
+
 class Recorder:
     """What the probe wants from one place."""
+
+    # Rows of the call, where they are known: beams that share a source stand side by side as its queries.
+    batch: int | None = None
 
     def __init__(self, probe: Probe, site: str):
         self.probe, self.site = probe, site
@@ -134,7 +142,7 @@ class Recorder:
     ) -> None:
         """q (b h t d), k (b g s d): a whole dense attention; only chosen heads and rows are computed."""
         b, h, t = q.shape[:3]
-        share = max(1, (self.probe._batch or b) // b)  # beams side by side as one source's queries
+        share = max(1, (self.batch or b) // b)
         rows = self._rows(0, t // share, t // share)
         if rows is not None and share > 1:
             rows = _flat(share, t // share, rows)
