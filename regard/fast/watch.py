@@ -103,8 +103,10 @@ class WatchedExperts(Watched, MixtureOfExperts):
         return chosen
 
 
-class WatchedStates(Watched, Model):
-    """A model of cells: its states are seen, for they have no blocks between them."""
+class WatchedStates(Model):
+    """A model of cells, which has no blocks: its states are seen."""
+
+    watcher: Watcher
 
     def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.watcher.see("decoder states", super().hidden(*args, **kwargs), False)
@@ -165,7 +167,11 @@ def watch(model: M, watcher: Watcher) -> M:
             norm=part(Seen, stack.norm, f"{name}final norm", source),
         )
         parts[reads] = part(Seen, getattr(model, reads), f"{name}embedding", source)
-    return part(Watched if parts else WatchedStates, model, "", False, **parts)
+    if parts:
+        return share(type(model), model, **parts)
+    twin: Any = share(mixed(WatchedStates, type(model)), model)
+    twin.watcher = watcher
+    return twin
 
 
 # --- forms of a mechanism -----------------------------------------------------------------------------------------

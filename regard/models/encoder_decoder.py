@@ -175,7 +175,8 @@ class EncoderDecoder(Model):
 
     @property
     def shares_source(self) -> bool:
-        return all(block.cross.shares_rows for block in self.decoder.blocks)
+        blocks: Any = self.decoder.blocks
+        return all(block.cross.shares_rows for block in blocks)
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.decoder.cache_specs()

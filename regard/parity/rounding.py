@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from regard.models import Model
-from regard.parity.cells import Trace
-from regard.parity.oracle import Given, Step, Walk, rms
+from regard.parity.oracle import NOTHING, Step, rms, steps
+from regard.parity.record import Given, Trace
 
 SAFETY, SAMPLES = 12.0, 4
 EXACT = (
@@ -82,15 +82,16 @@ def _wide(x: Any) -> bool:
 
 
 class Envelope:
-    """What rounding does to each tensor of a model, for runs in `dtype`: learnt from the oracle's own run."""
+    """What rounding does to each tensor of a model, for runs in `dtype`: learnt from the oracle's own run. Where that
+    takes all keys and another run chooses, nothing is known of the choice."""
 
     def __init__(self, model: Model, given: Given, trace: Trace, dtype: torch.dtype):
         """`given` and its `trace` hold every row SAMPLES times: each is off in another way."""
         self.u = unit(dtype)
         self.spread: dict[str, Tensor] = {}
-        exact = Walk(model, given, trace, compared=False).steps
+        exact = steps(model, given, trace, compared=False)
         with Rounding(self.u):
-            drawn = Walk(model, given, trace, compared=False).steps
+            drawn = steps(model, given, trace, compared=False)
         for a, b in zip(exact, drawn, strict=True):
             off = rms(a.value - b.value).unflatten(0, (SAMPLES, -1))
             self.spread[a.key] = off.square().mean(0).sqrt()
@@ -98,7 +99,7 @@ class Envelope:
     def ratio(self, step: Step) -> Tensor:
         """The error in units of what rounding may do: more than 1 is outside (rows, positions)."""
         least = max(self.u, step.unit) * rms(step.value)
-        allowed = SAFETY * torch.maximum(self.spread[step.key], least)
+        allowed = SAFETY * torch.maximum(self.spread.get(step.key, NOTHING), least)
         ratio = torch.where(step.error != 0, step.error / allowed, 0.0)
         return ratio.nan_to_num(nan=torch.inf)
 

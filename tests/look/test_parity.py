@@ -14,10 +14,10 @@ from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.models import Model
 from regard.parity.check import CHECKS, Check, parity
-from regard.parity.foreign import record
-from regard.parity.oracle import Given, Walk, oracle, regret
+from regard.parity.oracle import oracle, regret, steps
+from regard.parity.record import Given
 from regard.parity.rounding import SAMPLES, Envelope, Rounding, judge, unit
-from regard.parity.ways import Played, sample
+from regard.parity.ways import Played, record, sample
 from tests.look.planted import BUGS
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
@@ -71,9 +71,9 @@ def test_error_of_ten_roundings_is_a_bug_at_its_tensor() -> None:
     many = given.times(SAMPLES)
     envelope = Envelope(exact, many, Played(exact, many, "reference").together(), torch.float32)
     trace = Played(model, given).alone()
-    assert judge(Walk(exact, given, trace).steps, envelope).bug is None
+    assert judge(steps(exact, given, trace), envelope).bug is None
     trace.tensors["block 1 norm 3"][1, 4] *= 1 + 200 * unit(torch.float32)
-    found = judge(Walk(exact, given, trace).steps, envelope)
+    found = judge(steps(exact, given, trace), envelope)
     assert (found.bug, found.row, found.position) == ("block 1 norm 3", 1, 4)
 
 
