@@ -4,21 +4,24 @@ import copy
 import dataclasses
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import regard
+from regard.block import ORDERS
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
+from regard.fast.invariant import invariant
 from regard.models import Model
 from regard.parity.check import CHECKS, Check, parity
 from regard.parity.oracle import oracle, regret, steps
-from regard.parity.record import Given
+from regard.parity.record import Given, Trace
 from regard.parity.rounding import SAMPLES, Envelope, Rounding, judge, unit
 from regard.parity.ways import Played, record, sample
-from tests.look.planted import BUGS
+from tests.look.planted import BUGS, by_tanh, eps, no_residual, part, transposed
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 FUSED, PACKED = "fused against reference", "packed against plain"
@@ -86,6 +89,32 @@ def test_run_with_nan_is_a_bug() -> None:
     assert (found.verdict, found.where) == ("bug", "block 1 feed-forward")
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_a_block_is_followed_and_its_bugs_are_named(order: str) -> None:
+    config = MODELS["gqa"]
+    torch.manual_seed(1)
+    tower = dataclasses.replace(config.tower, order=order)
+    sound = stirred(dataclasses.replace(config, tower=tower).make(), random.Random(1))
+    assert checked(sound).verdict != "bug"
+
+    def where(path: str, change: Callable[[Any], None]) -> str:
+        model = copy.deepcopy(sound)
+        part(path, change)(model, None)
+        found = checked(model, sound=sound)
+        return found.where if found.verdict == "bug" else found.verdict
+
+    assert where("attention.wo", transposed) == "block 1 attention output"
+    assert where("ffn", by_tanh) == "block 1 feed-forward"
+    alone = "block 1 norm 3" if order == "post" else "block 1 output"
+    assert where("ffn.add", no_residual) == alone
+    if order in ("sandwich", "inner"):
+        assert where("attention.add.norm", eps) == "block 1 norm after attention"
+        assert where("ffn.add.norm", eps) == "block 1 norm after feed-forward"
+    if order != "inner":
+        assert where("norm1", eps) == "block 1 norm 1"
+        assert where("norm3", eps) == "block 1 norm 3"
+
+
 # --- rounding -----------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +150,24 @@ def test_packed_model_is_not_accused_and_its_bug_is_found_by_block(name: str) ->
     found = judged(prepare(spoilt))
     assert (found.verdict, found.run) == ("bug", "packed")
     assert "block 1" in found.where
+
+
+@pytest.mark.parametrize("name", ["gqa", "dsa", "mla", "experts", "t5"])
+def test_invariant_model_is_followed_step_by_step(name: str) -> None:
+    model = small(name)
+
+    def judged(other: Model) -> Check:
+        def run(given: Given) -> Trace:
+            trace = Played(invariant(other), given, "ordered").cached("contiguous", [4, 1, 2])
+            assert not trace.whole
+            return trace
+
+        return checked(model, PACKED, more={"packed": run})
+
+    assert judged(model).verdict != "bug"
+    spoilt = copy.deepcopy(model)
+    part("attention", lambda a: setattr(getattr(a, "attention", a), "scale", 1.0))(spoilt, None)
+    assert judged(spoilt).where.endswith("block 1 attention before wo")
 
 
 def test_wide_model_is_not_accused() -> None:
@@ -254,4 +301,4 @@ def test_parity_leaves_the_model_as_it_was() -> None:
     parity(model, Given(ids))
     assert torch.equal(model(ids), before)
     assert [type(m) for m in model.modules()] == kinds
-    assert all("mix" not in m.__dict__ and "route" not in m.__dict__ for m in model.modules())
+    assert all("watcher" not in m.__dict__ for m in model.modules())
