@@ -9,7 +9,7 @@ A watched part is the part that was there, plain, prepared or invariant, with a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,19 +25,24 @@ M = TypeVar("M", bound=Model)
 Step = Callable[..., Any]
 
 
-class Watcher(Protocol):
+class Watcher:
     """It is given tensors by their names, or a step of a part and what the part would call it with; the model goes on
-    with what it returns. `source`: whether the tokens are those of the source."""
+    with what it returns, which here is the model's own. `source`: whether the tokens are those of the source."""
 
-    def see(self, name: str, x: Tensor, source: bool) -> Tensor: ...
+    def see(self, name: str, x: Tensor, source: bool = False) -> Tensor:
+        return x
 
-    def mix(self, part: WatchedMechanism, step: Step, *args: Any) -> Tensor: ...
+    def mix(self, part: WatchedMechanism, step: Step, *args: Any) -> Tensor:
+        return step(*args)
 
-    def dense(self, step: Step, keys: int) -> bool: ...
+    def dense(self, step: Step, keys: int) -> bool:
+        return step(keys)
 
-    def choice(self, part: WatchedSparse, step: Step, scores: Tensor, *rest: Any) -> Tensor: ...
+    def choice(self, step: Step, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+        return step(scores, k, order)
 
-    def choose(self, part: WatchedExperts, step: Step, scores: Tensor, k: int) -> Tensor: ...
+    def choose(self, part: WatchedExperts, step: Step, scores: Tensor, k: int) -> Tensor:
+        return step(scores, k)
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -85,7 +90,7 @@ class WatchedSparse(WatchedMechanism, SparseAttention):
         return self.watcher.dense(super().dense, keys)
 
     def choice(self, scores: Tensor, *rest: Any) -> Tensor:
-        return self.watcher.choice(self, super().choice, scores, *rest)
+        return self.watcher.choice(super().choice, scores, *rest)
 
 
 class WatchedExperts(Watched, MixtureOfExperts):

@@ -53,6 +53,9 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
     half = max(1, size // 2)
     chunks = [half, 1, *([size - half - 1] if size > half + 1 else [])]
 
+    def cached(layout: str, chunks: list[int], shuffled: bool = False) -> Run:
+        return lambda g: Played(model, g).cached(layout, chunks, shuffled)
+
     def formed(form: str) -> Run:
         return lambda g: Played(Form(form).copy(model), g).alone()
 
@@ -64,16 +67,16 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
     if text:
         runs["padded"] = lambda g: Played(model, g).together(cut=True)
     if model.decodes:
-        runs["contiguous"] = lambda g: Played(model, g).cached("contiguous", chunks)
-        runs["prefill"] = lambda g: Played(model, g).cached("contiguous", [size])
-        runs["decode"] = lambda g: Played(model, g).cached("contiguous", [1] * size)
-        runs["reordered"] = lambda g: Played(model, g).cached("contiguous", chunks, shuffled=True)
+        runs["contiguous"] = cached("contiguous", chunks)
+        runs["prefill"] = cached("contiguous", [size])
+        runs["decode"] = cached("contiguous", [1] * size)
+        runs["reordered"] = cached("contiguous", chunks, shuffled=True)
         if any(spec.token for spec in model.cache_specs()):
-            runs["paged"] = lambda g: Played(model, g).cached("paged", chunks, shuffled=True)
+            runs["paged"] = cached("paged", chunks, shuffled=True)
             if None not in model.windows():
-                runs["ring"] = lambda g: Played(model, g).cached("ring", [3] * (size // 3))
-    for part in model.modules():
-        runs |= {form: formed(form) for form in (part.forms if isinstance(part, Mechanism) else ())}
+                runs["ring"] = cached("ring", [3] * (size // 3))
+    mechanisms = (m for m in model.modules() if isinstance(m, Mechanism))
+    runs |= {form: formed(form) for m in mechanisms for form in m.forms}
     runs["bf16"] = lambda g: Played(copy.deepcopy(model).bfloat16(), g).alone()
     if torch.cuda.is_available():
         runs["GPU"] = lambda g: on_gpu(model, g)
@@ -81,7 +84,8 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
 
 
 def on_gpu(model: Model, given: Given) -> Trace:
-    with torch.backends.cudnn.flags(allow_tf32=False):  # else convolutions are of ten bits
+    # Else convolutions are of ten bits.
+    with torch.backends.cudnn.flags(allow_tf32=False):
         return Played(copy.deepcopy(model).cuda(), given).alone()
 
 
@@ -141,15 +145,15 @@ class Court:
             # A cut text is another text to what sees all of it.
             both &= a.lengths[:, None] == x.shape[1]
         gap = float((x - y)[both].abs().max()) if both.any() else 0.0
-        found, run = (first, one) if first.bug or not second.bug else (second, other)
-        if found.bug is not None:
-            at = found.row, found.position
-            return Check(name, "bug", gap, found.worst, found.bug, run, *at)
+        grave = ("rounding", "tie", "bug").index
+        finding, run = max((first, one), (second, other), key=lambda pair: grave(pair[0].verdict))
+        if finding.verdict == "bug":
+            at = finding.row, finding.position
+            return Check(name, "bug", gap, finding.worst, finding.where, run, *at)
         worst = max(first, second, key=lambda f: f.worst)
-        if first.tie or second.tie:
-            run = one if first.tie else other
-            return Check(name, "tie", gap, worst.worst, first.tie or second.tie or "", run)
-        return Check(name, "rounding" if gap else "equal", gap, worst.worst, worst.at)
+        if finding.verdict == "tie":
+            return Check(name, "tie", gap, worst.worst, finding.where, run)
+        return Check(name, "rounding" if gap else "equal", gap, worst.worst, worst.where)
 
 
 def parity(

@@ -1,8 +1,8 @@
 """What every tensor of a run should have been: the model itself in float64, each step computed from what the run had
 before it.
 
-The oracle is a watcher (regard.fast.watch): of each tensor that the model computes it notes how far the run's own is
-off, and lets the model go on with the run's. So an error shows where it is made and nowhere else.
+Of each tensor that the model computes it is noted how far the run's own is off, and the model goes on with the run's
+(regard.fast.watch). So an error shows where it is made and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attention.context import Context
 from regard.fast.watch import Step as Part
-from regard.fast.watch import WatchedExperts, WatchedMechanism, WatchedSparse, watch
+from regard.fast.watch import WatchedExperts, WatchedMechanism, Watcher, watch
 from regard.mask import Mask, Span, Visible
 from regard.models import Model
 from regard.parity.record import Attended, Given, Trace
@@ -61,7 +60,9 @@ def rms(x: Tensor) -> Tensor:
     return x.flatten(2).square().mean(-1).sqrt()
 
 
-class Oracle:
+class Oracle(Watcher):
+    """Notes how far a run's tensors are off, and goes on with them."""
+
     def __init__(self, trace: Trace, compared: bool):
         self.trace, self.compared = trace.blocks() if trace.whole else trace, compared
         self.steps: list[Step] = []
@@ -85,20 +86,11 @@ class Oracle:
         self.steps.append(Step(name, x.clone(), error, name, tied=tied))
         return got.clone()
 
-    def mix(
-        self,
-        part: WatchedMechanism,
-        step: Part,
-        q: Any,
-        kept: dict[str, Tensor],
-        mask: Visible,
-        ctx: Context,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def mix(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
         """Call by call as the run made them, each with the keys that it had."""
-        calls = self.trace.calls.get(part.name)
+        calls, (q, kept, mask, ctx, _) = self.trace.calls.get(part.name), args
         if calls is None:
-            return step(q, kept, mask, ctx, bias)
+            return step(*args)
         if self.compared:
             for key, value in kept.items():
                 self.read(f"{part.name}{key}", key, value, calls, mask.mask)
@@ -139,9 +131,7 @@ class Oracle:
     def dense(self, step: Part, keys: int) -> bool:
         return step(keys) if self.call is None else self.call.chosen is None
 
-    def choice(
-        self, part: WatchedSparse, step: Part, scores: Tensor, k: int, order: Tensor | None
-    ) -> Tensor:
+    def choice(self, step: Part, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
         if self.call is None:
             # Where the best key that is left scores as much as the worst that is chosen.
             best = scores.topk(min(k + 1, scores.shape[-1])).values

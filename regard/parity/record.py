@@ -5,15 +5,15 @@ However a run is cut into rows, chunks, pages and padding, any two can be laid s
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.attention.context import Context
-from regard.fast.watch import Step, WatchedExperts, WatchedMechanism, WatchedSparse
-from regard.mask import Span, Visible
+from regard.fast.watch import Step, WatchedExperts, WatchedMechanism, Watcher
+from regard.mask import Span
 
 
 @dataclass
@@ -34,9 +34,8 @@ class Cells:
     first at position `starts[i]`."""
 
     def __init__(self, rows: list[int], starts: list[int], sizes: list[int]):
-        self.rows, self.starts = torch.tensor(rows), torch.tensor(starts)
-        self.ends = self.starts + torch.tensor(sizes)
-        self.index = Span.ragged(torch.tensor(sizes), max(sizes), self.starts).index  # b t
+        self.rows, self.ends = torch.tensor(rows), torch.tensor(starts) + torch.tensor(sizes)
+        self.index = Span.ragged(torch.tensor(sizes), max(sizes), torch.tensor(starts)).index  # b t
         self.at = (self.index >= 0).nonzero(as_tuple=True)
         self.to = (self.rows[self.at[0]], self.index[self.at])
 
@@ -89,11 +88,8 @@ class Trace:
 
     def blocks(self) -> Trace:
         """The same, known by what its blocks give alone."""
-
-        def last(name: str) -> bool:
-            return name.endswith("output") and not name.endswith("attention output")
-
-        tensors = {name: x for name, x in self.tensors.items() if "block" not in name or last(name)}
+        inside = re.compile(r"block \d+ (?!output)")
+        tensors = {name: x for name, x in self.tensors.items() if not inside.search(name)}
         return replace(self, tensors=tensors, calls={})
 
     def put(self, name: str, x: Tensor, cells: Cells, source: bool = False) -> None:
@@ -107,36 +103,25 @@ class Trace:
     def put_answer(self, y: Tensor, cells: Cells) -> None:
         """What the model gave; one for each row (a label) lies at the row's first place."""
         if y.dim() == 2:
-            rows = cells.rows.tolist()
-            cells, y = Cells(rows, [0] * len(rows), [1] * len(rows)), y[:, None]
+            cells, y = Cells(cells.rows.tolist(), [0] * len(y), [1] * len(y)), y[:, None]
         self.put("logits", y, cells)
 
 
-class Recorder:
-    """A watcher (regard.fast.watch) that changes nothing and notes everything; `cells` and `source_cells` say which
-    tokens the call under way reads."""
+class Recorder(Watcher):
+    """Changes nothing and notes everything; `cells` and `source_cells` say which tokens the call under way reads."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
         self.cells = self.source_cells = Cells([0], [0], [1])
         self.chosen: list[Tensor] = []
 
-    def see(self, name: str, x: Tensor, source: bool) -> Tensor:
+    def see(self, name: str, x: Tensor, source: bool = False) -> Tensor:
         self.trace.put(name, x, self.source_cells if source else self.cells, source)
         return x
 
-    def mix(
-        self,
-        part: WatchedMechanism,
-        step: Step,
-        q: Any,
-        kept: dict[str, Tensor],
-        mask: Visible,
-        ctx: Context,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def mix(self, part: WatchedMechanism, step: Step, *args: Any) -> Tensor:
         self.chosen = []
-        o = step(q, kept, mask, ctx, bias)
+        o, (_, kept, mask, _, _) = step(*args), args
         cells = self.source_cells if part.source else self.cells
         lengths = cells.ends
         if part.cross:
@@ -152,11 +137,8 @@ class Recorder:
         self.trace.calls.setdefault(part.name, []).append(call)
         return o
 
-    def dense(self, step: Step, keys: int) -> bool:
-        return step(keys)
-
-    def choice(self, part: WatchedSparse, step: Step, scores: Tensor, *rest: Any) -> Tensor:
-        self.chosen.append(step(scores, *rest))
+    def choice(self, step: Step, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+        self.chosen.append(step(scores, k, order))
         return self.chosen[-1]
 
     def choose(self, part: WatchedExperts, step: Step, scores: Tensor, k: int) -> Tensor:

@@ -106,19 +106,18 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a run is worth: the place nearest to its envelope, and the first one outside, if any: a
-    bug, or a tie, where it chose other keys of the same score."""
+    """What a run is worth: "rounding" and the place nearest to its envelope, or the first one outside: a "bug", or a
+    "tie", where it chose other keys of the same score."""
 
+    verdict: str
     worst: float
-    at: str
-    bug: str | None = None
-    tie: str | None = None
+    where: str
     row: int = 0
     position: int = 0
 
 
 def judge(steps: list[Step], envelope: Envelope) -> Finding:
-    worst, at, tie = 0.0, "", None
+    worst, where, tie = 0.0, "", None
     for step in steps:
         ratio = envelope.ratio(step)
         if step.tied is not None and bool((ratio[step.tied] > 1).any()):
@@ -127,7 +126,7 @@ def judge(steps: list[Step], envelope: Envelope) -> Finding:
         most = float(ratio.max())
         if most > 1:
             row, position = divmod(int(ratio.argmax()), ratio.shape[1])
-            return Finding(most, step.name, step.name, None, row, position)
+            return Finding("bug", most, step.name, row, position)
         if most >= worst:
-            worst, at = most, step.name
-    return Finding(worst, at, tie=tie)
+            worst, where = most, step.name
+    return Finding("tie", worst, tie) if tie else Finding("rounding", worst, where)

@@ -108,32 +108,28 @@ class Played:
 
     def together(self, cut: bool = False) -> Trace:
         """All rows in one batch, as long as each other or `cut` to different lengths."""
-        rows, n, m = list(range(self.rows)), self.size, self.trace.source
-        lengths = [max(1, n - (n * i) // (self.rows + 1)) if cut else n for i in rows]
-        sources = [max(1, m - (m * i) // (self.rows + 1)) if cut else m for i in reversed(rows)]
+        rows, trace, source = list(range(self.rows)), self.trace, self.given.source
+        lengths, sources = [self.size] * self.rows, [trace.source] * self.rows
         if cut:
-            self.trace.lengths = torch.tensor(lengths)
-            fixed = self.given.source is not None and self.given.source.dim() == 4
-            sources = [m] * self.rows if fixed else sources
-            self.trace.source_lengths = torch.tensor(sources) if m and not fixed else None
+            lengths = [max(1, n - n * i // (self.rows + 1)) for i, n in enumerate(lengths)]
+            trace.lengths = torch.tensor(lengths)
+        if cut and source is not None and source.dim() == 2:
+            sources = [max(1, n - n * i // (self.rows + 1)) for i, n in enumerate(sources)][::-1]
+            trace.source_lengths = torch.tensor(sources)
         self.call(rows, 0, lengths, sources)
-        return self.trace
+        return trace
 
     def cached(self, layout: str, chunks: list[int], shuffled: bool = False) -> Trace:
         """All rows chunk by chunk; `shuffled`: rows trade places after each, as beams do."""
-        options: dict[str, Any] = {}
-        if layout == "paged":
-            options = {"page": 4, "pages": 2 * self.rows * (self.size // 4 + 2)}
-        elif layout == "ring":
-            options = {"chunk": max(chunks)}
+        pages = {"page": 4, "pages": 2 * self.rows * (self.size // 4 + 2)}
+        options = {"paged": pages, "ring": {"chunk": max(chunks)}}.get(layout, {})
         cache, start = self.model.cache(self.rows, layout, **options), 0
-        order = list(range(self.rows))
+        order, trade = list(range(self.rows)), [*range(1, self.rows), 0]
         sources: list[int] | None = [self.trace.source] * self.rows
         for size in chunks:
             self.call(order, start, [size] * self.rows, sources, cache=cache)
             start, sources = start + size, None
             if shuffled:
-                trade = [*range(1, self.rows), 0]
                 cache = cache.take(torch.tensor(trade, device=self.device))
                 order = [order[i] for i in trade]
         return self.trace
@@ -157,9 +153,15 @@ def record(theirs: Any, ours: Model, given: Given) -> Trace:
 
         return note
 
+    lists = [(n, m) for n, m in theirs.named_modules() if isinstance(m, nn.ModuleList)]
     for tower in ours.towers:
         name, source = "" if tower == "tower" else f"{tower} ", tower == "encoder"
-        layers = blocks(theirs, name.strip(), len(ours.get_submodule(f"{tower}.blocks")))  # type: ignore[arg-type]
+        count = len(getattr(ours, tower).blocks)
+        # The outermost list of that length, of an encoder-decoder within its tower.
+        layers = next((m for n, m in lists if len(m) == count and name.strip() in n), None)
+        if layers is None:
+            kind = type(theirs).__name__
+            raise UsageError(f"{kind} of transformers has no list of {count} blocks to watch")
         note = noting(f"{name}embedding", source, True)
         hooks.append(layers[0].register_forward_pre_hook(note, with_kwargs=True))
         for i, layer in enumerate(layers):
@@ -174,16 +176,6 @@ def record(theirs: Any, ours: Model, given: Given) -> Trace:
     return trace
 
 
-def blocks(theirs: nn.Module, tower: str, count: int) -> nn.ModuleList:
-    """The list of blocks: the outermost of that length, of an encoder-decoder within its `tower`."""
-    for name, module in theirs.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and tower in name:
-            return module
-    raise UsageError(
-        f"{type(theirs).__name__} of transformers has no list of {count} blocks to watch"
-    )
-
-
 def answer(theirs: Any, given: Given, row: int) -> Tensor:
     """What its head gives, or its last hidden states."""
     ids = given.ids[row : row + 1]
@@ -191,9 +183,7 @@ def answer(theirs: Any, given: Given, row: int) -> Tensor:
         out = theirs(input_ids=given.source[row : row + 1], decoder_input_ids=ids)
     else:
         out = theirs(pixel_values=ids) if ids.dim() == 4 else theirs(input_ids=ids)
-    if hasattr(out, "start_logits"):
+    if "start_logits" in out:
         return torch.stack([out.start_logits, out.end_logits], -1)
-    for name in ("prediction_logits", "logits"):
-        if hasattr(out, name):
-            return getattr(out, name)
-    return out.last_hidden_state
+    names = ("prediction_logits", "logits", "last_hidden_state")
+    return next(out[name] for name in names if name in out)

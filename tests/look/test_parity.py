@@ -74,10 +74,11 @@ def test_error_of_ten_roundings_is_a_bug_at_its_tensor() -> None:
     many = given.times(SAMPLES)
     envelope = Envelope(exact, many, Played(exact, many, "reference").together(), torch.float32)
     trace = Played(model, given).alone()
-    assert judge(steps(exact, given, trace), envelope).bug is None
+    assert judge(steps(exact, given, trace), envelope).verdict == "rounding"
     trace.tensors["block 1 norm 3"][1, 4] *= 1 + 200 * unit(torch.float32)
     found = judge(steps(exact, given, trace), envelope)
-    assert (found.bug, found.row, found.position) == ("block 1 norm 3", 1, 4)
+    assert (found.verdict, found.where) == ("bug", "block 1 norm 3")
+    assert (found.row, found.position) == (1, 4)
 
 
 def test_run_with_nan_is_a_bug() -> None:
