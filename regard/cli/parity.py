@@ -21,7 +21,7 @@ from regard.files import read_json
 from regard.models import Model
 from regard.parity.check import Check, Run, check_weights, parity
 from regard.parity.record import Given, Trace
-from regard.parity.ways import Played, record, sample
+from regard.parity.ways import Runner, record, sample
 from regard.report.runs import strict
 
 BUG, SCHEMA = 5, 1
@@ -61,11 +61,11 @@ def verdict(checks: Sequence[Check]) -> str:
 
 def packed(model: Model, given: Given) -> Trace:
     """The model as it runs here: packed, a prompt and then token by token where it can."""
-    played = Played(prepare(model), given)
+    runner = Runner(prepare(model), given)
     if not model.decodes:
-        return played.alone()
+        return runner.alone()
     half = given.ids.shape[1] // 2
-    return played.cached("contiguous", [half] + [1] * (given.ids.shape[1] - half))
+    return runner.cached("contiguous", [half] + [1] * (given.ids.shape[1] - half))
 
 
 def peer(folder: Path, model: Model) -> tuple[Any, str]:

@@ -49,6 +49,8 @@ class Watcher:
 
 
 class Watched(nn.Module):
+    """A part whose tensors are shown under its name."""
+
     watcher: Watcher
     name: str
     source: bool

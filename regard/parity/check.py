@@ -21,16 +21,16 @@ from regard.models import Model
 from regard.parity.oracle import oracle, steps
 from regard.parity.record import Given, Trace
 from regard.parity.rounding import SAMPLES, Envelope, Finding, judge
-from regard.parity.ways import Played, sample
+from regard.parity.ways import Runner, sample
 
 Run = Callable[[Given], Trace]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One run against another. `worst`: the largest error of both in units of the envelope; `where`:
-    the tensor that has it, which for a bug or a tie is the first one outside. A tie: scores of an
-    indexer are equal, and the runs chose different keys among them; neither is wrong."""
+    """One run against another. `worst`: the largest error of both in units of the envelope; `where`: the tensor that
+    has it, which for a bug or a tie is the first one outside. A tie: scores of an indexer are equal, and the runs chose
+    different keys among them; neither is wrong."""
 
     name: str
     verdict: str  # equal, rounding, tie, bug
@@ -54,18 +54,18 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
     chunks = [half, 1, *([size - half - 1] if size > half + 1 else [])]
 
     def cached(layout: str, chunks: list[int], shuffled: bool = False) -> Run:
-        return lambda g: Played(model, g).cached(layout, chunks, shuffled)
+        return lambda g: Runner(model, g).cached(layout, chunks, shuffled)
 
     def formed(form: str) -> Run:
-        return lambda g: Played(Form(form).copy(model), g).alone()
+        return lambda g: Runner(Form(form).copy(model), g).alone()
 
     runs: dict[str, Run] = {
-        "reference": lambda g: Played(model, g, "reference").alone(),
-        "fused": lambda g: Played(model, g).alone(),
-        "batch": lambda g: Played(model, g).together(),
+        "reference": lambda g: Runner(model, g, "reference").alone(),
+        "fused": lambda g: Runner(model, g).alone(),
+        "batch": lambda g: Runner(model, g).together(),
     }
     if text:
-        runs["padded"] = lambda g: Played(model, g).together(cut=True)
+        runs["padded"] = lambda g: Runner(model, g).together(cut=True)
     if model.decodes:
         runs["contiguous"] = cached("contiguous", chunks)
         runs["prefill"] = cached("contiguous", [size])
@@ -77,7 +77,7 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
                 runs["ring"] = cached("ring", [3] * (size // 3))
     mechanisms = (m for m in model.modules() if isinstance(m, Mechanism))
     runs |= {form: formed(form) for m in mechanisms for form in m.forms}
-    runs["bf16"] = lambda g: Played(copy.deepcopy(model).bfloat16(), g).alone()
+    runs["bf16"] = lambda g: Runner(copy.deepcopy(model).bfloat16(), g).alone()
     if torch.cuda.is_available():
         runs["GPU"] = lambda g: on_gpu(model, g)
     return runs
@@ -86,7 +86,7 @@ def runs_of(model: Model, given: Given) -> dict[str, Run]:
 def on_gpu(model: Model, given: Given) -> Trace:
     # Else convolutions are of ten bits.
     with torch.backends.cudnn.flags(allow_tf32=False):
-        return Played(copy.deepcopy(model).cuda(), given).alone()
+        return Runner(copy.deepcopy(model).cuda(), given).alone()
 
 
 # --- the checks ---------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Court:
         many = self.given.times(SAMPLES)
         if dtype not in self.oracles:
             exact = oracle(self.model, dtype)
-            self.oracles[dtype] = exact, Played(exact, many, "reference").together()
+            self.oracles[dtype] = exact, Runner(exact, many, "reference").together()
         if (dtype, whole) not in self.envelopes:
             exact, trace = self.oracles[dtype]
             trace = trace.blocks() if whole else trace

@@ -27,9 +27,8 @@ FP8 = 2.0**-4  # of float8 e4m3
 
 @dataclass
 class Step:
-    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and what
-    it is measured by (`key`). `tied` (rows, positions): where scores of an indexer tie, so that another choice of keys
-    is as right as ours."""
+    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and what it is measured by
+    (`key`). `tied` (rows, positions): where scores of an indexer tie, so that another choice is as right as ours."""
 
     name: str
     value: Tensor
@@ -80,8 +79,7 @@ class Oracle(Watcher):
         error = NOTHING
         if self.compared:
             error = torch.where(self.trace.real[name], rms(got - x), 0.0)
-        tied = torch.cat(self.tied, 1) if self.tied else None
-        self.tied = []
+        tied, self.tied = torch.cat(self.tied, 1) if self.tied else None, []
         # Copies, because a model adds in place.
         self.steps.append(Step(name, x.clone(), error, name, tied=tied))
         return got.clone()
@@ -143,17 +141,11 @@ class Oracle(Watcher):
         assert self.call.chosen is not None
         return self.call.chosen[:, done : done + scores.shape[1]]
 
-    def chosen(
-        self,
-        part: WatchedMechanism,
-        choices: list[tuple[Attended, Tensor]],
-        shape: torch.Size,
-    ) -> None:
+    def chosen(self, part: WatchedMechanism, choices: list[Any], shape: torch.Size) -> None:
         """The step of an indexer's choices, from the scores of each call."""
         value = torch.zeros(*shape, shape[1] + 1, dtype=torch.float64)
         error = torch.zeros(shape, dtype=torch.float64)
         for call, scores in choices:
-            assert call.chosen is not None
             call.cells.put(error, regret(scores, call.chosen, part.config.topk))
             finite = scores.masked_fill(scores == -torch.inf, 0.0)
             call.cells.put(value, F.pad(finite, (0, value.shape[-1] - finite.shape[-1])))

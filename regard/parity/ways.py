@@ -55,15 +55,14 @@ def trace_of(model: Model, given: Given, dtype: torch.dtype) -> Trace:
         patches = getattr(model.config, part)
         return patches.count + patches.extra
 
-    return Trace(
-        (len(given.ids), size(given.ids, "embedding")), size(given.source, "source"), dtype
-    )
+    positions, source = size(given.ids, "embedding"), size(given.source, "source")
+    return Trace((len(given.ids), positions), source, dtype)
 
 
 # --- ours ---------------------------------------------------------------------------------------------------------
 
 
-class Played:
+class Runner:
     """A run under way: calls of the model, and where their tokens belong."""
 
     def __init__(self, model: Model, given: Given, backend: str = "sdpa"):

@@ -20,7 +20,7 @@ from regard.parity.check import CHECKS, Check, parity
 from regard.parity.oracle import oracle, regret, steps
 from regard.parity.record import Given, Trace
 from regard.parity.rounding import SAMPLES, Envelope, Rounding, judge, unit
-from regard.parity.ways import Played, record, sample
+from regard.parity.ways import Runner, record, sample
 from tests.look.planted import BUGS, by_tanh, eps, no_residual, part, transposed
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
@@ -72,8 +72,8 @@ def test_error_of_ten_roundings_is_a_bug_at_its_tensor() -> None:
     given = sample(model, tokens=9)
     exact = oracle(model, torch.float32)
     many = given.times(SAMPLES)
-    envelope = Envelope(exact, many, Played(exact, many, "reference").together(), torch.float32)
-    trace = Played(model, given).alone()
+    envelope = Envelope(exact, many, Runner(exact, many, "reference").together(), torch.float32)
+    trace = Runner(model, given).alone()
     assert judge(steps(exact, given, trace), envelope).verdict == "rounding"
     trace.tensors["block 1 norm 3"][1, 4] *= 1 + 200 * unit(torch.float32)
     found = judge(steps(exact, given, trace), envelope)
@@ -128,7 +128,7 @@ def test_sound_random_model_is_not_accused(seed: int) -> None:
 
 def test_two_runs_of_one_kind_are_equal() -> None:
     model = small("gqa")
-    runs = {"packed": lambda given: Played(model, given).alone()}
+    runs = {"packed": lambda given: Runner(model, given).alone()}
     assert checked(model, PACKED, more=runs).verdict == "equal"
     coarse = checked(model, "bf16 against fp32")
     assert coarse.verdict == "rounding"
@@ -141,7 +141,7 @@ def test_packed_model_is_not_accused_and_its_bug_is_found_by_block(name: str) ->
     chunks = [4, 1, 1, 1]
 
     def judged(prepared: Model) -> Check:
-        runs = {"packed": lambda given: Played(prepared, given).cached("contiguous", chunks)}
+        runs = {"packed": lambda given: Runner(prepared, given).cached("contiguous", chunks)}
         return checked(model, PACKED, more=runs)
 
     assert judged(prepare(model)).verdict != "bug"
@@ -159,7 +159,7 @@ def test_invariant_model_is_followed_step_by_step(name: str) -> None:
 
     def judged(other: Model) -> Check:
         def run(given: Given) -> Trace:
-            trace = Played(invariant(other), given, "ordered").cached("contiguous", [4, 1, 2])
+            trace = Runner(invariant(other), given, "ordered").cached("contiguous", [4, 1, 2])
             assert not trace.whole
             return trace
 
