@@ -3,6 +3,7 @@
     fast = prepare(model, "int8")      target cpu: packed products, C code where the cache lies (cpu.py)
     invariant(model)                   target invariant: sums of a fixed order (invariant.py)
     joined(model), checkpointed(model) target train (train.py)
+    watch(model, watcher)              every step shown to a watcher (watch.py): no faster, for parity
     print(fast.explain())              which parts are fast, which are not, and why
 
 A fast part is another module with the same call. It overrides one step of the plain one (`enter`, `mix`, `leave`,

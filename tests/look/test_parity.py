@@ -15,6 +15,7 @@ from regard.block import ORDERS
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
 from regard.fast.invariant import invariant
+from regard.fast.watch import Watcher, watch
 from regard.models import Model
 from regard.parity.check import CHECKS, Check, parity
 from regard.parity.oracle import oracle, regret, steps
@@ -227,7 +228,7 @@ def test_transformers_agrees_and_a_difference_is_named_by_block(name: str) -> No
     assert block in found.where
 
 
-# --- what is compared, and bad input ------------------------------------------------------------------------------
+# --- what is watched, what is compared, and bad input -------------------------------------------------------------
 
 
 def test_tie_of_an_indexer_is_no_bug_and_a_bug_beside_it_is_one() -> None:
@@ -251,6 +252,32 @@ def test_tie_of_an_indexer_is_no_bug_and_a_bug_beside_it_is_one() -> None:
     with torch.no_grad():
         theirs.model.layers[1].mlp.gate.weight.mul_(1.01)
     assert check().verdict == "bug"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [copy.copy, prepare, invariant])
+@pytest.mark.parametrize("name", MODELS)
+def test_watched_model_is_the_same_to_the_bit(name: str, kind: Callable[[Model], Model]) -> None:
+    model = kind(small(name))
+    given = sample(model, rows=2, tokens=6)
+    more = {} if given.source is None else {"source": given.source}
+    more["backend"] = "ordered" if kind is invariant else "sdpa"
+    twin = watch(model, Watcher())
+    assert torch.equal(twin(given.ids, **more), model(given.ids, **more))
+    assert [*twin.state_dict()] == [*model.state_dict()]
+
+
+@torch.no_grad()
+def test_recorder_notes_every_step_of_a_block() -> None:
+    model = small("dsa")
+    trace = Runner(model, sample(model, rows=2, tokens=6)).together()
+    names = [name.removeprefix("block 1 ") for name in trace.tensors if "block 1" in name]
+    assert sorted(names) == sorted(
+        ("norm 1", "attention q", "attention latent", "attention k_rope", "attention index_k")
+        + ("attention before wo", "attention output", "norm 3", "feed-forward", "output")
+    )
+    (call,) = trace.calls["block 1 attention "]
+    assert call.chosen is not None and call.chosen.shape == (2, 6, 3)
 
 
 def test_every_mechanism_gets_the_checks_that_it_has() -> None:
