@@ -107,14 +107,18 @@ class MixtureOfExperts(nn.Module):
             grouped = wish.unflatten(-1, (c.groups, -1))  # n groups E/groups
             top = 1 if c.score == "softmax" else min(2, grouped.shape[-1])
             rank = grouped.topk(top, -1).values.sum(-1)
-            kept = torch.zeros_like(rank).scatter(1, best(rank, c.active_groups), 1.0).bool()
+            kept = torch.zeros_like(rank).scatter(1, self.choose(rank, c.active_groups), 1.0).bool()
             wish = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-        chosen = best(wish, c.active)
+        chosen = self.choose(wish, c.active)
         self._record(score, chosen)
         weight = score.gather(-1, chosen)
         if c.normalized:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
         return chosen, weight * c.gain
+
+    def choose(self, scores: Tensor, k: int) -> Tensor:
+        """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
+        return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
 
     @torch.compiler.disable
     def _record(self, score: Tensor, chosen: Tensor) -> None:
@@ -142,11 +146,6 @@ class MixtureOfExperts(nn.Module):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
-
-
-def best(x: Tensor, k: int) -> Tensor:
-    """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
-    return x.argsort(dim=-1, descending=True, stable=True)[:, :k]
 
 
 # --- balance ------------------------------------------------------------------------------------------------------

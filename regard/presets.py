@@ -14,14 +14,12 @@ from regard.config import customize
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLM, MLP, Classify, Norm
 from regard.models import (
-    EncoderDecoder,
     EncoderDecoderConfig,
     Model,
     Patches,
     RecurrentConfig,
     Seq2SeqConfig,
     Tokens,
-    Transformer,
     TransformerConfig,
 )
 from regard.models.start import initialize, start_of
@@ -143,8 +141,7 @@ def _two(
     layers: int | None = None,
 ) -> EncoderDecoderConfig:
     """A decoder like the encoder, with cross-attention."""
-    cross = encoder.attention
-    assert isinstance(cross, GQA)
+    cross, *_ = encoder.each("attention")
     decoder = dataclasses.replace(
         encoder, causal=True, cross=cross, relative=relative, layers=layers or encoder.layers
     )
@@ -301,7 +298,7 @@ def build(
     config = customize(preset, changes)
     with torch.device(device or "cpu"):
         model = config.make()
-    if not next(model.parameters()).is_meta and isinstance(model, (Transformer, EncoderDecoder)):
+    if not next(model.parameters()).is_meta and model.towers:
         initialize(model, start_of(config, family))
     model.family = family
     return model.to(dtype=dtype).eval()

@@ -60,6 +60,8 @@ class MLA:
 class LatentAttention(Mechanism):
     """`expanded` is the definition; `absorbed` never builds keys or values. See test_mla_absorbed_equals_expanded."""
 
+    forms = ("absorbed", "expanded")
+
     def __init__(
         self, config: MLA, dim: int, memory_dim: int | None = None, add: Add | None = None
     ):

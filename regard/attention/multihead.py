@@ -71,6 +71,8 @@ class GQA:
 class GroupedQueryAttention(Mechanism):
     """Self-attention, or cross-attention when the context carries a memory (of width `memory_dim`)."""
 
+    shares_rows = True
+
     def __init__(
         self, config: GQA, dim: int, memory_dim: int | None = None, add: Add | None = None
     ):

@@ -9,7 +9,7 @@ and the module says what is below. `forward` is written here, once: fast forms r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,6 +21,11 @@ from regard.mask import Visible
 
 class Mechanism(nn.Module):
     """x (b t m) -> residual + f(x) (b t m), or f(x) alone without a residual."""
+
+    # Methods with the call of `mix` that compute the same, where it can be computed in more than one way.
+    forms: ClassVar[tuple[str, ...]] = ()
+    # Whether several rows of queries may read one row of what was kept: beams that share a source.
+    shares_rows: ClassVar[bool] = False
 
     config: Any
     wo: Any

@@ -19,12 +19,9 @@ from regard.errors import DATA
 from regard.fast.cpu import prepare
 from regard.files import read_json
 from regard.models import Model
-from regard.parity.cells import Trace
-from regard.parity.check import Check, Run, check_weights, decodes, parity
-from regard.parity.foreign import record
-from regard.parity.oracle import Given
-from regard.parity.record import towers
-from regard.parity.ways import Played, sample
+from regard.parity.check import Check, Run, check_weights, parity
+from regard.parity.record import Given, Trace
+from regard.parity.ways import Runner, record, sample
 from regard.report.runs import strict
 
 BUG, SCHEMA = 5, 1
@@ -64,11 +61,11 @@ def verdict(checks: Sequence[Check]) -> str:
 
 def packed(model: Model, given: Given) -> Trace:
     """The model as it runs here: packed, a prompt and then token by token where it can."""
-    played = Played(prepare(model), given)
-    if not decodes(model):
-        return played.alone()
+    runner = Runner(prepare(model), given)
+    if not model.decodes:
+        return runner.alone()
     half = given.ids.shape[1] // 2
-    return played.cached("contiguous", [half] + [1] * (given.ids.shape[1] - half))
+    return runner.cached("contiguous", [half] + [1] * (given.ids.shape[1] - half))
 
 
 def peer(folder: Path, model: Model) -> tuple[Any, str]:
@@ -81,7 +78,7 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
     import transformers
 
     found = getattr(transformers, str(kind), None)
-    if found is None or not towers(model):
+    if found is None or not model.towers:
         return None, f"it has no model of the kind {kind or model.config.kind}"
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -53,7 +53,7 @@ def check_tokens(ids: list[int], vocab: int, name: str = "token") -> None:
 def check_source(request: Request, model: Any) -> None:
     """An encoder-decoder reads ids (s) or an image (c h w); others read nothing but their prompt."""
     source, config = request.source, model.config
-    if not hasattr(model, "encode"):
+    if not model.reads_source:
         if source is not None:
             raise UsageError("this model has no encoder; leave source out, and give a prompt")
         return
@@ -89,7 +89,7 @@ def check_draft(draft: Any, model: Any) -> None:
         raise UsageError(
             f"the draft model has {own} tokens, the model {ours}; they must share a vocabulary"
         )
-    if hasattr(draft, "encode"):
+    if draft.reads_source:
         raise UsageError(
             "an encoder-decoder cannot draft: it would need the source; give a decoder"
         )

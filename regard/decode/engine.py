@@ -73,7 +73,7 @@ class Engine:
         # A state needs no page.
         paged = layout == "paged" and any(spec.token for spec in self.specs)
         self.pool = Pool(self.specs, pages, page, **self.where) if paged else None
-        whole = not any(spec.state for spec in self.specs) and not hasattr(model, "encode")
+        whole = not any(spec.state for spec in self.specs) and not model.reads_source
         self.prefix = prefix and whole and self.pool is not None
         self.waiting: deque[Request] = deque()  # oldest first, and younger than all that runs
         # Rows of preempted requests, to go on where they were.

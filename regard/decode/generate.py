@@ -143,7 +143,7 @@ def translate(
 ) -> list[str] | list[list[str]]:
     """One translation per line, by beam search; with n_best or samples above 1 a list of them per line. Empty lines
     stay empty. A line that fails is as far as it came, and a warning says so."""
-    if not hasattr(model, "encode"):
+    if not model.reads_source:
         raise UsageError(
             "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use generate"
         )
@@ -184,7 +184,7 @@ class Job:
     ):
         self.model, self.stop = model, check_stop(stop)
         self.live = live or bool(self.stop)
-        self.two = hasattr(model, "encode")
+        self.two = model.reads_source
         self.tokenizer = tokenizer_of(model)
         self.settings = _settings(model, settings)
         self.streams: dict[tuple[int, int], Stream] = {}

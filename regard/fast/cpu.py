@@ -37,9 +37,8 @@ from regard.kernels.c.rows import attend_one, enter, norm
 from regard.kernels.linear import PRECISIONS, THEN, Fused, Packed, gelu_tanh, pack, packs
 from regard.layers import FeedForward, LMHead, RMSNorm, times
 from regard.mask import Causal, Visible
-from regard.models import EncoderDecoder, Model, Transformer
+from regard.models import Model
 from regard.models.adapt import LowRank
-from regard.models.recurrent import Recurrent, Seq2Seq
 from regard.moe import MixtureOfExperts
 
 WORTH = 10_000_000  # parameters for which the C code is compiled if it is not yet
@@ -74,8 +73,7 @@ def prepare(
     maker = kind(precision, rows, _stream(model, precision), _spent(model) if consume else set())
     parts = {}
     if isinstance(model.head, LMHead):
-        two = isinstance(model, (EncoderDecoder, Seq2Seq))
-        words = model.get_submodule("target" if two else "embedding")
+        words = model.get_submodule("target" if model.reads_source else "embedding")
         parts["head"] = maker.head(model.head, words.weight)
     cls: Any = type(model)
     made = maker.copy(model, _prepared(cls), **parts)
@@ -87,7 +85,7 @@ def prepare(
 
 def why_not_native(model: Model, precision: str) -> str:
     """Why the blocks of a model cannot run in C code here, or nothing."""
-    if not isinstance(model, (Transformer, EncoderDecoder)):
+    if not model.towers:
         return "recurrent cells have none"
     if not next(model.parameters()).is_cpu:
         return "it is for the CPU"
@@ -114,7 +112,7 @@ def _spent(model: Model) -> set[int]:
 
 def _stream(model: Model, precision: str) -> torch.dtype | None:
     """The dtype of all that is not packed; None: as it is."""
-    if isinstance(model, (Recurrent, Seq2Seq)):
+    if not model.towers:
         return None
     device = next(model.parameters()).device.type
     slow = device == "cpu" and not packs(device, torch.bfloat16)

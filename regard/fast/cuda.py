@@ -49,7 +49,7 @@ def why_not(model: Any) -> str:
     for a in tower.each("attention"):
         if a.kind not in ("gqa", "mla") or (a.kind == "gqa" and (a.sinks or a.softcap)):
             return "its attention selects keys, or has sinks or a softcap"
-    if getattr(model, "watched", False):
+    if model.watch is not None:
         return "a probe watches it"
     return "it is being trained; call model.eval()" if model.training else ""
 

@@ -3,6 +3,7 @@
     fast = prepare(model, "int8")      target cpu: packed products, C code where the cache lies (cpu.py)
     invariant(model)                   target invariant: sums of a fixed order (invariant.py)
     joined(model), checkpointed(model) target train (train.py)
+    watch(model, watcher)              every step shown to a watcher (watch.py): no faster, for parity
     print(fast.explain())              which parts are fast, which are not, and why
 
 A fast part is another module with the same call. It overrides one step of the plain one (`enter`, `mix`, `leave`,
@@ -36,6 +37,16 @@ def share(kind: type[P], plain: nn.Module, **parts: nn.Module | None) -> P:
 def direct(kind: Any) -> Any:
     """`kind` without torch's hooks: a call is `forward` and nothing else, which a small model feels."""
     return type(kind.__name__, (kind,), {"__call__": kind.forward})
+
+
+def mixed(part: Any, kind: Any) -> Any:
+    """`kind` with the steps of `part`, a class of the same base, before its own."""
+    return _mixed((part, kind))
+
+
+@functools.cache
+def _mixed(bases: tuple[Any, ...]) -> Any:
+    return type(bases[-1].__name__, bases, {})
 
 
 class Specialise:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,13 @@ WRITER = "regard.checkpoint"
 class Model(nn.Module):
     """Base of all models. `origin` is what a checkpoint folder said that the model does not compute with (its
     architecture's name, token ids, files to carry along); saving writes it back."""
+
+    # Whether an encoder reads a source, which `encode` gives the states of.
+    reads_source: ClassVar[bool] = False
+    # The towers of blocks, each with the embedding that it reads; cells have none.
+    towers: ClassVar[dict[str, str]] = {}
+    # What gives the probe of a call without one, from its ids: see Probe.on.
+    watch: Callable[[Tensor], Any] | None = None
 
     def __init__(self, config: Any):
         super().__init__()
@@ -51,6 +59,15 @@ class Model(nn.Module):
             return self.logits(h[:, -1])
         last = torch.as_tensor(lengths, device=h.device).clamp(min=1) - 1
         return self.logits(h[torch.arange(len(h), device=h.device), last])
+
+    def probe_of(self, ids: Tensor, probe: Any) -> Any:
+        """The probe of a call: the one it was given, or else that of `watch`."""
+        return self.watch(ids) if probe is None and self.watch is not None else probe
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it writes step by step, with a cache."""
+        return True
 
     @property
     def shares_source(self) -> bool:

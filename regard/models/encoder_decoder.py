@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from regard.attention import GQA, Context, check_backend
+from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec, Contiguous
 from regard.config import Count, ranged
@@ -57,6 +57,9 @@ class EncoderDecoderConfig:
 class EncoderDecoder(Model):
     """The 2017 Transformer, T5, BART, Marian, captioners."""
 
+    reads_source = True
+    towers: ClassVar[dict[str, str]] = {"encoder": "source", "decoder": "target"}
+
     def __init__(self, config: EncoderDecoderConfig):
         super().__init__(config)
         c = config
@@ -81,7 +84,7 @@ class EncoderDecoder(Model):
         backend: str = "sdpa",
     ) -> tuple[Tensor, Span]:
         """source ids (b s) or images -> memory (b s m) and its positions (-1 for padding)."""
-        c = self.config
+        c, probe = self.config, self.probe_of(source, probe)
         if isinstance(self.source, PatchEmbedding):
             x = self.source(source)
             pos = Span.run(0, x.shape[1], x.device)
@@ -137,6 +140,7 @@ class EncoderDecoder(Model):
         c = self.config
         check_backend(backend)
         check_ids(ids, c.target.vocab)
+        probe = self.probe_of(ids, probe)
         memory: Tensor | None = None
         memory_pos: Span | None = None
         if check_source(ids, source, cache):
@@ -171,7 +175,8 @@ class EncoderDecoder(Model):
 
     @property
     def shares_source(self) -> bool:
-        return isinstance(self.config.decoder.cross, GQA)
+        blocks: Any = self.decoder.blocks
+        return all(block.cross.shares_rows for block in blocks)
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.decoder.cache_specs()

@@ -83,6 +83,7 @@ class Recurrent(Model):
     ) -> Tensor:
         """What the head reads (b t m)."""
         check_ids(ids, self.config.vocab)
+        probe = self.probe_of(ids, probe)
         pos = positions(ids, lengths, None, cache)
         x, rnn, top = self.dropout(self.embedding(ids)), self.decoder.rnn, self.config.layers - 1
         state = rnn.start(x) if cache is None else rnn.load(cache)
@@ -135,6 +136,8 @@ class Seq2SeqConfig:
 
 class Seq2Seq(Model):
     """Target ids (b t) and source ids (b s) -> logits (b t V)."""
+
+    reads_source = True
 
     def __init__(self, config: Seq2SeqConfig):
         super().__init__(config)
@@ -212,6 +215,7 @@ class Seq2Seq(Model):
         """What the head reads (b t m)."""
         c = self.config
         check_ids(ids, c.vocab)
+        probe = self.probe_of(ids, probe)
         memory, memory_pos, state = self._begin(ids, source, source_lengths, cache)
         pos = positions(ids, lengths, None, cache)
         cross = self._cross(memory, memory_pos, cache)

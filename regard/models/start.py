@@ -107,9 +107,9 @@ def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Star
 
 
 def _stack(stack: Stack, start: Start) -> None:
-    if stack.relative is not None and hasattr(stack.relative, "weight"):
-        inputs = stack.config.dim if start.scheme == "t5" else 1
-        nn.init.normal_(stack.relative.weight, std=start.std / inputs**0.5)
+    inputs = stack.config.dim if start.scheme == "t5" else 1
+    for weight in [] if stack.relative is None else stack.relative.parameters():
+        nn.init.normal_(weight, std=start.std / inputs**0.5)
 
 
 def _into_stream(block: nn.Module, std: float) -> None:

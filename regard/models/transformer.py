@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class TransformerConfig:
 
 class Transformer(Model):
     """GPT, Llama, DeepSeek, BERT, ViT."""
+
+    towers: ClassVar[dict[str, str]] = {"tower": "embedding"}
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
@@ -111,6 +113,7 @@ class Transformer(Model):
                 )
             pos = positions(ids, lengths, context(c.max_len, c.embedding), cache)
             x = self.embedding(ids, pos, types)
+        probe = self.probe_of(ids, probe)
         ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
         return self.tower(x, ctx, caches=(cache, None))
 
@@ -132,8 +135,12 @@ class Transformer(Model):
         real = torch.arange(h.shape[1], device=h.device)[None] < n
         return (h * real[..., None]).sum(1) / n.clamp(min=1)
 
+    @property
+    def decodes(self) -> bool:
+        return self.config.tower.causal
+
     def cache_specs(self) -> list[CacheSpec]:
-        return self.tower.cache_specs() if self.config.tower.causal else super().cache_specs()
+        return self.tower.cache_specs() if self.decodes else super().cache_specs()
 
     def windows(self) -> list[int | None]:
         return [a.window for a in self.config.tower.each("attention")]

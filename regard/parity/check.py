@@ -14,22 +14,23 @@ from dataclasses import dataclass
 
 import torch
 
-from regard.attention.latent import LatentAttention
+from regard.attention.protocol import Mechanism
 from regard.errors import UsageError
-from regard.models import Model, Patches, Transformer
-from regard.parity.cells import Trace
-from regard.parity.oracle import Given, Walk, oracle
+from regard.fast.watch import Form
+from regard.models import Model
+from regard.parity.oracle import oracle, steps
+from regard.parity.record import Given, Trace
 from regard.parity.rounding import SAMPLES, Envelope, Finding, judge
-from regard.parity.ways import Played, form, sample
+from regard.parity.ways import Runner, sample
 
 Run = Callable[[Given], Trace]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One run against another. `worst`: the largest error of both in units of the envelope; `where`:
-    the tensor that has it, which for a bug or a tie is the first one outside. A tie: scores of an
-    indexer are equal, and the runs chose different keys among them; neither is wrong."""
+    """One run against another. `worst`: the largest error of both in units of the envelope; `where`: the tensor that
+    has it, which for a bug or a tie is the first one outside. A tie: scores of an indexer are equal, and the runs chose
+    different keys among them; neither is wrong."""
 
     name: str
     verdict: str  # equal, rounding, tie, bug
@@ -44,54 +45,48 @@ class Check:
 # --- the runs -----------------------------------------------------------------------------------------------------
 
 
-def runs_of(model: Model, size: int) -> dict[str, Run]:
+def runs_of(model: Model, given: Given) -> dict[str, Run]:
     """Every way in which this model can be run."""
+    # Rows of text may have different lengths; images have none.
+    text = given.ids.dim() == 2
+    size = given.ids.shape[1] if text else 1
     half = max(1, size // 2)
     chunks = [half, 1, *([size - half - 1] if size > half + 1 else [])]
 
-    def formed(name: str) -> Run:
-        def run(given: Given) -> Trace:
-            with form(model, name):
-                return Played(model, given).alone()
+    def cached(layout: str, chunks: list[int], shuffled: bool = False) -> Run:
+        return lambda g: Runner(model, g).cached(layout, chunks, shuffled)
 
-        return run
+    def formed(form: str) -> Run:
+        return lambda g: Runner(Form(form).copy(model), g).alone()
 
     runs: dict[str, Run] = {
-        "reference": lambda g: Played(model, g, "reference").alone(),
-        "fused": lambda g: Played(model, g).alone(),
-        "batch": lambda g: Played(model, g).together(),
+        "reference": lambda g: Runner(model, g, "reference").alone(),
+        "fused": lambda g: Runner(model, g).alone(),
+        "batch": lambda g: Runner(model, g).together(),
     }
-    if reads_text(model):
-        runs["padded"] = lambda g: Played(model, g).together(cut=True)
-    if decodes(model):
-        runs["contiguous"] = lambda g: Played(model, g).cached("contiguous", chunks)
-        runs["prefill"] = lambda g: Played(model, g).cached("contiguous", [size])
-        runs["decode"] = lambda g: Played(model, g).cached("contiguous", [1] * size)
-        runs["reordered"] = lambda g: Played(model, g).cached("contiguous", chunks, shuffled=True)
+    if text:
+        runs["padded"] = lambda g: Runner(model, g).together(cut=True)
+    if model.decodes:
+        runs["contiguous"] = cached("contiguous", chunks)
+        runs["prefill"] = cached("contiguous", [size])
+        runs["decode"] = cached("contiguous", [1] * size)
+        runs["reordered"] = cached("contiguous", chunks, shuffled=True)
         if any(spec.token for spec in model.cache_specs()):
-            runs["paged"] = lambda g: Played(model, g).cached("paged", chunks, shuffled=True)
+            runs["paged"] = cached("paged", chunks, shuffled=True)
             if None not in model.windows():
-                runs["ring"] = lambda g: Played(model, g).cached("ring", [3] * (size // 3))
-    if any(isinstance(m, LatentAttention) for m in model.modules()):
-        runs |= {name: formed(name) for name in ("absorbed", "expanded")}
-    runs["bf16"] = lambda g: Played(copy.deepcopy(model).bfloat16(), g).alone()
+                runs["ring"] = cached("ring", [3] * (size // 3))
+    mechanisms = (m for m in model.modules() if isinstance(m, Mechanism))
+    runs |= {form: formed(form) for m in mechanisms for form in m.forms}
+    runs["bf16"] = lambda g: Runner(copy.deepcopy(model).bfloat16(), g).alone()
     if torch.cuda.is_available():
         runs["GPU"] = lambda g: on_gpu(model, g)
     return runs
 
 
 def on_gpu(model: Model, given: Given) -> Trace:
-    with torch.backends.cudnn.flags(allow_tf32=False):  # else convolutions are of ten bits
-        return Played(copy.deepcopy(model).cuda(), given).alone()
-
-
-def reads_text(model: Model) -> bool:
-    """Whether rows may have different lengths: images have none."""
-    return not isinstance(getattr(model.config, "embedding", None), Patches)
-
-
-def decodes(model: Model) -> bool:
-    return not isinstance(model, Transformer) or model.config.tower.causal
+    # Else convolutions are of ten bits.
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        return Runner(copy.deepcopy(model).cuda(), given).alone()
 
 
 # --- the checks ---------------------------------------------------------------------------------------------------
@@ -127,15 +122,15 @@ class Court:
         if name not in self.done:
             trace = self.runs[name](self.given)
             envelope = self.envelope(trace.dtype, trace.whole)
-            steps = Walk(self.oracles[trace.dtype][0], self.given, trace).steps
-            self.done[name] = trace, judge(steps, envelope)
+            exact = self.oracles[trace.dtype][0]
+            self.done[name] = trace, judge(steps(exact, self.given, trace), envelope)
         return self.done[name]
 
     def envelope(self, dtype: torch.dtype, whole: bool) -> Envelope:
         many = self.given.times(SAMPLES)
         if dtype not in self.oracles:
             exact = oracle(self.model, dtype)
-            self.oracles[dtype] = exact, Played(exact, many, "reference").together()
+            self.oracles[dtype] = exact, Runner(exact, many, "reference").together()
         if (dtype, whole) not in self.envelopes:
             exact, trace = self.oracles[dtype]
             trace = trace.blocks() if whole else trace
@@ -146,22 +141,19 @@ class Court:
         (a, first), (b, second) = self.judged(one), self.judged(other)
         x, y = a.tensors["logits"], b.tensors["logits"]
         both = a.real["logits"] & b.real["logits"]
-        if a.lengths is not None and not causal(self.model):
-            both &= a.lengths[:, None] == x.shape[1]  # a cut text is another text
+        if a.lengths is not None and (self.model.reads_source or not self.model.decodes):
+            # A cut text is another text to what sees all of it.
+            both &= a.lengths[:, None] == x.shape[1]
         gap = float((x - y)[both].abs().max()) if both.any() else 0.0
-        found, run = (first, one) if first.bug or not second.bug else (second, other)
-        if found.bug is not None:
-            at = found.row, found.position
-            return Check(name, "bug", gap, found.worst, found.bug, run, *at)
+        grave = ("rounding", "tie", "bug").index
+        finding, run = max((first, one), (second, other), key=lambda pair: grave(pair[0].verdict))
+        if finding.verdict == "bug":
+            at = finding.row, finding.position
+            return Check(name, "bug", gap, finding.worst, finding.where, run, *at)
         worst = max(first, second, key=lambda f: f.worst)
-        if first.tie or second.tie:
-            run = one if first.tie else other
-            return Check(name, "tie", gap, worst.worst, first.tie or second.tie or "", run)
-        return Check(name, "rounding" if gap else "equal", gap, worst.worst, worst.at)
-
-
-def causal(model: Model) -> bool:
-    return isinstance(model, Transformer) and model.config.tower.causal
+        if finding.verdict == "tie":
+            return Check(name, "tie", gap, worst.worst, finding.where, run)
+        return Check(name, "rounding" if gap else "equal", gap, worst.worst, worst.where)
 
 
 def parity(
@@ -176,8 +168,7 @@ def parity(
     "transformers"); `sound`: the model that the runs are held against, if it is not the one that runs."""
     given = sample(model) if given is None else given
     check_weights(sound or model)
-    size = given.ids.shape[1] if given.ids.dim() == 2 else 1
-    runs = runs_of(model, size) | (more or {})
+    runs = runs_of(model, given) | (more or {})
     court = Court(sound or model, given, runs)
     chosen = {name: pair for name, pair in CHECKS.items() if name in only}
     return [court.check(name, *pair) for name, pair in chosen.items() if set(pair) <= set(runs)]

@@ -1,228 +1,171 @@
-"""What a run of a model computed on its way, tensor by tensor, taken from outside: no model knows of it."""
+"""What a run computed on its way, each number at [row, position] of the text that the run reads.
+
+However a run is cut into rows, chunks, pages and padding, any two can be laid side by side so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from regard import moe
-from regard.attention.sparse import SparseAttention
-from regard.block import Stack
-from regard.mask import Visible
-from regard.models import EncoderDecoder, Model, Transformer
-from regard.moe import MixtureOfExperts
-from regard.parity.cells import Attended, Cells, Trace, by_position
+from regard.fast.watch import Step, WatchedExperts, WatchedMechanism, Watcher
+from regard.mask import Span
 
 
-def towers(model: Model) -> list[tuple[str, nn.Module, Stack, bool]]:
-    """What stands before its blocks' names, embedding, blocks, whether it reads the source."""
-    if isinstance(model, Transformer):
-        return [("", model.embedding, model.tower, False)]
-    if isinstance(model, EncoderDecoder):
-        return [
-            ("encoder ", model.source, model.encoder, True),
-            ("decoder ", model.target, model.decoder, False),
-        ]
-    return []
+@dataclass
+class Given:
+    """What all runs read: ids (rows, positions) or images, and a source."""
+
+    ids: Tensor
+    source: Tensor | None = None
+
+    def times(self, count: int) -> Given:
+        """All rows `count` times."""
+        source = None if self.source is None else torch.cat([self.source] * count)
+        return Given(torch.cat([self.ids] * count), source)
 
 
-class Recorder:
-    """Watches a model while it runs: `with Recorder(model, trace) as recorder: recorder.cells = ...; model(ids)`.
+class Cells:
+    """Which token each place (b t) of a call holds: row i of the call is `sizes[i]` tokens of row `rows[i]`, the
+    first at position `starts[i]`."""
 
-    A module's class is replaced by one that also notes what a call gives; so it works on models without hooks."""
+    def __init__(self, rows: list[int], starts: list[int], sizes: list[int]):
+        self.rows, self.ends = torch.tensor(rows), torch.tensor(starts) + torch.tensor(sizes)
+        self.index = Span.ragged(torch.tensor(sizes), max(sizes), torch.tensor(starts)).index  # b t
+        self.at = (self.index >= 0).nonzero(as_tuple=True)
+        self.to = (self.rows[self.at[0]], self.index[self.at])
 
-    def __init__(self, model: Model, trace: Trace):
-        self.model, self.trace = model, trace
-        self.cells, self.source_cells = Cells([0], [0], [1]), Cells([0], [0], [1])
-        self.undo: list[Callable[[], None]] = []
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """A call's tensor (b t ...) to its places in (rows, positions, ...)."""
+        whole[self.to] = part[self.at].to(whole)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The reverse: zeros at padding."""
+        part = whole.new_zeros(*self.index.shape, *whole.shape[2:])
+        part[self.at] = whole[self.to]
+        return part
+
+
+@dataclass
+class Attended:
+    """One call of one attention: what it had as keys, by position, and what a sparse one chose."""
+
+    cells: Cells
+    kept: dict[str, Tensor]  # b (size + 1) ...; the last place is never seen
+    held: Tensor  # b (size + 1)
+    lengths: Tensor  # b: how many tokens there are to see
+    chosen: Tensor | None = None  # b t k, positions
+
+    @property
+    def index(self) -> Tensor:
+        """Positions of the keys, -1 where there is no token."""
+        at = torch.arange(self.held.shape[1])
+        return torch.where(at < self.lengths[:, None], at, -1)
+
+
+@dataclass
+class Trace:
+    """All that one run computed: `tensors` (rows, positions, ...) by name, in float64."""
+
+    size: tuple[int, int]  # rows, positions
+    source: int = 0  # positions of the source
+    dtype: torch.dtype = torch.float32
+    lengths: Tensor | None = None  # of the rows, where they are cut
+    source_lengths: Tensor | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    calls: dict[str, list[Attended]] = field(default_factory=dict)
+    real: dict[str, Tensor] = field(default_factory=dict)  # which places were computed
+
+    @property
+    def whole(self) -> bool:
+        """Whether blocks are known by their outputs alone: those of other libraries, and of C code that adds to the
+        stream as it multiplies."""
+        return not any(name.endswith("attention output") for name in self.tensors)
+
+    def blocks(self) -> Trace:
+        """The same, known by what its blocks give alone."""
+        inside = re.compile(r"block \d+ (?!output)")
+        tensors = {name: x for name, x in self.tensors.items() if not inside.search(name)}
+        return replace(self, tensors=tensors, calls={})
+
+    def put(self, name: str, x: Tensor, cells: Cells, source: bool = False) -> None:
+        if name not in self.tensors:
+            shape = (self.size[0], self.source if source else self.size[1])
+            self.tensors[name] = torch.zeros(*shape, *x.shape[2:], dtype=torch.float64)
+            self.real[name] = torch.zeros(shape, dtype=torch.bool)
+        cells.put(self.tensors[name], x.detach().cpu())
+        self.real[name][cells.to] = True
+
+    def put_answer(self, y: Tensor, cells: Cells) -> None:
+        """What the model gave; one for each row (a label) lies at the row's first place."""
+        if y.dim() == 2:
+            cells, y = Cells(cells.rows.tolist(), [0] * len(y), [1] * len(y)), y[:, None]
+        self.put("logits", y, cells)
+
+
+class Recorder(Watcher):
+    """Changes nothing and notes everything; `cells` and `source_cells` say which tokens the call under way reads."""
+
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        self.cells = self.source_cells = Cells([0], [0], [1])
         self.chosen: list[Tensor] = []
 
-    def __enter__(self) -> Recorder:
-        for name, embedding, stack, source in towers(self.model):
-            self.watch(embedding, f"{name}embedding", source)
-            for i, block in enumerate(stack.blocks):
-                self.block(f"{name}block {i} ", block, source)
-            if stack.norm is not None:
-                self.watch(stack.norm, f"{name}final norm", source)
-        if not towers(self.model):
-            self.wrap(self.model, "hidden", self.noting("decoder states", False))
-            if hasattr(self.model, "encode"):
-                self.wrap(self.model, "encode", self.noting("encoder states", True))
-        return self
+    def see(self, name: str, x: Tensor, source: bool = False) -> Tensor:
+        self.trace.put(name, x, self.source_cells if source else self.cells, source)
+        return x
 
-    def __exit__(self, *_: object) -> None:
-        for undo in reversed(self.undo):
-            undo()
-        self.undo = []
-
-    def answer(self, y: Tensor) -> None:
-        """What the model gave; one for each row (a label) lies at the row's first place."""
-        cells = self.cells
-        if y.dim() == 2:
-            first = torch.zeros_like(cells.rows).tolist()
-            cells, y = Cells(cells.rows.tolist(), first, [1] * len(y)), y[:, None]
-        self.trace.put("logits", y, cells)
-
-    # --- what is watched ------------------------------------------------------------------------------------------
-
-    def block(self, name: str, block: Any, source: bool) -> None:
-        self.watch(block, f"{name}output", source)
-        for part, short in (("norm1", "norm 1"), ("norm2", "norm 2"), ("norm3", "norm 3")):
-            if getattr(block, part) is not None:
-                self.watch(getattr(block, part), name + short, source)
-        self.attention(f"{name}attention ", block.attention, source, False)
-        if block.cross is not None:
-            self.attention(f"{name}cross-attention ", block.cross, source, True)
-        self.watch(block.ffn, f"{name}feed-forward", source, operands=1)
-        if isinstance(block.ffn, MixtureOfExperts):
-            self.experts(f"{name}feed-forward", block.ffn, source)
-
-    def attention(self, name: str, layer: Any, source: bool, cross: bool) -> None:
-        self.watch(layer, f"{name}output", source, operands=2)
-        if isinstance(layer, SparseAttention):
-            self.wrap(layer, "choice", lambda real: self.noting_choice(real))
-            self.wrap(layer, "sparse", lambda real: self.noting_mix(real, name, source, cross, 1))
-            self.wrap(layer.indexer, "keys", self.noting(f"{name}index_k", source))
-            layer = layer.attention
-        self.wrap(layer, "entries", lambda real: self.noting_entries(real, name, source or cross))
-        self.wrap(layer, "mix", lambda real: self.noting_mix(real, name, source, cross, 0))
-
-    def watch(self, module: nn.Module, name: str, source: bool, operands: int = 0) -> None:
-        """Note what calls of `module` give. One that is called with more than its `operands` adds the residual too
-        (a packed model's): what it gives is not the tensor of that name."""
-        kind, recorder = type(module), self
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            y = kind.__call__(self, *args, **kwargs)
-            if not operands or len(args) == operands:
-                recorder.note(name, y, source)
-            return y
-
-        module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-        self.undo.append(lambda: setattr(module, "__class__", kind))
-
-    def wrap(self, module: nn.Module, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a method of one module."""
-        before = module.__dict__.get(name)
-        module.__dict__[name] = make(getattr(module, name))
-
-        def undo() -> None:
-            if before is None:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = before
-
-        self.undo.append(undo)
-
-    def note(self, name: str, y: Tensor, source: bool) -> None:
-        self.trace.put(name, y, self.source_cells if source else self.cells, source)
-
-    def noting(self, name: str, source: bool) -> Callable[[Any], Any]:
-        def make(real: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                y = real(*args, **kwargs)
-                self.note(name, y[0] if isinstance(y, tuple) else y, source)
-                return y
-
-            return run
-
-        return make
-
-    def noting_entries(self, real: Any, name: str, source: bool) -> Any:
-        def entries(*args: Any) -> dict[str, Tensor]:
-            found = real(*args)
-            for key, x in found.items():
-                self.note(name + key, x, source)
-            return found
-
-        return entries
-
-    def noting_choice(self, real: Any) -> Any:
-        def choice(*args: Any) -> Tensor:
-            self.chosen.append(real(*args))
-            return self.chosen[-1]
-
-        return choice
-
-    def noting_mix(self, real: Any, name: str, source: bool, cross: bool, skip: int) -> Any:
-        """Of `mix(q, kept, mask, ...)`, or `sparse(x, q, index_q, kept, mask, ...)`, which skips x and index_q."""
-
-        def mix(*args: Any) -> Tensor:
-            self.chosen = self.chosen if not skip else []
-            o = real(*args)
-            q, kept, mask = (args[1], args[3], args[4]) if skip else args[:3]
-            if isinstance(mask, Visible):  # else a part of `sparse`
-                self.note(f"{name}q", q, source)
-                self.note(f"{name}before wo", o, source)
-                chosen = torch.cat(self.chosen, 1) if skip else None
-                self.attended(name, kept, mask.k.index, chosen, source, cross)
-            return o
-
-        return mix
-
-    def attended(
-        self,
-        name: str,
-        kept: dict[str, Tensor],
-        index: Tensor,
-        chosen: Tensor | None,
-        source: bool,
-        cross: bool,
-    ) -> None:
-        cells = self.source_cells if source else self.cells
-        lengths = self.source_cells.ends if cross else cells.ends
-        if cross:  # rows of the source, in the order of this call
-            lengths = _by_row(self.source_cells, self.trace.size[0])[cells.rows]
-        kept, held, slots = by_position(kept, index.cpu(), int(lengths.max()))
+    def mix(self, part: WatchedMechanism, step: Step, *args: Any) -> Tensor:
+        self.chosen = []
+        o, (_, kept, mask, _, _) = step(*args), args
+        cells = self.source_cells if part.source else self.cells
+        lengths = cells.ends
+        if part.cross:
+            # Rows of the source, in the order of this call.
+            ends = torch.zeros(self.trace.size[0], dtype=torch.long)
+            ends[self.source_cells.rows] = self.source_cells.ends
+            lengths = ends[cells.rows]
+        entries, held, slots = by_position(kept, mask.k.index.cpu(), int(lengths.max()))
+        chosen = torch.cat(self.chosen, 1).cpu() if self.chosen else None
         if chosen is not None:
-            chosen = slots.gather(1, chosen.cpu().flatten(1)).view_as(chosen)
-        call = Attended(cells, kept, held, lengths, chosen)
-        self.trace.calls.setdefault(name, []).append(call)
+            chosen = slots.gather(1, chosen.flatten(1)).view_as(chosen)
+        call = Attended(cells, entries, held, lengths, chosen)
+        self.trace.calls.setdefault(part.name, []).append(call)
+        return o
 
-    def experts(self, name: str, layer: MixtureOfExperts, source: bool) -> None:
-        """The router's choices: of groups, where there are any, and of experts."""
+    def choice(self, step: Step, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+        self.chosen.append(step(scores, k, order))
+        return self.chosen[-1]
 
-        def make(real: Any) -> Any:
-            def route(x: Tensor) -> Any:
-                taken: list[Tensor] = []
-
-                def take(scores: Tensor, k: int) -> Tensor:
-                    taken.append(plain_best(scores, k))
-                    return taken[-1]
-
-                with Best(take):
-                    answer = real(x)
-                shape = (self.source_cells if source else self.cells).index.shape
-                for i, each in enumerate(taken):
-                    self.note(f"{name} choice {i}", each.unflatten(0, shape), source)
-                return answer
-
-            return route
-
-        self.wrap(layer, "route", make)
+    def choose(self, part: WatchedExperts, step: Step, scores: Tensor, k: int) -> Tensor:
+        chosen = step(scores, k)
+        cells = self.source_cells if part.source else self.cells
+        self.see(
+            f"{part.name} choice {part.choices}",
+            chosen.unflatten(0, cells.index.shape),
+            part.source,
+        )
+        return chosen
 
 
-plain_best = moe.best
-
-
-class Best:
-    """Another rule for which experts are the best, for a while."""
-
-    def __init__(self, rule: Callable[[Tensor, int], Tensor]):
-        self.rule = rule
-
-    def __enter__(self) -> None:
-        self.before, moe.best = moe.best, self.rule  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        moe.best = self.before
-
-
-def _by_row(cells: Cells, rows: int) -> Tensor:
-    """How many source tokens each row has."""
-    ends = torch.zeros(rows, dtype=torch.long)
-    ends[cells.rows] = cells.ends
-    return ends
+def by_position(
+    kept: dict[str, Tensor], index: Tensor, size: int
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Entries (b s ...) brought to their positions (b size + 1 ...), which of them were there, and for each slot its
+    position; what has none goes to the last place."""
+    b, s = next(iter(kept.values())).shape[:2]
+    index = index.expand(b, s)
+    place = torch.where((index >= 0) & (index < size), index, size)
+    slot = torch.full((b, size + 1), -1).scatter(1, place, torch.arange(s).expand(b, s))
+    slot[:, size] = -1
+    held = slot >= 0
+    row = torch.arange(b)[:, None]
+    entries = {}
+    for name, x in kept.items():
+        y = x.detach().cpu().double()[row, slot.clamp(min=0)]
+        entries[name] = y.masked_fill(~held.view(b, -1, *[1] * (y.dim() - 2)), 0.0)
+    return entries, held, place

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from regard.models import Model
-from regard.parity.cells import Trace
-from regard.parity.oracle import Given, Step, Walk, rms
+from regard.parity.oracle import NOTHING, Step, rms, steps
+from regard.parity.record import Given, Trace
 
 SAFETY, SAMPLES = 12.0, 4
 EXACT = (
@@ -82,15 +82,16 @@ def _wide(x: Any) -> bool:
 
 
 class Envelope:
-    """What rounding does to each tensor of a model, for runs in `dtype`: learnt from the oracle's own run."""
+    """What rounding does to each tensor of a model, for runs in `dtype`: learnt from the oracle's own run. Where that
+    takes all keys and another run chooses, nothing is known of the choice."""
 
     def __init__(self, model: Model, given: Given, trace: Trace, dtype: torch.dtype):
         """`given` and its `trace` hold every row SAMPLES times: each is off in another way."""
         self.u = unit(dtype)
         self.spread: dict[str, Tensor] = {}
-        exact = Walk(model, given, trace, compared=False).steps
+        exact = steps(model, given, trace, compared=False)
         with Rounding(self.u):
-            drawn = Walk(model, given, trace, compared=False).steps
+            drawn = steps(model, given, trace, compared=False)
         for a, b in zip(exact, drawn, strict=True):
             off = rms(a.value - b.value).unflatten(0, (SAMPLES, -1))
             self.spread[a.key] = off.square().mean(0).sqrt()
@@ -98,26 +99,25 @@ class Envelope:
     def ratio(self, step: Step) -> Tensor:
         """The error in units of what rounding may do: more than 1 is outside (rows, positions)."""
         least = max(self.u, step.unit) * rms(step.value)
-        allowed = SAFETY * torch.maximum(self.spread[step.key], least)
+        allowed = SAFETY * torch.maximum(self.spread.get(step.key, NOTHING), least)
         ratio = torch.where(step.error != 0, step.error / allowed, 0.0)
         return ratio.nan_to_num(nan=torch.inf)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a run is worth: the place nearest to its envelope, and the first one outside, if any: a
-    bug, or a tie, where it chose other keys of the same score."""
+    """What a run is worth: "rounding" and the place nearest to its envelope, or the first one outside: a "bug", or a
+    "tie", where it chose other keys of the same score."""
 
+    verdict: str
     worst: float
-    at: str
-    bug: str | None = None
-    tie: str | None = None
+    where: str
     row: int = 0
     position: int = 0
 
 
 def judge(steps: list[Step], envelope: Envelope) -> Finding:
-    worst, at, tie = 0.0, "", None
+    worst, where, tie = 0.0, "", None
     for step in steps:
         ratio = envelope.ratio(step)
         if step.tied is not None and bool((ratio[step.tied] > 1).any()):
@@ -126,7 +126,7 @@ def judge(steps: list[Step], envelope: Envelope) -> Finding:
         most = float(ratio.max())
         if most > 1:
             row, position = divmod(int(ratio.argmax()), ratio.shape[1])
-            return Finding(most, step.name, step.name, None, row, position)
+            return Finding("bug", most, step.name, row, position)
         if most >= worst:
-            worst, at = most, step.name
-    return Finding(worst, at, tie=tie)
+            worst, where = most, step.name
+    return Finding("tie", worst, tie) if tie else Finding("rounding", worst, where)

@@ -21,11 +21,10 @@ instead (heads joined along axis 1)."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +33,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from regard.attention.core import Terms, finish, scores, softmax
 from regard.attention.sparse import Spread
 from regard.errors import UsageError, nearest
+from regard.fast.specialise import share
 from regard.mask import Visible
+from regard.models import Model
 
 # What a map has at keys that are not chosen.
 KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}
@@ -44,7 +45,7 @@ Kinds = dict[str, Tensor]
 # One, several, all.
 Rows = slice | Tensor | None
 Heads = list[int] | None
-M = TypeVar("M")
+M = TypeVar("M", bound=Model)
 
 
 class Probe:
@@ -79,8 +80,6 @@ class Probe:
         self._maps: dict[str, Maps] = {kind: {} for kind in self.what}
         # Runs of queries of a sparse call.
         self._waiting: dict[str, list[tuple[Kinds, Tensor]]] = {}
-        # Rows of the call, where `on` knows them.
-        self._batch: int | None = None
 
     def at(self, site: str) -> Recorder | None:
         """The recorder for a place, or None if its layer is not wanted."""
@@ -96,17 +95,8 @@ class Probe:
     def on(self, model: M) -> M:
         """A twin of the model, of the same weights, that shows every call to this probe: for
         `generate` and others that make the calls themselves."""
-        kind, watch = type(model), self
-
-        def hidden(self: Any, ids: Tensor, *args: Any, probe: Any = None, **rest: Any) -> Tensor:
-            watch._batch = len(ids)
-            try:
-                return kind.hidden(self, ids, *args, probe=probe or watch, **rest)  # type: ignore[attr-defined]
-            finally:
-                watch._batch = None
-
-        twin = copy.copy(model)
-        twin.__class__ = type(kind.__name__, (kind,), {"hidden": hidden, "watched": True})
+        twin = share(type(model), model)
+        twin.watch = lambda ids: _Call(self, len(ids))
         return twin
 
     @property
@@ -129,8 +119,25 @@ class Probe:
         return self._maps[kind]
 
 
+@dataclass
+class _Call:
+    """A probe of one call on `batch` rows."""
+
+    probe: Probe
+    batch: int
+
+    def at(self, site: str) -> Recorder | None:
+        recorder = self.probe.at(site)
+        if recorder is not None:
+            recorder.batch = self.batch
+        return recorder
+
+
 class Recorder:
     """What the probe wants from one place."""
+
+    # Rows of the call, where they are known: beams that share a source stand side by side as its queries.
+    batch: int | None = None
 
     def __init__(self, probe: Probe, site: str):
         self.probe, self.site = probe, site
@@ -143,7 +150,7 @@ class Recorder:
         computed."""
         b, h, t = q.shape[:3]
         # Beams side by side as one source's queries.
-        share = max(1, (self.probe._batch or b) // b)
+        share = max(1, (self.batch or b) // b)
         rows = self._rows(0, t // share, t // share)
         if rows is not None and share > 1:
             rows = _flat(share, t // share, rows)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import moe
 from regard.attention import GQA, MLA
 from regard.attention import sparse as select
 from regard.block import Tower
@@ -31,7 +30,7 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.models.adapt import LoRA, inject, merge
-from regard.moe import MoE
+from regard.moe import MixtureOfExperts, MoE
 from regard.position import Learned, Rope, Sinusoidal
 from regard.see.probe import Probe
 from tests.laws.mechanisms import TOWERS, VOCAB, decoder, ids, options, stir
@@ -63,9 +62,9 @@ class Choices:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.kept: list[Tensor] = []
         self.calls, self.replay, self.regret = 0, False, 0.0
-        self.choose, self.best = select.choose, moe.best
+        self.choose, self.best = select.choose, MixtureOfExperts.choose
         monkeypatch.setattr(select, "choose", self.keys)
-        monkeypatch.setattr(moe, "best", self.experts)
+        monkeypatch.setattr(MixtureOfExperts, "choose", lambda *args: self.experts(*args))
 
     def next(self, chosen: Tensor) -> Tensor:
         """Layers choose one after the other, and again for the next piece of a text."""
@@ -91,8 +90,8 @@ class Choices:
         self.compare(scores, own, theirs)
         return theirs
 
-    def experts(self, scores: Tensor, k: int) -> Tensor:
-        own = self.best(scores, k)
+    def experts(self, part: MixtureOfExperts, scores: Tensor, k: int) -> Tensor:
+        own = self.best(part, scores, k)
         theirs = self.next(own)
         self.compare(scores, own, theirs)
         return theirs

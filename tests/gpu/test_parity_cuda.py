@@ -11,7 +11,7 @@ import regard
 from regard.models import Model
 from regard.parity import check as module
 from regard.parity.check import Check, parity
-from regard.parity.ways import Played, sample
+from regard.parity.ways import Runner, sample
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 pytestmark = pytest.mark.skipif(
@@ -55,7 +55,7 @@ def test_weight_that_changed_on_its_way_to_the_gpu_is_found(
         twin = copy.deepcopy(model).cuda()
         with torch.no_grad():
             next(p for n, p in twin.named_parameters() if "wv" in n).mul_(1.01)
-        return Played(twin, given).alone()
+        return Runner(twin, given).alone()
 
     monkeypatch.setattr(module, "on_gpu", spoilt)
     assert checked(small(next(iter(MODELS)))).verdict == "bug"

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard import moe
 from regard.attention import BACKENDS
 from regard.block import Block
 from regard.cache import Contiguous, Paged
@@ -168,6 +167,10 @@ def eps(norm: Any) -> None:
     norm.eps = 1e-4
 
 
+def no_residual(add: Any) -> None:
+    override(add, "forward", lambda self, real, y, residual: real(y))
+
+
 def by_tanh(ffn: Any) -> None:
     ffn.act = partial(F.gelu, approximate="tanh")
 
@@ -183,14 +186,7 @@ def weighed_alike(ffn: Any) -> None:
 def next_expert(ffn: Any) -> None:
     """The third best expert instead of the second."""
 
-    def route(self: Any, real: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        score = self.logits(x).softmax(-1)
-        chosen = moe.best(score, 2)
-        chosen[:, 1] = score.topk(3).indices[:, 2]
-        weight = score.gather(-1, chosen)
-        return chosen, weight / weight.sum(-1, keepdim=True)
-
-    override(ffn, "route", route)
+    override(ffn, "choose", lambda self, real, scores, k: scores.topk(3).indices[:, [0, 2]])
 
 
 # --- the rest of the model ----------------------------------------------------------------------------------------

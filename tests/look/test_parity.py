@@ -4,21 +4,25 @@ import copy
 import dataclasses
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import regard
+from regard.block import ORDERS
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
+from regard.fast.invariant import invariant
+from regard.fast.watch import Watcher, watch
 from regard.models import Model
 from regard.parity.check import CHECKS, Check, parity
-from regard.parity.foreign import record
-from regard.parity.oracle import Given, Walk, oracle, regret
+from regard.parity.oracle import oracle, regret, steps
+from regard.parity.record import Given, Trace
 from regard.parity.rounding import SAMPLES, Envelope, Rounding, judge, unit
-from regard.parity.ways import Played, sample
-from tests.look.planted import BUGS
+from regard.parity.ways import Runner, record, sample
+from tests.look.planted import BUGS, by_tanh, eps, no_residual, part, transposed
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 FUSED, PACKED = "fused against reference", "packed against plain"
@@ -69,12 +73,13 @@ def test_error_of_ten_roundings_is_a_bug_at_its_tensor() -> None:
     given = sample(model, tokens=9)
     exact = oracle(model, torch.float32)
     many = given.times(SAMPLES)
-    envelope = Envelope(exact, many, Played(exact, many, "reference").together(), torch.float32)
-    trace = Played(model, given).alone()
-    assert judge(Walk(exact, given, trace).steps, envelope).bug is None
+    envelope = Envelope(exact, many, Runner(exact, many, "reference").together(), torch.float32)
+    trace = Runner(model, given).alone()
+    assert judge(steps(exact, given, trace), envelope).verdict == "rounding"
     trace.tensors["block 1 norm 3"][1, 4] *= 1 + 200 * unit(torch.float32)
-    found = judge(Walk(exact, given, trace).steps, envelope)
-    assert (found.bug, found.row, found.position) == ("block 1 norm 3", 1, 4)
+    found = judge(steps(exact, given, trace), envelope)
+    assert (found.verdict, found.where) == ("bug", "block 1 norm 3")
+    assert (found.row, found.position) == (1, 4)
 
 
 def test_run_with_nan_is_a_bug() -> None:
@@ -84,6 +89,32 @@ def test_run_with_nan_is_a_bug() -> None:
         model.tower.blocks[1].ffn.up.weight[0, 0] = torch.nan
     found = checked(model, sound=sound)
     assert (found.verdict, found.where) == ("bug", "block 1 feed-forward")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_a_block_is_followed_and_its_bugs_are_named(order: str) -> None:
+    config = MODELS["gqa"]
+    torch.manual_seed(1)
+    tower = dataclasses.replace(config.tower, order=order)
+    sound = stirred(dataclasses.replace(config, tower=tower).make(), random.Random(1))
+    assert checked(sound).verdict != "bug"
+
+    def where(path: str, change: Callable[[Any], None]) -> str:
+        model = copy.deepcopy(sound)
+        part(path, change)(model, None)
+        found = checked(model, sound=sound)
+        return found.where if found.verdict == "bug" else found.verdict
+
+    assert where("attention.wo", transposed) == "block 1 attention output"
+    assert where("ffn", by_tanh) == "block 1 feed-forward"
+    alone = "block 1 norm 3" if order == "post" else "block 1 output"
+    assert where("ffn.add", no_residual) == alone
+    if order in ("sandwich", "inner"):
+        assert where("attention.add.norm", eps) == "block 1 norm after attention"
+        assert where("ffn.add.norm", eps) == "block 1 norm after feed-forward"
+    if order != "inner":
+        assert where("norm1", eps) == "block 1 norm 1"
+        assert where("norm3", eps) == "block 1 norm 3"
 
 
 # --- rounding -----------------------------------------------------------------------------------------------------
@@ -98,7 +129,7 @@ def test_sound_random_model_is_not_accused(seed: int) -> None:
 
 def test_two_runs_of_one_kind_are_equal() -> None:
     model = small("gqa")
-    runs = {"packed": lambda given: Played(model, given).alone()}
+    runs = {"packed": lambda given: Runner(model, given).alone()}
     assert checked(model, PACKED, more=runs).verdict == "equal"
     coarse = checked(model, "bf16 against fp32")
     assert coarse.verdict == "rounding"
@@ -111,7 +142,7 @@ def test_packed_model_is_not_accused_and_its_bug_is_found_by_block(name: str) ->
     chunks = [4, 1, 1, 1]
 
     def judged(prepared: Model) -> Check:
-        runs = {"packed": lambda given: Played(prepared, given).cached("contiguous", chunks)}
+        runs = {"packed": lambda given: Runner(prepared, given).cached("contiguous", chunks)}
         return checked(model, PACKED, more=runs)
 
     assert judged(prepare(model)).verdict != "bug"
@@ -121,6 +152,24 @@ def test_packed_model_is_not_accused_and_its_bug_is_found_by_block(name: str) ->
     found = judged(prepare(spoilt))
     assert (found.verdict, found.run) == ("bug", "packed")
     assert "block 1" in found.where
+
+
+@pytest.mark.parametrize("name", ["gqa", "dsa", "mla", "experts", "t5"])
+def test_invariant_model_is_followed_step_by_step(name: str) -> None:
+    model = small(name)
+
+    def judged(other: Model) -> Check:
+        def run(given: Given) -> Trace:
+            trace = Runner(invariant(other), given, "ordered").cached("contiguous", [4, 1, 2])
+            assert not trace.whole
+            return trace
+
+        return checked(model, PACKED, more={"packed": run})
+
+    assert judged(model).verdict != "bug"
+    spoilt = copy.deepcopy(model)
+    part("attention", lambda a: setattr(getattr(a, "attention", a), "scale", 1.0))(spoilt, None)
+    assert judged(spoilt).where.endswith("block 1 attention before wo")
 
 
 def test_wide_model_is_not_accused() -> None:
@@ -179,7 +228,7 @@ def test_transformers_agrees_and_a_difference_is_named_by_block(name: str) -> No
     assert block in found.where
 
 
-# --- what is compared, and bad input ------------------------------------------------------------------------------
+# --- what is watched, what is compared, and bad input -------------------------------------------------------------
 
 
 def test_tie_of_an_indexer_is_no_bug_and_a_bug_beside_it_is_one() -> None:
@@ -203,6 +252,32 @@ def test_tie_of_an_indexer_is_no_bug_and_a_bug_beside_it_is_one() -> None:
     with torch.no_grad():
         theirs.model.layers[1].mlp.gate.weight.mul_(1.01)
     assert check().verdict == "bug"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [copy.copy, prepare, invariant])
+@pytest.mark.parametrize("name", MODELS)
+def test_watched_model_is_the_same_to_the_bit(name: str, kind: Callable[[Model], Model]) -> None:
+    model = kind(small(name))
+    given = sample(model, rows=2, tokens=6)
+    more = {} if given.source is None else {"source": given.source}
+    more["backend"] = "ordered" if kind is invariant else "sdpa"
+    twin = watch(model, Watcher())
+    assert torch.equal(twin(given.ids, **more), model(given.ids, **more))
+    assert [*twin.state_dict()] == [*model.state_dict()]
+
+
+@torch.no_grad()
+def test_recorder_notes_every_step_of_a_block() -> None:
+    model = small("dsa")
+    trace = Runner(model, sample(model, rows=2, tokens=6)).together()
+    names = [name.removeprefix("block 1 ") for name in trace.tensors if "block 1" in name]
+    assert sorted(names) == sorted(
+        ("norm 1", "attention q", "attention latent", "attention k_rope", "attention index_k")
+        + ("attention before wo", "attention output", "norm 3", "feed-forward", "output")
+    )
+    (call,) = trace.calls["block 1 attention "]
+    assert call.chosen is not None and call.chosen.shape == (2, 6, 3)
 
 
 def test_every_mechanism_gets_the_checks_that_it_has() -> None:
@@ -254,4 +329,4 @@ def test_parity_leaves_the_model_as_it_was() -> None:
     parity(model, Given(ids))
     assert torch.equal(model(ids), before)
     assert [type(m) for m in model.modules()] == kinds
-    assert all("mix" not in m.__dict__ and "route" not in m.__dict__ for m in model.modules())
+    assert all("watcher" not in m.__dict__ for m in model.modules())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from regard.attention import DSA, GQA, MLA
-from regard.block import Tower
+from regard.block import ORDERS, Tower
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import (
     EncoderDecoderConfig,
@@ -124,7 +124,7 @@ def words(draw: random.Random) -> Tokens:
 
 def tower(draw: random.Random, attention: Any, **more: Any) -> Tower:
     norm = Norm(draw.choice((1e-5, 1e-6, 1e-12)), draw.random() < 0.5)
-    order = draw.choice(("pre", "pre", "post"))
+    order = draw.choice(ORDERS if "cross" not in more else ORDERS[:-1])
     relative = None
     inner = attention.attention if isinstance(attention, DSA) else attention
     if draw.random() < 0.2:
@@ -134,7 +134,7 @@ def tower(draw: random.Random, attention: Any, **more: Any) -> Tower:
     layers = draw.choice((1, 2))
     return Tower(
         draw.choice((12, 16)), layers, attention, ffn(draw), norm=norm, order=order,
-        final_norm=order == "pre" or draw.random() < 0.5, relative=relative, **more,
+        final_norm=order != "post" or draw.random() < 0.5, relative=relative, **more,
     )  # fmt: skip
 
 
