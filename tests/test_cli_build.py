@@ -17,7 +17,7 @@ from regard.errors import UsageError
 from regard.layers import Classify
 from regard.presets import PRESETS
 from regard.train.adapt import Adapt, adapted, with_head
-from regard.train.run import flat, fresh, placed, written
+from regard.train.build import flat, fresh, placed, written
 from tests.test_cli_train import CONFIG
 
 PAIRS = """

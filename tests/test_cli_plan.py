@@ -9,12 +9,12 @@ import torch
 
 import regard
 from regard.cli.main import main
-from regard.cli.plan import kv, step_seconds
 from regard.data.config import Data
 from regard.data.survey import Survey
 from regard.presets import build
 from regard.train.check import SUITS
 from regard.train.config import TASKS, Config
+from regard.train.forecast import cache_bytes, step_seconds
 from regard.train.trainer import Train
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
@@ -59,7 +59,7 @@ train = { steps = 10 }
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
-    monkeypatch.setattr("regard.cli.plan.MEASURED", 0.0)
+    monkeypatch.setattr("regard.train.forecast.MEASURED", 0.0)
     (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
     pairs = (f"number {i}\tnummer {i} und mehr davon\n" for i in range(200))
     (tmp_path / "pairs.tsv").write_text("".join(pairs), encoding="utf-8")
@@ -163,7 +163,7 @@ def test_settings_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.cli.plan.free_memory", lambda device: 4 << 30)
+    monkeypatch.setattr("regard.train.forecast.free_memory", lambda device: 4 << 30)
     large = ["--model.layers", "24", "--model.dim", "256", "--data.rows", "65536"]
     assert main(["plan", "lm.toml", *large]) == 3
     said = capsys.readouterr()
@@ -181,7 +181,7 @@ def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
 def test_full_disk_is_exit_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.cli.plan.free_disk", lambda folder: 1 << 20)
+    monkeypatch.setattr("regard.train.forecast.free_disk", lambda folder: 1 << 20)
     assert main(["plan", "lm.toml"]) == 3
     assert "its checkpoints do not fit" in capsys.readouterr().err
 
@@ -209,8 +209,11 @@ def test_plan_of_a_model_folder(home: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_cache_of_known_models() -> None:
     """Llama 3.1 8B: 128 KiB a token. DeepSeek-V3: 70,272 bytes, 56.9 times less than keys and values of all heads."""
-    assert kv(build("llama-3.1-8b", device="meta")) == {"token": 128 << 10, "mha": 512 << 10}
-    found = kv(build("deepseek-v3", device="meta"))
+    assert cache_bytes(build("llama-3.1-8b", device="meta")) == {
+        "token": 128 << 10,
+        "mha": 512 << 10,
+    }
+    found = cache_bytes(build("deepseek-v3", device="meta"))
     assert found is not None and found["token"] == 70_272
     assert found["mha"] / found["token"] == pytest.approx(56.9, abs=0.05)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from regard.cli import train as module
 from regard.cli.main import main
+from regard.train.run import BEFORE
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 30
 SMALL = "layers = 1\ndim = 16\nheads = 2\nffn-dim = 32\n"
@@ -170,7 +170,7 @@ def test_mistake_is_one_sentence_and_can_be_mended(
     config, changes, code, text = {**DATA, **SETTINGS}[name]
     fails(["train", f"{config}.toml", *flags(changes)], code, text, capsys)
     left = {p.name for p in (home / "runs" / config).glob("*")}
-    assert left <= module.BEFORE  # so that the next try needs no other flag
+    assert left <= BEFORE  # so that the next try needs no other flag
 
 
 @pytest.mark.parametrize("name", ["missing", "column", "hub", "key", "flip", "width", "betas"])

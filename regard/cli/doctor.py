@@ -10,28 +10,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from regard import __version__
-from regard.attention.core import attend
-from regard.checkpoint import load
-from regard.data.batch import Batch
-from regard.errors import RUN, Fault
-from regard.kernels.c import native
-from regard.mask import Causal, Span, Visible
-from regard.models import Model
-from regard.presets import build
-from regard.train.activations import Pass, fused
-from regard.train.objective import causal
-from regard.train.optim import Optim, Optimizer
-from regard.train.plan import probe
-from regard.train.room import free_disk, free_memory, number, size
+from regard.cli.parse import Switch
+from regard.errors import RUN, VERSION, Fault
 
 if TYPE_CHECKING:
-    from regard.cli.options_work import Doctor
+    import torch
+
+    from regard.models import Model
 
 EXTRAS = {
     "serve": ("starlette", "uvicorn", "msgspec"),
@@ -45,14 +34,27 @@ CLOSE = 1e-5  # fp32 sums in another order
 WORTH = 1.2  # times as fast, from which on bf16 pays
 
 
-def run(options: Doctor) -> int:
+@dataclass(frozen=True)
+class Options:
+    """What this machine has and can do, and whether Regard works here. Paste it with a bug report.
+
+    regard doctor
+    """
+
+    json: Switch = False
+    """one JSON object"""
+
+
+def run(options: Options) -> int:
+    import torch
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = machine(device)
     tests = {name: tried(test, device) for name, test in TESTS.items()}
     failed = [name for name, (fine, _) in tests.items() if not fine]
     if options.json:
-        told = {name: {"ok": fine, "said": said} for name, (fine, said) in tests.items()}
-        print(json.dumps({**found, "self-test": told}))
+        results = {name: {"ok": fine, "said": said} for name, (fine, said) in tests.items()}
+        print(json.dumps({**found, "self-test": results}))
     else:
         for name, text in found.items():
             print(f"{name:<10}{text}")
@@ -71,9 +73,14 @@ def run(options: Doctor) -> int:
 
 def machine(device: torch.device) -> dict[str, str]:
     """A line for each thing, by name."""
+    import torch
+
+    from regard.kernels.c import native
+    from regard.train.room import free_disk, free_memory, size
+
     here = Path.cwd()
     return {
-        "regard": __version__,
+        "regard": VERSION,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "device": device_line(device),
@@ -90,6 +97,8 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def device_line(device: torch.device) -> str:
+    import torch
+
     if device.type == "cuda":
         count = torch.cuda.device_count()
         return f"cuda: {count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
@@ -100,6 +109,8 @@ def device_line(device: torch.device) -> str:
 
 def attention_line(device: str) -> str:
     """Which attentions run fused while training, in heads of 64; the others need memory for their weights."""
+    from regard.train.activations import fused
+
     kinds = {"causal": (False, False, 0.0), "masked": (True, False, 0.0)}
     kinds |= {"dropout": (False, False, 0.1), "relative bias": (True, True, 0.0)}
     said = []
@@ -110,6 +121,10 @@ def attention_line(device: str) -> str:
 
 
 def bf16_line(device: torch.device) -> str:
+    from regard.train.activations import Pass
+    from regard.train.plan import probe
+    from regard.train.room import number
+
     fp32, bf16 = (probe(device, narrow, Pass(8, 128), 512) for narrow in (False, True))
     words = "train.precision = bf16 pays" if bf16 > WORTH * fp32 else "fp32 is as fast here"
     return f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {words}"
@@ -131,8 +146,8 @@ def extra_line(name: str) -> str:
 
 
 def network_line() -> str:
-    told = [f"{name}={os.environ[name]}" for name in OFFLINE if os.environ.get(name)]
-    return f"offline by {', '.join(told)}" if told else "used by data of format hub alone"
+    flags = [f"{name}={os.environ[name]}" for name in OFFLINE if os.environ.get(name)]
+    return f"offline by {', '.join(flags)}" if flags else "used by data of format hub alone"
 
 
 # --- self-tests: device -> what is to be said ---------------------------------------------------------------------
@@ -142,11 +157,17 @@ def tried(test: Callable[[torch.device], str], device: torch.device) -> tuple[bo
     """Whether a test passes, and what it said or died of."""
     try:
         return True, test(device)
-    except Exception as error:  # whatever is broken here is what we are looking for
+    # Whatever is broken here is what we are looking for.
+    except Exception as error:
         return False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
 
 
 def same_attention(device: torch.device) -> str:
+    import torch
+
+    from regard.attention.core import attend
+    from regard.mask import Causal, Span, Visible
+
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 33, h, 16, generator=generator).to(device) for h in (4, 2, 2))
     span = Span.run(0, 33, device)
@@ -159,6 +180,12 @@ def same_attention(device: torch.device) -> str:
 
 
 def one_step(device: torch.device) -> str:
+    import torch
+
+    from regard.data.batch import Batch
+    from regard.train.objective import causal
+    from regard.train.optim import Optim, Optimizer
+
     model = tiny().to(device).train()
     ids = (torch.arange(17) % 7).repeat(4, 1).to(device)
     batch, optimizer = Batch(ids[:, :-1], ids[:, 1:]), Optimizer(model, Optim(lr=1e-2))
@@ -175,17 +202,23 @@ def one_step(device: torch.device) -> str:
 
 
 def same_bits(device: torch.device) -> str:
+    from regard.checkpoint import load
+
     model = tiny().to(device)
     with tempfile.TemporaryDirectory(prefix="regard-") as home:
         again = load(model.save(Path(home) / "model"), device=device)
-    mine, theirs = model.state_dict(), again.state_dict()
-    if mine.keys() != theirs.keys() or not all(mine[n].equal(theirs[n]) for n in mine):
+    old, new = model.state_dict(), again.state_dict()
+    if old.keys() != new.keys() or not all(old[n].equal(new[n]) for n in old):
         raise ValueError("the weights came back changed")
     return ""
 
 
 def tiny() -> Model:
     """A small GPT; the caller's random numbers stay as they are."""
+    import torch
+
+    from regard.presets import build
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build("gpt2", layers=2, dim=16, heads=2, vocab=7, max_len=16)

@@ -1,4 +1,4 @@
-"""Reading a command line into a dataclass by tyro, and the options that commands share.
+"""Reading a command line into a dataclass by tyro, and the flags that commands share.
 
 Importing this needs tyro but not torch, so that help is quick.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from regard.errors import UsageError
 
@@ -23,6 +23,12 @@ T = TypeVar("T")
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Folder = Annotated[Positional[str], arg(metavar="MODEL", help="model folder")]
 Count = Annotated[int | None, arg(metavar="N")]
+File = Annotated[Positional[str], arg(metavar="[FILE]")]
+Files = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="FILE")]
+DataFiles = Annotated[Positional[tuple[str, ...]], arg(metavar="FILE ...")]
+Pairs = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")]
+Changes = Annotated[dict[str, str], arg(metavar="NAME VALUE")]
+Overlong = Literal["error", "truncate"]
 ALIASES = {"dtype": ["--precision"]}
 
 
@@ -36,6 +42,48 @@ class Machine:
     """auto: as the weights are stored; on a CPU half precision is bf16, or fp32 if it has no bf16"""
     quantize: Literal["none", "int8", "int4"] = "none"
     """hold weights in 8 or 4 bits; the change of perplexity is printed"""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the files are read."""
+
+    format: str = "auto"
+    """text, tsv, csv, jsonl, squad, parquet, hub, npz, npy, idx, images; auto: by the name"""
+    unit: Literal["file", "line", "paragraph"] = "file"
+    """what is one document of plain text"""
+    marker: str = ""
+    """a text that stands between documents, such as <|endoftext|>"""
+    columns: Pairs = ()
+    """which column has a role (text, second, source, target, label, words, tags, start, end), by number from 0 or by
+    name: text=1"""
+    header: Annotated[bool | None, arg(metavar="True|False")] = None
+    """whether the first line names the columns; left out: it does if columns are given by name"""
+    size: Count = None
+    """scale pictures to N x N"""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of a regard.data.read.Source."""
+        return {**dataclasses.asdict(self), "columns": pairs(self.columns, "--columns")}
+
+
+def pairs(texts: tuple[str, ...], flag: str) -> dict[str, str]:
+    """NAME=VALUE ... as a table."""
+    table = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals or not value:
+            raise UsageError(f"{flag} is {text!r:.60}; give NAME=VALUE, for example {flag} text=1")
+        table[name] = value
+    return table
+
+
+def check_counts(options: Any, *flags: str) -> None:
+    """Refuse counts below 1."""
+    for name in flags:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} is {value}; give a number from 1")
 
 
 # --- reading a command line ---------------------------------------------------------------------------------------

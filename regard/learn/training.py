@@ -18,11 +18,11 @@ from regard.data.batch import Batch
 from regard.data.files import needed
 from regard.decode.sampling import beam_search, min_p, top_k, top_p
 from regard.errors import Notice, UsageError
-from regard.evaluate.metrics import text_scores
 from regard.layers import LM, MLP
 from regard.learn.topics import Numbers, Table, positive, real, rows_of, spread, topic, whole
 from regard.models import Tokens, TransformerConfig
 from regard.train.keep import Keeper
+from regard.train.metrics import text_scores
 from regard.train.objective import (
     SMOOTHINGS,
     causal,
@@ -128,7 +128,7 @@ def schedules(
     return [Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)]
 
 
-@topic("regard/evaluate/metrics.py::text_scores")
+@topic("regard/train/metrics.py::text_scores")
 def bleu(
     text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat"
 ) -> list[Table]:

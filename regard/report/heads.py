@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from regard.checkpoint import load
-from regard.cli.look import named
-from regard.cli.model import context_of, start_of
-from regard.decode.generate import tokenizer_of
+from regard.decode.generate import special_of, tokenizer_of
 from regard.errors import UsageError
 from regard.report.run import Map
 from regard.report.runs import Run
+from regard.see.look import named
 from regard.see.probe import Probe
 from regard.text import Tokenizer, needed
+from regard.train.measure import context_of
 
 LONGEST, MOST, HEADS = 48, 96, 12  # tokens of a map; maps of a page; of a layer
 WRITES = ("lm", "prefix")  # tasks whose samples go on where the prompt ends
@@ -72,7 +72,7 @@ def _read(
     written = tokenizer.encode_target(text, special=False)[:longest]
     if not given or not written:
         raise UsageError("the last sample has an empty side")
-    fed = [start_of(model), *written[:-1]]
+    fed = [special_of(model).start or 0, *written[:-1]]
     model(torch.tensor([fed]), source=torch.tensor([given]), probe=probe)
     sides = {"source": given, "fed": fed, "written": written}
     return {side: [named(tokenizer, i) for i in ids] for side, ids in sides.items()}

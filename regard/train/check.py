@@ -8,7 +8,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from regard.cli.model import context_of
 from regard.config import from_dict
 from regard.data.config import Data, Loaded, check_used, longest
 from regard.data.examples import ImageFeed
@@ -16,13 +15,15 @@ from regard.data.feed import TextFeed
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe
 from regard.errors import DATA, Fault, UsageError, nearest
-from regard.evaluate import metrics as evaluate
 from regard.fast.train import PRECISIONS
 from regard.layers import LM, MLM
 from regard.models import Patches
 from regard.train.adapt import Adapt
 from regard.train.config import INDEXED, TASKS, Config
 from regard.train.index import sparse_layers
+from regard.train.measure import context_of
+from regard.train.metrics import WORDS as TEXTUAL
+from regard.train.metrics import suited
 from regard.train.trainer import Train
 
 SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))  # what T5 calls them
@@ -44,7 +45,7 @@ KINDLESS = {  # setting of a tokenizer -> kinds that do not use it
     "vocab": ("chars", "bytes"),
     "min_count": ("chars", "bytes", "unigram"),
 }
-WORDS = (*evaluate.WORDS, *INDEXED)  # tasks that say words
+WORDS = (*TEXTUAL, *INDEXED)  # tasks that say words
 
 
 def check(config: Config) -> None:
@@ -56,7 +57,7 @@ def check(config: Config) -> None:
     if not isinstance(preset, str):
         raise UsageError(f'model.preset = {preset!r}: give a name, such as "gpt2"')
     _check_train(config.train)
-    evaluate.suited([config.train.metric], config.task)
+    suited([config.train.metric], config.task)
     check_used(config.data, TASKS[config.task][0], config.task)
     recipe_of(config)
     usual = {f.name: f.default for f in fields(Adapt)} | {"method": config.adapt.method}

@@ -32,12 +32,12 @@ from regard.data.batch import Feed, Objective
 from regard.data.config import ROWED, Data
 from regard.data.corrupt import Corrupted, DrawPrefix, Infill, Marks, MaskTokens, Spans
 from regard.errors import UsageError, nearest
-from regard.evaluate.metrics import INDEXED as INDEXED
 from regard.models import Model
 from regard.train import objective
 from regard.train.adapt import Adapt, adapted
 from regard.train.head import NONE, Smoothing
 from regard.train.index import indexers
+from regard.train.metrics import INDEXED as INDEXED
 from regard.train.trainer import Train
 
 
@@ -165,9 +165,21 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
         raise UsageError(f"{path} is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is no TOML: {error}") from None
-    data = _plain(data)
+    return configure(data, changes, path)
+
+
+def configure(
+    tables: Mapping[str, Any], changes: Mapping[str, Any] | None = None, path: Path = Path("config")
+) -> Config:
+    """The tables of a config file as a config; folders and files are named from where `path` lies."""
+    data: dict[str, Any] = _plain(dict(tables))
     for name, text in (changes or {}).items():
-        _put(data, name.replace("-", "_").split("."), _value(text), name)
+        _put(
+            data,
+            name.replace("-", "_").split("."),
+            _value(text) if isinstance(text, str) else text,
+            name,
+        )
     _known(Config, data)
     said = data.get("train")
     if isinstance(said, dict) and {"steps", "epochs"} <= said.keys():

@@ -12,25 +12,25 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from regard import __version__
 from regard.config import to_dict
 from regard.data.config import Data
-from regard.errors import UsageError
+from regard.errors import VERSION, UsageError
 from regard.train.config import Config
 from regard.train.keep import sync
 from regard.train.trainer import Progress, Trainer, differences, flat
 
-if TYPE_CHECKING:
-    from regard.cli.options_work import TrainRun
-
 Listener = Callable[[dict[str, Any]], None]
 FORMAT = 1
-KEPT = {"keep": int, "device": str, "log_to": list}  # options that a run goes on with
-TOLD = {"config": dict, "options": dict, "resumed": list, "command": list, "began": str}
+# What a run goes on with, of run.json and of its options, with their types.
+OPTIONS = {"keep": int, "device": str, "log_to": list}
+INFO: dict[str, Any] = {
+    **{"config": dict, "options": dict, "resumed": list, "command": list, "began": str},
+    "seconds": (int, float),
+}
 PLACES = (
     *(f"data.{name}" for name in ("train", "target", "valid", "valid_target")),
     *(f"{name}.folder" for name in ("model", "tokenizer")),
@@ -75,7 +75,7 @@ class Log:
 
     def _open(self, at: Progress) -> None:
         names = ("metrics.jsonl", "samples.jsonl")
-        self.files = [opened(self.folder / name, at, self.skipped) for name in names]
+        self.files = [open_log(self.folder / name, at, self.skipped) for name in names]
         self.metrics, self.samples = self.files
 
     def _follow(self, kind: str, step: int) -> None:
@@ -91,19 +91,19 @@ class Log:
             self.last = step
 
 
-def opened(path: Path, at: Progress, skipped: Container[int]) -> Any:
+def open_log(path: Path, at: Progress, skipped: Container[int]) -> Any:
     """To append to, without what came after the progress `at`, but for the steps left out; a line that was cut off by a
     kill goes too."""
     lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
-    kept = [line for line in lines if (said := parsed(line)) and holds(said, at, skipped)]
-    replace_file(path, "".join(f"{line}\n" for line in kept))
+    true = [line for line in lines if (event := parse(line)) and holds(event, at, skipped)]
+    replace_file(path, "".join(f"{line}\n" for line in true))
     return path.open("a", encoding="utf-8")
 
 
-def holds(said: dict[str, Any], at: Progress, skipped: Container[int]) -> bool:
+def holds(event: dict[str, Any], at: Progress, skipped: Container[int]) -> bool:
     """Whether a line is still true of a run that stands there. Changed settings, an evaluation and an average are told
     after the checkpoint of their step: they come again if it does not know of them."""
-    step, kind = said.get("step", 0), said.get("kind", "evaluation")
+    step, kind = event.get("step", 0), event.get("kind", "evaluation")
     if kind == "broken" and step in skipped:
         return True
     if step != at.step:
@@ -122,12 +122,12 @@ def replace_file(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def parsed(line: str) -> dict[str, Any] | None:
+def parse(line: str) -> dict[str, Any] | None:
     try:
-        said = json.loads(line)
+        event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
+    return event if isinstance(event, dict) else None
 
 
 def put(file: Any, event: dict[str, Any]) -> None:
@@ -140,32 +140,36 @@ class RunFile:
 
     def __init__(
         self,
-        folder: Path,
+        launch: Any,
         config: Config,
-        options: TrainRun,
         trainer: Trainer,
         classes: list[str],
     ):
+        """`launch` is a regard.train.run.Launch."""
+        folder = launch.folder
         self.path, self.trainer = folder / "run.json", trainer
         self.start = time.monotonic()
-        old = told(folder)
+        old = read_run(folder)
         self.before = old.get("seconds", 0.0)
-        changes = {**trainer.changes, **reset(old.get("options", {}), options)}
+        options = {"keep": launch.keep, "device": launch.device, "log_to": list(launch.log_to)}
+        was = old.get("options", {})
+        other = {n: [was[n], x] for n, x in options.items() if n in was and was[n] != x}
+        changes = {**trainer.changes, **other}
         again = {"step": trainer.at.step, "at": now(), "changes": changes}
-        self.said = {
+        self.info = {
             "format": FORMAT,
             "name": folder.name,
-            "command": command(options),
+            "command": launch.command,
             "task": config.task,
-            "changes": options.changes,
+            "changes": dict(launch.changes),
             "classes": classes,
             "config": asdict(config),
             "metric": config.train.metric,
             "seed": config.train.seed,
             "steps": config.train.steps,
             "precision": config.train.precision,
-            "options": {name: getattr(options, name) for name in KEPT},
-            "resumed": [*old.get("resumed", []), *([again] if options.resume else [])],
+            "options": options,
+            "resumed": [*old.get("resumed", []), *([again] if launch.resume else [])],
             "began": old.get("began") or now(),
             **machine(trainer),
         }
@@ -175,8 +179,8 @@ class RunFile:
         at = self.trainer.at
         best = None if at.best is None else {"step": at.best, "value": at.best_value}
         running = status == "running"
-        said = {
-            **self.said,
+        info = {
+            **self.info,
             "status": status,
             "step": at.step,
             "best": best,
@@ -184,32 +188,25 @@ class RunFile:
             "ended": None if running else now(),
             "seconds": round(self.before + time.monotonic() - self.start, 2),
         }
-        replace_file(self.path, json.dumps(said, indent=1, ensure_ascii=False, default=str))
+        replace_file(self.path, json.dumps(info, indent=1, ensure_ascii=False, default=str))
 
 
-def told(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path) -> dict[str, Any]:
     """What run.json says that a run goes on with; what is not there, or damaged, is left out."""
     path = folder / "run.json"
-    said = (parsed(path.read_text("utf-8", "replace")) if path.is_file() else None) or {}
-    kinds: dict[str, Any] = {**TOLD, "seconds": (int, float)}
-    found = {name: x for name, x in said.items() if isinstance(x, kinds.get(name, ()))}
-    if "options" in found:
-        each = found["options"].items()
-        found["options"] = {n: x for n, x in each if isinstance(x, KEPT.get(n, ()))}
-    return found
-
-
-def reset(old: dict[str, Any], options: TrainRun) -> dict[str, list[Any]]:
-    """Options that are others than when the run was begun or resumed: [before, now]."""
-    now = {"keep": options.keep, "device": options.device, "log_to": list(options.log_to)}
-    return {name: [old[name], x] for name, x in now.items() if name in old and old[name] != x}
+    whole = (parse(path.read_text("utf-8", "replace")) if path.is_file() else None) or {}
+    info = {name: x for name, x in whole.items() if isinstance(x, INFO.get(name, ()))}
+    if "options" in info:
+        each = info["options"].items()
+        info["options"] = {n: x for n, x in each if isinstance(x, OPTIONS.get(n, ()))}
+    return info
 
 
 def check_same(folder: Path, config: Config) -> None:
     """Refuse to go on with another task, model, tokenizer or data than run.json tells of, setting by setting; one that
     it does not have, of an older version, had its default. Where files lie may change: what is in them is known to the
     checkpoints, and so are the settings of training."""
-    then = told(folder).get("config")
+    then = read_run(folder).get("config")
     if then is None:
         return
     usual = flat(to_dict(Config(config.task, Data(()), {"preset": ""})))
@@ -218,9 +215,10 @@ def check_same(folder: Path, config: Config) -> None:
     names = [n for n in dict.fromkeys([*now, *was]) if n not in PLACES]
     differ = [n for n in names if was.get(n) != now.get(n) and not n.startswith("train.")]
     if differ:
-        said = differences({n: [was.get(n), now.get(n)] for n in differ})
+        listed = differences({n: [was.get(n), now.get(n)] for n in differ})
         raise UsageError(
-            f"{said} (since {folder} was begun); go on with the same, or train into another folder: --output-dir FOLDER"
+            f"{listed} (since {folder} was begun); go on with the same, or train into another folder: "
+            "--output-dir FOLDER"
         )
 
 
@@ -236,7 +234,7 @@ def as_toml(config: Config) -> str:
 
     model, tokenizer = placed(config.model), placed(config.tokenizer)
     whole = replace(config, data=config.data.under(here), model=model, tokenizer=tokenizer)
-    lines = [f"# regard {__version__}: the settings of this run", f"task = {value(config.task)}"]
+    lines = [f"# regard {VERSION}: the settings of this run", f"task = {value(config.task)}"]
     for name, table in to_dict(whole).items():
         if isinstance(table, dict):
             lines += ["", f"[{name}]"]
@@ -262,16 +260,6 @@ def value(x: Any) -> str:
 # --- what run.json says of it ---------------------------------------------------------------------------------------
 
 
-def command(options: TrainRun) -> list[str]:
-    """What begins this run anew."""
-    words = ["regard", "train", options.config]
-    if options.output_dir is not None:
-        words += ["--output-dir", options.output_dir]
-    for name, value in options.changes.items():
-        words += [f"--{name}", value]
-    return words
-
-
 def machine(trainer: Trainer) -> dict[str, Any]:
     device = trainer.device
     cuda = device.type == "cuda"
@@ -282,7 +270,7 @@ def machine(trainer: Trainer) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name(device) if cuda else platform.machine(),
         "threads": torch.get_num_threads(),
         "world": trainer.team.world,
-        "regard": __version__,
+        "regard": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),

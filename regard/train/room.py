@@ -1,16 +1,36 @@
-"""What this machine has left, memory and disk, in bytes; and how such numbers are written for people."""
+"""What this machine has: a device, memory and disk that are left, in bytes; and how such numbers are written for
+people."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from regard.errors import ENVIRONMENT, Fault, UsageError
+
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 POWERS = ("", "k", "M", "G", "T", "P", "E")
+
+
+def pick_device(name: str) -> tuple[torch.device, str]:
+    """The device, and why it is that one."""
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", name):
+        raise UsageError(f"--device is {name!r:.60}; choose auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return (torch.device("cuda"), "auto") if count else (torch.device("cpu"), "no cuda device")
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= count:
+        raise Fault(
+            f"--device {name}: this machine has {count} cuda devices that torch can use; try --device cpu",
+            ENVIRONMENT,
+        )
+    return torch.device(name), "as asked"
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:

@@ -6,13 +6,12 @@ A tracker that fails while the run goes on is left out from then on: it must not
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from regard.errors import ENVIRONMENT, Fault, UsageError, nearest
-from regard.report.compare import flat
+from regard.errors import ENVIRONMENT, Fault, UsageError, nearest, notice
+from regard.train.trainer import flat
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 TOLD = ("kind", "step", "best", "signatures")  # of an event, no numbers
@@ -77,11 +76,10 @@ class Tracker:
             return
         try:
             act()
-        except (
-            Exception
-        ) as error:  # anything: a service may be away, its disk full, its account closed
+        # Anything: a service may be away, its disk full, its account closed.
+        except Exception as error:
             self.alive = False
-            print(f"note: {self.name} is told no more: {error}", file=sys.stderr)
+            notice(f"{self.name} is told no more: {error}")
 
     def log(self, values: dict[str, float], step: int) -> None:
         raise NotImplementedError

@@ -20,7 +20,6 @@ import torch
 from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
 from regard.data.batch import Ahead, Feed, Objective
 from regard.errors import UsageError, nearest
-from regard.evaluate.metrics import METRICS, better
 from regard.fast.train import (
     checkpointed,
     compiled,
@@ -33,6 +32,7 @@ from regard.fast.train import (
 from regard.kernels.c import native
 from regard.moe import update_bias
 from regard.train.keep import Keeper
+from regard.train.metrics import METRICS, better
 from regard.train.objective import balanced, mixtures
 from regard.train.optim import Optim, Optimizer, accumulate, average, clip
 from regard.train.parallel import Alone, Parallel

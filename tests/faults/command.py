@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.cli.main import main
-from regard.cli.train import begun
+from regard.train.run import begun
 from tests.faults.farm import GRACE, NAP, ROOT, Broken, Child, Family, check, fork
 from tests.faults.spoil import HARMS
 

@@ -6,9 +6,9 @@ import pytest
 import sacrebleu
 
 from regard.errors import UsageError
-from regard.evaluate import metrics as evaluate
-from regard.evaluate.metrics import DEFAULTS, METRICS, better, suited
+from regard.train import metrics as evaluate
 from regard.train.config import TASKS
+from regard.train.metrics import DEFAULTS, METRICS, better, suited
 
 TEXTS = ["the cat sat on the mat", "A dog runs in the Park .", "nothing at all"]
 REFERENCES = ["the cat sat on a mat", "a dog runs in the park .", "something else"]

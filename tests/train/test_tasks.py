@@ -19,7 +19,6 @@ from regard.data.examples import ImageFeed, LabelFeed, PairFeed
 from regard.data.feed import Base, Batching, TextFeed
 from regard.data.shards import Column
 from regard.errors import UsageError
-from regard.evaluate.measure import measure
 from regard.layers import LM, MLM, MLP, Answer
 from regard.models import (
     EncoderDecoderConfig,
@@ -28,11 +27,12 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Rope, Sinusoidal
+from regard.train.build import HEADS
 from regard.train.check import SUITS
 from regard.train.config import INDEXED, TASKS, Config
 from regard.train.keep import Keeper
+from regard.train.measure import measure
 from regard.train.optim import Optim, accumulate
-from regard.train.run import HEADS
 from regard.train.schedule import Schedule
 from regard.train.trainer import Train, Trainer
 from tests.train.toy import weights

@@ -15,12 +15,12 @@ from torch import Tensor
 from regard.data.batch import IGNORE, Batch, Feed, Objective
 from regard.decode.generate import default_length, generate
 from regard.errors import UsageError
-from regard.evaluate import metrics as evaluate
 from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
 from regard.train.config import TASKS
+from regard.train.metrics import label_scores, perplexity, suited, text_scores
 
 LABELLED = ("classify", "image", "tag", "answer")
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once
@@ -61,9 +61,9 @@ def measure(
     greedily, or by `beams`, and compared with the text of the labels, as the tokenizer writes it: `limit` of them, or
     all. (`regard eval` compares with the file's own text.) `precision` is that of losses and labels; decoding runs in
     the weights' own. `between` is called before each batch and each sample: what it raises ends the measuring."""
-    names = evaluate.suited(metrics, task)
+    names = suited(metrics, task)
     where = torch.device(next(model.parameters()).device if device is None else device)
-    losses = {"loss": objective, "perplexity": TASKS[task][1]}
+    losses = {"loss": objective, "perplexity": TASKS[task].objective}
     means = {losses[name]: Mean() for name in names if name in losses}
     textual = [name for name in names if task == "seq2seq" and name not in losses]
     if textual:
@@ -79,17 +79,17 @@ def measure(
             raise UsageError("nothing is held out to be measured; name valid files, or held = 0.1")
         found = Measured({n: means[loss].value for n, loss in losses.items() if n in names})
         if "perplexity" in names:
-            found.values["perplexity"] = evaluate.perplexity(found.values["perplexity"])
+            found.values["perplexity"] = perplexity(found.values["perplexity"])
         if task in LABELLED:
             shown = spread(len(taken.read), samples)
             found.samples = [_labelled(taken, i, tokenizer, classes) for i in shown]
-            scores = evaluate.label_scores(task, taken.found, taken.wanted, classes)
+            scores = label_scores(task, taken.found, taken.wanted, classes)
         else:
             few = limit if textual else samples
             texts = _said(model, taken, tokenizer, few, beams, between)
             found.samples = [texts[i] for i in spread(len(texts), samples)]
             # No signature: it would promise the file's own references, and these went through the tokenizer.
-            scores = evaluate.text_scores(textual, *_sides(texts))[0] if textual else {}, {}
+            scores = text_scores(textual, *_sides(texts))[0] if textual else {}, {}
     values = {**found.values, **scores[0]}
     found.values = {name: values[name] for name in names}
     found.signatures = {name: text for name, text in scores[1].items() if name in names}
