@@ -22,7 +22,7 @@ MODEL = {"layers": 1, "dim": 16, "heads": 2, "ffn_dim": 32}
 LM: dict[str, Any] = {
     "task": "lm",
     "model": {"preset": "gpt2", **MODEL},
-    "data": {"train": "story.txt", "held": 0.2, "length": 16, "rows": 4, "unit": "line"},
+    "data": {"train": "story.txt", "held": 0.2, "length": 32, "rows": 4, "unit": "line"},
     "tokenizer": {"kind": "chars"},
     "train": {"steps": 4, "evaluate": 2, "save": 2},
 }
@@ -170,7 +170,7 @@ def test_evaluate_gives_what_the_command_prints(
     printed = json.loads(capsys.readouterr().out)
     assert printed == {"task": "lm", "metrics": found.metrics, "signatures": {}, "data": found.data}
     model = regard.load(folder / "best")
-    loaded = regard.evaluate(model, "story.txt", length=16, reading={"unit": "line"})
+    loaded = regard.evaluate(model, "story.txt", length=32, reading={"unit": "line"})
     assert loaded.metrics == pytest.approx(found.metrics)
     with pytest.raises(UsageError, match="there is no metric 'blue'"):
         regard.evaluate(folder, "story.txt", metrics=["blue"])

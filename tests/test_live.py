@@ -298,10 +298,8 @@ def test_service_is_told_numbers(
     module = Service(name)
     monkeypatch.setitem(sys.modules, name, module)
     (listener,) = tracker([name, name], tmp_path, INFO)
-    with listener:
-        for event in EVENTS:
-            listener(event)
-        listener({"kind": "end", "status": "done"})
+    for event in (*EVENTS, {"kind": "end", "status": "done"}, {"kind": "end", "status": "done"}):
+        listener(event)
     given = {"project": "regard", "name": "story", "config": {"train.steps": 3, "task": "lm"}}
     where = {"dir": str(tmp_path)} if name == "wandb" else {}  # trackio has no such argument
     assert module.calls == [
@@ -348,9 +346,8 @@ def test_tensorboard_is_told_scalars_and_samples(
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     (listener,) = tracker(["tensorboard"], tmp_path, INFO)
-    with listener:
-        for event in EVENTS:
-            listener(event)
+    for event in (*EVENTS, {"kind": "end", "status": "done"}):
+        listener(event)
     assert calls[0] == str(tmp_path / "tensorboard") and calls[-1] == "close"
     assert ("train/loss", 3.0, 1) in calls and ("eval/bleu", 31.2, 1) in calls
     assert ("samples/0", 2) in calls

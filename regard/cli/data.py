@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import unicodedata
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,17 +13,16 @@ from tyro.conf import arg
 
 from regard.cli.parse import Count, DataFiles, Files, Reading, Switch
 from regard.errors import UsageError
+from regard.report.show import columns as breadth
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from regard.data.batch import Batch, Feed
-    from regard.data.config import Data, Loaded
+    from regard.data.batch import Feed
+    from regard.data.config import Loaded
     from regard.data.tokens import Coder
 
-IGNORE = -100  # regard.data.batch.IGNORE
 SHADES = " .:-=+*#%@"
-NONE = "."  # under a token that is not learned
 
 
 @dataclass(frozen=True)
@@ -70,18 +68,15 @@ def run(options: Options) -> int:
     if options.batch < 0:
         raise UsageError(f"--batch is {options.batch}; give a number from 0")
     with tempfile.TemporaryDirectory(prefix="regard-peek-") as folder:
-        if options.files[0].endswith(".toml"):
-            shown = from_config(options, Path(folder))
-        else:
-            shown = from_files(options, Path(folder))
-        print(shown.json() if options.json else shown.text())
+        config = options.files[0].endswith(".toml")
+        peek = (from_config if config else from_files)(options, Path(folder))
+        print(peek.json() if options.json else peek.text())
     return 0
 
 
-def from_config(options: Options, folder: Path) -> Shown:
+def from_config(options: Options, folder: Path) -> Peek:
     """The batch that training with a config would make."""
-    kept = {n: getattr(options, n) for n in ("files", "batch", "json")}
-    if len(options.files) > 1 or options != Options(**kept):
+    if replace(options, batch=0, json=False) != Options(options.files[:1]):
         raise UsageError(
             f"{options.files[0]} says how data is read: give it alone, with --batch and --json; other settings belong "
             "into it"
@@ -99,11 +94,11 @@ def from_config(options: Options, folder: Path) -> Shown:
         start = load(resolve_model(config.model["folder"]), device="meta")
     _, coder, loaded = read_data(config, start, folder)
     feed = config.fed(loaded.feed, marks(coder))
-    return Shown(replace(options, seed=config.train.seed), config.task, loaded, coder, feed)
+    return Peek(replace(options, seed=config.train.seed), config.task, loaded, coder, feed)
 
 
-def from_files(options: Options, folder: Path) -> Shown:
-    from regard.data.config import load
+def from_files(options: Options, folder: Path) -> Peek:
+    from regard.data.config import Data, load
     from regard.data.corrupt import Corrupted, Marks, MaskTokens
     from regard.data.tokens import Coder
     from regard.files import resolve_model
@@ -120,12 +115,23 @@ def from_files(options: Options, folder: Path) -> Shown:
         alone = home / "tokenizer"
         home = alone if (alone / "tokenizer.json").is_file() else resolve_model(home)
         coder = Coder(needed(Tokenizer.from_folder(home)))
-    loaded = load(task, data_of(options, task), coder, folder, options.seed)
+    packed = task in ("lm", "mlm") and options.pack != "none"
+    data = Data(
+        train=options.files,
+        target=options.target,
+        length=128 if options.length is None and packed else options.length,
+        rows=4 if options.rows is None and options.tokens is None else options.rows,
+        tokens=options.tokens,
+        pack=options.pack,
+        overlong=options.overlong,
+        **options.reading.settings(),
+    )
+    loaded = load(task, data, coder, folder, options.seed)
     feed: Feed = loaded.feed
     if task == "mlm" and coder is not None:
         marks = Marks(coder.vocab, coder.reserved, coder.mask)
         feed = Corrupted(loaded.feed, MaskTokens(marks), options.seed)
-    return Shown(options, task, loaded, coder, feed)
+    return Peek(options, task, loaded, coder, feed)
 
 
 def task_of(options: Options) -> str:
@@ -134,10 +140,9 @@ def task_of(options: Options) -> str:
     reading = options.reading.settings()
     if options.task != "auto":
         return options.task
-    kind = format_of(Path(options.files[0]), reading["format"])
+    kind, roles = format_of(Path(options.files[0]), reading["format"]), reading["columns"]
     if reading["format"] in ARRAYS or kind in ARRAYS:
         return "image"
-    roles = reading["columns"]
     if options.target or "target" in roles:
         return "seq2seq"
     if kind == "squad":
@@ -145,129 +150,101 @@ def task_of(options: Options) -> str:
     return "tag" if "tags" in roles else "classify" if "label" in roles else "lm"
 
 
-def data_of(options: Options, task: str) -> Data:
-    from regard.data.config import Data
-
-    packed = task in ("lm", "mlm") and options.pack != "none"
-    length = 128 if options.length is None and packed else options.length
-    rows = 4 if options.rows is None and options.tokens is None else options.rows
-    return Data(
-        train=options.files,
-        target=options.target,
-        length=length,
-        rows=rows,
-        tokens=options.tokens,
-        pack=options.pack,
-        overlong=options.overlong,
-        **options.reading.settings(),
-    )
-
-
-class Shown:
+class Peek:
     """One batch and what it was made of."""
 
     def __init__(
         self, options: Options, task: str, loaded: Loaded, coder: Coder | None, feed: Feed
     ):
         self.options, self.task, self.loaded, self.coder = options, task, loaded, coder
-        self.feed = feed
-        self.batch: Batch = self.feed.batch(options.batch)
+        self.feed, self.batch = feed, feed.batch(options.batch)
+        self.rows = [self._row(i) for i in range(len(self.batch.ids))]
 
-    def head(self) -> list[str]:
-        notes, b = self.loaded.notes, self.batch
-        said = f"{', '.join(self.options.files)}: {notes['records']:,} examples, {notes['empty']:,} empty"
-        if notes.get("tokens"):
-            unknown = notes["unknown"] / notes["tokens"]
-            said += f"; {notes['tokens']:,} tokens, {unknown:.2%} unknown"
-        if self.loaded.classes:
-            said += f"; {len(self.loaded.classes)} classes: {', '.join(self.loaded.classes)[:120]}"
-        shape = " x ".join(map(str, b.ids.shape))
-        counted = f"{b.tokens:,} of {b.labels.numel():,} labels are counted"
-        number = f"task {self.task}, seed {self.options.seed}, batch {self.options.batch}"
-        return [said, self.feed.describe(), f"{number}: {shape}, {counted}"]
-
-    def text(self) -> str:
-        width = shutil.get_terminal_size((100, 24)).columns
-        lines = self.head()
-        for i in range(len(self.batch.ids)):
-            lines += ["", f"row {i}", *self._row(i, width)]
-        return "\n".join(lines)
-
-    def _row(self, i: int, width: int) -> list[str]:
+    def _row(self, i: int) -> dict[str, Any]:
+        """An example without its padding; a picture has labels alone."""
         b = self.batch
+        row: dict[str, Any] = {"labels": b.labels[i].tolist()}
         if self.coder is None:
-            return [*picture(b.ids[i]), f"  label  {self._class(int(b.labels[i]))}"]
-        lines = []
+            return row
+        ids = b.ids[i, : None if b.lengths is None else int(b.lengths[i])].tolist()
+        row |= {"ids": ids, "tokens": self.coder.tokens(ids, target=True)}
+        if b.labels.shape == b.ids.shape:
+            row["labels"] = row["labels"][: len(ids)]
+            row["counted"] = [label >= 0 for label in row["labels"]]
         if b.source is not None:
-            source = _real(b.source[i], b.source_lengths, i)
-            table = {"source": self.coder.tokens(source), "ids": list(map(str, source))}
-            lines += [*columns(table, [], width), ""]
-        ids = _real(b.ids[i], b.lengths, i)
-        table = {"input": self.coder.tokens(ids, target=True), "ids": list(map(str, ids))}
-        if b.labels.dim() == 2 and b.labels.shape == b.ids.shape:
-            table["label"] = self._labels(b.labels[i, : len(ids)])
-        lines += columns(table, self._borders(i, len(ids)), width)
-        if b.labels.dim() == 1:
-            lines.append(f"  label  {self._class(int(b.labels[i]))}")
-        elif self.task == "answer":
-            first, last = b.labels[i].tolist()
-            found = self.coder.tokens(ids[first : last + 1]) if first != IGNORE else ["(cut off)"]
-            found = ["(unanswered)"] if last == 0 else found
-            lines.append(f"  label  {first} to {last}: {' '.join(map(visible, found))}")
-        return lines
-
-    def _labels(self, labels: Tensor) -> list[str]:
-        found = labels.tolist()
-        if self.task == "tag":
-            return [NONE if i == IGNORE else self.loaded.classes[i] for i in found]
-        assert self.coder is not None
-        said = self.coder.tokens([max(i, 0) for i in found], target=True)
-        return [NONE if i == IGNORE else text for i, text in zip(found, said)]
-
-    def _class(self, label: int) -> str:
-        return "not counted" if label == IGNORE else f"{self.loaded.classes[label]} ({label})"
-
-    def _borders(self, i: int, size: int) -> list[int]:
-        """The places where another document begins."""
-        if self.batch.doc is None:
-            return []
-        doc = self.batch.doc[i, :size].tolist()
-        return [k for k in range(1, size) if doc[k] != doc[k - 1]]
+            length = None if b.source_lengths is None else int(b.source_lengths[i])
+            row["source_ids"] = b.source[i, :length].tolist()
+            row["source"] = self.coder.tokens(row["source_ids"])
+        if b.doc is not None:
+            row["doc"] = b.doc[i, : len(ids)].tolist()
+        return row
 
     def json(self) -> str:
-        b, feed = self.batch, self.feed
-        rows: list[dict[str, Any]] = []
-        for i in range(len(b.ids)):
-            row: dict[str, Any] = {"labels": b.labels[i].tolist()}
-            if self.coder is not None:
-                ids = _real(b.ids[i], b.lengths, i)
-                row |= {"ids": ids, "tokens": self.coder.tokens(ids, target=True)}
-            if b.labels.shape == b.ids.shape:
-                row["labels"] = row["labels"][: len(row["ids"])]
-                row["counted"] = [label != IGNORE for label in row["labels"]]
-            if b.source is not None and self.coder is not None:
-                row["source_ids"] = _real(b.source[i], b.source_lengths, i)
-                row["source"] = self.coder.tokens(row["source_ids"])
-            if b.doc is not None:
-                row["doc"] = b.doc[i, : len(row["ids"])].tolist()
-            rows.append(row)
-        found = {
+        facts = {
             "version": 1,
             "task": self.task,
             "counts": self.loaded.notes,
-            "about": feed.describe(),
-            "batches_a_pass": feed.epoch,
-            "fingerprint": feed.fingerprint,
-            "shape": list(b.ids.shape),
+            "about": self.feed.describe(),
+            "batches_a_pass": self.feed.epoch,
+            "fingerprint": self.feed.fingerprint,
+            "shape": list(self.batch.ids.shape),
             "batch": self.options.batch,
-            "rows": rows,
+            "rows": self.rows,
         }
-        return json.dumps(found, ensure_ascii=False)
+        return json.dumps(facts, ensure_ascii=False)
 
+    def text(self) -> str:
+        notes, b, classes = self.loaded.notes, self.batch, self.loaded.classes
+        head = f"{', '.join(self.options.files)}: {notes['records']:,} examples, {notes['empty']:,} empty"
+        if notes.get("tokens"):
+            unknown = notes["unknown"] / notes["tokens"]
+            head += f"; {notes['tokens']:,} tokens, {unknown:.2%} unknown"
+        if classes:
+            head += f"; {len(classes)} classes: {', '.join(classes)[:120]}"
+        shape = " x ".join(map(str, b.ids.shape))
+        counted = f"{b.tokens:,} of {b.labels.numel():,} labels are counted"
+        number = f"task {self.task}, seed {self.options.seed}, batch {self.options.batch}"
+        lines = [head, self.feed.describe(), f"{number}: {shape}, {counted}"]
+        width = shutil.get_terminal_size((100, 24)).columns
+        for i, row in enumerate(self.rows):
+            lines += ["", f"row {i}"]
+            lines += picture(b.ids[i]) if self.coder is None else self._table(row, width)
+            if label := self._label(row):
+                lines.append(f"  label  {label}")
+        return "\n".join(lines)
 
-def _real(row: Tensor, lengths: Tensor | None, i: int) -> list[int]:
-    """The ids of a row without padding."""
-    return row[: None if lengths is None else int(lengths[i])].tolist()
+    def _table(self, row: dict[str, Any], width: int) -> list[str]:
+        """Tokens, ids, and what is learned; a dot under what is not."""
+        assert self.coder is not None
+        lines = []
+        if "source" in row:
+            table = {"source": row["source"], "ids": list(map(str, row["source_ids"]))}
+            lines = [*columns(table, [], width), ""]
+        table = {"input": row["tokens"], "ids": list(map(str, row["ids"]))}
+        if "counted" in row:
+            labels = [max(label, 0) for label in row["labels"]]
+            tags = self.task == "tag"
+            names = (
+                [self.loaded.classes[i] for i in labels]
+                if tags
+                else self.coder.tokens(labels, target=True)
+            )
+            table["label"] = [x if yes else "." for x, yes in zip(names, row["counted"])]
+        doc = row.get("doc", [])
+        borders = [k for k in range(1, len(doc)) if doc[k] != doc[k - 1]]
+        return lines + columns(table, borders, width)
+
+    def _label(self, row: dict[str, Any]) -> str:
+        """The label of a whole example, if it has one."""
+        label = row["labels"]
+        if isinstance(label, int):
+            return f"{self.loaded.classes[label]} ({label})" if label >= 0 else "not counted"
+        if self.task != "answer" or self.coder is None:
+            return ""
+        first, last = label
+        words = self.coder.tokens(row["ids"][first : last + 1]) if first >= 0 else ["(cut off)"]
+        words = ["(unanswered)"] if last == 0 else words
+        return f"{first} to {last}: {' '.join(map(visible, words))}"
 
 
 # --- on a plain terminal ------------------------------------------------------------------------------------------
@@ -295,12 +272,6 @@ def visible(text: str) -> str:
     """Spaces and control characters made visible."""
     shown = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("\\\\", "\\")
     return shown.replace(" ", "\u2581") or "''"
-
-
-def breadth(text: str) -> int:
-    """Columns of a terminal that a text takes."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
 
 
 def picture(x: Tensor) -> list[str]:
