@@ -88,5 +88,5 @@ def as_text(ranking: Ranking, name: str, top: int) -> str:
 
 def as_json(ranking: Ranking, name: str) -> str:
     label, highest = ranking[0] if ranking else (None, None)
-    found = {"label": label, "probability": highest, "probabilities": dict(ranking)}
-    return json.dumps({**found, **({"file": name} if name else {})}, ensure_ascii=False)
+    answer = {"label": label, "probability": highest, "probabilities": dict(ranking)}
+    return json.dumps({**answer, **({"file": name} if name else {})}, ensure_ascii=False)

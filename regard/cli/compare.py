@@ -43,8 +43,8 @@ def run(options: Options) -> int:
             print(f"note: {each.folder}: {note}", file=sys.stderr)
     if options.json:
         figures = [summary(each).json() for each in runs]
-        found = [{"run": name, **figure} for name, figure in zip(labels(runs), figures)]
-        facts = {"schema": SCHEMA, "differs": strict(differing(runs)), "runs": found}
+        rows = [{"run": name, **figure} for name, figure in zip(labels(runs), figures)]
+        facts = {"schema": SCHEMA, "differs": strict(differing(runs)), "runs": rows}
         print(json.dumps(facts, ensure_ascii=False))
     else:
         print(aligned(runs))

@@ -43,22 +43,22 @@ def run(options: Options) -> int:
     out, dtype = Path(options.folder), dtypes.get(options.dtype)
     check_new_folder(out)
     with blaming(DATA):
-        found = find(Path(options.source))
-    if found.pickled:
-        convert_pickled(found, out, dtype)
+        model = find(Path(options.source))
+    if model.pickled:
+        convert_pickled(model, out, dtype)
     else:
-        convert_gguf(found.weights[0], out, dtype)
+        convert_gguf(model.weights[0], out, dtype)
     print(out)
     return 0
 
 
-def convert_pickled(found: Found, out: Path, dtype: torch.dtype | None) -> None:
+def convert_pickled(model: Found, out: Path, dtype: torch.dtype | None) -> None:
     from regard.checkpoint.convert import pickled
 
-    if found.left_out:
-        notice(f"left out: {', '.join(found.left_out)}")
+    if model.left_out:
+        notice(f"left out: {', '.join(model.left_out)}")
     with blaming(DATA):
-        why_not = pickled(found, out, dtype, progress)
+        why_not = pickled(model, out, dtype, progress)
     if why_not:
         notice(f"the folder is written, but Regard does not read the model in it: {why_not}")
 

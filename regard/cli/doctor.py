@@ -49,17 +49,17 @@ def run(options: Options) -> int:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = machine(device)
+    facts = machine(device)
     tests = {name: tried(test, device) for name, test in TESTS.items()}
     failed = [name for name, (fine, _) in tests.items() if not fine]
     if options.json:
-        results = {name: {"ok": fine, "said": said} for name, (fine, said) in tests.items()}
-        print(json.dumps({**found, "self-test": results}))
+        results = {name: {"ok": fine, "said": text} for name, (fine, text) in tests.items()}
+        print(json.dumps({**facts, "self-test": results}))
     else:
-        for name, text in found.items():
+        for name, text in facts.items():
             print(f"{name:<10}{text}")
-        for name, (fine, said) in tests.items():
-            print(f"{'self-test':<10}{name}: {'ok' if fine else 'FAILED'}{said and f' ({said})'}")
+        for name, (fine, text) in tests.items():
+            print(f"{'self-test':<10}{name}: {'ok' if fine else 'FAILED'}{text and f' ({text})'}")
     if failed:
         raise Fault(
             f"Regard does not work here: {', '.join(failed)} failed; report it with what is above",
@@ -113,11 +113,11 @@ def attention_line(device: str) -> str:
 
     kinds = {"causal": (False, False, 0.0), "masked": (True, False, 0.0)}
     kinds |= {"dropout": (False, False, 0.1), "relative bias": (True, True, 0.0)}
-    said = []
+    kernels = []
     for name, (masked, bias, dropout) in kinds.items():
         fast = fused(8, 8, 64, 64, masked, bias, dropout, device == "cuda", device)
-        said.append(f"{name} {'fused' if fast else 'plain'}")
-    return ", ".join(said)
+        kernels.append(f"{name} {'fused' if fast else 'plain'}")
+    return ", ".join(kernels)
 
 
 def bf16_line(device: torch.device) -> str:

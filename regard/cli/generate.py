@@ -178,13 +178,13 @@ def settings_of(given: dict[str, Any]) -> dict[str, Any]:
     from regard.decode.settings import Settings
 
     known = {f.name for f in dataclasses.fields(Settings)}
-    found = {name: value for name, value in given.items() if name in known}
+    settings = {name: value for name, value in given.items() if name in known}
     for name in ("banned", "eos", "forced_first", "forced_last"):
-        if not found.get(name) and found.get(name) != 0:
-            found.pop(name, None)
-    if "logit_bias" in found:
-        found["logit_bias"] = tuple(bias(text) for text in found["logit_bias"])
-    return found
+        if not settings.get(name) and settings.get(name) != 0:
+            settings.pop(name, None)
+    if "logit_bias" in settings:
+        settings["logit_bias"] = tuple(bias(text) for text in settings["logit_bias"])
+    return settings
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -233,7 +233,7 @@ def as_text(result: Result) -> str:
 
 def as_json(result: Result, **more: Any) -> str:
     """One line of JSON; a log-probability that is no finite number is null."""
-    found = {
+    answer = {
         "text": result.text,
         "ids": result.ids,
         "logprobs": [finite(x) for x in result.logprobs],
@@ -242,7 +242,7 @@ def as_json(result: Result, **more: Any) -> str:
         **({} if result.error is None else {"error": result.error}),
         **more,
     }
-    return json.dumps(found, ensure_ascii=False, allow_nan=False)
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False)
 
 
 def finite(x: float) -> float | None:

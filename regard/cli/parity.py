@@ -110,13 +110,13 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
     kind = next(iter(config.get("architectures") or []), None)
     import transformers
 
-    found = getattr(transformers, str(kind), None)
-    if found is None or not towers(model):
+    peer_class = getattr(transformers, str(kind), None)
+    if peer_class is None or not towers(model):
         return None, f"it has no model of the kind {kind or model.config.kind}"
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        theirs = found.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        theirs = peer_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     # Whatever it is, it is theirs.
     except Exception as error:
         first = (str(error) or type(error).__name__).splitlines()[0]

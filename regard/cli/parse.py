@@ -161,17 +161,17 @@ def plain(text: str) -> str:
 
 def names(cls: Any) -> list[str]:
     """The fields of a dataclass and of the dataclasses in it, which are groups of flags."""
-    found = []
+    flags = []
     for f in dataclasses.fields(cls):
         group = f.default_factory
-        found += names(group) if dataclasses.is_dataclass(group) else [f.name]
-    return found
+        flags += names(group) if dataclasses.is_dataclass(group) else [f.name]
+    return flags
 
 
 def values(options: Any) -> dict[str, Any]:
     """All options by name, groups flattened."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for f in dataclasses.fields(options):
         value = getattr(options, f.name)
-        found |= values(value) if dataclasses.is_dataclass(value) else {f.name: value}
-    return found
+        flat |= values(value) if dataclasses.is_dataclass(value) else {f.name: value}
+    return flat

@@ -196,13 +196,13 @@ def describe(model: Any) -> str:
     from regard.layers import MLP
 
     c = model.config
-    towers = [getattr(c, name, None) for name in ("tower", "encoder", "decoder")]
-    found = [tower for tower in towers if tower is not None]
-    if not found:
+    parts = (getattr(c, name, None) for name in ("tower", "encoder", "decoder"))
+    towers = [part for part in parts if part is not None]
+    if not towers:
         looks = f", {c.attention} attention" if c.attention else ""
         return f"{c.layers} layers of {c.cell} x {c.dim}{looks}"
-    layers = " and ".join(f"{tower.layers} layers x {tower.dim}" for tower in found)
-    first = found[-1].each("attention")[-1]
+    layers = " and ".join(f"{tower.layers} layers x {tower.dim}" for tower in towers)
+    first = towers[-1].each("attention")[-1]
     inner = first.attention if isinstance(first, DSA) else first
     groups = getattr(inner, "groups", inner.heads)
     heads = (
@@ -210,10 +210,10 @@ def describe(model: Any) -> str:
         if groups == inner.heads
         else f"{inner.heads} query / {groups} kv heads"
     )
-    place = "rope" if inner.rope is not None else found[-1].relative and found[-1].relative.kind
+    place = "rope" if inner.rope is not None else towers[-1].relative and towers[-1].relative.kind
     vectors = getattr(getattr(c, "embedding", None) or getattr(c, "target", None), "position", None)
     place = place or (vectors.kind if vectors is not None else "")
-    ffn = found[-1].each("ffn")[-1]
+    ffn = towers[-1].each("ffn")[-1]
     kind = f"{'gated ' if ffn.gated else ''}{ffn.activation}" if isinstance(ffn, MLP) else "experts"
     tied = "tied embeddings" if getattr(getattr(c, "head", None), "tied", False) else ""
     return ", ".join(
@@ -225,11 +225,14 @@ def kv_row(model: Any, length: int) -> list[Row]:
     from regard.train.forecast import cache_bytes
     from regard.train.room import size
 
-    found = cache_bytes(model)
-    if found is None:
+    cache = cache_bytes(model)
+    if cache is None:
         return []
-    kept, full = found["token"], found["mha"]
-    beside = "" if kept == full else f" (mha would be {size(full)}, {full / kept:.1f} x)"
+    token, full = cache["token"], cache["mha"]
+    beside = "" if token == full else f" (mha would be {size(full)}, {full / token:.1f} x)"
     return [
-        ("kv", f"{size(kept)} a token in bf16{beside}, {size(kept * length)} at {length:,} tokens")
+        (
+            "kv",
+            f"{size(token)} a token in bf16{beside}, {size(token * length)} at {length:,} tokens",
+        )
     ]

@@ -38,17 +38,17 @@ def run(options: Options) -> int:
     from regard.report.runs import read, strict, summary
 
     path = checked(options.output)
-    found = read(options.run)
-    for note in found.notes:
+    record = read(options.run)
+    for note in record.notes:
         print(f"note: {note}", file=sys.stderr)
     if options.json:
-        more = {"evaluations": found.evaluations, "samples": len(found.samples)}
-        facts = {**summary(found).json(), **strict(more), "notes": found.notes}
-        print(json.dumps({"schema": SCHEMA, "run": found.name, **facts}, ensure_ascii=False))
+        more = {"evaluations": record.evaluations, "samples": len(record.samples)}
+        facts = {**summary(record).json(), **strict(more), "notes": record.notes}
+        print(json.dumps({"schema": SCHEMA, "run": record.name, **facts}, ensure_ascii=False))
         return 0
-    path = path or found.folder / "report.html"
-    save(path, found.name, report(found, *look(found)))
-    print(summary(found).verdict, file=sys.stderr)
+    path = path or record.folder / "report.html"
+    save(path, record.name, report(record, *look(record)))
+    print(summary(record).verdict, file=sys.stderr)
     print(path)
     return 0
 

@@ -145,12 +145,13 @@ def signals() -> Iterator[list[int]]:
 def reload(folder: Path) -> None:
     """Load what was saved and let it write something."""
     from regard.checkpoint import load
-    from regard.decode.generate import generate
+    from regard.decode.generate import generate, tokenizer_of
     from regard.errors import UsageError
 
     model = load(folder)
     say("reloaded: " + type(model).__name__)
-    if hasattr(model, "cache_specs") and not hasattr(model, "encode"):
+    written = tokenizer_of(model) is not None and hasattr(model, "cache_specs")
+    if written and not hasattr(model, "encode"):
         with contextlib.suppress(UsageError):
             (result,) = generate(model, [[0]], max_new_tokens=8)
             say(f"sample: {result.text!r}")

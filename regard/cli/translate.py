@@ -107,14 +107,14 @@ class Translator:
 
         sources = [self.read(line, f"line {number} of {name}") for number, line in numbered]
         full = [source for source in sources if source]
-        found: Iterator[Any] = iter(())
+        results: Iterator[Any] = iter(())
         if full:
             compare(self.opened, full[0])
             limit = {"max_new_tokens": default_length(self.model, full), **self.settings}
             groups = answers(self.model, full, rows=self.options.rows, **limit)
-            found = (group[0] for group in groups)
+            results = (group[0] for group in groups)
         for (number, line), source in zip(numbered, sources, strict=True):
-            result = next(found) if source else None
+            result = next(results) if source else None
             if result is not None and result.finish == "error":
                 self.failed.append(f"line {number} of {name} was not translated: {result.error}")
             yield self.show(line, result)

@@ -46,14 +46,14 @@ class Survey:
     counted: bool = False
 
     def describe(self) -> str:
-        about, some = ("" if exact else "about " for exact in (self.exact, self.counted))
+        about, roughly = ("" if exact else "about " for exact in (self.exact, self.counted))
         if not self.tokens:
             return f"{self.examples:,} pictures in {self.classes} classes"
         what = "pairs" if len(self.longest) > 1 else "texts"
         if self.examples == 1:
             what = "text"
-        said = f"{about}{self.tokens:,} tokens in {some}{self.examples:,} {what}, vocabulary {self.vocab:,}"
-        return said + (f", {self.classes} classes" if self.classes else "")
+        text = f"{about}{self.tokens:,} tokens in {roughly}{self.examples:,} {what}, vocabulary {self.vocab:,}"
+        return text + (f", {self.classes} classes" if self.classes else "")
 
 
 def survey(
@@ -155,14 +155,14 @@ def _pictured(source: Source) -> Survey:
 
 def _sample(source: Source, roles: tuple[str, ...]) -> tuple[list[list[str]], bool]:
     """The first examples, each a text for every role, and whether all can be read in a moment."""
-    found: list[list[str]] = []
+    texts: list[list[str]] = []
     room, rest = SAMPLE, _read(source, roles)
     for parts in rest:
-        found.append(parts)
+        texts.append(parts)
         room -= sum(map(len, parts)) + 1
         if room < 0:
             break
-    return found, bytes_of(source) <= WHOLE
+    return texts, bytes_of(source) <= WHOLE
 
 
 def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
@@ -190,12 +190,12 @@ def bytes_of(source: Source) -> int:
 
 
 def _words(
-    recipe: Recipe | None, home: Path, start: Any, texts: list[list[str]], own: bool
+    recipe: Recipe | None, home: Path, start: Any, texts: list[list[str]], brought: bool
 ) -> tuple[int, Count]:
     """The vocabulary, and how many tokens a text has: by the tokenizer if there is one, else about. `own`: that of the
     model `start` comes before the one of the folder `home`."""
     files = read_files(home, TOKENIZER)
-    if start is not None and own:
+    if start is not None and brought:
         files = {n: start.origin.files[n] for n in TOKENIZER if n in start.origin.files} or files
     sample = "\n".join(text for parts in texts[:1000] for text in parts)[:100_000]
     if TOKENIZER[0] in files:

@@ -36,10 +36,10 @@ def classify(
     most probable first; [] for an empty text. `model` is a folder, a run's folder, or a model; `rows` of texts are a
     batch; `overlong` texts are an "error", or "truncate" cuts them."""
     classifier = Classifier(Opened(model, rows, device=device), overlong)
-    found: list[Ranking] = []
+    rankings: list[Ranking] = []
     for start in range(0, len(texts), rows):
-        found += classifier(classifier.read(texts[start : start + rows], start))
-    return found
+        rankings += classifier(classifier.read(texts[start : start + rows], start))
+    return rankings
 
 
 class Classifier:

@@ -36,10 +36,10 @@ def embed(
     """Vectors (texts, width) in float32, of length 1 if `normalize`; NaN for an empty text. `model` is a folder, a
     run's folder, or a model; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate" cuts them."""
     embedder = Embedder(Opened(model, rows, device=device), normalize, overlong)
-    found: list[np.ndarray | None] = []
+    vectors: list[np.ndarray | None] = []
     for start in range(0, len(texts), rows):
-        found += embedder(texts[start : start + rows], start)
-    return stacked(found)
+        vectors += embedder(texts[start : start + rows], start)
+    return stacked(vectors)
 
 
 class Embedder:
@@ -57,11 +57,11 @@ class Embedder:
         rows = self.rows(texts, start, name)
         given = [ids for ids in rows if ids is not None]
         vectors = iter(embedded(self.model, given, self.normalize) if given else ())
-        found = [None if ids is None else next(vectors) for ids in rows]
-        for number, vector in enumerate(found, start + 1):
+        each = [None if ids is None else next(vectors) for ids in rows]
+        for number, vector in enumerate(each, start + 1):
             if vector is not None and not np.isfinite(vector).all():
                 raise Fault(f"the vector of line {number} is not finite; try --dtype fp32", RUN)
-        return found
+        return each
 
 
 @torch.inference_mode()

@@ -217,9 +217,9 @@ class Judge:
             hidden = self.quantized and self.task not in LABELLED
             loss = by_logits if hidden else TASKS[self.task].objective
             given: Any = (self.model, self.task, self._feed(folder), self.tokenizer, loss, [*rest])
-            found = measure(*given, classes=self.classes, samples=0)
-            values |= found.values
-            signatures |= found.signatures
+            result = measure(*given, classes=self.classes, samples=0)
+            values |= result.values
+            signatures |= result.signatures
         if "perplexity" in names:
             values["perplexity"] = perplexity(values["loss"])
         return {n: values[n] for n in names}, {n: t for n, t in signatures.items() if n in names}

@@ -57,8 +57,8 @@ def explained(
 
 
 def _lines(topic: Topic, values: dict[str, Any], tables: list[Table]) -> list[str]:
-    said = "   ".join(f"--{n.replace('_', '-')} {shown(value)}" for n, value in values.items())
-    lines = [*(f"  {line}" for line in topic.formula.splitlines()), "", f"given: {said}", ""]
+    given = "   ".join(f"--{n.replace('_', '-')} {shown(value)}" for n, value in values.items())
+    lines = [*(f"  {line}" for line in topic.formula.splitlines()), "", f"given: {given}", ""]
     for table in tables:
         lines += [*table.text().splitlines(), ""]
     return [*lines, *(f"code: {place}" for place in topic.code)]

@@ -46,13 +46,16 @@ def _look(run: Run) -> tuple[list[Map], str]:
         raise UsageError("this model has no attention")
     shown = sites[-max(MOST // _heads(probe, sites[-1]), 1) :]
     maps = [each for site in shown for each in _maps(probe, site, tokens)]
-    told = f"Step {full[-1]['step']}, at most {LONGEST} tokens of the last sample."
+    about = f"Step {full[-1]['step']}, at most {LONGEST} tokens of the last sample."
     if len(shown) < len(sites):
-        told += f" The last {len(shown)} of {len(sites)} layers are shown."
+        about += f" The last {len(shown)} of {len(sites)} layers are shown."
     whole = max(probe.maps[site][0].shape[1] for site in shown)
     if whole > HEADS:
-        told += f" The first {HEADS} of {whole} heads are shown."
-    return maps, told + " A weight is not an explanation: it says where a head reads, not what for."
+        about += f" The first {HEADS} of {whole} heads are shown."
+    return (
+        maps,
+        about + " A weight is not an explanation: it says where a head reads, not what for.",
+    )
 
 
 @torch.inference_mode()

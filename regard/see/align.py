@@ -57,9 +57,9 @@ def source_words(tokenizer: Tokenizer, line: str) -> tuple[list[int], list[int |
     ids, cutter = tokenizer.encode(line), tokenizer.parts.source or tokenizer.core
     code = re.match(r">>.*?<<", line) if tokenizer.parts.source else None
     start = code.end() if code else 0
-    found = cutter.encode(line[start:], add_special_tokens=tokenizer.parts.source is None)
-    numbers, spans = word_numbers(line), [(a + start, b + start) for a, b in found.offsets]
-    special = found.special_tokens_mask
+    encoding = cutter.encode(line[start:], add_special_tokens=tokenizer.parts.source is None)
+    numbers, spans = word_numbers(line), [(a + start, b + start) for a, b in encoding.offsets]
+    special = encoding.special_tokens_mask
     words: list[int | None] = [None] if code else []
     for (a, b), odd in zip(spans, special, strict=True):
         words.append(None if odd else last(numbers[a:b]))
@@ -75,22 +75,22 @@ def target_words(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int | None]:
     for piece in pieces:
         ends.append(ends[-1] + len(piece))
     numbers = word_numbers("".join(pieces))
-    found: list[int | None] = []
+    words: list[int | None] = []
     for i, piece in zip(ids, pieces, strict=True):
-        at = len(found)
+        at = len(words)
         if tokenizer.pieces([i]) and not piece:
-            found.append(numbers[ends[at]] if ends[at] < len(numbers) else last(numbers))
+            words.append(numbers[ends[at]] if ends[at] < len(numbers) else last(numbers))
         else:
-            found.append(last(numbers[ends[at] : ends[at + 1]]))
-    return found
+            words.append(last(numbers[ends[at] : ends[at + 1]]))
+    return words
 
 
 def word_numbers(text: str) -> list[int | None]:
     """For each character the number of its word, None for spaces."""
-    found: list[int | None] = [None] * len(text)
+    numbers: list[int | None] = [None] * len(text)
     for number, word in enumerate(re.finditer(r"\S+", text)):
-        found[word.start() : word.end()] = [number] * (word.end() - word.start())
-    return found
+        numbers[word.start() : word.end()] = [number] * (word.end() - word.start())
+    return numbers
 
 
 def last(numbers: Sequence[int | None]) -> int | None:

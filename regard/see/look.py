@@ -56,18 +56,18 @@ def shape(view: View, mechanism: str) -> str:
     heads = sorted({len(layer.heads) for layer in view.layers})
     count = "–".join(map(str, dict.fromkeys((heads[0], heads[-1]))))
     layers, each = len(view.layers), "head" if count == "1" else "heads"
-    said = f"{view.title.lower()}: {layers} layer{'s' * (layers > 1)} of {count} {each}"
-    return f"{said} ({mechanism})" if mechanism else said
+    text = f"{view.title.lower()}: {layers} layer{'s' * (layers > 1)} of {count} {each}"
+    return f"{text} ({mechanism})" if mechanism else text
 
 
 def mechanisms(config: Any) -> dict[str, str]:
     """What kind of attention each view of a model shows: mha, gqa, mla, ..."""
-    towers = {name: getattr(config, name, None) for name in ("tower", "encoder", "decoder")}
-    found = {name: tower for name, tower in towers.items() if isinstance(tower, Tower)}
-    kinds = {name: [kind(a) for a in tower.each("attention")] for name, tower in found.items()}
-    cross = getattr(found.get("decoder"), "cross", None)
-    said = {name: " and ".join(dict.fromkeys(each)) for name, each in kinds.items()}
-    return said | {"self": said.get("tower", ""), "cross": kind(cross) if cross else ""}
+    parts = {name: getattr(config, name, None) for name in ("tower", "encoder", "decoder")}
+    towers = {name: tower for name, tower in parts.items() if isinstance(tower, Tower)}
+    kinds = {name: [kind(a) for a in tower.each("attention")] for name, tower in towers.items()}
+    cross = getattr(towers.get("decoder"), "cross", None)
+    names = {name: " and ".join(dict.fromkeys(each)) for name, each in kinds.items()}
+    return names | {"self": names.get("tower", ""), "cross": kind(cross) if cross else ""}
 
 
 def kind(attention: GQA | MLA | DSA) -> str:
@@ -158,13 +158,13 @@ class Input:
     def written(self, source: list[int], x: Tensor) -> list[int]:
         """The target that was given, or what the model makes of the source."""
         if self.target is not None:
-            found = needed(self.tokenizer).encode_target(self.target)
-            return self.fits(found, self.config, "the target")
+            ids = needed(self.tokenizer).encode_target(self.target)
+            return self.fits(ids, self.config, "the target")
         most = default_length(self.model, [source or [0] * x.shape[-1]])
-        found = generate(self.model, [source] if source else x, max_new_tokens=most)[0].ids
-        if not found:
+        ids = generate(self.model, [source] if source else x, max_new_tokens=most)[0].ids
+        if not ids:
             raise UsageError("the model wrote nothing; give what it should write: --target TEXT")
-        return found
+        return ids
 
     def named(self, ids: Sequence[int]) -> list[str]:
         return [str(i) if self.tokenizer is None else named(self.tokenizer, i) for i in ids]
@@ -218,7 +218,7 @@ def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
     names = [
         f"{view.name} {layer.number}" if several else str(layer.number) for view, layer in rows
     ]
-    found = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
+    paths = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
     last = max(panel.views, key=lambda view: view.name == "cross")
     at, head = chosen(last, panel.layer, panel.head)
     layer = last.layers[at]
@@ -228,19 +228,19 @@ def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
     full = [torch.from_numpy(cells(each)) for each in exact]
     if not full:
         notice("the text is too long for pictures of single heads")
-        return found
+        return paths
     # Of a long text the asked head alone is in full.
     single = full[min(head, len(full) - 1)]
     if panel.layer is not None or panel.head is not None:
         drawn = one_head(single, last.rows, last.columns, f"{title}, head {head}")
-        found.append(save(drawn, beside("head")))
+        paths.append(save(drawn, beside("head")))
     if last.name == "cross":
         mean = panel.head is None and len(full) == len(layer.heads)
         each = torch.stack(full).mean(0) if mean else single
         of = f"mean of {len(full)} heads" if mean else f"head {head}"
         drawn = alignment(each, last.columns, last.rows, f"{title}, {of}")
-        found.append(save(drawn, beside("alignment")))
-    return found
+        paths.append(save(drawn, beside("alignment")))
+    return paths
 
 
 def cells(head: Full | Pooled) -> np.ndarray:

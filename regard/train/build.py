@@ -99,7 +99,7 @@ def read_data(
         coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
     if start is not None:
         check_suits(config.task, start)
-        check_vocab(start, coder, own=True)
+        check_vocab(start, coder, trained=True)
     loaded = load_data(reads, config.data, coder, folder / "data", config.train.seed)
     return files, coder, loaded
 
@@ -115,7 +115,7 @@ def make_model(config: Config, start: Any, coder: Coder | None, classes: list[st
         model = fresh(config.model["preset"], changes, vocab, length=config.data.length)
         model.origin = Origin(model.family)
     check_suits(config.task, model)
-    check_vocab(model, coder, own=start is not None)
+    check_vocab(model, coder, trained=start is not None)
     wanted: Any = None
     if config.task in HEADS:
         wanted = HEADS[config.task](len(classes))
@@ -205,7 +205,7 @@ def measuring(
     tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
 
     def figures(model: Any, between: Callable[[], None]) -> Figures:
-        found = measure(
+        result = measure(
             model,
             config.task,
             feed,
@@ -217,10 +217,10 @@ def measuring(
             device=device,
             between=between,
         )
-        more: dict[str, Any] = {"samples": found.samples}
-        if found.signatures:
-            more["signatures"] = found.signatures
-        return found.values, more
+        more: dict[str, Any] = {"samples": result.samples}
+        if result.signatures:
+            more["signatures"] = result.signatures
+        return result.values, more
 
     return figures
 
@@ -293,8 +293,8 @@ def notices(config: Config, model: Any) -> list[str]:
 def marks(coder: Coder | None) -> Marks | None:
     if coder is None:
         return None
-    found = [coder.source.core.token_to_id(name) for name in SENTINELS]
-    sentinels = tuple(i for i in found if i is not None)
+    numbers = [coder.source.core.token_to_id(name) for name in SENTINELS]
+    sentinels = tuple(i for i in numbers if i is not None)
     ends = (coder.start, coder.end, coder.pad)
     return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)
 
@@ -304,5 +304,5 @@ def special(coder: Coder | None) -> dict[str, Any]:
     take where there is none, would mean another token."""
     if coder is None:
         return {}
-    found = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
-    return {**found, "decoder_start_token_id": coder.start}
+    ids = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
+    return {**ids, "decoder_start_token_id": coder.start}

@@ -86,34 +86,34 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 def recipe_of(config: Config) -> Recipe | None:
     """How the tokenizer is learned; nothing where none is."""
-    said, reads = dict(config.tokenizer), TASKS[config.task][0]
+    settings, reads = dict(config.tokenizer), TASKS[config.task][0]
     if reads == "image":
-        if said:
+        if settings:
             raise UsageError(f"[tokenizer] is not used by the task {config.task}; leave it out")
         return None
-    if "folder" in said and not (Path(said["folder"]) / "tokenizer.json").is_file():
-        why = f"{said['folder']} has no tokenizer.json"
+    if "folder" in settings and not (Path(settings["folder"]) / "tokenizer.json").is_file():
+        why = f"{settings['folder']} has no tokenizer.json"
         raise Fault(f"{why}; regard tokenizer train makes one", DATA)
-    known, kind = [f.name for f in fields(Recipe)], said.get("kind", Recipe.kind)
-    for name in said:
+    known, kind = [f.name for f in fields(Recipe)], settings.get("kind", Recipe.kind)
+    for name in settings:
         if name not in ("folder", *known):
             hint = nearest(name, ["folder", *known])
             if name in ("size", "vocab_size"):
                 hint = "here it is tokenizer.vocab"
             raise UsageError(f"tokenizer.{name} is no setting; {hint}")
-        if name != "folder" and "folder" in said:
+        if name != "folder" and "folder" in settings:
             raise UsageError(f"tokenizer.{name} is not used beside tokenizer.folder; leave one out")
         if kind in KINDLESS.get(name, ()):
             raise UsageError(f'tokenizer.{name} is not used by kind = "{kind}"; leave it out')
-    if "folder" in said:
+    if "folder" in settings:
         return None
     usual: dict[str, Any] = {"task": reads if reads in ("lm", "seq2seq") else "mlm"}
     if config.task in ("spans", "infill"):  # a decoder needs a beginning and an end
         usual["task"] = "seq2seq"
     if config.task == "spans":
         usual["more"] = SENTINELS
-    said.pop("kind", None)
-    recipe = replace(from_dict(Recipe, {**usual, **said}, "tokenizer"), kind=kind)
+    settings.pop("kind", None)
+    recipe = replace(from_dict(Recipe, {**usual, **settings}, "tokenizer"), kind=kind)
     if config.task == "infill" and recipe.special is None:
         return replace(recipe, special={**recipe.named, "mask": "<mask>"})
     return recipe
@@ -124,11 +124,11 @@ def recipe_of(config: Config) -> Recipe | None:
 
 def kind_of(model: Any) -> str:
     """What a model is, in a word."""
-    c, two = model.config, hasattr(model, "encode")
-    reads = getattr(c, "source" if two else "embedding", None)
+    c, encodes = model.config, hasattr(model, "encode")
+    reads = getattr(c, "source" if encodes else "embedding", None)
     if isinstance(reads, Patches):
         return "model of pictures"
-    if two:
+    if encodes:
         return "encoder-decoder"
     if not hasattr(c, "tower"):
         return "recurrent model"
@@ -158,14 +158,14 @@ def _a(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def check_vocab(model: Any, coder: Coder | None, own: bool) -> None:
+def check_vocab(model: Any, coder: Coder | None, trained: bool) -> None:
     """Refuse a tokenizer that has more tokens than the model; `own`: the model came with its weights."""
     c = model.config
     parts = [getattr(c, name, None) for name in ("embedding", "source", "target")]
     sizes = [n for n in (getattr(part, "vocab", None) for part in [c, *parts]) if n is not None]
     sizes += [c.source_vocab] if hasattr(c, "source_vocab") else []
     if coder is not None and sizes and coder.vocab > min(sizes):
-        what = "[tokenizer] out to use the model's own" if own else "vocab out of [model]"
+        what = "[tokenizer] out to use the model's own" if trained else "vocab out of [model]"
         raise UsageError(
             f"the tokenizer has {coder.vocab:,} tokens, the model {min(sizes):,}: they do not belong together; "
             f"leave {what}"
@@ -193,12 +193,12 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
             "a recurrent model carries its state on, so documents cannot share a row; say data.pack = stream or none"
         )
     most, limit = context_of(model), data.length
-    found = max((n for part in (feed, feed.held) if (n := longest(part)) is not None), default=0)
-    if most is not None and found > most:
+    size = max((n for part in (feed, feed.held) if (n := longest(part)) is not None), default=0)
+    if most is not None and size > most:
         if limit is not None and limit > most:
             what = f"data.length = {limit}, but the model's context is {most} tokens"
             raise UsageError(f"{what}; say data.length = {most}, or a larger max-len in [model]")
         raise UsageError(
-            f"an example has {found:,} tokens, the model's context is {most:,}; say data.length = {most} and "
+            f"an example has {size:,} tokens, the model's context is {most:,}; say data.length = {most} and "
             "data.overlong = truncate or drop, or a larger max-len in [model]"
         )

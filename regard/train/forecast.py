@@ -212,15 +212,15 @@ def width(model: Any) -> int:
 def cache_bytes(model: Any) -> dict[str, int] | None:
     """Bytes that a token leaves in the cache in bf16, and what they would be with keys and values for every head."""
     try:
-        kept = 2 * sum(spec.numbers() for spec in model.cache_specs())
+        token = 2 * sum(spec.numbers() for spec in model.cache_specs())
     except UsageError:
         return None
     tower = getattr(model.config, "tower", None) or getattr(model.config, "decoder", None)
-    if not kept or tower is None:
+    if not token or tower is None:
         return None
     full = 0
     for config in tower.each("attention"):
         a = config.attention if isinstance(config, DSA) else config
         d = a.head_dim or tower.dim // a.heads
         full += 2 * a.heads * (d + (a.value_dim or d))
-    return {"token": kept, "mha": full}
+    return {"token": token, "mha": full}

@@ -82,8 +82,8 @@ class Log:
         """The first event after a step that broke tells whether the run went back."""
         if self.broke and step <= self.last:
             self.__exit__()
-            made = step if kind == "evaluation" else step - 1
-            self._open(Progress(made, evaluated=step - 1))
+            done = step if kind == "evaluation" else step - 1
+            self._open(Progress(done, evaluated=step - 1))
         self.broke = kind == "broken"
         if self.broke:
             self.skipped.add(step)

@@ -103,7 +103,7 @@ class Board(Tracker):
 def numbers(event: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a step or an evaluation by the names that trackers show; of a step also tokens a second."""
     where = "eval" if event["kind"] == "evaluation" else "train"
-    found = {k: v for k, v in event.items() if k not in WORDS and isinstance(v, (int, float))}
-    if found.get("seconds"):
-        found["tokens_per_second"] = found.get("tokens", 0) / found["seconds"]
-    return {f"{where}/{name}": value for name, value in found.items()}
+    figures = {k: v for k, v in event.items() if k not in WORDS and isinstance(v, (int, float))}
+    if figures.get("seconds"):
+        figures["tokens_per_second"] = figures.get("tokens", 0) / figures["seconds"]
+    return {f"{where}/{name}": value for name, value in figures.items()}
