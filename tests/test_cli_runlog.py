@@ -82,7 +82,7 @@ def test_run_that_goes_back_reads_as_one_that_left_the_step_out(tmp_path: Path) 
         else:
             t.at.skipped = [7]
         with Log(tmp_path / name, t.at, []) as log:
-            t.tell = log
+            t.callbacks = [log]
             assert t.run() == "done"
         (tmp_path / name / "run.json").write_text('{"format": 1}')
         runs[name] = read(tmp_path / name)

@@ -233,7 +233,7 @@ def _trained(folder: Path, steps: int, stop: int, losses: list[float]) -> Traine
 
     keeper = Keeper(folder, lambda m, path: m.save(path))
     plan = Train(steps, optim=Optim(lr=1e-2))
-    trainer = Trainer(model, Count(), causal, plan, keeper, load, tell)
+    trainer = Trainer(model, Count(), causal, plan, keeper, load, [tell])
     trainer.resume()
     with warnings.catch_warnings():
         # The format of a checkpoint that nobody sees.

@@ -159,13 +159,13 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
     model = model_of(config, start, facts, str(device)).to(device)
     times: list[float] = []
 
-    def tell(event: dict[str, Any]) -> None:
+    def note(event: dict[str, Any]) -> None:
         times.extend([event["seconds"]] if event["kind"] == "step" else [])
 
     train = replace(config.train, nan="skip", parallel=Parallel())
     keeper = Keeper(Path(), lambda model, path: None)
     feed = imagined(config, model, facts)
-    trainer = Trainer(model, feed, config.objective, train, keeper, lambda path: model, tell)
+    trainer = Trainer(model, feed, config.objective, train, keeper, lambda path: model, [note])
     trainer.model.train()
     began = time.perf_counter()
     for k in range(1, min(10, config.train.steps) + 1):

@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,9 +21,8 @@ from regard.data.config import Data
 from regard.errors import VERSION, UsageError
 from regard.train.config import Config
 from regard.train.keep import sync
-from regard.train.trainer import Progress, Trainer, differences, flat
+from regard.train.trainer import Callback, Progress, Trainer, differences, flat
 
-Listener = Callable[[dict[str, Any]], None]
 FORMAT = 1
 # What a run goes on with, of run.json and of its options, with their types.
 OPTIONS = {"keep": int, "device": str, "log_to": list}
@@ -43,7 +42,7 @@ class Log:
     it goes on from, or goes back to, is cut off, but not why a step is left out: however often it was stopped or
     killed, the files are those of a run that never was."""
 
-    def __init__(self, folder: Path, at: Progress, listeners: Sequence[Listener]):
+    def __init__(self, folder: Path, at: Progress, listeners: Sequence[Callback]):
         self.folder, self.listeners = folder, listeners
         self.skipped = set(at.skipped)
         self.last, self.broke = at.step, False

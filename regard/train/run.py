@@ -22,13 +22,13 @@ from regard.train.check import check
 from regard.train.config import Config as RunConfig
 from regard.train.config import configure, read
 from regard.train.keep import clean, locked
-from regard.train.log import Listener, Log, RunFile, as_toml, check_same, read_run, replace_file
+from regard.train.log import Log, RunFile, as_toml, check_same, read_run, replace_file
 from regard.train.parallel import Lost, team_of
 from regard.train.plan import refusal
 from regard.train.room import pick_device
 from regard.train.schedule import Schedule
 from regard.train.track import tracker
-from regard.train.trainer import AVERAGE, Diverged, Trainer, differences
+from regard.train.trainer import AVERAGE, Callback, Diverged, Trainer, differences
 
 OURS = {"lock", "run.json"}  # a run's folder has one of these
 BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step
@@ -79,7 +79,7 @@ def train(
     device: str = "auto",
     force: bool = False,
     log_to: Sequence[str] = (),
-    callbacks: Sequence[Listener] = (),
+    callbacks: Sequence[Callback] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> RunResult:
     """Train as `regard train` does. `config` is a TOML file, its tables, a RunConfig, or with `resume` a run's folder;
@@ -184,7 +184,7 @@ def _run(
     parts: Assembly,
     config: RunConfig,
     launch: Launch,
-    callbacks: Sequence[Listener],
+    callbacks: Sequence[Callback],
     stop: Callable[[], bool],
 ) -> RunResult:
     """Run the trainer, and write down how it went."""
@@ -195,7 +195,7 @@ def _run(
     if not launch.force and (why := refusal(config, trainer, trainer.keeper.keep)):
         raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
     record = RunFile(launch, config, trainer, parts.classes)
-    listeners: list[Listener] = [*tracker(launch.log_to, folder, record.info), *callbacks]
+    listeners: list[Callback] = [*tracker(launch.log_to, folder, record.info), *callbacks]
     replace_file(folder / "config.toml", as_toml(config))
     figures: dict[str, float] = {}
 
@@ -222,7 +222,7 @@ def _run(
         for listener in listeners:
             listener(begin)
         with Log(folder, trainer.at, [note, *listeners]) as log:
-            trainer.tell, trainer.keeper.before = log, log.sync
+            trainer.callbacks, trainer.keeper.before = [log], log.sync
             if trainer.changes:
                 log({"kind": "settings", "step": trainer.at.step, "changes": trainer.changes})
             status = trainer.run(stop)
@@ -246,15 +246,9 @@ def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, floa
     return RunResult(folder, status, at.step, metrics, last, best, at.best, at.best_value)
 
 
-def _resume(trainer: Trainer, callbacks: Sequence[Listener]) -> bool:
+def _resume(trainer: Trainer, callbacks: Sequence[Callback]) -> bool:
     """Resume; whether there is a checkpoint to go on from. If all there are broke, nothing is begun over them."""
-
-    def tell(event: dict[str, Any]) -> None:
-        for listener in callbacks:
-            listener(event)
-
-    if trainer.team.rank == 0:
-        trainer.tell = tell
+    trainer.callbacks = list(callbacks)
     resumed = trainer.resume()
 
     def look() -> None:

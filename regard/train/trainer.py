@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ AVERAGE = "average"  # the folder of the checkpoints' mean
 POLICIES = ("stop", "skip", "back")
 # settings of `Train` that change no weight: a run may go on with others
 FREE = ("steps", "evaluate", "save", "metric", "patience", "average", "nan", "parallel")
-Tell = Callable[[dict[str, Any]], None]
+Callback = Callable[[dict[str, Any]], None]
 Figures = tuple[dict[str, float], dict[str, Any]]  # by name; what else to tell
 # (model, called between batches, which may raise Stopped) -> figures on held-out data, none where nothing is held out
 Measure = Callable[[Any, Callable[[], None]], Figures]
@@ -124,8 +124,9 @@ class Progress:
 
 
 class Trainer:
-    """Trains `model` in place. `load(path)` gives back a model that `keeper.save` wrote; `tell` hears of every step,
-    evaluation and checkpoint as a dict. `measure` gives the figures of an evaluation; without it that is the loss."""
+    """Trains `model` in place. `load(path)` gives back a model that `keeper.save` wrote. Each of `callbacks` is called
+    with every step, evaluation and checkpoint as a dict, in the first process. `measure` gives the figures of an
+    evaluation; without it that is the loss."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class Trainer:
         config: Train,
         keeper: Keeper,
         load: Callable[[Path], Any],
-        tell: Tell = lambda event: None,
+        callbacks: Sequence[Callback] = (),
         *,
         measure: Measure | None = None,
         team: Alone | None = None,
@@ -148,7 +149,7 @@ class Trainer:
         self.objective = balanced(objective, model, config.balance)
         self.keeper, self.load, self.team = keeper, load, team or Alone()
         self.measure = measure or self._loss
-        self.tell = tell if self.team.rank == 0 else lambda event: None
+        self.callbacks = list(callbacks)
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
             keep_freed()
@@ -162,6 +163,10 @@ class Trainer:
         self.at = Progress()
         self.saved = 0  # the step of the newest checkpoint
         self.changes: dict[str, list[Any]] = {}  # settings since the checkpoint: before, now
+
+    def tell(self, event: dict[str, Any]) -> None:
+        for callback in self.callbacks if self.team.rank == 0 else ():
+            callback(event)
 
     def resume(self) -> bool:
         """Go on from the newest sound checkpoint; whether there is one. What decides the bits must be as it was; what

@@ -121,7 +121,7 @@ def trainer(job: dict[str, Any], team: Alone, events: list[dict[str, Any]]) -> T
 
     feed = Rows(kind)
     act = harmed if "poison" in job else loss
-    t = Trainer(made, feed, act, config, keeper, regard.load, tell, team=team)
+    t = Trainer(made, feed, act, config, keeper, regard.load, [tell], team=team)
     return t
 
 

@@ -204,7 +204,7 @@ def trainer_for(task: str, folder: Path, tell: Any = lambda event: None) -> Trai
         config.train,
         keeper,
         regard.load,
-        tell,
+        [tell],
     )
 
 

@@ -212,7 +212,7 @@ def test_nan_touches_no_weight(tmp_path: Path, at: int, how: str) -> None:
         steps.append(event)
 
     before.update({n: x.clone() for n, x in weights(t).items()})
-    t.tell = tell
+    t.callbacks = [tell]
     with pytest.raises(Diverged, match=f"step {at}: the loss is"):
         t.run()
     after = weights(t)

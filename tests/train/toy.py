@@ -137,7 +137,7 @@ def trainer(
     keeper = Keeper(folder, lambda m, path: m.save(path), keep)
     _, change, loss = KINDS[kind]
     feed = Toy(change)
-    return Trainer(model(kind), feed, loss, config(**changes), keeper, regard.load, tell)
+    return Trainer(model(kind), feed, loss, config(**changes), keeper, regard.load, [tell])
 
 
 # --- what must be equal -------------------------------------------------------------------------------------------
