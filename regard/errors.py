@@ -16,7 +16,8 @@ RUN, ENVIRONMENT, DATA, CHECK = 1, 3, 4, 5
 
 
 class UsageError(ValueError):
-    """Something the user asked for cannot be done; the text says what was asked, what is possible, what to type."""
+    """Something the user asked for cannot be done; the text says what was asked, what is possible,
+    what to type."""
 
 
 class Notice(UserWarning):
@@ -48,8 +49,8 @@ class Fault(UsageError):
 
 @contextlib.contextmanager
 def blaming(code: int, files: int | None = None) -> Iterator[None]:
-    """Give mistakes in here this exit code, but for those that have their own; and this, or `files`, to files that
-    cannot be read."""
+    """Give mistakes in here this exit code, but for those that have their own; and this, or
+    `files`, to files that cannot be read."""
     try:
         yield
     except UsageError as error:

@@ -1,4 +1,5 @@
-"""regard data peek: the first batch of training data as the model will get it, for people or as JSON."""
+"""regard data peek: the first batch of training data as the model will get it, for people or as
+JSON."""
 
 from __future__ import annotations
 
@@ -251,7 +252,8 @@ class Peek:
 
 
 def columns(table: dict[str, list[str]], borders: list[int], width: int) -> list[str]:
-    """Lists side by side, one token below the other, in blocks that fit the width; a bar where a document ends."""
+    """Lists side by side, one token below the other, in blocks that fit the width; a bar where a
+    document ends."""
     names = list(table)
     cells = [list(map(visible, table[name])) for name in names]
     edge = max(map(len, names)) + 4
@@ -275,7 +277,8 @@ def visible(text: str) -> str:
 
 
 def picture(x: Tensor) -> list[str]:
-    """A picture (c h w) in characters, at most 56 wide; every second line, as characters are twice as high."""
+    """A picture (c h w) in characters, at most 56 wide; every second line, as characters are twice
+    as high."""
     grey = x.float().mean(0)
     step = max(-(-grey.shape[1] // 56), 1)
     grey = grey[:: 2 * step, ::step]

@@ -108,7 +108,8 @@ def device_line(device: torch.device) -> str:
 
 
 def attention_line(device: str) -> str:
-    """Which attentions run fused while training, in heads of 64; the others need memory for their weights."""
+    """Which attentions run fused while training, in heads of 64; the others need memory for their
+    weights."""
     from regard.train.activations import fused
 
     kinds = {"causal": (False, False, 0.0), "masked": (True, False, 0.0)}

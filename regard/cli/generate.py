@@ -1,7 +1,7 @@
 """regard generate: one prompt in; its answer, or its answers, out.
 
-Settings of decoding have the names and the defaults of regard.decode.settings.Settings, which checks their values; a
-test keeps the two alike.
+Settings of decoding have the names and the defaults of regard.decode.settings.Settings, which
+checks their values; a test keeps the two alike.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def check_guesses(search: Search) -> None:
 
 
 def settings_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The options that are settings of decoding. Token rules that were not given are left to the model folder."""
+    """The options that are settings of decoding. Token rules that were not given are left to the
+    model folder."""
     from regard.decode.settings import Settings
 
     known = {f.name for f in dataclasses.fields(Settings)}
@@ -212,7 +213,8 @@ def read_prompt(options: Options) -> Any:
 
 
 def write(pieces: Generator[str, None, Result], rate: Rate, written: list[str]) -> Result:
-    """Write an answer to stdout while it is made; `written` gets it too, should it be interrupted."""
+    """Write an answer to stdout while it is made; `written` gets it too, should it be
+    interrupted."""
     while True:
         try:
             piece = next(pieces)

@@ -1,6 +1,8 @@
-"""What a run shows while it goes on: a block that renews itself on a terminal, a plain line now and then elsewhere.
+"""What a run shows while it goes on: a block that renews itself on a terminal, a plain line now and
+then elsewhere.
 
-Listeners only note what they hear; the block is drawn four times a second at most, by a thread of its own.
+Listeners only note what they hear; the block is drawn four times a second at most, by a thread of
+its own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Event = dict[str, Any]
 
 
 def view(steps: int, quiet: bool) -> Plain | Live:
-    """The block where stderr is a terminal that can show it, else lines; `quiet`: evaluations and warnings alone."""
+    """The block where stderr is a terminal that can show it, else lines; `quiet`: evaluations and
+    warnings alone."""
     if quiet or not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return Plain(steps, quiet)
     try:
@@ -133,7 +136,8 @@ def trouble(event: Event) -> str:
 
 
 class Plain(Meter):
-    """12:04:10 step 60/300 loss 3.412 lr 6.0e-4 tok/s 3570 eta 00:04:35, every ten seconds and at the end."""
+    """12:04:10 step 60/300 loss 3.412 lr 6.0e-4 tok/s 3570 eta 00:04:35, every ten seconds and at
+    the end."""
 
     def __init__(self, steps: int, quiet: bool, now: Callable[[], float] = time.monotonic):
         super().__init__(steps, now)

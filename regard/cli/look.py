@@ -119,7 +119,8 @@ def writable(path: Path) -> bool:
 
 
 def titles(folders: Sequence[str]) -> list[str]:
-    """A name for each model: its folder's, with the run's where that is best, last or a step; else the path."""
+    """A name for each model: its folder's, with the run's where that is best, last or a step; else
+    the path."""
     names = []
     for folder in folders:
         *above, last = (p for p in Path(os.path.abspath(folder)).parts if p != "checkpoints")

@@ -1,6 +1,8 @@
-"""The command `regard`: finds the subcommand, and turns what goes wrong into one line and an exit code.
+"""The command `regard`: finds the subcommand, and turns what goes wrong into one line and an exit
+code.
 
-Nothing heavy is imported here: `regard --help` needs neither torch nor tyro. Text goes to stdout, talk to stderr.
+Nothing heavy is imported here: `regard --help` needs neither torch nor tyro. Text goes to stdout,
+talk to stderr.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def give_up(code: int) -> int:
 
 
 def open_streams() -> None:
-    """A stream that the caller has closed: stdin is empty then, stderr silent, and without stdout nothing is done."""
+    """A stream that the caller has closed: stdin is empty then, stderr silent, and without stdout
+    nothing is done."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:  # also so that no other file gets its number
         mode = "r" if name == "stdin" else "w"
@@ -127,7 +130,8 @@ def open_streams() -> None:
 
 
 class Screen:
-    """A terminal for text from models and files: it can be read, but cannot move the cursor or set a title."""
+    """A terminal for text from models and files: it can be read, but cannot move the cursor or set
+    a title."""
 
     def __init__(self, stream: Any):
         self.stream = stream

@@ -128,7 +128,8 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The largest difference of both answers, and the largest error of either as a share of what rounding can do."""
+    """The largest difference of both answers, and the largest error of either as a share of what
+    rounding can do."""
     rows = ((c.name, c.verdict, f"{c.difference:.1e}", f"{c.worst:.3g}", c.where) for c in checks)
     return aligned([HEAD, *rows])
 

@@ -90,8 +90,8 @@ def check_counts(options: Any, *flags: str) -> None:
 
 
 def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
-    """The command line as a `cls`; nothing where it asks for --help, which is printed. What is wrong is a UsageError of
-    one line."""
+    """The command line as a `cls`; nothing where it asks for --help, which is printed. What is
+    wrong is a UsageError of one line."""
     known = {f"--{flag.replace('_', '-')}" for flag in names(cls)} | {"--help"}
     known |= {flag for flags in ALIASES.values() for flag in flags}
     for text in arguments[: arguments.index("--")] if "--" in arguments else arguments:
@@ -142,7 +142,8 @@ def folded(arguments: list[str]) -> list[str]:
 
 
 def one_line(box: str) -> str:
-    """What the box says that tyro draws around an error: the paragraph between its first two rules."""
+    """What the box says that tyro draws around an error: the paragraph between its first two
+    rules."""
     lines = [line.strip("│|╭╮╰╯ ") for line in box.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and not line.strip("-─")]
     text = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines

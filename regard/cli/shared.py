@@ -1,4 +1,5 @@
-"""What commands share: the model made ready, text in from files and stdin, talk and the rate line on a terminal."""
+"""What commands share: the model made ready, text in from files and stdin, talk and the rate line
+on a terminal."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
 
 
 def read_lines(stream: BinaryIO, name: str) -> Iterator[str]:
-    """Lines of UTF-8, ended by \\n or \\r\\n and by nothing else: one line in must stay one line out."""
+    """Lines of UTF-8, ended by \\n or \\r\\n and by nothing else: one line in must stay one line
+    out."""
     for number, raw in enumerate(stream, 1):
         raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), f"line {number} of {name}")
@@ -129,8 +131,8 @@ def dim(text: str) -> str:
 
 
 class Rate:
-    """Tokens a second, on stderr if that is a terminal: while they come, unless text is written to the same screen,
-    and when all is done."""
+    """Tokens a second, on stderr if that is a terminal: while they come, unless text is written to
+    the same screen, and when all is done."""
 
     def __init__(self, streaming: bool):
         self.shown = sys.stderr.isatty()

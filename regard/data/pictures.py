@@ -1,5 +1,5 @@
-"""Pictures as a trained model reads them: scaled to its size, x / 255 minus mean over std. Those are 0.5, as in
-training, unless the folder's preprocessor_config.json says otherwise."""
+"""Pictures as a trained model reads them: scaled to its size, x / 255 minus mean over std. Those
+are 0.5, as in training, unless the folder's preprocessor_config.json says otherwise."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Pictures:
 
 
 def normal_of(origin: Any) -> tuple[np.ndarray, np.ndarray, int]:
-    """Mean and standard deviation of the channels, and the number of Pillow's filter for scaling."""
+    """Mean and standard deviation of the channels, and the number of Pillow's filter for
+    scaling."""
     try:
         settings = json.loads(origin.files.get("preprocessor_config.json", b"{}"))
         mean, std = settings.get("image_mean") or 0.5, settings.get("image_std") or 0.5

@@ -1,4 +1,5 @@
-"""Labels of texts or pictures, by a trained classifier; and the rows of ids that regard.embed shares."""
+"""Labels of texts or pictures, by a trained classifier; and the rows of ids that regard.embed
+shares."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ def classify(
     overlong: str = "error",
     device: str = "auto",
 ) -> list[Ranking]:
-    """For each text (or the file of a picture, where the model reads those) the labels and their probabilities, the
-    most probable first; [] for an empty text. `model` is a folder, a run's folder, or a model; `rows` of texts are a
-    batch; `overlong` texts are an "error", or "truncate" cuts them."""
+    """For each text (or the file of a picture, where the model reads those) the labels and their
+    probabilities, the most probable first; [] for an empty text. `model` is a folder, a run's
+    folder, or a model; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate"
+    cuts them."""
     classifier = Classifier(Opened(model, rows, device=device), overlong)
     rankings: list[Ranking] = []
     for start in range(0, len(texts), rows):
@@ -64,7 +66,8 @@ class Classifier:
     def read(
         self, texts: Sequence[str | Path], start: int = 0, name: str = "texts"
     ) -> list[Tensor | None]:
-        """Ids of texts, or pictures of files; None for what is empty. `start` counts those before."""
+        """Ids of texts, or pictures of files; None for what is empty. `start` counts those
+        before."""
         if self.pictures is None:
             return self.rows([str(text) for text in texts], start, name)
         return [self.pictures.file(Path(x)) if str(x).strip() else None for x in texts]
@@ -95,7 +98,8 @@ def class_names(model: Any) -> list[str]:
 
 
 class Rows:
-    """Texts as rows of ids, with the tokens the model expects around them. What spells a special token is text."""
+    """Texts as rows of ids, with the tokens the model expects around them. What spells a special
+    token is text."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int | None, overlong: str):
         if overlong not in ("error", "truncate"):

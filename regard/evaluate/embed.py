@@ -1,8 +1,8 @@
 """One vector per text.
 
-An encoder gives its pooled vector where it has a pooler (BERT's, on the first token), else the mean of the last hidden
-states of the text's tokens; so do decoders (whose last state has read everything but was trained for the next token)
-and, with the encoder's states, encoder-decoders.
+An encoder gives its pooled vector where it has a pooler (BERT's, on the first token), else the mean
+of the last hidden states of the text's tokens; so do decoders (whose last state has read everything
+but was trained for the next token) and, with the encoder's states, encoder-decoders.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def embed(
     overlong: str = "error",
     device: str = "auto",
 ) -> np.ndarray:
-    """Vectors (texts, width) in float32, of length 1 if `normalize`; NaN for an empty text. `model` is a folder, a
-    run's folder, or a model; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate" cuts them."""
+    """Vectors (texts, width) in float32, of length 1 if `normalize`; NaN for an empty text. `model`
+    is a folder, a run's folder, or a model; `rows` of texts are a batch; `overlong` texts are an
+    "error", or "truncate" cuts them."""
     embedder = Embedder(Opened(model, rows, device=device), normalize, overlong)
     vectors: list[np.ndarray | None] = []
     for start in range(0, len(texts), rows):

@@ -23,10 +23,11 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Opened:
-    """A model, or one from its folder or its run's, ready to run: packed for the CPU, or as it is on a GPU.
+    """A model, or one from its folder or its run's, ready to run: packed for the CPU, or as it is
+    on a GPU.
 
-    On a GPU too it is driven by the engine, not by GraphDecoder, which serves many requests together and gives no
-    pieces, log probabilities, stop strings or beams."""
+    On a GPU too it is driven by the engine, not by GraphDecoder, which serves many requests
+    together and gives no pieces, log probabilities, stop strings or beams."""
 
     def __init__(
         self,
@@ -58,9 +59,9 @@ class Opened:
         return hasattr(self.model, "encode")
 
     def compare(self, prompt: Any) -> str:
-        """What quantization costs, in a line: perplexity of the prompt, or of the plain model's answer to it where the
-        prompt is a source; nothing where nothing is quantized. Then the plain model goes. A prompt that leaves no room
-        is refused later."""
+        """What quantization costs, in a line: perplexity of the prompt, or of the plain model's
+        answer to it where the prompt is a source; nothing where nothing is quantized. Then the
+        plain model goes. A prompt that leaves no room is refused later."""
         if self.plain is self.model:
             return ""
         plain, self.plain = self.plain, self.model
@@ -83,7 +84,8 @@ class Opened:
 
 
 def precision_of(model: Model, asked: str) -> str:
-    """What the model runs in. On a CPU half precision is bf16, or fp32 where the CPU has no bf16 and none was asked."""
+    """What the model runs in. On a CPU half precision is bf16, or fp32 where the CPU has no bf16
+    and none was asked."""
     weight = next(model.parameters())
     if weight.device.type != "cpu":
         return NAMES.get(weight.dtype, str(weight.dtype))

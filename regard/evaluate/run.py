@@ -1,5 +1,5 @@
-"""A trained model measured on data: the loss, and what its answers are worth. Texts are compared with the files' own,
-not with what the tokenizer makes of them."""
+"""A trained model measured on data: the loss, and what its answers are worth. Texts are compared
+with the files' own, not with what the tokenizer makes of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ READING: dict[str, Any] = dict(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics by name, the first one says which model is better; signatures of those that have several definitions."""
+    """Metrics by name, the first one says which model is better; signatures of those that have
+    several definitions."""
 
     task: str
     metrics: dict[str, float]
@@ -81,11 +82,13 @@ def evaluate(
     quantize: str = "none",
     reading: dict[str, Any] | None = None,
 ) -> Evaluation:
-    """Measure a model, or one from its folder or its run's, on files; `target` has the other side of parallel ones.
+    """Measure a model, or one from its folder or its run's, on files; `target` has the other side
+    of parallel ones.
 
-    `metrics`: loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; by default those of the model's task. `beams`
-    are those of translation. `length`: tokens of a row, by default as in training. Examples that are longer are an
-    error, unless `overlong` is "truncate". `reading`: format, unit, marker, columns, header, size, as in [data]."""
+    `metrics`: loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; by default those of the
+    model's task. `beams` are those of translation. `length`: tokens of a row, by default as in
+    training. Examples that are longer are an error, unless `overlong` is "truncate". `reading`:
+    format, unit, marker, columns, header, size, as in [data]."""
     files, others = ((x,) if isinstance(x, str) else tuple(x) for x in (data, target))
     if not files:
         raise UsageError("name the data to measure on: --data FILE")
@@ -197,7 +200,8 @@ class Judge:
     def _reading(
         self, files: tuple[str, ...], target: tuple[str, ...], reading: dict[str, Any]
     ) -> dict[str, Any]:
-        """How the files are read: as is said, and else as the run's own files were, if these are of that kind."""
+        """How the files are read: as is said, and else as the run's own files were, if these are of
+        that kind."""
         usual = {n: x for n, x in READING.items() if n in self.run and reading[n] == x}
         more = {**reading, **{n: self.run[n] for n in usual}}
         with suppress(UsageError):
@@ -310,7 +314,8 @@ def _examples(n: int) -> str:
 
 
 def by_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss of a quantized model, whose head gives logits but no weights; row by row, for logits are large."""
+    """The loss of a quantized model, whose head gives logits but no weights; row by row, for logits
+    are large."""
     total, count = batch.labels.new_zeros((), dtype=torch.float32), (batch.labels != IGNORE).sum()
     for one in batch.split(len(batch.ids)):
         more = {"source": one.source, "source_lengths": one.source_lengths}

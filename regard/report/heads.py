@@ -82,7 +82,8 @@ def _read(
 
 
 def _maps(probe: Probe, site: str, tokens: dict[str, list[str]]) -> list[Map]:
-    """The heads of a layer. In cross-attention a row is named by the token that is written there."""
+    """The heads of a layer. In cross-attention a row is named by the token that is written
+    there."""
     queries = keys = tokens["fed"]
     if site.startswith("encoder."):
         queries = keys = tokens["source"]

@@ -35,8 +35,9 @@ def align(
 ) -> list[tuple[int, int]]:
     """Pairs (source word, target word), both counted from 0 between spaces.
 
-    The finished target is fed once more; each of its tokens belongs to the source token that the heads of the last
-    cross-attention, on average, weigh most where that token is predicted. What is outside words takes no part."""
+    The finished target is fed once more; each of its tokens belongs to the source token that the
+    heads of the last cross-attention, on average, weigh most where that token is predicted. What is
+    outside words takes no part."""
     if not result.ids:
         return []
     source, theirs = source_words(tokenizer, line)
@@ -67,8 +68,8 @@ def source_words(tokenizer: Tokenizer, line: str) -> tuple[list[int], list[int |
 
 
 def target_words(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int | None]:
-    """The same for the ids of a text that the model wrote: a token that completes no character belongs to the word of
-    the next one that does."""
+    """The same for the ids of a text that the model wrote: a token that completes no character
+    belongs to the word of the next one that does."""
     text, ends = tokenizer.detokenizer(), [0]
     pieces = [text.push(tokenizer.pieces([i])) for i in ids]
     pieces[-1] += text.finish()

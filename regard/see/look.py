@@ -1,4 +1,5 @@
-"""What a model attends to while it reads a text or a picture, as a panel of a page or as pictures."""
+"""What a model attends to while it reads a text or a picture, as a panel of a page or as
+pictures."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def look(
     precision: str = "fp32",
     compared: bool = False,
 ) -> Panel:
-    """A model's attention to the text or the picture; `target` is what an encoder-decoder writes, by default what it
-    writes by itself. `layer` and `head` are shown first. `compared`: another model reads the same."""
+    """A model's attention to the text or the picture; `target` is what an encoder-decoder writes,
+    by default what it writes by itself. `layer` and `head` are shown first. `compared`: another
+    model reads the same."""
     given = Input(model, tokenizer, name, text, image, target, compared).given()
     views = trace(model, given, layer, head)
     count = f"{len(given.fed)} tokens"
@@ -185,7 +187,8 @@ class Input:
 
 
 def named(tokenizer: Tokenizer, index: int) -> str:
-    """A token as people would write it, or as the vocabulary does where it is a space or part of a letter."""
+    """A token as people would write it, or as the vocabulary does where it is a space or part of a
+    letter."""
     text = tokenizer.decode([index], skip_special=False)
     if text and not text.strip(BLANK):
         return "".join(BLANKS[letter] for letter in text)
@@ -206,7 +209,8 @@ def patches(wanted: Patches) -> list[str]:
 
 
 def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
-    """All heads; the one that was asked for; where there is cross-attention, the alignment by its last layer."""
+    """All heads; the one that was asked for; where there is cross-attention, the alignment by its
+    last layer."""
     from regard.see.plots import alignment, head_grid, one_head, save
 
     def beside(word: str) -> Path:

@@ -1,4 +1,5 @@
-"""From a config to a trainer: tokenizer, data, model, head and adapter, what is measured, where it is kept."""
+"""From a config to a trainer: tokenizer, data, model, head and adapter, what is measured, where it
+is kept."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Assembly:
 def assemble(
     config: Config, folder: Path, device: torch.device, keep: int, team: Alone
 ) -> Assembly:
-    """All that `config` names, joined. The first process prepares tokenizer and data, the others read them."""
+    """All that `config` names, joined. The first process prepares tokenizer and data, the others
+    read them."""
     with blaming(DATA):
         start = (
             load_model(resolve_model(config.model["folder"])) if "folder" in config.model else None
@@ -136,9 +138,10 @@ def fresh(
     device: str | None = None,
     length: int | None = None,
 ) -> Any:
-    """The preset with its changes. Unless they say a size, its tables are as large as the tokenizer's vocabulary, and
-    its context is `length`, the rows it is trained on: later positions would stay as they were drawn. (But not that of
-    an encoder-decoder, whose two sides differ in length.)"""
+    """The preset with its changes. Unless they say a size, its tables are as large as the
+    tokenizer's vocabulary, and its context is `length`, the rows it is trained on: later positions
+    would stay as they were drawn. (But not that of an encoder-decoder, whose two sides differ in
+    length.)"""
     if preset == "transformer":
         raise UsageError('preset "transformer" is unknown; that of 2017 is preset = "vaswani-base"')
     if preset not in PRESETS:
@@ -160,7 +163,8 @@ def fresh(
 
 
 def flat(changes: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """Tables of settings by dotted names; one with a `kind` is a whole part, which takes the old one's place."""
+    """Tables of settings by dotted names; one with a `kind` is a whole part, which takes the old
+    one's place."""
     for name, value in changes.items():
         if isinstance(value, dict) and "kind" not in value:
             yield from flat(value, f"{where}{name}.")
@@ -169,8 +173,8 @@ def flat(changes: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def placed(data: dict[str, Any], name: str) -> list[str]:
-    """`name` itself if it is plain and known; of a dotted one all places nearest to the top: attention.kv_heads is
-    tower.attention.kv_heads, or that of both towers."""
+    """`name` itself if it is plain and known; of a dotted one all places nearest to the top:
+    attention.kv_heads is tower.attention.kv_heads, or that of both towers."""
     first, dot, _ = name.partition(".")
     level = {"": data}
     while level:
@@ -187,7 +191,8 @@ def placed(data: dict[str, Any], name: str) -> list[str]:
 
 
 def written(model: Any, small: bool) -> int:
-    """Bytes of the folder that the model is saved to: its weights, or an adapter's, and what goes along."""
+    """Bytes of the folder that the model is saved to: its weights, or an adapter's, and what goes
+    along."""
     origin, learned = model.origin, (p for p in model.parameters() if p.requires_grad)
     weights = sum(p.nbytes for p in learned) if small else whole(model)
     carried = 0 if small else sum(x.nbytes for x in origin.tensors.values())
@@ -197,7 +202,8 @@ def written(model: Any, small: bool) -> int:
 def measuring(
     config: Config, feed: Feed, classes: list[str], files: dict[str, bytes], device: torch.device
 ) -> Measure | None:
-    """The loss, what the best model is best at, and samples, of the held-out part; nothing where none is held out."""
+    """The loss, what the best model is best at, and samples, of the held-out part; nothing where
+    none is held out."""
     if next(feed.evaluation(), None) is None:
         return None
     words = ["perplexity"] if config.task in METRICS["perplexity"].tasks else []
@@ -226,7 +232,8 @@ def measuring(
 
 
 def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes]:
-    """The tokenizer that is named, the model's own, or one that is learned now and kept in the run's folder."""
+    """The tokenizer that is named, the model's own, or one that is learned now and kept in the
+    run's folder."""
     if "folder" in config.tokenizer:
         home = Path(config.tokenizer["folder"])
         return read_files(home, CARRIED)
@@ -264,8 +271,8 @@ def texts_of(config: Config) -> Iterator[str]:
 
 
 def trained_on(config: Config, start: Any) -> dict[str, Any]:
-    """The longest row a model was trained on from its beginning, as config.json keeps it; a folder that does not say
-    it was trained elsewhere, on rows nobody knows."""
+    """The longest row a model was trained on from its beginning, as config.json keeps it; a folder
+    that does not say it was trained elsewhere, on rows nobody knows."""
     before = 0 if start is None else start.origin.config.get(TRAINED)
     if before is None or config.data.length is None:
         return {}
@@ -300,8 +307,8 @@ def marks(coder: Coder | None) -> Marks | None:
 
 
 def special(coder: Coder | None) -> dict[str, Any]:
-    """Token ids as config.json names them. One that the tokenizer lacks is null: a family's own number, which readers
-    take where there is none, would mean another token."""
+    """Token ids as config.json names them. One that the tokenizer lacks is null: a family's own
+    number, which readers take where there is none, would mean another token."""
     if coder is None:
         return {}
     ids = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}

@@ -41,8 +41,8 @@ LONG = 10.0  # seconds that a step may take to be measured
 
 
 def forecast(config: RunConfig, folder: Path, device: torch.device, keep: int) -> Forecast:
-    """`folder` is the run's, whose data and tokenizer are used if they are there; `keep` checkpoints stay beside the
-    best."""
+    """`folder` is the run's, whose data and tokenizer are used if they are there; `keep`
+    checkpoints stay beside the best."""
     with blaming(2, files=DATA):
         check(config)
     with blaming(DATA):
@@ -106,7 +106,8 @@ class Forecast:
 
 
 def model_of(config: RunConfig, start: Any, facts: Survey, device: str) -> Any:
-    """The model with the head of the task, frozen as it will be; on "meta" without memory for its weights."""
+    """The model with the head of the task, frozen as it will be; on "meta" without memory for its
+    weights."""
     if start is None:
         changed = {k: v for k, v in config.model.items() if k != "preset"}
         length = config.data.length
@@ -152,7 +153,8 @@ def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[J
 
 
 def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> float | None:
-    """Of steps of the real model on made-up examples as long as the mean one; nothing where none could be made."""
+    """Of steps of the real model on made-up examples as long as the mean one; nothing where none
+    could be made."""
     start = None
     if "folder" in config.model:
         start = load(resolve_model(config.model["folder"]), device=str(device))
@@ -210,7 +212,8 @@ def width(model: Any) -> int:
 
 
 def cache_bytes(model: Any) -> dict[str, int] | None:
-    """Bytes that a token leaves in the cache in bf16, and what they would be with keys and values for every head."""
+    """Bytes that a token leaves in the cache in bf16, and what they would be with keys and values
+    for every head."""
     try:
         token = 2 * sum(spec.numbers() for spec in model.cache_specs())
     except UsageError:

@@ -1,7 +1,8 @@
-"""A run, from a config to its end: the folder it is written to, how it goes on after a stop, what it tells.
+"""A run, from a config to its end: the folder it is written to, how it goes on after a stop, what
+it tells.
 
-Who wants to know how it goes gives `callbacks`: each is called with every event, a dict whose "kind"
-is begin, step, evaluation, samples, average, checkpoint, settings, broken, warning or end.
+Who wants to know how it goes gives `callbacks`: each is called with every event, a dict whose
+"kind" is begin, step, evaluation, samples, average, checkpoint, settings, broken, warning or end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ FILES = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "last", "b
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is begun. `keep`, `device` and `log_to` that are not said are as in the run that goes on."""
+    """How a run is begun. `keep`, `device` and `log_to` that are not said are as in the run that
+    goes on."""
 
     folder: Path
     command: list[str]
@@ -54,8 +56,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: `status` is "done", "patience" or "asked". `metrics` are those of the last evaluation of this
-    call, {} where there was none; `best` is the folder of the best model, `last` that of the last checkpoint."""
+    """How a run ended: `status` is "done", "patience" or "asked". `metrics` are those of the last
+    evaluation of this call, {} where there was none; `best` is the folder of the best model, `last`
+    that of the last checkpoint."""
 
     folder: Path
     status: str
@@ -82,13 +85,14 @@ def train(
     callbacks: Sequence[Callback] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> RunResult:
-    """Train as `regard train` does. `config` is a TOML file, its tables, a RunConfig, or with `resume` a run's folder;
-    `folder` the run's, by default runs/ and the file's name; `changes` settings by dotted names:
-    {"train.optim.lr": 3e-4}.
+    """Train as `regard train` does. `config` is a TOML file, its tables, a RunConfig, or with
+    `resume` a run's folder; `folder` the run's, by default runs/ and the file's name; `changes`
+    settings by dotted names: {"train.optim.lr": 3e-4}.
 
-    `resume` goes on from the newest sound checkpoint, `overwrite` starts anew in a folder that has a run, `smoke` makes
-    three steps. `keep` checkpoints stay beside the best. `force` starts although memory or disk will not do. `stop` is
-    asked after each step; then the run saves and ends."""
+    `resume` goes on from the newest sound checkpoint, `overwrite` starts anew in a folder that has
+    a run, `smoke` makes three steps. `keep` checkpoints stay beside the best. `force` starts
+    although memory or disk will not do. `stop` is asked after each step; then the run saves and
+    ends."""
     if resume and overwrite:
         raise UsageError(
             "--resume goes on with a run, --overwrite removes it; leave one of them out"
@@ -127,7 +131,8 @@ def train(
 
 
 def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path | None, Path]:
-    """The config's file, if it is one, and the run's folder. A run goes on with the config that is in its folder."""
+    """The config's file, if it is one, and the run's folder. A run goes on with the config that is
+    in its folder."""
     if not isinstance(config, str | Path):
         if folder is None:
             raise UsageError('say where the run is written: folder="runs/NAME"')
@@ -247,7 +252,8 @@ def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, floa
 
 
 def _resume(trainer: Trainer, callbacks: Sequence[Callback]) -> bool:
-    """Resume; whether there is a checkpoint to go on from. If all there are broke, nothing is begun over them."""
+    """Resume; whether there is a checkpoint to go on from. If all there are broke, nothing is begun
+    over them."""
     trainer.callbacks = list(callbacks)
     resumed = trainer.resume()
 
@@ -266,8 +272,8 @@ def _resume(trainer: Trainer, callbacks: Sequence[Callback]) -> bool:
 
 
 def _claim(config: RunConfig, launch: Launch, stack: ExitStack) -> None:
-    """Make the folder and lock it; only then look at what is in it, and clear what may go. Nothing is written to one
-    that has files of others."""
+    """Make the folder and lock it; only then look at what is in it, and clear what may go. Nothing
+    is written to one that has files of others."""
     folder, resume = launch.folder, launch.resume
     nothing = f"{folder} has nothing to go on with; leave --resume out"
     if folder.is_file():
@@ -306,7 +312,8 @@ def begun(folder: Path) -> bool:
 
 
 def _clear(folder: Path, full: bool) -> None:
-    """Remove the run, if there is one; and a tokenizer in any case, which other settings may have made."""
+    """Remove the run, if there is one; and a tokenizer in any case, which other settings may have
+    made."""
     shutil.rmtree(folder / ".tokenizer", ignore_errors=True)
     # Whole or not at all.
     with contextlib.suppress(FileNotFoundError):

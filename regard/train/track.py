@@ -1,4 +1,5 @@
-"""Other people's trackers hear of a run too: TensorBoard, wandb, trackio. Each is imported only if it is asked for.
+"""Other people's trackers hear of a run too: TensorBoard, wandb, trackio. Each is imported only if
+it is asked for.
 
 A tracker that fails while the run goes on is left out from then on: it must not cost the run.
 """
@@ -18,8 +19,8 @@ WORDS = ("kind", "step", "best", "signatures")  # of an event, no numbers
 
 
 def tracker(names: Sequence[str], folder: str | Path, info: Mapping[str, Any]) -> list[Tracker]:
-    """A listener for each name; `info` is what run.json says. All packages are looked for before any run is begun in
-    them."""
+    """A listener for each name; `info` is what run.json says. All packages are looked for before
+    any run is begun in them."""
     modules = {}
     for name in names:
         if name not in TRACKERS:
@@ -43,8 +44,9 @@ def _begin(name: str, module: Any, folder: Path, info: Mapping[str, Any]) -> Tra
 
 
 class Tracker:
-    """wandb, and trackio, which speaks as wandb does but keeps its own folder. Hears events as metrics.jsonl has them,
-    and passes numbers on under train/ and eval/; the event "end" closes it."""
+    """wandb, and trackio, which speaks as wandb does but keeps its own folder. Hears events as
+    metrics.jsonl has them, and passes numbers on under train/ and eval/; the event "end" closes
+    it."""
 
     def __init__(self, name: str, module: Any, folder: Path, info: Mapping[str, Any]):
         self.name, self.module, self.alive = name, module, True
@@ -101,7 +103,8 @@ class Board(Tracker):
 
 
 def numbers(event: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step or an evaluation by the names that trackers show; of a step also tokens a second."""
+    """The numbers of a step or an evaluation by the names that trackers show; of a step also tokens
+    a second."""
     where = "eval" if event["kind"] == "evaluation" else "train"
     figures = {k: v for k, v in event.items() if k not in WORDS and isinstance(v, (int, float))}
     if figures.get("seconds"):
