@@ -4,6 +4,7 @@ pictures."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +88,28 @@ def kind(attention: GQA | MLA | DSA) -> str:
 # --- what the model reads -----------------------------------------------------------------------------------------
 
 
+@dataclass
 class Input:
     """What a model reads, as ids or an image, with a name for each token."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Tokenizer | None,
-        name: str,
-        text: str,
-        image: str | None,
-        target: str | None,
-        compared: bool,
-    ):
-        self.name, self.model, self.tokenizer = name, model, tokenizer
-        self.text, self.image, self.target = text, image, target
-        self.encodes, self.config = hasattr(model, "encode"), model.config
-        self.device = next(model.parameters()).device
-        self.first = getattr(self.config, "source" if self.encodes else "embedding", None)
-        self.check(compared)
+    model: Any
+    tokenizer: Tokenizer | None
+    name: str
+    text: str
+    image: str | None
+    target: str | None
+    compared: bool
 
-    def check(self, compared: bool) -> None:
+    def __post_init__(self) -> None:
+        self.encodes, self.config = hasattr(self.model, "encode"), self.model.config
+        self.device = next(self.model.parameters()).device
+        self.first = getattr(self.config, "source" if self.encodes else "embedding", None)
         sees, image = isinstance(self.first, Patches), self.image is not None
         if self.target is not None and not self.encodes:
             raise UsageError(
                 f"--target asks how words align, and {self.name} has no cross-attention; leave --target out"
             )
-        if compared and sees != image and (image or self.text):
+        if self.compared and sees != image and (image or self.text):
             reads = "pictures" if sees else "text"
             raise UsageError(
                 f"{self.name} reads {reads}; give --compare two models that read the same"
