@@ -174,12 +174,7 @@ def configure(
     """The tables of a config file as a config; folders and files are named from where `path` lies."""
     data: dict[str, Any] = _plain(dict(tables))
     for name, text in (changes or {}).items():
-        _put(
-            data,
-            name.replace("-", "_").split("."),
-            _value(text) if isinstance(text, str) else text,
-            name,
-        )
+        _put(data, name.replace("-", "_").split("."), _value(text), name)
     _known(Config, data)
     said = data.get("train")
     if isinstance(said, dict) and {"steps", "epochs"} <= said.keys():
@@ -206,8 +201,10 @@ def _plain(data: Any) -> Any:
     return {key.replace("-", "_"): _plain(value) for key, value in data.items()}
 
 
-def _value(text: str) -> Any:
+def _value(text: Any) -> Any:
     """A value as TOML has it; what is none is a text."""
+    if not isinstance(text, str):
+        return text
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
