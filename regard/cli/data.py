@@ -248,7 +248,7 @@ class Peek:
         return f"{first} to {last}: {' '.join(map(visible, words))}"
 
 
-# --- on a plain terminal ------------------------------------------------------------------------------------------
+# --- on a plain terminal --------------------------------------------------------------------------
 
 
 def columns(table: dict[str, list[str]], borders: list[int], width: int) -> list[str]:

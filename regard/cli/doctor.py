@@ -68,7 +68,7 @@ def run(options: Options) -> int:
     return 0
 
 
-# --- what there is ------------------------------------------------------------------------------------------------
+# --- what there is --------------------------------------------------------------------------------
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -151,7 +151,7 @@ def network_line() -> str:
     return f"offline by {', '.join(flags)}" if flags else "used by data of format hub alone"
 
 
-# --- self-tests: device -> what is to be said ---------------------------------------------------------------------
+# --- self-tests: device -> what is to be said -----------------------------------------------------
 
 
 def tried(test: Callable[[torch.device], str], device: torch.device) -> tuple[bool, str]:

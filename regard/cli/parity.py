@@ -124,7 +124,7 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
     return theirs.eval(), ""
 
 
-# --- what is printed ----------------------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------
 
 
 def table(checks: Sequence[Check]) -> str:

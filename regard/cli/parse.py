@@ -86,7 +86,7 @@ def check_counts(options: Any, *flags: str) -> None:
             raise UsageError(f"--{name} is {value}; give a number from 1")
 
 
-# --- reading a command line ---------------------------------------------------------------------------------------
+# --- reading a command line -----------------------------------------------------------------------
 
 
 def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:

@@ -182,7 +182,7 @@ def show_folder(options: Options, device: torch.device) -> int:
     return 0
 
 
-# --- words for numbers --------------------------------------------------------------------------------------------
+# --- words for numbers ----------------------------------------------------------------------------
 
 
 def short_time(seconds: float) -> str:

@@ -85,7 +85,7 @@ def kind(attention: GQA | MLA | DSA) -> str:
     return "mqa" if groups == 1 else f"gqa, {groups} key heads"
 
 
-# --- what the model reads -----------------------------------------------------------------------------------------
+# --- what the model reads -------------------------------------------------------------------------
 
 
 @dataclass
@@ -201,7 +201,7 @@ def patches(wanted: Patches) -> list[str]:
     return extra + [f"{i + 1},{j + 1}" for i in range(side) for j in range(side)]
 
 
-# --- pictures -----------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 def pictures(path: Path, panel: Panel, what: str) -> list[Path]:

@@ -8,8 +8,8 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Container, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -134,17 +134,26 @@ def put(file: Any, event: dict[str, Any]) -> None:
     file.flush()
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How a run is begun. `keep`, `device` and `log_to` that are not said are as in the run that
+    goes on."""
+
+    folder: Path
+    command: list[str]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = False
+    overwrite: bool = False
+    force: bool = False
+    keep: int = 2
+    device: str = "auto"
+    log_to: tuple[str, ...] = ()
+
+
 class RunFile:
     """run.json: what was run, with what, and how it ended."""
 
-    def __init__(
-        self,
-        launch: Any,
-        config: Config,
-        trainer: Trainer,
-        classes: list[str],
-    ):
-        """`launch` is a regard.train.run.Launch."""
+    def __init__(self, launch: Launch, config: Config, trainer: Trainer, classes: list[str]):
         folder = launch.folder
         self.path, self.trainer = folder / "run.json", trainer
         self.start = time.monotonic()
@@ -221,7 +230,7 @@ def check_same(folder: Path, config: Config) -> None:
         )
 
 
-# --- config.toml ---------------------------------------------------------------------------------------------------
+# --- config.toml ----------------------------------------------------------------------------------
 
 
 def as_toml(config: Config) -> str:
@@ -256,7 +265,7 @@ def value(x: Any) -> str:
     return f"[{', '.join(map(value, x))}]" if isinstance(x, list) else repr(x)
 
 
-# --- what run.json says of it ---------------------------------------------------------------------------------------
+# --- what run.json says of it ---------------------------------------------------------------------
 
 
 def machine(trainer: Trainer) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from regard.train.check import check
 from regard.train.config import Config as RunConfig
 from regard.train.config import configure, read
 from regard.train.keep import clean, locked
-from regard.train.log import Log, RunFile, as_toml, check_same, read_run, replace_file
+from regard.train.log import Launch, Log, RunFile, as_toml, check_same, read_run, replace_file
 from regard.train.parallel import Lost, team_of
 from regard.train.plan import refusal
 from regard.train.room import pick_device
@@ -36,22 +36,6 @@ BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there bef
 WRITTEN = ("checkpoints", "data")
 KEEP = 2  # checkpoints that stay
 FILES = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "last", "best")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a run is begun. `keep`, `device` and `log_to` that are not said are as in the run that
-    goes on."""
-
-    folder: Path
-    command: list[str]
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    resume: bool = False
-    overwrite: bool = False
-    force: bool = False
-    keep: int = KEEP
-    device: str = "auto"
-    log_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -268,7 +252,7 @@ def _resume(trainer: Trainer, callbacks: Sequence[Callback]) -> bool:
     return resumed
 
 
-# --- the folder ---------------------------------------------------------------------------------------------------
+# --- the folder -----------------------------------------------------------------------------------
 
 
 def _claim(config: RunConfig, launch: Launch, stack: ExitStack) -> None:
