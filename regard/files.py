@@ -18,6 +18,8 @@ from regard.errors import DATA, Fault, UsageError
 
 # The index of DeepSeek-V3 has 9 MB, the largest tokenizers some 40.
 JSON_BYTES, FILE_BYTES = 64 * 2**20, 256 * 2**20
+# The key of config.json with the longest row that a model was trained on.
+TRAINED = "trained_length"
 
 
 def model_folder(path: str | Path) -> Path:

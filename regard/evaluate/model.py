@@ -11,11 +11,10 @@ from regard.checkpoint import load
 from regard.decode.generate import generate, special_of, tokenizer_of, told
 from regard.errors import DATA, UsageError, blaming, notice
 from regard.fast.prepare import perplexity_change, prepare
-from regard.files import resolve_model
+from regard.files import TRAINED, resolve_model
 from regard.kernels.linear import packs
 from regard.models import Model, Patches
 from regard.text import needed
-from regard.train.build import TRAINED
 from regard.train.room import pick_device
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}

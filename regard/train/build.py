@@ -25,7 +25,7 @@ from regard.data.read import records
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import train_tokenizer
 from regard.errors import DATA, Fault, UsageError, blaming
-from regard.files import read_files, resolve_model
+from regard.files import TRAINED, read_files, resolve_model
 from regard.layers import Answer, Classify, Tag
 from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
@@ -38,7 +38,6 @@ from regard.train.metrics import METRICS
 from regard.train.parallel import Alone
 from regard.train.trainer import Figures, Measure, Trainer
 
-TRAINED = "trained_length"  # the key of config.json with the longest row of training
 CARRIED = ("tokenizer.json", "tokenizer_config.json")
 HEADS = {"classify": Classify, "image": Classify, "tag": Tag}
 
