@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 import regard
 from regard.checkpoint import from_hf
-from regard.data.batch import Batch
-from regard.train.keep import Keeper
-from regard.train.objective import causal
-from regard.train.optim import Optim
-from regard.train.schedule import Schedule
+from regard.data.feed import Batch
+from regard.train.checkpoint import Keeper
+from regard.train.loss import causal
+from regard.train.optim import Optim, Schedule
 from regard.train.trainer import Train, Trainer
 
 GPU = torch.cuda.is_available()

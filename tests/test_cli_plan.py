@@ -13,8 +13,8 @@ from regard.cli.plan import kv, step_seconds
 from regard.data.config import Data
 from regard.data.survey import Survey
 from regard.presets import build
-from regard.train.check import SUITS
-from regard.train.config import TASKS, Config
+from regard.train.config import Config
+from regard.train.tasks import TASKS
 from regard.train.trainer import Train
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
@@ -127,7 +127,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_step_of_every_task_is_measured(task: str) -> None:
-    preset, reads = SUITS[task][1].split()[0], TASKS[task][0]
+    preset, reads = TASKS[task].presets.split()[0], TASKS[task].reads
     if preset not in PRESETS:
         pytest.skip(f"{preset} has no small form here")
     model = {"preset": preset, "layers": 1, "dim": 16, "heads": 2, **PRESETS[preset]}

@@ -12,7 +12,7 @@ from torch import nn
 import regard
 from regard.block import Block
 from regard.cache import Contiguous, Paged
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.decode.engine import Engine
 from regard.decode.settings import Settings
 from regard.fast import lean
@@ -20,8 +20,8 @@ from regard.kernels.c import native
 from regard.layers import LM, LMHead, Tag
 from regard.models.adapt import LoRA, LowRank, with_head
 from regard.models.start import Start, initialize
-from regard.train.keep import Keeper
-from regard.train.objective import balanced, causal
+from regard.train.checkpoint import Keeper
+from regard.train.loss import balanced, causal
 from regard.train.trainer import machine
 from tests.decode.tiny import MODELS, answers, full, model, prompts, request, run
 from tests.train.toy import trainer

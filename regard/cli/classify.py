@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from regard.cli.model import Opened, opened, read_lines
 from regard.cli.options_work import Classify
-from regard.data.files import needed as package
 from regard.data.images import SUFFIXES
+from regard.data.read import needed as package
 from regard.data.tokens import Coder
 from regard.errors import DATA, Fault, UsageError
 from regard.evaluate.measure import context_of

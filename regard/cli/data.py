@@ -197,8 +197,7 @@ class _Counted:
         self.sample: list[str] = []
 
     def __iter__(self) -> Any:
-        from regard.data.files import DataError
-        from regard.data.read import records
+        from regard.data.read import DataError, records
 
         for record in records(self.source, self.roles):
             for role in self.wanted:

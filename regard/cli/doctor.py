@@ -18,17 +18,15 @@ import torch
 from regard import __version__
 from regard.attention.core import attend
 from regard.checkpoint import load
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.errors import RUN, Fault
 from regard.kernels.c import native
 from regard.mask import Causal, Span, Visible
 from regard.models import Model
 from regard.presets import build
-from regard.train.activations import Pass, fused
-from regard.train.objective import causal
+from regard.train.loss import causal
 from regard.train.optim import Optim, Optimizer
-from regard.train.plan import probe
-from regard.train.room import free_disk, free_memory, number, size
+from regard.train.plan import Pass, free_disk, free_memory, number, probe, size
 
 if TYPE_CHECKING:
     from regard.cli.options_work import Doctor
@@ -98,13 +96,27 @@ def device_line(device: torch.device) -> str:
     return "cpu (no cuda: torch finds no driver, or no device)"
 
 
+def fused(masked: bool, bias: bool, dropout: float, bf16: bool, device: str) -> bool:
+    """Whether torch has a kernel for such an attention that keeps no weights: torch itself is asked."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    q, k, v = (
+        torch.zeros(1, 8, 16, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    mask = None
+    if masked:
+        kind = dtype if bias else torch.bool
+        mask = torch.zeros(1, 8 if bias else 1, 16, 16, device=device, dtype=kind)
+        mask.requires_grad_(bias)
+    return torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None) > 0
+
+
 def attention_line(device: str) -> str:
     """Which attentions run fused while training, in heads of 64; the others need memory for their weights."""
     kinds = {"causal": (False, False, 0.0), "masked": (True, False, 0.0)}
     kinds |= {"dropout": (False, False, 0.1), "relative bias": (True, True, 0.0)}
     said = []
     for name, (masked, bias, dropout) in kinds.items():
-        fast = fused(8, 8, 64, 64, masked, bias, dropout, device == "cuda", device)
+        fast = fused(masked, bias, dropout, device == "cuda", device)
         said.append(f"{name} {'fused' if fast else 'plain'}")
     return ", ".join(said)
 

@@ -29,15 +29,12 @@ from regard.cli.model import (
     trained_length,
 )
 from regard.cli.options_work import Eval
-from regard.data.batch import IGNORE, Batch, Feed
 from regard.data.config import Data, check_used, feed_of
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
-from regard.data.examples import ImageFeed
-from regard.data.feed import Base, Batching
-from regard.data.fill import shards_of
+from regard.data.feed import IGNORE, Base, Batch, Batching, Feed, ImageFeed
 from regard.data.read import Record, Source, records
 from regard.data.shards import Column
-from regard.data.tokens import Coder
+from regard.data.tokens import Coder, shards_of
 from regard.decode.generate import tokenizer_of
 from regard.errors import DATA, Fault, UsageError
 from regard.evaluate import metrics as evaluate
@@ -46,8 +43,8 @@ from regard.fast.prepare import prepare
 from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
 from regard.text import needed
-from regard.train.config import TASKS
-from regard.train.objective import masked_lm_loss
+from regard.train.loss import masked_lm_loss
+from regard.train.tasks import TASKS
 
 CHECK = 5  # the exit code of a check that failed
 SEED = 0  # of the masks of a masked language model
@@ -72,7 +69,7 @@ def run(options: Eval) -> int:
     if options.min is not None and not math.isfinite(options.min):
         raise UsageError(f"--min is {options.min}; give a finite number")
     judge = Judge(options)
-    names = evaluate.suited(options.metric or evaluate.DEFAULTS[judge.task], judge.task)
+    names = evaluate.suited(options.metric or TASKS[judge.task].metrics, judge.task)
     with tempfile.TemporaryDirectory(prefix="regard-eval-") as folder:
         values, signatures = judge.measured(names, Path(folder))
     talk(f"{judge.task}: {judge.about}")
@@ -166,7 +163,7 @@ class Judge:
         rest = dict.fromkeys("loss" if n == "perplexity" else n for n in names if n not in textual)
         if rest:
             hidden = self.quantized and self.task not in LABELLED
-            loss = by_logits if hidden else TASKS[self.task][1]
+            loss = by_logits if hidden else TASKS[self.task].objective
             given: Any = (self.model, self.task, self._feed(folder), self.tokenizer, loss, [*rest])
             found = measure(*given, classes=self.classes, samples=0)
             values |= found.values

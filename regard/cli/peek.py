@@ -15,9 +15,9 @@ from torch import Tensor
 from regard.checkpoint import load as load_model
 from regard.cli.data import Peek, check_given, settings
 from regard.cli.model import resolved
-from regard.data.batch import IGNORE, Batch, Feed
 from regard.data.config import Data, Loaded, load
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
+from regard.data.feed import IGNORE, Batch, Feed
 from regard.data.read import ARRAYS, format_of
 from regard.data.tokens import Coder
 from regard.errors import UsageError

@@ -17,23 +17,37 @@ import torch
 from regard.attention import DSA
 from regard.checkpoint import load
 from regard.cli.model import blaming, context_of, pick_device, resolved
-from regard.data.batch import Feed
 from regard.data.config import feed_of
 from regard.data.corrupt import Marks
+from regard.data.feed import Feed
 from regard.data.shards import Column
 from regard.data.survey import Survey, bytes_of, survey
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError
 from regard.fast.train import masters
 from regard.layers import MLP
 from regard.models.summary import parameters
-from regard.train.activations import Pass
 from regard.train.check import check
-from regard.train.config import TASKS, Config, read
-from regard.train.keep import Keeper
+from regard.train.checkpoint import Keeper
+from regard.train.config import Config, read
 from regard.train.parallel import Parallel
-from regard.train.plan import EFFICIENCY, Job, Plan, changes, patches, planned, probe, trainable
-from regard.train.room import duration, free_disk, free_memory, number, size
+from regard.train.plan import (
+    EFFICIENCY,
+    Job,
+    Pass,
+    Plan,
+    changes,
+    duration,
+    free_disk,
+    free_memory,
+    number,
+    patches,
+    planned,
+    probe,
+    size,
+    trainable,
+)
 from regard.train.run import fresh, made, notices
+from regard.train.tasks import TASKS
 from regard.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -84,7 +98,7 @@ def model_of(config: Config, start: Any, found: Survey, device: str) -> Any:
 
 def job_of(config: Config, model: Any, found: Survey, device: str) -> tuple[Job, float]:
     """One step, at its largest, and how full the mean step is beside it."""
-    data, reads = config.data, TASKS[config.task][0]
+    data, reads = config.data, TASKS[config.task].reads
     data.batching(config.train.seed)
     longest, limit = context_of(model), data.length
     if longest is not None and limit is not None and limit > longest:
@@ -146,7 +160,7 @@ def step_seconds(config: Config, found: Survey, device: torch.device) -> float |
 
 def imagined(config: Config, model: Any, found: Survey) -> Feed:
     """Random examples of the mean length, a batch of them or a little more."""
-    data, reads, draw = config.data, TASKS[config.task][0], np.random.default_rng(0)
+    data, reads, draw = config.data, TASKS[config.task].reads, np.random.default_rng(0)
     batching, classes = data.batching(config.train.seed), max(found.classes, 1)
     if reads == "image":
         e, n = model.config.embedding, data.rows or 1

@@ -20,13 +20,13 @@ from regard.cli.model import blaming, pick_device
 from regard.decode.generate import generate
 from regard.errors import DATA, ENVIRONMENT, RUN, Fault, UsageError
 from regard.train.check import check
+from regard.train.checkpoint import clean, locked
 from regard.train.config import Config, read
-from regard.train.keep import clean, locked
 from regard.train.log import Log, RunFile, as_toml, check_same, replace_file, told
+from regard.train.optim import Schedule
 from regard.train.parallel import Lost, team_of
 from regard.train.plan import refusal
 from regard.train.run import Built, built
-from regard.train.schedule import Schedule
 from regard.train.track import tracker
 from regard.train.trainer import AVERAGE, Diverged, Trainer, differences
 

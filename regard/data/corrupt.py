@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from regard.config import Amount, Positive, Share, ranged
-from regard.data.batch import IGNORE, Batch, Feed
+from regard.data.feed import IGNORE, Batch, Feed
 from regard.errors import UsageError
 
 Corruption = Callable[[Batch, Generator], Batch]

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from regard.data.files import DataError
+from regard.data.read import DataError
 from regard.errors import UsageError, nearest
 
 OVERLONG = ("error", "truncate", "drop", "split")

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.data.files import DataError, sha256
+from regard.data.read import DataError
 
 MANIFEST, VERSION = "manifest.json", 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -100,6 +100,20 @@ def token_dtype(vocab: int) -> str:
 def digest(data: Any) -> str:
     """SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes, or of the names and bytes of all files in a folder."""
+    if path.is_dir():
+        whole = hashlib.sha256()
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            whole.update(f"{file.relative_to(path).as_posix()}\0{sha256(file)}\n".encode())
+        return whole.hexdigest()
+    try:
+        with open(path, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def prepare(folder: Path, made_of: dict[str, Any], fill: Callable[[Writer], None]) -> Shards:

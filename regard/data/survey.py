@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 
 from regard.data.config import text_roles
-from regard.data.files import opened, sha256
-from regard.data.fill import classes_of
 from regard.data.images import SUFFIXES, pictures
-from regard.data.read import Source, format_of, records
-from regard.data.shards import MANIFEST, open_shards, read_manifest
-from regard.data.tokens import Coder
+from regard.data.read import Source, format_of, opened, records
+from regard.data.shards import MANIFEST, open_shards, read_manifest, sha256
+from regard.data.tokens import Coder, classes_of
 from regard.data.train_tokenizer import Recipe
 from regard.errors import UsageError, nearest
 from regard.files import read_files
 from regard.text import Tokenizer, needed
-from regard.train.config import TASKS, Config
+from regard.train.config import Config
+from regard.train.tasks import TASKS
 
 SAMPLE = 1 << 20  # characters that are looked at
 WHOLE = 64 << 20  # bytes of files that are read to their end where that tells more
@@ -60,10 +59,10 @@ class Survey:
 
 def survey(config: Config, folder: Path, start: Any = None) -> Survey:
     """`folder` is the run's; `start` the model that [model] folder names, or None."""
-    reads, source = TASKS[config.task][0], config.data.source()
+    reads, source = TASKS[config.task].reads, config.data.source()
     if reads == "image":
         return _pictured(source)
-    roles = text_roles(TASKS[config.task][0], config.data)
+    roles = text_roles(TASKS[config.task].reads, config.data)
     texts, whole = _sample(source, roles)
     vocab, count = _words(config, folder, start, texts)
     limit = config.data.length or math.inf
@@ -199,7 +198,7 @@ def _words(config: Config, folder: Path, start: Any, texts: list[list[str]]) -> 
     for name in config.tokenizer:
         if name not in known:
             raise UsageError(f"tokenizer.{name} is no setting; {nearest(name, ['folder', *known])}")
-    reads = TASKS[config.task][0]
+    reads = TASKS[config.task].reads
     task = reads if reads in ("lm", "seq2seq") else "mlm"
     recipe = Recipe(**{"task": task, **config.tokenizer})
     special = len(recipe.tokens)

@@ -1,22 +1,34 @@
-"""A tokenizer as training data needs it: many texts at once, and the special tokens apart from the text.
-
-regard.train may not import this package: it is handed a `Coder`.
-"""
+"""A tokenizer as training data needs it, many texts at once and the special tokens apart from the text; and how records
+become ids in shards, a function for each way to read data (see regard.data.config.KINDS)."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders
 
+from regard.data.feed import IGNORE, UNANSWERED
+from regard.data.images import pictures
+from regard.data.read import DataError, Record, Source, records
+from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
 from regard.text.build import plain_copy
 from regard.text.folder import blaming
 from regard.text.tokenizer import Tokenizer, check_unicode
 
-Located = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters each comes from
+# Ids, and the characters each comes from.
+Located = tuple[list[int], list[tuple[int, int]]]
+# Characters that are encoded at once, of many texts, and of one.
+CHUNK, PIECE = 1 << 20, 1 << 18
+# Characters on each side of a cut that are compared; cuts of a kind that are tried.
+AROUND, CUTS = 200, 32
 
 
 class Coder:
@@ -109,3 +121,236 @@ def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], t
         return tuple(before), tuple(after), tuple(after)  # it has no form for two texts
     marks = zip(found.ids[inner], found.special_tokens_mask[inner])
     return tuple(before), tuple(i for i, special in marks if special), tuple(after)
+
+
+# --- records -> ids in shards ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Filling:
+    """Shards while they are written. `coder` is None for pictures alone; `classes` are those of the training data."""
+
+    writer: Writer
+    source: Source
+    coder: Any
+    classes: list[str] | None
+
+    def __post_init__(self) -> None:
+        self.count = {"records": 0, "empty": 0, "tokens": 0, "unknown": 0}
+
+    def chunks(self, *roles: str) -> Iterator[list[Record]]:
+        """Records, as many as are encoded at once; one that is long comes by itself."""
+        chunk: list[Record] = []
+        size = 0
+        for record in records(self.source, roles):
+            self.count["records"] += 1
+            more = sum(len(v) for v in record.values() if isinstance(v, str)) + 1
+            if chunk and more > 2 * PIECE:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(record)
+            size += more
+            if size > CHUNK or more > 2 * PIECE:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def texts(self, chunk: list[Record], role: str) -> list[str]:
+        for record in chunk:
+            if not isinstance(record[role], str):
+                raise DataError(f"{role} must be text, one is {record[role]!r:.60}")
+        return [record[role] for record in chunk]
+
+    def counted(self, rows: list[list[int]]) -> list[list[int]]:
+        self.count["tokens"] += sum(map(len, rows))
+        if self.coder.unknown is not None:
+            self.count["unknown"] += sum(row.count(self.coder.unknown) for row in rows)
+        return rows
+
+    def add(self, **columns: list[list[int]]) -> list[int]:
+        """Write rows; those without a token on some side are left out. The numbers of the rows that are kept."""
+        sides = list(columns.values())
+        kept = [i for i in range(len(sides[0])) if all(side[i] for side in sides)]
+        self.count["empty"] += len(sides[0]) - len(kept)
+        for name, side in columns.items():
+            self.writer.extend(name, [side[i] for i in kept], token_dtype(self.coder.vocab))
+        return kept
+
+    def done(self, **notes: Any) -> None:
+        if self.count["records"] == self.count["empty"]:
+            raise DataError(f"{', '.join(self.source.paths)}: every example is empty")
+        self.writer.notes = {**self.count, **notes}
+
+
+def fill_documents(filling: Filling, masked: bool = False) -> None:
+    """What the model expects in front, the text, the end token (`masked`: what it expects behind).
+    Of a pair the source is only read, the target learned."""
+    coder = filling.coder
+    end = [] if coder.end is None else [coder.end]
+    paired = bool(filling.source.beside) or "target" in filling.source.columns
+    roles = ("source", "target") if paired else ("text",)
+    prompts: list[int] = []
+    after = [*coder.after] if masked else end
+    for chunk in filling.chunks(*roles):
+        texts = [] if paired or len(chunk) > 1 else filling.texts(chunk, "text")
+        if texts and len(text := texts[0]) > 2 * PIECE:
+            encoded = (filling.counted(coder.encode([part]))[0] for part in pieces(text, coder))
+            whole = chain([coder.before], encoded, [after])
+            filling.writer.long("ids", whole, token_dtype(coder.vocab))
+            continue
+        parts = [filling.counted(coder.encode(filling.texts(chunk, role))) for role in roles]
+        rows = [[*coder.before, *chain(*each), *after] if each[-1] else [] for each in zip(*parts)]
+        kept = filling.add(ids=rows)
+        if paired:
+            prompts += [len(coder.before) + len(parts[0][i]) for i in kept]
+    if paired:
+        filling.writer.array("prompts", np.array(prompts, np.int64))
+    filling.done()
+
+
+def pieces(text: str, coder: Coder) -> Iterator[str]:
+    """A text in pieces of about PIECE characters whose ids, end to end, are those of the whole: encoding it at once
+    takes a hundred bytes and more for a character. A cut stands between two words if it can, and is taken where it
+    leaves the ids of the text around it as they are."""
+    first = 0
+    while len(text) - first > 2 * PIECE:
+        near = text[first + PIECE : first + 2 * PIECE]
+        kinds = (r"(?<=\w) (?=\w)", r"(?<=\S)(?=\s)", "")
+        for spot in chain(*(islice(re.finditer(kind, near), CUTS) for kind in kinds)):
+            cut = first + PIECE + spot.start()
+            left, right = text[cut - AROUND : cut], text[cut : cut + AROUND]
+            one, two, both = coder.encode([left, right, left + right])
+            if one + two == both:
+                break
+        else:
+            break
+        yield text[first:cut]
+        first = cut
+    yield text[first:]
+
+
+def fill_pairs(filling: Filling) -> None:
+    for chunk in filling.chunks("source", "target"):
+        read = filling.counted(filling.coder.encode(filling.texts(chunk, "source")))
+        written = filling.counted(filling.coder.encode(filling.texts(chunk, "target"), target=True))
+        filling.add(source=read, target=written)
+    filling.done()
+
+
+def fill_classified(filling: Filling) -> None:
+    """One or two texts, and their class."""
+    more = ["second"] if "second" in filling.source.columns else []
+    number = _numbers(filling, "label")
+    labels: list[int] = []
+    for chunk in filling.chunks("text", "label", *more):
+        chosen = [_number(name_of(record["label"]), number) for record in chunk]
+        parts = [filling.coder.encode(filling.texts(chunk, role)) for role in ("text", *more)]
+        between = [*filling.coder.between] if more else []
+        rows = [[*one, *between, *chain(*rest)] if one else [] for one, *rest in zip(*parts)]
+        labels += [chosen[i] for i in filling.add(ids=filling.counted(rows))]
+    filling.writer.array("labels", np.array(labels, np.int64))
+    filling.done(classes=list(number))
+
+
+def fill_tagged(filling: Filling) -> None:
+    """Words and a tag for each: the first token of a word has its tag, the others are not counted."""
+    number = _numbers(filling, "tags")
+    for chunk in filling.chunks("words", "tags"):
+        ids, labels = [], []
+        for record in chunk:
+            words, tags = record["words"], record["tags"]
+            if not isinstance(words, list) or not isinstance(tags, list) or len(words) != len(tags):
+                raise DataError(f"words and tags must be lists of one length, got {record!r:.80}")
+        texts = [" ".join(map(str, record["words"])) for record in chunk]
+        for record, (row, spans) in zip(chunk, filling.coder.located(texts)):
+            ends = np.cumsum([len(str(word)) + 1 for word in record["words"]]).tolist()
+            tags = [_number(name_of(tag), number) for tag in record["tags"]]
+            label, word = [IGNORE] * len(row), -1
+            for i, (_, end) in enumerate(spans):
+                here = int(np.searchsorted(ends, end - 1, side="right"))
+                if here != word and here < len(tags):
+                    label[i], word = tags[here], here
+            ids.append(row)
+            labels.append(label)
+        kept = filling.add(ids=filling.counted(ids))
+        filling.writer.extend("labels", [labels[i] for i in kept], "int32")
+    filling.done(classes=list(number))
+
+
+def fill_answers(filling: Filling) -> None:
+    """A question and a text; the label is the first and the last token of the answer in the text, UNANSWERED where it
+    has none (start and end are None), IGNORE where it cannot be found."""
+    spans: list[tuple[int, int]] = []
+    for chunk in filling.chunks("text", "second", "start", "end"):
+        asked = filling.coder.encode(filling.texts(chunk, "text"))
+        found = filling.coder.located(filling.texts(chunk, "second"))
+        rows, labels = [], []
+        for record, question, (ids, places) in zip(chunk, asked, found):
+            head = [*question, *filling.coder.between]
+            rows.append(head + ids)
+            if record["start"] is None and record["end"] is None:
+                labels.append((UNANSWERED, UNANSWERED))
+                continue
+            start, end = (_place(record, role) for role in ("start", "end"))
+            inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
+            span = (len(head) + inside[0], len(head) + inside[-1]) if inside else (IGNORE, IGNORE)
+            labels.append(span)
+        spans += [labels[i] for i in filling.add(ids=filling.counted(rows))]
+    filling.writer.array("labels", np.array(spans, np.int64).reshape(-1, 2))
+    filling.done()
+
+
+def _place(record: Record, role: str) -> int:
+    try:
+        return int(record[role])
+    except (TypeError, ValueError):
+        raise DataError(
+            f"the {role} of an answer is a character's number, counted from 0; got {record[role]!r}"
+        ) from None
+
+
+def fill_pictures(filling: Filling) -> None:
+    images, names = pictures(filling.source)
+    classes = filling.classes or ordered(set(names))
+    number = {name: i for i, name in enumerate(classes)}
+    filling.writer.array("images", images)
+    filling.writer.array("labels", np.array([_number(n, number) for n in names], np.int64))
+    filling.writer.notes = {"records": len(images), "empty": 0, "classes": classes}
+
+
+def _numbers(filling: Filling, role: str) -> dict[str, int]:
+    """The classes, each with its number."""
+    return {n: i for i, n in enumerate(filling.classes or classes_of(filling.source, role))}
+
+
+def classes_of(source: Source, role: str) -> list[str]:
+    """All classes in the data, sorted."""
+    found: set[str] = set()
+    for record in records(source, (role,)):
+        value = record[role]
+        found |= {name_of(v) for v in (value if isinstance(value, list) else [value])}
+    return ordered(found)
+
+
+def ordered(names: set[str]) -> list[str]:
+    if len(names) < 2:
+        raise DataError(
+            f"every label is {next(iter(names), '')!r}; give data with two classes or more"
+        )
+    numbers = all(name.isdecimal() for name in names)
+    return sorted(names, key=lambda name: (int(name), name) if numbers else (0, name))
+
+
+def name_of(label: Any) -> str:
+    if not isinstance(label, str | int):
+        raise DataError(f"a label must be a name or a whole number, one is {label!r:.60}")
+    return str(label)
+
+
+def _number(name: str, number: dict[str, int]) -> int:
+    if name not in number:
+        raise DataError(
+            f"label {name!r} is not among the classes of the training data: {', '.join(number)[:200]}"
+        )
+    return number[name]

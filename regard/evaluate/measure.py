@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.data.batch import IGNORE, Batch, Feed, Objective
+from regard.data.feed import IGNORE, Batch, Feed, Objective
 from regard.decode.generate import default_length, generate
 from regard.errors import UsageError
 from regard.evaluate import metrics as evaluate
@@ -20,7 +20,7 @@ from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
-from regard.train.config import TASKS
+from regard.train.tasks import TASKS
 
 LABELLED = ("classify", "image", "tag", "answer")
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once
@@ -63,7 +63,7 @@ def measure(
     the weights' own. `between` is called before each batch and each sample: what it raises ends the measuring."""
     names = evaluate.suited(metrics, task)
     where = torch.device(next(model.parameters()).device if device is None else device)
-    losses = {"loss": objective, "perplexity": TASKS[task][1]}
+    losses = {"loss": objective, "perplexity": TASKS[task].objective}
     means = {losses[name]: Mean() for name in names if name in losses}
     textual = [name for name in names if task == "seq2seq" and name not in losses]
     if textual:

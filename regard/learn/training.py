@@ -14,16 +14,16 @@ from torch import Tensor
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import load
-from regard.data.batch import Batch
-from regard.data.files import needed
+from regard.data.feed import Batch
+from regard.data.read import needed
 from regard.decode.sampling import beam_search, min_p, top_k, top_p
 from regard.errors import Notice, UsageError
 from regard.evaluate.metrics import text_scores
 from regard.layers import LM, MLP
 from regard.learn.topics import Numbers, Table, positive, real, rows_of, spread, topic, whole
 from regard.models import Tokens, TransformerConfig
-from regard.train.keep import Keeper
-from regard.train.objective import (
+from regard.train.checkpoint import Keeper
+from regard.train.loss import (
     SMOOTHINGS,
     causal,
     causal_lm_loss,
@@ -32,8 +32,7 @@ from regard.train.objective import (
     smoothed_loss,
     teacher_forcing,
 )
-from regard.train.optim import Optim
-from regard.train.schedule import SHAPES, Schedule, noam
+from regard.train.optim import SHAPES, Optim, Schedule, noam
 from regard.train.trainer import Train, Trainer
 
 SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/objective.py"

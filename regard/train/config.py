@@ -21,52 +21,23 @@ method = "lora"          # with a model folder: full (the default), frozen or lo
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from regard.config import from_dict
-from regard.data.batch import Feed, Objective
 from regard.data.config import ROWED, Data
-from regard.data.corrupt import Corrupted, DrawPrefix, Infill, Marks, MaskTokens, Spans
+from regard.data.corrupt import Corrupted, Marks
+from regard.data.feed import Feed, Objective
 from regard.errors import UsageError, nearest
-from regard.evaluate.metrics import INDEXED as INDEXED
 from regard.models import Model
-from regard.train import objective
 from regard.train.adapt import Adapt, adapted
-from regard.train.head import NONE, Smoothing
 from regard.train.index import indexers
+from regard.train.loss import NONE, Smoothing
+from regard.train.tasks import TASKS
 from regard.train.trainer import Train
-
-
-class Task(NamedTuple):
-    """How data is read (see regard.data.config.TASKS), what is minimised, how batches are corrupted. `packed`: whole
-    documents may share a row; `smoothed`: labels may be smoothed."""
-
-    reads: str
-    objective: Callable[..., Any]
-    corruption: Callable[[Marks], Any] | None = None
-    packed: bool = False
-    smoothed: bool = True
-
-
-TASKS: dict[str, Task] = {
-    "lm": Task("lm", objective.causal, packed=True),
-    "prefix": Task("lm", objective.prefix, lambda marks: DrawPrefix(), packed=True),
-    "mlm": Task("mlm", objective.masked, MaskTokens, packed=True),
-    "spans": Task("mlm", objective.seq2seq, Spans),
-    "infill": Task("mlm", objective.seq2seq, Infill),
-    "seq2seq": Task("seq2seq", objective.seq2seq),
-    "classify": Task("classify", objective.classify),
-    "tag": Task("tag", objective.tag),
-    "answer": Task("answer", objective.answer, smoothed=False),
-    "image": Task("image", objective.classify),
-    # the two stages of sparse attention's indexer, see regard.train.index
-    "dense_index": Task("lm", objective.dense_index, packed=True, smoothed=False),
-    "sparse_index": Task("lm", objective.sparse_index, packed=True),
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +64,7 @@ class Config:
             raise UsageError(
                 f"the task {self.task} repairs whole rows, which documents cannot share: say data.pack = none or stream"
             )
-        if self.task in INDEXED and self.adapt.method != "full":
+        if task.indexed and self.adapt.method != "full":
             raise UsageError(f"the task {self.task} trains indexers; leave [adapt] out")
         if self.adapt.method != "full" and "folder" not in self.model:
             raise UsageError(

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context, Terms, weights
 from regard.attention.sparse import SparseAttention, choose, dots_exact, index_scores
-from regard.data.batch import IGNORE, Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
-from regard.mask import Causal, Documents, Mask, Visible
-from regard.train.head import NONE, Smoothing, vocabulary_loss
+from regard.mask import Visible
+from regard.train.loss import NONE, Smoothing, causal_mask, vocabulary_loss
 
 M = TypeVar("M", bound=nn.Module)
 ROWS = 2**24  # scores of main attention or index heads that are made at a time
@@ -34,14 +34,14 @@ ROWS = 2**24  # scores of main attention or index heads that are made at a time
 def dense_index(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Stage 1: the sum of the divergences of all sparse layers at tokens with a label, and how many tokens they are."""
     with torch.no_grad(), densely(model), watching(model) as seen:
-        model.hidden(batch.ids, mask=_mask(batch), probe=seen)
+        model.hidden(batch.ids, mask=causal_mask(batch), probe=seen)
     return seen.loss(batch.labels != IGNORE, sparse=False), (batch.labels != IGNORE).sum()
 
 
 def sparse_index(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
     """Stage 2: the causal loss plus the divergences within the choice, over the same tokens."""
     with watching(model) as seen:
-        hidden = model.hidden(batch.ids, mask=_mask(batch), probe=seen)
+        hidden = model.hidden(batch.ids, mask=causal_mask(batch), probe=seen)
     loss, count = vocabulary_loss(model, hidden, batch.labels, smoothing)
     return loss + seen.loss(batch.labels != IGNORE, sparse=True), count
 
@@ -59,10 +59,6 @@ def sparse_layers(model: nn.Module) -> list[SparseAttention]:
     if not found:
         raise UsageError("this model has no indexer to train: its attention is not sparse (DSA)")
     return found
-
-
-def _mask(batch: Batch) -> Mask | None:
-    return None if batch.doc is None else Causal() & Documents(batch.doc)
 
 
 def divergence(scores: Tensor, target: Tensor, seen: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from regard import __version__
 from regard.config import to_dict
 from regard.data.config import Data
 from regard.errors import UsageError
+from regard.train.checkpoint import sync
 from regard.train.config import Config
-from regard.train.keep import sync
 from regard.train.trainer import Progress, Trainer, differences, flat
 
 if TYPE_CHECKING:

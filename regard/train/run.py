@@ -17,29 +17,27 @@ from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin
 from regard.cli.model import TRAINED, blaming, context_of, resolved
 from regard.config import to_dict
-from regard.data.batch import Feed
 from regard.data.config import Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
+from regard.data.feed import Feed
 from regard.data.read import records
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import train_tokenizer
 from regard.errors import DATA, Fault, UsageError
-from regard.evaluate import metrics as evaluate
 from regard.evaluate.measure import measure
 from regard.files import read_files
-from regard.layers import Answer, Classify, Tag
 from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
 from regard.train.adapt import labels, with_head
-from regard.train.check import SENTINELS, check_fits, check_suits, check_vocab, recipe_of
-from regard.train.config import INDEXED, TASKS, Config
-from regard.train.keep import Keeper, whole
-from regard.train.parallel import Alone
+from regard.train.check import check_fits, check_suits, check_vocab, recipe_of
+from regard.train.checkpoint import Keeper, whole
+from regard.train.config import Config
+from regard.train.parallel import SingleProcess
+from regard.train.tasks import SENTINELS, TASKS
 from regard.train.trainer import Figures, Measure, Trainer
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json")
-HEADS = {"classify": Classify, "image": Classify, "tag": Tag}
 
 
 @dataclass(eq=False)
@@ -52,7 +50,9 @@ class Built:
     notices: list[str]  # what the user should know of this run
 
 
-def built(config: Config, folder: Path, device: torch.device, keep: int, team: Alone) -> Built:
+def built(
+    config: Config, folder: Path, device: torch.device, keep: int, team: SingleProcess
+) -> Built:
     """All that `config` names, joined. The first process prepares tokenizer and data, the others read them."""
     with blaming(DATA):
         start = load_model(resolved(config.model["folder"])) if "folder" in config.model else None
@@ -86,7 +86,7 @@ def built(config: Config, folder: Path, device: torch.device, keep: int, team: A
 def read_data(
     config: Config, start: Any, folder: Path
 ) -> tuple[dict[str, bytes], Coder | None, Loaded]:
-    reads = TASKS[config.task][0]
+    reads = TASKS[config.task].reads
     files = {} if reads == "image" else tokenizer_files(config, start, folder)
     with blaming(DATA):
         coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
@@ -109,14 +109,10 @@ def made(config: Config, start: Any, coder: Coder | None, classes: list[str]) ->
         model.origin = Origin(model.family)
     check_suits(config.task, model)
     check_vocab(model, coder, own=start is not None)
-    wanted: Any = None
-    if config.task in HEADS:
-        wanted = HEADS[config.task](len(classes))
-    elif config.task == "answer":
-        wanted = Answer()
-    head = getattr(model.config, "head", None)
-    if wanted is None:
+    new_head = TASKS[config.task].head
+    if new_head is None:
         return model
+    head, wanted = getattr(model.config, "head", None), new_head(len(classes))
     if isinstance(head, type(wanted)) and head.labels == wanted.labels:
         return model
     return with_head(model, wanted)
@@ -193,7 +189,7 @@ def measuring(
     """The loss, what the best model is best at, and samples, of the held-out part; nothing where none is held out."""
     if next(feed.evaluation(), None) is None:
         return None
-    words = ["perplexity"] if config.task in evaluate.METRICS["perplexity"].tasks else []
+    words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
     names = ["loss", *words, config.train.metric]
     tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
 
@@ -247,7 +243,7 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
 
 def texts_of(config: Config) -> Iterator[str]:
     """All texts of the training data, each side for itself."""
-    roles = text_roles(TASKS[config.task][0], config.data)
+    roles = text_roles(TASKS[config.task].reads, config.data)
     for record in records(config.data.source(), roles):
         for value in (record[role] for role in roles):
             text = " ".join(map(str, value)) if isinstance(value, list) else value
@@ -269,7 +265,7 @@ def notices(config: Config, model: Any) -> list[str]:
     """What a config does that its user may not expect."""
     told = []
     sparse = any(isinstance(m, SparseAttention) for m in model.modules())
-    if sparse and config.task not in INDEXED and config.adapt.method == "full":
+    if sparse and not TASKS[config.task].indexed and config.adapt.method == "full":
         told.append(
             f"task = {config.task} gives the indexers of sparse attention no gradient: they stay as they are; "
             "task = dense_index, then sparse_index trains them"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
-from regard.data.batch import Ahead, Feed, Objective
+from regard.data.feed import Feed, Objective, Prefetch
 from regard.errors import UsageError, nearest
 from regard.evaluate.metrics import METRICS, better
 from regard.fast.train import (
@@ -32,11 +32,10 @@ from regard.fast.train import (
 )
 from regard.kernels.c import native
 from regard.moe import update_bias
-from regard.train.keep import Keeper
-from regard.train.objective import balanced, mixtures
-from regard.train.optim import Optim, Optimizer, accumulate, average, clip
-from regard.train.parallel import Alone, Parallel
-from regard.train.schedule import Schedule
+from regard.train.checkpoint import Keeper
+from regard.train.loss import balanced, mixtures
+from regard.train.optim import Optim, Optimizer, Schedule, accumulate, average, clip
+from regard.train.parallel import Parallel, SingleProcess
 
 AVERAGE = "average"  # the folder of the checkpoints' mean
 POLICIES = ("stop", "skip", "back")
@@ -138,7 +137,7 @@ class Trainer:
         tell: Tell = lambda event: None,
         *,
         measure: Measure | None = None,
-        team: Alone | None = None,
+        team: SingleProcess | None = None,
     ):
         model = masters(model)
         model = checkpointed(model) if config.recompute else model
@@ -146,7 +145,7 @@ class Trainer:
         self.model = compiled(model) if config.compile else model
         self.feed, self.config = feed, config
         self.objective = balanced(objective, model, config.balance)
-        self.keeper, self.load, self.team = keeper, load, team or Alone()
+        self.keeper, self.load, self.team = keeper, load, team or SingleProcess()
         self.measure = measure or self._loss
         self.tell = tell if self.team.rank == 0 else lambda event: None
         self.device = next(model.parameters()).device
@@ -155,7 +154,7 @@ class Trainer:
             native_code(model, config.precision)
         self.inside = self.team.wrap(self.model)
         self.optimizer = Optimizer(model, config.optim)
-        ahead = Ahead(feed, self.team.share, self.team.shares)  # a GPU need not wait for data
+        ahead = Prefetch(feed, self.team.share, self.team.shares)  # a GPU need not wait for data
         alone = partial(feed.batch, rank=self.team.share, world=self.team.shares)
         self._batch = ahead.batch if self.device.type == "cuda" else alone
         keeper.keep, keeper.every = max(keeper.keep, config.average), config.save or 1

@@ -133,7 +133,7 @@ def harm(folder: Path, act: Act) -> Child:
     """Go on in `folder`; its first write is traced."""
 
     def work(told: Tell) -> None:
-        from regard.train.keep import Keeper
+        from regard.train.checkpoint import Keeper
 
         real, calls = Keeper.write, 0
 

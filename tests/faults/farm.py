@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from regard.train.keep import Keeper, clean, locked
+from regard.train.checkpoint import Keeper, clean, locked
 from regard.train.optim import Optim
 from regard.train.trainer import Trainer
 from tests.train.toy import digest, trainer

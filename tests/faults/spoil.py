@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from regard.train.keep import Keeper, fault
+from regard.train.checkpoint import Keeper, fault
 from tests.faults.farm import (
     Family,
     born,

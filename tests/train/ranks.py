@@ -21,17 +21,15 @@ from torch import Tensor
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.data.batch import IGNORE, Batch
-from regard.data.feed import Base
+from regard.data.feed import IGNORE, Base, Batch
 from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
-from regard.train import objective
-from regard.train.keep import TENSORS, Keeper, clean
-from regard.train.optim import Optim
-from regard.train.parallel import Alone, Parallel, team_of
-from regard.train.schedule import Schedule
+from regard.train import loss as objective
+from regard.train.checkpoint import TENSORS, Keeper, clean
+from regard.train.optim import Optim, Schedule
+from regard.train.parallel import Parallel, SingleProcess, team_of
 from regard.train.trainer import Train, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +94,7 @@ def full(need: int, target: Path) -> None:
 LOSSES = {"seq2seq": objective.seq2seq, "bert": objective.masked, "gqa": objective.causal}
 
 
-def trainer(job: dict[str, Any], team: Alone, events: list[dict[str, Any]]) -> Trainer:
+def trainer(job: dict[str, Any], team: SingleProcess, events: list[dict[str, Any]]) -> Trainer:
     folder, kind = Path(job["folder"]), job.get("kind", "gqa")
     changes = {"steps": 6, "save": 2, "evaluate": 3, **job.get("train", {})}
     optim = Optim(job.get("optim", "adamw"), lr=3e-3)
@@ -159,7 +157,7 @@ def main(file: Path) -> None:
 
 def forked(file: Path, world: int) -> int:
     """What torchrun does, with one import of torch for all."""
-    import regard.train.split  # noqa: F401  it takes as long
+    import regard.train.parallel  # noqa: F401  it takes as long
 
     with socket.socket() as free:
         free.bind(("localhost", 0))

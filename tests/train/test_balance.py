@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_model, save_model
 
 import regard
-from regard.data.batch import IGNORE, Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.moe import MixtureOfExperts, MoE
-from regard.train.keep import Keeper
-from regard.train.objective import BALANCE, balanced, causal, mixtures
+from regard.train.checkpoint import Keeper
+from regard.train.loss import BALANCE, balanced, causal, mixtures
 from regard.train.optim import Optim, accumulate, clip
 from regard.train.trainer import Train, Trainer
 from tests.train import toy

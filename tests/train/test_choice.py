@@ -8,8 +8,8 @@ import torch
 
 import regard
 from regard.errors import UsageError
-from regard.train.keep import Keeper
-from regard.train.objective import causal
+from regard.train.checkpoint import Keeper
+from regard.train.loss import causal
 from regard.train.optim import average
 from regard.train.trainer import AVERAGE, Trainer
 from tests.train.toy import Toy, config, model

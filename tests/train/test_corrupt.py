@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from regard.data.batch import IGNORE, Batch
 from regard.data.corrupt import (
     Corrupted,
     Corruption,
@@ -28,6 +27,7 @@ from regard.data.corrupt import (
     span_size,
     spans,
 )
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 
 CLS, SEP, PAD, MASK, STOP = 0, 1, 2, 3, 9  # STOP is an ordinary word

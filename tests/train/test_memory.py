@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import regard
 from regard.attention import GQA
 from regard.block import Block, Tower
-from regard.data.batch import Ahead, Batch
+from regard.data.feed import Batch, Prefetch
 from regard.errors import UsageError
 from regard.fast.train import Joined, checkpointed, compiled, joined, masters, precision
 from regard.layers import MLP, Classify
@@ -27,10 +27,11 @@ from regard.models import (
     Tokens,
 )
 from regard.position import T5Bias
-from regard.train import objective
+from regard.train import loss as objective
 from regard.train.adapt import Adapt, adapted, with_head
-from regard.train.keep import Keeper
-from regard.train.objective import OBJECTIVES, causal, seq2seq
+from regard.train.checkpoint import Keeper
+from regard.train.index import sparse_index
+from regard.train.loss import causal, seq2seq
 from regard.train.optim import Optim, Optimizer
 from regard.train.trainer import Trainer
 from tests.laws.mechanisms import DIM, TOWERS, VOCAB, decoder, ids
@@ -92,7 +93,7 @@ def test_compiled_towers_give_the_same_gradient() -> None:
 
 
 def test_batches_made_ahead_are_the_batches() -> None:
-    ahead = Ahead(Toy(), 0, 1)
+    ahead = Prefetch(Toy(), 0, 1)
     for k in (0, 1, 2, 7, 8, 3):
         assert ahead.batch(k).ids.equal(Toy().batch(k).ids)
 
@@ -112,8 +113,8 @@ def test_checkpointed_towers_share_their_relative_bias() -> None:
 def test_checkpointed_model_trains_its_indexer_alike() -> None:
     model = decoder("dsa_mla")
     batch = Batch(ids(2, 9), ids(2, 9, seed=2))
-    want = gradients(model, OBJECTIVES["sparse_index"], batch)
-    again = gradients(checkpointed(copy.deepcopy(model)), OBJECTIVES["sparse_index"], batch)
+    want = gradients(model, sparse_index, batch)
+    again = gradients(checkpointed(copy.deepcopy(model)), sparse_index, batch)
     for key, x in want.items():
         torch.testing.assert_close(again[key], x, rtol=1e-12, atol=1e-14)
 

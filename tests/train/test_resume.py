@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from regard.config import to_dict
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.errors import UsageError
 from regard.fast.train import PRECISIONS
-from regard.train.keep import PROGRESS, STATE, Keeper, manifest
-from regard.train.objective import causal
-from regard.train.optim import OPTIMIZERS, Optim
-from regard.train.schedule import Schedule
+from regard.train.checkpoint import PROGRESS, STATE, Keeper, manifest
+from regard.train.loss import causal
+from regard.train.optim import OPTIMIZERS, Optim, Schedule
 from regard.train.trainer import FREE, Train, Trainer, changed, flat
 from tests.train.test_trainer import finished, same
 from tests.train.toy import KINDS, Toy, trainer

@@ -12,15 +12,13 @@ from torch import Tensor
 import regard
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
-from regard.data.batch import Batch, Feed
 from regard.data.config import ROWED, Data, check_used
 from regard.data.corrupt import Marks
-from regard.data.examples import ImageFeed, LabelFeed, PairFeed
-from regard.data.feed import Base, Batching, TextFeed
+from regard.data.feed import Base, Batch, Batching, Feed, ImageFeed, LabelFeed, PairFeed, TextFeed
 from regard.data.shards import Column
 from regard.errors import UsageError
 from regard.evaluate.measure import measure
-from regard.layers import LM, MLM, MLP, Answer
+from regard.layers import LM, MLM, MLP
 from regard.models import (
     EncoderDecoderConfig,
     Patches,
@@ -28,12 +26,10 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Rope, Sinusoidal
-from regard.train.check import SUITS
-from regard.train.config import INDEXED, TASKS, Config
-from regard.train.keep import Keeper
-from regard.train.optim import Optim, accumulate
-from regard.train.run import HEADS
-from regard.train.schedule import Schedule
+from regard.train.checkpoint import Keeper
+from regard.train.config import Config
+from regard.train.optim import Optim, Schedule, accumulate
+from regard.train.tasks import TASKS
 from regard.train.trainer import Train, Trainer
 from tests.train.toy import weights
 
@@ -50,15 +46,16 @@ tasks = pytest.mark.parametrize("task", TASKS)
 def model_for(task: str, dropout: float = 0.0) -> Any:
     """Positions are relative where documents may share a row: absolute ones count through it."""
     torch.manual_seed(0)
-    kind = SUITS[task][0][0]
+    kind = TASKS[task].models[0]
     rope = GQA(2, rope=Rope(), dropout=dropout)
-    if task in INDEXED:
+    if TASKS[task].indexed:
         rope = DSA(MLA(2, latent=8, rope_dim=4, rope=Rope()), 2, 4, 3, rope_dim=4)
 
     def tower(attention: Any, causal: bool, **more: Any) -> Tower:
         return Tower(DIM, 2, attention, MLP(16), causal=causal, dropout=dropout, **more)
 
-    head = HEADS[task](3) if task in HEADS else Answer() if task == "answer" else None
+    new_head = TASKS[task].head
+    head = None if new_head is None else new_head(3)
     if kind == "encoder-decoder":
         tokens, plain = Tokens(VOCAB, Sinusoidal(64)), GQA(2)
         towers = tower(plain, False), tower(plain, True, cross=plain)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.errors import UsageError
 from regard.kernels.c import native
 from regard.kernels.c import train as native_train
-from regard.train.keep import Keeper, clean, fault, locked
-from regard.train.objective import causal
+from regard.train.checkpoint import Keeper, clean, fault, locked
+from regard.train.loss import causal
 from regard.train.trainer import Diverged, Trainer, seed_of
 from tests.train.toy import Toy, trainer, weights
 

@@ -11,14 +11,13 @@ from torch import Tensor
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.data.batch import IGNORE, Batch, Objective
+from regard.data.feed import IGNORE, Batch, Objective
 from regard.layers import LM, MLP, Classify
 from regard.models import Tokens, TransformerConfig
 from regard.position import Learned
-from regard.train import objective
-from regard.train.keep import Keeper
-from regard.train.optim import Optim
-from regard.train.schedule import Schedule
+from regard.train import loss as objective
+from regard.train.checkpoint import Keeper
+from regard.train.optim import Optim, Schedule
 from regard.train.trainer import Train, Trainer
 
 VOCAB = 23
