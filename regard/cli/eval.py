@@ -29,12 +29,12 @@ from regard.cli.model import (
     trained_length,
 )
 from regard.cli.options_work import Eval
-from regard.data.config import Data, check_used, feed_of
+from regard.data.config import Data, check_used, feed_of, shards_of
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
 from regard.data.feed import IGNORE, Base, Batch, Batching, Feed, ImageFeed
 from regard.data.read import Record, Source, records
 from regard.data.shards import Column
-from regard.data.tokens import Coder, shards_of
+from regard.data.tokens import Coder
 from regard.decode.generate import tokenizer_of
 from regard.errors import DATA, Fault, UsageError
 from regard.evaluate import metrics as evaluate

@@ -49,14 +49,14 @@ def text_feed(
     data: Data, columns: dict[str, Column], coder: Coder, shift: bool, **rest: Any
 ) -> Base:
     prompts = columns["prompts"].values if "prompts" in columns else None
-    pack = {"pack": data.pack, "shift": shift, "prompts": prompts}
+    pack: dict[str, Any] = {"pack": data.pack, "shift": shift, "prompts": prompts}
     return TextFeed(columns["ids"], **pack, pad=coder.pad, **rest)
 
 
 def pair_feed(data: Data, columns: dict[str, Column], coder: Coder, **rest: Any) -> Base:
     if coder.start is None or coder.end is None:
         raise UsageError("translation needs a tokenizer with an end token (eos)")
-    special = {"start": coder.start, "end": coder.end, "pad": coder.pad}
+    special: dict[str, Any] = {"start": coder.start, "end": coder.end, "pad": coder.pad}
     around = (coder.before, coder.after)
     return PairFeed(columns["source"], columns["target"], around=around, **special, **rest)
 

@@ -65,7 +65,8 @@ class Batch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same with every tensor changed."""
-        return Batch(**{n: x if x is None else change(x) for n, x in vars(self).items()})
+        changed: dict[str, Any] = {n: x if x is None else change(x) for n, x in vars(self).items()}
+        return Batch(**changed)
 
     def to(self, device: torch.device | str) -> Batch:
         return self.each(lambda x: x.to(device, non_blocking=True))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context, Terms, weights
-from regard.attention.sparse import SparseAttention, choose, dots_exact, index_scores
+from regard.attention.sparse import SparseAttention, Spread, choose, dots_exact, index_scores
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Visible
@@ -127,9 +127,13 @@ class Seen:
             self.target.append(a[..., terms.sinks :].sum(1))
 
     @torch.no_grad()
-    def put(self, weights: Tensor, rows: slice, size: int) -> None:
-        """Weights (b h n s) of a sparse call, zero but for the choice."""
-        self.target.append(weights.sum(1))
+    def gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
+    ) -> None:
+        """A sparse call, a run of queries with the keys chosen for each: zero but for the choice."""
+        (b, n, _), (_, s) = where.chosen.shape, where.size
+        a = weights(q, k, mask, terms)[..., terms.sinks :].sum(1)  # bn 1 k
+        self.target.append(a.new_zeros(b, n, s).scatter(-1, where.chosen, a.view(b, n, -1)))
 
     def loss(self, counted: Tensor, sparse: bool) -> Tensor:
         """The divergences at the counted queries (b t), summed. Only the indexer's parameters are in the graph."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from regard.attention import sparse
 from regard.block import Block, Tower
 from regard.data.feed import IGNORE, Feed
 from regard.layers import LMHead
@@ -178,7 +180,7 @@ class Watch(TorchDispatchMode):
         return sum(x.untyped_storage().nbytes() for at, x in self.saved.values() if at == place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if func is aten._local_scalar_dense.default:
             return 0.0 if x.dtype.is_floating_point else False if x.dtype == torch.bool else 0
         if func is aten._unique2.default:
@@ -202,7 +204,13 @@ def _of_towers(config: Any, run: Pass) -> Activations:
     short = {name: _shortened(getattr(config, name)) for name in towers}
     device = run.device if torch.cuda.is_available() else "cpu"
     watch, inputs = Watch(), []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device), watch:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.device(device),
+        # Sparse attention need not go through its queries in parts: fake ones fit any cache.
+        mock.patch.object(sparse, "WORK", 1 << 62),
+        watch,
+    ):
         model = replace(config, **{name: tower for name, (tower, _) in short.items()}).make()
         watch.add(model.train())
         blocks = [m for m in model.modules() if isinstance(m, Block)]
@@ -269,8 +277,8 @@ def _of_states(config: Any, run: Pass) -> Activations:
     def kept(share: float) -> int:
         watch = Watch()
         watch.add(model)
-        sizes = (max(1, round(n * share)) if n else 0 for n in (run.length, run.source))
-        ids, more = _inputs(config, Pass(run.rows, *sizes))
+        length, source = (max(1, round(n * share)) if n else 0 for n in (run.length, run.source))
+        ids, more = _inputs(config, Pass(run.rows, length, source))
         with saved_tensors_hooks(watch.hear, lambda x: x):
             model.hidden(ids, **more)
         return watch.size(-1)

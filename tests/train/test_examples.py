@@ -314,7 +314,7 @@ def test_pieces_of_the_next_picture_are_pasted_and_weighed_by_their_area() -> No
         20 < (made.pasted_area > 0).sum() < 40
         and 0.2 < made.pasted_area[made.pasted_area > 0].mean() < 0.6
     )
-    assert all(b.guests is None for b in feed(held=feed()).evaluation())
+    assert all(b.pasted_labels is None for b in feed(held=feed()).evaluation())
     thirds = [feed().batch(1, rank, 3) for rank in range(3)]
     assert same(joined(thirds), feed().batch(1))
     with pytest.raises(UsageError, match="share from 0 to 1"):

@@ -221,7 +221,7 @@ def test_classify_loss_of_an_image_with_a_guest_weighs_both_classes(eps: float) 
     pictures, share = torch.randn(3, 1, 8, 8).double(), torch.tensor([0.0, 0.25, 1.0])
     labels, guests = torch.tensor([0, 1, IGNORE]), torch.tensor([3, 2, 1])
     total, count = classify(
-        vit, Batch(pictures, labels, guests=guests, share=share), Smoothing(eps, "V")
+        vit, Batch(pictures, labels, pasted_labels=guests, pasted_area=share), Smoothing(eps, "V")
     )
     logits = vit(pictures)
 
