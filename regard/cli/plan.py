@@ -27,7 +27,7 @@ from regard.fast.train import masters
 from regard.layers import MLP
 from regard.models.summary import parameters
 from regard.train.check import check
-from regard.train.checkpoint import Keeper
+from regard.train.checkpoint import Checkpoints
 from regard.train.config import Config, read
 from regard.train.parallel import Parallel
 from regard.train.plan import (
@@ -145,9 +145,9 @@ def step_seconds(config: Config, found: Survey, device: torch.device) -> float |
         times.extend([event["seconds"]] if event["kind"] == "step" else [])
 
     train = replace(config.train, nan="skip", parallel=Parallel())
-    keeper = Keeper(Path(), lambda model, path: None)
+    checkpoints = Checkpoints(Path(), lambda model, path: None)
     feed = imagined(config, model, found)
-    trainer = Trainer(model, feed, config.objective, train, keeper, lambda path: model, tell)
+    trainer = Trainer(model, feed, config.objective, train, checkpoints, lambda path: model, tell)
     trainer.model.train()
     began = time.perf_counter()
     for k in range(1, min(10, config.train.steps) + 1):

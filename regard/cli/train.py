@@ -121,7 +121,7 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
     resumed = going_on(trainer) if options.resume else False
     if trainer.team.rank:
         return trainer.run(lambda: bool(asked))
-    if not options.force and (why := refusal(config, trainer, trainer.keeper.keep)):
+    if not options.force and (why := refusal(config, trainer, trainer.checkpoints.keep)):
         raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
     record = RunFile(folder, config, options, trainer, made.classes)
     listeners: list[Any] = [*tracker(options.log_to, folder, record.said)]
@@ -141,7 +141,7 @@ def train(made: Built, config: Config, folder: Path, options: TrainRun, asked: l
             view(config.train.steps, options.quiet) as shown,
             Log(folder, trainer.at, [shown, *listeners]) as log,
         ):
-            trainer.tell, trainer.keeper.before = log, log.sync
+            trainer.tell, trainer.checkpoints.before = log, log.sync
             if trainer.changes:
                 log({"kind": "settings", "step": trainer.at.step, "changes": trainer.changes})
             status = trainer.run(lambda: bool(asked))
@@ -167,9 +167,10 @@ def going_on(trainer: Trainer) -> bool:
     resumed = trainer.resume()
 
     def look() -> None:
-        if not resumed and trainer.keeper.broken:
+        if not resumed and trainer.checkpoints.broken:
             raise Fault(
-                f"no checkpoint is sound ({trainer.keeper.broken[0]}); put a copy back, or start anew with --overwrite",
+                f"no checkpoint is sound ({trainer.checkpoints.broken[0]}); put a copy back, or start anew with "
+                "--overwrite",
                 DATA,
             )
 
@@ -248,7 +249,7 @@ def remove(path: Path) -> None:
 
 def point(folder: Path, trainer: Trainer) -> None:
     """The links `last` and `best`."""
-    steps = trainer.keeper.steps()
+    steps = trainer.checkpoints.steps()
     names = {"last": steps[-1].name} if steps else {}
     if trainer.at.averaged:
         names["best"] = AVERAGE

@@ -22,7 +22,7 @@ from regard.evaluate.metrics import text_scores
 from regard.layers import LM, MLP
 from regard.learn.topics import Numbers, Table, positive, real, rows_of, spread, topic, whole
 from regard.models import Tokens, TransformerConfig
-from regard.train.checkpoint import Keeper
+from regard.train.checkpoint import Checkpoints
 from regard.train.loss import (
     SMOOTHINGS,
     causal,
@@ -230,9 +230,9 @@ def _trained(folder: Path, steps: int, stop: int, losses: list[float]) -> Traine
         if event["kind"] == "step":
             losses.append(event["loss"])
 
-    keeper = Keeper(folder, lambda m, path: m.save(path))
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path))
     plan = Train(steps, optim=Optim(lr=1e-2))
-    trainer = Trainer(model, Count(), causal, plan, keeper, load, tell)
+    trainer = Trainer(model, Count(), causal, plan, checkpoints, load, tell)
     trainer.resume()
     with warnings.catch_warnings():
         # The format of a checkpoint that nobody sees.

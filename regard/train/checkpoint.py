@@ -40,7 +40,7 @@ def whole(model: Any) -> int:
     return sum({x.data_ptr(): x.nbytes for x in model.state_dict().values()}.values())
 
 
-class Keeper:
+class Checkpoints:
     """Writes and reads the checkpoints of `folder`; `save(model, path)` writes a model folder, of about `size(model)`
     bytes. The newest `keep` stay, and the best. `every`: steps between checkpoints; one of another step, at which a run
     was stopped, stays until the next. `before` is called when something is about to count."""

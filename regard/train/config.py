@@ -31,13 +31,13 @@ from regard.config import from_dict
 from regard.data.config import ROWED, Data
 from regard.data.corrupt import Corrupted, Marks
 from regard.data.feed import Feed, Objective
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, nearest, notice
 from regard.models import Model
 from regard.train.adapt import Adapt, adapted
 from regard.train.index import indexers
 from regard.train.loss import NONE, Smoothing
 from regard.train.tasks import TASKS
-from regard.train.trainer import Train
+from regard.train.trainer import RENAMED, Train
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ ELSEWHERE = {
     **dict.fromkeys(("save_steps", "save_interval", "save_every"), "train.save"),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), "train.clip"),
     **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches", "micro_batches"), "train.parts"
+        ("gradient_accumulation_steps", "accumulate_grad_batches"), "train.micro_batches"
     ),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "train.recompute"),
+    "gradient_checkpointing": "train.activation_checkpointing",
     **dict.fromkeys(
         ("batch_size", "batch", "per_device_train_batch_size", "micro_batch_size"), "data.rows"
     ),
@@ -139,10 +139,17 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
     data = _plain(data)
     for name, text in (changes or {}).items():
         _put(data, name.replace("-", "_").split("."), _value(text), name)
+    train = data.get("train")
+    if isinstance(train, dict):
+        for old, new in RENAMED.items():
+            if old in train and new in train:
+                raise UsageError(f"train.{old} is now train.{new}, which is set too; leave it out")
+            if old in train:
+                notice(f"train.{old} is now train.{new}; the old name is still read")
+                train[new] = train.pop(old)
+        if {"steps", "epochs"} <= train.keys():
+            raise UsageError("train.steps and train.epochs both say how long; leave one out")
     _known(Config, data)
-    said = data.get("train")
-    if isinstance(said, dict) and {"steps", "epochs"} <= said.keys():
-        raise UsageError("train.steps and train.epochs both say how long; leave one out")
     config = from_dict(Config, data, path.name)
     folder = config.model.get("folder")
     model = config.model if folder is None else {**config.model, "folder": _under(path, folder)}

@@ -76,7 +76,7 @@ class Job:
     @property
     def part(self) -> Pass:
         """What is computed at once."""
-        rows = -(-self.step.rows // self.train.parts)
+        rows = -(-self.step.rows // self.train.micro_batches)
         return replace(self.step, rows=rows, bf16=self.train.precision == "bf16")
 
 
@@ -298,7 +298,7 @@ def _of_states(config: Any, run: Pass) -> Activations:
 def memory(job: Job) -> Memory:
     model, run = job.model, job.part
     body = (p for name, p in model.named_parameters() if not name.startswith("head."))
-    saved = activations(model.config, run).total(job.train.recompute)
+    saved = activations(model.config, run).total(job.train.activation_checkpointing)
     linear = (nn.Linear, MixtureOfExperts)
     matrices = (p for m in model.modules() if isinstance(m, linear) for p in m.parameters(False))
     return Memory(
@@ -358,7 +358,7 @@ def step_flops(job: Job) -> int:
     if encoder is not None:
         each = weight_flops(encoder) + pair_flops(encoder, run.source)
         forward += run.rows * run.source * each
-    return forward * (4 if job.train.recompute else 3)
+    return forward * (4 if job.train.activation_checkpointing else 3)
 
 
 def probe(device: torch.device, bf16: bool, run: Pass, width: int) -> float:
@@ -427,13 +427,15 @@ def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
     """Each change alone, if it helps: more parts, recomputing, bf16, smaller batches."""
     train, step, now = job.train, job.step, memory(job).total
     halves = [2**i for i in range(1, step.rows.bit_length())]
-    more = [train.parts * 2**i for i in range(1, 20) if train.parts * 2**i <= step.rows]
-    split = [replace(job, train=replace(train, parts=n)) for n in more]
+    more = [
+        train.micro_batches * 2**i for i in range(1, 20) if train.micro_batches * 2**i <= step.rows
+    ]
+    split = [replace(job, train=replace(train, micro_batches=n)) for n in more]
     smaller = [replace(job, step=replace(step, rows=step.rows // n)) for n in halves]
-    tried: list[tuple[str, str, list[Job]]] = [("train.parts", "the same result", split)]
-    if not train.recompute:
-        other = replace(job, train=replace(train, recompute=True))
-        tried.append(("train.recompute", "the same result, a third slower", [other]))
+    tried: list[tuple[str, str, list[Job]]] = [("train.micro_batches", "the same result", split)]
+    if not train.activation_checkpointing:
+        other = replace(job, train=replace(train, activation_checkpointing=True))
+        tried.append(("train.activation_checkpointing", "the same result, a third slower", [other]))
     if train.precision == "fp32":
         other = replace(job, train=replace(train, precision="bf16"))
         tried.append(("train.precision", "rounded products", [other]))
@@ -448,8 +450,8 @@ def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
 
 def _value(name: str, job: Job) -> str:
     values = {
-        "train.parts": job.train.parts,
-        "train.recompute": "true",
+        "train.micro_batches": job.train.micro_batches,
+        "train.activation_checkpointing": "true",
         "train.precision": job.train.precision,
         "data.tokens": job.step.rows * job.step.length,
     }
@@ -488,7 +490,7 @@ def refusal(config: Any, trainer: Any, keep: int = 2) -> str | None:
     plan = planned(Job(model, step, config.train, learned, sized, small), keep)
     mine = [*model.parameters(), *trainer.optimizer.state().values()]
     held = sum(x.nbytes for x in mine)
-    return shortage(plan, free_memory(device) + held, free_disk(trainer.keeper.folder))
+    return shortage(plan, free_memory(device) + held, free_disk(trainer.checkpoints.folder))
 
 
 def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, float]:

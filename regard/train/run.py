@@ -31,7 +31,7 @@ from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
 from regard.train.adapt import labels, with_head
 from regard.train.check import check_fits, check_suits, check_vocab, recipe_of
-from regard.train.checkpoint import Keeper, whole
+from regard.train.checkpoint import Checkpoints, whole
 from regard.train.config import Config
 from regard.train.parallel import SingleProcess
 from regard.train.tasks import SENTINELS, TASKS
@@ -72,11 +72,11 @@ def built(
     small = config.adapt.method == "lora"
     save = save_adapter if small else lambda m, path: m.save(path)
     load = partial(load_adapter, into=model) if small else load_model
-    keeper = Keeper(folder / "checkpoints", save, keep, partial(written, small=small))
+    checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
     feed = config.fed(loaded.feed, marks(coder))
     figures = measuring(config, feed, loaded.classes, files, device)
     trainer = Trainer(
-        model, feed, config.objective, config.train, keeper, load, measure=figures, team=team
+        model, feed, config.objective, config.train, checkpoints, load, measure=figures, team=team
     )
     if narrow != str(next(model.parameters()).dtype):
         told.append(f"the folder's weights are {narrow[6:]}; they are trained and saved in float32")

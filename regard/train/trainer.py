@@ -32,7 +32,7 @@ from regard.fast.train import (
 )
 from regard.kernels.c import native
 from regard.moe import update_bias
-from regard.train.checkpoint import Keeper
+from regard.train.checkpoint import Checkpoints
 from regard.train.loss import balanced, mixtures
 from regard.train.optim import Optim, Optimizer, Schedule, accumulate, average, clip
 from regard.train.parallel import Parallel, SingleProcess
@@ -41,6 +41,8 @@ AVERAGE = "average"  # the folder of the checkpoints' mean
 POLICIES = ("stop", "skip", "back")
 # settings of `Train` that change no weight: a run may go on with others
 FREE = ("steps", "evaluate", "save", "metric", "patience", "average", "nan", "parallel")
+# What settings of `Train` were called before -> now; config files and checkpoints may have either.
+RENAMED = {"parts": "micro_batches", "recompute": "activation_checkpointing"}
 Tell = Callable[[dict[str, Any]], None]
 Figures = tuple[dict[str, float], dict[str, Any]]  # by name; what else to tell
 # (model, called between batches, which may raise Stopped) -> figures on held-out data, none where nothing is held out
@@ -51,7 +53,7 @@ Measure = Callable[[Any, Callable[[], None]], Figures]
 @ranged
 class Train:
     """How to train: `steps`, or `epochs`, passes over the data, from which steps are counted once it is read.
-    `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `parts`: micro-batches of
+    `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `micro_batches` of
     a step. `metric`: what the best model is best at; `patience`: evaluations without a better one after which it ends.
     `average`: the mean of this many last checkpoints is tried at the end, and kept if it is the best. `balance`: the
     weight of the loss that keeps a mixture's experts in balance, see `balanced`; `bias_speed`: how far its correction
@@ -61,10 +63,10 @@ class Train:
     steps: Count = 1000
     epochs: Positive | None = None
     seed: Seed = 42
-    parts: Count = 1
+    micro_batches: Count = 1
     clip: Positive | None = 1.0
     precision: str = "fp32"
-    recompute: bool = False
+    activation_checkpointing: bool = False
     compile: bool = False
     evaluate: Whole = 0
     save: Whole = 0
@@ -123,8 +125,9 @@ class Progress:
 
 
 class Trainer:
-    """Trains `model` in place. `load(path)` gives back a model that `keeper.save` wrote; `tell` hears of every step,
-    evaluation and checkpoint as a dict. `measure` gives the figures of an evaluation; without it that is the loss."""
+    """Trains `model` in place. `load(path)` gives back a model that `checkpoints.save` wrote; `tell` hears of every
+    step, evaluation and checkpoint as a dict. `measure` gives the figures of an evaluation; without it that is the
+    loss."""
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class Trainer:
         feed: Feed,
         objective: Objective,
         config: Train,
-        keeper: Keeper,
+        checkpoints: Checkpoints,
         load: Callable[[Path], Any],
         tell: Tell = lambda event: None,
         *,
@@ -140,12 +143,12 @@ class Trainer:
         team: SingleProcess | None = None,
     ):
         model = masters(model)
-        model = checkpointed(model) if config.recompute else model
+        model = checkpointed(model) if config.activation_checkpointing else model
         model = model if config.parallel.mode == "tensor" else joined(model)
         self.model = compiled(model) if config.compile else model
         self.feed, self.config = feed, config
         self.objective = balanced(objective, model, config.balance)
-        self.keeper, self.load, self.team = keeper, load, team or SingleProcess()
+        self.checkpoints, self.load, self.team = checkpoints, load, team or SingleProcess()
         self.measure = measure or self._loss
         self.tell = tell if self.team.rank == 0 else lambda event: None
         self.device = next(model.parameters()).device
@@ -157,7 +160,10 @@ class Trainer:
         ahead = Prefetch(feed, self.team.share, self.team.shares)  # a GPU need not wait for data
         alone = partial(feed.batch, rank=self.team.share, world=self.team.shares)
         self._batch = ahead.batch if self.device.type == "cuda" else alone
-        keeper.keep, keeper.every = max(keeper.keep, config.average), config.save or 1
+        checkpoints.keep, checkpoints.every = (
+            max(checkpoints.keep, config.average),
+            config.save or 1,
+        )
         self.at = Progress()
         self.saved = 0  # the step of the newest checkpoint
         self.changes: dict[str, list[Any]] = {}  # settings since the checkpoint: before, now
@@ -165,13 +171,13 @@ class Trainer:
     def resume(self) -> bool:
         """Go on from the newest sound checkpoint; whether there is one. What decides the bits must be as it was; what
         else changed is told."""
-        found = self.team.once(lambda: str(self.keeper.latest() or ""))
-        for text in self.keeper.broken:
+        found = self.team.once(lambda: str(self.checkpoints.latest() or ""))
+        for text in self.checkpoints.broken:
             self.tell({"kind": "warning", "text": f"passed over {text}"})
         if not found:
             return False
         path = Path(found)
-        tensors, state = self.keeper.read(path)
+        tensors, state = self.checkpoints.read(path)
         changes = self._changes(path, state)
         self._put(self.load(path).state_dict())
         self.optimizer.load(self.team.part(self.optimizer.named, tensors))
@@ -242,9 +248,10 @@ class Trainer:
         """Take the step; False if the run went back instead."""
         c, team, start = self.config, self.team, time.perf_counter()
         torch.manual_seed(seed_of(c.seed, step) + team.share)
-        parts = team.even(self._batch(step - 1).to(self.device).split(c.parts), c.parts)
+        whole, count = self._batch(step - 1).to(self.device), c.micro_batches
+        batches = team.even(whole.split(count), count)
         with precision(c.precision, self.device):
-            loss, count = accumulate(self.inside, self.objective, parts, team.hold)
+            loss, count = accumulate(self.inside, self.objective, batches, team.hold)
         loss, count = team.total(loss), team.total(count)
         parameters = list(self.optimizer.named.values())
         norm = clip(parameters, c.clip, count)
@@ -301,7 +308,7 @@ class Trainer:
         """Have the checkpoint of this step, if there is one, know what was found out since."""
         if self.saved == self.at.step:
             progress = asdict(self.at)
-            self.team.once(lambda: self.keeper.note(self.at.step, progress))
+            self.team.once(lambda: self.checkpoints.note(self.at.step, progress))
 
     def _best(self, figures: dict[str, float]) -> bool:
         metric = self.config.metric
@@ -343,7 +350,7 @@ class Trainer:
 
     def _average(self, asked: Callable[[], bool]) -> bool:
         """Try the mean of the last checkpoints. False if a stop was asked for."""
-        paths = self.keeper.regular()[-self.config.average :]
+        paths = self.checkpoints.regular()[-self.config.average :]
         mine = {n: x.clone() for n, x in self.model.state_dict().items()}
         self._put(average(self.load(path).state_dict() for path in paths))
         found = self._figures(asked)
@@ -354,8 +361,8 @@ class Trainer:
             self.tell({**told, "best": good, **more})
             self.at.averaged = good
             if good:
-                model, path = self.team.plain(self.model), self.keeper.folder / AVERAGE
-                self.team.once(lambda: self.keeper.save(model, path) and None)
+                model, path = self.team.plain(self.model), self.checkpoints.folder / AVERAGE
+                self.team.once(lambda: self.checkpoints.save(model, path) and None)
             self._note()
         self.model.load_state_dict(mine)
         return found is not None
@@ -373,8 +380,8 @@ class Trainer:
             "machine": self._machine(),
         }
         tensors, model = self.team.whole(self.optimizer.state()), self.team.plain(self.model)
-        path = self.keeper.path(self.at.step)
-        self.team.once(lambda: str(self.keeper.write(self.at.step, model, tensors, state)))
+        path = self.checkpoints.path(self.at.step)
+        self.team.once(lambda: str(self.checkpoints.write(self.at.step, model, tensors, state)))
         self.saved = self.at.step
         self.tell({"kind": "checkpoint", "step": self.at.step, "path": str(path)})
         return path
@@ -390,6 +397,7 @@ def changed(
     bits. One that `then` does not have, of an older version, had its default.
 
     The length of a schedule decides the bits too, unless it follows from `steps`: then it follows the new ones."""
+    then = {RENAMED.get(name, name): value for name, value in then.items()}
     old, new = {**flat(to_dict(Train())), **flat(then)}, flat(to_dict(config))
     free = set(FREE)
     if all(said["schedule.steps"] in (None, said["steps"]) for said in (old, new)):

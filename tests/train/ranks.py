@@ -27,7 +27,7 @@ from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
 from regard.train import loss as objective
-from regard.train.checkpoint import TENSORS, Keeper, clean
+from regard.train.checkpoint import TENSORS, Checkpoints, clean
 from regard.train.optim import Optim, Schedule
 from regard.train.parallel import Parallel, SingleProcess, team_of
 from regard.train.trainer import Train, Trainer
@@ -101,9 +101,9 @@ def trainer(job: dict[str, Any], team: SingleProcess, events: list[dict[str, Any
     schedule = Schedule(warmup=2)
     parallel = Parallel(job.get("mode", "ddp"), job.get("degree"))
     config = Train(optim=optim, schedule=schedule, parallel=parallel, **changes)
-    keeper = Keeper(folder, lambda m, path: m.save(path), keep=99)
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path), keep=99)
     if job.get("full"):
-        keeper._check_room = full  # type: ignore[method-assign]
+        checkpoints._check_room = full  # type: ignore[method-assign]
     loss, made = LOSSES[kind], model(kind, job.get("dropout", 0.0))
 
     def tell(event: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def trainer(job: dict[str, Any], team: SingleProcess, events: list[dict[str, Any
 
     feed = Rows(kind)
     act = harmed if "poison" in job else loss
-    t = Trainer(made, feed, act, config, keeper, regard.load, tell, team=team)
+    t = Trainer(made, feed, act, config, checkpoints, regard.load, tell, team=team)
     return t
 
 
@@ -130,7 +130,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     team = team_of(Parallel(job.get("mode", "ddp"), job.get("degree")), "cpu")
     try:
         t = trainer(job, team, events)
-        team.once(lambda: clean(t.keeper.folder))
+        team.once(lambda: clean(t.checkpoints.folder))
         told["resumed"] = t.resume()
         stop, who = job.get("stop", 10**9), job.get("asked", 0)
         told["why"] = t.run(lambda: team.rank == who and t.at.step >= stop)

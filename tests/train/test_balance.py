@@ -13,7 +13,7 @@ import regard
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.moe import MixtureOfExperts, MoE
-from regard.train.checkpoint import Keeper
+from regard.train.checkpoint import Checkpoints
 from regard.train.loss import BALANCE, balanced, causal, mixtures
 from regard.train.optim import Optim, accumulate, clip
 from regard.train.trainer import Train, Trainer
@@ -45,8 +45,8 @@ def trainer(folder: Path, model: Any, **changes: Any) -> Trainer:
         load_model(again, path / "weights")
         return again
 
-    keeper = Keeper(folder, save)
-    return Trainer(model, toy.Toy(), causal, toy.config(**changes), keeper, load)
+    checkpoints = Checkpoints(folder, save)
+    return Trainer(model, toy.Toy(), causal, toy.config(**changes), checkpoints, load)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from regard.models import (
 from regard.position import T5Bias
 from regard.train import loss as objective
 from regard.train.adapt import Adapt, adapted, with_head
-from regard.train.checkpoint import Keeper
+from regard.train.checkpoint import Checkpoints
 from regard.train.index import sparse_index
 from regard.train.loss import causal, seq2seq
 from regard.train.optim import Optim, Optimizer
@@ -250,9 +250,9 @@ def test_a_half_precision_model_learns_as_its_float32_copy_does(
     small, start = toy.model("gpt2").to(dtype), {}
 
     def trained(name: str, model: Any) -> Trainer:
-        keeper = Keeper(tmp_path / name, lambda m, path: m.save(path))
+        checkpoints = Checkpoints(tmp_path / name, lambda m, path: m.save(path))
         steps = toy.config(steps=4, precision=how, optim=Optim(lr=2e-5))
-        t = Trainer(model, toy.Toy(), objective.causal, steps, keeper, regard.load)
+        t = Trainer(model, toy.Toy(), objective.causal, steps, checkpoints, regard.load)
         start.update({n: p.detach().clone() for n, p in t.model.named_parameters()})
         t.run()
         return t
@@ -263,7 +263,7 @@ def test_a_half_precision_model_learns_as_its_float32_copy_does(
     assert {x.dtype for x in toy.weights(got).values()} == {torch.float32}
     changed = sum(int((p != start[n]).sum()) for n, p in got.model.named_parameters())
     assert changed > 0.8 * sum(p.numel() for p in got.model.parameters())
-    saved = regard.load(got.keeper.steps()[-1])
+    saved = regard.load(got.checkpoints.steps()[-1])
     assert {p.dtype for p in saved.parameters()} == {torch.float32}
 
 

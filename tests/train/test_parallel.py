@@ -55,7 +55,7 @@ def losses(told: dict[str, Any]) -> list[float]:
 def test_processes_together_train_as_one_alone(tmp_path: Path) -> None:
     """Batches of 1, 5 and 4 rows with labels left out; in two parts; tied weights; a layer that never learns."""
     cases = [(kind, mode) for kind in ("gqa", "seq2seq") for mode in MODES] + [("bert", "ddp")]
-    base = {"train": {"parts": 2, "save": 0}}
+    base = {"train": {"micro_batches": 2, "save": 0}}
     jobs = [
         {**base, "folder": str(tmp_path / f"{kind}-{mode}"), "kind": kind, "mode": mode}
         for kind, mode in cases

@@ -172,7 +172,7 @@ def test_flops_are_those_that_run(name: str) -> None:
         causal(model, batch)[0].backward()
     job = Job(model, Pass(4, 16), Train())
     assert step_flops(job) == pytest.approx(counter.get_total_flops(), rel=0.1)
-    again = replace(job, train=Train(recompute=True))
+    again = replace(job, train=Train(activation_checkpointing=True))
     assert step_flops(again) == step_flops(job) * 4 // 3
 
 
@@ -218,10 +218,17 @@ def test_huge_run_is_refused_with_the_cheapest_changes_in_order() -> None:
     plan = planned(huge())
     found = changes(plan.job, 8 * GIB)
     names = [name for change in found for name in change.settings]
-    assert names == ["train.parts", "train.recompute", "train.precision", "data.rows"]
+    assert names == [
+        "train.micro_batches",
+        "train.activation_checkpointing",
+        "train.precision",
+        "data.rows",
+    ]
     parts, recompute, bf16, rows = found
     assert parts.total <= 8 * GIB and rows.total <= 8 * GIB
-    fewer = replace(plan.job, train=Train(parts=int(parts.settings["train.parts"]) // 2))
+    fewer = replace(
+        plan.job, train=Train(micro_batches=int(parts.settings["train.micro_batches"]) // 2)
+    )
     assert memory(fewer).total > 8 * GIB  # no more parts than are needed
     assert recompute.total < bf16.total < plan.memory.total
     text = shortage(plan, 8 * GIB, GIB << 10)
@@ -235,8 +242,8 @@ def test_each_change_says_what_is_true_of_it() -> None:
     for change in changes(job, 8 * GIB):
         (name, value), *_ = change.settings.items()
         train: dict[str, Any] = {
-            "train.parts": {"parts": int(value) if value.isdigit() else 1},
-            "train.recompute": {"recompute": True},
+            "train.micro_batches": {"micro_batches": int(value) if value.isdigit() else 1},
+            "train.activation_checkpointing": {"activation_checkpointing": True},
             "train.precision": {"precision": "bf16"},
         }.get(name, {})
         rows = int(value) if name == "data.rows" else job.step.rows
@@ -245,9 +252,9 @@ def test_each_change_says_what_is_true_of_it() -> None:
 
 
 def test_changes_that_do_not_help_are_left_out() -> None:
-    job = replace(huge(precision="bf16", recompute=True), sized="data.tokens")
+    job = replace(huge(precision="bf16", activation_checkpointing=True), sized="data.tokens")
     found = changes(job, 4 * GIB)
-    assert [[*change.settings] for change in found] == [["train.parts"], ["data.tokens"]]
+    assert [[*change.settings] for change in found] == [["train.micro_batches"], ["data.tokens"]]
     one = replace(job, step=replace(job.step, rows=1))
     assert changes(one, GIB) == []
     text = shortage(planned(one), GIB, GIB << 10)
