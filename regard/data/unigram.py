@@ -134,11 +134,7 @@ class Lattice:
         moved = shift[self.word[stay]]
         other = object.__new__(Lattice)
         other._set(
-            lasts,
-            self.leaves[stay] + moved,
-            self.reaches[stay] + moved,
-            piece[stay],
-            word[stay],
+            lasts, self.leaves[stay] + moved, self.reaches[stay] + moved, piece[stay], word[stay]
         )
         return other
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from regard.data.shards import sync
 from regard.errors import UsageError
 
 STEP = re.compile(r"step-(\d{8})")
@@ -218,14 +219,6 @@ def make(folder: Path) -> None:
         make(folder.parent)
         folder.mkdir(exist_ok=True)
         sync(folder.parent)
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- one trainer --------------------------------------------------------------------------------------------------

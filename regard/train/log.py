@@ -19,8 +19,8 @@ import torch
 from regard import __version__
 from regard.config import to_dict
 from regard.data.config import Data
+from regard.data.shards import sync
 from regard.errors import UsageError
-from regard.train.checkpoint import sync
 from regard.train.config import Config
 from regard.train.trainer import Progress, Trainer, differences, flat
 

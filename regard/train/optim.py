@@ -371,13 +371,6 @@ def length(grads: list[Tensor]) -> Tensor:
 # --- averages of weights ------------------------------------------------------------------------------------------
 
 
-def follow(mean: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: float) -> None:
-    """mean <- decay mean + (1 - decay) weights, in place: the exponential average (Polyak)."""
-    real = [n for n, x in mean.items() if x.is_floating_point()]
-    ours, theirs = [mean[n] for n in real], [weights[n].detach().to(mean[n]) for n in real]
-    torch._foreach_lerp_(ours, theirs, 1 - decay)
-
-
 def average(checkpoints: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The plain mean of checkpoints, one in memory at a time, summed in float64; whole numbers come from the last."""
     total: dict[str, Tensor] = {}

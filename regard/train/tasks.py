@@ -68,11 +68,7 @@ TASKS: dict[str, Task] = {
         packed=True,
     ),
     "spans": Task(
-        "mlm",
-        loss.seq2seq,
-        *_PAIR,
-        recipe={"task": "seq2seq", "more": SENTINELS},
-        corruption=Spans,
+        "mlm", loss.seq2seq, *_PAIR, recipe={"task": "seq2seq", "more": SENTINELS}, corruption=Spans
     ),
     "infill": Task("mlm", loss.seq2seq, *_PAIR, recipe={"task": "infill"}, corruption=Infill),
     "seq2seq": Task(

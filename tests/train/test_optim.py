@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from regard.train.optim import (
     clip,
     clip_factor,
     decays,
-    follow,
     hidden,
     kinds,
 )
@@ -331,17 +329,3 @@ def test_average_is_the_mean_of_checkpoints_in_their_type() -> None:
     ):
         with pytest.raises(UsageError, match=why):
             average(wrong)
-
-
-def test_follow_is_the_exponential_average() -> None:
-    weights = [{"w": torch.randn(4), "n": torch.tensor(i)} for i in range(20)]
-    mean = {k: x.clone() for k, x in weights[0].items()}
-    for later in weights[1:]:
-        follow(mean, later, 0.9)
-    want = 0.9**19 * weights[0]["w"]
-    want += sum(0.1 * 0.9 ** (19 - i) * w["w"] for i, w in enumerate(weights) if i)
-    torch.testing.assert_close(mean["w"], want)
-    constant: Callable[[], dict[str, Tensor]] = lambda: {"w": torch.full((3,), 0.1)}  # noqa: E731
-    same = constant()
-    follow(same, constant(), 0.999)
-    assert torch.equal(same["w"], constant()["w"])
