@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -151,9 +151,13 @@ class Base:
     """What the feeds share: a rank's part of a batch, the evaluation, the fingerprint."""
 
     order: Order
-    epoch: int
+    batching: Batching
     held: Base | None
     fingerprint: str
+
+    @property
+    def epoch(self) -> int:
+        return self.order.epoch
 
     def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch:
         """Batch k, or the rows of it that rank `rank` of `world` computes: put together they are the batch. A rank for
@@ -180,9 +184,15 @@ class Base:
     def describe(self) -> str:
         raise NotImplementedError
 
-    def sign(self, data: str, **settings: Any) -> str:
+    def sign(self, *columns: Column, **settings: Any) -> None:
+        """Make the fingerprint one of the data, which may have one already, and of all settings."""
+        data = self.fingerprint or columns[0].fingerprint
+        if len(columns) > 1 and not self.fingerprint:
+            data = digest([column.fingerprint for column in columns])
         held = None if self.held is None else self.held.fingerprint
-        return digest({"kind": type(self).__name__, "data": data, "held": held, **settings})
+        kind = type(self).__name__
+        settings |= {"kind": kind, "data": data, "held": held, **asdict(self.batching)}
+        self.fingerprint = digest(settings)
 
 
 def tensors(
@@ -197,6 +207,7 @@ def tensors(
 # --- language models --------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class TextFeed(Base):
     """Documents in rows of `length` tokens.
 
@@ -207,36 +218,32 @@ class TextFeed(Base):
     With `shift`, label t is the token after ids t; else it is ids t (masked models). `prompts`: how many tokens at the
     start of each document are only read, never learned."""
 
-    def __init__(
-        self,
-        documents: Column,
-        batching: Batching,
-        *,
-        pack: str = "documents",
-        shift: bool = True,
-        pad: int = 0,
-        prompts: np.ndarray | None = None,
-        held: TextFeed | None = None,
-        fingerprint: str = "",
-    ):
+    documents: Column
+    batching: Batching
+    _: KW_ONLY
+    pack: str = "documents"
+    shift: bool = True
+    pad: int = 0
+    prompts: np.ndarray | None = None
+    held: TextFeed | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        pack, prompts, length = self.pack, self.prompts, self.batching.length
         if pack not in PACKS:
             raise UsageError(f"pack = {pack!r} is unknown; {nearest(pack, PACKS)}")
-        if batching.length is None and pack != "none":
+        if length is None and pack != "none":
             raise UsageError(f"pack = {pack!r} needs the length of a row: length = N")
         if prompts is not None and pack in ("stream", "windows"):
             raise UsageError(f"pack = {pack!r} knows no prompts; choose documents or none")
-        self.documents, self.batching, self.pack = documents, batching, pack
-        self.extra, self.pad, self.prompts, self.held = int(shift), pad, prompts, held
-        self.flat = pack in ("stream", "windows")
-        self.values = documents.stream if self.flat else documents.values
+        self.extra, self.flat = int(self.shift), pack in ("stream", "windows")
+        self.values = self.documents.stream if self.flat else self.documents.values
         if len(self.values) <= self.extra:
             raise DataError(f"{len(self.values)} tokens are too few to learn from; give more text")
         self._lay()
-        self.epoch = self.order.epoch
-        name = fingerprint or documents.fingerprint
-        settings = {**asdict(batching), "pack": pack, "shift": shift, "pad": pad}
+        settings = {"pack": pack, "shift": self.shift, "pad": self.pad}
         asked = None if prompts is None else Column(prompts).fingerprint
-        self.fingerprint = self.sign(name, **settings, prompts=asked)
+        self.sign(self.documents, **settings, prompts=asked)
 
     def _lay(self) -> None:
         """Find the pieces of text that make a row, and the order of the rows."""
@@ -349,41 +356,32 @@ def ends_of(around: Around, batching: Batching) -> tuple[tuple[int, ...], tuple[
     return before, after
 
 
+@dataclass(eq=False)
 class PairFeed(Base):
     """A source to read and a target to write, in batches of about one length.
 
     The encoder reads `before` source `after`; the decoder reads `start` target and must say target `end`. A target that
     was truncated has no end."""
 
-    def __init__(
-        self,
-        source: Column,
-        target: Column,
-        batching: Batching,
-        *,
-        start: int,
-        end: int,
-        pad: int = 0,
-        around: Around = ((), ()),
-        held: PairFeed | None = None,
-        fingerprint: str = "",
-    ):
+    source: Column
+    target: Column
+    batching: Batching
+    _: KW_ONLY
+    start: int
+    end: int
+    pad: int = 0
+    around: Around = ((), ())
+    held: PairFeed | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        source, target, b = self.source, self.target, self.batching
         if len(source) != len(target):
             raise DataError(f"{len(source):,} sources and {len(target):,} targets; they must agree")
-        if batching.overlong == "split":
+        if b.overlong == "split":
             raise UsageError("a pair cannot be split; say overlong = error, truncate or drop")
-        self.source, self.target, self.batching = source, target, batching
-        self.start, self.end, self.pad = start, end, pad
-        self.before, self.after = ends_of(around, batching)
-        self.held = held
-        self._lay()
-        self.epoch = self.order.epoch
-        name = fingerprint or digest([source.fingerprint, target.fingerprint])
-        special = {"start": start, "end": end, "pad": pad, "around": [self.before, self.after]}
-        self.fingerprint = self.sign(name, **asdict(batching), **special)
-
-    def _lay(self) -> None:
-        b, ends = self.batching, len(self.before) + len(self.after)
+        self.before, self.after = ends_of(self.around, b)
+        ends = len(self.before) + len(self.after)
         read, said = self.source.lengths + ends, self.target.lengths + 1
         cuts = [
             cut(n, b.length, b.overlong, what) for n, what in ((read, "source"), (said, "target"))
@@ -398,6 +396,8 @@ class PairFeed(Base):
         self.said = np.minimum(said[kept], limit)
         widest = b.padded(np.maximum(self.read, self.said))
         self.order = Buckets(widest, b.tokens, b.rows, b.seed)
+        special = {"start": self.start, "end": self.end, "pad": self.pad}
+        self.sign(source, target, **special, around=[self.before, self.after])
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         read, said = self.read[numbers], self.said[numbers]
@@ -433,41 +433,37 @@ class PairFeed(Base):
 # --- labels -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class LabelFeed(Base):
     """Texts with labels: one a text; one a token, as many as the text has; or first and last token of a span (n 2).
 
     The model reads `before` text `after`; labels of tokens and spans move along. A span that was cut off is not
     counted; one that is UNANSWERED is the row's first token, as BERT has it."""
 
-    def __init__(
-        self,
-        texts: Column,
-        labels: Column,
-        batching: Batching,
-        *,
-        pad: int = 0,
-        around: Around = ((), ()),
-        held: LabelFeed | None = None,
-        fingerprint: str = "",
-    ):
+    texts: Column
+    labels: Column
+    batching: Batching
+    _: KW_ONLY
+    pad: int = 0
+    around: Around = ((), ())
+    held: LabelFeed | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        texts, labels, b = self.texts, self.labels, self.batching
         if len(texts) != len(labels):
             raise DataError(f"{len(texts):,} texts and {len(labels):,} labels; they must agree")
-        if batching.overlong == "split":
+        if b.overlong == "split":
             raise UsageError(
                 "a labelled text cannot be split; say overlong = error, truncate, drop"
             )
-        self.texts, self.labels, self.batching, self.pad = texts, labels, batching, pad
-        self.before, self.after = ends_of(around, batching)
-        self.held, b = held, batching
+        self.before, self.after = ends_of(self.around, b)
         ends = len(self.before) + len(self.after)
         self.cut = cut(texts.lengths + ends, b.length, b.overlong, "text")
         if not len(self.cut.row):
             raise DataError(f"every text is longer than {b.length} tokens, and was dropped")
         self.order = Buckets(b.padded(self.cut.size), b.tokens, b.rows, b.seed)
-        self.epoch = self.order.epoch
-        name = fingerprint or digest([texts.fingerprint, labels.fingerprint])
-        special = {"pad": pad, "around": [self.before, self.after]}
-        self.fingerprint = self.sign(name, **asdict(batching), **special)
+        self.sign(texts, labels, pad=self.pad, around=[self.before, self.after])
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         whole = self.cut.size[numbers]
@@ -497,6 +493,7 @@ class LabelFeed(Base):
         return f"{said}; {self.epoch:,} batches a pass{self.cut.said()}"
 
 
+@dataclass(eq=False)
 class ImageFeed(Base):
     """Pictures, bytes (n h w c), and a class for each: x / 255, minus `mean`, over `std`.
 
@@ -505,36 +502,32 @@ class ImageFeed(Base):
     into the share `paste` of them a piece of the batch's next picture is pasted, of any size, and its class is counted
     by area (CutMix, Yun et al. 2019)."""
 
-    def __init__(
-        self,
-        pictures: Column,
-        labels: Column,
-        batching: Batching,
-        *,
-        mean: Sequence[float] = (0.5,),
-        std: Sequence[float] = (0.5,),
-        shift: int = 0,
-        flip: bool = False,
-        erase: int = 0,
-        paste: float = 0.0,
-        held: ImageFeed | None = None,
-        fingerprint: str = "",
-    ):
+    pictures: Column
+    labels: Column
+    batching: Batching
+    _: KW_ONLY
+    mean: Sequence[float] = (0.5,)
+    std: Sequence[float] = (0.5,)
+    shift: int = 0
+    flip: bool = False
+    erase: int = 0
+    paste: float = 0.0
+    held: ImageFeed | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        pictures, labels, b = self.pictures, self.labels, self.batching
         if len(pictures) != len(labels):
             raise DataError(f"{len(pictures):,} pictures, {len(labels):,} labels; they must agree")
-        if batching.rows is None:
+        if b.rows is None:
             raise UsageError("a batch of pictures is counted in rows: rows = N")
-        if not 0.0 <= paste <= 1.0:
-            raise UsageError(f"paste = {paste}: give a share from 0 to 1, for example 0.5")
-        self.pictures, self.labels, self.batching = pictures, labels, batching
-        self.mean, self.std = (np.array(x, np.float32).reshape(-1, 1, 1) for x in (mean, std))
-        self.shift, self.flip, self.erase, self.paste, self.held = shift, flip, erase, paste, held
-        self.order = Deck(len(pictures), batching.rows, batching.seed)
-        self.epoch = self.order.epoch
-        name = fingerprint or digest([pictures.fingerprint, labels.fingerprint])
-        changes = {"mean": list(mean), "std": list(std), "shift": shift, "flip": flip}
-        changes |= {n: x for n, x in {"erase": erase, "paste": paste}.items() if x}
-        self.fingerprint = self.sign(name, **asdict(batching), **changes)
+        if not 0.0 <= self.paste <= 1.0:
+            raise UsageError(f"paste = {self.paste}: give a share from 0 to 1, for example 0.5")
+        self.order = Deck(len(pictures), b.rows, b.seed)
+        changes: dict[str, Any] = {"mean": list(self.mean), "std": list(self.std)}
+        changes |= {"shift": self.shift, "flip": self.flip}
+        changes |= {n: x for n in ("erase", "paste") if (x := getattr(self, n))}
+        self.sign(pictures, labels, **changes)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         rows = np.arange(len(numbers))[part]
@@ -550,7 +543,8 @@ class ImageFeed(Base):
                 "pasted_labels": torch.from_numpy(labels[further]),
                 "pasted_area": torch.from_numpy(area),
             }
-        x = (x.transpose(0, 3, 1, 2).astype(np.float32) / 255 - self.mean) / self.std
+        mean, std = (np.array(n, np.float32).reshape(-1, 1, 1) for n in (self.mean, self.std))
+        x = (x.transpose(0, 3, 1, 2).astype(np.float32) / 255 - mean) / std
         images = torch.from_numpy(np.ascontiguousarray(x))
         return Batch(images, torch.from_numpy(labels[rows]), **more)
 

@@ -35,7 +35,7 @@ from regard.train.loss import (
 from regard.train.optim import SHAPES, Optim, Schedule, noam
 from regard.train.trainer import Train, Trainer
 
-SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/objective.py"
+SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/loss.py"
 
 
 @topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
@@ -87,7 +87,7 @@ def beam(
     return [Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)]
 
 
-@topic(f"{OBJECTIVE}::smooth", "regard/train/head.py::Smoothing")
+@topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
 def label_smoothing(
     x: Numbers = (1.0, 2.0, 3.0, 0.5, -1.0), label: int = 2, eps: float = 0.1
 ) -> list[Table]:
@@ -110,7 +110,7 @@ def label_smoothing(
     return [Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)]
 
 
-@topic("regard/train/schedule.py::Schedule", "regard/train/schedule.py::noam")
+@topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
 def schedules(
     steps: Numbers = (1.0, 100.0, 1000.0, 4000.0, 10000.0), dim: int = 512, warmup: int = 4000
 ) -> list[Table]:

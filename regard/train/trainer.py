@@ -248,8 +248,8 @@ class Trainer:
         """Take the step; False if the run went back instead."""
         c, team, start = self.config, self.team, time.perf_counter()
         torch.manual_seed(seed_of(c.seed, step) + team.share)
-        whole, count = self._batch(step - 1).to(self.device), c.micro_batches
-        batches = team.even(whole.split(count), count)
+        batches = self._batch(step - 1).to(self.device).split(c.micro_batches)
+        batches = team.even(batches, c.micro_batches)
         with precision(c.precision, self.device):
             loss, count = accumulate(self.inside, self.objective, batches, team.hold)
         loss, count = team.total(loss), team.total(count)
