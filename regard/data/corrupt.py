@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from regard.config import Amount, Positive, Share, ranged
 from regard.data.feed import IGNORE, Batch, Feed
+from regard.data.pack import drawing
 from regard.errors import UsageError
 
 Corruption = Callable[[Batch, Generator], Batch]
@@ -196,12 +197,6 @@ class Corrupted:
 
     def describe(self) -> str:
         return f"{self.feed.describe()}; corrupted by {type(self.corruption).__name__}"
-
-
-def drawing(*key: int | str) -> Generator:
-    """A generator that depends on these numbers and words alone."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 # --- one row (t) --------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ be saved: batch k can be made at any time, in any process.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from regard.data.read import DataError
 from regard.errors import UsageError, nearest
@@ -24,6 +26,17 @@ def draws(seed: int, purpose: int, k: int, count: int) -> np.ndarray:
     """64-bit numbers, uniform and independent, by (seed, purpose, k). Raw words of Philox, which numpy promises to keep
     from version to version."""
     return np.random.Philox(key=[seed, purpose], counter=[0, 0, 0, k]).random_raw(count)
+
+
+def drawing(*key: int | str) -> torch.Generator:
+    """A generator of torch that depends on these numbers and words alone."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def seed_of(seed: int, step: int) -> int:
+    """The seed of torch's own numbers in a step: a function of both, and of nothing before."""
+    return int(hashlib.sha256(f"{seed}:{step}".encode()).hexdigest()[:15], 16)
 
 
 class Deck:

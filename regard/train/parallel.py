@@ -86,9 +86,9 @@ class Inside(nn.Module):
 
 
 class SingleProcess:
-    """One process: nothing to share. `share` of `shares` is the part of a batch that it computes."""
+    """One process: nothing to share. It computes the part `data_rank` of `data_size` of a batch."""
 
-    rank, world, share, shares = 0, 1, 0, 1
+    rank, world, data_rank, data_size = 0, 1, 0, 1
     mode, evaluates = "alone", True
     heartbeat: Heartbeat | None = None
 
@@ -102,7 +102,7 @@ class SingleProcess:
         """The model as `Inside`, gradients shared; before the optimiser is made."""
         return Inside(model)
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Around a part of a batch that another part follows: its gradients are not shared yet."""
         return nullcontext()
 
@@ -138,15 +138,17 @@ class SingleProcess:
         """This process's own."""
         return torch.device(device)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors that may be shared out, put together, in the first process's memory."""
         return dict(tensors)
 
-    def plain(self, model: Any) -> Any:
+    def full_model(self, model: Any) -> Any:
         """A model that can be saved, in the first process."""
         return model
 
-    def part(self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def shard(
+        self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Whole tensors cut as those in `named` are; "name:what" is cut as "name"."""
         return dict(tensors)
 
@@ -185,7 +187,7 @@ class DataParallel(SingleProcess):
     def __init__(self, config: Parallel, kind: str):
         self.mode, self.kind = config.mode, kind
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.share, self.shares = self.rank, self.world
+        self.data_rank, self.data_size = self.rank, self.world
         self.group: dist.ProcessGroup | None = None  # who has other parts of the batch; None: all
         self.evaluates = self.rank == 0
 
@@ -211,7 +213,7 @@ class DataParallel(SingleProcess):
         self.inside.register_comm_hook(None, lambda state, bucket: added(bucket))
         return self.inside
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         return self.inside.no_sync()
 
     def total(self, number: Tensor) -> Tensor:
@@ -313,7 +315,7 @@ class ShardedDataParallel(DataParallel):
         root.register_forward_hook(cut_again)
         return root
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         return nullcontext()  # whole gradients would fill the memory that sharing saves
 
     def stops(self, flag: bool) -> bool:
@@ -325,7 +327,7 @@ class ShardedDataParallel(DataParallel):
         spare = replace(row, labels=torch.full_like(row.labels, IGNORE))
         return parts + [spare] * (count - len(parts))
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         kept = {}
         for name, x in tensors.items():  # one at a time is whole beside the parts
             made = gathered(x.detach())
@@ -333,11 +335,13 @@ class ShardedDataParallel(DataParallel):
                 kept[name] = made.cpu()
         return kept
 
-    def plain(self, model: Any) -> Any:
-        named = self.whole(dict(model.named_parameters()))
+    def full_model(self, model: Any) -> Any:
+        named = self.gather(dict(model.named_parameters()))
         return copied(self.empty, named) if self.rank == 0 else None
 
-    def part(self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def shard(
+        self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         cut = {}
@@ -399,7 +403,7 @@ class TensorParallel(ShardedDataParallel):
         shape = (self.world // self.degree, self.degree)
         both = _mesh(kind, shape, mesh_dim_names=("data", "tensor"))
         self.mesh, self.layers = both["data"], both["tensor"]
-        self.share, self.shares = self.mesh.get_local_rank(), self.mesh.size()
+        self.data_rank, self.data_size = self.mesh.get_local_rank(), self.mesh.size()
         self.group = self.mesh.get_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -412,7 +416,7 @@ class TensorParallel(ShardedDataParallel):
             parallelize_module(block, self.layers, plan(block))
             for attention in attentions(block):
                 attention.h, attention.g = attention.h // self.degree, attention.g // self.degree
-        if self.shares > 1:
+        if self.data_size > 1:
             return self.sharded(model)
         for p in model.parameters():
             if isinstance(p, DTensor) and p.requires_grad:  # norms of heads have a gradient of each

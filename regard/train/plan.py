@@ -297,15 +297,15 @@ def _of_states(config: Any, run: Pass) -> Activations:
 
 def memory(job: Job) -> Memory:
     model, run = job.model, job.part
-    body = (p for name, p in model.named_parameters() if not name.startswith("head."))
-    saved = activations(model.config, run).total(job.train.activation_checkpointing)
+    learns = any(p.requires_grad for n, p in model.named_parameters() if not n.startswith("head."))
+    saved = activations(model.config, run) if learns else Activations((), (), 0)
     linear = (nn.Linear, MixtureOfExperts)
     matrices = (p for m in model.modules() if isinstance(m, linear) for p in m.parameters(False))
     return Memory(
         weights=sum(p.nbytes for p in model.parameters()),
         gradients=4 * trainable(model),
         optimizer=optimizer_bytes(model, job.train.optim),
-        activations=saved if any(p.requires_grad for p in body) else 0,
+        activations=saved.total(job.train.activation_checkpointing),
         logits=head_bytes(model, run, job.learned),
         copies=2 * sum(p.numel() for p in matrices if p.dim() > 1) if run.bf16 else 0,
     )
@@ -335,9 +335,9 @@ def head_bytes(model: Any, run: Pass, learned: float = 1.0) -> int:
     n = int(run.rows * run.length * learned)
     room = min(n, max(1, CHUNK.get(run.device, CHUNK["cpu"]) // vocab)) * vocab
     gradients = (8 if head.weight is None else 4) * vocab * dim
-    return (
-        (2 if run.bf16 else 4) * (room + n * dim) + gradients + (2 * vocab * dim if run.bf16 else 0)
-    )
+    if run.bf16:
+        return 2 * (room + n * dim + vocab * dim) + gradients
+    return 4 * (room + n * dim) + gradients
 
 
 # --- work and time ------------------------------------------------------------------------------------------------
@@ -424,12 +424,10 @@ def changes(job: Job, free: int) -> list[Change]:
 
 
 def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
-    """Each change alone, if it helps: more parts, recomputing, bf16, smaller batches."""
+    """Each change alone, if it helps: more micro-batches, activation checkpointing, bf16, smaller batches."""
     train, step, now = job.train, job.step, memory(job).total
     halves = [2**i for i in range(1, step.rows.bit_length())]
-    more = [
-        train.micro_batches * 2**i for i in range(1, 20) if train.micro_batches * 2**i <= step.rows
-    ]
+    more = [n for n in (train.micro_batches * half for half in halves) if n <= step.rows]
     split = [replace(job, train=replace(train, micro_batches=n)) for n in more]
     smaller = [replace(job, step=replace(step, rows=step.rows // n)) for n in halves]
     tried: list[tuple[str, str, list[Job]]] = [("train.micro_batches", "the same result", split)]

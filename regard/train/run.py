@@ -27,9 +27,9 @@ from regard.data.train_tokenizer import train_tokenizer
 from regard.errors import DATA, Fault, UsageError
 from regard.evaluate.measure import measure
 from regard.files import read_files
+from regard.models.adapt import labels, with_head
 from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
-from regard.train.adapt import labels, with_head
 from regard.train.check import check_fits, check_suits, check_vocab, recipe_of
 from regard.train.checkpoint import Checkpoints, whole
 from regard.train.config import Config

@@ -6,7 +6,6 @@ A loss or gradient that is not finite is noticed before it touches the weights.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch
 
 from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
 from regard.data.feed import Feed, Objective, Prefetch
+from regard.data.pack import seed_of
 from regard.errors import UsageError, nearest
 from regard.evaluate.metrics import METRICS, better
 from regard.fast.train import (
@@ -157,8 +157,10 @@ class Trainer:
             native_code(model, config.precision)
         self.inside = self.team.wrap(self.model)
         self.optimizer = Optimizer(model, config.optim)
-        ahead = Prefetch(feed, self.team.share, self.team.shares)  # a GPU need not wait for data
-        alone = partial(feed.batch, rank=self.team.share, world=self.team.shares)
+        ahead = Prefetch(
+            feed, self.team.data_rank, self.team.data_size
+        )  # a GPU need not wait for data
+        alone = partial(feed.batch, rank=self.team.data_rank, world=self.team.data_size)
         self._batch = ahead.batch if self.device.type == "cuda" else alone
         checkpoints.keep, checkpoints.every = (
             max(checkpoints.keep, config.average),
@@ -180,7 +182,7 @@ class Trainer:
         tensors, state = self.checkpoints.read(path)
         changes = self._changes(path, state)
         self._put(self.load(path).state_dict())
-        self.optimizer.load(self.team.part(self.optimizer.named, tensors))
+        self.optimizer.load(self.team.shard(self.optimizer.named, tensors))
         self.at = Progress(**state["progress"])
         self.saved = self.at.step
         if "train.metric" in changes:
@@ -247,11 +249,11 @@ class Trainer:
     def _step(self, step: int) -> bool:
         """Take the step; False if the run went back instead."""
         c, team, start = self.config, self.team, time.perf_counter()
-        torch.manual_seed(seed_of(c.seed, step) + team.share)
+        torch.manual_seed(seed_of(c.seed, step) + team.data_rank)
         batches = self._batch(step - 1).to(self.device).split(c.micro_batches)
         batches = team.even(batches, c.micro_batches)
         with precision(c.precision, self.device):
-            loss, count = accumulate(self.inside, self.objective, batches, team.hold)
+            loss, count = accumulate(self.inside, self.objective, batches, team.no_sync)
         loss, count = team.total(loss), team.total(count)
         parameters = list(self.optimizer.named.values())
         norm = clip(parameters, c.clip, count)
@@ -361,7 +363,7 @@ class Trainer:
             self.tell({**told, "best": good, **more})
             self.at.averaged = good
             if good:
-                model, path = self.team.plain(self.model), self.checkpoints.folder / AVERAGE
+                model, path = self.team.full_model(self.model), self.checkpoints.folder / AVERAGE
                 self.team.once(lambda: self.checkpoints.save(model, path) and None)
             self._note()
         self.model.load_state_dict(mine)
@@ -369,7 +371,7 @@ class Trainer:
 
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
         """Whole weights into the model, however it is shared out."""
-        self.model.load_state_dict(self.team.part(self.model.state_dict(), weights))
+        self.model.load_state_dict(self.team.shard(self.model.state_dict(), weights))
 
     def save(self) -> Path:
         state = {
@@ -379,7 +381,7 @@ class Trainer:
             "settings": to_dict(self.config),
             "machine": self._machine(),
         }
-        tensors, model = self.team.whole(self.optimizer.state()), self.team.plain(self.model)
+        tensors, model = self.team.gather(self.optimizer.state()), self.team.full_model(self.model)
         path = self.checkpoints.path(self.at.step)
         self.team.once(lambda: str(self.checkpoints.write(self.at.step, model, tensors, state)))
         self.saved = self.at.step
@@ -428,15 +430,6 @@ def flat(settings: dict[str, Any], where: str = "") -> dict[str, Any]:
         inner = isinstance(value, dict)
         found |= flat(value, f"{where}{name}.") if inner else {f"{where}{name}": value}
     return found
-
-
-def seed_of(seed: int, step: int) -> int:
-    """The random numbers of a step: a function of both, and of nothing before."""
-    return int(digest(f"{seed}:{step}")[:15], 16)
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def machine() -> list[str | int]:

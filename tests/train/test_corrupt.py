@@ -18,13 +18,13 @@ from regard.data.corrupt import (
     Marks,
     MaskTokens,
     Spans,
-    drawing,
     infill,
     rows,
     span_counts,
     spans,
 )
 from regard.data.feed import IGNORE, Batch
+from regard.data.pack import drawing
 from regard.errors import UsageError
 
 CLS, SEP, PAD, MASK, STOP = 0, 1, 2, 3, 9  # STOP is an ordinary word

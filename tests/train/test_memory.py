@@ -26,9 +26,10 @@ from regard.models import (
     RecurrentConfig,
     Tokens,
 )
+from regard.models.adapt import with_head
 from regard.position import T5Bias
 from regard.train import loss as objective
-from regard.train.adapt import Adapt, adapted, with_head
+from regard.train.adapt import Adapt, adapted
 from regard.train.checkpoint import Checkpoints
 from regard.train.index import sparse_index
 from regard.train.loss import causal, seq2seq

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from regard.data.feed import Batch
+from regard.data.pack import seed_of
 from regard.errors import UsageError
 from regard.kernels.c import native
 from regard.kernels.c import train as native_train
 from regard.train.checkpoint import Checkpoints, clean, fault, locked
 from regard.train.loss import causal
-from regard.train.trainer import Diverged, Trainer, seed_of
+from regard.train.trainer import Diverged, Trainer
 from tests.train.toy import Toy, trainer, weights
 
 
