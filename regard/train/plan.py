@@ -25,6 +25,7 @@ from regard.block import Block, Tower
 from regard.data.feed import IGNORE, Feed
 from regard.layers import LMHead
 from regard.models import EncoderDecoderConfig, Patches, TransformerConfig
+from regard.models.embedding import context
 from regard.models.summary import pair_flops, weight_flops
 from regard.moe import MixtureOfExperts
 from regard.train.checkpoint import SPARE
@@ -252,19 +253,20 @@ def _shortened(tower: Tower) -> tuple[Tower, list[int]]:
 
 
 def _inputs(config: Any, run: Pass) -> tuple[Tensor, dict[str, Any]]:
-    """What a model is given in such a pass, with nothing in it."""
+    """What a model is given in such a pass, with nothing in it; no more tokens than it can read."""
 
     def read(embedding: Any, length: int) -> Tensor:
         if isinstance(embedding, Patches):
             return torch.zeros(run.rows, embedding.channels, embedding.size, embedding.size)
-        return torch.zeros(run.rows, length, dtype=torch.long)
+        most = None if embedding is None else context(config.max_len, embedding)
+        return torch.zeros(run.rows, min(length, most or length), dtype=torch.long)
 
     lengths = torch.ones(run.rows, dtype=torch.long) if run.masked else None
+    sides = [getattr(config, name, None) for name in ("embedding", "source", "target")]
     if not run.source:
-        more = {} if lengths is None else {"lengths": lengths}
-        return read(getattr(config, "embedding", None), run.length), more
-    source = read(config.source if hasattr(config, "source") else None, run.source)
-    return read(None, run.length), {"source": source, "source_lengths": lengths}
+        return read(sides[0], run.length), {} if lengths is None else {"lengths": lengths}
+    source = {"source": read(sides[1], run.source), "source_lengths": lengths}
+    return read(sides[2], run.length), source
 
 
 def _of_states(config: Any, run: Pass) -> Activations:
