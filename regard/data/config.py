@@ -185,9 +185,9 @@ def check_used(data: Data, task: str, name: str = "") -> None:
     """Refuse settings that would be passed over: for the task (whose users call it `name`), or for the files' format.
     Nothing is read of the files but their names."""
     name = name or task
-    said = {f.name for f in fields(Data) if f.default != getattr(data, f.name)} - {"columns"}
+    given = {f.name for f in fields(Data) if f.default != getattr(data, f.name)} - {"columns"}
     for key, (tasks, _) in USED.items():
-        if key in said and task not in tasks:
+        if key in given and task not in tasks:
             raise UsageError(f"{key} is not used by the task {name}; leave it out")
     for role in data.columns:
         if role in ROLES and role not in KINDS[task].roles:
@@ -195,23 +195,23 @@ def check_used(data: Data, task: str, name: str = "") -> None:
             raise UsageError(f"columns: {role} is not used by the task {name}; it uses {can}")
     kinds = _formats(data, task, name)
     for key, (_, formats) in USED.items():
-        if key in said and formats and not kinds & set(formats):
+        if key in given and formats and not kinds & set(formats):
             raise UsageError(
                 f"{key} is for {' and '.join(formats)} files, and the task {name} has {', '.join(sorted(kinds))} here; "
                 "leave it out"
             )
-    if task == "image" and "target" in said and not kinds & {"npy", "idx"}:
+    if task == "image" and "target" in given and not kinds & {"npy", "idx"}:
         raise UsageError(f"target is for npy and idx files in the task {name}; leave it out")
     if data.columns and not kinds & set(TABLES):
         raise UsageError(
             f"columns are not used by the task {name} for {', '.join(sorted(kinds))} files; leave them out"
         )
     for one, other, why in _clashes(data, task):
-        if one in said and other in said:
+        if one in given and other in given:
             raise UsageError(
                 f"{one} is not used beside {other} by the task {name}, {why}; leave {one} out"
             )
-    if "valid_target" in said and "valid" not in said:
+    if "valid_target" in given and "valid" not in given:
         raise UsageError("valid_target is the other side of valid; name valid too")
 
 
@@ -246,7 +246,7 @@ def _clashes(data: Data, task: str) -> Iterator[tuple[str, str, str]]:
 def longest(feed: Base | None) -> int | None:
     """Tokens of the longest row, padding included, of a side; None where rows have none."""
     if isinstance(feed, PairFeed):
-        sizes = np.maximum(feed.read, feed.said)
+        sizes = np.maximum(feed.source_sizes, feed.target_sizes)
     elif isinstance(feed, LabelFeed):
         sizes = feed.cut.size
     elif isinstance(feed, TextFeed):

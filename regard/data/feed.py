@@ -333,15 +333,15 @@ class TextFeed(Base):
     def describe(self) -> str:
         if self.flat:
             how = "cut into rows" if self.pack == "stream" else "read in rows from anywhere, each"
-            said = f"{len(self.values):,} tokens {how} of {self.batching.length:,}"
-            return f"{said}; {self.epoch:,} batches a pass"
-        said = f"{int(self.size.sum()):,} labels of {len(self.documents):,} documents"
+            text = f"{len(self.values):,} tokens {how} of {self.batching.length:,}"
+            return f"{text}; {self.epoch:,} batches a pass"
+        text = f"{int(self.size.sum()):,} labels of {len(self.documents):,} documents"
         if self.pack == "documents":
             rows = len(self.bins) - 1
             empty = 1 - self.size.sum() / (rows * (self.batching.length or 1))
-            said += f", packed into {rows:,} rows of {self.batching.length:,} ({empty:.2%} padding)"
-        said += f"; {self.epoch:,} batches a pass{self.pieces.said()}"
-        return said + (f"; {self.short:,} too short to learn from" if self.short else "")
+            text += f", packed into {rows:,} rows of {self.batching.length:,} ({empty:.2%} padding)"
+        text += f"; {self.epoch:,} batches a pass{self.pieces.note()}"
+        return text + (f"; {self.short:,} too short to learn from" if self.short else "")
 
 
 # --- examples that have an answer -------------------------------------------------------------------------------
@@ -382,27 +382,28 @@ class PairFeed(Base):
             raise UsageError("a pair cannot be split; say overlong = error, truncate or drop")
         self.before, self.after = ends_of(self.around, b)
         ends = len(self.before) + len(self.after)
-        read, said = self.source.lengths + ends, self.target.lengths + 1
+        read, written = self.source.lengths + ends, self.target.lengths + 1
         cuts = [
-            cut(n, b.length, b.overlong, what) for n, what in ((read, "source"), (said, "target"))
+            cut(n, b.length, b.overlong, what)
+            for n, what in ((read, "source"), (written, "target"))
         ]
         kept = self.kept = np.intersect1d(cuts[0].row, cuts[1].row)
         if not len(kept):
             raise DataError(f"every pair is longer than {b.length} tokens, and was dropped")
         limit = np.iinfo(np.int64).max if b.length is None else b.length
-        over = int(((read > limit) | (said > limit)).sum())
+        over = int(((read > limit) | (written > limit)).sum())
         self.cut = replace(cuts[0], over=over)
-        self.read = np.minimum(read[kept], limit)
-        self.said = np.minimum(said[kept], limit)
-        widest = b.padded(np.maximum(self.read, self.said))
+        self.source_sizes = np.minimum(read[kept], limit)
+        self.target_sizes = np.minimum(written[kept], limit)
+        widest = b.padded(np.maximum(self.source_sizes, self.target_sizes))
         self.order = Buckets(widest, b.tokens, b.rows, b.seed)
         special = {"start": self.start, "end": self.end, "pad": self.pad}
         self.sign(source, target, **special, around=[self.before, self.after])
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
-        read, said = self.read[numbers], self.said[numbers]
-        widths = [int(self.batching.padded(sizes).max()) for sizes in (read, said)]
-        row, sizes, steps = self.kept[numbers[part]], read[part], said[part]
+        read, written = self.source_sizes[numbers], self.target_sizes[numbers]
+        widths = [int(self.batching.padded(sizes).max()) for sizes in (read, written)]
+        row, sizes, steps = self.kept[numbers[part]], read[part], written[part]
         assert self.source.ends is not None and self.target.ends is not None
         size = sizes - len(self.before) - len(self.after)
         around = (self.pad, self.before, self.after)
@@ -415,18 +416,18 @@ class PairFeed(Base):
         more = {"source": torch.from_numpy(source)}
         if (read < widths[0]).any():
             more["source_lengths"] = torch.from_numpy(sizes)
-        return tensors(ids, labels, steps, said, **more)
+        return tensors(ids, labels, steps, written, **more)
 
     def describe(self) -> str:
-        real = int(self.read.sum() + self.said.sum())
+        real = int(self.source_sizes.sum() + self.target_sizes.sum())
         whole = sum(
             len(n) * int(self.batching.padded(x[n]).max())
             for n in self.order.fixed()
-            for x in (self.read, self.said)
+            for x in (self.source_sizes, self.target_sizes)
         )
         return (
-            f"{len(self.kept):,} pairs, {self.read.sum():,} source and {self.said.sum():,} target tokens in "
-            f"{self.epoch:,} batches a pass ({1 - real / whole:.1%} padding){self.cut.said()}"
+            f"{len(self.kept):,} pairs, {self.source_sizes.sum():,} source and "
+            f"{self.target_sizes.sum():,} target tokens in {self.epoch:,} batches a pass ({1 - real / whole:.1%} padding){self.cut.note()}"
         )
 
 
@@ -480,17 +481,17 @@ class LabelFeed(Base):
         if ends is not None:
             gap = (IGNORE,) * len(self.before)
             return framed(values, ends[row], size, width, IGNORE, gap)
-        found = values[row].astype(np.int64)
-        if found.ndim == 2:
-            none = (found == UNANSWERED).all(1)
-            lost = (found >= size[:, None]).any(1) | (found < 0).any(1)
-            found = np.where(lost[:, None], IGNORE, found + len(self.before))
-            found[none] = 0
-        return found
+        labels = values[row].astype(np.int64)
+        if labels.ndim == 2:
+            none = (labels == UNANSWERED).all(1)
+            lost = (labels >= size[:, None]).any(1) | (labels < 0).any(1)
+            labels = np.where(lost[:, None], IGNORE, labels + len(self.before))
+            labels[none] = 0
+        return labels
 
     def describe(self) -> str:
-        said = f"{len(self.cut.row):,} texts, {self.cut.size.sum():,} tokens"
-        return f"{said}; {self.epoch:,} batches a pass{self.cut.said()}"
+        text = f"{len(self.cut.row):,} texts, {self.cut.size.sum():,} tokens"
+        return f"{text}; {self.epoch:,} batches a pass{self.cut.note()}"
 
 
 @dataclass(eq=False)

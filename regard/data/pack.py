@@ -119,8 +119,8 @@ class Tiles:
         if not self.random:
             return self.deck.take(k) * self.length
         places = max(self.n - self.extra - self.length + 1, 1)
-        found = draws(self.seed, WINDOWS, k, self.rows) % np.uint64(places)
-        return found.astype(np.int64)
+        starts = draws(self.seed, WINDOWS, k, self.rows) % np.uint64(places)
+        return starts.astype(np.int64)
 
     def fixed(self) -> Iterator[np.ndarray]:
         """The whole stream; its last row may be shorter."""
@@ -132,11 +132,11 @@ class Tiles:
 def bucket_limits(lengths: np.ndarray, tokens: int, rows: int) -> np.ndarray:
     """The longest length of each bucket: at most WIDER times the shortest, but enough examples for two batches, or they
     would always be the same."""
-    found, count = np.unique(lengths, return_counts=True)
+    sizes, count = np.unique(lengths, return_counts=True)
     limits: list[int] = []
-    first = last = int(found[0])
+    first = last = int(sizes[0])
     held = 0
-    for length, more in zip(found.tolist(), count.tolist()):
+    for length, more in zip(sizes.tolist(), count.tolist()):
         if held >= 2 * min(rows, tokens // length) and length > first * WIDER:
             limits.append(last)
             first, held = length, 0
@@ -158,7 +158,7 @@ class Pieces:
     limit: int | None
     policy: str
 
-    def said(self) -> str:
+    def note(self) -> str:
         """For people: how many were too long, and what became of them."""
         if not self.over:
             return ""

@@ -150,12 +150,14 @@ def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
             raise DataError(f"{path} is empty: it holds no examples")
 
 
-def format_of(path: Path, said: str) -> str:
-    """The format by what is said, else by the name; a name that tells nothing means text."""
-    if said != "auto":
-        if said not in READERS and said not in ARRAYS:
-            raise UsageError(f"format = {said!r} is unknown; {nearest(said, [*READERS, *ARRAYS])}")
-        return said
+def format_of(path: Path, format: str) -> str:
+    """The format that is given, else that of the name; one that tells nothing means text."""
+    if format != "auto":
+        if format not in READERS and format not in ARRAYS:
+            raise UsageError(
+                f"format = {format!r} is unknown; {nearest(format, [*READERS, *ARRAYS])}"
+            )
+        return format
     if path.is_dir():
         return "images"
     name = path.name.lower().removesuffix(".gz").removesuffix(".xz")
@@ -290,11 +292,11 @@ def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> 
         return first.index(name)
     if name.isdecimal() and int(name) < len(first):
         return int(name)
-    said = ", ".join(repr(c)[:40] if header else f"{i} ({c[:30]!r})" for i, c in enumerate(first))
+    listed = ", ".join(repr(c)[:40] if header else f"{i} ({c[:30]!r})" for i, c in enumerate(first))
     what = "its first line, read as their names, has" if header else "its columns:"
     last = len(first) - 1
     raise UsageError(
-        f"{path} has no column {name!r} for the role {role}; {what} {said}. Say which by name or by number from 0: "
+        f"{path} has no column {name!r} for the role {role}; {what} {listed}. Say which by name or by number from 0: "
         f"--columns {role}={last}, or in a config columns = {{ {role} = {last} }}"
     )
 

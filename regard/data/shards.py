@@ -172,28 +172,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return data
 
 
-def _map(path: Path, said: dict[str, Any]) -> np.ndarray:
+def _map(path: Path, entry: dict[str, Any]) -> np.ndarray:
     try:
         state = path.stat()
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}); delete {path.parent} to have it made again"
         ) from None
-    key = (str(path.resolve()), state.st_size, state.st_mtime_ns, said["sha256"])
+    key = (str(path.resolve()), state.st_size, state.st_mtime_ns, entry["sha256"])
     if key not in _checked:
         what = ""
-        if state.st_size != said["bytes"]:
-            what = f"has {state.st_size:,} bytes, {said['bytes']:,} were written"
-        elif sha256(path) != said["sha256"]:
+        if state.st_size != entry["bytes"]:
+            what = f"has {state.st_size:,} bytes, {entry['bytes']:,} were written"
+        elif sha256(path) != entry["sha256"]:
             what = "has another SHA-256 than what was written"
         if what:
             raise DataError(
                 f"{path} has changed: it {what}; delete {path.parent} to have it made again"
             )
         _checked.add(key)
-    if said["bytes"] == 0:
-        return np.zeros(0, said["dtype"])
-    return np.asarray(np.memmap(path, said["dtype"], mode="r"))
+    if entry["bytes"] == 0:
+        return np.zeros(0, entry["dtype"])
+    return np.asarray(np.memmap(path, entry["dtype"], mode="r"))
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -281,8 +281,8 @@ def _closed(stream: Any, whole: Any, dtype: np.dtype) -> tuple[str, dict[str, An
     os.fsync(stream.fileno())
     size = stream.tell()
     stream.close()
-    said = {"bytes": size, "sha256": whole.hexdigest(), "dtype": dtype.str}
-    return Path(stream.name).name, said
+    entry = {"bytes": size, "sha256": whole.hexdigest(), "dtype": dtype.str}
+    return Path(stream.name).name, entry
 
 
 @contextlib.contextmanager

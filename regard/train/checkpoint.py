@@ -106,8 +106,8 @@ class Checkpoints:
 
     def steps(self) -> list[Path]:
         """All checkpoints, oldest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(path for path in found if STEP.fullmatch(path.name))
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(path for path in paths if STEP.fullmatch(path.name))
 
     def read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The trainer's tensors and state of a checkpoint that `latest` gave, with what was noted of it."""
@@ -198,13 +198,13 @@ def _sealed(kind: str, content: dict[str, Any], name: str) -> bytes:
 def fault(folder: Path) -> str:
     """What is wrong with a checkpoint; "" if nothing is."""
     try:
-        told = (folder / MANIFEST).read_bytes()
-        if told != _sealed("files", json.loads(told)["files"], folder.name):
+        written = (folder / MANIFEST).read_bytes()
+        if written != _sealed("files", json.loads(written)["files"], folder.name):
             return f"{MANIFEST} has changed, or is of another step"
-        found = manifest(folder, folder.name)
-        if told == found:
+        present = manifest(folder, folder.name)
+        if written == present:
             return ""
-        then, now = json.loads(told)["files"], json.loads(found)["files"]
+        then, now = json.loads(written)["files"], json.loads(present)["files"]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -55,10 +55,10 @@ def indexers(model: M) -> M:
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:
-    found = [m for m in model.modules() if isinstance(m, SparseAttention)]
-    if not found:
+    layers = [m for m in model.modules() if isinstance(m, SparseAttention)]
+    if not layers:
         raise UsageError("this model has no indexer to train: its attention is not sparse (DSA)")
-    return found
+    return layers
 
 
 def divergence(scores: Tensor, target: Tensor, seen: Tensor) -> Tensor:

@@ -342,8 +342,8 @@ BALANCE = 0.01  # the weight of the balance loss where none is said, as in Switc
 
 def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
     """Those whose routers learn."""
-    found = (m for m in model.modules() if isinstance(m, MixtureOfExperts))
-    return [m for m in found if m.router.weight.requires_grad]
+    layers = (m for m in model.modules() if isinstance(m, MixtureOfExperts))
+    return [m for m in layers if m.router.weight.requires_grad]
 
 
 def balanced(objective: Objective, model: nn.Module, weight: float | None) -> Objective:

@@ -264,14 +264,16 @@ class Optimizer:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from `state()` of the same model and settings; anything else is refused."""
-        mine = {id(p): part for part in self.parts for g in part.param_groups for p in g["params"]}
-        found: dict[str, dict[str, Tensor]] = {}
+        optimizers = {
+            id(p): part for part in self.parts for g in part.param_groups for p in g["params"]
+        }
+        states: dict[str, dict[str, Tensor]] = {}
         for key, x in state.items():
             name, _, what = key.rpartition(":")
             if name not in self.named:
                 hint = nearest(name, self.named)
                 raise UsageError(f"the optimiser's state is of another model: {name!r}; {hint}")
-            part, parameter = mine[id(self.named[name])], self.named[name]
+            part, parameter = optimizers[id(self.named[name])], self.named[name]
             muon = isinstance(part, Muon)
             known = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq", "step")
             if what not in known or x.shape != (() if what == "step" else parameter.shape):
@@ -279,15 +281,15 @@ class Optimizer:
                     f"the optimiser's state does not fit: {key!r} of shape {tuple(x.shape)}; "
                     f"go on with the model and the optimiser that wrote it"
                 )
-            found.setdefault(name, {})[what] = x
+            states.setdefault(name, {})[what] = x
         for name, parameter in self.named.items():
-            part = mine[id(parameter)]
+            part = optimizers[id(parameter)]
             wanted = 1 if isinstance(part, Muon) else 3
-            if name in found and len(found[name]) != wanted:
+            if name in states and len(states[name]) != wanted:
                 raise UsageError(f"the optimiser's state of {name!r} is incomplete")
             part.state.pop(parameter, None)
-            if name in found:
-                kept = found[name].items()
+            if name in states:
+                kept = states[name].items()
                 part.state[parameter] = {k: x.to(parameter.device, copy=True) for k, x in kept}
 
 

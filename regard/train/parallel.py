@@ -222,24 +222,24 @@ class DataParallel(SingleProcess):
         return number
 
     def any(self, flag: bool) -> bool:
-        said = torch.tensor(int(flag))
-        dist.all_reduce(said, dist.ReduceOp.MAX)
-        return bool(said)
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
 
     def agree(self, value: T) -> T:
         text = json.dumps(value).encode() if self.rank == 0 else b""
         size = torch.tensor(len(text))
         dist.broadcast(size, 0)
-        told = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
-        dist.broadcast(told, 0)
-        return value if self.rank == 0 else json.loads(told.numpy().tobytes())
+        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+        dist.broadcast(data, 0)
+        return value if self.rank == 0 else json.loads(data.numpy().tobytes())
 
     def once(self, act: Callable[[], T]) -> T:
         if self.rank:
-            told: Any = self.agree(None)
-            if "error" in told:
-                raise UsageError(told["error"])
-            return told["value"]
+            answer: Any = self.agree(None)
+            if "error" in answer:
+                raise UsageError(answer["error"])
+            return answer["value"]
         try:
             value = act()
         except Exception as error:
@@ -249,9 +249,9 @@ class DataParallel(SingleProcess):
         return value
 
     def first(self, act: Callable[[], T]) -> T:
-        mine: list[T] = []
-        self.once(lambda: mine.append(act()))
-        return mine[0] if mine else act()
+        values: list[T] = []
+        self.once(lambda: values.append(act()))
+        return values[0] if values else act()
 
     def device(self, device: torch.device | str) -> torch.device:
         if self.kind == "cuda":

@@ -409,9 +409,9 @@ class Change:
 
 def changes(job: Job, free: int) -> list[Change]:
     """What lowers the memory, the cheapest first; if none is enough alone, several together come last."""
-    found = [change for change, _ in _tried(job, free)]
-    if any(change.total <= free for change in found):
-        return found
+    alone = [change for change, _ in _tried(job, free)]
+    if any(change.total <= free for change in alone):
+        return alone
     settings: dict[str, str] = {}
     for _ in range(4):
         best = next(
@@ -421,8 +421,8 @@ def changes(job: Job, free: int) -> list[Change]:
             break
         settings, job = settings | best[0].settings, best[1]
         if best[0].total <= free:
-            return [*found, Change(settings, "together", best[0].total)]
-    return found
+            return [*alone, Change(settings, "together", best[0].total)]
+    return alone
 
 
 def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
@@ -465,10 +465,10 @@ def shortage(plan: Plan, free_memory: int, free_disk: int) -> str | None:
         parts = sorted(asdict(plan.memory).items(), key=lambda pair: -pair[1])
         most = ", ".join(f"{name} {size(count)}" for name, count in parts[:3])
         text = f"it needs about {size(need)} of memory ({most}), {size(free_memory)} are free"
-        found = changes(plan.job, free_memory)
-        listed = "; ".join(map(str, found)) or "a smaller model"
-        enough = any(change.total <= free_memory for change in found)
-        more = "" if enough or not found else "; even that is too much: take a smaller model"
+        helps = changes(plan.job, free_memory)
+        listed = "; ".join(map(str, helps)) or "a smaller model"
+        enough = any(change.total <= free_memory for change in helps)
+        more = "" if enough or not helps else "; even that is too much: take a smaller model"
         return f"{text}; cheapest first: {listed}{more}"
     if plan.disk > free_disk:
         return (
@@ -488,8 +488,8 @@ def refusal(config: Any, trainer: Any, keep: int = 2) -> str | None:
     small = config.adapt.method == "lora"
     sized = "data.rows" if config.data.rows is not None else "data.tokens"
     plan = planned(Job(model, step, config.train, learned, sized, small), keep)
-    mine = [*model.parameters(), *trainer.optimizer.state().values()]
-    held = sum(x.nbytes for x in mine)
+    tensors = [*model.parameters(), *trainer.optimizer.state().values()]
+    held = sum(x.nbytes for x in tensors)
     return shortage(plan, free_memory(device) + held, free_disk(trainer.checkpoints.folder))
 
 
@@ -497,17 +497,17 @@ def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, 
     """The largest of a feed's first batches, and the share of its tokens that have a label."""
     tower = getattr(model.config, "tower", None)
     causal = tower is not None and tower.causal  # then padding stands behind all that could see it
-    found = []
+    passes = []
     for k in range(min(batches, feed.epoch)):
         batch = feed.batch(k)
         pictures = batch.ids.dim() > 2
         rows, length = len(batch.ids), patches(model) if pictures else batch.ids.shape[1]
         source = 0 if batch.source is None else batch.source.shape[1]
-        told = (batch.doc, batch.prefix, batch.source_lengths if source else batch.lengths)
-        masked = any(x is not None for x in told[: 2 if causal else 3])
+        masks = (batch.doc, batch.prefix, batch.source_lengths if source else batch.lengths)
+        masked = any(x is not None for x in masks[: 2 if causal else 3])
         learned = float((batch.labels != IGNORE).sum()) / (rows * length)
-        found.append((Pass(rows, length, source, masked, device=device), min(learned, 1.0)))
-    return max(found, key=lambda pair: pair[0].rows * (pair[0].length + pair[0].source))
+        passes.append((Pass(rows, length, source, masked, device=device), min(learned, 1.0)))
+    return max(passes, key=lambda pair: pair[0].rows * (pair[0].length + pair[0].source))
 
 
 def patches(model: Any) -> int:
@@ -524,10 +524,10 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + spare
     lines = _read(root / "proc/meminfo").splitlines()
-    told = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
-    if not told:
+    available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+    if not available:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(0, min([*told, *_groups(root)]))
+    return max(0, min([*available, *_groups(root)]))
 
 
 def _groups(root: Path) -> Iterator[int]:

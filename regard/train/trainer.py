@@ -173,12 +173,12 @@ class Trainer:
     def resume(self) -> bool:
         """Go on from the newest sound checkpoint; whether there is one. What decides the bits must be as it was; what
         else changed is told."""
-        found = self.team.once(lambda: str(self.checkpoints.latest() or ""))
+        newest = self.team.once(lambda: str(self.checkpoints.latest() or ""))
         for text in self.checkpoints.broken:
             self.tell({"kind": "warning", "text": f"passed over {text}"})
-        if not found:
+        if not newest:
             return False
-        path = Path(found)
+        path = Path(newest)
         tensors, state = self.checkpoints.read(path)
         changes = self._changes(path, state)
         self._put(self.load(path).state_dict())
@@ -268,8 +268,8 @@ class Trainer:
         self.optimizer.step(factor)
         self.optimizer.zero()
         took = time.perf_counter() - start
-        told = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
-        self.tell({"kind": "step", "step": step, **told, "seconds": took})
+        figures = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
+        self.tell({"kind": "step", "step": step, **figures, "seconds": took})
         return True
 
     def _broken(self, step: int, loss: float, norm: float) -> bool:
@@ -289,16 +289,16 @@ class Trainer:
 
     def _evaluate(self, asked: Callable[[], bool]) -> bool:
         """Figures of the model as it is; a better one than before is saved. False if a stop was asked for."""
-        found = self._figures(asked)
-        if found is None:
+        measured = self._figures(asked)
+        if measured is None:
             return False
-        figures, more = found
+        figures, more = measured
         self.at.evaluated = self.at.step
         if figures:
             good = self._best(figures)
             self.at.waited = 0 if good else self.at.waited + 1
-            told = {"kind": "evaluation", "step": self.at.step, **figures, "best": good, **more}
-            self.tell(told)
+            event = {"kind": "evaluation", "step": self.at.step, **figures, "best": good, **more}
+            self.tell(event)
             if good:
                 self.at.best, self.at.best_value = self.at.step, figures[self.config.metric]
                 if self.saved != self.at.step:
@@ -324,12 +324,12 @@ class Trainer:
     @torch.no_grad()
     def _figures(self, asked: Callable[[], bool]) -> Figures | None:
         """What is measured on held-out data; None if a stop was asked for."""
-        found = None
+        measured = None
         if self.team.evaluates:
             self.model.eval()
-            found = self.inside(self._measured, asked)
+            measured = self.inside(self._measured, asked)
             self.model.train()
-        return self.team.agree(found)
+        return self.team.agree(measured)
 
     def _measured(self, model: Any, asked: Callable[[], bool]) -> Figures | None:
         def between() -> None:
@@ -353,21 +353,21 @@ class Trainer:
     def _average(self, asked: Callable[[], bool]) -> bool:
         """Try the mean of the last checkpoints. False if a stop was asked for."""
         paths = self.checkpoints.regular()[-self.config.average :]
-        mine = {n: x.clone() for n, x in self.model.state_dict().items()}
+        weights = {n: x.clone() for n, x in self.model.state_dict().items()}
         self._put(average(self.load(path).state_dict() for path in paths))
-        found = self._figures(asked)
-        if found is not None:
-            figures, more = found
+        measured = self._figures(asked)
+        if measured is not None:
+            figures, more = measured
             good = not figures or self._best(figures)
-            told = {"kind": "average", "step": self.at.step, "of": len(paths), **figures}
-            self.tell({**told, "best": good, **more})
+            event = {"kind": "average", "step": self.at.step, "of": len(paths), **figures}
+            self.tell({**event, "best": good, **more})
             self.at.averaged = good
             if good:
                 model, path = self.team.full_model(self.model), self.checkpoints.folder / AVERAGE
                 self.team.once(lambda: self.checkpoints.save(model, path) and None)
             self._note()
-        self.model.load_state_dict(mine)
-        return found is not None
+        self.model.load_state_dict(weights)
+        return measured is not None
 
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
         """Whole weights into the model, however it is shared out."""
@@ -402,11 +402,11 @@ def changed(
     then = {RENAMED.get(name, name): value for name, value in then.items()}
     old, new = {**flat(to_dict(Train())), **flat(then)}, flat(to_dict(config))
     free = set(FREE)
-    if all(said["schedule.steps"] in (None, said["steps"]) for said in (old, new)):
+    if all(settings["schedule.steps"] in (None, settings["steps"]) for settings in (old, new)):
         free.add("schedule.steps")
-    for said in (old, new):
-        length = said["schedule.steps"] or said["steps"]
-        said["schedule.steps"] = length if config.schedule.ends else None
+    for settings in (old, new):
+        length = settings["schedule.steps"] or settings["steps"]
+        settings["schedule.steps"] = length if config.schedule.ends else None
     may: dict[str, list[Any]] = {}
     fixed: dict[str, list[Any]] = {}
     for name in [n for n in new if old[n] != new[n]]:
@@ -425,11 +425,11 @@ def differences(changes: dict[str, list[Any]]) -> str:
 
 def flat(settings: dict[str, Any], where: str = "") -> dict[str, Any]:
     """Settings by dotted names."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in settings.items():
         inner = isinstance(value, dict)
-        found |= flat(value, f"{where}{name}.") if inner else {f"{where}{name}": value}
-    return found
+        named |= flat(value, f"{where}{name}.") if inner else {f"{where}{name}": value}
+    return named
 
 
 def machine() -> list[str | int]:
