@@ -427,7 +427,8 @@ class PairFeed(Base):
         )
         return (
             f"{len(self.kept):,} pairs, {self.source_sizes.sum():,} source and "
-            f"{self.target_sizes.sum():,} target tokens in {self.epoch:,} batches a pass ({1 - real / whole:.1%} padding){self.cut.note()}"
+            f"{self.target_sizes.sum():,} target tokens in {self.epoch:,} batches a pass "
+            f"({1 - real / whole:.1%} padding){self.cut.note()}"
         )
 
 
