@@ -1,4 +1,5 @@
-"""Writes docs/mechanisms from docs/source: pictures, formulas, code and numbers come from the package itself.
+"""Writes docs/mechanisms from docs/source: pictures, formulas, code and numbers come from the
+package itself.
 
     python docs/build.py            write the pages
     python docs/build.py --check    fail where a page on disk differs from what would be written
@@ -47,7 +48,7 @@ def topic_of(name: str) -> Topic:
     return find(name, TOPICS, ALIASES)
 
 
-# --- what the lines with @ become ---------------------------------------------------------------------------------
+# --- what the lines with @ become ---------------------------------------------------------------
 
 
 def question(name: str) -> str:
@@ -141,7 +142,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-# --- pages --------------------------------------------------------------------------------------------------------
+# --- pages --------------------------------------------------------------------------------------
 
 
 def page(name: str, text: str) -> str:

@@ -1,24 +1,44 @@
-"""How pictures of docs/mechanisms are drawn: SVG by regard/report/svg.py, and grids of cells beside each other."""
+"""How pictures of docs/mechanisms are drawn: SVG by regard/report/page.py, and grids of cells
+beside each other."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
+from markupsafe import Markup
 
-from regard.report import svg
+from regard.report import page
+from regard.see.palette import levels, table
 
 CELL = 22
 QUERIES = "row: query, column: key"
 Matrix = Sequence[Sequence[float]]
+GRIDS = """
+{%- from "pictures.svg" import picture, text -%}
+{%- call picture(width, tall + 26, title) -%}
+{%- for name, left, matrix in panels %}{{ text(left, 16, name) }}{% endfor -%}
+{%- for scheme, colours in tables.items() %}<g class="{{ scheme }}">
+{%- for name, left, matrix in panels %}
+{%- for row in matrix %}{% set y = 24 + cell * loop.index0 %}
+{%- for level in row -%}
+<rect x="{{ (left + cell * loop.index0)|int }}" y="{{ y }}" {{ size }} fill="{{ colours[level] }}"/>
+{%- endfor %}{% endfor %}{% endfor %}</g>{% endfor -%}
+{{ text(8, tall + 18, axes) }}
+{%- endcall -%}
+"""
 PICTURES: dict[str, Callable[[], str]] = {}
 
 
 def draw(name: str) -> str:
     """The picture with colours for a light and a dark page of its own, as it stands alone."""
-    dark = f"@media (prefers-color-scheme: dark) {{ svg {{ color: #e6e6e6; {svg.colours(svg.DARK)} }} }}"
-    style = f"<style>svg {{ color: #1c1c1c; {svg.colours(svg.LIGHT)} }} {dark}</style>"
+    light, dark = (
+        f"svg {{ color: {ink}; }} {page.style(scheme)}"
+        for scheme, ink in (("light", "#1c1c1c"), ("dark", "#e6e6e6"))
+    )
+    style = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
     text = PICTURES[name]()
     size = re.sub(r'viewBox="0 0 (\d+) (\d+)"', r'width="\1" height="\2" \g<0>', text, count=1)
     return size.replace("</title>", f"</title>{style}", 1) + "\n"
@@ -31,27 +51,36 @@ def picture(make: Callable[[], str]) -> Callable[[], str]:
 
 def series(
     name: str, xs: Sequence[float], ys: Sequence[float], *, dots: bool = False
-) -> svg.Series:
-    return svg.Series(name, list(zip(xs, ys)), dots=dots)
+) -> page.Series:
+    return page.Series(name, list(zip(xs, ys)), dots=dots)
 
 
 def grids(
-    parts: Mapping[str, Matrix], axes: str, title: str, *, low: float = 0.0, high: float = 1.0
+    parts: Mapping[str, Matrix], axes: str, title: str, *, most: float = 1.0, signed: bool = False
 ) -> str:
-    """Small matrices side by side under their names, cells dark to bright from low to high; below, what rows and
-    columns are."""
-    pieces, left, tall = [], 8.0, 0.0
+    """Small matrices side by side under their names, in the colours of attention maps; below, what
+    rows and columns are."""
+    panels, left = [], 8.0
     for name, matrix in parts.items():
-        wide = max(CELL * len(matrix[0]), int(svg.LETTER * len(name)))
-        pieces.append(svg._text(left, 16, name, "start"))
-        for i, row in enumerate(matrix):
-            for j, value in enumerate(row):
-                red, green, blue = svg.shade((value - low) / (high - low))
-                place = f'x="{left + CELL * j:.0f}" y="{24 + CELL * i}" width="{CELL - 1}" height="{CELL - 1}"'
-                pieces.append(f'<rect {place} fill="#{red:02x}{green:02x}{blue:02x}"/>')
-        left, tall = left + wide + 18, max(tall, 24 + CELL * len(matrix))
-    pieces.append(svg._text(8, tall + 18, axes, "start"))
-    return svg._svg(max(left, 16 + svg.LETTER * len(axes)), tall + 26, title, pieces)
+        panels.append((name, left, levels(np.array(matrix), most, signed).tolist()))
+        left += max(CELL * len(matrix[0]), int(page.LETTER * len(name))) + 18
+    tables = {
+        scheme: ["#" + colour.tobytes().hex() for colour in table(scheme, signed)]
+        for scheme in ("light", "dark")
+    }
+    tall = 24 + CELL * max(len(matrix) for matrix in parts.values())
+    width = max(left, 16 + page.LETTER * len(axes))
+    size = Markup(f'width="{CELL - 1}" height="{CELL - 1}"')
+    values = {
+        "title": title,
+        "axes": axes,
+        "width": width,
+        "tall": tall,
+        "cell": CELL,
+        "size": size,
+    }
+    template = page.templates().from_string(GRIDS)
+    return template.render(**values, panels=panels, tables=tables)
 
 
 def steps(low: float, high: float, count: int) -> list[float]:

@@ -9,21 +9,21 @@ from regard.attention import GQA, MLA, Context, Terms, weights
 from regard.attention.pooling import KERNELS, one_loop, regress
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores
-from regard.learn.heads import cross_attention as cross_topic
+from regard.learn.mechanisms import cross_attention as cross_topic
 from regard.learn.numbers import cache_numbers, dot_products, saturation, softmax_jacobian
 from regard.learn.topics import fill, real
 from regard.mask import Causal, Full, Mask, Prefix, Span, Visible, Window
 from regard.position import Rope, sinusoid
-from regard.report import svg
+from regard.report import page
 
-# --- one weighted sum ---------------------------------------------------------------------------------------------
+# --- one weighted sum ---------------------------------------------------------------------------
 
 
 @picture
 def pooling() -> str:
     q, k, v = steps(-0.5, 3.5, 161), real((0.0, 1.0, 2.0, 3.0)), real((0.0, 0.8, 0.9, 0.1))
     curves = [series(name, q, regress(real(q), k, v, name).tolist()) for name in KERNELS]
-    return svg.lines(curves, "Kernel regression through four points", "q", "f(q)")
+    return page.lines(curves, "Kernel regression through four points", "q", "f(q)")
 
 
 @picture
@@ -32,7 +32,7 @@ def softmax() -> str:
     p = torch.stack([torch.softmax(real((0.0, 1.0, value)), -1) for value in x])
     names = ("weight of 0", "weight of 1", "weight of x")
     curves = [series(name, x, p[:, i].tolist()) for i, name in enumerate(names)]
-    return svg.lines(curves, "softmax([0, 1, x])", "x", "weight")
+    return page.lines(curves, "softmax([0, 1, x])", "x", "weight")
 
 
 @picture
@@ -43,7 +43,7 @@ def scaling() -> str:
         series("weight of 2a", a, saturation(real(a)).tolist()),
         series("largest |dp/dx|", a, slopes),
     ]
-    return svg.lines(curves, "softmax([a, a, 2a]) as a grows", "a")
+    return page.lines(curves, "softmax([a, a, 2a]) as a grows", "a")
 
 
 @picture
@@ -55,7 +55,7 @@ def scores() -> str:
         with torch.no_grad():
             found = [score((s * q)[None], k[None]).item() for s in sizes]
         curves.append(series(name, sizes, found))
-    return svg.lines(curves, "Four scores of a query that grows", "length of the query", "score")
+    return page.lines(curves, "Four scores of a query that grows", "length of the query", "score")
 
 
 def seen(mask: Mask, n: int) -> Matrix:
@@ -71,7 +71,7 @@ def masks() -> str:
         "prefix 3": Prefix(torch.tensor([3])),
     }
     parts = {name: seen(rule, 6) for name, rule in rules.items()}
-    return grids(parts, QUERIES, "What each of six queries may see of six keys: bright is visible")
+    return grids(parts, QUERIES, "What each of six queries may see of six keys: grey is hidden")
 
 
 @picture
@@ -107,10 +107,10 @@ def online_softmax() -> str:
         "output o": [s.o.item() for s in trace if s.o is not None],
     }
     curves = [series(name, keys, values, dots=True) for name, values in found.items()]
-    return svg.lines(curves, "Scores 1, 3, 2, 4, 0 and values 1 to 5, key by key", "key")
+    return page.lines(curves, "Scores 1, 3, 2, 4, 0 and values 1 to 5, key by key", "key")
 
 
-# --- layers of attention ------------------------------------------------------------------------------------------
+# --- layers of attention ------------------------------------------------------------------------
 
 
 @picture
@@ -132,13 +132,13 @@ def cross_attention() -> str:
     matrix = [[float(cell or 0) for cell in row[1:]] for row in table.rows]
     title = "Weights of two target tokens over five source tokens; each row sums to 1"
     axes = "row: target token, column: source token"
-    return grids({"weights": matrix}, axes, title, high=max(map(max, matrix)))
+    return grids({"weights": matrix}, axes, title, most=max(map(max, matrix)))
 
 
 @picture
 def gqa() -> str:
     rows = [(f"g = {g}", cache_numbers(GQA(32, g, 128), 4096)) for g in (32, 8, 4, 2, 1)]
-    return svg.bars(rows, "Cache of one token and layer, 32 query heads of 128", "numbers")
+    return page.bars(rows, "Cache of one token and layer, 32 query heads of 128", "numbers")
 
 
 @picture
@@ -151,7 +151,7 @@ def mla() -> str:
     }
     kinds |= {"GQA, g = 2": GQA(128, 2, 128), "MQA": GQA(128, 1, 128)}
     rows = [(name, cache_numbers(kind, 7168)) for name, kind in kinds.items()]
-    return svg.bars(rows, "Cache of one token and layer at DeepSeek-V3's sizes", "numbers")
+    return page.bars(rows, "Cache of one token and layer at DeepSeek-V3's sizes", "numbers")
 
 
 @picture
@@ -180,4 +180,4 @@ def kv_cache() -> str:
     }
     curves = [series(name, n, values) for name, values in found.items()]
     title = "Products of query and key to write n tokens, one head"
-    return svg.lines(curves, title, "tokens", "products", log=True)
+    return page.lines(curves, title, "tokens", "products", log=True)

@@ -1,4 +1,5 @@
-"""The pictures of docs/mechanisms about positions, parts, training and decoding, each from the library's numbers."""
+"""The pictures of docs/mechanisms about positions, parts, training and decoding, each from the
+library's numbers."""
 
 from __future__ import annotations
 
@@ -9,26 +10,25 @@ from drawing import grids, picture, series, steps
 
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, Norm
-from regard.learn.parts import lora as lora_topic
-from regard.learn.parts import rnn_path as path_topic
+from regard.learn.mechanisms import lora as lora_topic
+from regard.learn.mechanisms import rnn_path as path_topic
 from regard.learn.topics import real
 from regard.learn.training import bleu as bleu_topic
 from regard.learn.training import resume as resume_topic
 from regard.models.vision import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
-from regard.report import svg
-from regard.train.schedule import Schedule
+from regard.report import page
+from regard.train.optim import Schedule
 
-# --- positions and parts ------------------------------------------------------------------------------------------
+# --- positions and parts ------------------------------------------------------------------------
 
 
 @picture
 def sinusoidal() -> str:
     table = sinusoid(torch.arange(16), 16).tolist()
     title = "Sinusoidal vectors of 16 positions and 16 features"
-    return grids(
-        {"PE": table}, "row: position, column: feature; dark -1, bright 1", title, low=-1.0
-    )
+    axes = "row: position, column: feature; blue -1, orange 1"
+    return grids({"PE": table}, axes, title, signed=True)
 
 
 @picture
@@ -39,7 +39,7 @@ def rope() -> str:
         cos, _ = Rope(base).angles(torch.tensor([distance]), 64, torch.float64)
         curves.append(series(f"base {base:,.0f}", distance, cos[0, :, 0].mean(-1).tolist()))
     title = "Score of two equal vectors of width 64, over their squared length"
-    return svg.lines(curves, title, "distance", "mean cosine")
+    return page.lines(curves, title, "distance", "mean cosine")
 
 
 @picture
@@ -50,7 +50,7 @@ def rope_turns() -> str:
     turned = rotate(real((1.0, 0.0, 1.0, 0.0)).expand(1, 25, 1, 4), cos, sin, kind.layout)[0, :, 0]
     names = {0: "pair 0, first", 1: "pair 0, second", 3: "pair 1, second"}
     curves = [series(name, pos, turned[:, i].tolist()) for i, name in names.items()]
-    return svg.lines(curves, "The vector [1, 0, 1, 0] turned to its position", "position")
+    return page.lines(curves, "The vector [1, 0, 1, 0] turned to its position", "position")
 
 
 @picture
@@ -60,7 +60,7 @@ def alibi() -> str:
     curves = [
         series(f"head {h}", distance, [-slopes[h - 1] * d for d in distance]) for h in (1, 3, 5, 8)
     ]
-    return svg.lines(curves, "What ALiBi adds to the scores of eight heads", "distance", "bias")
+    return page.lines(curves, "What ALiBi adds to the scores of eight heads", "distance", "bias")
 
 
 @picture
@@ -70,7 +70,7 @@ def t5_buckets() -> str:
     for causal in (False, True):
         found = t5_bucket(distance, T5Bias(1, causal=causal)).tolist()
         curves.append(series("causal" if causal else "both ways", distance.tolist(), found))
-    return svg.lines(
+    return page.lines(
         curves, "Buckets of T5's relative bias", "key position - query position", "bucket"
     )
 
@@ -83,20 +83,20 @@ def norms() -> str:
             n: Norm(rms=r).make(6).double()(x) for n, r in (("LayerNorm", False), ("RMSNorm", True))
         }
     curves = [series(n, range(1, 7), y.tolist(), dots=True) for n, y in {"x": x, **made}.items()]
-    return svg.lines(curves, "One token before and after its norm", "feature")
+    return page.lines(curves, "One token before and after its norm", "feature")
 
 
 @picture
 def feed_forward() -> str:
     x = steps(-4, 3, 141)
     curves = [series(n, x, ACTIVATIONS[n](real(x)).tolist()) for n in ("relu", "gelu", "silu")]
-    return svg.lines(curves, "Activations", "x", "act(x)")
+    return page.lines(curves, "Activations", "x", "act(x)")
 
 
 @picture
 def vit() -> str:
     rows = [(f"patch {p}", Patches(224, p).count + 1) for p in (32, 16, 14, 8)]
-    return svg.bars(rows, "Tokens of an image of 224 x 224, class token included", "tokens")
+    return page.bars(rows, "Tokens of an image of 224 x 224, class token included", "tokens")
 
 
 @picture
@@ -107,7 +107,7 @@ def rnn_path() -> str:
     curves = [
         series(name, n, [float(row[i + 1] or 0) for row in rows]) for i, name in enumerate(names)
     ]
-    return svg.lines(
+    return page.lines(
         curves, "What is left of a state after t steps", "t", "d h_t / d h_0", log=True
     )
 
@@ -117,7 +117,7 @@ def lora() -> str:
     rank = tuple(float(r) for r in (1, 2, 4, 8, 16, 32, 64))
     rows = lora_topic.tables({"rank": rank, "dim": (4096.0,)})[0].rows
     found = [(f"rank {row[0]}", float(row[2] or 0)) for row in rows]
-    return svg.bars(found, "Trained weights of a layer of 4096 x 4096, which has 16.8M", "weights")
+    return page.bars(found, "Trained weights of a layer of 4096 x 4096, which has 16.8M", "weights")
 
 
 @picture
@@ -130,10 +130,10 @@ def quantisation() -> str:
     curves = [
         series(name, inner.tolist(), y.tolist()) for name, y in (("w", inner), ("int4", four))
     ]
-    return svg.lines(curves, "Weights and what comes back from 4 bits", "w")
+    return page.lines(curves, "Weights and what comes back from 4 bits", "w")
 
 
-# --- training and decoding ----------------------------------------------------------------------------------------
+# --- training and decoding ----------------------------------------------------------------------
 
 
 @picture
@@ -143,7 +143,7 @@ def decoding() -> str:
         series(f"T = {t:g}", range(1, 13), (logits / t).softmax(-1).tolist(), dots=True)
         for t in (0.5, 1.0, 2.0)
     ]
-    return svg.lines(
+    return page.lines(
         curves, "The same logits at three temperatures", "rank of the token", "probability"
     )
 
@@ -158,13 +158,13 @@ def schedules() -> str:
         "wsd": Schedule("wsd", 900, 100, decay=200),
     }
     curves = [series(name, n, [plan(step) for step in n]) for name, plan in plans.items()]
-    return svg.lines(curves, "Learning rate over its peak, warm-up of 100 steps", "step", "factor")
+    return page.lines(curves, "Learning rate over its peak, warm-up of 100 steps", "step", "factor")
 
 
 @picture
 def bleu() -> str:
     rows = bleu_topic.tables({})[0].rows
-    return svg.bars([(f"{row[0]}-grams", float(row[3] or 0)) for row in rows], "Precisions", "%")
+    return page.bars([(f"{row[0]}-grams", float(row[3] or 0)) for row in rows], "Precisions", "%")
 
 
 @picture
@@ -173,4 +173,4 @@ def resume() -> str:
     n = [float(row[0] or 0) for row in rows]
     found = {"straight": 1, "stopped after step 6": 2}
     curves = [series(name, n, [float(row[i] or 0) for row in rows]) for name, i in found.items()]
-    return svg.lines(curves, "Loss of two runs, one of them stopped and resumed", "step", "loss")
+    return page.lines(curves, "Loss of two runs, one of them stopped and resumed", "step", "loss")

@@ -50,7 +50,9 @@ def main() -> None:
         source = tokenizer.encode(line)
         names = [[tokenizer.decode([i]).strip() or "·" for i in ids] for ids in (source, target)]
         a = weights(model, source, target)
-        pairs = ", ".join(f"{names[0][s]}~{names[1][t]}" for s, t, _ in links(a, 0.2))
+        pairs = ", ".join(
+            f"{names[0][s]}~{names[1][t]}" for s, t, weight, _ in links(a, 0.2) if weight >= 0.2
+        )
         print(f"{number:2}  {line}\n    {result.text}\n    {pairs}")
         save(alignment(a, *names), options.to / f"{number:02}.png")
 

@@ -131,7 +131,7 @@ def test_long_text_is_pooled_and_says_so(tmp_path: Path, monkeypatch: Any) -> No
         call("look", folder("gpt2"), "Once upon a time there was a dog", "--output", out).code == 0
     )
     (view,) = data(out)[0]["views"]
-    assert "max-pooled" in view["told"] and "layer 1, head 0" in view["told"]
+    assert "max-pooled" in view["note"] and "layer 1, head 0" in view["note"]
     full = [
         (i, j)
         for i, a in enumerate(view["layers"])
@@ -152,8 +152,8 @@ def test_a_model_is_called_by_its_run_and_told_by_its_mechanism(tmp_path: Path) 
     assert call("look", homes[0], "Once", "--compare", best, "--output", out).code == 0
     models = data(out)
     assert [model["name"] for model in models] == ["first/step-00000500", "second/best"]
-    assert "2 layers of 4 heads (gqa, 2 key heads)" in models[0]["told"]
-    assert "(mqa)" in models[1]["told"]
+    assert "2 layers of 4 heads (gqa, 2 key heads)" in models[0]["note"]
+    assert "(mqa)" in models[1]["note"]
 
 
 def test_blanks_are_seen(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ SETTINGS = [
     "train.schedule.shape",
     "train.clip",
     "train.schedule.warmup",
-    "train.parts",
+    "train.micro_batches",
     "train.average",
     "train.patience",
     "train.save",

@@ -77,7 +77,8 @@ def test_report_shows_the_attention_of_the_last_checkpoint(home: Path) -> None:
     assert main(["report", "run"]) == 0
     page = (home / "run/report.html").read_text(encoding="utf-8")
     assert "No attention is shown" not in page
-    assert page.count("data:image/png") == 1 + 2 * 2  # the mean; two layers of two heads
+    # The mean; two layers of two heads: each in light and in dark.
+    assert page.count("data:image/png") == 2 * (1 + 2 * 2)
     assert "0.self, head 1: most" in page and "1.self, mean of 2 heads" in page
 
 

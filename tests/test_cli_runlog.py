@@ -76,7 +76,9 @@ def test_run_that_goes_back_reads_as_one_that_left_the_step_out(tmp_path: Path) 
     runs = {}
     for name in ("back", "skip"):
         (tmp_path / name).mkdir()
-        t = trainer(tmp_path / name / "checkpoints", parts=1, save=4, evaluate=0, nan="back")
+        t = trainer(
+            tmp_path / name / "checkpoints", micro_batches=1, save=4, evaluate=0, nan="back"
+        )
         if name == "back":
             t.objective = Poisoned(7, "gradient")
         else:

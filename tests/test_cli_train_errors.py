@@ -109,8 +109,8 @@ DATA: dict[str, tuple[str, list[str], int, str]] = {  # config, changes, exit co
     "array names": ("pictures", ["data.train", "names.npz"], 2, "has no array 'x' for the role image; it has: a, b"),
     "array size": ("pictures", ["data.train", "large.npz"], 2, "pictures are 12 x 12 x 3, the model reads 8 x 8 x 1"),
     "no picture": ("pictures", ["data.train", "story.txt"], 2, "story.txt holds no pictures"),
-    "Parquet": ("lm", ["data.train", "a.parquet"], 3, "needs the package datasets; pip install 'regard[hub]'"),
-    "hub": ("lm", ["data.train", "org/set", "data.format", "hub"], 3, "pip install 'regard[hub]'"),
+    "Parquet": ("lm", ["data.train", "a.parquet"], 3, "needs the package datasets; pip install datasets"),
+    "hub": ("lm", ["data.train", "org/set", "data.format", "hub"], 3, "pip install datasets"),
     "format": ("lm", ["data.format", "xls"], 2, "format = 'xls' is unknown"),
 }  # fmt: skip
 SETTINGS: dict[str, tuple[str, list[str], int, str]] = {

@@ -13,13 +13,13 @@ from tokenizers import models, pre_tokenizers, processors
 
 import regard
 from regard.checkpoint.hf import Origin
-from regard.data.batch import IGNORE, Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
+from regard.train import loss as objective
 from regard.train import measure as module
-from regard.train import objective
-from regard.train.head import Smoothing
+from regard.train.loss import Smoothing
 from regard.train.measure import Measured, context_of, measure, spread, translations
 from tests.text import tiny
 

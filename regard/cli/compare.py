@@ -31,7 +31,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.report.compare import aligned, comparison, differing, labels
+    from regard.report.run import aligned, comparison, differing, labels
     from regard.report.runs import read, strict, summary
 
     if len(options.runs) < 2:

@@ -14,13 +14,13 @@ from tyro.conf import arg
 
 from regard.cli.parse import Count, DataFiles, Files, Reading, Switch
 from regard.errors import UsageError
-from regard.report.show import columns as breadth
+from regard.see.format import columns as breadth
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from regard.data.batch import Feed
     from regard.data.config import Loaded
+    from regard.data.feed import Feed
     from regard.data.tokens import Coder
 
 SHADES = " .:-=+*#%@"

@@ -76,7 +76,7 @@ def machine(device: torch.device) -> dict[str, str]:
     import torch
 
     from regard.kernels.c import native
-    from regard.train.room import free_disk, free_memory, size
+    from regard.train.plan import free_disk, free_memory, size
 
     here = Path.cwd()
     return {
@@ -107,24 +107,36 @@ def device_line(device: torch.device) -> str:
     return "cpu (no cuda: torch finds no driver, or no device)"
 
 
+def fused(masked: bool, bias: bool, dropout: float, bf16: bool, device: str) -> bool:
+    """Whether torch has a kernel for such an attention that keeps no weights: torch is asked."""
+    import torch
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    q, k, v = (
+        torch.zeros(1, 8, 16, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    mask = None
+    if masked:
+        kind = dtype if bias else torch.bool
+        mask = torch.zeros(1, 8 if bias else 1, 16, 16, device=device, dtype=kind)
+        mask.requires_grad_(bias)
+    return torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None) > 0
+
+
 def attention_line(device: str) -> str:
     """Which attentions run fused while training, in heads of 64; the others need memory for their
     weights."""
-    from regard.train.activations import fused
-
     kinds = {"causal": (False, False, 0.0), "masked": (True, False, 0.0)}
     kinds |= {"dropout": (False, False, 0.1), "relative bias": (True, True, 0.0)}
     kernels = []
     for name, (masked, bias, dropout) in kinds.items():
-        fast = fused(8, 8, 64, 64, masked, bias, dropout, device == "cuda", device)
+        fast = fused(masked, bias, dropout, device == "cuda", device)
         kernels.append(f"{name} {'fused' if fast else 'plain'}")
     return ", ".join(kernels)
 
 
 def bf16_line(device: torch.device) -> str:
-    from regard.train.activations import Pass
-    from regard.train.plan import probe
-    from regard.train.room import number
+    from regard.train.plan import Pass, number, probe
 
     fp32, bf16 = (probe(device, narrow, Pass(8, 128), 512) for narrow in (False, True))
     words = "train.precision = bf16 pays" if bf16 > WORTH * fp32 else "fp32 is as fast here"
@@ -183,8 +195,8 @@ def same_attention(device: torch.device) -> str:
 def one_step(device: torch.device) -> str:
     import torch
 
-    from regard.data.batch import Batch
-    from regard.train.objective import causal
+    from regard.data.feed import Batch
+    from regard.train.loss import causal
     from regard.train.optim import Optim, Optimizer
 
     model = tiny().to(device).train()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from regard.report.show import clip, clock, number, short, small, spark, visible
+from regard.see.format import clip, clock, number, short, small, spark, visible
 
 EVERY = 10.0  # seconds between plain lines
 RATE = 4  # pictures a second

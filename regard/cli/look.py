@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 from regard.cli.parse import Count, Folder, Machine
 from regard.cli.shared import open_model, read_text
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError
-from regard.report.show import clip, visible
+from regard.see.format import clip, visible
 
 PAGES, PICTURES = (".html", ".htm"), (".png", ".svg", ".pdf")
 
@@ -50,7 +50,7 @@ class Options:
 def run(options: Options) -> int:
     from regard.report.run import write
     from regard.see.look import look, pictures
-    from regard.see.view import page
+    from regard.see.page import page
 
     path = checked(options)
     text = read_text("-") if options.text == "-" else options.text or ""

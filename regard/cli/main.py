@@ -19,7 +19,7 @@ from typing import Any
 from regard.cli.shared import fail
 from regard.errors import ENVIRONMENT, RUN, VERSION, Fault, Notice, UsageError, nearest
 from regard.kernels.c.threads import use_threads, wait_asleep
-from regard.report.show import visible
+from regard.see.format import visible
 
 HELP = """Regard: train and run Transformers of every family, on this machine.
 

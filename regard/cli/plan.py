@@ -48,7 +48,7 @@ class Options:
 def run(options: Options) -> int:
     from regard.train.config import read
     from regard.train.forecast import forecast
-    from regard.train.room import pick_device
+    from regard.train.plan import pick_device
 
     device, _ = pick_device(options.device)
     check_counts(options, "keep")
@@ -63,7 +63,7 @@ def run(options: Options) -> int:
 
 
 def show(options: Options, f: Forecast) -> int:
-    from regard.train.room import size
+    from regard.train.plan import size
 
     print_rows(rows(f)) if not options.json else print(json.dumps(facts(f)))
     if f.short:
@@ -84,8 +84,7 @@ def print_rows(rows: list[Row]) -> None:
 def rows(f: Forecast) -> list[Row]:
     from regard.models.summary import parameters
     from regard.train.build import notices
-    from regard.train.plan import EFFICIENCY, trainable
-    from regard.train.room import duration, number, size
+    from regard.train.plan import EFFICIENCY, duration, number, size, trainable
 
     plan, train, model = f.plan, f.config.train, f.model
     count, learns = parameters(model), trainable(model)
@@ -165,7 +164,7 @@ def show_folder(options: Options, device: torch.device) -> int:
     from regard.models.summary import parameters
     from regard.train.forecast import cache_bytes
     from regard.train.measure import context_of
-    from regard.train.room import free_memory, number, size
+    from regard.train.plan import free_memory, number, size
 
     with blaming(DATA):
         model = load(resolve_model(options.config), device="meta")
@@ -223,7 +222,7 @@ def describe(model: Any) -> str:
 
 def kv_row(model: Any, length: int) -> list[Row]:
     from regard.train.forecast import cache_bytes
-    from regard.train.room import size
+    from regard.train.plan import size
 
     cache = cache_bytes(model)
     if cache is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from regard.errors import DATA, Fault, UsageError, blaming
-from regard.report.show import visible
+from regard.see.format import visible
 
 if TYPE_CHECKING:
     from regard.cli.parse import Machine

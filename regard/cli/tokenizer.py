@@ -108,8 +108,7 @@ class Texts:
         self.sample: list[str] = []
 
     def __iter__(self) -> Any:
-        from regard.data.files import DataError
-        from regard.data.read import records
+        from regard.data.read import DataError, records
 
         for record in records(self.source, self.roles):
             for role in self.wanted:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.data.files import needed
+from regard.data.read import needed
 from regard.errors import DATA, Fault
 from regard.models import Patches
 

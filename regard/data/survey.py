@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from regard.data.config import Data, text_roles
-from regard.data.files import opened, sha256
-from regard.data.fill import classes_of
 from regard.data.images import SUFFIXES, pictures
-from regard.data.read import Source, format_of, records
-from regard.data.shards import MANIFEST, open_shards, read_manifest
-from regard.data.tokens import Coder
+from regard.data.read import Source, format_of, opened, records
+from regard.data.shards import MANIFEST, open_shards, read_manifest, sha256
+from regard.data.tokens import Coder, classes_of
 from regard.data.train_tokenizer import Recipe
 from regard.files import read_files
 from regard.text import Tokenizer, needed

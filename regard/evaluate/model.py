@@ -15,7 +15,7 @@ from regard.files import TRAINED, resolve_model
 from regard.kernels.linear import packs
 from regard.models import Model, Patches
 from regard.text import needed
-from regard.train.room import pick_device
+from regard.train.plan import pick_device
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

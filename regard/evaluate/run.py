@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from regard.checkpoint import load
-from regard.data.batch import IGNORE, Batch, Feed
-from regard.data.config import Data, check_used, feed_of
+from regard.data.config import Data, check_used, feed_of, shards_of
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
-from regard.data.examples import ImageFeed
-from regard.data.feed import Base, Batching
-from regard.data.fill import shards_of
+from regard.data.feed import IGNORE, Base, Batch, Batching, Feed, ImageFeed
 from regard.data.pictures import normal_of
 from regard.data.read import Record, Source, records
 from regard.data.shards import Column
@@ -35,11 +32,11 @@ from regard.files import resolve_model
 from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
 from regard.text import needed
-from regard.train.config import TASKS
+from regard.train.loss import masked_lm_loss
 from regard.train.measure import LABELLED, ROWS, context_of, measure, translations
-from regard.train.metrics import DEFAULTS, known, perplexity, suited, text_scores
-from regard.train.objective import masked_lm_loss
-from regard.train.room import pick_device
+from regard.train.metrics import known, perplexity, suited, text_scores
+from regard.train.plan import pick_device
+from regard.train.tasks import TASKS
 
 SEED = 0  # of the masks of a masked language model
 ROW = 1024  # tokens of a language model's row, if its context is longer
@@ -97,7 +94,7 @@ def evaluate(
     if beams < 1:
         raise UsageError(f"--beams is {beams}; give a number from 1")
     judge = Judge(model, device, dtype, quantize, beams)
-    names = suited(metrics or DEFAULTS[judge.task], judge.task)
+    names = suited(metrics or TASKS[judge.task].metrics, judge.task)
     judge.read(files, others, {**READING, **(reading or {})}, length, overlong)
     with tempfile.TemporaryDirectory(prefix="regard-eval-") as folder:
         values, signatures = judge.measure(names, Path(folder))

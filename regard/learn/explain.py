@@ -7,15 +7,10 @@ import math
 from typing import Any
 
 from regard.errors import UsageError
-from regard.learn import attention, heads, parts, training
+from regard.learn import mechanisms, training
 from regard.learn.topics import Table, Topic, find, shown
 
-TOPICS: tuple[Topic, ...] = (
-    *attention.TOPICS,
-    *heads.TOPICS,
-    *parts.TOPICS,
-    *training.TOPICS,
-)
+TOPICS: tuple[Topic, ...] = (*mechanisms.TOPICS, *training.TOPICS)
 ALIASES = {
     "positions": "sinusoidal",
     "mha": "multi-head",

@@ -1,9 +1,10 @@
-"""What `regard explain` and the pages of docs/mechanisms tell of a mechanism: question, formula, code, numbers.
+"""What `regard explain` and the pages of docs/mechanisms tell of a mechanism: question, formula,
+code, numbers.
 
-A topic is a function with a docstring (the question, then the formula) whose parameters are the numbers a reader may
-change and whose defaults are the example. It computes by the library's own functions, in float64. The topics are in
-topics_*.py; those of training and decoding in learn/training.py.
-"""
+A topic is a function with a docstring (the question, then the formula) whose parameters are the
+numbers a reader may change and whose defaults are the example. It computes by the library's own
+functions, in float64. Topics of models are in mechanisms.py, those of training and decoding in
+training.py."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import UsageError, nearest
-from regard.report.show import number
+from regard.see.format import number
 
 Numbers = tuple[float, ...]
 Matrix = tuple[Numbers, ...]
-Cell = Any  # a number, a text, or None where there is no number
+# A number, a text, or None where there is no number.
+Cell = Any
 Module = TypeVar("Module", bound=nn.Module)
-MOST = 1_000_000  # of a whole number that is given
+# The most of a whole number that is given.
+MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Topic:
-    """`code`: path::name of what implements it, the most telling first. `inputs`: what may be given, with the example's
-    values: a tuple of numbers, a tuple of rows, one number, or a text."""
+    """`code`: path::name of what implements it, the most telling first. `inputs`: what may be
+    given, with the example's values: a tuple of numbers, a tuple of rows, one number, or a text."""
 
     name: str
     question: str
@@ -69,8 +72,8 @@ class Topic:
         return ", ".join(f"--{_flag(name)}" for name in self.inputs)
 
     def _read(self, name: str, value: Any) -> Any:
-        """A value as the example has it: rows, a tuple, a whole number, a number or a text. Rows may be
-        given without semicolons, as one tuple that the topic divides."""
+        """A value as the example has it: rows, a tuple, a whole number, a number or a text. Rows
+        may be given without semicolons, as one tuple that the topic divides."""
         example, flag = self.inputs[name], f"--{_flag(name)}"
         if isinstance(example, str):
             return value
@@ -88,15 +91,16 @@ class Topic:
 
 
 def topic(*code: str) -> Callable[[Callable[..., list[Table]]], Topic]:
-    """A function as a topic: its name with dashes, its docstring as question and formula, its defaults as inputs."""
+    """A function as a topic: its name with dashes, its docstring as question and formula, its
+    defaults as inputs."""
 
-    def made(compute: Callable[..., list[Table]]) -> Topic:
+    def decorate(compute: Callable[..., list[Table]]) -> Topic:
         question, _, formula = inspect.cleandoc(compute.__doc__ or "").partition("\n")
         inputs = {n: p.default for n, p in inspect.signature(compute).parameters.items()}
         name = compute.__name__.strip("_").replace("_", "-")
         return Topic(name, question, formula.strip("\n"), code, inputs, compute)
 
-    return made
+    return decorate
 
 
 def find(name: str, topics: Iterable[Topic], aliases: dict[str, str]) -> Topic:
@@ -110,7 +114,7 @@ def find(name: str, topics: Iterable[Topic], aliases: dict[str, str]) -> Topic:
     return known[plain]
 
 
-# --- what topics share --------------------------------------------------------------------------------------------
+# --- what topics share --------------------------------------------------------------------------
 
 
 def real(x: Sequence[float] | Matrix) -> Tensor:
@@ -143,15 +147,10 @@ def positive(name: str, value: float) -> float:
     return value
 
 
-def same_count(a: str, x: Sequence[float], b: str, y: Sequence[float]) -> None:
-    if len(x) != len(y):
-        raise UsageError(f"--{a} has {len(x)} numbers and --{b} {len(y)}; give as many of both")
-
-
 @torch.no_grad()
 def fill(module: Module) -> Module:
-    """Every weight by one rule, ((3i + 5j + n) mod 13 - 6) / 10 in row i and column j of the n-th: no randomness, and
-    no symmetry that would hide a mistake."""
+    """Every weight by one rule, ((3i + 5j + n) mod 13 - 6) / 10 in row i and column j of the n-th:
+    no randomness, and no symmetry that would hide a mistake."""
     module.double()
     for n, weight in enumerate(module.parameters()):
         i, j = (torch.arange(size) for size in weight.reshape(len(weight), -1).shape)
@@ -199,18 +198,18 @@ def _flag(name: str) -> str:
 
 
 def _column(cells: list[Cell]) -> list[str]:
-    """Cells of one column in one form: whole numbers as they are, others with four places, tiny ones with a power."""
-    floats = [c for c in cells if isinstance(c, float) and math.isfinite(c)]
-    plain = all(c == int(c) for c in floats)
-    return [_cell(c, plain) for c in cells]
+    """Cells of one column in one form: whole numbers as they are, others with four places, tiny
+    ones with a power."""
+    whole = all(c == int(c) for c in cells if isinstance(c, float) and math.isfinite(c))
+    return [_cell(c, whole) for c in cells]
 
 
-def _cell(cell: Cell, plain: bool) -> str:
+def _cell(cell: Cell, whole: bool) -> str:
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return "none"
     if isinstance(cell, str):
         return cell
-    if isinstance(cell, int) or plain:
+    if isinstance(cell, int) or whole:
         return f"{int(cell):,}" if math.isfinite(cell) else str(cell)
     if cell and abs(cell) < 1e-3:
         return f"{cell:.3e}"

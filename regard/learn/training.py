@@ -1,4 +1,4 @@
-"""Topics of `regard explain` about training and decoding; those about models are in regard/look/topics_*.py."""
+"""Topics about training and decoding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch import Tensor
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import load
-from regard.data.batch import Batch
-from regard.data.files import needed
+from regard.data.feed import Batch
+from regard.data.read import needed
 from regard.decode.sampling import beam_search, min_p, top_k, top_p
 from regard.errors import Notice, UsageError
 from regard.layers import LM, MLP
 from regard.learn.topics import Numbers, Table, positive, real, rows_of, spread, topic, whole
 from regard.models import Tokens, TransformerConfig
-from regard.train.keep import Keeper
-from regard.train.metrics import text_scores
-from regard.train.objective import (
+from regard.train.checkpoint import Checkpoints
+from regard.train.loss import (
     SMOOTHINGS,
     causal,
     causal_lm_loss,
@@ -32,11 +31,11 @@ from regard.train.objective import (
     smoothed_loss,
     teacher_forcing,
 )
-from regard.train.optim import Optim
-from regard.train.schedule import SHAPES, Schedule, noam
+from regard.train.metrics import text_scores
+from regard.train.optim import SHAPES, Optim, Schedule, noam
 from regard.train.trainer import Train, Trainer
 
-SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/objective.py"
+SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/loss.py"
 
 
 @topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
@@ -58,8 +57,9 @@ def decoding(
         f"top-p {p:g}": top_p(logits, p),
         "min-p 0.1": min_p(logits, 0.1),
     }
-    found = [spread(way.softmax(-1)) for way in ways.values()]
-    return [Table("probabilities", ["token", "logit", *ways], list(zip(range(len(x)), x, *found)))]
+    columns = [spread(way.softmax(-1)) for way in ways.values()]
+    rows = list(zip(range(len(x)), x, *columns))
+    return [Table("probabilities", ["token", "logit", *ways], rows)]
 
 
 @topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
@@ -88,7 +88,7 @@ def beam(
     return [Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)]
 
 
-@topic(f"{OBJECTIVE}::smooth", "regard/train/head.py::Smoothing")
+@topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
 def label_smoothing(
     x: Numbers = (1.0, 2.0, 3.0, 0.5, -1.0), label: int = 2, eps: float = 0.1
 ) -> list[Table]:
@@ -111,7 +111,7 @@ def label_smoothing(
     return [Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)]
 
 
-@topic("regard/train/schedule.py::Schedule", "regard/train/schedule.py::noam")
+@topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
 def schedules(
     steps: Numbers = (1.0, 100.0, 1000.0, 4000.0, 10000.0), dim: int = 512, warmup: int = 4000
 ) -> list[Table]:
@@ -139,11 +139,11 @@ def bleu(
     names = ("bleu", "bleu_lc", "chrf", "exact")
     values, _ = text_scores(names, [text], [reference])
     metric = needed("sacrebleu.metrics", "BLEU", "sacrebleu").BLEU(force=True)
-    found = metric.corpus_score([text], [[reference]])
-    rows = [[n + 1, found.counts[n], found.totals[n], p] for n, p in enumerate(found.precisions)]
+    score = metric.corpus_score([text], [[reference]])
+    rows = [[n + 1, score.counts[n], score.totals[n], p] for n, p in enumerate(score.precisions)]
     figures: list[list[Any]] = [[name, float(values[name])] for name in names]
     return [
-        Table(f"n-grams, BP = {found.bp:.4f}", ["n", "right", "of", "percent"], rows),
+        Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows),
         Table("figures", ["name", "value"], figures),
     ]
 
@@ -163,19 +163,18 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> list[Table]:
     vocab = int(ids.max()) + 1
     logits = torch.zeros(1, ids.shape[1], vocab, dtype=torch.float64)
     hidden = torch.where(torch.arange(ids.shape[1]) % 3 == 1, ids, -100)
-    losses: list[list[Any]] = []
-    for name, (total, count) in {
+    kinds = {
         "causal": causal_lm_loss(logits, ids),
         "masked, every third": masked_lm_loss(logits, hidden),
-    }.items():
-        losses.append([name, total.item(), int(count), total.item() / max(int(count), 1)])
+    }
+    losses = [
+        [name, total.item(), int(count), total.item() / max(int(count), 1)]
+        for name, (total, count) in kinds.items()
+    ]
+    title = f"of a model that knows nothing: log {vocab} each"
     return [
         Table("teacher forcing", ["place", "reads", "must say"], rows),
-        Table(
-            f"of a model that knows nothing: log {vocab} each",
-            ["objective", "sum", "count", "mean"],
-            losses,
-        ),
+        Table(title, ["objective", "sum", "count", "mean"], losses),
     ]
 
 
@@ -204,11 +203,11 @@ def resume(steps: int = 6) -> list[Table]:
     whole("steps", steps, 2, 100)
     with tempfile.TemporaryDirectory(prefix="regard-") as home:
         straight: list[float] = []
-        one = _trained(Path(home, "one"), steps, steps, straight)
+        whole_run = _trained(Path(home, "one"), steps, steps, straight)
         stopped: list[float] = []
         _trained(Path(home, "two"), steps, steps // 2, stopped)
-        two = _trained(Path(home, "two"), steps, steps, stopped)
-    ends = _state(one), _state(two)
+        resumed = _trained(Path(home, "two"), steps, steps, stopped)
+    ends = _state(whole_run), _state(resumed)
     equal = ends[0].keys() == ends[1].keys() and all(
         torch.equal(x, ends[1][name]) for name, x in ends[0].items()
     )
@@ -217,8 +216,8 @@ def resume(steps: int = 6) -> list[Table]:
         for k, (a, b) in enumerate(zip(straight, stopped, strict=True))
     ]
     columns = ["step", "loss, straight", f"loss, stopped after {steps // 2}", "equal"]
-    said = "equal to the bit" if equal else "different"
-    return [Table(f"weights and moments at the end: {said}", columns, rows)]
+    result = "equal to the bit" if equal else "different"
+    return [Table(f"weights and moments at the end: {result}", columns, rows)]
 
 
 def _trained(folder: Path, steps: int, stop: int, losses: list[float]) -> Trainer:
@@ -231,9 +230,9 @@ def _trained(folder: Path, steps: int, stop: int, losses: list[float]) -> Traine
         if event["kind"] == "step":
             losses.append(event["loss"])
 
-    keeper = Keeper(folder, lambda m, path: m.save(path))
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path))
     plan = Train(steps, optim=Optim(lr=1e-2))
-    trainer = Trainer(model, Count(), causal, plan, keeper, load, [tell])
+    trainer = Trainer(model, Count(), causal, plan, checkpoints, load, [tell])
     trainer.resume()
     with warnings.catch_warnings():
         # The format of a checkpoint that nobody sees.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from regard.data.files import needed
+from regard.data.read import needed
 
 WHAT = "the recipe's data (verses of the Bible)"
 FILLED = "by amos"  # verses that the World English Bible lacks have this note

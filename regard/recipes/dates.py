@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from regard.data.files import needed
+from regard.data.read import needed
 
 LOCALES = """
     af az cs cy de en en_GB eo es et eu fi fil fr ga gl ha hr hu id is it lt lv ms mt nb nl pl pt ro sk sl so sq sv sw

@@ -1,26 +1,51 @@
-"""A page from a list of blocks: one self-contained HTML file without script or network, or the same in Markdown."""
+"""What pages of runs are made of: blocks of text and tables, and pictures as inline SVG.
+
+A page is one self-contained HTML file without script or network, or the same in Markdown. The
+markup is in report.html, report.md and pictures.svg. Colours of a picture are CSS variables with a
+fallback, text and axes have the colour of the text around them, and a map is there twice, of which
+`style` shows one: so it reads on light and dark pages. Curves differ by their dashes too.
+"""
 
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from regard.report.show import spark, visible
-from regard.report.svg import DARK, LIGHT, colours
+import numpy as np
+from jinja2 import Environment
+from markupsafe import Markup
 
+from regard.see.format import clip, columns, level, number, short, small, spark, visible
+from regard.see.page import environment
+from regard.see.palette import SERIES, image
+
+Point = tuple[float, float]
 Row = Sequence[object]
-KEPT = "\n\t"  # control characters that a page may have
+NUMBER = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?|nan|inf|-inf")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# The mean width of a letter, and points of a line.
+LETTER, MOST = 7.2, 400
+
+
+class Block:
+    @property
+    def kind(self) -> str:
+        return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
-class Heading:
+class Heading(Block):
     text: str
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Block):
     """A paragraph; `strong`: what matters most on the page."""
 
     text: str
@@ -28,25 +53,36 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Block):
     """`folded`: HTML shows it on request, under this name."""
 
     head: Row
     rows: Sequence[Row]
     folded: str = ""
 
+    @cached_property
+    def numeric(self) -> list[bool]:
+        """Which columns hold numbers and nothing else."""
+        columns = [[str(row[i]) for row in self.rows] for i in range(len(self.head))]
+        return [bool(cells) and all(map(NUMBER.fullmatch, cells)) for cells in columns]
+
 
 @dataclass(frozen=True)
-class Code:
+class Code(Block):
     text: str
     language: str = ""
     folded: str = ""
 
+    @property
+    def fence(self) -> str:
+        """More backticks than any run of them inside."""
+        return "`" * max(3, *(len(run) + 1 for run in re.findall("`+", self.text)), 0)
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture, what it is, and the same in numbers: a table for HTML, for Markdown curves by name, as lines of
-    blocks."""
+    """A picture, what it is, and the same in numbers: a table for HTML, for Markdown curves by
+    name, drawn in letters."""
 
     svg: str
     caption: str
@@ -55,153 +91,245 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Figures(Block):
     """Pictures beside each other; `small`: thumbnails."""
 
     items: Sequence[Figure]
     small: bool = False
 
 
-Block = Heading | Text | Table | Code | Figure | Figures
-
-STYLE = f"""
-:root {{ color-scheme: light dark; --back: #fff; --ink: #1b1f24; --line: #d0d7de; --soft: #f3f5f7; {colours(LIGHT)} }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --back: #14171a; --ink: #e6e9ec; --line: #3d444d; --soft: #1f2429; {colours(DARK)} }}
-}}
-body {{ background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; margin: 0; }}
-main {{ max-width: 1060px; margin: 0 auto; padding: 1rem; }}
-h1 {{ margin: .5rem 0; overflow-wrap: anywhere; }} h2 {{ margin: 2rem 0 .5rem; }}
-.strong {{ font-size: 1.25rem; font-weight: 600; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; margin: .5rem 0; }}
-th, td {{ border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0; text-align: left; }}
-th {{ white-space: nowrap; }}
-td {{ white-space: pre-wrap; overflow-wrap: anywhere; min-width: 3ch; vertical-align: top; }}
-td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
-pre {{ background: var(--soft); padding: .75rem; overflow-x: auto; }}
-.grid {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 1rem; }}
-.small {{ grid-template-columns: repeat(auto-fill, minmax(104px, 1fr)); font-size: .8rem; line-height: 1.3; }}
-figure {{ margin: 0; min-width: 0; }} figcaption {{ overflow-wrap: anywhere; }}
-svg {{ width: 100%; height: auto; display: block; }}
-summary {{ cursor: pointer; }}
-"""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
-
 def as_html(title: str, blocks: Sequence[Block]) -> str:
-    body = "\n".join(_html(block) for block in blocks)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{_safe(title)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-<h1>{_safe(title)}</h1>
-{body}
-</main>
-</body>
-</html>
-"""
+    constant = {"policy": POLICY, "light": style("light"), "dark": style("dark")}
+    safe = {name: Markup(text) for name, text in constant.items()}
+    return templates().get_template("report.html").render(title=title, blocks=blocks, **safe)
 
 
 def as_markdown(title: str, blocks: Sequence[Block]) -> str:
-    return "\n\n".join([f"# {_plain(title)}", *filter(None, map(_markdown, blocks))]) + "\n"
+    return templates().get_template("report.md").render(title=title, blocks=blocks)
 
 
-# --- HTML ---------------------------------------------------------------------------------------------------------
+def style(scheme: str) -> str:
+    """The rules that a page needs for this scheme: colours of curves, and which form of a map is
+    shown."""
+    colours = " ".join(f"--s{i}: {value};" for i, value in enumerate(SERIES[scheme]))
+    other = "light" if scheme == "dark" else "dark"
+    return f"svg {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
 
 
-def _html(block: Block) -> str:
-    match block:
-        case Heading():
-            return f"<h2>{_safe(block.text)}</h2>"
-        case Text():
-            kind = ' class="strong"' if block.strong else ""
-            return f"<p{kind}>{_safe(block.text)}</p>"
-        case Table():
-            return _fold(block.folded, _html_table(block))
-        case Code():
-            return _fold(block.folded, f"<pre><code>{_safe(block.text)}</code></pre>")
-        case Figure():
-            table = _html(block.table) if block.table else ""
-            caption = f"<figcaption>{_safe(block.caption)}</figcaption>"
-            return f"<figure>{block.svg}{caption}{table}</figure>"
-    inside = "\n".join(_html(item) for item in block.items)
-    return f'<div class="grid{" small" if block.small else ""}">\n{inside}\n</div>'
-
-
-def _html_table(table: Table) -> str:
-    right = _right(table)
-
-    def row(cells: Row, tag: str) -> str:
-        found = []
-        for cell, n in zip(cells, right):
-            kind = ' class="n"' if n else ' dir="auto"'
-            scope = ' scope="col"' if tag == "th" else ""
-            found.append(f"<{tag}{kind}{scope}>{_safe(cell)}</{tag}>")
-        return f"<tr>{''.join(found)}</tr>"
-
-    body = "\n".join(row(cells, "td") for cells in table.rows)
-    head = f"<thead>{row(table.head, 'th')}</thead>\n" if any(table.head) else ""
-    return f'<div class="wide"><table>\n{head}<tbody>\n{body}\n</tbody></table></div>'
-
-
-def _fold(name: str, inside: str) -> str:
-    if not name:
-        return inside
-    return f"<details><summary>{_safe(name)}</summary>\n{inside}\n</details>"
-
-
-def _safe(text: object) -> str:
-    return html.escape(visible(text, KEPT))
-
-
-def _right(table: Table) -> list[bool]:
-    """Which columns hold numbers and nothing else."""
-    pattern = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?|nan|inf|-inf")
-    each = [[str(row[i]) for row in table.rows] for i in range(len(table.head))]
-    return [bool(cells) and all(pattern.fullmatch(cell) for cell in cells) for cells in each]
-
-
-# --- Markdown -----------------------------------------------------------------------------------------------------
-
-
-def _markdown(block: Block) -> str:
-    match block:
-        case Heading():
-            return f"## {_plain(block.text)}"
-        case Text():
-            text = _plain(block.text)
-            return f"**{text}**" if block.strong else text
-        case Table():
-            return _markdown_table(block)
-        case Code():
-            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", block.text)), 0)
-            head = f"{_plain(block.folded)}:\n\n" if block.folded else ""
-            return f"{head}{fence}{block.language}\n{visible(block.text, KEPT)}\n{fence}"
-        case Figure():
-            drawn = [f"  - `{spark(curve, 60)}` {_plain(name)}" for name, curve in block.curves]
-            return "\n".join([f"- {_plain(block.caption)}", *drawn])
-    return "\n".join(_markdown(item) for item in block.items)
-
-
-def _markdown_table(table: Table) -> str:
-    right = _right(table)
-
-    def row(cells: Row) -> str:
-        return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
-
-    rule = "|" + "|".join("---:" if n else "---" for n in right) + "|"
-    return "\n".join([row(table.head), rule, *map(row, table.rows)])
+@cache
+def templates() -> Environment:
+    """With filters for a coordinate, the colour of series i, a curve in letters, and text in
+    Markdown."""
+    env = environment(Path(__file__).parent)
+    env.filters["c"] = lambda value: f"{value:.1f}"
+    env.filters["colour"] = lambda i: f"var(--s{i % 6}, {SERIES['light'][i % 6]})"
+    env.filters |= {"spark": spark, "plain": _plain}
+    return env
 
 
 def _plain(text: object) -> str:
     """Text that Markdown takes as nothing but text, on one line."""
     marked = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", visible(str(text).replace("\n", " ⏎ "), "\t"))
     return html.escape(marked, quote=False)
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+class Series(NamedTuple):
+    """A curve; `raw`: what it was before it was smoothed, drawn faintly behind it; `dots`: each
+    point is marked."""
+
+    name: str
+    points: Sequence[Point]
+    raw: Sequence[Point] = ()
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where curves lie in their picture."""
+
+    top: float = 10
+    left: float = 62
+    right: float = 468
+    bottom: float = 218
+    width: float = 480
+    height: float = 260
+
+
+def _draw(kind: str, **values: Any) -> str:
+    module: Any = templates().get_template("pictures.svg").module
+    return getattr(module, kind)(**values)
+
+
+def lines(
+    series: Sequence[Series], title: str, x: str = "step", y: str = "", *, log: bool = False
+) -> str:
+    """Curves in one picture, with a legend where there are several. Points that are not finite, or
+    on a `log` axis not above 0, are left out; a curve without points keeps its colour."""
+    series = [s._replace(points=_usable(s.points, log), raw=_usable(s.raw, log)) for s in series]
+    points = [p for s in series for p in (*s.points, *s.raw)]
+    if not points:
+        return _draw("nothing", title=f"{title}: no values")
+    legend, top = _legend([s.name for s in series]) if len(series) > 1 else ([], Box.top)
+    box = Box(top)
+    xs = _axis([x for x, _ in points], False, (box.left, box.right))
+    ys = _axis([y for _, y in points], log, (box.bottom, box.top))
+
+    def path(points: Sequence[Point]) -> str:
+        return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in points)
+
+    curves, sentences = [], []
+    for i, each in enumerate(series):
+        if each.points:
+            raw, drawn = thin(each.raw, MOST), thin(each.points, MOST)
+            dots = drawn if each.dots or len(drawn) == 1 else ()
+            curves.append((i, path(raw), path(drawn), dots))
+            sentences.append(_sentence(each.name, each.raw or each.points, x))
+    return _draw(
+        "lines",
+        title=f"{title}: {'; '.join(sentences)}",
+        x=x,
+        y=y + (", log scale" if log else ""),
+        box=box,
+        xs=xs,
+        ys=ys,
+        x_ticks=[(value, _tick(value)) for value in ticks(*xs.span)],
+        y_ticks=[(value, _tick(value)) for value in (log_ticks if log else ticks)(*ys.span)],
+        legend=legend,
+        curves=curves,
+    )
+
+
+class _Axis(NamedTuple):
+    """Where values from span[0] to span[1] lie: from ends[0] to ends[1], perhaps by logarithm."""
+
+    span: Point
+    ends: Point
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        low, high = (math.log10(v) for v in self.span) if self.log else self.span
+        share = ((math.log10(value) if self.log else value) - low) / (high - low)
+        return self.ends[0] + share * (self.ends[1] - self.ends[0])
+
+
+def _axis(values: Sequence[float], log: bool, ends: Point) -> _Axis:
+    """An axis around the values, which is never a single point."""
+    low, high = min(values), max(values)
+    if log:
+        room = 2 if level(low, high) else 1.05
+        return _Axis((low / room, high * room), ends, log)
+    air = (abs(low) / 2 or 1.0) if level(low, high) else 0.0
+    return _Axis((low - air, high + air), ends, log)
+
+
+def _usable(points: Sequence[Point], log: bool) -> list[Point]:
+    finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
+    return [p for p in finite if p[1] > 0] if log else finite
+
+
+def _sentence(name: str, points: Sequence[Point], x: str) -> str:
+    """A curve in words."""
+    (first, begin), (last, end) = points[0], points[-1]
+    lowest, highest = (choose(y for _, y in points) for choose in (min, max))
+    ends = f"{number(begin)} at {x} {number(first)} to {number(end)} at {x} {number(last)}"
+    return f"{name} from {ends}, lowest {number(lowest)}, highest {number(highest)}"
+
+
+def _legend(names: Sequence[str]) -> tuple[list[tuple[int, float, float, str]], float]:
+    """Where the names of the curves stand, in as many rows as they need; and where the picture may
+    begin."""
+    places, at, row = [], Box.left, 14.0
+    for i, name in enumerate(clip(visible(name), 40) for name in names):
+        width = 34 + LETTER * columns(name)
+        if at > Box.left and at + width > Box.width:
+            at, row = Box.left, row + 18
+        places.append((i, at, row, name))
+        at += width + 8
+    return places, row + 12
+
+
+def bars(rows: Sequence[tuple[str, float]], title: str, unit: str = "") -> str:
+    """A bar from 0 for each (name, value), with the value behind it. Values are 0 or more."""
+    names = [clip(visible(name), 28) for name, _ in rows]
+    values = [f"{short(value)} {unit}".strip() for _, value in rows]
+    left = 12 + LETTER * max(map(columns, names), default=0)
+    room = Box.width - left - 14 - LETTER * max(map(len, values), default=0)
+    most = max((value for _, value in rows), default=0.0) or 1.0
+    sizes = [room * value / most for _, value in rows]
+    sentence = ", ".join(f"{name} {value}" for name, value in zip(names, values))
+    drawn = list(zip(names, sizes, values))
+    return _draw("bars", title=f"{title}: {sentence}", width=Box.width, left=left, rows=drawn)
+
+
+def heat(
+    weights: Sequence[Sequence[float]],
+    title: str,
+    *,
+    rows: Sequence[str] = (),
+    across: Sequence[str] = (),
+) -> str:
+    """An attention map. With names of the rows and of the columns (`across`) it is a picture to
+    read, without them a thumbnail."""
+    values, cell = np.array(weights, float), 20
+    tall, wide = values.shape
+    side, head = ([clip(visible(name), 14) for name in names] for names in (rows, across))
+    return _draw(
+        "heat",
+        title=title,
+        cell=cell,
+        left=10 + LETTER * max(map(columns, side)) if rows else 0.0,
+        top=10 + LETTER * max(map(columns, head)) if across else 0.0,
+        width=cell * wide if rows else 96.0,
+        height=cell * tall if rows else 96.0 * min(tall / wide, 4),
+        images={scheme: image(values, scheme) for scheme in ("light", "dark")},
+        rows=side,
+        across=head,
+    )
+
+
+# --- numbers of an axis -------------------------------------------------------------------------
+
+
+def thin(points: Sequence[Point], most: int) -> list[Point]:
+    """At most `most` points that show the same curve: of each stretch its lowest and its highest,
+    and both ends."""
+    if len(points) <= most:
+        return list(points)
+    inner, parts, chosen = points[1:-1], max((most - 2) // 2, 1), [points[0]]
+    for i in range(parts):
+        part = inner[i * len(inner) // parts : (i + 1) * len(inner) // parts]
+        ends = {part.index(choose(part, key=lambda p: p[1])) for choose in (min, max)}
+        chosen += [part[j] for j in sorted(ends)]
+    return [*chosen, points[-1]]
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers between low and high, as many as fit within `most`: steps of 1, 2 or 5 times a
+    power of ten."""
+    size = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(size * m for m in (1, 2, 5, 10, 20) if (high - low) / (size * m) <= most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Powers of ten between low and high, every one or every few; 1, 2 and 5 times them where there
+    are less than two; as on a plain axis where that is not enough."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    stride = max(math.ceil((last - first) / most), 1)
+    for factors in ((1,), (1, 2, 5)):
+        values = [m * 10.0**e for e in range(first, last + 1, stride) for m in factors]
+        values = [x for x in values if low * (1 - 1e-9) <= x <= high * (1 + 1e-9)]
+        if len(values) > 1:
+            return values
+    return ticks(low, high, most)
+
+
+def _tick(value: float) -> str:
+    """Short enough to stand beside an axis: 3e-4, 0.25, 4,000, 20k."""
+    if 0 < abs(value) < 1e-3:
+        return small(f"{value:.1e}").replace(".0e", "e")
+    return short(value) if abs(value) >= 10_000 else number(value, 5)

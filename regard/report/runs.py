@@ -1,30 +1,27 @@
-"""The folder of a run, read from run.json, metrics.jsonl and samples.jsonl alone, and what it comes to in one line."""
+"""The folder of a run, read from run.json, metrics.jsonl and samples.jsonl alone, and what it comes
+to in one line."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from regard.errors import UsageError
-from regard.report.show import ema, keep_for, number, short, span
+from regard.see.format import number, short, span
 
 FORMAT = 1
-# what run.json holds; a run that was stopped early may lack any of it
+TEXTS = "name task device device_name precision regard torch python commit data metric began ended"
+# What run.json holds; a run that was stopped early may lack any of it.
 KINDS: dict[str, type | tuple[type, ...]] = {
-    **{name: str for name in ("name", "task", "device", "device_name", "precision", "regard")},
-    **{name: str for name in ("torch", "python", "commit", "data", "metric", "began", "ended")},
-    **{name: int for name in ("seed", "threads", "world", "parameters", "trained", "step")},
-    "status": str,
-    "steps": int,
+    **dict.fromkeys((*TEXTS.split(), "status"), str),
+    **dict.fromkeys(["seed", "threads", "world", "parameters", "trained", "step", "steps"], int),
+    **dict.fromkeys(("command", "classes"), list),
+    **dict.fromkeys(("config", "changes", "best"), dict),
     "seconds": (int, float),
-    "command": list,
-    "classes": list,
-    "config": dict,
-    "changes": dict,
-    "best": dict,
 }
 ENDS = {
     "asked": "stopped on request",
@@ -33,7 +30,8 @@ ENDS = {
     "failed": "failed",
     "running": "still running or killed",
 }
-WORSE = 1.5  # a smoothed loss so many times the lowest, and above the first, has diverged
+# A smoothed loss so many times the lowest, and above the first, has diverged.
+WORSE = 1.5
 NO_METRIC = ("kind", "step", "best", "signatures")
 
 
@@ -72,16 +70,19 @@ class Run:
     @property
     def metrics(self) -> list[str]:
         """What evaluations measured, the loss first."""
-        found = dict.fromkeys(
-            k for e in self.evaluations for k, v in e.items() if k not in NO_METRIC and _real(v)
+        names = dict.fromkeys(
+            name
+            for event in self.evaluations
+            for name, v in event.items()
+            if name not in NO_METRIC and isinstance(v, (int, float)) and not isinstance(v, bool)
         )
-        return sorted(found, key=lambda name: name != "loss")
+        return sorted(names, key=lambda name: name != "loss")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in a few figures. `loss` is the training loss at the end, smoothed; `value` that of the deciding metric in
-    the best evaluation, at step `best`."""
+    """A run in a few figures. `loss` is the training loss at the end, smoothed; `value` that of the
+    deciding metric in the best evaluation, at step `best`."""
 
     verdict: str
     status: str
@@ -103,7 +104,7 @@ class Summary:
         return strict(asdict(self))
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
 
 
 def read(folder: str | Path) -> Run:
@@ -135,8 +136,8 @@ def _info(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{path} is no JSON: {error}") from None
     if not isinstance(info, dict) or info.get("format") != FORMAT:
-        said = info.get("format") if isinstance(info, dict) else type(info).__name__
-        raise Unreadable(f"{path} is of format {said!r:.40}; this version reads format {FORMAT}")
+        other = info.get("format") if isinstance(info, dict) else type(info).__name__
+        raise Unreadable(f"{path} is of format {other!r:.40}; this version reads format {FORMAT}")
     info = {name: value for name, value in info.items() if value is not None}
     for name, kind in KINDS.items():
         if name in info and not isinstance(info[name], kind):
@@ -147,8 +148,9 @@ def _info(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file, one a line, each with a step. A last line that was cut is left out with a note."""
-    found: list[dict[str, Any]] = []
+    """The objects of a file, one a line, each with a step. A last line that was cut is left out
+    with a note."""
+    events: list[dict[str, Any]] = []
     lines = _bytes(path).split(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
@@ -162,8 +164,8 @@ def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             break
         if not isinstance(event, dict) or type(event.get("step")) is not int:
             raise Unreadable(f"line {i} of {path} is not an object with a step: {line!r:.60}")
-        found.append(event)
-    return found
+        events.append(event)
+    return events
 
 
 def _bytes(path: Path) -> bytes:
@@ -171,10 +173,6 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def _real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _float(value: object) -> float:
@@ -187,20 +185,21 @@ def _rate(events: list[dict[str, Any]]) -> float:
     return tokens / seconds if seconds > 0 else math.nan
 
 
-# --- the sum of it ------------------------------------------------------------------------------------------------
+# --- the sum of it ------------------------------------------------------------------------------
 
 
 def summary(run: Run) -> Summary:
     info, metric = run.info, run.info.get("metric") or "loss"
     losses = [y for _, y in run.curve("loss")]
-    means = ema(losses, keep_for(len(losses)))
+    means = [y for _, y in smooth(run.curve("loss"))]
     best = next((e for e in reversed(run.evaluations) if e.get("best")), None)
     last = run.evaluations[-1] if run.evaluations else {}
     step = max([e["step"] for e in (*run.steps, *run.evaluations)], default=0)
     diverged = info.get("status") == "diverged" or _risen(losses, means)
+    # A killed run has not written its own time.
     stepping = sum(t for e in run.steps if math.isfinite(t := _float(e.get("seconds"))))
-    seconds = max(info.get("seconds") or 0.0, stepping) or None  # a killed run has not told its own
-    found = Summary(
+    seconds = max(info.get("seconds") or 0.0, stepping) or None
+    result = Summary(
         verdict="",
         status=info.get("status") or "running",
         step=step,
@@ -216,7 +215,19 @@ def summary(run: Run) -> Summary:
         seconds=seconds,
         parameters=info.get("parameters"),
     )
-    return Summary(**{**asdict(found), "verdict": _verdict(found)})
+    return replace(result, verdict=_verdict(result))
+
+
+def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A curve smoothed over a fiftieth of it: m_t = keep m_{t-1} + (1 - keep) x_t, divided by 1 -
+    keep^t so that the beginning is not drawn to 0. Values that are not finite leave it as it is."""
+    keep = 1 - 2 / (max(len(points) / 50, 1) + 1)
+    means, mean, weight = [], 0.0, 0.0
+    for at, x in points:
+        if math.isfinite(x):
+            mean, weight = keep * mean + (1 - keep) * x, keep * weight + 1 - keep
+        means.append((at, mean / weight if weight else math.nan))
+    return means
 
 
 def _risen(losses: list[float], means: list[float]) -> bool:

@@ -20,9 +20,8 @@ from regard.decode.generate import default_length, generate, special_of
 from regard.errors import DATA, Fault, UsageError, blaming, notice
 from regard.models import Patches
 from regard.models.embedding import context
-from regard.see.pools import Pooled
-from regard.see.trace import Full, Given, Picture, View, chosen, trace
-from regard.see.view import Panel
+from regard.see.page import Panel
+from regard.see.trace import Full, Given, Picture, Pooled, View, chosen, trace
 from regard.text import Tokenizer, needed
 
 BLANK = " \n\r\t"

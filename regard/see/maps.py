@@ -1,9 +1,10 @@
-"""What attention maps say, in numbers: plain formulas over the weights (b h t s) that a probe gives.
+"""What attention maps say, in numbers: plain formulas over the weights (b h t s) that a probe
+gives.
 
-A row is what one query does. Where a sink takes a part of it, the rest is scaled up to 1 first; a row that sees nothing
-has no entropy and no distance, and is left out of means. Queries are taken to be the last t of the s keys, which lie in
-the order of their positions: so they are in self-attention, with a contiguous or paged cache or without.
-"""
+A row is what one query does. Where a sink takes a part of it, the rest is scaled up to 1 first; a
+row that sees nothing has no entropy and no distance, and is left out of means. Queries are taken to
+be the last t of the s keys, which lie in the order of their positions: so they are in
+self-attention, with a contiguous or paged cache or without."""
 
 from __future__ import annotations
 
@@ -19,39 +20,42 @@ from regard.errors import UsageError
 
 
 def entropy(a: Tensor) -> Tensor:
-    """-sum_s a_s log2 a_s of every row, in bits: 0 where one key has it all, log2 n where n keys share it evenly.
-    a (... t s) -> (... t), nan where a row is empty."""
+    """-sum_s a_s log2 a_s of every row, in bits: 0 where one key has it all, log2 n where n keys
+    share it evenly. a (... t s) -> (... t), nan where a row is empty."""
     return torch.special.entr(_rows(a)).sum(-1) / math.log(2)
 
 
 def distance(a: Tensor) -> Tensor:
-    """sum_s a_ts |position of t - s|: how many tokens away a row looks, on average. a (... t s) -> (... t)."""
+    """sum_s a_ts |position of t - s|: how many tokens away a row looks, on average. a (... t s) ->
+    (... t)."""
     t, s = a.shape[-2:]
     q, k = torch.arange(s - t, s, device=a.device), torch.arange(s, device=a.device)
     return (_rows(a) * (q[:, None] - k).abs()).sum(-1)
 
 
-def rollout(layers: Sequence[Tensor], kept: float = 0.5) -> Tensor:
-    """How much of each input token is in each output token (Abnar and Zuidema 2020, arXiv:2005.00928, eq. 1):
+def rollout(layers: Sequence[Tensor], residual: float = 0.5) -> Tensor:
+    """How much of each input token is in each output token (Abnar and Zuidema 2020,
+    arXiv:2005.00928, eq. 1):
 
-    R_0 = I,   R_l = (kept I + (1 - kept) A_l) R_{l-1},   A_l the mean of a layer's heads; `kept` stands for the
-    residual stream. Layers (b h t t) from the lowest up -> (b t t), rows sum to 1."""
+    R_0 = I,   R_l = (r I + (1 - r) A_l) R_{l-1},   A_l the mean of a layer's heads, r the share of
+    the residual stream. Layers (b h t t) from the lowest up -> (b t t), rows sum to 1."""
     if not layers or any(a.shape[-1] != a.shape[-2] for a in layers):
         raise UsageError(
-            "rollout needs the whole self-attention of every layer, (b h t t); probe all rows of one forward"
+            "rollout needs the whole self-attention of every layer, (b h t t); "
+            "probe all rows of one forward"
         )
     _alike(layers, "rollout")
     size = layers[0].shape[-1]
     eye = torch.eye(size, dtype=layers[0].dtype, device=layers[0].device)
-    found = eye.expand(len(layers[0]), size, size)
+    total = eye.expand(len(layers[0]), size, size)
     for a in layers:
-        mixed = kept * eye + (1 - kept) * _rows(a.mean(1)).nan_to_num(0.0)
-        found = _rows(mixed) @ found
-    return found
+        mixed = residual * eye + (1 - residual) * _rows(a.mean(1)).nan_to_num(0.0)
+        total = _rows(mixed) @ total
+    return total
 
 
 def average(layers: Sequence[Tensor]) -> Tensor:
-    """The mean over heads and layers, every layer counting the same: (b h t s) of each -> (b t s)."""
+    """The mean over heads and layers, all layers counting the same: (b h t s) each -> (b t s)."""
     if not layers:
         raise UsageError("there is no map to average; probe at least one layer")
     _alike(layers, "an average")
@@ -59,58 +63,60 @@ def average(layers: Sequence[Tensor]) -> Tensor:
 
 
 def thumbnail(size: int = 64) -> Callable[[Tensor], Tensor]:
-    """A small picture of a map, for Probe(reduce=thumbnail()): the largest weight of each of at most size x size
-    fields. The mean would wash out a line one token wide."""
+    """A small picture of a map, for Probe(reduce=thumbnail()): the largest weight of each of at
+    most size x size fields. The mean would wash out a line one token wide."""
 
-    def shrink(a: Tensor) -> Tensor:
-        t, s = (min(size, n) for n in a.shape[-2:])
-        return F.adaptive_max_pool2d(a, (t, s))
-
-    return shrink
+    return lambda a: F.adaptive_max_pool2d(a, [min(size, n) for n in a.shape[-2:]])
 
 
-# --- alignment ----------------------------------------------------------------------------------------------------
+# --- alignment ----------------------------------------------------------------------------------
 
 
 class Link(NamedTuple):
+    """Target word `target` reads source word `source` with so much weight; `best`: no other with
+    more."""
+
     source: int
     target: int
     weight: float
+    best: bool
 
 
 def cross(maps: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """The maps between target and source."""
-    found = {site: calls for site, calls in maps.items() if site.endswith(".cross")}
-    if not found:
+    chosen = {site: calls for site, calls in maps.items() if site.endswith(".cross")}
+    if not chosen:
         raise UsageError(
             f"alignment needs a model with cross-attention, an encoder-decoder; this one has "
             f"{', '.join(maps) or 'no attention'}"
         )
-    return found
+    return chosen
 
 
 def best(a: Tensor) -> Tensor:
-    """The source token that each target token weighs most, the first of equals: (... t s) -> (... t); -1 where a row is
-    empty."""
+    """The source token that each target token weighs most, the first of equals: (... t s) -> (...
+    t); -1 where a row is empty."""
     top, at = a.max(-1)
     return torch.where(top > 0, at, -1)
 
 
 def links(a: Tensor, least: float | None = None) -> list[Link]:
-    """Which source belongs to which target, (t s): the best one for each target, or all that weigh at least `least`."""
-    if least is None:
-        pairs = [(s, t) for t, s in enumerate(best(a).tolist()) if s >= 0]
-    else:
-        pairs = [(s, t) for t, s in (a >= least).nonzero().tolist()]
-    return [Link(s, t, float(a[t, s])) for s, t in pairs]
+    """Which source belongs to which target, (t s): the best one of each target, and all that weigh
+    at least `least`."""
+    if least is not None and not 0 < least <= 1:
+        raise UsageError(f"least={least} must be a weight above 0 and at most 1; such as 0.2")
+    top = best(a)[:, None] == torch.arange(a.shape[-1], device=a.device)
+    strong = top if least is None else top | (a >= least)
+    return [Link(s, t, float(a[t, s]), bool(top[t, s])) for t, s in strong.nonzero().tolist()]
 
 
-# --- every head in a line -----------------------------------------------------------------------------------------
+# --- every head in a line -----------------------------------------------------------------------
 
 
 class Head(NamedTuple):
-    """Means over all rows of one head. `own`, `before` and `first` are shares of weight: on the token itself, on the
-    one before, on the first key. Between two texts `distance`, `own` and `before` mean nothing and are nan."""
+    """Means over all rows of one head. `own`, `before` and `first` are shares of weight: on the
+    token itself, on the one before, on the first key. Between two texts `distance`, `own` and
+    `before` mean nothing and are nan."""
 
     site: str
     head: int
@@ -123,7 +129,8 @@ class Head(NamedTuple):
 
 
 def summary(maps: Mapping[str, Sequence[Tensor]], heads: Sequence[int] | None = None) -> list[Head]:
-    """One line for each head of each place, over every call. `heads` names them if the probe chose some."""
+    """One line for each head of each place, over every call. `heads` names them if the probe chose
+    some."""
     table = []
     for site, calls in maps.items():
         if not calls:
@@ -147,7 +154,8 @@ def _figures(a: Tensor, cross: bool) -> Tensor:
 
 
 def _back(p: Tensor, steps: int) -> Tensor:
-    """Weight on the key this many positions before the query's own, 0 where there is none: (... t s) -> (... t)."""
+    """Weight on the key this many positions before the query's own, 0 where there is none: (... t
+    s) -> (... t)."""
     t, s = p.shape[-2:]
     rows = torch.arange(t, device=p.device)
     keys = rows + s - t - steps
@@ -158,7 +166,8 @@ def _alike(layers: Sequence[Tensor], what: str) -> None:
     sizes = {(len(a), *a.shape[-2:]) for a in layers}
     if len(sizes) > 1:
         raise UsageError(
-            f"{what} needs layers that read the same tokens, got maps of {len(sizes)} sizes; give one tower's at a time"
+            f"{what} needs layers that read the same tokens, got maps of {len(sizes)} sizes; "
+            "give one tower's at a time"
         )
 
 

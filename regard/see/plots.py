@@ -1,37 +1,350 @@
-"""Pictures of what a model attends to and of the numbers behind the mechanisms, as matplotlib figures.
+"""Pictures of what a model attends to, as matplotlib figures: `save(head_grid(maps), "heads.png")`.
 
-Each function draws the numbers that a function of `numbers`, `numbers_maps`, `numbers_position` or `numbers_cost`
-returns, in light or (`dark=True`) dark colours, and returns the figure: `save(head_grid(maps), "heads.png")`.
-"""
+All heads, one head, or an alignment with links, in light or (`dark=True`) dark colours. Figures are
+made without pyplot, so that no display is needed and nothing global changes; matplotlib is imported
+when the first one is drawn."""
 
-from regard.learn.plots_numbers import (
-    cache_bars,
-    cost_curves,
-    forgetting_curves,
-    jacobian_tiles,
-    online_steps,
-    saturation_curves,
-    variance_curves,
-)
-from regard.learn.plots_position import distance_curves, position_table, rope_dials
-from regard.see.plots_maps import alignment, head_grid, one_head, selection_strip
-from regard.see.plots_style import PlotsError, save
+from __future__ import annotations
 
-__all__ = [
-    "head_grid",
-    "one_head",
-    "alignment",
-    "selection_strip",
-    "position_table",
-    "rope_dials",
-    "distance_curves",
-    "saturation_curves",
-    "jacobian_tiles",
-    "variance_curves",
-    "online_steps",
-    "cache_bars",
-    "forgetting_curves",
-    "cost_curves",
-    "PlotsError",
-    "save",
-]
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.errors import ENVIRONMENT, Fault, UsageError
+from regard.see.format import clip, visible
+from regard.see.maps import links, thumbnail
+from regard.see.palette import SERIES, table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# (layers heads rows keys), or a layer each: (heads rows keys).
+Maps = Tensor | Sequence[Tensor]
+FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabic", "Noto Sans")
+FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+# Columns of a token's label, labels of an axis, cells of a tile, and the gap between tiles.
+LONGEST, LABELS, TILE, GAP = 14, 80, 96, 0.08
+# Rows and keys up to which each weight is written out, and each row's largest is marked.
+NUMBERS, PEAKS = 12, 64
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def head_grid(
+    maps: Maps, title: str = "", *, names: Sequence[str] | None = None, dark: bool = False
+) -> Figure:
+    """Every head as a tile, a row of tiles for each layer (`names`: what they are called). Queries
+    go down and keys across in a tile; a weight of exactly 0, such as of a later token, is grey."""
+    layers = [_checked(layer, 3) for layer in maps]
+    if not layers:
+        raise UsageError("there are no maps to draw; ask the probe for at least one layer")
+    rows, columns = len(layers), max(len(layer) for layer in layers)
+    side = min(1.1, 11 / columns, 9 / rows)
+    page = sheet(max(side * columns, 2.5) + 1.9, max(side * rows, 1.2) + 1.2, dark=dark)
+    ax, most = page.axes[0], max(layer.max().item() for layer in layers)
+    for i, layer in enumerate(layers):
+        for j, tile in enumerate(thumbnail(TILE)(layer)):
+            left, right, bottom, top = j + GAP / 2, j + 1 - GAP / 2, i + 1 - GAP / 2, i + GAP / 2
+            image = page.image(ax, tile, most, (left, right, bottom, top))
+            xs, ys = [left, right, right, left, left], [bottom, bottom, top, top, bottom]
+            ax.plot(xs, ys, color=page.faint, linewidth=0.8)
+    ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+    page.dress(ax, "head   (in each tile: keys across)", "layer   (queries down)")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    page.bar(image, ax, "attention weight (root scale)")
+    page.title(title or f"Attention of {rows} layers, {columns} heads")
+    label(ax, "x", token_labels(None, columns, "heads"), [j + 0.5 for j in range(columns)])
+    label(ax, "y", token_labels(names, rows, "layers"), [i + 0.5 for i in range(rows)])
+    return page.figure
+
+
+def one_head(
+    weights: Tensor,
+    queries: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    title: str = "",
+    *,
+    dark: bool = False,
+) -> Figure:
+    """One head's weights (rows keys) with its tokens. Small maps have their numbers written in,
+    larger ones a ring at the largest weight of each row."""
+    weights = _checked(weights, 2)
+    rows, columns = weights.shape
+    side = 0.52 if max(rows, columns) <= NUMBERS else min(0.3, 9 / max(rows, columns))
+    page = sheet(max(side * columns, 2) + 2.6, max(side * rows, 1.5) + 1.9, dark=dark)
+    names = ("key: the token that is read", "query: the token that reads")
+    _head(page, page.axes[0], weights, queries, keys, names)
+    page.title(title or "Attention of one head")
+    return page.figure
+
+
+def alignment(
+    weights: Tensor,
+    source: Sequence[str] | None = None,
+    target: Sequence[str] | None = None,
+    title: str = "",
+    *,
+    least: float = 0.2,
+    dark: bool = False,
+) -> Figure:
+    """Cross-attention (targets sources) as a map, and as links: each target's strongest source
+    drawn through, others of at least `least` dashed; the thicker a link, the more weight."""
+    weights = _checked(weights, 2)
+    rows, columns = weights.shape
+    high = min(max(0.34 * max(rows, columns), 2.6), 11)
+    page = sheet(2 * high * 0.75 + 5.2, high + 1.4, 2, dark=dark, ratios=(1.5, 1))
+    ax, right = page.axes[1], page.axes[1].twinx()
+    sources = [(i + 0.5) / columns for i in range(columns)]
+    targets = [(i + 0.5) / rows for i in range(rows)]
+    for link in links(weights, least):
+        ax.plot(
+            [0, 1],
+            [sources[link.source], targets[link.target]],
+            color=page.series[0 if link.best else 1],
+            linestyle="-" if link.best else "--",
+            linewidth=0.6 + 3.4 * link.weight,
+            alpha=0.9,
+            solid_capstyle="round",
+        )
+    legend = f"solid: the largest weight of a target\ndashed: others of {least:g} and more"
+    page.dress(ax, legend, "source")
+    page.dress(right, "", "target")
+    for each in (ax, right):
+        each.set(xlim=(-0.02, 1.02), ylim=(1, 0), xticks=[])
+        each.spines[["top", "bottom"]].set_visible(False)
+    label(ax, "y", token_labels(source, columns, "sources"), sources)
+    label(right, "y", token_labels(target, rows, "targets"), targets)
+    _head(page, page.axes[0], weights, target, source, ("source", "target"))
+    page.title(title or "What each target word looks at")
+    return page.figure
+
+
+def _head(
+    page: Sheet,
+    ax: Axes,
+    weights: Tensor,
+    queries: Sequence[str] | None,
+    keys: Sequence[str] | None,
+    names: tuple[str, str],
+) -> None:
+    """A map in its panel, with its tokens."""
+    rows, columns = weights.shape
+    image = page.image(ax, weights)
+    page.dress(ax, *names)
+    ax.xaxis.set_label_position("top")
+    ax.xaxis.tick_top()
+    ax.xaxis.labelpad = 10
+    page.bar(image, ax, "attention weight (root scale)")
+    if max(rows, columns) <= NUMBERS:
+        for i, j in weights.nonzero().tolist():
+            weight = weights[i, j].item()
+            text = f"{weight:.2f}".lstrip("0") if weight < 0.995 else "1"
+            ax.text(j, i, text, ha="center", va="center", color=_ink(image, weight), fontsize=8)
+    elif max(rows, columns) <= PEAKS:
+        peaks = [link for link in links(weights) if link.best]
+        at = [link.source for link in peaks], [link.target for link in peaks]
+        ink = [_ink(image, link.weight) for link in peaks]
+        ax.scatter(*at, 20, facecolors="none", edgecolors=ink, linewidths=1.2)
+    sides = {
+        "y": (token_labels(queries, rows, "queries"), range(rows)),
+        "x": (token_labels(keys, columns, "keys"), range(columns)),
+    }
+    # Each takes room from the other.
+    for side in "yxy":
+        label(ax, side, *sides[side])
+
+
+def _ink(image: Any, weight: float) -> str:
+    """What can be read on a weight's colour: black on light ones, white on dark ones."""
+    red, green, blue, _ = image.cmap(image.norm(weight))
+    return "#000000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "#ffffff"
+
+
+def _checked(weights: Tensor, axes: int) -> Tensor:
+    """A layer's heads (heads rows keys) or one head (rows keys), in float64 on the CPU. A batch
+    axis of size 1 in front of a layer, as a probe gives it, is taken off."""
+    weights = torch.as_tensor(weights).detach().to("cpu", torch.float64)
+    if axes == 3 and weights.dim() == 4:
+        if len(weights) > 1:
+            raise UsageError(f"maps of a batch of {len(weights)}; choose one row, such as maps[0]")
+        weights = weights[0]
+    if weights.dim() != axes or not weights.numel():
+        wanted = "a layer's map is (heads, rows, keys)"
+        if axes == 2:
+            wanted = "choose a layer and a head, or average the heads: a map is (rows, keys)"
+        raise UsageError(f"{wanted}, none of them 0; got the shape {tuple(weights.shape)}")
+    return weights
+
+
+# --- sheets -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A figure, its axes row by row, and its colours: the paper, text, what stays behind, the
+    series one by one."""
+
+    figure: Figure
+    axes: list[Axes]
+    dark: bool
+    paper: str
+    text: str
+    faint: str
+    series: tuple[str, ...]
+
+    def dress(self, ax: Axes, x: str, y: str, title: str = "") -> None:
+        """Names of the axes and all colours of a panel."""
+        ax.set_facecolor(self.paper)
+        ax.set_xlabel(x, color=self.text)
+        ax.set_ylabel(y, color=self.text)
+        if title:
+            ax.set_title(title, color=self.text, fontsize=11)
+        ax.tick_params(which="both", colors=self.text, labelsize=9)
+        ax.spines[:].set_color(self.faint)
+
+    def image(
+        self,
+        ax: Axes,
+        weights: Tensor,
+        most: float | None = None,
+        place: tuple[float, float, float, float] | None = None,
+    ) -> Any:
+        """A map in the colours of every map; `place`: left, right, bottom, top."""
+        from matplotlib.colors import ListedColormap, PowerNorm
+
+        masked, *ramp = table("dark" if self.dark else "light") / 255
+        colours = ListedColormap(ramp).with_extremes(bad=tuple(masked))
+        scale = PowerNorm(0.5, 0.0, most or weights.max().item() or 1.0)
+        cells = np.ma.masked_equal(weights.numpy(), 0.0)
+        return ax.imshow(
+            cells, colours, scale, extent=place, interpolation="nearest", aspect="equal"
+        )
+
+    def bar(self, image: Any, ax: Axes, label: str) -> None:
+        """The scale of a heat map's colours, as high as the map."""
+        inches = ax.get_window_extent().width / self.figure.dpi
+        place = ax.inset_axes((1 + 0.1 / inches, 0, 0.16 / inches, 1))
+        bar = self.figure.colorbar(image, cax=place)
+        bar.set_label(label, color=self.text)
+        bar.ax.tick_params(colors=self.text, labelsize=9)
+        bar.outline.set_edgecolor(self.faint)
+
+    def title(self, text: str) -> None:
+        self.figure.suptitle(text, color=self.text, fontsize=12, parse_math=False)
+
+
+def sheet(
+    width: float,
+    height: float,
+    columns: int = 1,
+    rows: int = 1,
+    *,
+    dark: bool = False,
+    ratios: Sequence[float] | None = None,
+) -> Sheet:
+    """An empty figure of so many inches. `ratios`: the widths of its columns."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise Fault("pictures need matplotlib; pip install 'regard[plots]'", ENVIRONMENT) from error
+    scheme = ("#14171c", "#e8eaed", "#4a525d") if dark else ("#ffffff", "#1a1a1a", "#c4c9d0")
+    figure = Figure((width, height), dpi=130, facecolor=scheme[0])
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.06)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, width_ratios=ratios)
+    return Sheet(figure, list(axes.flat), dark, *scheme, SERIES["dark" if dark else "light"])
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write the picture as .png, .svg or .pdf; the file is whole or not there."""
+    path = Path(path)
+    kind = path.suffix.lower()
+    if kind not in FORMATS:
+        raise UsageError(f"{path}: a picture's name ends in {', '.join(FORMATS)}; such as map.png")
+    data = io.BytesIO()
+    figure.savefig(data, format=kind[1:], facecolor=figure.get_facecolor(), metadata=FORMATS[kind])
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}; make it, or name another")
+    try:
+        path.write_bytes(data.getvalue())
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"{path} cannot be written: {why}; name another file") from error
+    return path
+
+
+# --- tokens -------------------------------------------------------------------------------------
+
+
+@cache
+def _fonts() -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Installed fonts, the first that has a letter draws it: names, and the files."""
+    from matplotlib import font_manager
+
+    known = {font.name for font in font_manager.fontManager.ttflist}
+    names = tuple(name for name in FONTS if name in known)
+    return names, tuple(
+        font_manager.get_font(font_manager.findfont(font_manager.FontProperties(family=name)))
+        for name in names
+    )
+
+
+def shown(token: str) -> str:
+    """A token as a label: without spaces around it, line ends and tabs as arrows, short; letters
+    that no font here has as □."""
+    token = token.translate({10: "↵", 13: "↵", 9: "⇥"})
+    text = token.strip(" ") or "␣" * len(token) or "∅"
+    fonts = _fonts()[1]
+    letters = [c if any(f.get_char_index(ord(c)) for f in fonts) else "□" for c in visible(text)]
+    return clip("".join(letters), LONGEST)
+
+
+def token_labels(tokens: Sequence[str] | None, count: int, what: str) -> list[str]:
+    """Labels of all tokens; numbers where there are none."""
+    if tokens is None:
+        return [str(i) for i in range(count)]
+    if len(tokens) != count:
+        raise UsageError(f"{len(tokens)} tokens were given for {count} {what}; give one for each")
+    return [shown(token) for token in tokens]
+
+
+def label(ax: Axes, which: str, labels: Sequence[str], places: Sequence[float]) -> None:
+    """Ticks that can be read: upright if all fit, else (below or above) turned by 90 degrees, else
+    every second, ..."""
+    step = -(-len(labels) // LABELS)
+    turns = (0, 90) if which == "x" else (0,)
+    put = ax.set_xticks if which == "x" else ax.set_yticks
+    how: dict[str, Any] = {"parse_math": False, "fontfamily": list(_fonts()[0])}
+    while True:
+        for turn in turns:
+            put(places[::step], labels[::step], rotation=turn, **how)
+            if step >= len(labels) or not _crowded(ax, which):
+                return
+        step, turns = 2 * step, turns[-1:]
+
+
+def _crowded(ax: Axes, which: str) -> bool:
+    """Whether labels of the axis touch one another as the figure stands."""
+    figure = ax.get_figure(root=True)
+    layout = figure.get_layout_engine() if figure else None
+    assert figure is not None and layout is not None
+    # Places panels and labels without drawing them.
+    layout.execute(figure)
+    ax.apply_aspect()
+    side = 0 if which == "x" else 1
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    boxes = [text.get_window_extent() for text in axis.get_ticklabels() if text.get_text()]
+    spans = sorted((box.min[side], box.max[side]) for box in boxes)
+    return any(b[0] < a[1] + (3 if which == "x" else 0) for a, b in pairwise(spans))

@@ -1,4 +1,5 @@
-"""Exact attention on request, from any backend, mechanism and cache: pass a Probe to a call and read it afterwards.
+"""Exact attention on request, from any backend, mechanism and cache: pass a Probe to a call and
+read it afterwards.
 
     probe = Probe(layers=[0, "decoder.3.cross"], heads=[2], rows=[-1], what=("weight", "score"))
     model(ids, cache=cache, probe=probe)           # any number of calls: a forward, decoding steps, training
@@ -11,12 +12,12 @@
     "norm"    weight times the length of the head's value vector: how much a key really gives
     "chosen"  bool (b 1 t' s), keys inside the softmax: what the mask shows; of sparse attention the indexer's choice
 
-The maps are computed beside the kernel that computes the output (native steps of prepared models too), from the same q
-and k, in float32 at least: no logit and no gradient changes, nothing stays on the model, and only chosen heads and rows
-are ever made. Dropout is left out. Compiled code is refused: cut open by a probe, it would round otherwise.
-`reduce` is for maps too large to keep: it is given each head's map alone, (b 1 t' s), as soon as that is there, and
-what it returns is kept instead (heads joined along axis 1).
-"""
+The maps are computed beside the kernel that computes the output (native steps of prepared models
+too), from the same q and k, in float32 at least: no logit and no gradient changes, nothing stays on
+the model, and only chosen heads and rows are ever made. Dropout is left out. Compiled code is
+refused: cut open by a probe, it would round otherwise. `reduce` is for maps too large to keep: it
+is given each head's map alone, (b 1 t' s), as soon as that is there, and what it returns is kept
+instead (heads joined along axis 1)."""
 
 from __future__ import annotations
 
@@ -35,22 +36,25 @@ from regard.attention.sparse import Spread
 from regard.errors import UsageError, nearest
 from regard.mask import Visible
 
-KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}  # at keys not chosen
-Maps = dict[str, list[Tensor]]  # place -> call -> map
-Made = dict[str, Tensor]  # kind -> map
-Rows = slice | Tensor | None  # one, some, all
-Heads = list[int] | None  # some, all
+# What a map has at keys that are not chosen.
+KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}
+# Place -> call -> map; kind -> map.
+Maps = dict[str, list[Tensor]]
+Kinds = dict[str, Tensor]
+# One, several, all.
+Rows = slice | Tensor | None
+Heads = list[int] | None
 M = TypeVar("M")
 
 
 class Probe:
     """What to look at: `what` kinds of map, of these layers, heads and rows; None means all.
 
-    `layers`: numbers (in every tower), or places such as "decoder.3.cross". `heads`: numbers. `rows`: queries of a
-    call, -1 being its last; rows that a call does not have are left out. Heads and rows come in ascending order. Keys
-    are those the layer saw, in its cache's order. In a beam search a step's rows are the beams as they stood then; to
-    see a finished text whole, feed it once more.
-    """
+    `layers`: numbers (in every tower), or places such as "decoder.3.cross". `heads`: numbers.
+    `rows`: queries of a call, -1 being its last; rows that a call does not have are left out. Heads
+    and rows come in ascending order. Keys are those the layer saw, in its cache's order. In a beam
+    search a step's rows are the beams as they stood then; to see a finished text whole, feed it
+    once more."""
 
     def __init__(
         self,
@@ -70,10 +74,13 @@ class Probe:
         for kind in self.what:
             if kind not in KINDS:
                 raise UsageError(f"probe: there is no map {kind!r}; {nearest(kind, KINDS)}")
-        self._sites: dict[str, None] = {}  # every place that asked, in order
+        # Every place that asked, in order.
+        self._sites: dict[str, None] = {}
         self._maps: dict[str, Maps] = {kind: {} for kind in self.what}
-        self._waiting: dict[str, list[tuple[Made, Tensor]]] = {}  # runs of queries of a sparse call
-        self._batch: int | None = None  # rows of the call, where `on` knows them
+        # Runs of queries of a sparse call.
+        self._waiting: dict[str, list[tuple[Kinds, Tensor]]] = {}
+        # Rows of the call, where `on` knows them.
+        self._batch: int | None = None
 
     def at(self, site: str) -> Recorder | None:
         """The recorder for a place, or None if its layer is not wanted."""
@@ -87,8 +94,8 @@ class Probe:
         return Recorder(self, site) if wanted and not again else None
 
     def on(self, model: M) -> M:
-        """A twin of the model, of the same weights, that shows every call to this probe: for `generate` and others that
-        make the calls themselves."""
+        """A twin of the model, of the same weights, that shows every call to this probe: for
+        `generate` and others that make the calls themselves."""
         kind, watch = type(model), self
 
         def hidden(self: Any, ids: Tensor, *args: Any, probe: Any = None, **rest: Any) -> Tensor:
@@ -132,63 +139,76 @@ class Recorder:
     def see(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
     ) -> None:
-        """q (b h t d), k (b g s d): a whole dense attention; only chosen heads and rows are computed."""
+        """q (b h t d), k (b g s d): a whole dense attention; only chosen heads and rows are
+        computed."""
         b, h, t = q.shape[:3]
-        share = max(1, (self.probe._batch or b) // b)  # beams side by side as one source's queries
+        # Beams side by side as one source's queries.
+        share = max(1, (self.probe._batch or b) // b)
         rows = self._rows(0, t // share, t // share)
         if rows is not None and share > 1:
             rows = _flat(share, t // share, rows)
         mask = _seen(mask, rows) if isinstance(mask, Visible) else _part(mask, 2, rows)
         q, terms = _pick(q, 2, rows), _cut(terms, 2, rows)
 
-        def made(heads: Heads) -> Made:
-            found = self._made(heads, q, k, v, mask, terms)
-            return {kind: _apart(a, share) for kind, a in found.items()}
+        def compute(heads: Heads) -> Kinds:
+            """(b h (share t) s) -> ((b share) h t s)"""
+            maps, apart = self._maps(heads, q, k, v, mask, terms), (share, q.shape[2] // share)
+            return {
+                kind: a if share == 1 else a.unflatten(2, apart).transpose(1, 2).flatten(0, 1)
+                for kind, a in maps.items()
+            }
 
-        self._keep(self._heads(h), h, made)
+        self._file(self._heads(h), h, compute)
 
     @torch.no_grad()
     def gathered(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
     ) -> None:
-        """A run of queries, each with the keys chosen for it. The maps stay k wide until the call is through."""
+        """A run of queries, each with the keys chosen for it. The maps stay k wide until the call
+        is through."""
         (b, n, _), (t, s) = where.chosen.shape, where.size
         rows = self._rows(where.rows.start, where.rows.stop, t)
         flat = None if rows is None else _flat(b, n, rows)
         q, k, v, mask = (_pick(x, 0, flat) for x in (q, k, v, mask))
         heads, terms = self._heads(q.shape[1]), _cut(terms, 0, flat)
-        made = self._made(heads, q, k, v, mask, terms)
-        made = {kind: _by_query(a, b) for kind, a in made.items()}
+        maps = self._maps(heads, q, k, v, mask, terms)
+        # ((b n) h 1 k) -> (b h n k).
+        apart = (b, len(q) // b)
+        maps = {i: a.squeeze(2).unflatten(0, apart).transpose(1, 2) for i, a in maps.items()}
         if where.rows.start == 0:
             self.probe._waiting[self.site] = []
-        self.probe._waiting[self.site].append((made, _pick(where.chosen, 1, rows)))
+        self.probe._waiting[self.site].append((maps, _pick(where.chosen, 1, rows)))
         if where.rows.stop < t:
             return
         runs = self.probe._waiting.pop(self.site)
         chosen = torch.cat([chosen for _, chosen in runs], 1)[:, None]  # b 1 t' k
-        made = {kind: torch.cat([run[kind] for run, _ in runs], 2) for kind in made}
+        maps = {kind: torch.cat([run[kind] for run, _ in runs], 2) for kind in maps}
 
-        def full(one: Heads) -> Made:
-            return {
-                kind: _placed(_pick(a, 1, one if a.shape[1] > 1 else None), chosen, s, KINDS[kind])
-                for kind, a in made.items()
-            }
+        def place(one: Heads) -> Kinds:
+            """At the slots `chosen`: (b h n k) -> (b h n s)."""
+            whole = {}
+            for kind, a in maps.items():
+                a = _pick(a, 1, one if a.shape[1] > 1 else None)
+                empty = a.new_full((*a.shape[:3], s), KINDS[kind])
+                whole[kind] = empty.scatter(-1, chosen.expand(-1, a.shape[1], -1, -1), a)
+            return whole
 
-        self._keep(None, q.shape[1] if heads is None else len(heads), full)
+        self._file(None, q.shape[1] if heads is None else len(heads), place)
 
-    def _keep(self, heads: Heads, count: int, made: Callable[[Heads], Made]) -> None:
-        """File the maps of these heads (None: all of `count`), or head by head what `reduce` makes of them."""
+    def _file(self, heads: Heads, count: int, compute: Callable[[Heads], Kinds]) -> None:
+        """The maps of these heads (None: all of `count`), or head by head what `reduce` makes of
+        them."""
         reduce = self.probe.reduce
         if reduce is None:
-            found = made(heads)
+            maps = compute(heads)
         else:
             every = range(count) if heads is None else heads
-            parts = [{kind: reduce(_wide(a)) for kind, a in made([i]).items()} for i in every]
-            found = {kind: torch.cat([part[kind] for part in parts], 1) for kind in parts[0]}
-        for kind, a in found.items():
+            parts = [{kind: reduce(_wide(a)) for kind, a in compute([i]).items()} for i in every]
+            maps = {kind: torch.cat([part[kind] for part in parts], 1) for kind in parts[0]}
+        for kind, a in maps.items():
             self.probe._maps[kind].setdefault(self.site, []).append(a)
 
-    def _made(
+    def _maps(
         self,
         heads: Heads,
         q: Tensor,
@@ -196,7 +216,7 @@ class Recorder:
         v: Tensor,
         mask: Tensor | None,
         terms: Terms,
-    ) -> Made:
+    ) -> Kinds:
         """The maps of these heads for queries q (b h t d) over keys k (b g s d)."""
         what, (b, h, t), skip = self.probe.what, q.shape[:3], terms.sinks
         x = _scores(q, k, heads, terms)  # b h' t s
@@ -204,15 +224,15 @@ class Recorder:
             mask = _part(mask, 1, heads)
             a = softmax(x, mask)[..., skip:] if {"weight", "norm"} & {*what} else x
             x, mask = x[..., skip:], None if mask is None else mask[..., skip:]
-            made = {"weight": a}
+            maps = {"weight": a}
             if "score" in what:
-                made["score"] = x if mask is None else x.masked_fill(~mask, -torch.inf)
+                maps["score"] = x if mask is None else x.masked_fill(~mask, -torch.inf)
             if "norm" in what:
-                made["norm"] = a * _lengths(v[:, :, skip:], heads, h, terms.up)
+                maps["norm"] = a * _lengths(v[:, :, skip:], heads, h, terms.up)
             if "chosen" in what:
                 seen = mask if mask is not None else x.new_ones(1, 1, 1, 1, dtype=torch.bool)
-                made["chosen"] = seen.expand(b, -1, t, x.shape[-1])
-        return {kind: made[kind] for kind in what}
+                maps["chosen"] = seen.expand(b, -1, t, x.shape[-1])
+        return {kind: maps[kind] for kind in what}
 
     def _heads(self, count: int) -> Heads:
         heads = self.probe.heads
@@ -238,9 +258,11 @@ class Recorder:
 
 
 def _scores(q: Tensor, k: Tensor, heads: Heads, terms: Terms) -> Tensor:
-    """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they lie."""
+    """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they
+    lie."""
     (h, t), g = q.shape[1:3], k.shape[1]
-    if terms.score is not None:  # as the layer computes it, row by row: it may be wide inside
+    if terms.score is not None:
+        # As the layer computes it, row by row: it may be wide inside.
         bare = Terms(terms.scale, score=terms.score)
         x = _wide(_pick(torch.cat([scores(row, k, bare) for row in q.split(1, 2)], 2), 1, heads))
         return finish(x, _cut(terms, 1, heads))
@@ -250,13 +272,14 @@ def _scores(q: Tensor, k: Tensor, heads: Heads, terms: Terms) -> Tensor:
             x = x.unflatten(2, (h // g, t)).flatten(1, 2)
         else:
             each = ((q.narrow(1, i, 1), k.narrow(1, i * g // h, 1)) for i in heads)
-            parts = [_wide(mine) @ _wide(keys).mT for mine, keys in each]
+            parts = [_wide(queries) @ _wide(keys).mT for queries, keys in each]
             x = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return finish(x * terms.scale, _cut(terms, 1, heads))
 
 
 def _lengths(v: Tensor, heads: Heads, count: int, up: Tensor | None) -> Tensor:
-    """Euclidean lengths (b h' 1 s) of the values v (b g s e); of `up` v where v is what all heads share."""
+    """Euclidean lengths (b h' 1 s) of the values v (b g s e); of `up` v where v is what all heads
+    share."""
     if up is not None:
         each = (_wide(v[:, 0]) @ _wide(w).T for w in _pick(up, 0, heads))  # b s e
         return torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in each], 1)[:, :, None]
@@ -272,24 +295,6 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _apart(a: Tensor, share: int) -> Tensor:
-    """(b h (share t) s) -> ((b share) h t s)."""
-    if share == 1:
-        return a
-    return a.unflatten(2, (share, a.shape[2] // share)).transpose(1, 2).flatten(0, 1)
-
-
-def _by_query(a: Tensor, batch: int) -> Tensor:
-    """((b n) h 1 k) -> (b h n k)."""
-    return a.squeeze(2).unflatten(0, (batch, len(a) // batch)).transpose(1, 2)
-
-
-def _placed(a: Tensor, chosen: Tensor, size: int, fill: float) -> Tensor:
-    """(b h n k) at the slots `chosen` (b 1 n k): (b h n size)."""
-    full = a.new_full((*a.shape[:3], size), fill)
-    return full.scatter(-1, chosen.expand(-1, a.shape[1], -1, -1), a)
 
 
 def _seen(mask: Visible, rows: Rows) -> Tensor | None:

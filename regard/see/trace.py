@@ -1,10 +1,11 @@
-"""The attention of one input as data for a page or a picture: every head, in full or pooled, by view.
+"""The attention of one input as data for a page or a picture: every head, in full or pooled, by
+view.
 
-A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`, `decoder` and `cross`. The
-first forward pools each head as soon as it is there, so that memory is bounded by one head; the next one takes the
-heads that the page holds in full, with the steps to their weights. Of a text between short and long, every head's
-weights are there one by one, and the steps of one head.
-"""
+A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`,
+`decoder` and `cross`. The first forward pools each head as soon as it is there, so that memory is
+bounded by one head; the next one takes the heads that the page holds in full, with the steps to
+their weights. Of a text between short and long, every head's weights are there one by one, and the
+steps of one head."""
 
 from __future__ import annotations
 
@@ -14,43 +15,46 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention.core import Terms, scores
 from regard.attention.sparse import Spread
 from regard.errors import UsageError
 from regard.mask import Visible
-from regard.see.pools import Pooled, Pools, smaller
 from regard.see.probe import Probe, Recorder
 
-SIDE = 64  # cells of a pooled head, at most
-WHOLE = 1 << 19  # cells up to which every head is in full
-EVERY = 6 << 20  # cells up to which every weight is there
-ONE = 1 << 21  # cells up to which the asked head is
-THUMBS = 1 << 21  # cells of all pooled heads together
-TITLES = {
-    "self": "Self-attention",
-    "encoder": "Encoder",
-    "decoder": "Decoder",
-    "cross": "Cross-attention",
-}
-Array = np.ndarray
+# Cells: of a pooled head's side at most; up to which every head is in full, every weight is there,
+# the asked head is; of all pooled heads together.
+SIDE, WHOLE, EVERY, ONE, THUMBS = 64, 1 << 19, 6 << 20, 1 << 21, 1 << 21
+TITLES = {"self": "Self-attention", "cross": "Cross-attention"}
 P = TypeVar("P", bound=Probe)
 
 
 @dataclass(frozen=True)
 class Full:
-    """A head (t s) with the steps to its weights. `raw`: q.k before scale and mask, where scores are such products."""
+    """A head (t s) with the steps to its weights. `raw`: q.k before scale and mask, where scores
+    are such products."""
 
-    weight: Array
-    score: Array  # -inf: masked
-    norm: Array  # (s): lengths of the values
-    raw: Array | None = None
+    weight: np.ndarray
+    score: np.ndarray  # -inf: masked
+    norm: np.ndarray  # (s): lengths of the values
+    raw: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The largest weight of each block of cells (t' s'); `first` (t'): of the first blocks, without
+    the first token."""
+
+    cells: np.ndarray
+    first: np.ndarray
 
 
 @dataclass(frozen=True)
 class Layer:
-    """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head is in full."""
+    """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head
+    is in full."""
 
     number: int
     site: str
@@ -67,14 +71,15 @@ class Layer:
 class Picture:
     """The image that was read, bytes (size size 3), and how it was cut."""
 
-    pixels: Array
+    pixels: np.ndarray
     patch: int
     extra: int  # tokens before the patches
 
 
 @dataclass(frozen=True)
 class View:
-    """`step`: tokens down and across that a pooled cell stands for. `picture`: what the columns are patches of."""
+    """`step`: tokens down and across that a pooled cell stands for. `picture`: what the columns are
+    patches of."""
 
     name: str
     rows: list[str]
@@ -85,7 +90,7 @@ class View:
 
     @property
     def title(self) -> str:
-        return TITLES[self.name]
+        return TITLES.get(self.name, self.name.capitalize())
 
     @property
     def whole(self) -> bool:
@@ -94,8 +99,8 @@ class View:
 
 @dataclass(frozen=True)
 class Given:
-    """What a model reads, (1 t) or an image (1 c h w), with the tokens' names: `fed` to the one tower or the decoder,
-    `source` to the encoder, `written` at each place of the decoder."""
+    """What a model reads, (1 t) or an image (1 c h w), with the tokens' names: `fed` to the one
+    tower or the decoder, `source` to the encoder, `written` at each place of the decoder."""
 
     ids: Tensor
     fed: list[str]
@@ -114,11 +119,13 @@ class Given:
 def trace(
     model: Any, given: Given, layer: int | None = None, head: int | None = None
 ) -> list[View]:
-    """The views of a model on one input. `layer` and `head`: the one that is wanted in full where not all can be."""
+    """The views of a model on one input. `layer` and `head`: the one that is wanted in full where
+    not all can be."""
 
     def run(probe: P) -> P:
         more = {} if given.source_ids is None else {"source": given.source_ids}
-        model.hidden(given.ids, probe=probe, **more)  # no map needs logits, and they are large
+        # Without logits: no map needs them, and they are large.
+        model.hidden(given.ids, probe=probe, **more)
         return probe
 
     pools = run(Pools(SIDE))
@@ -131,25 +138,24 @@ def trace(
         return [replace(v, layers=[steps.filled(each) for each in v.layers]) for v in views]
     if pools.cells <= EVERY:
         views = _pooled(run(Pools()), given)
-    found = []
     for view in views:
         at, which = chosen(view, layer, head)
         if len(view.rows) * len(view.columns) <= ONE:
             steps = run(Steps([view.layers[at].site], [which]))
             view.layers[at] = steps.filled(view.layers[at])
-        found.append(view)
-    return found
+    return views
 
 
 def chosen(view: View, layer: int | None, head: int | None) -> tuple[int, int]:
-    """The place of a layer in the view and a head of it: those asked for, else the last layer's first."""
+    """The place of a layer in the view and a head of it: those asked for, else the last layer's
+    first."""
     numbers = [each.number for each in view.layers]
     at = numbers.index(layer) if layer in numbers else len(numbers) - 1
     return at, min(head or 0, len(view.layers[at].heads) - 1)
 
 
 def check(views: Sequence[View], layer: int | None, head: int | None) -> None:
-    """A layer or head that no view has is a mistake, told with those there are."""
+    """A layer or head that no view has is a mistake; the message names those that it has."""
     layers = [each for view in views for each in view.layers]
     numbers = sorted({each.number for each in layers})
     if layer is not None and layer not in numbers:
@@ -164,7 +170,78 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}" if run else " and ".join(map(str, numbers))
 
 
-# --- every head, pooled -------------------------------------------------------------------------------------------
+# --- every head, pooled -------------------------------------------------------------------------
+
+
+class Pools(Probe):
+    """A probe that keeps of each head, and of the mean of a layer's heads, no more than a thumbnail
+    of `side` cells; without a side, every weight."""
+
+    def __init__(self, side: int | None = None) -> None:
+        super().__init__(reduce=self._pool)
+        self.side = side
+        self.sizes: dict[str, tuple[int, int]] = {}
+        self._means: dict[str, Tensor] = {}
+        self.site, self.sum = "", torch.empty(0)
+
+    def at(self, site: str) -> Recorder | None:
+        if site != self.site:
+            self._close()
+            self.site, self.sum = site, torch.empty(0)
+        return super().at(site)
+
+    def _close(self) -> None:
+        """The layer that was watched is complete."""
+        if self.sum.numel():
+            self._means[self.site] = self._small(self.sum.div_(self.count(self.site)))
+            self.sum = torch.empty(0)
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        self._close()
+        return self._means
+
+    @property
+    def cells(self) -> int:
+        return sum(self.count(site) * rows * keys for site, (rows, keys) in self.sizes.items())
+
+    def count(self, site: str) -> int:
+        return self.maps[site][0].shape[1]
+
+    def step(self, site: str) -> tuple[int, int]:
+        """Tokens down and across that a cell stands for."""
+        rows, keys = (-(-n // (self.side or n)) for n in self.sizes[site])
+        return rows, keys
+
+    def _pool(self, a: Tensor) -> Tensor:
+        self.sizes[self.site] = (a.shape[2], a.shape[3])
+        small = self._small(a)
+        self.sum = self.sum.add_(a) if self.sum.numel() else a
+        return small
+
+    def _small(self, a: Tensor) -> Tensor:
+        return _thumbs(a, *self.step(self.site)).float()
+
+
+def _thumbs(a: Tensor, down: int, across: int) -> Tensor:
+    """(b h t s) -> (b h t' 1 + s'): pooled, behind the first column of blocks without the first
+    token."""
+    small, rest = _largest(a, down, across), a[..., 1:across]
+    first = _largest(rest, down, across) if rest.shape[3] else torch.zeros_like(small[..., :1])
+    return torch.cat([first, small], 3)
+
+
+def _largest(a: Tensor, down: int, across: int) -> Tensor:
+    return a if down == across == 1 else F.max_pool2d(a, (down, across), ceil_mode=True)
+
+
+def smaller(a: Tensor, step: int) -> Pooled:
+    """(t' 1 + s') of a head, pooled once more."""
+    # The first blocks without the first token.
+    bare = torch.cat([a[:, :1], a[:, 2 : step + 1]], 1)
+    cells = _largest(a[None, None, :, 1:], step, step)[0, 0]
+    first = _largest(bare[None, None], step, bare.shape[1])[0, 0, :, 0]
+    return Pooled(cells.cpu().numpy(), first.cpu().numpy())
 
 
 def _pooled(pools: Pools, given: Given) -> list[View]:
@@ -191,7 +268,7 @@ def _fit(names: Sequence[str], size: int) -> list[str]:
     return [*names[:size], *map(str, range(len(names), size))]
 
 
-# --- some heads, in full ------------------------------------------------------------------------------------------
+# --- some heads, in full ------------------------------------------------------------------------
 
 
 class Steps(Probe):
@@ -209,7 +286,8 @@ class Steps(Probe):
         """The layer with the heads that were watched in full."""
         kinds = [self.of(kind)[layer.site][0][0] for kind in ("weight", "score", "norm")]
         weight, score, norm = (a.float().cpu() for a in kinds)
-        row = weight.argmax(1, keepdim=True)  # h 1 s: where a key's value weighs most
+        # h 1 s: where a key's value weighs most.
+        row = weight.argmax(1, keepdim=True)
         most = weight.gather(1, row).clamp(min=torch.finfo(torch.float32).tiny)
         norm = (norm.gather(1, row) / most)[:, 0]
         raw = self.raw[layer.site].float().cpu().numpy() if layer.site in self.raw else None
@@ -221,7 +299,8 @@ class Steps(Probe):
         return replace(layer, heads=heads, **self.how[layer.site])
 
     def learn(self, site: str, terms: Terms, sparse: bool = False) -> None:
-        bias = terms.bias  # a sink's logit stands in its first column
+        # A sink's logit stands in its first column.
+        bias = terms.bias
         self.how[site] = {
             "scale": terms.scale,
             "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
@@ -240,12 +319,11 @@ class StepRecorder(Recorder):
         super().see(q, k, v, mask, terms)
         self.probe.learn(self.site, terms)
         if terms.score is None:
-            keys, heads = k[:1, :, terms.sinks :].float(), self.probe.heads
-            ours = q[:1].float()
-            if heads is not None:
+            queries, keys = q[:1].float(), k[:1, :, terms.sinks :].float()
+            if (heads := self.probe.heads) is not None:
                 share = q.shape[1] // k.shape[1]
-                ours, keys = ours[:, heads], keys[:, [i // share for i in heads]]
-            self.probe.raw[self.site] = scores(ours, keys, Terms(1.0))[0]
+                queries, keys = queries[:, heads], keys[:, [i // share for i in heads]]
+            self.probe.raw[self.site] = scores(queries, keys, Terms(1.0))[0]
 
     def gathered(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread

@@ -17,29 +17,27 @@ from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin
 from regard.config import to_dict
-from regard.data.batch import Feed
 from regard.data.config import Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
+from regard.data.feed import Feed
 from regard.data.read import records
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import train_tokenizer
 from regard.errors import DATA, Fault, UsageError, blaming
 from regard.files import TRAINED, read_files, resolve_model
-from regard.layers import Answer, Classify, Tag
+from regard.models.adapt import labels, with_head
 from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
-from regard.train.adapt import labels, with_head
-from regard.train.check import SENTINELS, check_fits, check_suits, check_vocab, recipe_of
-from regard.train.config import INDEXED, TASKS, Config
-from regard.train.keep import Keeper, whole
+from regard.train.check import check_fits, check_suits, check_vocab, recipe_of
+from regard.train.checkpoint import Checkpoints, whole
+from regard.train.config import Config
 from regard.train.measure import context_of, measure
-from regard.train.metrics import METRICS
-from regard.train.parallel import Alone
+from regard.train.parallel import SingleProcess
+from regard.train.tasks import SENTINELS, TASKS
 from regard.train.trainer import Figures, Measure, Trainer
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json")
-HEADS = {"classify": Classify, "image": Classify, "tag": Tag}
 
 
 @dataclass(eq=False)
@@ -53,7 +51,7 @@ class Assembly:
 
 
 def assemble(
-    config: Config, folder: Path, device: torch.device, keep: int, team: Alone
+    config: Config, folder: Path, device: torch.device, keep: int, team: SingleProcess
 ) -> Assembly:
     """All that `config` names, joined. The first process prepares tokenizer and data, the others
     read them."""
@@ -78,11 +76,11 @@ def assemble(
     small = config.adapt.method == "lora"
     save = save_adapter if small else lambda m, path: m.save(path)
     load = partial(load_adapter, into=model) if small else load_model
-    keeper = Keeper(folder / "checkpoints", save, keep, partial(written, small=small))
+    checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
     feed = config.fed(loaded.feed, marks(coder))
     figures = measuring(config, feed, loaded.classes, files, device)
     trainer = Trainer(
-        model, feed, config.objective, config.train, keeper, load, measure=figures, team=team
+        model, feed, config.objective, config.train, checkpoints, load, measure=figures, team=team
     )
     if stored != str(next(model.parameters()).dtype):
         texts.append(
@@ -117,14 +115,10 @@ def make_model(config: Config, start: Any, coder: Coder | None, classes: list[st
         model.origin = Origin(model.family)
     check_suits(config.task, model)
     check_vocab(model, coder, trained=start is not None)
-    wanted: Any = None
-    if config.task in HEADS:
-        wanted = HEADS[config.task](len(classes))
-    elif config.task == "answer":
-        wanted = Answer()
-    head = getattr(model.config, "head", None)
-    if wanted is None:
+    new_head = TASKS[config.task].head
+    if new_head is None:
         return model
+    head, wanted = getattr(model.config, "head", None), new_head(len(classes))
     if isinstance(head, type(wanted)) and head.labels == wanted.labels:
         return model
     return with_head(model, wanted)
@@ -205,7 +199,7 @@ def measuring(
     none is held out."""
     if next(feed.evaluation(), None) is None:
         return None
-    words = ["perplexity"] if config.task in METRICS["perplexity"].tasks else []
+    words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
     names = ["loss", *words, config.train.metric]
     tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
 
@@ -282,7 +276,7 @@ def notices(config: Config, model: Any) -> list[str]:
     """What a config does that its user may not expect."""
     texts = []
     sparse = any(isinstance(m, SparseAttention) for m in model.modules())
-    if sparse and config.task not in INDEXED and config.adapt.method == "full":
+    if sparse and not TASKS[config.task].indexed and config.adapt.method == "full":
         texts.append(
             f"task = {config.task} gives the indexers of sparse attention no gradient: they stay as they are; "
             "task = dense_index, then sparse_index trains them"

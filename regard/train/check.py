@@ -10,8 +10,7 @@ from typing import Any
 
 from regard.config import from_dict
 from regard.data.config import Data, Loaded, check_used, longest
-from regard.data.examples import ImageFeed
-from regard.data.feed import TextFeed
+from regard.data.feed import ImageFeed, TextFeed
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe
 from regard.errors import DATA, Fault, UsageError, nearest
@@ -19,33 +18,17 @@ from regard.fast.train import PRECISIONS
 from regard.layers import LM, MLM
 from regard.models import Patches
 from regard.train.adapt import Adapt
-from regard.train.config import INDEXED, TASKS, Config
+from regard.train.config import Config
 from regard.train.index import sparse_layers
 from regard.train.measure import context_of
-from regard.train.metrics import WORDS as TEXTUAL
 from regard.train.metrics import suited
+from regard.train.tasks import TASKS
 from regard.train.trainer import Train
 
-SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))  # what T5 calls them
-SUITS = {  # task -> kinds of model, and presets to name
-    "lm": (("decoder", "recurrent model"), "gpt2 or llama"),
-    "prefix": (("decoder",), "gpt2 or llama"),
-    **dict.fromkeys(INDEXED, (("decoder",), "deepseek-v3.2")),
-    "mlm": (("encoder",), "bert-base or roberta-base"),
-    **dict.fromkeys(
-        ("spans", "infill", "seq2seq"), (("encoder-decoder",), "vaswani-base or t5-small")
-    ),
-    **dict.fromkeys(
-        ("classify", "tag", "answer"),
-        (("encoder", "decoder", "encoder-decoder"), "bert-base or gpt2"),
-    ),
-    "image": (("model of pictures",), "vit-small or deit-small"),
-}
 KINDLESS = {  # setting of a tokenizer -> kinds that do not use it
     "vocab": ("chars", "bytes"),
     "min_count": ("chars", "bytes", "unigram"),
 }
-WORDS = (*TEXTUAL, *INDEXED)  # tasks that say words
 
 
 def check(config: Config) -> None:
@@ -58,7 +41,7 @@ def check(config: Config) -> None:
         raise UsageError(f'model.preset = {preset!r}: give a name, such as "gpt2"')
     _check_train(config.train)
     suited([config.train.metric], config.task)
-    check_used(config.data, TASKS[config.task][0], config.task)
+    check_used(config.data, TASKS[config.task].reads, config.task)
     recipe_of(config)
     usual = {f.name: f.default for f in fields(Adapt)} | {"method": config.adapt.method}
     for name in [n for n, x in usual.items() if x != getattr(config.adapt, n)]:
@@ -86,7 +69,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 def recipe_of(config: Config) -> Recipe | None:
     """How the tokenizer is learned; nothing where none is."""
-    settings, reads = dict(config.tokenizer), TASKS[config.task][0]
+    settings, reads = dict(config.tokenizer), TASKS[config.task].reads
     if reads == "image":
         if settings:
             raise UsageError(f"[tokenizer] is not used by the task {config.task}; leave it out")
@@ -107,16 +90,9 @@ def recipe_of(config: Config) -> Recipe | None:
             raise UsageError(f'tokenizer.{name} is not used by kind = "{kind}"; leave it out')
     if "folder" in settings:
         return None
-    usual: dict[str, Any] = {"task": reads if reads in ("lm", "seq2seq") else "mlm"}
-    if config.task in ("spans", "infill"):  # a decoder needs a beginning and an end
-        usual["task"] = "seq2seq"
-    if config.task == "spans":
-        usual["more"] = SENTINELS
     settings.pop("kind", None)
-    recipe = replace(from_dict(Recipe, {**usual, **settings}, "tokenizer"), kind=kind)
-    if config.task == "infill" and recipe.special is None:
-        return replace(recipe, special={**recipe.named, "mask": "<mask>"})
-    return recipe
+    whole = {**TASKS[config.task].recipe, **settings}
+    return replace(from_dict(Recipe, whole, "tokenizer"), kind=kind)
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -137,17 +113,17 @@ def kind_of(model: Any) -> str:
 
 def check_suits(task: str, model: Any) -> None:
     """Refuse a model that the task is not for."""
-    kinds, presets = SUITS[task]
+    row = TASKS[task]
     kind, head = kind_of(model), getattr(model.config, "head", None)
-    if kind not in kinds:
+    if kind not in row.models:
         raise UsageError(
-            f"the task {task} is for {' or '.join(_a(k) for k in kinds)}, and [model] is {_a(kind)}; say preset = "
-            f"{presets}, or another task"
+            f"the task {task} is for {' or '.join(_a(k) for k in row.models)}, and [model] is {_a(kind)}; say preset = "
+            f"{row.presets}, or another task"
         )
-    if task in INDEXED:
+    if row.indexed:
         sparse_layers(model)
     worded = isinstance(head, LM | MLM) or not hasattr(model.config, "head")
-    if task in WORDS and not worded:
+    if row.head is None and not worded:
         what = "no head" if head is None else f"a head of another kind ({head.kind})"
         raise UsageError(
             f"the task {task} says words, and [model] has {what}; name a language model"

@@ -16,24 +16,32 @@ import torch
 
 from regard.attention import DSA
 from regard.checkpoint import load
-from regard.data.batch import Feed
 from regard.data.config import feed_of
 from regard.data.corrupt import Marks
+from regard.data.feed import Feed
 from regard.data.shards import Column
 from regard.data.survey import Survey, bytes_of, survey
 from regard.errors import DATA, UsageError, blaming
 from regard.fast.train import masters
 from regard.files import resolve_model
-from regard.train.activations import Pass
 from regard.train.build import fresh, make_model
 from regard.train.check import check, recipe_of
-from regard.train.config import TASKS
+from regard.train.checkpoint import Checkpoints
 from regard.train.config import Config as RunConfig
-from regard.train.keep import Keeper
 from regard.train.measure import context_of
 from regard.train.parallel import Parallel
-from regard.train.plan import EFFICIENCY, Job, changes, patches, planned, probe
-from regard.train.room import free_disk, free_memory
+from regard.train.plan import (
+    EFFICIENCY,
+    Job,
+    Pass,
+    changes,
+    free_disk,
+    free_memory,
+    patches,
+    planned,
+    probe,
+)
+from regard.train.tasks import TASKS
 from regard.train.trainer import Trainer
 
 MEASURED = 2.0  # seconds for which steps are measured
@@ -119,7 +127,7 @@ def model_of(config: RunConfig, start: Any, facts: Survey, device: str) -> Any:
 
 def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[Job, float]:
     """One step, at its largest, and how full the mean step is beside it."""
-    data, reads = config.data, TASKS[config.task][0]
+    data, reads = config.data, TASKS[config.task].reads
     data.batching(config.train.seed)
     longest, limit = context_of(model), data.length
     if longest is not None and limit is not None and limit > longest:
@@ -165,9 +173,9 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
         times.extend([event["seconds"]] if event["kind"] == "step" else [])
 
     train = replace(config.train, nan="skip", parallel=Parallel())
-    keeper = Keeper(Path(), lambda model, path: None)
+    checkpoints = Checkpoints(Path(), lambda model, path: None)
     feed = imagined(config, model, facts)
-    trainer = Trainer(model, feed, config.objective, train, keeper, lambda path: model, [note])
+    trainer = Trainer(model, feed, config.objective, train, checkpoints, lambda path: model, [note])
     trainer.model.train()
     began = time.perf_counter()
     for k in range(1, min(10, config.train.steps) + 1):
@@ -180,7 +188,7 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
 
 def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
     """Random examples of the mean length, a batch of them or a little more."""
-    data, reads, draw = config.data, TASKS[config.task][0], np.random.default_rng(0)
+    data, reads, draw = config.data, TASKS[config.task].reads, np.random.default_rng(0)
     batching, classes = data.batching(config.train.seed), max(facts.classes, 1)
     if reads == "image":
         e, n = model.config.embedding, data.rows or 1

@@ -18,9 +18,9 @@ import torch
 
 from regard.config import to_dict
 from regard.data.config import Data
+from regard.data.shards import sync
 from regard.errors import VERSION, UsageError
 from regard.train.config import Config
-from regard.train.keep import sync
 from regard.train.trainer import Callback, Progress, Trainer, differences, flat
 
 FORMAT = 1

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.data.batch import IGNORE, Batch, Feed, Objective
+from regard.data.feed import IGNORE, Batch, Feed, Objective
 from regard.decode.generate import default_length, generate
 from regard.errors import UsageError
 from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
-from regard.train.config import TASKS
 from regard.train.metrics import label_scores, perplexity, suited, text_scores
+from regard.train.tasks import TASKS
 
 LABELLED = ("classify", "image", "tag", "answer")
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once

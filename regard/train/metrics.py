@@ -11,38 +11,28 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from regard.data.files import needed
+from regard.data.read import needed
 from regard.errors import UsageError, nearest
+from regard.train.tasks import TASKS
 
-WORDS = ("lm", "prefix", "mlm", "spans", "infill", "seq2seq")  # tasks that predict tokens of text
-CLASSES = ("classify", "image", "tag")
-INDEXED = ("dense_index", "sparse_index")  # divergences are in their loss
 Span = tuple[int, int]  # first and last token
 
 
 class Metric(NamedTuple):
     higher: bool  # whether more is better
-    tasks: tuple[str, ...]  # of regard.train.config.TASKS; what it needs is there in these
 
 
 METRICS: dict[str, Metric] = {
-    "loss": Metric(False, (*WORDS, *CLASSES, "answer", *INDEXED)),
-    "perplexity": Metric(False, WORDS),
-    "bleu": Metric(True, ("seq2seq",)),
-    "bleu_lc": Metric(True, ("seq2seq",)),  # upper and lower case are the same
-    "chrf": Metric(True, ("seq2seq",)),
-    "exact": Metric(True, ("seq2seq", "answer")),
-    "accuracy": Metric(True, CLASSES),
-    "f1": Metric(True, (*CLASSES, "answer")),  # macro_f1, span_f1 or overlap_f1
+    "loss": Metric(False),
+    "perplexity": Metric(False),
+    "bleu": Metric(True),
+    "bleu_lc": Metric(True),  # upper and lower case are the same
+    "chrf": Metric(True),
+    "exact": Metric(True),
+    "accuracy": Metric(True),
+    "f1": Metric(True),  # macro_f1, span_f1 or overlap_f1
 }
 TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU
-DEFAULTS: dict[str, tuple[str, ...]] = {  # the first one says which model is better
-    **dict.fromkeys(WORDS, ("loss", "perplexity")),
-    "seq2seq": ("bleu", "chrf", "loss", "perplexity"),
-    **dict.fromkeys(CLASSES, ("accuracy", "f1", "loss")),
-    "answer": ("exact", "f1", "loss"),
-    **dict.fromkeys(INDEXED, ("loss",)),
-}
 
 
 def better(name: str, new: float, old: float) -> bool:
@@ -62,9 +52,10 @@ def known(name: str) -> str:
 def suited(names: Iterable[str], task: str) -> tuple[str, ...]:
     """The metrics, each once; an error where one is unknown, does not suit the task, or lacks its package."""
     chosen = tuple(dict.fromkeys(map(known, names)))
+    row = TASKS[task]
     for name in chosen:
-        if task not in METRICS[name].tasks:
-            fit = [n for n, metric in METRICS.items() if task in metric.tasks]
+        if name not in row.metrics + row.other_metrics:
+            fit = [n for n in METRICS if n in row.metrics + row.other_metrics]
             raise UsageError(f"{name} does not suit the task {task}; choose {', '.join(fit)}")
     if any(name in TEXTUAL for name in chosen):
         _sacrebleu()

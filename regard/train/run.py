@@ -20,14 +20,13 @@ from typing import Any
 from regard.errors import DATA, ENVIRONMENT, RUN, Fault, UsageError, blaming, notice
 from regard.train.build import Assembly, assemble
 from regard.train.check import check
+from regard.train.checkpoint import clean, locked
 from regard.train.config import Config as RunConfig
 from regard.train.config import configure, read
-from regard.train.keep import clean, locked
 from regard.train.log import Launch, Log, RunFile, as_toml, check_same, read_run, replace_file
+from regard.train.optim import Schedule
 from regard.train.parallel import Lost, team_of
-from regard.train.plan import refusal
-from regard.train.room import pick_device
-from regard.train.schedule import Schedule
+from regard.train.plan import pick_device, refusal
 from regard.train.track import tracker
 from regard.train.trainer import AVERAGE, Callback, Diverged, Trainer, differences
 
@@ -181,7 +180,7 @@ def _run(
     resumed = _resume(trainer, callbacks) if launch.resume else False
     if trainer.team.rank:
         return _result(trainer.run(stop), trainer, folder, {})
-    if not launch.force and (why := refusal(config, trainer, trainer.keeper.keep)):
+    if not launch.force and (why := refusal(config, trainer, trainer.checkpoints.keep)):
         raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
     record = RunFile(launch, config, trainer, parts.classes)
     listeners: list[Callback] = [*tracker(launch.log_to, folder, record.info), *callbacks]
@@ -211,7 +210,7 @@ def _run(
         for listener in listeners:
             listener(begin)
         with Log(folder, trainer.at, [note, *listeners]) as log:
-            trainer.callbacks, trainer.keeper.before = [log], log.sync
+            trainer.callbacks, trainer.checkpoints.before = [log], log.sync
             if trainer.changes:
                 log({"kind": "settings", "step": trainer.at.step, "changes": trainer.changes})
             status = trainer.run(stop)
@@ -231,7 +230,7 @@ def _run(
 def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> RunResult:
     at = trainer.at
     best = folder / "best" if at.averaged or at.best is not None else None
-    last = trainer.keeper.path(at.step)
+    last = trainer.checkpoints.path(at.step)
     return RunResult(folder, status, at.step, metrics, last, best, at.best, at.best_value)
 
 
@@ -242,9 +241,10 @@ def _resume(trainer: Trainer, callbacks: Sequence[Callback]) -> bool:
     resumed = trainer.resume()
 
     def look() -> None:
-        if not resumed and trainer.keeper.broken:
+        if not resumed and trainer.checkpoints.broken:
             raise Fault(
-                f"no checkpoint is sound ({trainer.keeper.broken[0]}); put a copy back, or start anew with --overwrite",
+                f"no checkpoint is sound ({trainer.checkpoints.broken[0]}); put a copy back, or start anew "
+                "with --overwrite",
                 DATA,
             )
 
@@ -316,7 +316,7 @@ def _clear(folder: Path, full: bool) -> None:
 
 def _link(folder: Path, trainer: Trainer) -> None:
     """The links `last` and `best`."""
-    steps = trainer.keeper.steps()
+    steps = trainer.checkpoints.steps()
     names = {"last": steps[-1].name} if steps else {}
     if trainer.at.averaged:
         names["best"] = AVERAGE

@@ -10,9 +10,9 @@ import torch
 
 import regard
 from regard.see import trace as module
-from regard.see.pools import Pooled
+from regard.see.page import Panel
 from regard.see.probe import Probe
-from regard.see.view import Panel
+from regard.see.trace import Pooled
 from tests.browser.pages import (
     SMALL,
     TEXT,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.train.trainer import POLICIES, Diverged
 from tests.faults.farm import (
     SETUPS,

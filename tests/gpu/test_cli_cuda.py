@@ -12,7 +12,7 @@ import regard
 from regard.cli.main import left_out
 from regard.evaluate.model import Opened
 from regard.text import needed, render_chat
-from regard.train.room import pick_device
+from regard.train.plan import pick_device
 from tests.test_cli import Done, call, folder
 
 pytestmark = pytest.mark.skipif(

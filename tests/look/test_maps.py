@@ -93,8 +93,20 @@ def test_best_source_of_each_target_and_links() -> None:
     assert best(a).tolist() == [1, 0, -1]
     found = links(a)
     assert [(x.source, x.target) for x in found] == [(1, 0), (0, 1)]
-    assert found[0] == Link(1, 0, a[0, 1].item())
-    assert [(x.source, x.target) for x in links(a, 0.4)] == [(1, 0), (0, 1), (2, 1)]
+    assert found[0] == Link(1, 0, a[0, 1].item(), True)
+
+
+def test_links_name_the_strongest_and_the_strong() -> None:
+    a = torch.tensor([[0.7, 0.3, 0], [0.25, 0.25, 0.5], [0, 0, 0], [0.4, 0.4, 0.2]]).double()
+    assert [(x.target, x.source, x.best) for x in links(a, least=0.3)] == [
+        (0, 0, True),
+        (0, 1, False),
+        (1, 2, True),
+        (3, 0, True),
+        (3, 1, False),
+    ]
+    with pytest.raises(UsageError, match="least=0.0"):
+        links(a, 0.0)
 
 
 def test_cross_picks_the_maps_between_two_texts_or_says_there_are_none() -> None:

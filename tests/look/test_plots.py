@@ -1,23 +1,23 @@
 """The pictures: each can be drawn, named, read and saved; mistakes are one sentence."""
 
 import builtins
-import importlib.util
 import io
 import sys
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from regard.errors import UsageError
-from regard.see import numbers_maps, plots
-from regard.see.plots_style import shown
+from regard.errors import Fault, UsageError
+from regard.see import plots
+from regard.see.palette import levels, table
+from regard.see.plots import shown
+from tests import docs
 
 matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib")
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "plots.py"
 NAMES = [
     *("head-grid", "one-head", "one-head-numbers", "alignment", "selection"),
     *("sinusoidal", "learned", "rope-clocks", "distance", "saturation", "jacobian", "variance"),
@@ -26,16 +26,9 @@ NAMES = [
 WORDS = ["<script>", "$x^2", "_{", "", "   ", "\n", "Donaudampfschifffahrt", "naïve", "日本", "é"]
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_plots", DOCS)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def drawn() -> dict:
-    return script().pictures()
+    return docs.plots.pictures()
 
 
 def tick_boxes(axis: object) -> list:
@@ -120,7 +113,7 @@ def test_shown_names_spaces_and_cuts_long_tokens() -> None:
 
 
 def test_head_grid_takes_layers_of_any_size_and_their_names() -> None:
-    maps = [torch.rand(2, 5, 5), torch.rand(3, 5, 300)]
+    maps = [torch.rand(1, 2, 5, 5, dtype=torch.bfloat16), torch.rand(3, 5, 300)]
     figure = plots.head_grid(maps, "two", names=["encoder 0", "cross 0"])
     check_readable(figure)
     assert len(figure.axes[0].images) == 5
@@ -137,9 +130,8 @@ def test_alignment_draws_a_link_for_each_target() -> None:
 
 def test_selection_strip_lights_the_chosen_and_says_what_is_kept() -> None:
     scores = torch.tensor([0.1, 3.0, 2.0, -torch.inf])
-    figure = plots.selection_strip(
-        numbers_maps.selection(scores, torch.tensor([0.2, 0.5, 0.3, 0.0]), 2)
-    )
+    numbers = docs.quantities.selection(scores, torch.tensor([0.2, 0.5, 0.3, 0.0]), 2)
+    figure = docs.plots.selection_strip(numbers)
     assert "reads 2 of 3 keys, keeps 80.0% of the attention" in figure.get_suptitle()
     dots, crosses = figure.axes[0].lines[:2]
     assert dots.get_xdata().tolist() == [1, 2] and crosses.get_xdata().tolist() == [3]
@@ -174,6 +166,28 @@ def test_save_onto_a_folder_is_refused(tmp_path: Path) -> None:
         plots.save(plots.one_head(torch.eye(2)), tmp_path / "map.png")
 
 
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda: plots.head_grid([]), "no maps"),
+        (lambda: plots.head_grid(torch.ones(3, 4, 5)), r"\(heads, rows, keys\)"),
+        (lambda: plots.head_grid([torch.ones(2, 3, 4, 4)]), "batch of 2"),
+        (lambda: plots.one_head(torch.ones(2, 3, 4)), "choose a layer and a head"),
+        (lambda: plots.alignment(torch.eye(2), least=0.0), "least=0.0"),
+    ],
+)
+def test_maps_that_cannot_be_drawn_are_refused(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        call()
+
+
+def test_colours_are_those_of_every_map() -> None:
+    image = plots.one_head(torch.tensor([[0.0, 0.25], [1.0, 0.5]]), dark=True).axes[0].images[0]
+    found = image.cmap(image.norm(image.get_array()), bytes=True)[..., :3]
+    expected = table("dark")[levels(np.array([[0.0, 0.25], [1.0, 0.5]]))]
+    assert np.abs(found.astype(int) - expected).max() <= 2
+
+
 def test_tokens_of_another_count_are_refused() -> None:
     with pytest.raises(UsageError, match="3 tokens were given for 2 keys"):
         plots.one_head(torch.eye(2), None, ["a", "b", "c"])
@@ -188,7 +202,7 @@ def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(plots.PlotsError, match=r"pip install 'regard\[plots\]'") as caught:
+    with pytest.raises(Fault, match=r"pip install 'regard\[plots\]'") as caught:
         plots.one_head(torch.eye(2))
     assert caught.value.code == 3
 
@@ -197,5 +211,5 @@ def test_docs_script_asks_for_a_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["plots.py"])
-    assert script().main() == 2
+    assert docs.plots.main() == 2
     assert capsys.readouterr().err.startswith("usage:")

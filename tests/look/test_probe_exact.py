@@ -94,7 +94,7 @@ def test_probe_score_is_capped_and_sinks_are_no_keys() -> None:
 
 def against_hand(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every map that a probe makes from here on is held against `by_hand`; the list names the places."""
-    real, done = Recorder._made, []
+    real, done = Recorder._maps, []
 
     def checked(self: Recorder, heads: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         found, (mask, terms) = real(self, heads, q, k, v, *rest), rest
@@ -107,7 +107,7 @@ def against_hand(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(self.site)
         return found
 
-    monkeypatch.setattr(Recorder, "_made", checked)
+    monkeypatch.setattr(Recorder, "_maps", checked)
     return done
 
 

@@ -2,15 +2,17 @@
 
 import base64
 import math
-import re
 import struct
 import xml.etree.ElementTree as ET
 import zlib
 
 import pytest
 
-from regard.report import show
-from regard.report.svg import DARK, LIGHT, Frame, Series, bars, heat, lines, shade
+from regard.report import page as drawing
+from regard.report.page import Series, bars, heat, lines
+from regard.report.runs import smooth
+from regard.see import format as show
+from regard.see.palette import RAMPS, SERIES, table
 
 NAME = "{http://www.w3.org/2000/svg}"
 
@@ -45,26 +47,28 @@ def texts(svg: str) -> list[str]:
     ],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert show.ticks(low, high) == pytest.approx(expected)
+    assert drawing.ticks(low, high) == pytest.approx(expected)
 
 
 def test_log_ticks_are_powers_of_ten_or_finer() -> None:
-    assert show.log_ticks(0.9, 1100) == pytest.approx([1, 10, 100, 1000])
-    assert show.log_ticks(0.4, 2.5) == pytest.approx([0.5, 1, 2])
-    assert show.log_ticks(1e-12, 1) == pytest.approx([1e-12, 1e-9, 1e-6, 1e-3, 1])
-    assert len(show.log_ticks(3.1, 3.9)) > 1
+    assert drawing.log_ticks(0.9, 1100) == pytest.approx([1, 10, 100, 1000])
+    assert drawing.log_ticks(0.4, 2.5) == pytest.approx([0.5, 1, 2])
+    assert drawing.log_ticks(1e-12, 1) == pytest.approx([1e-12, 1e-9, 1e-6, 1e-3, 1])
+    assert len(drawing.log_ticks(3.1, 3.9)) > 1
 
 
-def test_ema_is_the_mean_of_a_constant_and_passes_over_nan() -> None:
-    assert show.ema([2.0] * 5, 0.9) == pytest.approx([2.0] * 5)
-    values = show.ema([1.0, math.nan, 3.0], 0.5)
-    assert values == pytest.approx([1.0, 1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
+def test_smooth_is_the_mean_of_a_constant_and_passes_over_nan() -> None:
+    assert [y for _, y in smooth([(i, 2.0) for i in range(200)])] == pytest.approx([2.0] * 200)
+    keep = 1 - 2 / (150 / 50 + 1)  # of 150 points
+    values = smooth([(0, 1.0), (1, math.nan), (2, 3.0), *((i, 3.0) for i in range(3, 150))])
+    second = (keep * (1 - keep) * 1 + (1 - keep) * 3) / (1 - keep**2)
+    assert [y for _, y in values[:3]] == pytest.approx([1.0, 1.0, second])
 
 
 def test_thin_keeps_ends_and_spikes() -> None:
     points = [(float(i), 0.0) for i in range(10_000)]
     points[6_543] = (6543.0, 9.0)
-    found = show.thin(points, 400)
+    found = drawing.thin(points, 400)
     assert len(found) <= 400 and (6543.0, 9.0) in found
     assert found[0] == points[0] and found[-1] == points[-1]
     assert found == sorted(found)
@@ -107,8 +111,7 @@ def test_line_lies_where_its_numbers_say() -> None:
     ((x0, y0), (x1, y1), (x2, y2)) = polylines(svg)[0]
     assert x0 < x1 < x2 and x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
     assert y0 > y1 > y2 and y1 == pytest.approx((y0 + y2) / 2, abs=0.1)  # up is less
-    frame = Frame.around([(0, 0), (10, 100)], False, 10.0)
-    assert (x2, y2) == pytest.approx((frame.right, frame.top))
+    assert (x0, y0, x2, y2) == (62, 218, 468, 10)
     assert {"0", "20", "100"} <= set(texts(svg))
 
 
@@ -121,9 +124,9 @@ def test_log_axis_spaces_factors_evenly_and_leaves_zero_out() -> None:
 
 def test_smoothed_series_is_drawn_twice_the_raw_one_faintly() -> None:
     points = [(float(i), float(i % 2)) for i in range(100)]
-    svg = lines([Series("loss", points, keep=0.95)], "t")
-    raw, smooth = parsed(svg).iter(NAME + "polyline")
-    assert raw.attrib["opacity"] == ".35" and "opacity" not in smooth.attrib
+    svg = lines([Series("loss", smooth(points * 9)[-100:], points)], "t")
+    raw, bold = parsed(svg).iter(NAME + "polyline")
+    assert raw.attrib["opacity"] == ".35" and "opacity" not in bold.attrib
     rough, calm = polylines(svg)
     assert max(y for _, y in rough) - min(y for _, y in rough) > 150
     assert max(y for _, y in calm[50:]) - min(y for _, y in calm[50:]) < 30
@@ -142,7 +145,7 @@ def test_one_point_and_flat_curves_are_drawn(points: list[tuple[float, float]]) 
 
 
 def test_no_values_are_said() -> None:
-    for svg in (lines([], "t"), lines([Series("a", [(1, math.nan)])], "t"), heat([], "t")):
+    for svg in (lines([], "t"), lines([Series("a", [(1, math.nan)])], "t")):
         assert "no values" in texts(svg)
 
 
@@ -159,7 +162,7 @@ def test_series_differ_by_dash_and_have_a_legend() -> None:
 def test_curve_keeps_its_colour_where_another_has_no_points() -> None:
     svg = lines([Series("a", []), Series("b", [(0, 1), (1, 2)])], "t")
     (line,) = parsed(svg).iter(NAME + "polyline")
-    assert LIGHT[1] in line.attrib["stroke"]
+    assert SERIES["light"][1] in line.attrib["stroke"]
 
 
 def test_picture_is_said_in_words() -> None:
@@ -191,11 +194,9 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert "100 tok/s" in texts(svg)
 
 
-def pixels(svg: str) -> list[list[tuple[int, ...]]]:
+def pixels(address: str) -> list[list[tuple[int, ...]]]:
     """The colours of a heat map's image, read by the rules of PNG."""
-    found = re.search(r"base64,([^\"]+)", svg)
-    assert found
-    data, at, chunks = base64.b64decode(found[1]), 8, {}
+    data, at, chunks = base64.b64decode(address.partition("base64,")[2]), 8, {}
     while at < len(data):
         (size,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
         body = data[at + 8 : at + 8 + size]
@@ -208,13 +209,20 @@ def pixels(svg: str) -> list[list[tuple[int, ...]]]:
     return [[tuple(table[3 * v : 3 * v + 3]) for v in row] for row in rows]
 
 
-def test_heat_map_has_the_colour_of_each_value() -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_heat_map_has_the_colour_of_each_value(scheme: str) -> None:
     matrix = [[0.0, 0.25], [0.5, 0.125], [math.nan, 0.5]]
-    found = pixels(heat(matrix, "t"))
+    (image,) = (
+        each
+        for each in parsed(heat(matrix, "t")).iter(NAME + "image")
+        if each.attrib["class"] == scheme
+    )
+    found = pixels(image.attrib["href"])
+    ramp, masked = RAMPS[scheme]["plain"], tuple(RAMPS[scheme]["masked"][0])
     assert [len(row) for row in found] == [2, 2, 2]
-    assert found[1][0] == found[2][1] == shade(1.0)  # the largest is the brightest
-    assert found[0][0] == found[2][0] == shade(0.0)
-    assert found[0][1] == pytest.approx(shade(0.5), abs=2)
+    assert found[1][0] == found[2][1] == tuple(ramp[-1])  # the largest
+    assert found[0][0] == found[2][0] == masked
+    assert found[1][1] == pytest.approx(tuple(ramp[2]), abs=2)  # the root of a quarter: the middle
 
 
 def test_heat_map_names_rows_and_columns() -> None:
@@ -235,13 +243,15 @@ def light(colour: str | tuple[int, int, int]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("palette, back", [(LIGHT, "#ffffff"), (DARK, "#14171a")])
-def test_colours_stand_out_from_the_page(palette: tuple[str, ...], back: str) -> None:
-    for colour in palette:
+@pytest.mark.parametrize("scheme, back", [("light", "#ffffff"), ("dark", "#14171a")])
+def test_colours_stand_out_from_the_page(scheme: str, back: str) -> None:
+    for colour in SERIES[scheme]:
         low, high = sorted((light(colour), light(back)))
         assert (high + 0.05) / (low + 0.05) > 4.5, colour
 
 
-def test_heat_colours_grow_lighter() -> None:
-    values = [light(shade(i / 50)) for i in range(51)]
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_heat_colours_run_one_way_from_the_page(scheme: str) -> None:
+    values = [light(tuple(colour)) for colour in table(scheme)[1::5].tolist()]
+    values = values if scheme == "dark" else values[::-1]
     assert values == sorted(values) and values[-1] > 20 * values[0]

@@ -13,9 +13,9 @@ import torch
 import regard
 from regard.errors import UsageError
 from regard.see import trace as module
+from regard.see.page import MODULES, WEB, Panel, joined, page
 from regard.see.probe import Probe
 from regard.see.trace import Full, Given, Picture, Pooled, View, trace
-from regard.see.view import MODULES, WEB, Panel, joined, page
 from tests.laws.mechanisms import VOCAB, decoder
 
 SMALL: dict[str, Any] = dict(layers=2, dim=24, heads=3, ffn_dim=20)
@@ -282,7 +282,7 @@ def test_packed_weights_keep_four_digits_and_mark_what_is_masked() -> None:
 def json_text(text: str) -> str:
     return json.loads(inside(text, 'script type="application/json" id="data"'))["models"][0][
         "views"
-    ][0]["told"]
+    ][0]["note"]
 
 
 def test_every_module_is_joined_after_those_it_imports() -> None:

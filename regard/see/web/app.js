@@ -26,7 +26,7 @@ class Panel {
     const bars = make("section", { className: "steps" }, make("h3", {}, "One row"), this.row.node);
     this.views = make("div", { className: "views" });
     this.node = make("section", { className: "panel" }, make("h2", {}, model.name), this.views);
-    this.node.append(make("p", { className: "shown" }, model.told), make("div", { className: "inside" }, heads, large, bars));
+    this.node.append(make("p", { className: "shown" }, model.note), make("div", { className: "inside" }, heads, large, bars));
   }
 
   get state() {
@@ -77,8 +77,8 @@ class Panel {
     const whose = shared.averaged ? "mean of its heads" : `head ${head}`;
     const lacking = measure === shared.measure ? "" : `: weight, as its ${NAMES[shared.measure]} is not in the page`;
     this.title.textContent = `${view.title}, layer ${view.layers[layer].number}, ${whose}${lacking}`;
-    this.part.textContent = view.told;
-    this.part.hidden = !view.told;
+    this.part.textContent = view.note;
+    this.part.hidden = !view.note;
     this.photo.draw(view, this.grid, this.at, measure, shared.bare);
     this.map.draw(this.grid, this.at, measure, shared.bare, shared.rowwise);
     this.row.draw(this.grid, this.at, measure, shared.bare, shared.order);

@@ -6,8 +6,6 @@ import { shade } from "./palette.js";
 
 const WIDE = 300;
 const GAP = 12;
-const HEAT = [[70, 0, 110], [190, 30, 100], [245, 125, 20], [255, 235, 90]];
-const COLD = [[60, 120, 200], [110, 190, 255]];
 
 export class Photo {
   constructor(choose) {
@@ -18,13 +16,13 @@ export class Photo {
     this.canvas.onkeydown = (event) => this.key(event);
     for (const canvas of [this.plain, this.canvas]) {
       canvas.onclick = (event) => this.pick(this.tokenAt(event));
-      canvas.onmousemove = (event) => (this.told.textContent = this.sentence(this.tokenAt(event)));
-      canvas.onmouseleave = () => (this.told.textContent = this.summary());
+      canvas.onmousemove = (event) => (this.line.textContent = this.sentence(this.tokenAt(event)));
+      canvas.onmouseleave = () => (this.line.textContent = this.summary());
     }
-    this.told = make("p", { className: "readout" });
+    this.line = make("p", { className: "readout" });
     this.hint = make("p", { className: "shown" });
     const both = make("div", { className: "photos" }, this.plain, this.canvas);
-    this.node = make("div", { className: "picture" }, this.told, both, this.hint);
+    this.node = make("div", { className: "picture" }, this.line, both, this.hint);
   }
 
   draw(view, grid, at, measure, bare) {
@@ -37,7 +35,7 @@ export class Photo {
     this.sheet(this.plain, wide, "none");
     const pen = this.sheet(this.canvas, wide, "grayscale(1) contrast(0.6)");
     this.heat(pen, (wide * 2) / this.side);
-    this.told.textContent = this.summary();
+    this.line.textContent = this.summary();
     this.canvas.setAttribute("aria-label", this.summary());
     const choose = view.textRows ? "the patch whose column is chosen." : "the patch that reads; Home: the class token.";
     this.hint.textContent = `Brighter: read more, by the square root. Click, or arrow keys: ${choose}`;
@@ -63,7 +61,7 @@ export class Photo {
     seen.forEach((value, i) => {
       const part = Math.sqrt(Math.abs(value || 0) / most);
       pen.globalAlpha = 0.8 * part;
-      pen.fillStyle = `rgb(${shade(measure === "score" && value < 0 ? COLD : HEAT, part).join(" ")})`;
+      pen.fillStyle = `rgb(${shade(RAMPS.photo[measure === "score" && value < 0 ? "negative" : "plain"], part).join(" ")})`;
       pen.fillRect((i % side) * step, Math.floor(i / side) * step, step, step);
     });
     pen.globalAlpha = 1;

@@ -7,10 +7,10 @@ const SIZE = 160;
 export class Overview {
   constructor(choose) {
     this.choose = choose; // (row, column)
-    this.told = make("p", { className: "shown" });
+    this.line = make("p", { className: "shown" });
     this.canvas = make("canvas", { className: "overview", "aria-hidden": "true" });
     this.canvas.onclick = (event) => this.jump(event);
-    this.node = make("div", {}, this.told, this.canvas);
+    this.node = make("div", {}, this.line, this.canvas);
   }
 
   // `from` and `place`: where the part begins, and how many rows and columns it has; `cells(pen, size)` draws the whole.
@@ -20,8 +20,8 @@ export class Overview {
     const span = (first, count, all) => `${first + 1}–${first + count} of ${all}`;
     const part = `Rows ${span(from.row, place.rows, grid.rows)}, columns ${span(from.column, place.columns, grid.columns)}`;
     const pooled = grid.pooled ? `A cell is the largest of ${grid.rowStep} × ${grid.columnStep} tokens. ` : "";
-    this.told.textContent = pooled + (whole ? "" : `${part}; below, the whole: click where to look.`);
-    this.told.hidden = whole && !grid.pooled;
+    this.line.textContent = pooled + (whole ? "" : `${part}; below, the whole: click where to look.`);
+    this.line.hidden = whole && !grid.pooled;
     this.canvas.hidden = whole;
     if (whole) return;
     const ratio = window.devicePixelRatio || 1;

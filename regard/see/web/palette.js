@@ -1,23 +1,10 @@
-// Colours of values: lightness runs one way from the page's ground, so they read without hue; signed values run to
-// blue below zero and to orange above it.
+// Colours of values, by the table RAMPS that stands before all modules: regard/see/palette.py has it.
 
-const RAMPS = {
-  light: {
-    plain: [[255, 255, 255], [205, 232, 190], [90, 180, 180], [44, 100, 160], [26, 16, 62]],
-    signed: [[10, 60, 140], [120, 170, 225], [250, 250, 250], [240, 170, 100], [160, 70, 0]],
-    masked: [226, 229, 233],
-  },
-  dark: {
-    plain: [[20, 23, 26], [44, 62, 122], [24, 134, 142], [116, 192, 92], [250, 236, 120]],
-    signed: [[130, 195, 255], [45, 95, 150], [20, 23, 26], [150, 85, 30], [255, 180, 100]],
-    masked: [52, 57, 63],
-  },
-};
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 
 export function ramp(measure) {
   const scheme = RAMPS[darkness.matches ? "dark" : "light"];
-  return { stops: measure === "score" ? scheme.signed : scheme.plain, masked: scheme.masked };
+  return { stops: measure === "score" ? scheme.signed : scheme.plain, masked: scheme.masked[0] };
 }
 
 export function onScheme(change) {

@@ -20,7 +20,7 @@ export class Row {
     const body = make("tbody");
     for (const j of shown) body.append(this.line(grid, at, j, all[j], measure, most));
     table.append(body);
-    this.node.replaceChildren(make("div", { className: "wide" }, table), this.told(grid));
+    this.node.replaceChildren(make("div", { className: "wide" }, table), this.remark(grid));
   }
 
   // Which keys: all, or the nearest to the chosen one, or the largest.
@@ -88,7 +88,7 @@ export class Row {
     return line;
   }
 
-  told(grid) {
+  remark(grid) {
     const { layer } = grid;
     const note = { className: "shown" };
     const flags = `--layer ${layer.number} --head ${layer.heads.indexOf(grid.heads[0])}`;
