@@ -22,13 +22,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import regard
-from regard.data.examples import PairFeed
-from regard.data.feed import Batching
+from regard.data.feed import Batching, PairFeed
 from regard.data.shards import Column
 from regard.fast.train import precision
-from regard.train.objective import seq2seq
-from regard.train.optim import Optim, Optimizer, clip, divide
-from regard.train.schedule import Schedule
+from regard.train.loss import seq2seq
+from regard.train.optim import Optim, Optimizer, Schedule, clip, divide
 
 PAD, END, UNK = range(3)  # the decoder begins with PAD, as T5's does
 Rows = list[dict[str, str]]

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from measure import header
 from torch import Tensor, nn
 
-from regard.cli.main import main as regard
+import regard
+from regard import recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAY = ROOT.parent / "shared" / "data" / "lm" / "tinyshakespeare.txt.xz"
@@ -119,12 +120,9 @@ def measured(model: nn.Module, ids: Tensor, length: int) -> float:
 def ours(home: Path, steps: int, seed: int) -> tuple[float, int]:
     """The same by `regard train story.toml`."""
     run = home / f"run-{seed}"
-    changes = ["--train.steps", str(steps), "--train.seed", str(seed)]
-    if regard(["train", str(home / "story.toml"), "--quiet", "--output-dir", str(run), *changes]):
-        raise SystemExit("regard train failed")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    told = [e["loss"] for e in map(json.loads, lines) if e["kind"] == "evaluation"]
-    return told[-1], json.loads((run / "run.json").read_text())["parameters"]
+    changes = {"train.steps": steps, "train.seed": seed}
+    result = regard.train(home / "story.toml", run, changes=changes)
+    return result.metrics["loss"], json.loads((run / "run.json").read_text())["parameters"]
 
 
 def main() -> None:
@@ -164,7 +162,7 @@ def words(path: Path | None, home: Path) -> str:
         return path.read_text(encoding="utf-8")
     if PLAY.is_file():
         return lzma.open(PLAY, "rt", encoding="utf-8").read()
-    regard(["recipes", "copy", "gpt-pydoc", str(home / "prose")])
+    recipes.copy("gpt-pydoc", home / "prose")
     return "\n".join(p.read_text("utf-8") for p in sorted((home / "prose-data").rglob("*.txt")))
 
 

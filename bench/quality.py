@@ -13,7 +13,6 @@ files; FOLDER has the four idx files of Fashion-MNIST. Results go to out/JOB-SEE
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import lzma
 import shutil
@@ -235,32 +234,21 @@ def config_of(job: str, data: Path, out: Path, seed: int) -> str:
 
 
 def run(job: str, data: Path, out: Path, seed: int, changes: dict[str, str]) -> dict[str, Any]:
-    from regard.cli.train import run as train
+    import regard
 
     folder = out / f"{job}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     config = out / f"{job}-{seed}.toml"
     config.write_text(config_of(job, data.resolve(), out.resolve(), seed), encoding="utf-8")
-    # What the command line would give; its own class needs tyro, which a GPU machine may lack.
-    given = {
-        "config": str(config),
-        "output_dir": str(folder),
-        "resume": False,
-        "overwrite": False,
-        "smoke": False,
-        "keep": 2,
-        "device": "auto",
-        "quiet": False,
-        "force": True,
-        "log_to": (),
-        "changes": {"train.seed": str(seed), **changes},
-    }
-    options = dataclasses.make_dataclass("Options", given)(**given)
     start = time.perf_counter()
-    code = train(options)  # type: ignore[arg-type]
-    if code:
-        sys.exit(code)
+    regard.train(
+        config,
+        folder,
+        changes={"train.seed": seed, **changes},
+        force=True,
+        callbacks=[progress],
+    )
     said = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     found = {
         "job": job,
@@ -276,6 +264,13 @@ def run(job: str, data: Path, out: Path, seed: int, changes: dict[str, str]) -> 
     (folder / "result.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(json.dumps(found), flush=True)
     return found
+
+
+def progress(event: dict[str, Any]) -> None:
+    """A line at the beginning, for each evaluation, and every hundred steps."""
+    hundred = event["kind"] == "step" and event["step"] % 100 == 0
+    if hundred or event["kind"] in ("begin", "evaluation"):
+        print({name: x for name, x in event.items() if name != "samples"}, file=sys.stderr)
 
 
 def tested(job: str, data: Path, folder: Path) -> dict[str, Any]:

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 import regard
 from regard.checkpoint import from_hf
-from regard.data.batch import Batch
-from regard.train.keep import Keeper
-from regard.train.objective import causal
-from regard.train.optim import Optim
-from regard.train.schedule import Schedule
+from regard.data.feed import Batch
+from regard.train.checkpoint import Checkpoints
+from regard.train.loss import causal
+from regard.train.optim import Optim, Schedule
 from regard.train.trainer import Train, Trainer
 
 GPU = torch.cuda.is_available()
@@ -103,7 +102,7 @@ def ours(precision: str, compile: bool, folder: Path) -> Run:
         Random(),
         causal,
         config,
-        Keeper(folder, lambda m, path: m.save(path)),
+        Checkpoints(folder, lambda m, path: m.save(path)),
         regard.load,
         lambda event: losses.append(event["loss"]) if event["kind"] == "step" else None,
     )

@@ -33,7 +33,7 @@ import pictures  # noqa: E402, F401  (these two fill drawing.PICTURES)
 import pictures_parts  # noqa: E402, F401
 from drawing import PICTURES, draw  # noqa: E402
 
-from regard.cli.explain import ALIASES, TOPICS, explained  # noqa: E402
+from regard.learn.explain import ALIASES, TOPICS, explained  # noqa: E402
 from regard.learn.topics import Topic, find  # noqa: E402
 
 SECTIONS = ["Formula", "Code", "Example", "Cost", "Proof", "Common mistakes"]

@@ -18,7 +18,7 @@ from regard.learn.training import resume as resume_topic
 from regard.models.vision import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.report import page
-from regard.train.schedule import Schedule
+from regard.train.optim import Schedule
 
 # --- positions and parts ------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 import regard
-from regard.cli.model import resolved, start_of
-from regard.cli.translate import cross_site
-from regard.decode.generate import tokenizer_of
+from regard.decode.generate import special_of, tokenizer_of
+from regard.files import resolve_model
+from regard.see.align import cross_site
 from regard.see.maps import links
 from regard.see.plots import alignment, save
 from regard.see.probe import Probe
@@ -29,7 +29,7 @@ def weights(model: Any, source: list[int], target: list[int]) -> torch.Tensor:
     """(t s): the last cross-attention while `target` is written, a mean over its heads."""
     site = cross_site(model)
     probe = Probe(layers=[site])
-    ids = torch.tensor([[start_of(model), *target[:-1]]])
+    ids = torch.tensor([[special_of(model).start or 0, *target[:-1]]])
     model(ids, source=torch.tensor([source]), probe=probe)
     return probe.maps[site][0][0].float().mean(0)
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10)
     parser.add_argument("--to", type=Path, default=Path("pictures"))
     options = parser.parse_args()
-    model = regard.load(resolved(options.model)).eval()
+    model = regard.load(resolve_model(options.model)).eval()
     tokenizer = needed(tokenizer_of(model))
     options.to.mkdir(parents=True, exist_ok=True)
     lines = options.file.read_text(encoding="utf-8").split("\n")[: options.lines]

@@ -3,7 +3,7 @@
     make demo          (or: python examples/demo.py)
 
 About five minutes on two cores; needs Babel, whose data the dates are made of. Everything is written under runs/demo.
-More arguments go to regard train: python examples/demo.py --train.steps 100
+Settings of the config may be changed: python examples/demo.py --train.steps 100
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import torch
 import regard
 from regard import recipes
 from regard.cli.main import main as command
-from regard.cli.model import start_of
-from regard.cli.translate import cross_site
-from regard.decode.generate import tokenizer_of
+from regard.decode.generate import special_of, tokenizer_of
 from regard.errors import UsageError
 from regard.recipes.dates import UNSEEN
+from regard.see.align import cross_site
 from regard.see.probe import Probe
 
 HOME = Path("runs") / "demo"
@@ -38,23 +37,17 @@ def main(arguments: list[str]) -> int:
     began = time.perf_counter()
     config, data, run = (HOME / name for name in ("dates.toml", "dates-data", "dates"))
     title("1. The data: dates as CLDR writes them, in 76 languages")
-    try:
-        said = (
-            f"{data} is there from before"
-            if config.exists()
-            else recipes.copy("dates", HOME / "dates")[2]
-        )
-    except UsageError as error:
-        print("error:", error, file=sys.stderr)
-        return getattr(error, "code", 2)
-    print(said)
+    if config.exists():
+        print(f"{data} is there from before")
+    else:
+        print(recipes.copy("dates", HOME / "dates")[2])
     for row in picked(table(data / "valid.tsv"), SHOWN):
         print(f"   {row['locale']:<4} {row['source']}  ->  {row['target']}")
-    title(f"2. Training: regard train {config}")
-    code = command(["train", str(config), "--output-dir", str(run), "--overwrite", *arguments])
-    if code:
-        return code
-    model = regard.load(run / "best")
+    title(f"2. Training: regard.train({str(config)!r})")
+    names, values = arguments[::2], arguments[1::2]
+    changes = {n.removeprefix("--"): x for n, x in zip(names, values, strict=True)}
+    result = regard.train(config, run, changes=changes, overwrite=True, callbacks=[progress])
+    model = regard.load(result.best or result.last)
     title("3. Dates it has not seen")
     exact = score(judged(model, table(data / "valid.tsv")), "exact")
     print(f"{100 * exact:.1f} % exactly right (greedy; the aim is {100 * AIM:.0f} %)")
@@ -73,6 +66,18 @@ def main(arguments: list[str]) -> int:
         f"\n{time.perf_counter() - began:.0f} seconds in all. What to try next:\n\n{next_steps(config, run)}"
     )
     return code or int(exact < AIM)
+
+
+def progress(event: dict[str, Any]) -> None:
+    """What the run tells, in lines."""
+    match event["kind"]:
+        case "begin":
+            print(event["about"], flush=True)
+        case "step" if event["step"] % 100 == 0:
+            print(f"step {event['step']}  loss {event['loss']:.3f}", flush=True)
+        case "evaluation":
+            figures = (f"{n} {x:.4f}" for n, x in event.items() if isinstance(x, float))
+            print(f"step {event['step']}  held-out {', '.join(figures)}", flush=True)
 
 
 def title(text: str) -> None:
@@ -157,7 +162,7 @@ def weights(model: Any, row: Row) -> torch.Tensor:
     assert tokenizer is not None
     source, target = tokenizer.encode(row["source"]), tokenizer.encode(row["text"], special=False)
     probe = Probe(layers=[site])
-    ids = torch.tensor([[start_of(model), *target[:-1]]])
+    ids = torch.tensor([[special_of(model).start or 0, *target[:-1]]])
     model(ids, source=torch.tensor([source]), probe=probe)
     return probe.maps[site][0][0].float().mean(0)[:, : len(row["source"])]
 
@@ -196,4 +201,8 @@ def drawn(row: Row, each: torch.Tensor) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UsageError as error:
+        print("error:", error, file=sys.stderr)
+        sys.exit(getattr(error, "code", 2))

@@ -3,6 +3,7 @@
     model = regard.load("folder")            # GPT-2, Llama, BERT, T5, BART, Marian, ViT, DeepSeek, ...
     logits = model(ids)
     tiny = regard.build("gpt2", layers=2, attention=regard.MLA(heads=4, latent=64))
+    result = regard.train("story.toml")      # what the command does; evaluate, classify and embed too
 
 Names are looked up when they are used, so that importing takes no work.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from regard.errors import VERSION as __version__  # noqa: F401
 
 _HOME = {
     "regard.attention": "ATTENTION BACKENDS DSA GQA MLA Context attend",
@@ -20,6 +21,8 @@ _HOME = {
     "regard.cache": "LAYOUTS CacheSpec Contiguous Paged Ring",
     "regard.checkpoint": "from_hf load",
     "regard.errors": "UsageError",
+    "regard.evaluate.classify": "classify",
+    "regard.evaluate.embed": "embed",
     "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
     "regard.see.probe": "Probe",
     "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",
@@ -31,14 +34,18 @@ _HOME = {
     "regard.decode.engine": "Engine",
     "regard.presets": "PRESETS build",
     "regard.decode.generate": "generate stream translate",
+    "regard.train.run": "RunConfig",
+    "regard.train.trainer": "Trainer",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
-__all__ = sorted([*_WHERE, "presets"])
+# Modules that are public names; train and evaluate can be called, see regard/train/__init__.py.
+_MODULES = ("evaluate", "presets", "train")
+__all__ = sorted([*_WHERE, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "presets":
-        return importlib.import_module("regard.presets")
+    if name in _MODULES:
+        return importlib.import_module(f"regard.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

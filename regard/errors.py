@@ -1,18 +1,23 @@
-"""What users are told: their mistakes, notices, and the exit codes of the commands."""
+"""What users are told: their mistakes, notices, the exit codes of the commands, the version."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+VERSION = "0.1.0"
 
 # Exit codes beside 2, which is every other UsageError.
-RUN, ENVIRONMENT, DATA = 1, 3, 4
+RUN, ENVIRONMENT, DATA, CHECK = 1, 3, 4, 5
 
 
 class UsageError(ValueError):
-    """Something the user asked for cannot be done; the text says what was asked, what is possible, what to type."""
+    """Something the user asked for cannot be done; the text says what was asked, what is possible,
+    what to type."""
 
 
 class Notice(UserWarning):
@@ -40,3 +45,20 @@ class Fault(UsageError):
     def __init__(self, text: str, code: int):
         super().__init__(text)
         self.code = code
+
+
+@contextlib.contextmanager
+def blaming(code: int, files: int | None = None) -> Iterator[None]:
+    """Give mistakes in here this exit code, but for those that have their own; and this, or
+    `files`, to files that cannot be read."""
+    try:
+        yield
+    except UsageError as error:
+        raise Fault(str(error), getattr(error, "code", code)) from None
+    except OSError as error:
+        # It is what was written that had no room.
+        if error.errno == errno.ENOSPC:
+            raise
+        name = "the model folder" if error.filename is None else str(error.filename)
+        why = f"{name!r:.80} cannot be read: {error.strerror or error}"
+        raise Fault(why, code if files is None else files) from None

@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from regard.errors import UsageError
+from regard.errors import DATA, Fault, UsageError
 
 # The index of DeepSeek-V3 has 9 MB, the largest tokenizers some 40.
 JSON_BYTES, FILE_BYTES = 64 * 2**20, 256 * 2**20
+# The key of config.json with the longest row that a model was trained on.
+TRAINED = "trained_length"
 
 
 def model_folder(path: str | Path) -> Path:
@@ -33,6 +35,17 @@ def model_folder(path: str | Path) -> Path:
             f"hf download {name} --local-dir {here}   and then give {here} instead"
         )
     raise UsageError(text)
+
+
+def resolve_model(path: str | Path) -> Path:
+    """The model folder that is meant: of a run's folder its best model, or its last where none was evaluated."""
+    home = Path(path)
+    for place in (home, home / "best", home / "last"):
+        if any((place / name).is_file() for name in ("config.json", "adapter.json")):
+            return place
+    if (home / "run.json").is_file() or (home / "checkpoints").is_dir():
+        raise Fault(f"the run {path} has saved no model yet; wait for a checkpoint", DATA)
+    return home
 
 
 def inside(path: Path) -> Path:

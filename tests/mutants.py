@@ -41,8 +41,8 @@ TARGETS = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in (
         "attention/*.py", "mask.py", "position.py", "cache/*.py", "layers.py", "moe.py", "models/*.py",
-        "decode/*.py", "checkpoint/rules.py", "train/trainer.py", "train/objective.py", "train/head.py",
-        "data/corrupt.py", "train/optim.py", "train/schedule.py", "train/keep.py",
+        "decode/*.py", "checkpoint/rules.py", "train/trainer.py", "train/loss.py",
+        "data/corrupt.py", "train/optim.py", "train/checkpoint.py",
     )
     for path in (ROOT / "regard").glob(pattern)
     if path.name not in ("__init__.py", "graphs.py")

@@ -15,9 +15,10 @@ from regard.cli.main import main
 from regard.config import to_dict
 from regard.errors import UsageError
 from regard.layers import Classify
+from regard.models.adapt import with_head
 from regard.presets import PRESETS
-from regard.train.adapt import Adapt, adapted, with_head
-from regard.train.run import flat, fresh, placed, written
+from regard.train.adapt import Adapt, adapted
+from regard.train.build import flat, fresh, placed, written
 from tests.test_cli_train import CONFIG
 
 PAIRS = """

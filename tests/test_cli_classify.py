@@ -12,6 +12,8 @@ import torch
 
 import regard
 from regard.checkpoint.hf import Origin
+from regard.decode.generate import tokenizer_of
+from regard.text import needed
 from tests.test_cli import HOME, Done, call, folder, put
 from tests.test_cli_eval import LINES, NAMES, SMALL, encoder
 
@@ -69,7 +71,7 @@ def test_text_that_spells_a_special_token_is_text() -> None:
         "classify", encoder("classify"), "--json", stdin="dog\ndog [SEP]"
     ).out.splitlines()
     model = regard.load(encoder("classify"))
-    tokenizer = regard.run.tokenizer_of(model)  # type: ignore[attr-defined]
+    tokenizer = needed(tokenizer_of(model))
     ids = tokenizer.encode("dog [SEP]", literal=True)
     want = model(torch.tensor([ids])).softmax(-1).max().item()
     assert plain != spelt and json.loads(spelt)["probability"] == pytest.approx(want, abs=1e-5)

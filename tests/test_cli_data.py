@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.cli.data import Peek, Train, run
+from regard.cli import data as peeking
+from regard.cli import tokenizer as training
+from regard.cli.data import Options as Peek
+from regard.cli.data import breadth, columns, picture, visible
 from regard.cli.parse import parse
-from regard.cli.peek import breadth, columns, picture, visible
+from regard.cli.tokenizer import Options as Train
 from regard.errors import UsageError
 from regard.text import Tokenizer, needed
 
@@ -28,7 +31,7 @@ def put(path: Path, text: str) -> Path:
 def command(cls: Any, *arguments: Any) -> int:
     options = parse(cls, "data peek", [str(a) for a in arguments])
     assert options is not None
-    return run(options)
+    return (peeking if cls is Peek else training).run(options)
 
 
 @pytest.fixture
@@ -46,8 +49,9 @@ def tok(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 def test_help_and_options_do_not_import_torch() -> None:
     script = """
 import sys
-from regard.cli.data import Peek, Train
+from regard.cli.data import Options as Peek
 from regard.cli.parse import parse
+from regard.cli.tokenizer import Options as Train
 assert parse(Peek, "data peek", ["--help"]) is None and parse(Train, "tokenizer train", ["--help"]) is None
 assert parse(Peek, "data peek", ["a", "b", "--rows", "2"]).files == ("a", "b")
 heavy = {"torch", "numpy", "tokenizers", "safetensors"} & set(sys.modules)

@@ -61,7 +61,7 @@ def test_changed_weights_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.nn.init.zeros_(next(model.parameters()))
         return model
 
-    monkeypatch.setattr(doctor, "load", wrong)
+    monkeypatch.setattr("regard.checkpoint.load", wrong)
     assert doctor.tried(doctor.same_bits, torch.device("cpu")) == (
         False,
         "ValueError: the weights came back changed",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import regard
-from regard.cli.embed import embedded
 from regard.decode.generate import tokenizer_of
+from regard.evaluate.embed import embedded
 from tests.test_cli import call, folder, put
 from tests.test_cli_eval import LINES, SMALL, encoder
 from tests.text import tiny

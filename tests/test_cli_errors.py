@@ -134,7 +134,7 @@ def test_failing_device_is_one_line(
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError(said)
 
-    monkeypatch.setattr("regard.cli.model.load", fails)
+    monkeypatch.setattr("regard.evaluate.model.load", fails)
     done = call("generate", folder("gpt2"), "a")
     assert (done.code, done.out) == (code, "")
     assert done.err.count("\n") == 1 and part in done.err
@@ -144,7 +144,7 @@ def test_errors_that_are_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("regard.cli.model.load", fails)
+    monkeypatch.setattr("regard.evaluate.model.load", fails)
     with pytest.raises(RuntimeError, match="shapes"):
         call("generate", folder("gpt2"), "a")
 
@@ -264,8 +264,8 @@ def test_lines_that_fail_are_named_and_the_others_are_translated(
 
 def test_missing_package_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
-    for name in ("options", "options_work", "parse"):
-        monkeypatch.delitem(sys.modules, f"regard.cli.{name}")
+    for name in ("generate", "parse"):
+        monkeypatch.delitem(sys.modules, f"regard.cli.{name}", raising=False)
     done = call("generate", folder("gpt2"), "a")
     assert done.code == 3 and done.err == "error: the package tyro is missing; pip install tyro\n"
 
@@ -273,7 +273,7 @@ def test_missing_package_is_the_environments_fault(monkeypatch: pytest.MonkeyPat
 def test_bench_is_refused_outside_a_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("regard.cli.__file__", str(tmp_path / "regard" / "cli.py"))
+    monkeypatch.setattr("regard.cli.main.__file__", str(tmp_path / "regard" / "cli.py"))
     done = call("bench", "decode")
     assert done.code == 3 and "part of the source checkout" in done.err
 
@@ -285,7 +285,7 @@ def test_bench_decode_runs_what_the_machine_can(monkeypatch: pytest.MonkeyPatch)
         ran.append([Path(command[1]).name, *command[2:]])
         return subprocess.CompletedProcess(command, 5 if "invariant" in command[1] else 0)
 
-    monkeypatch.setattr("regard.cli.subprocess.run", record)
+    monkeypatch.setattr("regard.cli.main.subprocess.run", record)
     for there in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         for flags in ([], ["--quick"]):
@@ -300,7 +300,7 @@ def test_bench_decode_runs_what_the_machine_can(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_bench_needs_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.cli.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("regard.cli.main.importlib.util.find_spec", lambda name: None)
     done = call("bench", "decode")
     assert (done.code, done.err.count("\n")) == (3, 1) and "transformers is missing" in done.err
 

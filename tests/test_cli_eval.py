@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import regard
 from regard.checkpoint.hf import Origin
-from regard.cli.model import resolved
 from regard.errors import Fault
+from regard.files import resolve_model
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
 from tests.test_cli import HOME, call, folder, put
@@ -249,19 +249,19 @@ def test_run_folder_means_its_best_model_else_its_last(tmp_path: Path) -> None:
     run, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
     steps.mkdir(parents=True)
     with pytest.raises(Fault, match="has saved no model yet") as error:
-        resolved(str(run))
+        resolve_model(run)
     assert error.value.code == 4
     for name in ("step-1", "step-2"):
         (steps / name).mkdir()
         (steps / name / "config.json").write_text("{}")
     (run / "last").symlink_to(Path("checkpoints") / "step-2")
-    assert resolved(str(run)) == str(run / "last")
+    assert resolve_model(run) == run / "last"
     (run / "best").symlink_to(Path("checkpoints") / "step-1")
-    assert resolved(str(run)) == str(run / "best")
-    assert resolved(str(steps / "step-1")) == str(steps / "step-1")
+    assert resolve_model(run) == run / "best"
+    assert resolve_model(steps / "step-1") == steps / "step-1"
     (steps / "step-1" / "config.json").rename(steps / "step-1" / "adapter.json")  # LoRA
-    assert resolved(str(run)) == str(run / "best")
-    assert resolved("nowhere") == "nowhere"
+    assert resolve_model(run) == run / "best"
+    assert resolve_model("nowhere") == Path("nowhere")
 
 
 def test_commands_take_run_folders(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from regard.cli.explain import TOPICS
 from regard.cli.main import main
+from regard.learn.explain import TOPICS
 
 Said = pytest.CaptureFixture[str]
 

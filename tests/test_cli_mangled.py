@@ -64,7 +64,7 @@ SETTINGS = [
     "train.schedule.shape",
     "train.clip",
     "train.schedule.warmup",
-    "train.parts",
+    "train.micro_batches",
     "train.average",
     "train.patience",
     "train.save",
@@ -158,7 +158,7 @@ def test_mangled_command_ends_in_an_answer_or_a_sentence(
     seed: int, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(home)
-    monkeypatch.setattr("regard.cli.give_up", lambda code: code)  # closes the process' stdout
+    monkeypatch.setattr("regard.cli.main.give_up", lambda code: code)  # closes the process' stdout
     monkeypatch.setattr("regard.train.plan.PROBED", 0.02)
     if not Path("runs/run").exists():
         assert call("train", "run.toml", "--quiet").code == 0

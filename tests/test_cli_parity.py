@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import regard
-from regard.cli.parity import said, table, verdict
+from regard.cli.parity import summary, table, verdict
 from regard.parity.check import Check
 from tests.look.planted import BUGS
 from tests.test_cli import HOME, SMALL, call
@@ -120,6 +120,6 @@ def test_tie_is_told_and_is_no_bug() -> None:
     tie = Check("ours against transformers", "tie", 0.14, 0.3, "block 1 output", "transformers")
     fine = Check("fused against reference", "rounding", 1e-6, 0.4, "logits")
     assert verdict([fine, tie]) == "tie" and " tie " in table([fine, tie])
-    assert "no bug, but a tie: in block 1 output" in said([fine, tie])
-    assert "the transformers run took others, and neither is wrong" in said([fine, tie])
+    assert "no bug, but a tie: in block 1 output" in summary([fine, tie])
+    assert "the transformers run took others, and neither is wrong" in summary([fine, tie])
     assert verdict([tie, dataclasses.replace(fine, verdict="bug")]) == "bug"

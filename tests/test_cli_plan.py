@@ -9,12 +9,12 @@ import torch
 
 import regard
 from regard.cli.main import main
-from regard.cli.plan import kv, step_seconds
 from regard.data.config import Data
 from regard.data.survey import Survey
 from regard.presets import build
-from regard.train.check import SUITS
-from regard.train.config import TASKS, Config
+from regard.train.config import Config
+from regard.train.forecast import cache_bytes, step_seconds
+from regard.train.tasks import TASKS
 from regard.train.trainer import Train
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
@@ -59,7 +59,7 @@ train = { steps = 10 }
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
-    monkeypatch.setattr("regard.cli.plan.MEASURED", 0.0)
+    monkeypatch.setattr("regard.train.forecast.MEASURED", 0.0)
     (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
     pairs = (f"number {i}\tnummer {i} und mehr davon\n" for i in range(200))
     (tmp_path / "pairs.tsv").write_text("".join(pairs), encoding="utf-8")
@@ -127,7 +127,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_step_of_every_task_is_measured(task: str) -> None:
-    preset, reads = SUITS[task][1].split()[0], TASKS[task][0]
+    preset, reads = TASKS[task].presets.split()[0], TASKS[task].reads
     if preset not in PRESETS:
         pytest.skip(f"{preset} has no small form here")
     model = {"preset": preset, "layers": 1, "dim": 16, "heads": 2, **PRESETS[preset]}
@@ -154,7 +154,9 @@ def test_settings_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     bf16 = planned(["lm.toml", "--train.precision", "bf16"], capsys)
     assert bf16["memory"]["activations"] < plain["memory"]["activations"]
     assert bf16["memory"]["copies"] > 0 == plain["memory"]["copies"]
-    deep = planned(["lm.toml", "--model.layers", "4", "--train.recompute", "true"], capsys)
+    deep = planned(
+        ["lm.toml", "--model.layers", "4", "--train.activation_checkpointing", "true"], capsys
+    )
     assert deep["parameters"] > plain["parameters"] and deep["flops"] > 2 * plain["flops"]
     assert planned(["lm.toml", "--keep", "5"], capsys)["disk"]["total"] > plain["disk"]["total"]
 
@@ -163,25 +165,30 @@ def test_settings_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.cli.plan.free_memory", lambda device: 4 << 30)
+    monkeypatch.setattr("regard.train.forecast.free_memory", lambda device: 4 << 30)
     large = ["--model.layers", "24", "--model.dim", "256", "--data.rows", "65536"]
     assert main(["plan", "lm.toml", *large]) == 3
     said = capsys.readouterr()
     less = [line.split()[1] for line in said.out.splitlines() if line.startswith("less")]
-    assert less == ["--train.parts", "--train.recompute", "--train.precision", "--data.rows"]
+    assert less == [
+        "--train.micro_batches",
+        "--train.activation_checkpointing",
+        "--train.precision",
+        "--data.rows",
+    ]
     assert said.err.startswith("error: this run does not fit: it needs about ")
     assert len(said.err.splitlines()) == 1
     told = planned(["lm.toml", *large], capsys, code=3)
     assert not told["fits"] and told["changes"][0]["total"] <= 4 << 30
-    fixed = f"{told['changes'][0]['settings']['train.parts']}"
-    assert planned(["lm.toml", *large, "--train.parts", fixed], capsys)["fits"]
+    fixed = f"{told['changes'][0]['settings']['train.micro_batches']}"
+    assert planned(["lm.toml", *large, "--train.micro_batches", fixed], capsys)["fits"]
 
 
 @pytest.mark.usefixtures("home")
 def test_full_disk_is_exit_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.cli.plan.free_disk", lambda folder: 1 << 20)
+    monkeypatch.setattr("regard.train.forecast.free_disk", lambda folder: 1 << 20)
     assert main(["plan", "lm.toml"]) == 3
     assert "its checkpoints do not fit" in capsys.readouterr().err
 
@@ -209,8 +216,11 @@ def test_plan_of_a_model_folder(home: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_cache_of_known_models() -> None:
     """Llama 3.1 8B: 128 KiB a token. DeepSeek-V3: 70,272 bytes, 56.9 times less than keys and values of all heads."""
-    assert kv(build("llama-3.1-8b", device="meta")) == {"token": 128 << 10, "mha": 512 << 10}
-    found = kv(build("deepseek-v3", device="meta"))
+    assert cache_bytes(build("llama-3.1-8b", device="meta")) == {
+        "token": 128 << 10,
+        "mha": 512 << 10,
+    }
+    found = cache_bytes(build("deepseek-v3", device="meta"))
     assert found is not None and found["token"] == 70_272
     assert found["mha"] / found["token"] == pytest.approx(56.9, abs=0.05)
 

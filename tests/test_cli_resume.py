@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from regard.cli import recipes
 from regard.cli.main import main
-from regard.cli.train import again
 from regard.data.config import Data
-from regard.evaluate.measure import measure
 from regard.train.config import Config, read
 from regard.train.log import as_toml
+from regard.train.measure import measure
+from regard.train.run import again
 from regard.train.trainer import Trainer
 from tests.test_cli_train import home as home
 
@@ -151,7 +151,7 @@ def test_stop_in_a_long_evaluation_saves_first(
 
         return measure(*args, between=asked, **settings)
 
-    monkeypatch.setattr("regard.train.run.measure", watched)
+    monkeypatch.setattr("regard.train.build.measure", watched)
     for stop in (1, 2, 99):  # batches of the evaluation after step 4, and samples
         shutil.rmtree(home / "parts", ignore_errors=True)
         calls.clear()

@@ -76,13 +76,15 @@ def test_run_that_goes_back_reads_as_one_that_left_the_step_out(tmp_path: Path) 
     runs = {}
     for name in ("back", "skip"):
         (tmp_path / name).mkdir()
-        t = trainer(tmp_path / name / "checkpoints", parts=1, save=4, evaluate=0, nan="back")
+        t = trainer(
+            tmp_path / name / "checkpoints", micro_batches=1, save=4, evaluate=0, nan="back"
+        )
         if name == "back":
             t.objective = Poisoned(7, "gradient")
         else:
             t.at.skipped = [7]
         with Log(tmp_path / name, t.at, []) as log:
-            t.tell = log
+            t.callbacks = [log]
             assert t.run() == "done"
         (tmp_path / name / "run.json").write_text('{"format": 1}')
         runs[name] = read(tmp_path / name)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from tokenizers import models, pre_tokenizers, processors
 
 import regard
-from regard.cli import model as cli_model
-from regard.cli.translate import source_words, target_words, word_numbers
+from regard.evaluate import model as opening
+from regard.see.align import source_words, target_words, word_numbers
 from regard.text import Tokenizer, needed
 from tests.test_cli import HOME, Done, call, folder, process, put
 from tests.text import tiny
@@ -93,7 +93,7 @@ def test_model_is_packed_for_the_rows_of_a_step(
         seen.append((precision, rows))
         return regard.prepare(model, precision, rows=rows)
 
-    monkeypatch.setattr(cli_model, "prepare", prepared)
+    monkeypatch.setattr(opening, "prepare", prepared)
     assert call("translate", folder("t5"), "--max-new-tokens", 2, *flags, stdin="Hund").code == 0
     assert seen == [("fp32", rows)]
 

@@ -9,7 +9,7 @@ from regard.decode.sampling import beam_search, top_k, top_p
 from regard.errors import UsageError
 from regard.mask import Causal, Padding, Span, Visible
 from regard.position import Rope
-from regard.train.objective import IGNORE, masked_lm_loss, smooth, smoothed_loss
+from regard.train.loss import IGNORE, masked_lm_loss, smooth, smoothed_loss
 from tests.laws.mechanisms import DIM, decoder, ids
 
 close = torch.testing.assert_close

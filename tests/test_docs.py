@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from regard.cli.options_explain import Explain
+from regard.cli.explain import Options
 from regard.cli.parse import parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,7 @@ def test_commands_on_the_pages_can_be_typed() -> None:
     ]
     assert len(lines) >= 24
     for line in lines:
-        options = parse(Explain, "explain", shlex.split(line))
+        options = parse(Options, "explain", shlex.split(line))
         assert options is not None and options.topic == line.split()[0]
 
 

@@ -24,7 +24,7 @@ from regard.models.cells import BahdanauStep
 from regard.models.recurrent import Seq2SeqConfig
 from regard.models.transformer import TokenEmbedding
 from regard.position import Rope, Sinusoidal, rotate, sinusoid
-from regard.train.objective import causal_lm_loss, teacher_forcing
+from regard.train.loss import causal_lm_loss, teacher_forcing
 from tests.laws.mechanisms import DIM, VOCAB, context, decoder, ids, layer, stir
 from tests.worked.examples import Watch, run
 

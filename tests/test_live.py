@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from regard.cli import live
 from regard.cli.live import Live, Meter, Plain, Trail, evaluation_line, view
-from regard.errors import Fault, UsageError
+from regard.errors import Fault, Notice, UsageError
 from regard.train.track import tracker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -251,6 +252,7 @@ def test_view_is_chosen_by_the_terminal(
 def test_view_without_rich_is_plain_lines() -> None:
     script = """
 import sys
+import warnings
 sys.modules["rich"] = sys.modules["rich.console"] = None
 sys.stderr.isatty = lambda: True
 from regard.cli.live import view
@@ -296,10 +298,8 @@ def test_service_is_told_numbers(
     module = Service(name)
     monkeypatch.setitem(sys.modules, name, module)
     (listener,) = tracker([name, name], tmp_path, INFO)
-    with listener:
-        for event in EVENTS:
-            listener(event)
-        listener({"kind": "end", "status": "done"})
+    for event in (*EVENTS, {"kind": "end", "status": "done"}, {"kind": "end", "status": "done"}):
+        listener(event)
     given = {"project": "regard", "name": "story", "config": {"train.steps": 3, "task": "lm"}}
     where = {"dir": str(tmp_path)} if name == "wandb" else {}  # trackio has no such argument
     assert module.calls == [
@@ -311,13 +311,17 @@ def test_service_is_told_numbers(
 
 
 def test_tracker_that_fails_does_not_cost_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Service("wandb", fails=True))
     (listener,) = tracker(["wandb"], tmp_path, INFO)
-    for event in EVENTS:
-        listener(event)
-    assert capsys.readouterr().err == "note: wandb is told no more: the network is down\n"
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for event in EVENTS:
+            listener(event)
+    (told,) = heard
+    assert told.category is Notice
+    assert str(told.message) == "wandb is told no more: the network is down"
 
 
 def test_tensorboard_is_told_scalars_and_samples(
@@ -342,9 +346,8 @@ def test_tensorboard_is_told_scalars_and_samples(
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     (listener,) = tracker(["tensorboard"], tmp_path, INFO)
-    with listener:
-        for event in EVENTS:
-            listener(event)
+    for event in (*EVENTS, {"kind": "end", "status": "done"}):
+        listener(event)
     assert calls[0] == str(tmp_path / "tensorboard") and calls[-1] == "close"
     assert ("train/loss", 3.0, 1) in calls and ("eval/bleu", 31.2, 1) in calls
     assert ("samples/0", 2) in calls

@@ -13,14 +13,14 @@ from tokenizers import models, pre_tokenizers, processors
 
 import regard
 from regard.checkpoint.hf import Origin
-from regard.data.batch import IGNORE, Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
-from regard.evaluate import measure as module
-from regard.evaluate.measure import Measured, context_of, measure, spread, translations
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
-from regard.train import objective
-from regard.train.head import Smoothing
+from regard.train import loss as objective
+from regard.train import measure as module
+from regard.train.loss import Smoothing
+from regard.train.measure import Measured, context_of, measure, spread, translations
 from tests.text import tiny
 
 SMALL: dict[str, Any] = dict(layers=1, dim=16, heads=2, ffn_dim=24)

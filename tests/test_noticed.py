@@ -12,7 +12,7 @@ from torch import nn
 import regard
 from regard.block import Block
 from regard.cache import Contiguous, Paged
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.decode.engine import Engine
 from regard.decode.settings import Settings
 from regard.fast import cpu as lean
@@ -20,8 +20,8 @@ from regard.kernels.c import native
 from regard.layers import LM, LMHead, Tag
 from regard.models.adapt import LoRA, LowRank, with_head
 from regard.models.start import Start, initialize
-from regard.train.keep import Keeper
-from regard.train.objective import balanced, causal
+from regard.train.checkpoint import Checkpoints
+from regard.train.loss import balanced, causal
 from regard.train.trainer import machine
 from tests.decode.tiny import MODELS, answers, full, model, prompts, request, run
 from tests.train.toy import trainer
@@ -31,12 +31,12 @@ from tests.train.toy import trainer
 
 def test_mean_is_of_the_checkpoints_at_their_distance_and_the_newest(tmp_path: Path) -> None:
     """The best one stays though it is not at the distance, but is no part of the mean."""
-    keeper = Keeper(tmp_path, lambda m, path: path.mkdir(), keep=3, size=lambda m: 0)
-    keeper.every = 5
+    checkpoints = Checkpoints(tmp_path, lambda m, path: path.mkdir(), keep=3, size=lambda m: 0)
+    checkpoints.every = 5
     for step in (3, 5, 10, 12):
-        keeper.write(step, None, {}, {"best": 3})
-    assert keeper.steps() == [keeper.path(step) for step in (3, 5, 10, 12)]
-    assert keeper.regular() == [keeper.path(step) for step in (5, 10, 12)]
+        checkpoints.write(step, None, {}, {"best": 3})
+    assert checkpoints.steps() == [checkpoints.path(step) for step in (3, 5, 10, 12)]
+    assert checkpoints.regular() == [checkpoints.path(step) for step in (5, 10, 12)]
 
 
 def test_without_a_distance_every_checkpoint_counts(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_without_a_distance_every_checkpoint_counts(tmp_path: Path) -> None:
     losses = iter((3.0, 2.0, 1.0, 0.5))
     t.measure = lambda model, between: ({"loss": next(losses)}, {})
     t.run()
-    assert t.keeper.steps() == [t.keeper.path(step) for step in (3, 6, 9)]
+    assert t.checkpoints.steps() == [t.checkpoints.path(step) for step in (3, 6, 9)]
     assert [event["of"] for event in told if event["kind"] == "average"] == [3]
 
 

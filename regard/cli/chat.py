@@ -5,40 +5,69 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from regard.cli.generate import check_reads_text, settings_of, write
-from regard.cli.main import fail
-from regard.cli.model import Opened, Rate, blaming, context_of, read_lines
-from regard.cli.options import Chat
-from regard.cli.parse import values
-from regard.decode.generate import stream
-from regard.decode.settings import Settings
-from regard.errors import DATA, UsageError
-from regard.text import encode_chat, needed, render_chat
-from regard.text.tokenizer import check_unicode
+from tyro.conf import UseAppendAction as Many
+from tyro.conf import arg
+
+from regard.cli.generate import settings_of, write
+from regard.cli.parse import Count, Folder, Machine, values
+from regard.cli.shared import Rate, compare, fail, open_model, read_lines
+from regard.errors import DATA, UsageError, blaming
+
+if TYPE_CHECKING:
+    from regard.evaluate.model import Opened
 
 LONGEST = 1024  # tokens of an answer, where the context is longer
 
 
-def run(options: Chat) -> int:
+@dataclass(frozen=True)
+class Options:
+    """A conversation, with the folder's chat template. Ctrl-C stops an answer, Ctrl-D or /quit ends, /clear forgets.
+
+    regard chat MODEL
+    regard chat MODEL --system "Answer in one sentence." --temperature 0.7
+    """
+
+    model: Folder
+    system: Annotated[str | None, arg(metavar="TEXT")] = None
+    """what the model is told first"""
+    max_new_tokens: Count = None
+    """of an answer; default: what the context leaves, at most 1024"""
+    temperature: float = 0.0
+    """0: always the most probable token"""
+    top_p: float = 1.0
+    """draw from the most probable tokens that make up this probability"""
+    seed: int = 0
+    """another number, another text"""
+    stop: Annotated[Many[tuple[str, ...]], arg(metavar="TEXT")] = ()
+    """end an answer before this text"""
+    machine: Machine = field(default_factory=Machine)
+
+
+def run(options: Options) -> int:
+    from regard.decode.settings import Settings
+    from regard.evaluate.model import check_reads_text
+    from regard.text.tokenizer import check_unicode
+
     given = settings_of(values(options))
     if options.max_new_tokens is None:
         del given["max_new_tokens"]
     Settings.of(given)
     check_unicode(options.system or "", "--system")
-    opened_model = Opened(options.model, options.machine, rows=1)
-    check_reads_text(opened_model.model)
-    talk_to = Conversation(opened_model, options, given)
+    opened = open_model(options.model, options.machine, rows=1)
+    check_reads_text(opened.model)
+    conversation = Conversation(opened, options, given)
     for line in lines():
         text = line.strip()
         if text == "/quit":
             break
         if text == "/clear":
-            talk_to.clear()
+            conversation.clear()
         elif text:
             try:
-                talk_to.say(line)
+                conversation.say(line)
             except UsageError as error:
                 if not sys.stdin.isatty():
                     raise
@@ -50,8 +79,9 @@ def lines() -> Iterator[str]:
     """What the user says, line by line, until Ctrl-D."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  input() then has a history and can be edited
-        # what is no UTF-8 is then told as a mistake in the message
+            # input() then has a history and can be edited.
+            import readline  # noqa: F401
+        # What is no UTF-8 is then told as a mistake in the message.
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
         while True:
             try:
@@ -65,12 +95,14 @@ def lines() -> Iterator[str]:
 class Conversation:
     """The messages so far. An answer that is interrupted stays, as far as it came."""
 
-    def __init__(self, opened_model: Opened, options: Chat, settings: dict[str, Any]):
-        self.opened, self.options, self.settings = opened_model, options, settings
+    def __init__(self, opened: Opened, options: Options, settings: dict[str, Any]):
+        from regard.text import needed, render_chat
+
+        self.opened, self.options, self.settings = opened, options, settings
         self.messages: list[dict[str, str]] = []
         self.clear()
         with blaming(DATA):
-            self.tokenizer = needed(opened_model.tokenizer)
+            self.tokenizer = needed(opened.tokenizer)
             render_chat(self.tokenizer, [*self.messages, {"role": "user", "content": "?"}])
 
     def clear(self) -> None:
@@ -79,27 +111,30 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """Write the answer to a message, and remember both."""
+        from regard.decode.generate import stream
+        from regard.text import encode_chat
+
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = encode_chat(self.tokenizer, asked)
-        self.opened.compare(prompt)
+        compare(self.opened, prompt)
         settings = {"max_new_tokens": self.room(len(prompt)), **self.settings}
         pieces = stream(self.opened.model, prompt, stop=self.options.stop, **settings)
         rate, why = Rate(streaming=True), "Ctrl-C"
-        said: list[str] = []
+        answer: list[str] = []
         try:
-            why = write(pieces, rate, said).finish
+            why = write(pieces, rate, answer).finish
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
         sys.stdout.write("\n")
         sys.stdout.flush()
         rate.done(f", ended by {why}")
-        self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+        self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 
     def room(self, used: int) -> int:
         """Tokens that an answer may have."""
-        longest = context_of(self.opened.model)
-        if longest is None or self.opened.two:
+        longest = getattr(self.opened.model.config, "max_len", None)
+        if longest is None or self.opened.encodes:
             return LONGEST if longest is None else min(LONGEST, longest - 1)
         if used >= longest:
             raise UsageError(

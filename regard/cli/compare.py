@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
+from typing import Annotated
 
-from regard.cli.options_work import Compare
+from tyro.conf import Positional, arg
+
+from regard.cli.parse import Switch
 from regard.cli.report import SCHEMA, checked, save
 from regard.errors import UsageError
-from regard.report.run import aligned, comparison, differing, labels
-from regard.report.runs import read, strict, summary
 
 
-def run(options: Compare) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Runs side by side: what differs in their settings, and their curves and figures.
+
+    regard compare runs/a runs/b                      a table
+    regard compare runs/a runs/b --output compare.html
+    """
+
+    runs: Annotated[Positional[tuple[str, ...]], arg(metavar="RUN")]
+    """two folders of runs or more"""
+    output: Annotated[str | None, arg(metavar="FILE")] = None
+    """also write one HTML page, or Markdown"""
+    json: Switch = False
+    """one JSON object"""
+
+
+def run(options: Options) -> int:
+    from regard.report.run import aligned, comparison, differing, labels
+    from regard.report.runs import read, strict, summary
+
     if len(options.runs) < 2:
         raise UsageError("compare needs two runs or more: regard compare runs/a runs/b")
     path = checked(options.output)
@@ -22,9 +43,9 @@ def run(options: Compare) -> int:
             print(f"note: {each.folder}: {note}", file=sys.stderr)
     if options.json:
         figures = [summary(each).json() for each in runs]
-        found = [{"run": name, **figure} for name, figure in zip(labels(runs), figures)]
-        told = {"schema": SCHEMA, "differs": strict(differing(runs)), "runs": found}
-        print(json.dumps(told, ensure_ascii=False))
+        rows = [{"run": name, **figure} for name, figure in zip(labels(runs), figures)]
+        facts = {"schema": SCHEMA, "differs": strict(differing(runs)), "runs": rows}
+        print(json.dumps(facts, ensure_ascii=False))
     else:
         print(aligned(runs))
     if path is not None:

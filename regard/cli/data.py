@@ -1,48 +1,33 @@
-"""regard data peek, regard tokenizer train: what they can be told, and the second's work (the first's is in
-regard.cli.peek). Importing this needs neither torch nor numpy."""
+"""regard data peek: the first batch of training data as the model will get it, for people or as
+JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
-from tyro.conf import UseAppendAction as Many
+from tyro.conf import arg
 
-from regard.cli.parse import Count, Switch
+from regard.cli.parse import Count, DataFiles, Files, Reading, Switch
 from regard.errors import UsageError
+from regard.see.format import columns as breadth
 
 if TYPE_CHECKING:
-    from regard.data.read import Source
+    from torch import Tensor
 
-Files = Annotated[Positional[tuple[str, ...]], arg(metavar="FILE ...")]
-Named = Annotated[Many[tuple[str, ...]], arg(metavar="NAME=VALUE")]
-More = Annotated[Many[tuple[str, ...]], arg(metavar="FILE")]
-Folder = Annotated[str | None, arg(metavar="FOLDER")]
+    from regard.data.config import Loaded
+    from regard.data.feed import Feed
+    from regard.data.tokens import Coder
 
-
-@dataclass(frozen=True)
-class Reading:
-    """How the files are read."""
-
-    format: str = "auto"
-    """text, tsv, csv, jsonl, squad, parquet, hub, npz, npy, idx, images; auto: by the name"""
-    unit: Literal["file", "line", "paragraph"] = "file"
-    """what is one document of plain text"""
-    marker: str = ""
-    """a text that stands between documents, such as <|endoftext|>"""
-    columns: Named = ()
-    """which column has a role (text, second, source, target, label, words, tags, start, end), by number from 0 or by
-    name: text=1"""
-    header: Annotated[bool | None, arg(metavar="True|False")] = None
-    """whether the first line names the columns; left out: it does if columns are given by name"""
-    size: Count = None
-    """scale pictures to N x N"""
+SHADES = " .:-=+*#%@"
 
 
 @dataclass(frozen=True)
-class Peek:
+class Options:
     """Print a real batch of training data: tokens, ids, and what is learned from them.
 
     regard data peek story.toml                                     as training with this config will see it
@@ -51,11 +36,11 @@ class Peek:
     regard data peek reviews.tsv --columns text=1 --columns label=0 --task classify --tokenizer MODEL
     """
 
-    files: Files
+    files: DataFiles
     """data files; * and ? are understood; .gz and .xz too; or a training config (.toml), which says all the rest"""
-    target: More = ()
+    target: Files = ()
     """files with the other side, line by line; classes of npy and idx files"""
-    tokenizer: Folder = None
+    tokenizer: Annotated[str | None, arg(metavar="FOLDER")] = None
     """a model folder, a run's folder, or what regard tokenizer train wrote"""
     task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag", "answer", "image"] = "auto"
     """auto: seq2seq with a target, image for pictures, classify with a label, else lm"""
@@ -78,155 +63,225 @@ class Peek:
     reading: Reading = field(default_factory=Reading)
 
 
-@dataclass(frozen=True)
-class Train:
-    """Learn a tokenizer from files; the folder then has tokenizer.json and tokenizer_config.json.
-
-    regard tokenizer train story.txt --out tok --vocab 4096
-    regard tokenizer train in.de --target in.en --task seq2seq --out tok         one for both sides
-    regard tokenizer train in.de --target in.en --task seq2seq --sides --out tok     tok/source and tok/target
-    """
-
-    files: Files
-    """data files; * and ? are understood; .gz and .xz too"""
-    out: Annotated[str, arg(metavar="FOLDER")]
-    """the folder to write"""
-    kind: Literal["bpe", "wordpiece", "unigram", "chars", "bytes"] = "bpe"
-    """bpe is byte-level and loses nothing"""
-    vocab: int = 8000
-    """tokens at most, special ones among them"""
-    task: Literal["lm", "seq2seq", "mlm"] = "lm"
-    """which special tokens are usual: an end; begin and end; class, separator and mask"""
-    special: Named = ()
-    """special tokens instead: pad=<pad>; parts: pad, unk, bos, eos, cls, sep, mask"""
-    more: Annotated[Many[tuple[str, ...]], arg(metavar="TOKEN")] = ()
-    """one more special token"""
-    around: Literal["auto", "none", "start", "end", "both"] = "auto"
-    """which of beginning and end are put around a text"""
-    lower: Switch = False
-    """all letters small"""
-    min_count: int = 2
-    """pairs that are seen less often are not joined"""
-    target: More = ()
-    """files with the other side"""
-    sides: Switch = False
-    """a tokenizer for each side"""
-    overwrite: Switch = False
-    """replace the tokenizer that is there"""
-    reading: Reading = field(default_factory=Reading)
-
-
-def run(options: Peek | Train) -> int:
-    if isinstance(options, Peek):
-        from regard.cli.peek import peek
-
-        return peek(options)
-    return train(options)
-
-
-def check_given(files: tuple[str, ...]) -> None:
-    if not files:
+def run(options: Options) -> int:
+    if not options.files:
         raise UsageError("name a data file")
-
-
-def pairs_of(given: tuple[str, ...], flag: str) -> dict[str, str]:
-    """NAME=VALUE ... as a table."""
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not name or not equals or not value:
-            raise UsageError(f"{flag} is {text!r:.60}; give NAME=VALUE, for example {flag} text=1")
-        found[name] = value
-    return found
-
-
-def settings(reading: Reading) -> dict[str, Any]:
-    """The settings of a Source."""
-    said = {name: getattr(reading, name) for name in ("format", "unit", "marker", "header", "size")}
-    return {**said, "columns": pairs_of(reading.columns, "--columns")}
-
-
-# --- regard tokenizer train ---------------------------------------------------------------------------------------
-
-
-def train(options: Train) -> int:
-    from regard.data.read import Source
-    from regard.data.train_tokenizer import Recipe, train_tokenizer, write_files
-
-    check_given(options.files)
-    source = Source(options.files, options.target, **settings(options.reading))
-    special = pairs_of(options.special, "--special")
-    recipe = Recipe(
-        kind=options.kind,
-        vocab=options.vocab,
-        task=options.task,
-        special=special or None,
-        more=options.more,
-        around=None if options.around == "auto" else options.around,
-        lower=options.lower,
-        min_count=options.min_count,
-    )
-    roles = roles_of(source)
-    if options.sides and len(roles) != 2:
-        raise UsageError("--sides needs two sides: --target FILE, or --columns source=, target=")
-    out = Path(options.out)
-    groups = {out / role: (role,) for role in roles} if options.sides else {out: roles}
-    for folder in groups:
-        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
-        if file is not None:
-            raise UsageError(
-                f"{file} is a file, a tokenizer is a folder; name another: --out FOLDER"
-            )
-        if (folder / "tokenizer.json").exists() and not options.overwrite:
-            raise UsageError(
-                f"{folder / 'tokenizer.json'} exists; name another folder, or say --overwrite"
-            )
-    for folder, wanted in groups.items():
-        count = _Counted(source, roles, wanted)
-        write_files(folder, train_tokenizer(count, recipe))
-        print(_summary(folder, options.kind, count))
+    if options.batch < 0:
+        raise UsageError(f"--batch is {options.batch}; give a number from 0")
+    with tempfile.TemporaryDirectory(prefix="regard-peek-") as folder:
+        config = options.files[0].endswith(".toml")
+        peek = (from_config if config else from_files)(options, Path(folder))
+        print(peek.json() if options.json else peek.text())
     return 0
 
 
-class _Counted:
-    """The texts of some roles, counted as they go by."""
+def from_config(options: Options, folder: Path) -> Peek:
+    """The batch that training with a config would make."""
+    if replace(options, batch=0, json=False) != Options(options.files[:1]):
+        raise UsageError(
+            f"{options.files[0]} says how data is read: give it alone, with --batch and --json; other settings belong "
+            "into it"
+        )
+    from regard.checkpoint import load
+    from regard.files import resolve_model
+    from regard.train.build import marks, read_data
+    from regard.train.check import check
+    from regard.train.config import read
 
-    def __init__(self, source: Source, roles: tuple[str, ...], wanted: tuple[str, ...]):
-        self.source, self.roles, self.wanted = source, roles, wanted
-        self.texts = self.chars = 0
-        self.sample: list[str] = []
-
-    def __iter__(self) -> Any:
-        from regard.data.files import DataError
-        from regard.data.read import records
-
-        for record in records(self.source, self.roles):
-            for role in self.wanted:
-                text = record[role]
-                if not isinstance(text, str):
-                    raise DataError(f"{role} must be text, one is {text!r:.60}")
-                self.texts, self.chars = self.texts + 1, self.chars + len(text)
-                if self.texts % max(self.texts // 100, 1) == 0 and len(self.sample) < 500:
-                    self.sample.append(text[:2000])
-                yield text
-
-
-def roles_of(source: Source) -> tuple[str, ...]:
-    """The roles that hold text."""
-    if source.beside:
-        return ("source", "target")
-    return tuple(r for r in ("text", "second", "source", "target") if r in source.columns) or (
-        "text",
-    )
+    config = read(Path(options.files[0]))
+    check(config)
+    start = None
+    if "folder" in config.model:
+        start = load(resolve_model(config.model["folder"]), device="meta")
+    _, coder, loaded = read_data(config, start, folder)
+    feed = config.fed(loaded.feed, marks(coder))
+    return Peek(replace(options, seed=config.train.seed), config.task, loaded, coder, feed)
 
 
-def _summary(folder: Path, kind: str, count: _Counted) -> str:
+def from_files(options: Options, folder: Path) -> Peek:
+    from regard.data.config import Data, load
+    from regard.data.corrupt import Corrupted, Marks, MaskTokens
+    from regard.data.tokens import Coder
+    from regard.files import resolve_model
     from regard.text import Tokenizer, needed
 
-    tokenizer = needed(Tokenizer.from_folder(folder))
-    ids = [len(tokenizer.encode(text, special=False)) for text in count.sample]
-    rate = sum(map(len, count.sample)) / max(sum(ids), 1)
-    return (
-        f"{folder}: {kind}, {tokenizer.vocab:,} tokens, {rate:.2f} characters a token; learned from "
-        f"{count.texts:,} texts ({count.chars:,} characters)"
+    task, coder = task_of(options), None
+    if task != "image":
+        if options.tokenizer is None:
+            raise UsageError(
+                "text needs a tokenizer: --tokenizer FOLDER (a model, a run, or what regard tokenizer train wrote); or "
+                "give a config: regard data peek CONFIG.toml"
+            )
+        home = Path(options.tokenizer)
+        alone = home / "tokenizer"
+        home = alone if (alone / "tokenizer.json").is_file() else resolve_model(home)
+        coder = Coder(needed(Tokenizer.from_folder(home)))
+    packed = task in ("lm", "mlm") and options.pack != "none"
+    data = Data(
+        train=options.files,
+        target=options.target,
+        length=128 if options.length is None and packed else options.length,
+        rows=4 if options.rows is None and options.tokens is None else options.rows,
+        tokens=options.tokens,
+        pack=options.pack,
+        overlong=options.overlong,
+        **options.reading.settings(),
     )
+    loaded = load(task, data, coder, folder, options.seed)
+    feed: Feed = loaded.feed
+    if task == "mlm" and coder is not None:
+        marks = Marks(coder.vocab, coder.reserved, coder.mask)
+        feed = Corrupted(loaded.feed, MaskTokens(marks), options.seed)
+    return Peek(options, task, loaded, coder, feed)
+
+
+def task_of(options: Options) -> str:
+    from regard.data.read import ARRAYS, format_of
+
+    reading = options.reading.settings()
+    if options.task != "auto":
+        return options.task
+    kind, roles = format_of(Path(options.files[0]), reading["format"]), reading["columns"]
+    if reading["format"] in ARRAYS or kind in ARRAYS:
+        return "image"
+    if options.target or "target" in roles:
+        return "seq2seq"
+    if kind == "squad":
+        return "answer"
+    return "tag" if "tags" in roles else "classify" if "label" in roles else "lm"
+
+
+class Peek:
+    """One batch and what it was made of."""
+
+    def __init__(
+        self, options: Options, task: str, loaded: Loaded, coder: Coder | None, feed: Feed
+    ):
+        self.options, self.task, self.loaded, self.coder = options, task, loaded, coder
+        self.feed, self.batch = feed, feed.batch(options.batch)
+        self.rows = [self._row(i) for i in range(len(self.batch.ids))]
+
+    def _row(self, i: int) -> dict[str, Any]:
+        """An example without its padding; a picture has labels alone."""
+        b = self.batch
+        row: dict[str, Any] = {"labels": b.labels[i].tolist()}
+        if self.coder is None:
+            return row
+        ids = b.ids[i, : None if b.lengths is None else int(b.lengths[i])].tolist()
+        row |= {"ids": ids, "tokens": self.coder.tokens(ids, target=True)}
+        if b.labels.shape == b.ids.shape:
+            row["labels"] = row["labels"][: len(ids)]
+            row["counted"] = [label >= 0 for label in row["labels"]]
+        if b.source is not None:
+            length = None if b.source_lengths is None else int(b.source_lengths[i])
+            row["source_ids"] = b.source[i, :length].tolist()
+            row["source"] = self.coder.tokens(row["source_ids"])
+        if b.doc is not None:
+            row["doc"] = b.doc[i, : len(ids)].tolist()
+        return row
+
+    def json(self) -> str:
+        facts = {
+            "version": 1,
+            "task": self.task,
+            "counts": self.loaded.notes,
+            "about": self.feed.describe(),
+            "batches_a_pass": self.feed.epoch,
+            "fingerprint": self.feed.fingerprint,
+            "shape": list(self.batch.ids.shape),
+            "batch": self.options.batch,
+            "rows": self.rows,
+        }
+        return json.dumps(facts, ensure_ascii=False)
+
+    def text(self) -> str:
+        notes, b, classes = self.loaded.notes, self.batch, self.loaded.classes
+        head = f"{', '.join(self.options.files)}: {notes['records']:,} examples, {notes['empty']:,} empty"
+        if notes.get("tokens"):
+            unknown = notes["unknown"] / notes["tokens"]
+            head += f"; {notes['tokens']:,} tokens, {unknown:.2%} unknown"
+        if classes:
+            head += f"; {len(classes)} classes: {', '.join(classes)[:120]}"
+        shape = " x ".join(map(str, b.ids.shape))
+        counted = f"{b.tokens:,} of {b.labels.numel():,} labels are counted"
+        number = f"task {self.task}, seed {self.options.seed}, batch {self.options.batch}"
+        lines = [head, self.feed.describe(), f"{number}: {shape}, {counted}"]
+        width = shutil.get_terminal_size((100, 24)).columns
+        for i, row in enumerate(self.rows):
+            lines += ["", f"row {i}"]
+            lines += picture(b.ids[i]) if self.coder is None else self._table(row, width)
+            if label := self._label(row):
+                lines.append(f"  label  {label}")
+        return "\n".join(lines)
+
+    def _table(self, row: dict[str, Any], width: int) -> list[str]:
+        """Tokens, ids, and what is learned; a dot under what is not."""
+        assert self.coder is not None
+        lines = []
+        if "source" in row:
+            table = {"source": row["source"], "ids": list(map(str, row["source_ids"]))}
+            lines = [*columns(table, [], width), ""]
+        table = {"input": row["tokens"], "ids": list(map(str, row["ids"]))}
+        if "counted" in row:
+            labels = [max(label, 0) for label in row["labels"]]
+            tags = self.task == "tag"
+            names = (
+                [self.loaded.classes[i] for i in labels]
+                if tags
+                else self.coder.tokens(labels, target=True)
+            )
+            table["label"] = [x if yes else "." for x, yes in zip(names, row["counted"])]
+        doc = row.get("doc", [])
+        borders = [k for k in range(1, len(doc)) if doc[k] != doc[k - 1]]
+        return lines + columns(table, borders, width)
+
+    def _label(self, row: dict[str, Any]) -> str:
+        """The label of a whole example, if it has one."""
+        label = row["labels"]
+        if isinstance(label, int):
+            return f"{self.loaded.classes[label]} ({label})" if label >= 0 else "not counted"
+        if self.task != "answer" or self.coder is None:
+            return ""
+        first, last = label
+        words = self.coder.tokens(row["ids"][first : last + 1]) if first >= 0 else ["(cut off)"]
+        words = ["(unanswered)"] if last == 0 else words
+        return f"{first} to {last}: {' '.join(map(visible, words))}"
+
+
+# --- on a plain terminal --------------------------------------------------------------------------
+
+
+def columns(table: dict[str, list[str]], borders: list[int], width: int) -> list[str]:
+    """Lists side by side, one token below the other, in blocks that fit the width; a bar where a
+    document ends."""
+    names = list(table)
+    cells = [list(map(visible, table[name])) for name in names]
+    edge = max(map(len, names)) + 4
+    blocks: list[list[str]] = [[f"  {name}".ljust(edge) for name in names]]
+    for i, column in enumerate(zip(*cells)):
+        size = max(map(breadth, column))
+        bar = "| " if i in borders else ""
+        if breadth(blocks[-1][0]) + size + len(bar) > width and breadth(blocks[-1][0]) > edge:
+            blocks.append([f"  {name}".ljust(edge) for name in names])
+        blocks[-1] = [
+            line + bar + cell + " " * (size - breadth(cell) + 1)
+            for line, cell in zip(blocks[-1], column)
+        ]
+    return [line.rstrip() for block in blocks for line in block]
+
+
+def visible(text: str) -> str:
+    """Spaces and control characters made visible."""
+    shown = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("\\\\", "\\")
+    return shown.replace(" ", "\u2581") or "''"
+
+
+def picture(x: Tensor) -> list[str]:
+    """A picture (c h w) in characters, at most 56 wide; every second line, as characters are twice
+    as high."""
+    grey = x.float().mean(0)
+    step = max(-(-grey.shape[1] // 56), 1)
+    grey = grey[:: 2 * step, ::step]
+    low, high = float(grey.min()), float(grey.max())
+    level = ((grey - low) / max(high - low, 1e-9) * (len(SHADES) - 1)).round().long()
+    return ["  " + "".join(SHADES[v] for v in row).rstrip() for row in level.tolist()]

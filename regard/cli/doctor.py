@@ -10,28 +10,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from regard import __version__
-from regard.attention.core import attend
-from regard.checkpoint import load
-from regard.data.batch import Batch
-from regard.errors import RUN, Fault
-from regard.kernels.c import native
-from regard.mask import Causal, Span, Visible
-from regard.models import Model
-from regard.presets import build
-from regard.train.activations import Pass, fused
-from regard.train.objective import causal
-from regard.train.optim import Optim, Optimizer
-from regard.train.plan import probe
-from regard.train.room import free_disk, free_memory, number, size
+from regard.cli.parse import Switch
+from regard.errors import RUN, VERSION, Fault
 
 if TYPE_CHECKING:
-    from regard.cli.options_work import Doctor
+    import torch
+
+    from regard.models import Model
 
 EXTRAS = {
     "serve": ("starlette", "uvicorn", "msgspec"),
@@ -45,19 +34,32 @@ CLOSE = 1e-5  # fp32 sums in another order
 WORTH = 1.2  # times as fast, from which on bf16 pays
 
 
-def run(options: Doctor) -> int:
+@dataclass(frozen=True)
+class Options:
+    """What this machine has and can do, and whether Regard works here. Paste it with a bug report.
+
+    regard doctor
+    """
+
+    json: Switch = False
+    """one JSON object"""
+
+
+def run(options: Options) -> int:
+    import torch
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = machine(device)
+    facts = machine(device)
     tests = {name: tried(test, device) for name, test in TESTS.items()}
     failed = [name for name, (fine, _) in tests.items() if not fine]
     if options.json:
-        told = {name: {"ok": fine, "said": said} for name, (fine, said) in tests.items()}
-        print(json.dumps({**found, "self-test": told}))
+        results = {name: {"ok": fine, "said": text} for name, (fine, text) in tests.items()}
+        print(json.dumps({**facts, "self-test": results}))
     else:
-        for name, text in found.items():
+        for name, text in facts.items():
             print(f"{name:<10}{text}")
-        for name, (fine, said) in tests.items():
-            print(f"{'self-test':<10}{name}: {'ok' if fine else 'FAILED'}{said and f' ({said})'}")
+        for name, (fine, text) in tests.items():
+            print(f"{'self-test':<10}{name}: {'ok' if fine else 'FAILED'}{text and f' ({text})'}")
     if failed:
         raise Fault(
             f"Regard does not work here: {', '.join(failed)} failed; report it with what is above",
@@ -66,14 +68,19 @@ def run(options: Doctor) -> int:
     return 0
 
 
-# --- what there is ------------------------------------------------------------------------------------------------
+# --- what there is --------------------------------------------------------------------------------
 
 
 def machine(device: torch.device) -> dict[str, str]:
     """A line for each thing, by name."""
+    import torch
+
+    from regard.kernels.c import native
+    from regard.train.plan import free_disk, free_memory, size
+
     here = Path.cwd()
     return {
-        "regard": __version__,
+        "regard": VERSION,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "device": device_line(device),
@@ -90,6 +97,8 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def device_line(device: torch.device) -> str:
+    import torch
+
     if device.type == "cuda":
         count = torch.cuda.device_count()
         return f"cuda: {count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
@@ -98,18 +107,37 @@ def device_line(device: torch.device) -> str:
     return "cpu (no cuda: torch finds no driver, or no device)"
 
 
+def fused(masked: bool, bias: bool, dropout: float, bf16: bool, device: str) -> bool:
+    """Whether torch has a kernel for such an attention that keeps no weights: torch is asked."""
+    import torch
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    q, k, v = (
+        torch.zeros(1, 8, 16, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    mask = None
+    if masked:
+        kind = dtype if bias else torch.bool
+        mask = torch.zeros(1, 8 if bias else 1, 16, 16, device=device, dtype=kind)
+        mask.requires_grad_(bias)
+    return torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None) > 0
+
+
 def attention_line(device: str) -> str:
-    """Which attentions run fused while training, in heads of 64; the others need memory for their weights."""
+    """Which attentions run fused while training, in heads of 64; the others need memory for their
+    weights."""
     kinds = {"causal": (False, False, 0.0), "masked": (True, False, 0.0)}
     kinds |= {"dropout": (False, False, 0.1), "relative bias": (True, True, 0.0)}
-    said = []
+    kernels = []
     for name, (masked, bias, dropout) in kinds.items():
-        fast = fused(8, 8, 64, 64, masked, bias, dropout, device == "cuda", device)
-        said.append(f"{name} {'fused' if fast else 'plain'}")
-    return ", ".join(said)
+        fast = fused(masked, bias, dropout, device == "cuda", device)
+        kernels.append(f"{name} {'fused' if fast else 'plain'}")
+    return ", ".join(kernels)
 
 
 def bf16_line(device: torch.device) -> str:
+    from regard.train.plan import Pass, number, probe
+
     fp32, bf16 = (probe(device, narrow, Pass(8, 128), 512) for narrow in (False, True))
     words = "train.precision = bf16 pays" if bf16 > WORTH * fp32 else "fp32 is as fast here"
     return f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {words}"
@@ -131,22 +159,28 @@ def extra_line(name: str) -> str:
 
 
 def network_line() -> str:
-    told = [f"{name}={os.environ[name]}" for name in OFFLINE if os.environ.get(name)]
-    return f"offline by {', '.join(told)}" if told else "used by data of format hub alone"
+    flags = [f"{name}={os.environ[name]}" for name in OFFLINE if os.environ.get(name)]
+    return f"offline by {', '.join(flags)}" if flags else "used by data of format hub alone"
 
 
-# --- self-tests: device -> what is to be said ---------------------------------------------------------------------
+# --- self-tests: device -> what is to be said -----------------------------------------------------
 
 
 def tried(test: Callable[[torch.device], str], device: torch.device) -> tuple[bool, str]:
     """Whether a test passes, and what it said or died of."""
     try:
         return True, test(device)
-    except Exception as error:  # whatever is broken here is what we are looking for
+    # Whatever is broken here is what we are looking for.
+    except Exception as error:
         return False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
 
 
 def same_attention(device: torch.device) -> str:
+    import torch
+
+    from regard.attention.core import attend
+    from regard.mask import Causal, Span, Visible
+
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 33, h, 16, generator=generator).to(device) for h in (4, 2, 2))
     span = Span.run(0, 33, device)
@@ -159,6 +193,12 @@ def same_attention(device: torch.device) -> str:
 
 
 def one_step(device: torch.device) -> str:
+    import torch
+
+    from regard.data.feed import Batch
+    from regard.train.loss import causal
+    from regard.train.optim import Optim, Optimizer
+
     model = tiny().to(device).train()
     ids = (torch.arange(17) % 7).repeat(4, 1).to(device)
     batch, optimizer = Batch(ids[:, :-1], ids[:, 1:]), Optimizer(model, Optim(lr=1e-2))
@@ -175,17 +215,23 @@ def one_step(device: torch.device) -> str:
 
 
 def same_bits(device: torch.device) -> str:
+    from regard.checkpoint import load
+
     model = tiny().to(device)
     with tempfile.TemporaryDirectory(prefix="regard-") as home:
         again = load(model.save(Path(home) / "model"), device=device)
-    mine, theirs = model.state_dict(), again.state_dict()
-    if mine.keys() != theirs.keys() or not all(mine[n].equal(theirs[n]) for n in mine):
+    old, new = model.state_dict(), again.state_dict()
+    if old.keys() != new.keys() or not all(old[n].equal(new[n]) for n in old):
         raise ValueError("the weights came back changed")
     return ""
 
 
 def tiny() -> Model:
     """A small GPT; the caller's random numbers stay as they are."""
+    import torch
+
+    from regard.presets import build
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build("gpt2", layers=2, dim=16, heads=2, vocab=7, max_len=16)

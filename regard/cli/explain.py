@@ -1,109 +1,104 @@
-"""regard explain: a mechanism in the terminal. The same tables are computed for the pages of docs/mechanisms."""
+"""regard explain: a mechanism in the terminal."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Annotated
 
+from tyro.conf import Positional, arg
+
+from regard.cli.parse import Switch
 from regard.errors import UsageError
-from regard.learn import mechanisms, training
-from regard.learn.topics import Table, Topic, find, shown
 
-if TYPE_CHECKING:
-    from regard.cli.options_explain import Explain
-
-TOPICS: tuple[Topic, ...] = (*mechanisms.TOPICS, *training.TOPICS)
-ALIASES = {
-    "positions": "sinusoidal",
-    "mha": "multi-head",
-    "mqa": "gqa",
-    "indexer": "dsa",
-    "flash": "online-softmax",
-    "look-ahead": "masks",
-    "look-ahead-mask": "masks",
-    "scaled-dot-product": "attention",
-    "scaled-dot-product-attention": "attention",
-    "cross": "cross-attention",
-    "ffn": "feed-forward",
-    "sampling": "decoding",
-    "quantization": "quantisation",
-    "teacher-forcing": "objectives",
-    "rnn": "rnn-path",
-    "layernorm": "norms",
-    "rmsnorm": "norms",
-    "t5": "t5-bias",
-    "learning-rate": "schedules",
-}
+Many = Annotated[tuple[str, ...] | None, arg(metavar="N ...", help_behavior_hint="")]
+One = Annotated[tuple[str, ...] | None, arg(metavar="N", help_behavior_hint="")]
+Text = Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")]
 
 
-def run(options: Explain) -> int:
-    given = {
-        f.name: getattr(options, f.name)
-        for f in dataclasses.fields(options)
-        if f.name not in ("topic", "numbers", "json")
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if options.topic is None:
-        if given:
-            raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
-        print(listed(options.json))
-        return 0
-    print(explained(options.topic, options.numbers, given, as_json=options.json))
+@dataclass(frozen=True)
+class Options:
+    """A mechanism in a formula, in numbers that you may change, and the file that implements it.
+
+    regard explain                                            the topics
+    regard explain softmax 1 2 3                              numbers: the first thing that a topic takes
+    regard explain online-softmax --x 1 3 2 --v 1 2 3         one step a key
+    regard explain attention --q "1 0; 0 1" --k "1 0; 0 1; 1 1" --v "1; 2; 4"
+    regard explain kv-cache --tokens 4096 --kv-heads 2
+    """
+
+    topic: Annotated[Positional[str | None], arg(metavar="[TOPIC]", help_behavior_hint="")] = None
+    """what to explain; all are listed if left out"""
+    numbers: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[N ...]", help_behavior_hint="")
+    ] = ()
+    """for the first option that the topic takes"""
+    x: Many = None
+    """scores, logits or a vector, as the topic says"""
+    a: Many = None
+    """of [a, a, 2a]"""
+    q: Many = None
+    """a query, or queries: rows are divided by semicolons"""
+    k: Many = None
+    """keys, one after the other"""
+    v: Many = None
+    """values"""
+    w: Many = None
+    """weights or probabilities"""
+    pos: Many = None
+    """positions or distances"""
+    tokens: Many = None
+    """how many tokens"""
+    steps: Many = None
+    """steps of training, or back in time"""
+    dim: Many = None
+    """width of the model, or of a vector"""
+    rank: Many = None
+    """of LoRA, or of MLA's query latent"""
+    patch: Many = None
+    """sides of a patch"""
+    size: One = None
+    """side of an image"""
+    heads: One = None
+    kv_heads: One = None
+    head_dim: One = None
+    latent: One = None
+    """of MLA"""
+    rope_dim: One = None
+    """of MLA"""
+    layers: One = None
+    window: One = None
+    """of a mask"""
+    width: One = None
+    """of a kernel, or inside a feed-forward"""
+    topk: One = None
+    p: One = None
+    """mass of top-p"""
+    temperature: One = None
+    beams: One = None
+    base: One = None
+    """of the frequencies"""
+    buckets: One = None
+    """of T5's bias"""
+    eps: One = None
+    alpha: One = None
+    """of LoRA"""
+    label: One = None
+    warmup: One = None
+    text: Text = None
+    """what was said, for bleu"""
+    reference: Text = None
+    """what should have been said"""
+    json: Switch = False
+    """one JSON object"""
+
+
+def run(options: Options) -> int:
+    from regard.learn.explain import explained, listed
+
+    given = {n: x for n, x in dataclasses.asdict(options).items() if x is not None}
+    topic, numbers, as_json = given.pop("topic", None), given.pop("numbers"), given.pop("json")
+    if topic is None and given:
+        raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
+    print(listed(as_json) if topic is None else explained(topic, numbers, given, as_json=as_json))
     return 0
-
-
-def explained(
-    name: str, numbers: tuple[str, ...], given: dict[str, Any], *, as_json: bool = False
-) -> str:
-    """The topic with the numbers of one call."""
-    topic = find(name, TOPICS, ALIASES)
-    if numbers:
-        first = next(iter(topic.inputs))
-        if first in given or isinstance(topic.inputs[first], str):
-            raise UsageError(f"{topic.name} takes {topic.takes()}; say each number once")
-        given = {first: numbers, **given}
-    values = topic.read(given)
-    tables = topic.compute(**values)
-    if as_json:
-        return json.dumps(_data(topic, values, tables), allow_nan=False)
-    return "\n".join([f"{topic.name}: {topic.question}", "", *_lines(topic, values, tables)])
-
-
-def _lines(topic: Topic, values: dict[str, Any], tables: list[Table]) -> list[str]:
-    said = "   ".join(f"--{n.replace('_', '-')} {shown(value)}" for n, value in values.items())
-    lines = [*(f"  {line}" for line in topic.formula.splitlines()), "", f"given: {said}", ""]
-    for table in tables:
-        lines += [*table.text().splitlines(), ""]
-    return [*lines, *(f"code: {place}" for place in topic.code)]
-
-
-def _data(topic: Topic, values: dict[str, Any], tables: list[Table]) -> dict[str, Any]:
-    def plain(cell: Any) -> Any:
-        return None if isinstance(cell, float) and not math.isfinite(cell) else cell
-
-    return {
-        "topic": topic.name,
-        "question": topic.question,
-        "formula": topic.formula.splitlines(),
-        "code": list(topic.code),
-        "given": values,
-        "tables": [
-            {
-                "title": table.title,
-                "columns": list(table.columns),
-                "rows": [[plain(cell) for cell in row] for row in table.rows],
-            }
-            for table in tables
-        ],
-    }
-
-
-def listed(as_json: bool = False) -> str:
-    """Every topic with its question."""
-    if as_json:
-        return json.dumps([{"topic": t.name, "question": t.question} for t in TOPICS])
-    width = max(len(t.name) for t in TOPICS)
-    lines = [f"{t.name:<{width}}  {t.question}" for t in TOPICS]
-    return "\n".join([*lines, "", "regard explain TOPIC, with numbers of your own or without"])

@@ -1,6 +1,8 @@
-"""What a run shows while it goes on: a block that renews itself on a terminal, a plain line now and then elsewhere.
+"""What a run shows while it goes on: a block that renews itself on a terminal, a plain line now and
+then elsewhere.
 
-Listeners only note what they hear; the block is drawn four times a second at most, by a thread of its own.
+Listeners only note what they hear; the block is drawn four times a second at most, by a thread of
+its own.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from regard.see.format import clip, clock, number, short, small, spark, visible
 
@@ -24,14 +26,9 @@ SHOW: dict[str, Callable[[float], str]] = {"loss": "{:.4f}".format, "perplexity"
 Event = dict[str, Any]
 
 
-class Listener(Protocol):
-    def __enter__(self) -> Listener: ...
-    def __exit__(self, *_: object) -> None: ...
-    def __call__(self, event: Event) -> None: ...
-
-
-def view(steps: int, quiet: bool) -> Listener:
-    """The block where stderr is a terminal that can show it, else lines; `quiet`: evaluations and warnings alone."""
+def view(steps: int, quiet: bool) -> Plain | Live:
+    """The block where stderr is a terminal that can show it, else lines; `quiet`: evaluations and
+    warnings alone."""
     if quiet or not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return Plain(steps, quiet)
     try:
@@ -42,7 +39,7 @@ def view(steps: int, quiet: bool) -> Listener:
     return Live(steps, console) if console.is_terminal else Plain(steps, quiet)
 
 
-# --- what has been heard ------------------------------------------------------------------------------------------
+# --- what has been heard --------------------------------------------------------------------------
 
 
 class Trail:
@@ -81,10 +78,8 @@ class Meter:
         kind = event["kind"]
         if kind == "step":
             self.at, self.step, self.done = event, event["step"], self.done + 1
-            self.tokens, self.seconds = (
-                self.tokens + event["tokens"],
-                self.seconds + event["seconds"],
-            )
+            self.tokens += event["tokens"]
+            self.seconds += event["seconds"]
             self.mean = KEEP * self.mean + (1 - KEEP) * event["loss"]
             self.weight = KEEP * self.weight + 1 - KEEP
             self.trail.add(event["loss"])
@@ -99,11 +94,10 @@ class Meter:
         return self.mean / self.weight if self.weight else math.nan
 
     def rate(self) -> float:
-        """Tokens a second since the last call of `renew`."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-    def renew(self) -> None:
+        """Tokens a second since the last call."""
+        rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
         self.tokens, self.seconds = 0, 0.0
+        return rate
 
     def left(self) -> float:
         """Seconds to go at the pace so far, evaluations and checkpoints included."""
@@ -138,15 +132,16 @@ def trouble(event: Event) -> str:
     return ""
 
 
-# --- lines --------------------------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
-class Plain:
-    """12:04:10 step 60/300 loss 3.412 lr 6.0e-4 tok/s 3570 eta 00:04:35, every ten seconds and at the end."""
+class Plain(Meter):
+    """12:04:10 step 60/300 loss 3.412 lr 6.0e-4 tok/s 3570 eta 00:04:35, every ten seconds and at
+    the end."""
 
     def __init__(self, steps: int, quiet: bool, now: Callable[[], float] = time.monotonic):
-        self.meter, self.quiet, self.now = Meter(steps, now), quiet, now
-        self.last = now()
+        super().__init__(steps, now)
+        self.quiet, self.last = quiet, now()
 
     def __enter__(self) -> Plain:
         return self
@@ -155,52 +150,47 @@ class Plain:
         pass
 
     def __call__(self, event: Event) -> None:
-        self.meter.hear(event)
+        self.hear(event)
         kind = event["kind"]
-        if said := trouble(event):
-            say(said)
+        if text := trouble(event):
+            say(text)
         elif kind == "evaluation":
-            say(self.meter.evaluation)
+            say(self.evaluation)
         elif kind == "samples" and not self.quiet:
-            for line in self.meter.samples:
-                say(line)
+            say("\n".join(self.samples))
         elif kind == "step" and not self.quiet and self.due():
-            say(f"{time.strftime('%H:%M:%S')} {self.line()}")
-            self.last = self.now()
-            self.meter.renew()
+            at, self.last = self.at, self.now()
+            line = f"step {self.step}/{self.steps} loss {at['loss']:.3f} lr {small(format(at['lr'], '.1e'))}"
+            line += f" tok/s {self.rate():.0f} eta {clock(self.left())}"
+            say(f"{time.strftime('%H:%M:%S')} {line}")
 
     def due(self) -> bool:
-        return self.now() - self.last >= EVERY or self.meter.step == self.meter.steps
-
-    def line(self) -> str:
-        m, at = self.meter, self.meter.at
-        where = f"step {m.step}/{m.steps} loss {at['loss']:.3f} lr {small(format(at['lr'], '.1e'))}"
-        return f"{where} tok/s {m.rate():.0f} eta {clock(m.left())}"
+        return self.now() - self.last >= EVERY or self.step == self.steps
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# --- the block ----------------------------------------------------------------------------------------------------
+# --- the block ------------------------------------------------------------------------------------
 
 
-class Live:
+class Live(Meter):
     """The block, by rich, on a console of it."""
 
     def __init__(self, steps: int, console: Any):
         from rich.live import Live as Block
 
-        self.meter, self.lock = Meter(steps), threading.Lock()
-        self.console = console
-        self.renewed = self.meter.now()
-        self.shown_rate = 0.0
+        super().__init__(steps)
+        self.console, self.lock = console, threading.Lock()
+        self.renewed, self.shown_rate = self.now(), 0.0
         self.block = Block(
-            console=self.console,
+            console=console,
             get_renderable=self.picture,
             refresh_per_second=RATE,
             vertical_overflow="crop",
-            redirect_stdout=False,  # stdout may be a file, and it is for data
+            # stdout may be a file, and it is for data
+            redirect_stdout=False,
         )
 
     def __enter__(self) -> Live:
@@ -212,9 +202,9 @@ class Live:
 
     def __call__(self, event: Event) -> None:
         with self.lock:
-            self.meter.hear(event)
-        if said := trouble(event):
-            self.console.print(said, markup=False, highlight=False)
+            self.hear(event)
+        if text := trouble(event):
+            self.console.print(text, markup=False, highlight=False)
 
     def picture(self) -> Any:
         """The lines of the block, each cut to the width that the terminal has now."""
@@ -228,24 +218,25 @@ class Live:
 
     def lines(self, width: int) -> list[tuple[str, str]]:
         """(text, style) of each line."""
-        m = self.meter
-        if not m.at:
+        if not self.at:
             return [("before the first step", "dim")]
-        if m.now() - self.renewed >= 1:  # a rate over a second or more does not jump
-            self.shown_rate, self.renewed = m.rate(), m.now()
-            m.renew()
-        rate = self.shown_rate or m.rate()
-        at = m.at
-        share = min(m.step / max(m.steps, 1), 1.0)
+        # A rate over a second or more does not jump.
+        if self.now() - self.renewed >= 1:
+            self.shown_rate, self.renewed = self.rate(), self.now()
+        at, share = self.at, min(self.step / max(self.steps, 1), 1.0)
         room = max(min(width - 40, 40), 0)
-        full = round(share * room)
-        bar = "━" * full + "╌" * (room - full)
-        head = f"step {m.step}/{m.steps}  {bar}  {100 * share:.0f} %  left {clock(m.left())}"
-        figures = f"loss {at['loss']:.4f} (mean {m.ema:.4f})  lr {small(format(at['lr'], '.2e'))}"
-        figures += f"  grad {at['norm']:.2f}  {short(rate)} tok/s"
-        curve = spark(m.trail.values, max(min(width - 6, 60), 0))
-        found = [(head, "bold"), (figures, ""), (f"loss  {curve}" if curve else "", "cyan")]
-        found.append((m.evaluation, "green"))
-        found.append((m.best if m.best != m.evaluation else "", "green"))
-        found += [(line, "dim") for line in m.samples]
-        return [(clip(line, width), style) for line, style in found if line]
+        bar = ("━" * round(share * room)).ljust(room, "╌")
+        head = (
+            f"step {self.step}/{self.steps}  {bar}  {100 * share:.0f} %  left {clock(self.left())}"
+        )
+        speed = self.shown_rate or self.tokens / max(self.seconds, 1e-9)
+        figures = (
+            f"loss {at['loss']:.4f} (mean {self.ema:.4f})  lr {small(format(at['lr'], '.2e'))}"
+        )
+        figures += f"  grad {at['norm']:.2f}  {short(speed)} tok/s"
+        curve = spark(self.trail.values, max(min(width - 6, 60), 0))
+        best = self.best if self.best != self.evaluation else ""
+        lines = [(head, "bold"), (figures, ""), (f"loss  {curve}" if curve else "", "cyan")]
+        lines += [(self.evaluation, "green"), (best, "green")]
+        lines += [(line, "dim") for line in self.samples]
+        return [(clip(line, width), style) for line, style in lines if line]

@@ -1,6 +1,8 @@
-"""The command `regard`: finds the subcommand, and turns what goes wrong into one line and an exit code.
+"""The command `regard`: finds the subcommand, and turns what goes wrong into one line and an exit
+code.
 
-Nothing heavy is imported here: `regard --help` needs neither torch nor tyro. Text goes to stdout, talk to stderr.
+Nothing heavy is imported here: `regard --help` needs neither torch nor tyro. Text goes to stdout,
+talk to stderr.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from regard import __version__
-from regard.errors import ENVIRONMENT, RUN, Fault, Notice, UsageError, nearest
+from regard.cli.shared import fail
+from regard.errors import ENVIRONMENT, RUN, VERSION, Fault, Notice, UsageError, nearest
 from regard.kernels.c.threads import use_threads, wait_asleep
 from regard.see.format import visible
 
@@ -106,14 +108,6 @@ def note(message: Warning | str, category: type[Warning], *_: Any, **__: Any) ->
         print("note:", visible(" ".join(str(message).splitlines())), file=sys.stderr)
 
 
-def fail(text: str, code: int) -> int:
-    first = os.environ.get("RANK", "0") == "0"
-    if first:  # of several processes that meet the same mistake
-        text = " ".join(text.splitlines()).encode("utf-8", "backslashreplace").decode("utf-8")
-        print("error:", visible(text), file=sys.stderr)
-    return code
-
-
 def give_up(code: int) -> int:
     """Drop what is not written yet: Python would try it again at exit, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -121,7 +115,8 @@ def give_up(code: int) -> int:
 
 
 def open_streams() -> None:
-    """A stream that the caller has closed: stdin is empty then, stderr silent, and without stdout nothing is done."""
+    """A stream that the caller has closed: stdin is empty then, stderr silent, and without stdout
+    nothing is done."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:  # also so that no other file gets its number
         mode = "r" if name == "stdin" else "w"
@@ -135,7 +130,8 @@ def open_streams() -> None:
 
 
 class Screen:
-    """A terminal for text from models and files: it can be read, but cannot move the cursor or set a title."""
+    """A terminal for text from models and files: it can be read, but cannot move the cursor or set
+    a title."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -153,38 +149,31 @@ def dispatch(arguments: list[str]) -> int:
         print(HELP)
         return 0
     if name in ("-V", "--version"):
-        print("regard", __version__)
+        print("regard", VERSION)
         return 0
     if name not in COMMANDS:
         what = "option" if name.startswith("-") else "command"
         raise UsageError(f"there is no {what} {name!r}; {nearest(name, COMMANDS)}")
     if name == "bench":
         return bench(rest)
+    called = name
     if name in SECOND:
-        return second(name, rest)
-    from regard.cli.options import OPTIONS
+        word = SECOND[name]
+        if rest[:1] != [word]:
+            raise UsageError(f"say regard {name} {word}; see regard {name} {word} --help")
+        called, rest = f"{name} {word}", rest[1:]
     from regard.cli.parse import folded, parse
 
-    options: Any = parse(OPTIONS[name], name, folded(rest) if name in SET else rest)
-    if options is None:  # help was asked for
+    # A command's file has its flags on top; it imports torch only to run.
+    command = importlib.import_module(f"regard.cli.{name}")
+    options = parse(command.Options, called, folded(rest) if name in SET else rest)
+    # None: help was asked for.
+    if options is None:
         return 0
-    wait_asleep()
-    command = importlib.import_module(f"regard.cli.{name}")  # only now torch
-    use_threads()
+    if name not in SECOND:
+        wait_asleep()
+        use_threads()
     return command.run(options)
-
-
-def second(name: str, arguments: list[str]) -> int:
-    """A command of two words."""
-    word = SECOND[name]
-    if arguments[:1] != [word]:
-        raise UsageError(f"say regard {name} {word}; see regard {name} {word} --help")
-    from regard.cli.data import Peek, Train, run
-    from regard.cli.parse import parse
-
-    kind: Any = Peek if word == "peek" else Train
-    options = parse(kind, f"{name} {word}", arguments[1:])
-    return 0 if options is None else run(options)
 
 
 def bench(arguments: list[str]) -> int:

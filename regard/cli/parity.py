@@ -6,37 +6,59 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from regard.cli.parse import Folder, Switch
+from regard.cli.shared import aligned, talk
+from regard.errors import CHECK, DATA, blaming
 
-from regard.checkpoint import load
-from regard.cli.model import blaming, resolved, talk
-from regard.cli.options_parity import Parity
-from regard.errors import DATA
-from regard.fast.cpu import prepare
-from regard.files import read_json
-from regard.models import Model
-from regard.parity.check import Check, Run, check_weights, parity
-from regard.parity.record import Given, Trace
-from regard.parity.ways import Runner, record, sample
-from regard.report.runs import strict
+if TYPE_CHECKING:
+    from regard.models import Model
+    from regard.parity.check import Check
+    from regard.parity.record import Given, Trace
 
-BUG, SCHEMA = 5, 1
+SCHEMA = 1
 HEAD = ("check", "verdict", "difference", "error", "where the error is largest")
 
 
-def run(options: Parity) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Bug or rounding? Run a model in every way it can be run, and hold each against float64.
+
+    regard parity MODEL                    fused, cached, batched, padded, packed, bf16, GPU, transformers
+    regard parity MODEL --tokens 100       longer rows: past a window, or what a sparse attention chooses from
+    """
+
+    model: Folder
+    rows: int = 3
+    """rows of random tokens (or images)"""
+    tokens: int = 16
+    """tokens in a row"""
+    seed: int = 0
+    """other tokens"""
+    json: Switch = False
+    """one JSON object"""
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from regard.checkpoint import load
+    from regard.files import resolve_model
+    from regard.parity.check import check_weights, parity
+    from regard.parity.ways import record, sample
+    from regard.report.runs import strict
+
     with blaming(DATA):
-        folder = resolved(options.model)
+        folder = resolve_model(options.model)
         model = load(folder, dtype=torch.float32)
         check_weights(model)
     given = sample(model, rows=options.rows, tokens=options.tokens, seed=options.seed)
     talk(f"{options.rows} random rows, each run held against float64")
-    more: dict[str, Run] = {"packed": lambda g: packed(model, g)}
-    theirs, why = peer(Path(folder), model)
+    more: dict[str, Any] = {"packed": lambda g: packed(model, g)}
+    theirs, why = peer(folder, model)
     if theirs is not None:
         more["transformers"] = lambda g: record(theirs, model, g)
     left = {} if theirs is not None else {"ours against transformers": why}
@@ -44,14 +66,14 @@ def run(options: Parity) -> int:
         left["GPU against CPU"] = "torch finds no cuda device"
     checks = parity(model, given, more=more)
     if options.json:
-        told = {"schema": SCHEMA, "model": options.model, "verdict": verdict(checks)}
-        print(json.dumps(strict({**told, "checks": [asdict(c) for c in checks], "left_out": left})))
+        head = {"schema": SCHEMA, "model": options.model, "verdict": verdict(checks)}
+        print(json.dumps(strict({**head, "checks": [asdict(c) for c in checks], "left_out": left})))
     else:
         print(table(checks))
         for name, reason in left.items():
             print(f"left out: {name}: {reason}", file=sys.stderr)
-        print(said(checks), file=sys.stderr)
-    return BUG if verdict(checks) == "bug" else 0
+        print(summary(checks), file=sys.stderr)
+    return CHECK if verdict(checks) == "bug" else 0
 
 
 def verdict(checks: Sequence[Check]) -> str:
@@ -61,6 +83,9 @@ def verdict(checks: Sequence[Check]) -> str:
 
 def packed(model: Model, given: Given) -> Trace:
     """The model as it runs here: packed, a prompt and then token by token where it can."""
+    from regard.fast.cpu import prepare
+    from regard.parity.ways import Runner
+
     runner = Runner(prepare(model), given)
     if not model.decodes:
         return runner.alone()
@@ -70,6 +95,10 @@ def packed(model: Model, given: Given) -> Trace:
 
 def peer(folder: Path, model: Model) -> tuple[Any, str]:
     """The same folder in transformers, or why not."""
+    import torch
+
+    from regard.files import read_json
+
     if importlib.util.find_spec("transformers") is None:
         return None, "the package transformers is not installed"
     settings = folder / "config.json"
@@ -77,33 +106,31 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
     kind = next(iter(config.get("architectures") or []), None)
     import transformers
 
-    found = getattr(transformers, str(kind), None)
-    if found is None or not model.towers:
+    peer_class = getattr(transformers, str(kind), None)
+    if peer_class is None or not model.towers:
         return None, f"it has no model of the kind {kind or model.config.kind}"
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        theirs = found.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    except Exception as error:  # whatever it is, it is theirs
+        theirs = peer_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    # Whatever it is, it is theirs.
+    except Exception as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         return None, f"it cannot load this folder: {first:.160}"
     return theirs.eval(), ""
 
 
-# --- what is printed ----------------------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The largest difference of both answers, and the largest error of either as a share of what rounding can do."""
-    rows = [HEAD]
-    for c in checks:
-        rows.append((c.name, c.verdict, f"{c.difference:.1e}", f"{c.worst:.3g}", c.where))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    lines = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    """The largest difference of both answers, and the largest error of either as a share of what
+    rounding can do."""
+    rows = ((c.name, c.verdict, f"{c.difference:.1e}", f"{c.worst:.3g}", c.where) for c in checks)
+    return aligned([HEAD, *rows])
 
 
-def said(checks: Sequence[Check]) -> str:
+def summary(checks: Sequence[Check]) -> str:
     bugs = [c for c in checks if c.verdict == "bug"]
     if not bugs:
         return _sound(checks)

@@ -1,4 +1,4 @@
-"""Reading a command line into a dataclass by tyro, and the options that commands share.
+"""Reading a command line into a dataclass by tyro, and the flags that commands share.
 
 Importing this needs tyro but not torch, so that help is quick.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from regard.errors import UsageError
 
@@ -23,6 +23,12 @@ T = TypeVar("T")
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Folder = Annotated[Positional[str], arg(metavar="MODEL", help="model folder")]
 Count = Annotated[int | None, arg(metavar="N")]
+File = Annotated[Positional[str], arg(metavar="[FILE]")]
+Files = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="FILE")]
+DataFiles = Annotated[Positional[tuple[str, ...]], arg(metavar="FILE ...")]
+Pairs = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")]
+Changes = Annotated[dict[str, str], arg(metavar="NAME VALUE")]
+Overlong = Literal["error", "truncate"]
 ALIASES = {"dtype": ["--precision"]}
 
 
@@ -38,12 +44,54 @@ class Machine:
     """hold weights in 8 or 4 bits; the change of perplexity is printed"""
 
 
-# --- reading a command line ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Reading:
+    """How the files are read."""
+
+    format: str = "auto"
+    """text, tsv, csv, jsonl, squad, parquet, hub, npz, npy, idx, images; auto: by the name"""
+    unit: Literal["file", "line", "paragraph"] = "file"
+    """what is one document of plain text"""
+    marker: str = ""
+    """a text that stands between documents, such as <|endoftext|>"""
+    columns: Pairs = ()
+    """which column has a role (text, second, source, target, label, words, tags, start, end), by number from 0 or by
+    name: text=1"""
+    header: Annotated[bool | None, arg(metavar="True|False")] = None
+    """whether the first line names the columns; left out: it does if columns are given by name"""
+    size: Count = None
+    """scale pictures to N x N"""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of a regard.data.read.Source."""
+        return {**dataclasses.asdict(self), "columns": pairs(self.columns, "--columns")}
+
+
+def pairs(texts: tuple[str, ...], flag: str) -> dict[str, str]:
+    """NAME=VALUE ... as a table."""
+    table = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals or not value:
+            raise UsageError(f"{flag} is {text!r:.60}; give NAME=VALUE, for example {flag} text=1")
+        table[name] = value
+    return table
+
+
+def check_counts(options: Any, *flags: str) -> None:
+    """Refuse counts below 1."""
+    for name in flags:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} is {value}; give a number from 1")
+
+
+# --- reading a command line -----------------------------------------------------------------------
 
 
 def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
-    """The command line as a `cls`; nothing where it asks for --help, which is printed. What is wrong is a UsageError of
-    one line."""
+    """The command line as a `cls`; nothing where it asks for --help, which is printed. What is
+    wrong is a UsageError of one line."""
     known = {f"--{flag.replace('_', '-')}" for flag in names(cls)} | {"--help"}
     known |= {flag for flags in ALIASES.values() for flag in flags}
     for text in arguments[: arguments.index("--")] if "--" in arguments else arguments:
@@ -94,7 +142,8 @@ def folded(arguments: list[str]) -> list[str]:
 
 
 def one_line(box: str) -> str:
-    """What the box says that tyro draws around an error: the paragraph between its first two rules."""
+    """What the box says that tyro draws around an error: the paragraph between its first two
+    rules."""
     lines = [line.strip("│|╭╮╰╯ ") for line in box.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and not line.strip("-─")]
     text = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
@@ -113,17 +162,17 @@ def plain(text: str) -> str:
 
 def names(cls: Any) -> list[str]:
     """The fields of a dataclass and of the dataclasses in it, which are groups of flags."""
-    found = []
+    flags = []
     for f in dataclasses.fields(cls):
         group = f.default_factory
-        found += names(group) if dataclasses.is_dataclass(group) else [f.name]
-    return found
+        flags += names(group) if dataclasses.is_dataclass(group) else [f.name]
+    return flags
 
 
 def values(options: Any) -> dict[str, Any]:
     """All options by name, groups flattened."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for f in dataclasses.fields(options):
         value = getattr(options, f.name)
-        found |= values(value) if dataclasses.is_dataclass(value) else {f.name: value}
-    return found
+        flat |= values(value) if dataclasses.is_dataclass(value) else {f.name: value}
+    return flat

@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from tyro.conf import Positional, arg
+
+from regard.cli.parse import Switch
+from regard.cli.shared import aligned
 from regard.errors import UsageError
-from regard.recipes import NAMES, Recipe, copy, recipe
 
 if TYPE_CHECKING:
-    from regard.cli.options_work import Recipes
+    from regard.recipes import Recipe
 
 
-def run(options: Recipes) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Configs that are known to work, each with its data.
+
+    regard recipes list
+    regard recipes show dates
+    regard recipes copy dates my-dates       writes my-dates.toml and its data
+    """
+
+    action: Annotated[Positional[Literal["list", "show", "copy"]], arg(metavar="ACTION")] = "list"
+    """list, show or copy"""
+    name: Annotated[Positional[str | None], arg(metavar="[RECIPE]")] = None
+    """which recipe"""
+    to: Annotated[Positional[str | None], arg(metavar="[TO]")] = None
+    """copy: name of the new file, without .toml; default: the recipe's"""
+    json: Switch = False
+    """one JSON object"""
+
+
+def run(options: Options) -> int:
+    from regard.recipes import NAMES, recipe
+
     if options.action == "list":
         if options.name is not None:
             raise UsageError(
@@ -23,53 +48,50 @@ def run(options: Recipes) -> int:
         print(listed([recipe(name) for name in NAMES], options.json))
         return 0
     if options.name is None:
-        said = ", ".join(NAMES)
-        raise UsageError(f"say which recipe: regard recipes {options.action} NAME, one of {said}")
-    found = recipe(options.name)
+        names = ", ".join(NAMES)
+        raise UsageError(f"say which recipe: regard recipes {options.action} NAME, one of {names}")
+    chosen = recipe(options.name)
     if options.action == "show":
         if options.to is not None:
             raise UsageError("show takes one recipe; to write it somewhere: regard recipes copy")
-        whole = json.dumps({**told(found), "text": found.text}) + "\n"
-        sys.stdout.write(whole if options.json else found.text)
+        whole = json.dumps({**facts(chosen), "text": chosen.text}) + "\n"
+        sys.stdout.write(whole if options.json else chosen.text)
         return 0
     to = Path(options.to or options.name)
-    return copied(found, to / options.name if options.to and to.is_dir() else to, options.json)
+    return copied(chosen, to / options.name if options.to and to.is_dir() else to, options.json)
 
 
-def copied(found: Recipe, to: Path, as_json: bool) -> int:
+def copied(chosen: Recipe, to: Path, as_json: bool) -> int:
     """Write config and data, and say what to do next."""
-    print(f"making the data of {found.name}", file=sys.stderr, flush=True)
-    config, data, said = copy(found.name, Path(str(to).removesuffix(".toml")))
-    print(said, file=sys.stderr)
+    from regard.recipes import copy
+
+    print(f"making the data of {chosen.name}", file=sys.stderr, flush=True)
+    config, data, about = copy(chosen.name, Path(str(to).removesuffix(".toml")))
+    print(about, file=sys.stderr)
     command = f"regard train {config}"
     if as_json:
         paths = {"config": str(config), "data": str(data)}
-        print(json.dumps({**paths, "made": said, "first": found.first or None, "next": command}))
+        print(json.dumps({**paths, "made": about, "first": chosen.first or None, "next": command}))
         return 0
     print(config, data, sep="\n")
-    if found.first:
+    if chosen.first:
         print(
-            f"{found.name} goes on from a run of {found.first}: regard recipes copy {found.first} and regard train "
-            f"{found.first}.toml come first; or name another model with --model.folder FOLDER",
+            f"{chosen.name} goes on from a run of {chosen.first}: regard recipes copy {chosen.first} and regard train "
+            f"{chosen.first}.toml come first; or name another model with --model.folder FOLDER",
             file=sys.stderr,
         )
     print(f"next: {command}", file=sys.stderr)
     return 0
 
 
-def told(found: Recipe) -> dict[str, Any]:
+def facts(chosen: Recipe) -> dict[str, Any]:
     """What is known about a recipe."""
     names = ("name", "what", "size", "time", "data")
-    return {name: getattr(found, name) for name in names} | {"first": found.first or None}
+    return {name: getattr(chosen, name) for name in names} | {"first": chosen.first or None}
 
 
-def listed(found: list[Recipe], as_json: bool) -> str:
+def listed(recipes: list[Recipe], as_json: bool) -> str:
     if as_json:
-        return json.dumps([told(r) for r in found])
-    rows = [
-        ("recipe", "parameters", "two cores", "what"),
-        *((r.name, r.size, r.time, r.what) for r in found),
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in rows]
-    return "\n".join(lines)
+        return json.dumps([facts(r) for r in recipes])
+    rows = ((r.name, r.size, r.time, r.what) for r in recipes)
+    return aligned([("recipe", "parameters", "two cores", "what"), *rows])

@@ -4,32 +4,51 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from regard.cli.options_work import Report
+from tyro.conf import Positional, arg
+
+from regard.cli.parse import Switch
 from regard.errors import UsageError
-from regard.report.heads import look
-from regard.report.page import Block, as_html, as_markdown
-from regard.report.run import report, write
-from regard.report.runs import read, strict, summary
 
 SCHEMA = 1
-PAGES = {".html": as_html, ".htm": as_html, ".md": as_markdown, ".markdown": as_markdown}
+MARKDOWN = (".md", ".markdown")
 
 
-def run(options: Report) -> int:
+@dataclass(frozen=True)
+class Options:
+    """A run as one self-contained HTML page: curves, samples, attention, how to reproduce it.
+
+    regard report runs/story                      writes runs/story/report.html
+    """
+
+    run: Annotated[Positional[str], arg(metavar="RUN")]
+    """the folder of a run"""
+    output: Annotated[str | None, arg(metavar="FILE")] = None
+    """default: report.html in the run's folder; a name that ends in .md gives Markdown"""
+    json: Switch = False
+    """what the report says, as one JSON object on stdout; nothing is written"""
+
+
+def run(options: Options) -> int:
+    from regard.report.heads import look
+    from regard.report.run import report
+    from regard.report.runs import read, strict, summary
+
     path = checked(options.output)
-    found = read(options.run)
-    for note in found.notes:
+    record = read(options.run)
+    for note in record.notes:
         print(f"note: {note}", file=sys.stderr)
     if options.json:
-        more = {"evaluations": found.evaluations, "samples": len(found.samples)}
-        told = {**summary(found).json(), **strict(more), "notes": found.notes}
-        print(json.dumps({"schema": SCHEMA, "run": found.name, **told}, ensure_ascii=False))
+        more = {"evaluations": record.evaluations, "samples": len(record.samples)}
+        facts = {**summary(record).json(), **strict(more), "notes": record.notes}
+        print(json.dumps({"schema": SCHEMA, "run": record.name, **facts}, ensure_ascii=False))
         return 0
-    path = path or found.folder / "report.html"
-    save(path, found.name, report(found, *look(found)))
-    print(summary(found).verdict, file=sys.stderr)
+    path = path or record.folder / "report.html"
+    save(path, record.name, report(record, *look(record)))
+    print(summary(record).verdict, file=sys.stderr)
     print(path)
     return 0
 
@@ -39,12 +58,16 @@ def checked(output: str | None) -> Path | None:
     if output is None:
         return None
     path = Path(output)
-    if path.suffix.lower() not in PAGES:
+    if path.suffix.lower() not in (".html", ".htm", *MARKDOWN):
         raise UsageError(f"--output {output}: give a name that ends in .html or .md")
     if not path.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {path.parent}; make it first")
     return path
 
 
-def save(path: Path, title: str, blocks: list[Block]) -> None:
-    write(path, PAGES[path.suffix.lower()](title, blocks))
+def save(path: Path, title: str, blocks: list[Any]) -> None:
+    from regard.report.page import as_html, as_markdown
+    from regard.report.run import write
+
+    page = as_markdown if path.suffix.lower() in MARKDOWN else as_html
+    write(path, page(title, blocks))

@@ -5,34 +5,58 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import torch
-
-from regard.cli.generate import as_json, check_reads_text, settings_of
-from regard.cli.model import Opened, Rate, opened, read_lines, start_of
-from regard.cli.options import Translate
-from regard.cli.parse import values
-from regard.decode.generate import Unanswered, answers, default_length
-from regard.decode.settings import Result, Settings
+from regard.cli.generate import as_json, settings_of
+from regard.cli.parse import Count, File, Folder, Machine, Switch, check_counts, values
+from regard.cli.shared import Rate, compare, open_file, open_model, read_lines
 from regard.errors import DATA, Fault, UsageError
-from regard.models.embedding import context
-from regard.see.probe import Probe
-from regard.text import Tokenizer, needed
 
 BLOCK = 512
 
 
-def run(options: Translate) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Translate lines with an encoder-decoder: one line in, one line out, empty ones stay empty.
+
+    regard translate MODEL lines.de > lines.en
+    echo "guten Morgen" | regard translate MODEL --align          good morning <tab> 0-0 1-1
+    """
+
+    model: Folder
+    file: File = "-"
+    """text file, UTF-8; - is stdin"""
+    beams: int = 4
+    """1 is greedy"""
+    max_new_tokens: Count = None
+    """default: twice the longest source line and ten"""
+    length_penalty: float = 1.0
+    """a text scores log probability / length ** penalty"""
+    early_stopping: Literal["heuristic", "never", "first"] = "heuristic"
+    """when beam search may stop"""
+    align: Switch = False
+    """after a tab: word pairs source-target, by the last layer's cross-attention"""
+    json: Switch = False
+    """one JSON object a line: text, ids, logprobs, score, finish; with --align, align"""
+    rows: int = 128
+    """beams in the batch at most"""
+    block: Count = None
+    """lines that are read before they are translated; default: 512, on a terminal 1"""
+    machine: Machine = field(default_factory=Machine)
+
+
+def run(options: Options) -> int:
+    from regard.decode.generate import Unanswered
+    from regard.decode.settings import Settings
+
     given = settings_of(values(options))
     if options.max_new_tokens is None:
         del given["max_new_tokens"]
     Settings.of(given)
-    for name in ("rows", "block"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise UsageError(f"--{name} is {getattr(options, name)}; give a number from 1")
-    with opened(options.file) as (stream, name):
+    check_counts(options, "rows", "block")
+    with open_file(options.file) as (stream, name):
         alone = options.file == "-" and sys.stdin.isatty()
         block = min(options.block or (1 if alone else BLOCK), sys.maxsize)
         translator = Translator(options, given, min(options.rows, block * options.beams))
@@ -54,12 +78,17 @@ def run(options: Translate) -> int:
 class Translator:
     """A model that translates, and how it was asked to; `rows` is what a step will have."""
 
-    def __init__(self, options: Translate, settings: dict[str, Any], rows: int):
+    def __init__(self, options: Options, settings: dict[str, Any], rows: int):
+        from regard.evaluate.model import check_reads_text
+        from regard.see.align import cross_site
+        from regard.text import needed
+
         self.options, self.settings = options, settings
-        self.opened = Opened(options.model, options.machine, rows)
+        self.opened = open_model(options.model, options.machine, rows)
         self.model, self.tokens = self.opened.model, 0
-        self.failed: list[str] = []  # a sentence for each line that ended with an error
-        if not self.opened.two:
+        # A sentence for each line that ended with an error.
+        self.failed: list[str] = []
+        if not self.opened.encodes:
             raise UsageError(
                 "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
             )
@@ -74,16 +103,18 @@ class Translator:
 
     def translate(self, numbered: list[tuple[int, str]], name: str) -> Iterator[str]:
         """One line of output for each (number, line)."""
+        from regard.decode.generate import answers, default_length
+
         sources = [self.read(line, f"line {number} of {name}") for number, line in numbered]
         full = [source for source in sources if source]
-        found: Iterator[Result] = iter(())
+        results: Iterator[Any] = iter(())
         if full:
-            self.opened.compare(full[0])
+            compare(self.opened, full[0])
             limit = {"max_new_tokens": default_length(self.model, full), **self.settings}
             groups = answers(self.model, full, rows=self.options.rows, **limit)
-            found = (group[0] for group in groups)
+            results = (group[0] for group in groups)
         for (number, line), source in zip(numbered, sources, strict=True):
-            result = next(found) if source else None
+            result = next(results) if source else None
             if result is not None and result.finish == "error":
                 self.failed.append(f"line {number} of {name} was not translated: {result.error}")
             yield self.show(line, result)
@@ -101,11 +132,16 @@ class Translator:
     @property
     def longest(self) -> int | None:
         """Tokens that the encoder can read."""
+        from regard.models.embedding import context
+
         config = self.model.config
         source = getattr(config, "source", None)
         return None if source is None else context(config.max_len, source)
 
-    def show(self, line: str, result: Result | None) -> str:
+    def show(self, line: str, result: Any) -> str:
+        from regard.decode.settings import Result
+        from regard.see.align import align
+
         if result is None and not self.options.json:
             return ""
         result = result or Result([], [], 0.0, "eos", text="")
@@ -117,88 +153,3 @@ class Translator:
         if not self.site:
             return text
         return text + "\t" + " ".join(f"{s}-{t}" for s, t in pairs)
-
-
-# --- alignment ----------------------------------------------------------------------------------------------------
-
-
-def cross_site(model: Any) -> str:
-    """The place of the last cross-attention, by the name a probe gives it."""
-    probe = Probe()
-    with torch.inference_mode():
-        one = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-        model(one, source=one, probe=probe)
-    sites = [site for site in probe.maps if site.endswith(".cross")]
-    if not sites:
-        raise UsageError(
-            "--align reads cross-attention, and this model has none; leave --align out"
-        )
-    return sites[-1]
-
-
-@torch.inference_mode()
-def align(
-    model: Any, tokenizer: Tokenizer, site: str, line: str, result: Result
-) -> list[tuple[int, int]]:
-    """Pairs (source word, target word), both counted from 0 between spaces.
-
-    The finished target is fed once more; each of its tokens belongs to the source token that the heads of the last
-    cross-attention, on average, weigh most where that token is predicted. What is outside words takes no part."""
-    if not result.ids:
-        return []
-    source, theirs = source_words(tokenizer, line)
-    ours = target_words(tokenizer, result.ids)
-    probe, device = Probe(layers=[site]), next(model.parameters()).device
-    fed = torch.tensor([[start_of(model), *result.ids[:-1]]], device=device)
-    model(fed, source=torch.tensor([source], device=device), probe=probe)
-    weights = probe.maps[site][0][0].float().mean(0)  # t s
-    words = torch.tensor([-1 if w is None else w for w in theirs], device=weights.device)
-    if bool((words < 0).all()):
-        return []
-    best = words[weights.masked_fill(words < 0, -1.0).argmax(-1)].tolist()
-    return sorted({(s, t) for s, t in zip(best, ours, strict=True) if t is not None})
-
-
-def source_words(tokenizer: Tokenizer, line: str) -> tuple[list[int], list[int | None]]:
-    """The ids of a line, and for each the number of the word it comes from."""
-    ids, cutter = tokenizer.encode(line), tokenizer.parts.source or tokenizer.core
-    code = re.match(r">>.*?<<", line) if tokenizer.parts.source else None
-    start = code.end() if code else 0
-    found = cutter.encode(line[start:], add_special_tokens=tokenizer.parts.source is None)
-    numbers, spans = word_numbers(line), [(a + start, b + start) for a, b in found.offsets]
-    special = found.special_tokens_mask
-    words: list[int | None] = [None] if code else []
-    for (a, b), odd in zip(spans, special, strict=True):
-        words.append(None if odd else last(numbers[a:b]))
-    return ids, words + [None] * (len(ids) - len(words))  # Marian's end is added apart
-
-
-def target_words(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int | None]:
-    """The same for the ids of a text that the model wrote: a token that completes no character belongs to the word of
-    the next one that does."""
-    text, ends = tokenizer.detokenizer(), [0]
-    pieces = [text.push(tokenizer.pieces([i])) for i in ids]
-    pieces[-1] += text.finish()
-    for piece in pieces:
-        ends.append(ends[-1] + len(piece))
-    numbers = word_numbers("".join(pieces))
-    found: list[int | None] = []
-    for i, piece in zip(ids, pieces, strict=True):
-        at = len(found)
-        if tokenizer.pieces([i]) and not piece:
-            found.append(numbers[ends[at]] if ends[at] < len(numbers) else last(numbers))
-        else:
-            found.append(last(numbers[ends[at] : ends[at + 1]]))
-    return found
-
-
-def word_numbers(text: str) -> list[int | None]:
-    """For each character the number of its word, None for spaces."""
-    found: list[int | None] = [None] * len(text)
-    for number, word in enumerate(re.finditer(r"\S+", text)):
-        found[word.start() : word.end()] = [number] * (word.end() - word.start())
-    return found
-
-
-def last(numbers: Sequence[int | None]) -> int | None:
-    return next((n for n in reversed(numbers) if n is not None), None)

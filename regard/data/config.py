@@ -1,35 +1,101 @@
-"""The table [data] of a training config, and what it becomes: files -> records -> ids in shards -> a feed.
+"""The table [data] of a training config, and what it becomes: files -> records -> ids in shards -> a feed. `KINDS` has
+a row for each way to read data.
 
-The tokenizer is handed in as a `Coder` (see tokens.py). Ids are written once, into a folder, and used
-again as long as files, tokenizer and settings are the same.
+Ids are written once, into a folder, and used again as long as files, tokenizer and settings are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from regard.config import Count, Fraction, Share, Whole, ranged
-from regard.data.examples import ImageFeed, LabelFeed, PairFeed
-from regard.data.feed import Base, Batching, TextFeed
-from regard.data.files import DataError
-from regard.data.fill import SETTINGS, Coder, shards_of
+from regard.data.feed import Base, Batching, ImageFeed, LabelFeed, PairFeed, TextFeed
 from regard.data.pack import OVERLONG
-from regard.data.read import ARRAYS, ROLES, Source, format_of
-from regard.data.shards import Column
+from regard.data.read import ARRAYS, ROLES, DataError, Source, format_of
+from regard.data.shards import Column, Shards, prepare, sha256
+from regard.data.tokens import (
+    Coder,
+    Filling,
+    fill_answers,
+    fill_classified,
+    fill_documents,
+    fill_pairs,
+    fill_pictures,
+    fill_tagged,
+)
 from regard.errors import UsageError, nearest
 
-TASKS = ("lm", "mlm", "seq2seq", "classify", "tag", "answer", "image")
 Names = str | tuple[str, ...]
-ROWED = ("lm", "mlm")  # tasks whose documents may share a row
-LABELS = ("classify", "tag", "answer")
-TEXTS = (*ROWED, "seq2seq", *LABELS)
-TABLES = ("tsv", "csv", "jsonl", "parquet", "hub", "npz")  # formats with columns that have names
-# setting -> tasks and formats that use it (none: all); settings that are not here are used by all
+
+
+class Kind(NamedTuple):
+    """A way to read data: the roles that columns may have, how records become shards, and the feed over them. `texts`
+    are the roles that hold text; `rowed`: documents may share a row."""
+
+    roles: tuple[str, ...]
+    fill: Callable[[Filling], None]
+    feed: Callable[..., Base]
+    texts: tuple[str, ...] = ()
+    rowed: bool = False
+
+
+def text_feed(
+    data: Data, columns: dict[str, Column], coder: Coder, shift: bool, **rest: Any
+) -> Base:
+    prompts = columns["prompts"].values if "prompts" in columns else None
+    pack: dict[str, Any] = {"pack": data.pack, "shift": shift, "prompts": prompts}
+    return TextFeed(columns["ids"], **pack, pad=coder.pad, **rest)
+
+
+def pair_feed(data: Data, columns: dict[str, Column], coder: Coder, **rest: Any) -> Base:
+    if coder.start is None or coder.end is None:
+        raise UsageError("translation needs a tokenizer with an end token (eos)")
+    special: dict[str, Any] = {"start": coder.start, "end": coder.end, "pad": coder.pad}
+    around = (coder.before, coder.after)
+    return PairFeed(columns["source"], columns["target"], around=around, **special, **rest)
+
+
+def label_feed(data: Data, columns: dict[str, Column], coder: Coder, **rest: Any) -> Base:
+    around = (coder.before, coder.after)
+    return LabelFeed(columns["ids"], columns["labels"], around=around, pad=coder.pad, **rest)
+
+
+def image_feed(data: Data, columns: dict[str, Column], coder: None, **rest: Any) -> Base:
+    changes = {n: getattr(data, n) for n in ("shift", "flip", "erase", "paste")}
+    return ImageFeed(columns["images"], columns["labels"], **changes, **rest)
+
+
+_DOCUMENTS = ("text", "source", "target")
+KINDS: dict[str, Kind] = {
+    "lm": Kind(
+        _DOCUMENTS, fill_documents, partial(text_feed, shift=True), texts=("text",), rowed=True
+    ),
+    "mlm": Kind(
+        _DOCUMENTS,
+        partial(fill_documents, masked=True),
+        partial(text_feed, shift=False),
+        texts=("text",),
+        rowed=True,
+    ),
+    "seq2seq": Kind(("source", "target"), fill_pairs, pair_feed, texts=("source", "target")),
+    "classify": Kind(("text", "second", "label"), fill_classified, label_feed, texts=("text",)),
+    "tag": Kind(("words", "tags"), fill_tagged, label_feed, texts=("words",)),
+    "answer": Kind(
+        ("text", "second", "start", "end"), fill_answers, label_feed, texts=("text", "second")
+    ),
+    "image": Kind(("image", "label"), fill_pictures, image_feed),
+}
+ROWED = tuple(name for name, kind in KINDS.items() if kind.rowed)
+TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts)
+# Formats with columns that have names.
+TABLES = ("tsv", "csv", "jsonl", "parquet", "arrow", "hub", "npz")
+# Setting -> kinds and formats that use it (none: all); settings that are not here are used by all.
 USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("target", "valid_target"), ((*ROWED, "seq2seq", "image"), ())),
     **dict.fromkeys(("unit", "marker"), (ROWED, ("text",))),
@@ -39,14 +105,8 @@ USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pack": (ROWED, ()),
     **dict.fromkeys(("shift", "flip", "erase", "paste"), (("image",), ())),
 }
-USED_ROLES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(ROWED, ("text", "source", "target")),
-    "seq2seq": ("source", "target"),
-    "classify": ("text", "second", "label"),
-    "tag": ("words", "tags"),
-    "answer": ("text", "second", "start", "end"),
-    "image": ("image", "label"),
-}
+# Settings of a Source, beside its paths.
+SETTINGS = ("format", "unit", "marker", "columns", "header", "size")
 
 
 @dataclass(frozen=True)
@@ -115,44 +175,43 @@ class Loaded:
 
 def text_roles(task: str, data: Data) -> tuple[str, ...]:
     """The columns that hold text, of which a tokenizer is learned."""
-    two = bool(_tuple(data.target)) or "target" in data.columns
-    if task == "seq2seq" or (task in ROWED and two):
+    if task in ROWED and (_tuple(data.target) or "target" in data.columns):
         return ("source", "target")
-    more = ("second",) if task == "answer" or "second" in data.columns else ()
-    return ("words",) if task == "tag" else ("text", *more)
+    more = ("second",) if "second" in data.columns and task == "classify" else ()
+    return (*KINDS[task].texts, *more)
 
 
 def check_used(data: Data, task: str, name: str = "") -> None:
     """Refuse settings that would be passed over: for the task (whose users call it `name`), or for the files' format.
     Nothing is read of the files but their names."""
     name = name or task
-    said = {f.name for f in fields(Data) if f.default != getattr(data, f.name)} - {"columns"}
+    given = {f.name for f in fields(Data) if f.default != getattr(data, f.name)} - {"columns"}
     for key, (tasks, _) in USED.items():
-        if key in said and task not in tasks:
+        if key in given and task not in tasks:
             raise UsageError(f"{key} is not used by the task {name}; leave it out")
     for role in data.columns:
-        if role in ROLES and role not in USED_ROLES[task]:
-            can = ", ".join(USED_ROLES[task])
+        if role in ROLES and role not in KINDS[task].roles:
+            can = ", ".join(KINDS[task].roles)
             raise UsageError(f"columns: {role} is not used by the task {name}; it uses {can}")
     kinds = _formats(data, task, name)
     for key, (_, formats) in USED.items():
-        if key in said and formats and not kinds & set(formats):
+        if key in given and formats and not kinds & set(formats):
             raise UsageError(
                 f"{key} is for {' and '.join(formats)} files, and the task {name} has {', '.join(sorted(kinds))} here; "
                 "leave it out"
             )
-    if task == "image" and "target" in said and not kinds & {"npy", "idx"}:
+    if task == "image" and "target" in given and not kinds & {"npy", "idx"}:
         raise UsageError(f"target is for npy and idx files in the task {name}; leave it out")
     if data.columns and not kinds & set(TABLES):
         raise UsageError(
             f"columns are not used by the task {name} for {', '.join(sorted(kinds))} files; leave them out"
         )
     for one, other, why in _clashes(data, task):
-        if one in said and other in said:
+        if one in given and other in given:
             raise UsageError(
                 f"{one} is not used beside {other} by the task {name}, {why}; leave {one} out"
             )
-    if "valid_target" in said and "valid" not in said:
+    if "valid_target" in given and "valid" not in given:
         raise UsageError("valid_target is the other side of valid; name valid too")
 
 
@@ -187,7 +246,7 @@ def _clashes(data: Data, task: str) -> Iterator[tuple[str, str, str]]:
 def longest(feed: Base | None) -> int | None:
     """Tokens of the longest row, padding included, of a side; None where rows have none."""
     if isinstance(feed, PairFeed):
-        sizes = np.maximum(feed.read, feed.said)
+        sizes = np.maximum(feed.source_sizes, feed.target_sizes)
     elif isinstance(feed, LabelFeed):
         sizes = feed.cut.size
     elif isinstance(feed, TextFeed):
@@ -202,9 +261,9 @@ def longest(feed: Base | None) -> int | None:
 
 def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0) -> Loaded:
     """The feed of a task. Shards go into `folder`."""
-    if task not in TASKS:
-        raise UsageError(f"task = {task!r} is unknown; {nearest(task, TASKS)}")
-    if coder is None and task != "image":
+    if task not in KINDS:
+        raise UsageError(f"task = {task!r} is unknown; {nearest(task, KINDS)}")
+    if coder is None and KINDS[task].texts:
         raise UsageError(f"task = {task!r} reads text and needs a tokenizer")
     check_used(data, task)
     batching = data.batching(seed)
@@ -248,6 +307,23 @@ def _split(
     return tuple({m: c.take(side) for m, c in columns.items()} for side in sides)  # type: ignore[return-value]
 
 
+def shards_of(
+    task: str, source: Source, coder: Coder | None, folder: Path, classes: list[str] | None
+) -> Shards:
+    made_of: dict[str, Any] = {name: getattr(source, name) for name in SETTINGS}
+    made_of |= {"task": task, "classes": classes}
+    made_of["tokenizer"] = None if coder is None else coder.fingerprint
+    if coder is not None:
+        made_of["special"] = [coder.before, coder.between, coder.after, coder.start, coder.end]
+    if source.format == "hub":
+        made_of["sources"] = list(source.paths)
+    else:
+        made_of["sources"] = [sha256(p) for p in source.files()]
+        made_of["beside"] = [sha256(p) for p in source.beside_files()]
+    fill = KINDS[task].fill
+    return prepare(folder, made_of, lambda writer: fill(Filling(writer, source, coder, classes)))
+
+
 def feed_of(
     task: str,
     data: Data,
@@ -257,21 +333,5 @@ def feed_of(
     name: str,
     held: Any,
 ) -> Base:
-    common: dict[str, Any] = {"held": held, "fingerprint": name}
-    if coder is None or task == "image":
-        x, y = columns["images"], columns["labels"]
-        changes = {n: getattr(data, n) for n in ("shift", "flip", "erase", "paste")}
-        return ImageFeed(x, y, batching, **changes, **common)
-    common["pad"] = coder.pad
-    if task in ("lm", "mlm"):
-        prompts = columns["prompts"].values if "prompts" in columns else None
-        shift, pack = task == "lm", data.pack
-        return TextFeed(columns["ids"], batching, pack=pack, shift=shift, prompts=prompts, **common)
-    common["around"] = (coder.before, coder.after)
-    if task != "seq2seq":
-        return LabelFeed(columns["ids"], columns["labels"], batching, **common)
-    start, end = coder.start, coder.end
-    if start is None or end is None:
-        raise UsageError("translation needs a tokenizer with an end token (eos)")
-    source, target = columns["source"], columns["target"]
-    return PairFeed(source, target, batching, start=start, end=end, **common)
+    feed = KINDS[task].feed
+    return feed(data, columns, coder, batching=batching, held=held, fingerprint=name)

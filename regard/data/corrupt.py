@@ -1,4 +1,4 @@
-"""Plain text made into something to repair: BERT's masks, T5's spans, BART's infilling and shuffled sentences.
+"""Plain text made into something to repair: BERT's masks, T5's spans, BART's infilling.
 
 A `Corruption` turns a batch of plain ids into one with inputs and labels, by a generator that is handed in; `Corrupted`
 is a feed of such batches, batch k being a function of the seed and k. Rows of ids (t) go through the functions at the
@@ -10,17 +10,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from regard.config import Amount, Positive, Share, ranged
-from regard.data.batch import IGNORE, Batch, Feed
+from regard.data.feed import IGNORE, Batch, Feed
+from regard.data.pack import drawing
 from regard.errors import UsageError
 
 Corruption = Callable[[Batch, Generator], Batch]
+# Settings that there were, and nobody used; they are part of the fingerprints of runs that go on.
+GONE = {"MaskTokens": ("begins",), "Infill": ("stops",)}
 
 
 @dataclass(frozen=True)
@@ -47,34 +49,25 @@ class Marks:
 # --- corruptions of batches ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 @ranged
 class MaskTokens:
     """BERT (Devlin et al. 2019, 3.1): each token is selected with probability `rate`; of the selected 80 % become the
-    mask, 10 % another token, 10 % stay. Only the selected have a label.
-
-    With `begins` (V), true for tokens that begin a word, whole words are selected."""
+    mask, 10 % another token, 10 % stay. Only the selected have a label."""
 
     marks: Marks
     rate: Share = 0.15
-    begins: Tensor | None = None
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         ids, marks = batch.ids, self.marks
         open_ = (batch.labels != IGNORE) & ~torch.isin(ids, _tensor(marks.special))
         drawn = torch.rand(ids.shape, generator=generator)
-        if self.begins is not None:  # a word shares the number drawn for its first token
-            first = self.begins[ids] | ~open_ | (torch.arange(ids.shape[1]) == 0)
-            start = torch.where(first, torch.arange(ids.shape[1]), 0).cummax(-1).values
-            drawn = drawn.gather(-1, start)
         chosen = open_ & (drawn < self.rate)
         fate = torch.rand(ids.shape, generator=generator)
         other = _ordinary(ids.shape, marks, generator)
         changed = torch.where(fate < 0.8, marks.need("mask"), torch.where(fate < 0.9, other, ids))
         return replace(
-            batch,
-            ids=torch.where(chosen, changed, ids),
-            labels=torch.where(chosen, ids, IGNORE),
+            batch, ids=torch.where(chosen, changed, ids), labels=torch.where(chosen, ids, IGNORE)
         )
 
 
@@ -100,28 +93,23 @@ class Spans:
         return _pairs(batch, pair, self.marks)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 @ranged
 class Infill:
     """BART (Lewis et al. 2020, 2.2): spans of Poisson(`mean`) tokens, `rate` of all, each become one mask, and a span
-    of none puts a mask in; with `stops` (V), true for tokens that end a sentence, sentences are shuffled before. The
-    target is the text."""
+    of none puts a mask in. The target is the text."""
 
     marks: Marks
     rate: Share = 0.3
     mean: Amount = 3.0
-    stops: Tensor | None = None
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         mask = self.marks.need("mask")
 
         def pair(row: Tensor) -> tuple[Tensor, Tensor]:
             front, text, back = ends(row, self.marks)
-            if self.stops is not None:
-                text = shuffle_sentences(text, self.stops, generator)
-            return torch.cat(
-                [front, infill(text, mask, generator, self.rate, self.mean), back]
-            ), row
+            filled = infill(text, mask, generator, self.rate, self.mean)
+            return torch.cat([front, filled, back]), row
 
         return _pairs(batch, pair, self.marks)
 
@@ -186,9 +174,10 @@ class Corrupted:
 
     def __init__(self, feed: Feed, corruption: Corruption, seed: int):
         self.feed, self.corruption, self.seed = feed, corruption, seed
-        settings = {n: _plain(x) for n, x in vars(corruption).items()}
-        said = repr((feed.fingerprint, type(corruption).__name__, settings, seed))
-        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+        name = type(corruption).__name__
+        settings = {**vars(corruption), **dict.fromkeys(GONE.get(name, ()))}
+        made_of = repr((feed.fingerprint, name, settings, seed))
+        self.fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
 
     @property
     def epoch(self) -> int:
@@ -210,16 +199,6 @@ class Corrupted:
         return f"{self.feed.describe()}; corrupted by {type(self.corruption).__name__}"
 
 
-def _plain(x: Any) -> Any:
-    return x.tolist() if isinstance(x, Tensor) else x
-
-
-def drawing(*key: int | str) -> Generator:
-    """A generator that depends on these numbers and words alone."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
 # --- one row (t) --------------------------------------------------------------------------------------------------
 
 
@@ -237,17 +216,6 @@ def span_counts(size: int, rate: float = 0.15, mean: float = 3.0) -> tuple[int, 
     return taken, min(max(round(taken / mean), 1), taken, size - taken + 1)
 
 
-def span_size(source: int, rate: float = 0.15, mean: float = 3.0) -> tuple[int, int]:
-    """(tokens of text, tokens of target) that make an input of at most `source` tokens, an end token on both sides."""
-    size = source
-    while True:
-        taken, count = span_counts(size + 1, rate, mean)
-        if size + 1 - taken + count + 1 > source:
-            taken, count = span_counts(size, rate, mean)
-            return size, taken + count + 1
-        size += 1
-
-
 def spans(
     ids: Tensor,
     sentinels: Sequence[int],
@@ -263,10 +231,8 @@ def spans(
             f"{len(ids)} tokens make {count} spans, and the tokenizer has {len(sentinels)} sentinels; "
             f"shorten the rows or add sentinels"
         )
-    cuts = (
-        torch.randperm(max(taken - 1, 0), generator=generator)[: max(count - 1, 0)].sort().values
-        + 1
-    )
+    drawn = torch.randperm(max(taken - 1, 0), generator=generator)[: max(count - 1, 0)]
+    cuts = drawn.sort().values + 1
     edges = torch.cat([_tensor((0,)), cuts, _tensor((taken,))])
     sizes = edges.diff()[:count]  # every way to share `taken` tokens out is equally likely
     marks = _tensor(sentinels[:count])
@@ -292,14 +258,6 @@ def infill(
         sizes[-1] -= sizes.sum() - wanted
     sizes = sizes[: len(ids) - wanted + 1]  # no two side by side
     return _replace(ids, sizes, torch.full_like(sizes, mask), generator)[0]
-
-
-def shuffle_sentences(ids: Tensor, stops: Tensor, generator: Generator) -> Tensor:
-    """The sentences in another order; each ends with a token of `stops` (V, bool), or with the text."""
-    last = stops[ids].nonzero()[:, 0] + 1
-    parts = [part for part in ids.tensor_split(last) if len(part)]
-    order = torch.randperm(len(parts), generator=generator).tolist()
-    return torch.cat([parts[i] for i in order]) if parts else ids
 
 
 def _replace(

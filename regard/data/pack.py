@@ -6,13 +6,15 @@ be saved: batch k can be made at any time, in any process.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import torch
 
-from regard.data.files import DataError
+from regard.data.read import DataError
 from regard.errors import UsageError, nearest
 
 OVERLONG = ("error", "truncate", "drop", "split")
@@ -24,6 +26,17 @@ def draws(seed: int, purpose: int, k: int, count: int) -> np.ndarray:
     """64-bit numbers, uniform and independent, by (seed, purpose, k). Raw words of Philox, which numpy promises to keep
     from version to version."""
     return np.random.Philox(key=[seed, purpose], counter=[0, 0, 0, k]).random_raw(count)
+
+
+def drawing(*key: int | str) -> torch.Generator:
+    """A generator of torch that depends on these numbers and words alone."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def seed_of(seed: int, step: int) -> int:
+    """The seed of torch's own numbers in a step: a function of both, and of nothing before."""
+    return int(hashlib.sha256(f"{seed}:{step}".encode()).hexdigest()[:15], 16)
 
 
 class Deck:
@@ -106,8 +119,8 @@ class Tiles:
         if not self.random:
             return self.deck.take(k) * self.length
         places = max(self.n - self.extra - self.length + 1, 1)
-        found = draws(self.seed, WINDOWS, k, self.rows) % np.uint64(places)
-        return found.astype(np.int64)
+        starts = draws(self.seed, WINDOWS, k, self.rows) % np.uint64(places)
+        return starts.astype(np.int64)
 
     def fixed(self) -> Iterator[np.ndarray]:
         """The whole stream; its last row may be shorter."""
@@ -119,11 +132,11 @@ class Tiles:
 def bucket_limits(lengths: np.ndarray, tokens: int, rows: int) -> np.ndarray:
     """The longest length of each bucket: at most WIDER times the shortest, but enough examples for two batches, or they
     would always be the same."""
-    found, count = np.unique(lengths, return_counts=True)
+    sizes, count = np.unique(lengths, return_counts=True)
     limits: list[int] = []
-    first = last = int(found[0])
+    first = last = int(sizes[0])
     held = 0
-    for length, more in zip(found.tolist(), count.tolist()):
+    for length, more in zip(sizes.tolist(), count.tolist()):
         if held >= 2 * min(rows, tokens // length) and length > first * WIDER:
             limits.append(last)
             first, held = length, 0
@@ -145,7 +158,7 @@ class Pieces:
     limit: int | None
     policy: str
 
-    def said(self) -> str:
+    def note(self) -> str:
         """For people: how many were too long, and what became of them."""
         if not self.over:
             return ""

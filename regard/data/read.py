@@ -1,27 +1,101 @@
-"""Files -> records: dictionaries {role: value}, one an example, in the order of the files.
+"""Data files as records: dictionaries {role: value}, one per example, in the order of the files.
 
-Everything but whole-file documents is read as a stream, so that memory does not grow with the data. Pictures:
-regard.data.images.
+Text is UTF-8, cut at \\n (a \\r before it goes with it) and at nothing else. Everything but whole-file
+documents is read as a stream, so that memory does not grow with the data. Text, TSV, CSV, JSONL and
+SQuAD's JSON are read here, other tables by the package `datasets`, pictures in regard.data.images.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
+import glob
+import gzip
+import importlib
 import json
+import lzma
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from regard.config import Count, ranged
-from regard.data.files import DataError, decoded, found, lines, needed, opened
 from regard.errors import UsageError, nearest
 
 Record = dict[str, Any]
 UNITS = ("file", "line", "paragraph")
 ROLES = ("text", "second", "source", "target", "label", "words", "tags", "start", "end", "image")
+
+
+class DataError(UsageError):
+    """Data that is missing or broken; a command ends with this code, not with 2."""
+
+    code = 4
+
+
+class PackageError(UsageError):
+    """A format that needs a package which is not installed."""
+
+    code = 3
+
+
+def matching_files(names: Sequence[str]) -> list[Path]:
+    """The files that names and patterns mean, each pattern's in order of their names."""
+    paths: list[Path] = []
+    for name in names:
+        matches = sorted(glob.glob(name)) if not Path(name).exists() else [name]
+        if not matches:
+            raise DataError(f"{name} does not exist; give the path of a data file")
+        paths += map(Path, matches)
+    return paths
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The file's bytes, unpacked if its name ends in .gz or .xz."""
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        with openers.get(path.suffix, open)(path, "rb") as stream:
+            yield stream
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is a broken {path.suffix[1:]} file: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def lines(path: Path) -> Iterator[str]:
+    """Lines of text without their ends."""
+    with opened(path) as stream:
+        for number, raw in enumerate(stream, 1):
+            raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number)
+
+
+def decoded(raw: bytes, path: Path, first: int = 1) -> str:
+    """The text of some bytes of a file; `first` is the number of their first line."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = first + raw.count(b"\n", 0, error.start)
+        at = error.start - (raw.rfind(b"\n", 0, error.start) + 1)
+        raise DataError(
+            f"line {line} of {path} is no UTF-8 text: byte {at} is 0x{raw[error.start]:02x}; convert the file, for "
+            "example with iconv -t utf-8"
+        ) from None
+
+
+def needed(package: str, what: str, pip: str) -> Any:
+    """A package that an installation may lack."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError:
+        raise PackageError(f"{what} needs the package {package}; pip install {pip}") from None
+
+
+# --- records --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -51,10 +125,10 @@ class Source:
                 raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
 
     def files(self) -> list[Path]:
-        return found(self.paths)
+        return matching_files(self.paths)
 
     def beside_files(self) -> list[Path]:
-        return found(self.beside)
+        return matching_files(self.beside)
 
     def column(self, role: str) -> str:
         return str(self.columns.get(role, role))
@@ -76,12 +150,14 @@ def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
             raise DataError(f"{path} is empty: it holds no examples")
 
 
-def format_of(path: Path, said: str) -> str:
-    """The format by what is said, else by the name; a name that tells nothing means text."""
-    if said != "auto":
-        if said not in READERS and said not in ARRAYS:
-            raise UsageError(f"format = {said!r} is unknown; {nearest(said, [*READERS, *ARRAYS])}")
-        return said
+def format_of(path: Path, format: str) -> str:
+    """The format that is given, else that of the name; one that tells nothing means text."""
+    if format != "auto":
+        if format not in READERS and format not in ARRAYS:
+            raise UsageError(
+                f"format = {format!r} is unknown; {nearest(format, [*READERS, *ARRAYS])}"
+            )
+        return format
     if path.is_dir():
         return "images"
     name = path.name.lower().removesuffix(".gz").removesuffix(".xz")
@@ -216,11 +292,11 @@ def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> 
         return first.index(name)
     if name.isdecimal() and int(name) < len(first):
         return int(name)
-    said = ", ".join(repr(c)[:40] if header else f"{i} ({c[:30]!r})" for i, c in enumerate(first))
+    listed = ", ".join(repr(c)[:40] if header else f"{i} ({c[:30]!r})" for i, c in enumerate(first))
     what = "its first line, read as their names, has" if header else "its columns:"
     last = len(first) - 1
     raise UsageError(
-        f"{path} has no column {name!r} for the role {role}; {what} {said}. Say which by name or by number from 0: "
+        f"{path} has no column {name!r} for the role {role}; {what} {listed}. Say which by name or by number from 0: "
         f"--columns {role}={last}, or in a config columns = {{ {role} = {last} }}"
     )
 
@@ -269,21 +345,20 @@ def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
         ) from None
 
 
-# --- packages that may be missing ---------------------------------------------------------------------------------
+# --- what the package `datasets` reads -----------------------------------------------------------------------------
 
 
-def _parquet(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    load = needed("datasets", "reading Parquet", "'regard[hub]'").load_dataset
-    rows = load("parquet", data_files=str(path), split="train", streaming=True)
+def _dataset(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    """Parquet and Arrow files; or a data set by its name on the hub, such as stanfordnlp/sst2:train, which is the only
+    thing here that may use the network."""
+    kind = format_of(path, source.format)
+    load = needed("datasets", f"reading {kind}", "datasets").load_dataset
+    if kind == "hub":
+        name, _, split = str(path).partition(":")
+        rows = load(name, split=split or "train", streaming=True)
+    else:
+        rows = load(kind, data_files=str(path), split="train", streaming=True)
     return (_picked(row, source, roles, str(path)) for row in rows)
-
-
-def _hub(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    """A data set by name, such as stanfordnlp/sst2:train; the only thing here that may use the network."""
-    load = needed("datasets", "reading a hub data set", "'regard[hub]'").load_dataset
-    name, _, split = str(path).partition(":")
-    rows = load(name, split=split or "train", streaming=True)
-    return (_picked(row, source, roles, name) for row in rows)
 
 
 READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = {
@@ -292,7 +367,6 @@ READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = 
     "csv": _csv,
     "jsonl": _jsonl,
     "squad": _squad,
-    "parquet": _parquet,
-    "hub": _hub,
+    **dict.fromkeys(("parquet", "arrow", "hub"), _dataset),
 }
 ARRAYS = ("npz", "npy", "idx", "images")

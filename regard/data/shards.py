@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.data.files import DataError, sha256
+from regard.data.read import DataError
 
 MANIFEST, VERSION = "manifest.json", 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -102,6 +102,20 @@ def digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
+def sha256(path: Path) -> str:
+    """Of a file's bytes, or of the names and bytes of all files in a folder."""
+    if path.is_dir():
+        whole = hashlib.sha256()
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            whole.update(f"{file.relative_to(path).as_posix()}\0{sha256(file)}\n".encode())
+        return whole.hexdigest()
+    try:
+        with open(path, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
 def prepare(folder: Path, made_of: dict[str, Any], fill: Callable[[Writer], None]) -> Shards:
     """The shards in `folder`, if they are made of just this; else they are made: `fill` writes the columns. A process
     that finds another one at work waits for it."""
@@ -123,7 +137,7 @@ def prepare(folder: Path, made_of: dict[str, Any], fill: Callable[[Writer], None
             if folder.exists():
                 folder.rename(old)
             new.rename(folder)
-            _sync(folder.parent)
+            sync(folder.parent)
         finally:
             shutil.rmtree(new, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
@@ -158,29 +172,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return data
 
 
-def _map(path: Path, said: dict[str, Any]) -> np.ndarray:
+def _map(path: Path, entry: dict[str, Any]) -> np.ndarray:
     try:
         state = path.stat()
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}); delete {path.parent} to have it made again"
         ) from None
-    key = (str(path.resolve()), state.st_size, state.st_mtime_ns, said["sha256"])
+    key = (str(path.resolve()), state.st_size, state.st_mtime_ns, entry["sha256"])
     if key not in _checked:
-        if state.st_size != said["bytes"]:
-            what = f"has {state.st_size:,} bytes, {said['bytes']:,} were written"
-        elif sha256(path) != said["sha256"]:
+        what = ""
+        if state.st_size != entry["bytes"]:
+            what = f"has {state.st_size:,} bytes, {entry['bytes']:,} were written"
+        elif sha256(path) != entry["sha256"]:
             what = "has another SHA-256 than what was written"
-        else:
-            what = ""
         if what:
             raise DataError(
                 f"{path} has changed: it {what}; delete {path.parent} to have it made again"
             )
         _checked.add(key)
-    if said["bytes"] == 0:
-        return np.zeros(0, said["dtype"])
-    return np.asarray(np.memmap(path, said["dtype"], mode="r"))
+    if entry["bytes"] == 0:
+        return np.zeros(0, entry["dtype"])
+    return np.asarray(np.memmap(path, entry["dtype"], mode="r"))
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -191,61 +204,59 @@ class Writer:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.growing: dict[str, _Growing] = {}
+        self.columns: dict[str, _Growing] = {}
         self.notes: dict[str, Any] = {}
 
     def extend(self, name: str, rows: Sequence[Sequence[int]], dtype: str) -> None:
         """More rows of a column whose rows differ in length."""
-        if name not in self.growing:
-            self.growing[name] = _Growing(self.folder, name, dtype)
         flat = np.fromiter(chain.from_iterable(rows), np.int64)
-        self.growing[name].write(flat, [len(row) for row in rows])
+        self._column(name, dtype).write(flat, [len(row) for row in rows])
 
     def long(self, name: str, parts: Iterable[Sequence[int]], dtype: str) -> None:
         """One more row, written part by part."""
-        if name not in self.growing:
-            self.growing[name] = _Growing(self.folder, name, dtype)
-        length = 0
+        column, length = self._column(name, dtype), 0
         for part in parts:
-            self.growing[name].write(np.array(part, np.int64), [])
+            column.write(np.array(part, np.int64))
             length += len(part)
-        self.growing[name].write(np.zeros(0, np.int64), [length])
+        column.write(np.zeros(0, np.int64), [length])
 
     def array(self, name: str, x: np.ndarray) -> None:
         """A whole column of rows of one shape."""
-        column = self.growing[name] = _Growing(self.folder, name, str(x.dtype))
+        column = self._column(name, str(x.dtype))
         column.shape = (-1, *x.shape[1:])
-        column.write(x, [])
+        column.write(x)
+
+    def _column(self, name: str, dtype: str) -> _Growing:
+        if name not in self.columns:
+            self.columns[name] = _Growing(self.folder / name, dtype)
+        return self.columns[name]
 
     def finish(self, made_of: dict[str, Any]) -> None:
-        columns = {name: column.finish() for name, column in self.growing.items()}
         data = {
             "version": VERSION,
             "fingerprint": digest(made_of),
             "made_of": made_of,
             "notes": self.notes,
-            "columns": columns,
+            "columns": {name: column.finish() for name, column in self.columns.items()},
         }
         text = json.dumps({**data, "sha256": digest(data)}, indent=1, sort_keys=True)
-        with open(self.folder / MANIFEST, "w", encoding="utf-8") as stream:
-            stream.write(text + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync(self.folder)
+        (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        for path in (self.folder / MANIFEST, self.folder):
+            sync(path)
 
 
 class _Growing:
-    """One column's files while they are written."""
+    """The files of one column while they are written."""
 
-    def __init__(self, folder: Path, name: str, dtype: str):
+    def __init__(self, path: Path, dtype: str):
         assert dtype in DTYPES, dtype
-        self.folder, self.name, self.dtype = folder, name, np.dtype(dtype)
+        self.path, self.dtype = path, np.dtype(dtype)
         self.shape: tuple[int, ...] = (-1,)
         self.ends = array("q", [0])
         self.hash = hashlib.sha256()
-        self.file = open(folder / f"{name}.bin", "wb")  # noqa: SIM115  closed by finish
+        self.file = open(f"{path}.bin", "wb")  # noqa: SIM115  closed by finish
 
-    def write(self, values: np.ndarray, lengths: list[int]) -> None:
+    def write(self, values: np.ndarray, lengths: Sequence[int] = ()) -> None:
         limits = np.iinfo(self.dtype)
         assert not values.size or limits.min <= values.min() <= values.max() <= limits.max
         data = np.ascontiguousarray(values, self.dtype).data
@@ -255,24 +266,23 @@ class _Growing:
             self.ends.append(self.ends[-1] + length)
 
     def finish(self) -> dict[str, Any]:
-        files = {self.file.name: _close(self.file, self.hash, self.dtype)}
+        files = dict([_closed(self.file, self.hash, self.dtype)])
         if self.shape == (-1,) and len(self.ends) > 1:
-            with open(self.folder / f"{self.name}.ends.bin", "wb") as stream:
+            with open(f"{self.path}.ends.bin", "wb") as stream:
                 data = self.ends.tobytes()
                 stream.write(data)
-                files[stream.name] = _close(stream, hashlib.sha256(data), np.dtype("int64"))
-        return {
-            "shape": self.shape,
-            "files": {Path(path).name: said for path, said in files.items()},
-        }
+                files |= [_closed(stream, hashlib.sha256(data), np.dtype("int64"))]
+        return {"shape": self.shape, "files": files}
 
 
-def _close(stream: Any, whole: Any, dtype: np.dtype) -> dict[str, Any]:
+def _closed(stream: Any, whole: Any, dtype: np.dtype) -> tuple[str, dict[str, Any]]:
+    """The name of a file that is on the disk now, and what the manifest says of it."""
     stream.flush()
     os.fsync(stream.fileno())
     size = stream.tell()
     stream.close()
-    return {"bytes": size, "sha256": whole.hexdigest(), "dtype": dtype.str}
+    entry = {"bytes": size, "sha256": whole.hexdigest(), "dtype": dtype.str}
+    return Path(stream.name).name, entry
 
 
 @contextlib.contextmanager
@@ -285,8 +295,9 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

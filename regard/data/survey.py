@@ -6,24 +6,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from regard.data.config import text_roles
-from regard.data.files import opened, sha256
-from regard.data.fill import classes_of
+from regard.data.config import Data, text_roles
 from regard.data.images import SUFFIXES, pictures
-from regard.data.read import Source, format_of, records
-from regard.data.shards import MANIFEST, open_shards, read_manifest
-from regard.data.tokens import Coder
+from regard.data.read import Source, format_of, opened, records
+from regard.data.shards import MANIFEST, open_shards, read_manifest, sha256
+from regard.data.tokens import Coder, classes_of
 from regard.data.train_tokenizer import Recipe
-from regard.errors import UsageError, nearest
 from regard.files import read_files
 from regard.text import Tokenizer, needed
-from regard.train.config import TASKS, Config
 
 SAMPLE = 1 << 20  # characters that are looked at
 WHOLE = 64 << 20  # bytes of files that are read to their end where that tells more
@@ -48,25 +44,35 @@ class Survey:
     counted: bool = False
 
     def describe(self) -> str:
-        about, some = ("" if exact else "about " for exact in (self.exact, self.counted))
+        about, roughly = ("" if exact else "about " for exact in (self.exact, self.counted))
         if not self.tokens:
             return f"{self.examples:,} pictures in {self.classes} classes"
         what = "pairs" if len(self.longest) > 1 else "texts"
         if self.examples == 1:
             what = "text"
-        said = f"{about}{self.tokens:,} tokens in {some}{self.examples:,} {what}, vocabulary {self.vocab:,}"
-        return said + (f", {self.classes} classes" if self.classes else "")
+        text = f"{about}{self.tokens:,} tokens in {roughly}{self.examples:,} {what}, vocabulary {self.vocab:,}"
+        return text + (f", {self.classes} classes" if self.classes else "")
 
 
-def survey(config: Config, folder: Path, start: Any = None) -> Survey:
-    """`folder` is the run's; `start` the model that [model] folder names, or None."""
-    reads, source = TASKS[config.task][0], config.data.source()
+def survey(
+    reads: str,
+    data: Data,
+    recipe: Recipe | None,
+    tokenizer: str | None,
+    folder: Path,
+    start: Any = None,
+) -> Survey:
+    """`reads`: how data is read, see regard.data.config.TASKS; `recipe`: how the tokenizer is learned, if it is, else
+    the folder `tokenizer` has it; `folder` is the run's; `start` the model that [model] folder names, or None."""
+    source = data.source()
     if reads == "image":
         return _pictured(source)
-    roles = text_roles(TASKS[config.task][0], config.data)
+    roles = text_roles(reads, data)
     texts, whole = _sample(source, roles)
-    vocab, count = _words(config, folder, start, texts)
-    limit = config.data.length or math.inf
+    vocab, count = _words(
+        recipe, Path(tokenizer or folder / "tokenizer"), start, texts, not tokenizer
+    )
+    limit = data.length or math.inf
     ready = _counted(folder / "data" / "train", source, limit)
     if ready is not None:
         return replace(ready, vocab=vocab)
@@ -147,14 +153,14 @@ def _pictured(source: Source) -> Survey:
 
 def _sample(source: Source, roles: tuple[str, ...]) -> tuple[list[list[str]], bool]:
     """The first examples, each a text for every role, and whether all can be read in a moment."""
-    found: list[list[str]] = []
+    texts: list[list[str]] = []
     room, rest = SAMPLE, _read(source, roles)
     for parts in rest:
-        found.append(parts)
+        texts.append(parts)
         room -= sum(map(len, parts)) + 1
         if room < 0:
             break
-    return found, bytes_of(source) <= WHOLE
+    return texts, bytes_of(source) <= WHOLE
 
 
 def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
@@ -181,31 +187,25 @@ def bytes_of(source: Source) -> int:
 # --- tokens -------------------------------------------------------------------------------------------------------
 
 
-def _words(config: Config, folder: Path, start: Any, texts: list[list[str]]) -> tuple[int, Count]:
-    """The vocabulary, and how many tokens a text has: by the tokenizer if there is one, else about."""
-    said = config.tokenizer.get("folder")
-    homes = [Path(said)] if said else [folder / "tokenizer"]
-    files = read_files(homes[0], TOKENIZER)
-    if said and not files:
-        raise UsageError(f"{said} has no tokenizer.json; regard tokenizer train makes one")
-    if start is not None and not said:
+def _words(
+    recipe: Recipe | None, home: Path, start: Any, texts: list[list[str]], brought: bool
+) -> tuple[int, Count]:
+    """The vocabulary, and how many tokens a text has: by the tokenizer if there is one, else about. `own`: that of the
+    model `start` comes before the one of the folder `home`."""
+    files = read_files(home, TOKENIZER)
+    if start is not None and brought:
         files = {n: start.origin.files[n] for n in TOKENIZER if n in start.origin.files} or files
     sample = "\n".join(text for parts in texts[:1000] for text in parts)[:100_000]
     if TOKENIZER[0] in files:
         coder = Coder(needed(Tokenizer.from_files(files, {})))
         rate = len(coder.encode([sample])[0]) / max(len(sample), 1)
         return coder.vocab, lambda text: len(text) * rate
-    known = [f.name for f in fields(Recipe)]
-    for name in config.tokenizer:
-        if name not in known:
-            raise UsageError(f"tokenizer.{name} is no setting; {nearest(name, ['folder', *known])}")
-    reads = TASKS[config.task][0]
-    task = reads if reads in ("lm", "seq2seq") else "mlm"
-    recipe = Recipe(**{"task": task, **config.tokenizer})
+    assert recipe is not None
     special = len(recipe.tokens)
     if recipe.kind == "bytes":
         return 256 + special, lambda text: len(text.encode())
     if recipe.kind == "chars":
         return len({c for parts in texts for text in parts for c in text}) + special, len
-    rate = 1 / max(0.33 * math.log2(recipe.vocab) - 0.8, 1.0)  # English, of 1,000 words and more
+    # English, of 1,000 words and more.
+    rate = 1 / max(0.33 * math.log2(recipe.vocab) - 0.8, 1.0)
     return recipe.vocab, lambda text: len(text) * rate

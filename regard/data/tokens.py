@@ -1,22 +1,34 @@
-"""A tokenizer as training data needs it: many texts at once, and the special tokens apart from the text.
-
-regard.train may not import this package: it is handed a `Coder`.
-"""
+"""A tokenizer as training data needs it, many texts at once and the special tokens apart from the text; and how records
+become ids in shards, a function for each way to read data (see regard.data.config.KINDS)."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders
 
+from regard.data.feed import IGNORE, UNANSWERED
+from regard.data.images import pictures
+from regard.data.read import DataError, Record, Source, records
+from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
 from regard.text.build import plain_copy
 from regard.text.folder import blaming
 from regard.text.tokenizer import Tokenizer, check_unicode
 
-Located = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters each comes from
+# Ids, and the characters each comes from.
+Located = tuple[list[int], list[tuple[int, int]]]
+# Characters that are encoded at once, of many texts, and of one.
+CHUNK, PIECE = 1 << 20, 1 << 18
+# Characters on each side of a cut that are compared; cuts of a kind that are tried.
+AROUND, CUTS = 200, 32
 
 
 class Coder:
@@ -31,11 +43,11 @@ class Coder:
         self.source, self.target = tokenizer, other or tokenizer
         self.vocab = max(self.source.vocab, self.target.vocab)
         self.before, self.between, self.after = _template(tokenizer)
-        said = self.target.special
-        self.end = said.eos[0] if said.eos else None
-        starts = (said.start, said.bos, said.pad, self.end)
+        special = self.target.special
+        self.end = special.eos[0] if special.eos else None
+        starts = (special.start, special.bos, special.pad, self.end)
         self.start = next((i for i in starts if i is not None), None)
-        self.pad = said.pad if said.pad is not None else self.end or 0
+        self.pad = special.pad if special.pad is not None else self.end or 0
         self.unknown = tokenizer.special.unk
         mask = tokenizer.tokens.get("mask_token")
         self.mask = None if mask is None else tokenizer.core.token_to_id(mask)
@@ -60,7 +72,7 @@ class Coder:
         if plain is None:  # Marian cuts each side by another model
             cut = tokenizer.encode_target if target else tokenizer.encode
             return [cut(text, special=False, literal=True) for text in texts]
-        return [found.ids for found in _many(plain, texts, fast=True)]
+        return [encoding.ids for encoding in _many(plain, texts, fast=True)]
 
     def located(self, texts: Sequence[str]) -> list[Located]:
         """The same with the first character of each token and the one behind its last."""
@@ -69,7 +81,7 @@ class Coder:
             raise UsageError(
                 "a tokenizer of two sides does not tell which characters a token is made of"
             )
-        return [(found.ids, found.offsets) for found in _many(plain, texts, fast=False)]
+        return [(encoding.ids, encoding.offsets) for encoding in _many(plain, texts, fast=False)]
 
     def tokens(self, ids: Sequence[int], *, target: bool = False) -> list[str]:
         """The pieces, one an id; those of a byte-level vocabulary as the text they stand for, if it is whole."""
@@ -77,8 +89,8 @@ class Coder:
         pieces = [core.id_to_token(i) or f"<{i}>" for i in ids]
         if not isinstance(core.decoder, decoders.ByteLevel):
             return pieces
-        said = [core.decode([i], skip_special_tokens=False) for i in ids]
-        return [text if text and "\ufffd" not in text else raw for text, raw in zip(said, pieces)]
+        texts = [core.decode([i], skip_special_tokens=False) for i in ids]
+        return [text if text and "\ufffd" not in text else raw for text, raw in zip(texts, pieces)]
 
 
 def _many(
@@ -98,14 +110,247 @@ def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], t
     if tokenizer.parts.source is not None:
         return (), (), tuple(tokenizer.special.eos[:1])
     with blaming("the tokenizer does not take two texts"):
-        found = tokenizer.core.encode("x", "x", add_special_tokens=True)
+        pair = tokenizer.core.encode("x", "x", add_special_tokens=True)
         alone = tokenizer.core.encode("x", add_special_tokens=True)
-    own = [i for i, special in enumerate(alone.special_tokens_mask) if not special]
-    if not own:
+    text = [i for i, special in enumerate(alone.special_tokens_mask) if not special]
+    if not text:
         return (), (), tuple(alone.ids)
-    before, after = alone.ids[: own[0]], alone.ids[own[-1] + 1 :]
-    inner = slice(len(before), len(found.ids) - len(after))
-    if found.ids[: inner.start] != before or found.ids[inner.stop :] != after:
+    before, after = alone.ids[: text[0]], alone.ids[text[-1] + 1 :]
+    inner = slice(len(before), len(pair.ids) - len(after))
+    if pair.ids[: inner.start] != before or pair.ids[inner.stop :] != after:
         return tuple(before), tuple(after), tuple(after)  # it has no form for two texts
-    marks = zip(found.ids[inner], found.special_tokens_mask[inner])
+    marks = zip(pair.ids[inner], pair.special_tokens_mask[inner])
     return tuple(before), tuple(i for i, special in marks if special), tuple(after)
+
+
+# --- records -> ids in shards ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Filling:
+    """Shards while they are written. `coder` is None for pictures alone; `classes` are those of the training data."""
+
+    writer: Writer
+    source: Source
+    coder: Any
+    classes: list[str] | None
+
+    def __post_init__(self) -> None:
+        self.count = {"records": 0, "empty": 0, "tokens": 0, "unknown": 0}
+
+    def chunks(self, *roles: str) -> Iterator[list[Record]]:
+        """Records, as many as are encoded at once; one that is long comes by itself."""
+        chunk: list[Record] = []
+        size = 0
+        for record in records(self.source, roles):
+            self.count["records"] += 1
+            more = sum(len(v) for v in record.values() if isinstance(v, str)) + 1
+            if chunk and more > 2 * PIECE:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(record)
+            size += more
+            if size > CHUNK or more > 2 * PIECE:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def texts(self, chunk: list[Record], role: str) -> list[str]:
+        for record in chunk:
+            if not isinstance(record[role], str):
+                raise DataError(f"{role} must be text, one is {record[role]!r:.60}")
+        return [record[role] for record in chunk]
+
+    def counted(self, rows: list[list[int]]) -> list[list[int]]:
+        self.count["tokens"] += sum(map(len, rows))
+        if self.coder.unknown is not None:
+            self.count["unknown"] += sum(row.count(self.coder.unknown) for row in rows)
+        return rows
+
+    def add(self, **columns: list[list[int]]) -> list[int]:
+        """Write rows; those without a token on some side are left out. The numbers of the rows that are kept."""
+        sides = list(columns.values())
+        kept = [i for i in range(len(sides[0])) if all(side[i] for side in sides)]
+        self.count["empty"] += len(sides[0]) - len(kept)
+        for name, side in columns.items():
+            self.writer.extend(name, [side[i] for i in kept], token_dtype(self.coder.vocab))
+        return kept
+
+    def done(self, **notes: Any) -> None:
+        if self.count["records"] == self.count["empty"]:
+            raise DataError(f"{', '.join(self.source.paths)}: every example is empty")
+        self.writer.notes = {**self.count, **notes}
+
+
+def fill_documents(filling: Filling, masked: bool = False) -> None:
+    """What the model expects in front, the text, the end token (`masked`: what it expects behind).
+    Of a pair the source is only read, the target learned."""
+    coder = filling.coder
+    end = [] if coder.end is None else [coder.end]
+    paired = bool(filling.source.beside) or "target" in filling.source.columns
+    roles = ("source", "target") if paired else ("text",)
+    prompts: list[int] = []
+    after = [*coder.after] if masked else end
+    for chunk in filling.chunks(*roles):
+        texts = [] if paired or len(chunk) > 1 else filling.texts(chunk, "text")
+        if texts and len(text := texts[0]) > 2 * PIECE:
+            encoded = (filling.counted(coder.encode([part]))[0] for part in pieces(text, coder))
+            whole = chain([coder.before], encoded, [after])
+            filling.writer.long("ids", whole, token_dtype(coder.vocab))
+            continue
+        parts = [filling.counted(coder.encode(filling.texts(chunk, role))) for role in roles]
+        rows = [[*coder.before, *chain(*each), *after] if each[-1] else [] for each in zip(*parts)]
+        kept = filling.add(ids=rows)
+        if paired:
+            prompts += [len(coder.before) + len(parts[0][i]) for i in kept]
+    if paired:
+        filling.writer.array("prompts", np.array(prompts, np.int64))
+    filling.done()
+
+
+def pieces(text: str, coder: Coder) -> Iterator[str]:
+    """A text in pieces of about PIECE characters whose ids, end to end, are those of the whole: encoding it at once
+    takes a hundred bytes and more for a character. A cut stands between two words if it can, and is taken where it
+    leaves the ids of the text around it as they are."""
+    first = 0
+    while len(text) - first > 2 * PIECE:
+        near = text[first + PIECE : first + 2 * PIECE]
+        kinds = (r"(?<=\w) (?=\w)", r"(?<=\S)(?=\s)", "")
+        for spot in chain(*(islice(re.finditer(kind, near), CUTS) for kind in kinds)):
+            cut = first + PIECE + spot.start()
+            left, right = text[cut - AROUND : cut], text[cut : cut + AROUND]
+            one, two, both = coder.encode([left, right, left + right])
+            if one + two == both:
+                break
+        else:
+            break
+        yield text[first:cut]
+        first = cut
+    yield text[first:]
+
+
+def fill_pairs(filling: Filling) -> None:
+    for chunk in filling.chunks("source", "target"):
+        read = filling.counted(filling.coder.encode(filling.texts(chunk, "source")))
+        written = filling.counted(filling.coder.encode(filling.texts(chunk, "target"), target=True))
+        filling.add(source=read, target=written)
+    filling.done()
+
+
+def fill_classified(filling: Filling) -> None:
+    """One or two texts, and their class."""
+    more = ["second"] if "second" in filling.source.columns else []
+    number = _numbers(filling, "label")
+    labels: list[int] = []
+    for chunk in filling.chunks("text", "label", *more):
+        chosen = [_number(name_of(record["label"]), number) for record in chunk]
+        parts = [filling.coder.encode(filling.texts(chunk, role)) for role in ("text", *more)]
+        between = [*filling.coder.between] if more else []
+        rows = [[*one, *between, *chain(*rest)] if one else [] for one, *rest in zip(*parts)]
+        labels += [chosen[i] for i in filling.add(ids=filling.counted(rows))]
+    filling.writer.array("labels", np.array(labels, np.int64))
+    filling.done(classes=list(number))
+
+
+def fill_tagged(filling: Filling) -> None:
+    """Words and a tag for each: the first token of a word has its tag, the others are not counted."""
+    number = _numbers(filling, "tags")
+    for chunk in filling.chunks("words", "tags"):
+        ids, labels = [], []
+        for record in chunk:
+            words, tags = record["words"], record["tags"]
+            if not isinstance(words, list) or not isinstance(tags, list) or len(words) != len(tags):
+                raise DataError(f"words and tags must be lists of one length, got {record!r:.80}")
+        texts = [" ".join(map(str, record["words"])) for record in chunk]
+        for record, (row, spans) in zip(chunk, filling.coder.located(texts)):
+            ends = np.cumsum([len(str(word)) + 1 for word in record["words"]]).tolist()
+            tags = [_number(name_of(tag), number) for tag in record["tags"]]
+            label, word = [IGNORE] * len(row), -1
+            for i, (_, end) in enumerate(spans):
+                here = int(np.searchsorted(ends, end - 1, side="right"))
+                if here != word and here < len(tags):
+                    label[i], word = tags[here], here
+            ids.append(row)
+            labels.append(label)
+        kept = filling.add(ids=filling.counted(ids))
+        filling.writer.extend("labels", [labels[i] for i in kept], "int32")
+    filling.done(classes=list(number))
+
+
+def fill_answers(filling: Filling) -> None:
+    """A question and a text; the label is the first and the last token of the answer in the text, UNANSWERED where it
+    has none (start and end are None), IGNORE where it cannot be found."""
+    spans: list[tuple[int, int]] = []
+    for chunk in filling.chunks("text", "second", "start", "end"):
+        questions = filling.coder.encode(filling.texts(chunk, "text"))
+        contexts = filling.coder.located(filling.texts(chunk, "second"))
+        rows, labels = [], []
+        for record, question, (ids, places) in zip(chunk, questions, contexts):
+            head = [*question, *filling.coder.between]
+            rows.append(head + ids)
+            if record["start"] is None and record["end"] is None:
+                labels.append((UNANSWERED, UNANSWERED))
+                continue
+            start, end = (_place(record, role) for role in ("start", "end"))
+            inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
+            span = (len(head) + inside[0], len(head) + inside[-1]) if inside else (IGNORE, IGNORE)
+            labels.append(span)
+        spans += [labels[i] for i in filling.add(ids=filling.counted(rows))]
+    filling.writer.array("labels", np.array(spans, np.int64).reshape(-1, 2))
+    filling.done()
+
+
+def _place(record: Record, role: str) -> int:
+    try:
+        return int(record[role])
+    except (TypeError, ValueError):
+        raise DataError(
+            f"the {role} of an answer is a character's number, counted from 0; got {record[role]!r}"
+        ) from None
+
+
+def fill_pictures(filling: Filling) -> None:
+    images, names = pictures(filling.source)
+    classes = filling.classes or ordered(set(names))
+    number = {name: i for i, name in enumerate(classes)}
+    filling.writer.array("images", images)
+    filling.writer.array("labels", np.array([_number(n, number) for n in names], np.int64))
+    filling.writer.notes = {"records": len(images), "empty": 0, "classes": classes}
+
+
+def _numbers(filling: Filling, role: str) -> dict[str, int]:
+    """The classes, each with its number."""
+    return {n: i for i, n in enumerate(filling.classes or classes_of(filling.source, role))}
+
+
+def classes_of(source: Source, role: str) -> list[str]:
+    """All classes in the data, sorted."""
+    names: set[str] = set()
+    for record in records(source, (role,)):
+        value = record[role]
+        names |= {name_of(v) for v in (value if isinstance(value, list) else [value])}
+    return ordered(names)
+
+
+def ordered(names: set[str]) -> list[str]:
+    if len(names) < 2:
+        raise DataError(
+            f"every label is {next(iter(names), '')!r}; give data with two classes or more"
+        )
+    numbers = all(name.isdecimal() for name in names)
+    return sorted(names, key=lambda name: (int(name), name) if numbers else (0, name))
+
+
+def name_of(label: Any) -> str:
+    if not isinstance(label, str | int):
+        raise DataError(f"a label must be a name or a whole number, one is {label!r:.60}")
+    return str(label)
+
+
+def _number(name: str, number: dict[str, int]) -> int:
+    if name not in number:
+        raise DataError(
+            f"label {name!r} is not among the classes of the training data: {', '.join(number)[:200]}"
+        )
+    return number[name]

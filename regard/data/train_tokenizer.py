@@ -27,7 +27,7 @@ from regard.text.build import SPACE
 from regard.text.folder import blaming
 
 AROUND = ("none", "start", "end", "both")
-TASKS = ("lm", "seq2seq", "mlm")
+TASKS = ("lm", "seq2seq", "infill", "mlm")
 PARTS = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 _PLAIN = dict(pad="<pad>", unk="<unk>", bos="<s>", eos="</s>", cls="<s>", sep="</s>", mask="<mask>")
 _BERT = dict(pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
@@ -82,13 +82,14 @@ class Recipe:
         if self.special is not None:
             return self.special
         if self.task == "mlm":
-            found = _BERT if self.kind == "wordpiece" else _PLAIN
-            return {part: found[part] for part in ("pad", "unk", "cls", "sep", "mask")}
+            names = _BERT if self.kind == "wordpiece" else _PLAIN
+            return {part: names[part] for part in ("pad", "unk", "cls", "sep", "mask")}
         lossless = self.kind in ("bpe", "bytes")
         unk = {} if lossless else {"unk": _PLAIN["unk"]}
         if self.task == "lm":
             return {**unk, "eos": "<|endoftext|>"}
-        return {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
+        pairs = {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
+        return {**pairs, "mask": _PLAIN["mask"]} if self.task == "infill" else pairs
 
     @property
     def tokens(self) -> list[str]:
@@ -97,15 +98,15 @@ class Recipe:
     @property
     def ends(self) -> tuple[str | None, str | None]:
         """The tokens in front of a text and behind it."""
-        around = self.around or {"lm": "none", "seq2seq": "end", "mlm": "both"}[self.task]
-        found: list[str | None] = []
+        around = self.around or {"lm": "none", "mlm": "both"}.get(self.task, "end")
+        tokens: list[str | None] = []
         for place, parts in (("start", ("cls", "bos")), ("end", ("sep", "eos"))):
             token = next((self.named[part] for part in parts if part in self.named), None)
             wanted = around in (place, "both")
             if wanted and token is None:
                 raise UsageError(f"around = {around!r} needs a special token {' or '.join(parts)}")
-            found.append(token if wanted else None)
-        return found[0], found[1]
+            tokens.append(token if wanted else None)
+        return tokens[0], tokens[1]
 
 
 def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
@@ -242,8 +243,8 @@ def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
         ),
     )
     read = {stand: mark for mark, stand in stands.items()}
-    found = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
-    marks = [[read[c] for c in piece] for piece, _ in found]
+    ranked = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
+    marks = [[read[c] for c in piece] for piece, _ in ranked]
     pieces = [first + "".join(c.removeprefix(INSIDE) for c in rest) for first, *rest in marks]
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*recipe.tokens, *pieces]))}
     core.model = models.WordPiece(vocab, unk_token=_unknown(recipe))

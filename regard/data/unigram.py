@@ -61,20 +61,20 @@ def _frequent(counts: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
-    found: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     for word in words:
         count, n = counts[word], len(word)
         for a in range(n):
             for b in range(a + 1, min(a + LONGEST, n) + 1):
-                found[word[a:b]] += count
+                counted[word[a:b]] += count
     inner = set()  # never seen but inside one longer substring, which is the better piece
-    for text, count in found.items():
-        inner |= {part for part in (text[1:], text[:-1]) if found[part] == count}
-    singles = [text for text in found if len(text) == 1]
-    others = [t for t, count in found.items() if len(t) > 1 < count and t not in inner]
-    others.sort(key=lambda text: (-found[text] * len(text), text))
+    for text, count in counted.items():
+        inner |= {part for part in (text[1:], text[:-1]) if counted[part] == count}
+    singles = [text for text in counted if len(text) == 1]
+    others = [t for t, count in counted.items() if len(t) > 1 < count and t not in inner]
+    others.sort(key=lambda text: (-counted[text] * len(text), text))
     pieces = sorted([*singles, *others[:SEEDS]])
-    return pieces, np.array([found[piece] for piece in pieces], np.float64)
+    return pieces, np.array([counted[piece] for piece in pieces], np.float64)
 
 
 class Lattice:
@@ -90,11 +90,11 @@ class Lattice:
             n, before = len(word), len(piece)
             for a in range(n):
                 for b in range(a + 1, min(a + LONGEST, n) + 1):
-                    found = number.get(word[a:b])
-                    if found is not None and (whole or b - a < n):
+                    known = number.get(word[a:b])
+                    if known is not None and (whole or b - a < n):
                         leaves.append(first + a)
                         reaches.append(first + b)
-                        piece.append(found)
+                        piece.append(known)
             arcs.append(len(piece) - before)
             lasts.append(first + n)
             first += n + 1
@@ -134,11 +134,7 @@ class Lattice:
         moved = shift[self.word[stay]]
         other = object.__new__(Lattice)
         other._set(
-            lasts,
-            self.leaves[stay] + moved,
-            self.reaches[stay] + moved,
-            piece[stay],
-            word[stay],
+            lasts, self.leaves[stay] + moved, self.reaches[stay] + moved, piece[stay], word[stay]
         )
         return other
 
@@ -185,11 +181,11 @@ def _groups(place: np.ndarray, node: np.ndarray) -> list[tuple[np.ndarray, np.nd
     """Arcs by place, and inside by node: (arcs, where each node's begin) for each place in turn."""
     order = np.lexsort((node, place))
     cuts = np.flatnonzero(np.diff(place[order])) + 1
-    found = []
+    groups = []
     for arcs in np.split(order, cuts) if len(order) else []:
         starts = np.flatnonzero(np.diff(node[arcs])) + 1
-        found.append((arcs, np.concatenate([[0], starts])))
-    return found
+        groups.append((arcs, np.concatenate([[0], starts])))
+    return groups
 
 
 def _digamma(x: np.ndarray) -> np.ndarray:

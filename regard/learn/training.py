@@ -14,16 +14,15 @@ from torch import Tensor
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import load
-from regard.data.batch import Batch
-from regard.data.files import needed
+from regard.data.feed import Batch
+from regard.data.read import needed
 from regard.decode.sampling import beam_search, min_p, top_k, top_p
 from regard.errors import Notice, UsageError
-from regard.evaluate.metrics import text_scores
 from regard.layers import LM, MLP
 from regard.learn.topics import Numbers, Table, positive, real, rows_of, spread, topic, whole
 from regard.models import Tokens, TransformerConfig
-from regard.train.keep import Keeper
-from regard.train.objective import (
+from regard.train.checkpoint import Checkpoints
+from regard.train.loss import (
     SMOOTHINGS,
     causal,
     causal_lm_loss,
@@ -32,11 +31,11 @@ from regard.train.objective import (
     smoothed_loss,
     teacher_forcing,
 )
-from regard.train.optim import Optim
-from regard.train.schedule import SHAPES, Schedule, noam
+from regard.train.metrics import text_scores
+from regard.train.optim import SHAPES, Optim, Schedule, noam
 from regard.train.trainer import Train, Trainer
 
-SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/objective.py"
+SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/loss.py"
 
 
 @topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
@@ -89,7 +88,7 @@ def beam(
     return [Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)]
 
 
-@topic(f"{OBJECTIVE}::smooth", "regard/train/head.py::Smoothing")
+@topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
 def label_smoothing(
     x: Numbers = (1.0, 2.0, 3.0, 0.5, -1.0), label: int = 2, eps: float = 0.1
 ) -> list[Table]:
@@ -112,7 +111,7 @@ def label_smoothing(
     return [Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)]
 
 
-@topic("regard/train/schedule.py::Schedule", "regard/train/schedule.py::noam")
+@topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
 def schedules(
     steps: Numbers = (1.0, 100.0, 1000.0, 4000.0, 10000.0), dim: int = 512, warmup: int = 4000
 ) -> list[Table]:
@@ -129,7 +128,7 @@ def schedules(
     return [Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)]
 
 
-@topic("regard/evaluate/metrics.py::text_scores")
+@topic("regard/train/metrics.py::text_scores")
 def bleu(
     text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat"
 ) -> list[Table]:
@@ -231,9 +230,9 @@ def _trained(folder: Path, steps: int, stop: int, losses: list[float]) -> Traine
         if event["kind"] == "step":
             losses.append(event["loss"])
 
-    keeper = Keeper(folder, lambda m, path: m.save(path))
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path))
     plan = Train(steps, optim=Optim(lr=1e-2))
-    trainer = Trainer(model, Count(), causal, plan, keeper, load, tell)
+    trainer = Trainer(model, Count(), causal, plan, checkpoints, load, [tell])
     trainer.resume()
     with warnings.catch_warnings():
         # The format of a checkpoint that nobody sees.

@@ -48,18 +48,18 @@ def recipe(name: str) -> Recipe:
         raise UsageError(f"there is no recipe {name!r}; {nearest(name, NAMES)}")
     text = files(__name__).joinpath(f"{name}.toml").read_text(encoding="utf-8")
     head = text.partition("\n\n")[0].splitlines()
-    said = dict(line.removeprefix("# ").split(": ", 1) for line in head if ": " in line)
+    facts = dict(line.removeprefix("# ").split(": ", 1) for line in head if ": " in line)
     return Recipe(
         name,
         text,
-        **{key: said[key] for key in ("what", "data", "size", "time", "first") if key in said},
+        **{key: facts[key] for key in ("what", "data", "size", "time", "first") if key in facts},
     )
 
 
 def copy(name: str, to: Path) -> tuple[Path, Path, str]:
     """Write the config `to`.toml and make its data in the folder `to`-data; both, and what the data is. What is there
     is never overwritten."""
-    found = recipe(name)
+    source = recipe(name)
     config, data = to.with_name(f"{to.name}.toml"), to.with_name(f"{to.name}-data")
     for path in (config, data):
         if path.exists():
@@ -68,7 +68,7 @@ def copy(name: str, to: Path) -> tuple[Path, Path, str]:
             )
     begun = to.with_name(f".{data.name}.new")
     shutil.rmtree(begun, ignore_errors=True)
-    said = MAKERS[found.data](begun)
+    about = MAKERS[source.data](begun)
     begun.rename(data)
-    config.write_text(found.text.replace(f'"{found.folder}/', f'"{data.name}/'), encoding="utf-8")
-    return config, data, said
+    config.write_text(source.text.replace(f'"{source.folder}/', f'"{data.name}/'), encoding="utf-8")
+    return config, data, about

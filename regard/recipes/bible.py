@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from regard.data.files import needed
+from regard.data.read import needed
 
 WHAT = "the recipe's data (verses of the Bible)"
 FILLED = "by amos"  # verses that the World English Bible lacks have this note
@@ -29,9 +29,9 @@ CHAPTER, BOOK = (
 def verses(package: str) -> dict[int, str]:
     """Verses by number, in one line each."""
     needed(package, WHAT, package.replace("_", "-"))
-    found = importlib.import_module(f"{package}.plain_text_readers_bible").bible
-    starts, ends = found.verse_start_indices, found.verse_end_indices
-    return {n: clean(found.scripture_content[starts[n] : ends[n]]) for n in sorted(starts)}
+    book = importlib.import_module(f"{package}.plain_text_readers_bible").bible
+    starts, ends = book.verse_start_indices, book.verse_end_indices
+    return {n: clean(book.scripture_content[starts[n] : ends[n]]) for n in sorted(starts)}
 
 
 def clean(text: str) -> str:
@@ -61,8 +61,8 @@ def make_pairs(folder: Path, seed: int = 0) -> str:
     for n in both:
         files[where(n)].append(f"{old[n]}\t{new[n]}\n")
     write(folder, {f"{name}.tsv": ["source\ttarget\n", *lines] for name, lines in files.items()})
-    said = ", ".join(f"{len(lines):,} {name}" for name, lines in files.items())
-    return f"{len(both):,} verses, King James and modern English: {said}"
+    counts = ", ".join(f"{len(lines):,} {name}" for name, lines in files.items())
+    return f"{len(both):,} verses, King James and modern English: {counts}"
 
 
 def make_parts(folder: Path, seed: int = 0, labelled: int = 2_000) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from regard.data.files import needed
+from regard.data.read import needed
 
 LOCALES = """
     af az cs cy de en en_GB eo es et eu fi fil fr ga gl ha hr hu id is it lt lv ms mt nb nl pl pt ro sk sl so sq sv sw
@@ -51,7 +51,7 @@ class Form:
 def make(folder: Path, seed: int = 0, train: int = 120_000, test: int = 2_000) -> str:
     """Write train.tsv, valid.tsv (unseen dates) and unseen.tsv (unseen dates in unseen languages); what was made."""
     dates = Dates()
-    unseen = [locale for some in UNSEEN for locale in some.split()]
+    unseen = [locale for locales in UNSEEN for locale in locales.split()]
     known, held = dates.forms(LOCALES), dates.forms(unseen)
     doubtful = dates.doubtful([*known, *held])
     known, held = ([f for f in forms if f not in doubtful] for forms in (known, held))
@@ -85,8 +85,8 @@ def draw(
         by_locale.setdefault(form.locale, []).append(form)
     locales = list(by_locale)
     for _ in range(count):
-        some = by_locale[locales[int(rng.random() * len(locales))]]
-        form = some[int(rng.random() * len(some))]
+        choice = by_locale[locales[int(rng.random() * len(locales))]]
+        form = choice[int(rng.random() * len(choice))]
         yield form, days[int(rng.random() * len(days))]
 
 
@@ -100,16 +100,16 @@ class Dates:
 
     def forms(self, locales: list[str]) -> list[Form]:
         """Three styles of each language, with Latin digits and with its own."""
-        found = []
+        forms = []
         for name in locales:
             locale = self.babel.Locale.parse(name)
-            own = {locale.default_numbering_system, locale.other_numbering_systems.get("native")}
-            digits = ["latn", *sorted(own & DIGITS.keys() - {"latn"})]
+            native = {locale.default_numbering_system, locale.other_numbering_systems.get("native")}
+            digits = ["latn", *sorted(native & DIGITS.keys() - {"latn"})]
             for form in (Form(name, style, kind) for style in STYLES for kind in digits):
                 pattern = self.pattern(form.style, locale)
                 self.write[form] = partial(pattern.apply, locale=locale)
-                found.append(form)
-        return found
+                forms.append(form)
+        return forms
 
     def text(self, form: Form, day: datetime.date) -> str:
         text, zero = self.write[form](day), ord(DIGITS[form.digits])

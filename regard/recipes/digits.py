@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from regard.data.files import needed
+from regard.data.read import needed
 
 
 def make(folder: Path, seed: int = 0, held: int = 360) -> str:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from regard.checkpoint import load
-from regard.cli.look import named
-from regard.cli.model import context_of, start_of
-from regard.decode.generate import tokenizer_of
+from regard.decode.generate import special_of, tokenizer_of
 from regard.errors import UsageError
 from regard.report.run import Map
 from regard.report.runs import Run
+from regard.see.look import named
 from regard.see.probe import Probe
 from regard.text import Tokenizer, needed
+from regard.train.measure import context_of
 
 LONGEST, MOST, HEADS = 48, 96, 12  # tokens of a map; maps of a page; of a layer
 WRITES = ("lm", "prefix")  # tasks whose samples go on where the prompt ends
@@ -46,13 +46,16 @@ def _look(run: Run) -> tuple[list[Map], str]:
         raise UsageError("this model has no attention")
     shown = sites[-max(MOST // _heads(probe, sites[-1]), 1) :]
     maps = [each for site in shown for each in _maps(probe, site, tokens)]
-    told = f"Step {full[-1]['step']}, at most {LONGEST} tokens of the last sample."
+    about = f"Step {full[-1]['step']}, at most {LONGEST} tokens of the last sample."
     if len(shown) < len(sites):
-        told += f" The last {len(shown)} of {len(sites)} layers are shown."
+        about += f" The last {len(shown)} of {len(sites)} layers are shown."
     whole = max(probe.maps[site][0].shape[1] for site in shown)
     if whole > HEADS:
-        told += f" The first {HEADS} of {whole} heads are shown."
-    return maps, told + " A weight is not an explanation: it says where a head reads, not what for."
+        about += f" The first {HEADS} of {whole} heads are shown."
+    return (
+        maps,
+        about + " A weight is not an explanation: it says where a head reads, not what for.",
+    )
 
 
 @torch.inference_mode()
@@ -72,14 +75,15 @@ def _read(
     written = tokenizer.encode_target(text, special=False)[:longest]
     if not given or not written:
         raise UsageError("the last sample has an empty side")
-    fed = [start_of(model), *written[:-1]]
+    fed = [special_of(model).start or 0, *written[:-1]]
     model(torch.tensor([fed]), source=torch.tensor([given]), probe=probe)
     sides = {"source": given, "fed": fed, "written": written}
     return {side: [named(tokenizer, i) for i in ids] for side, ids in sides.items()}
 
 
 def _maps(probe: Probe, site: str, tokens: dict[str, list[str]]) -> list[Map]:
-    """The heads of a layer. In cross-attention a row is named by the token that is written there."""
+    """The heads of a layer. In cross-attention a row is named by the token that is written
+    there."""
     queries = keys = tokens["fed"]
     if site.startswith("encoder."):
         queries = keys = tokens["source"]

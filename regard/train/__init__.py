@@ -1,1 +1,34 @@
-"""How models learn: what is minimised and how the step is taken."""
+"""How models learn: tasks and losses, the step and the loop, the run and its folder.
+
+result = regard.train("story.toml", folder="runs/story")
+"""
+
+from __future__ import annotations
+
+import sys
+from inspect import Signature, signature
+from types import ModuleType
+from typing import Any
+
+
+class CallablePackage(ModuleType):
+    """A package that can be called: `regard.train(config)` is `regard.train.run.train(config)`.
+
+    The import of any module in here, by whomever, binds the name `regard.train` to this package. So the package itself
+    must answer the call, and `from regard.train.trainer import Trainer` and `regard.train(config)` work in any order.
+    """
+
+    def _function(self) -> Any:
+        from regard.train.run import train
+
+        return train
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(self._function())
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        return self._function()(*args, **settings)
+
+
+sys.modules[__name__].__class__ = CallablePackage

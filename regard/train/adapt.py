@@ -11,9 +11,6 @@ from regard.errors import UsageError, nearest
 from regard.layers import LMHead
 from regard.models import Model
 from regard.models.adapt import LoRA, inject
-from regard.models.adapt import labels as labels
-from regard.models.adapt import merge as merge
-from regard.models.adapt import with_head as with_head
 
 METHODS = ("full", "frozen", "lora")
 QUERIES_AND_VALUES = ("wq", "wv", "w_uq", "w_ukv")  # of GQA, and of MLA

@@ -8,43 +8,27 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from regard.cli.model import context_of
 from regard.config import from_dict
 from regard.data.config import Data, Loaded, check_used, longest
-from regard.data.examples import ImageFeed
-from regard.data.feed import TextFeed
+from regard.data.feed import ImageFeed, TextFeed
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe
 from regard.errors import DATA, Fault, UsageError, nearest
-from regard.evaluate import metrics as evaluate
 from regard.fast.train import PRECISIONS
 from regard.layers import LM, MLM
 from regard.models import Patches
 from regard.train.adapt import Adapt
-from regard.train.config import INDEXED, TASKS, Config
+from regard.train.config import Config
 from regard.train.index import sparse_layers
+from regard.train.measure import context_of
+from regard.train.metrics import suited
+from regard.train.tasks import TASKS
 from regard.train.trainer import Train
 
-SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))  # what T5 calls them
-SUITS = {  # task -> kinds of model, and presets to name
-    "lm": (("decoder", "recurrent model"), "gpt2 or llama"),
-    "prefix": (("decoder",), "gpt2 or llama"),
-    **dict.fromkeys(INDEXED, (("decoder",), "deepseek-v3.2")),
-    "mlm": (("encoder",), "bert-base or roberta-base"),
-    **dict.fromkeys(
-        ("spans", "infill", "seq2seq"), (("encoder-decoder",), "vaswani-base or t5-small")
-    ),
-    **dict.fromkeys(
-        ("classify", "tag", "answer"),
-        (("encoder", "decoder", "encoder-decoder"), "bert-base or gpt2"),
-    ),
-    "image": (("model of pictures",), "vit-small or deit-small"),
-}
 KINDLESS = {  # setting of a tokenizer -> kinds that do not use it
     "vocab": ("chars", "bytes"),
     "min_count": ("chars", "bytes", "unigram"),
 }
-WORDS = (*evaluate.WORDS, *INDEXED)  # tasks that say words
 
 
 def check(config: Config) -> None:
@@ -56,8 +40,8 @@ def check(config: Config) -> None:
     if not isinstance(preset, str):
         raise UsageError(f'model.preset = {preset!r}: give a name, such as "gpt2"')
     _check_train(config.train)
-    evaluate.suited([config.train.metric], config.task)
-    check_used(config.data, TASKS[config.task][0], config.task)
+    suited([config.train.metric], config.task)
+    check_used(config.data, TASKS[config.task].reads, config.task)
     recipe_of(config)
     usual = {f.name: f.default for f in fields(Adapt)} | {"method": config.adapt.method}
     for name in [n for n, x in usual.items() if x != getattr(config.adapt, n)]:
@@ -85,37 +69,30 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 def recipe_of(config: Config) -> Recipe | None:
     """How the tokenizer is learned; nothing where none is."""
-    said, reads = dict(config.tokenizer), TASKS[config.task][0]
+    settings, reads = dict(config.tokenizer), TASKS[config.task].reads
     if reads == "image":
-        if said:
+        if settings:
             raise UsageError(f"[tokenizer] is not used by the task {config.task}; leave it out")
         return None
-    if "folder" in said and not (Path(said["folder"]) / "tokenizer.json").is_file():
-        why = f"{said['folder']} has no tokenizer.json"
+    if "folder" in settings and not (Path(settings["folder"]) / "tokenizer.json").is_file():
+        why = f"{settings['folder']} has no tokenizer.json"
         raise Fault(f"{why}; regard tokenizer train makes one", DATA)
-    known, kind = [f.name for f in fields(Recipe)], said.get("kind", Recipe.kind)
-    for name in said:
+    known, kind = [f.name for f in fields(Recipe)], settings.get("kind", Recipe.kind)
+    for name in settings:
         if name not in ("folder", *known):
             hint = nearest(name, ["folder", *known])
             if name in ("size", "vocab_size"):
                 hint = "here it is tokenizer.vocab"
             raise UsageError(f"tokenizer.{name} is no setting; {hint}")
-        if name != "folder" and "folder" in said:
+        if name != "folder" and "folder" in settings:
             raise UsageError(f"tokenizer.{name} is not used beside tokenizer.folder; leave one out")
         if kind in KINDLESS.get(name, ()):
             raise UsageError(f'tokenizer.{name} is not used by kind = "{kind}"; leave it out')
-    if "folder" in said:
+    if "folder" in settings:
         return None
-    usual: dict[str, Any] = {"task": reads if reads in ("lm", "seq2seq") else "mlm"}
-    if config.task in ("spans", "infill"):  # a decoder needs a beginning and an end
-        usual["task"] = "seq2seq"
-    if config.task == "spans":
-        usual["more"] = SENTINELS
-    said.pop("kind", None)
-    recipe = replace(from_dict(Recipe, {**usual, **said}, "tokenizer"), kind=kind)
-    if config.task == "infill" and recipe.special is None:
-        return replace(recipe, special={**recipe.named, "mask": "<mask>"})
-    return recipe
+    settings.pop("kind", None)
+    whole = {**TASKS[config.task].recipe, **settings}
+    return replace(from_dict(Recipe, whole, "tokenizer"), kind=kind)
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -123,11 +100,11 @@ def recipe_of(config: Config) -> Recipe | None:
 
 def kind_of(model: Any) -> str:
     """What a model is, in a word."""
-    c, two = model.config, hasattr(model, "encode")
-    reads = getattr(c, "source" if two else "embedding", None)
+    c, encodes = model.config, hasattr(model, "encode")
+    reads = getattr(c, "source" if encodes else "embedding", None)
     if isinstance(reads, Patches):
         return "model of pictures"
-    if two:
+    if encodes:
         return "encoder-decoder"
     if not hasattr(c, "tower"):
         return "recurrent model"
@@ -136,17 +113,17 @@ def kind_of(model: Any) -> str:
 
 def check_suits(task: str, model: Any) -> None:
     """Refuse a model that the task is not for."""
-    kinds, presets = SUITS[task]
+    row = TASKS[task]
     kind, head = kind_of(model), getattr(model.config, "head", None)
-    if kind not in kinds:
+    if kind not in row.models:
         raise UsageError(
-            f"the task {task} is for {' or '.join(_a(k) for k in kinds)}, and [model] is {_a(kind)}; say preset = "
-            f"{presets}, or another task"
+            f"the task {task} is for {' or '.join(_a(k) for k in row.models)}, and [model] is {_a(kind)}; say preset = "
+            f"{row.presets}, or another task"
         )
-    if task in INDEXED:
+    if row.indexed:
         sparse_layers(model)
     worded = isinstance(head, LM | MLM) or not hasattr(model.config, "head")
-    if task in WORDS and not worded:
+    if row.head is None and not worded:
         what = "no head" if head is None else f"a head of another kind ({head.kind})"
         raise UsageError(
             f"the task {task} says words, and [model] has {what}; name a language model"
@@ -157,14 +134,14 @@ def _a(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def check_vocab(model: Any, coder: Coder | None, own: bool) -> None:
+def check_vocab(model: Any, coder: Coder | None, trained: bool) -> None:
     """Refuse a tokenizer that has more tokens than the model; `own`: the model came with its weights."""
     c = model.config
     parts = [getattr(c, name, None) for name in ("embedding", "source", "target")]
     sizes = [n for n in (getattr(part, "vocab", None) for part in [c, *parts]) if n is not None]
     sizes += [c.source_vocab] if hasattr(c, "source_vocab") else []
     if coder is not None and sizes and coder.vocab > min(sizes):
-        what = "[tokenizer] out to use the model's own" if own else "vocab out of [model]"
+        what = "[tokenizer] out to use the model's own" if trained else "vocab out of [model]"
         raise UsageError(
             f"the tokenizer has {coder.vocab:,} tokens, the model {min(sizes):,}: they do not belong together; "
             f"leave {what}"
@@ -192,12 +169,12 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
             "a recurrent model carries its state on, so documents cannot share a row; say data.pack = stream or none"
         )
     most, limit = context_of(model), data.length
-    found = max((n for part in (feed, feed.held) if (n := longest(part)) is not None), default=0)
-    if most is not None and found > most:
+    size = max((n for part in (feed, feed.held) if (n := longest(part)) is not None), default=0)
+    if most is not None and size > most:
         if limit is not None and limit > most:
             what = f"data.length = {limit}, but the model's context is {most} tokens"
             raise UsageError(f"{what}; say data.length = {most}, or a larger max-len in [model]")
         raise UsageError(
-            f"an example has {found:,} tokens, the model's context is {most:,}; say data.length = {most} and "
+            f"an example has {size:,} tokens, the model's context is {most:,}; say data.length = {most} and "
             "data.overlong = truncate or drop, or a larger max-len in [model]"
         )

@@ -21,52 +21,23 @@ method = "lora"          # with a model folder: full (the default), frozen or lo
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from regard.config import from_dict
-from regard.data.batch import Feed, Objective
 from regard.data.config import ROWED, Data
-from regard.data.corrupt import Corrupted, DrawPrefix, Infill, Marks, MaskTokens, Spans
-from regard.errors import UsageError, nearest
-from regard.evaluate.metrics import INDEXED as INDEXED
+from regard.data.corrupt import Corrupted, Marks
+from regard.data.feed import Feed, Objective
+from regard.errors import UsageError, nearest, notice
 from regard.models import Model
-from regard.train import objective
 from regard.train.adapt import Adapt, adapted
-from regard.train.head import NONE, Smoothing
 from regard.train.index import indexers
-from regard.train.trainer import Train
-
-
-class Task(NamedTuple):
-    """How data is read (see regard.data.config.TASKS), what is minimised, how batches are corrupted. `packed`: whole
-    documents may share a row; `smoothed`: labels may be smoothed."""
-
-    reads: str
-    objective: Callable[..., Any]
-    corruption: Callable[[Marks], Any] | None = None
-    packed: bool = False
-    smoothed: bool = True
-
-
-TASKS: dict[str, Task] = {
-    "lm": Task("lm", objective.causal, packed=True),
-    "prefix": Task("lm", objective.prefix, lambda marks: DrawPrefix(), packed=True),
-    "mlm": Task("mlm", objective.masked, MaskTokens, packed=True),
-    "spans": Task("mlm", objective.seq2seq, Spans),
-    "infill": Task("mlm", objective.seq2seq, Infill),
-    "seq2seq": Task("seq2seq", objective.seq2seq),
-    "classify": Task("classify", objective.classify),
-    "tag": Task("tag", objective.tag),
-    "answer": Task("answer", objective.answer, smoothed=False),
-    "image": Task("image", objective.classify),
-    # the two stages of sparse attention's indexer, see regard.train.index
-    "dense_index": Task("lm", objective.dense_index, packed=True, smoothed=False),
-    "sparse_index": Task("lm", objective.sparse_index, packed=True),
-}
+from regard.train.loss import NONE, Smoothing
+from regard.train.tasks import TASKS
+from regard.train.trainer import RENAMED, Train
 
 
 @dataclass(frozen=True)
@@ -93,7 +64,7 @@ class Config:
             raise UsageError(
                 f"the task {self.task} repairs whole rows, which documents cannot share: say data.pack = none or stream"
             )
-        if self.task in INDEXED and self.adapt.method != "full":
+        if task.indexed and self.adapt.method != "full":
             raise UsageError(f"the task {self.task} trains indexers; leave [adapt] out")
         if self.adapt.method != "full" and "folder" not in self.model:
             raise UsageError(
@@ -131,9 +102,9 @@ ELSEWHERE = {
     **dict.fromkeys(("save_steps", "save_interval", "save_every"), "train.save"),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), "train.clip"),
     **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches", "micro_batches"), "train.parts"
+        ("gradient_accumulation_steps", "accumulate_grad_batches"), "train.micro_batches"
     ),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "train.recompute"),
+    "gradient_checkpointing": "train.activation_checkpointing",
     **dict.fromkeys(
         ("batch_size", "batch", "per_device_train_batch_size", "micro_batch_size"), "data.rows"
     ),
@@ -165,13 +136,27 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Config:
         raise UsageError(f"{path} is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is no TOML: {error}") from None
-    data = _plain(data)
+    return configure(data, changes, path)
+
+
+def configure(
+    tables: Mapping[str, Any], changes: Mapping[str, Any] | None = None, path: Path = Path("config")
+) -> Config:
+    """The tables of a config file as a config; folders and files are named from where `path` lies."""
+    data: dict[str, Any] = _plain(dict(tables))
     for name, text in (changes or {}).items():
         _put(data, name.replace("-", "_").split("."), _value(text), name)
+    train = data.get("train")
+    if isinstance(train, dict):
+        for old, new in RENAMED.items():
+            if old in train and new in train:
+                raise UsageError(f"train.{old} is now train.{new}, which is set too; leave it out")
+            if old in train:
+                notice(f"train.{old} is now train.{new}; the old name is still read")
+                train[new] = train.pop(old)
+        if {"steps", "epochs"} <= train.keys():
+            raise UsageError("train.steps and train.epochs both say how long; leave one out")
     _known(Config, data)
-    said = data.get("train")
-    if isinstance(said, dict) and {"steps", "epochs"} <= said.keys():
-        raise UsageError("train.steps and train.epochs both say how long; leave one out")
     config = from_dict(Config, data, path.name)
     folder = config.model.get("folder")
     model = config.model if folder is None else {**config.model, "folder": _under(path, folder)}
@@ -194,8 +179,10 @@ def _plain(data: Any) -> Any:
     return {key.replace("-", "_"): _plain(value) for key, value in data.items()}
 
 
-def _value(text: str) -> Any:
+def _value(text: Any) -> Any:
     """A value as TOML has it; what is none is a text."""
+    if not isinstance(text, str):
+        return text
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context, Terms, weights
 from regard.attention.sparse import SparseAttention, Spread, choose, dots_exact, index_scores
-from regard.data.batch import IGNORE, Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
-from regard.mask import Causal, Documents, Mask, Visible
-from regard.train.head import NONE, Smoothing, vocabulary_loss
+from regard.mask import Visible
+from regard.train.loss import NONE, Smoothing, causal_mask, vocabulary_loss
 
 M = TypeVar("M", bound=nn.Module)
 ROWS = 2**24  # scores of main attention or index heads that are made at a time
@@ -34,14 +34,14 @@ ROWS = 2**24  # scores of main attention or index heads that are made at a time
 def dense_index(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Stage 1: the sum of the divergences of all sparse layers at tokens with a label, and how many tokens they are."""
     with torch.no_grad(), densely(model), watching(model) as seen:
-        model.hidden(batch.ids, mask=_mask(batch), probe=seen)
+        model.hidden(batch.ids, mask=causal_mask(batch), probe=seen)
     return seen.loss(batch.labels != IGNORE, sparse=False), (batch.labels != IGNORE).sum()
 
 
 def sparse_index(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
     """Stage 2: the causal loss plus the divergences within the choice, over the same tokens."""
     with watching(model) as seen:
-        hidden = model.hidden(batch.ids, mask=_mask(batch), probe=seen)
+        hidden = model.hidden(batch.ids, mask=causal_mask(batch), probe=seen)
     loss, count = vocabulary_loss(model, hidden, batch.labels, smoothing)
     return loss + seen.loss(batch.labels != IGNORE, sparse=True), count
 
@@ -55,14 +55,10 @@ def indexers(model: M) -> M:
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:
-    found = [m for m in model.modules() if isinstance(m, SparseAttention)]
-    if not found:
+    layers = [m for m in model.modules() if isinstance(m, SparseAttention)]
+    if not layers:
         raise UsageError("this model has no indexer to train: its attention is not sparse (DSA)")
-    return found
-
-
-def _mask(batch: Batch) -> Mask | None:
-    return None if batch.doc is None else Causal() & Documents(batch.doc)
+    return layers
 
 
 def divergence(scores: Tensor, target: Tensor, seen: Tensor) -> Tensor:
@@ -134,11 +130,10 @@ class Seen:
     def gathered(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
     ) -> None:
-        """A sparse call, one query per row: its weights at their places, zeros elsewhere."""
-        b, n, chosen = where.chosen.shape
-        a = weights(q, k, mask, terms)[..., -chosen:].sum((1, 2)).view(b, n, chosen)
-        full = a.new_zeros(b, n, where.size[1])
-        self.target.append(full.scatter(-1, where.chosen, a))
+        """A sparse call, a run of queries with the keys chosen for each: zero but for the choice."""
+        (b, n, _), (_, s) = where.chosen.shape, where.size
+        a = weights(q, k, mask, terms)[..., terms.sinks :].sum(1)  # bn 1 k
+        self.target.append(a.new_zeros(b, n, s).scatter(-1, where.chosen, a.view(b, n, -1)))
 
     def loss(self, counted: Tensor, sparse: bool) -> Tensor:
         """The divergences at the counted queries (b t), summed. Only the indexer's parameters are in the graph."""
@@ -172,8 +167,8 @@ class Watch:
 
     calls: dict[str, Seen]
 
-    def enter(self, layer: Any, args: tuple[Any, ...]) -> None:
-        x, ctx = args[:2]
+    def enter(self, layer: Any, args: tuple[Tensor, Context]) -> None:
+        x, ctx = args
         self.calls[ctx.site] = Seen(layer, x.detach(), ctx, [])
 
     def at(self, site: str) -> Seen | None:

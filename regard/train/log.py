@@ -8,29 +8,28 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from regard import __version__
 from regard.config import to_dict
 from regard.data.config import Data
-from regard.errors import UsageError
+from regard.data.shards import sync
+from regard.errors import VERSION, UsageError
 from regard.train.config import Config
-from regard.train.keep import sync
-from regard.train.trainer import Progress, Trainer, differences, flat
+from regard.train.trainer import Callback, Progress, Trainer, differences, flat
 
-if TYPE_CHECKING:
-    from regard.cli.options_work import TrainRun
-
-Listener = Callable[[dict[str, Any]], None]
 FORMAT = 1
-KEPT = {"keep": int, "device": str, "log_to": list}  # options that a run goes on with
-TOLD = {"config": dict, "options": dict, "resumed": list, "command": list, "began": str}
+# What a run goes on with, of run.json and of its options, with their types.
+OPTIONS = {"keep": int, "device": str, "log_to": list}
+INFO: dict[str, Any] = {
+    **{"config": dict, "options": dict, "resumed": list, "command": list, "began": str},
+    "seconds": (int, float),
+}
 PLACES = (
     *(f"data.{name}" for name in ("train", "target", "valid", "valid_target")),
     *(f"{name}.folder" for name in ("model", "tokenizer")),
@@ -43,7 +42,7 @@ class Log:
     it goes on from, or goes back to, is cut off, but not why a step is left out: however often it was stopped or
     killed, the files are those of a run that never was."""
 
-    def __init__(self, folder: Path, at: Progress, listeners: Sequence[Listener]):
+    def __init__(self, folder: Path, at: Progress, listeners: Sequence[Callback]):
         self.folder, self.listeners = folder, listeners
         self.skipped = set(at.skipped)
         self.last, self.broke = at.step, False
@@ -75,15 +74,15 @@ class Log:
 
     def _open(self, at: Progress) -> None:
         names = ("metrics.jsonl", "samples.jsonl")
-        self.files = [opened(self.folder / name, at, self.skipped) for name in names]
+        self.files = [open_log(self.folder / name, at, self.skipped) for name in names]
         self.metrics, self.samples = self.files
 
     def _follow(self, kind: str, step: int) -> None:
         """The first event after a step that broke tells whether the run went back."""
         if self.broke and step <= self.last:
             self.__exit__()
-            made = step if kind == "evaluation" else step - 1
-            self._open(Progress(made, evaluated=step - 1))
+            done = step if kind == "evaluation" else step - 1
+            self._open(Progress(done, evaluated=step - 1))
         self.broke = kind == "broken"
         if self.broke:
             self.skipped.add(step)
@@ -91,19 +90,19 @@ class Log:
             self.last = step
 
 
-def opened(path: Path, at: Progress, skipped: Container[int]) -> Any:
+def open_log(path: Path, at: Progress, skipped: Container[int]) -> Any:
     """To append to, without what came after the progress `at`, but for the steps left out; a line that was cut off by a
     kill goes too."""
     lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
-    kept = [line for line in lines if (said := parsed(line)) and holds(said, at, skipped)]
-    replace_file(path, "".join(f"{line}\n" for line in kept))
+    true = [line for line in lines if (event := parse(line)) and holds(event, at, skipped)]
+    replace_file(path, "".join(f"{line}\n" for line in true))
     return path.open("a", encoding="utf-8")
 
 
-def holds(said: dict[str, Any], at: Progress, skipped: Container[int]) -> bool:
+def holds(event: dict[str, Any], at: Progress, skipped: Container[int]) -> bool:
     """Whether a line is still true of a run that stands there. Changed settings, an evaluation and an average are told
     after the checkpoint of their step: they come again if it does not know of them."""
-    step, kind = said.get("step", 0), said.get("kind", "evaluation")
+    step, kind = event.get("step", 0), event.get("kind", "evaluation")
     if kind == "broken" and step in skipped:
         return True
     if step != at.step:
@@ -122,12 +121,12 @@ def replace_file(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def parsed(line: str) -> dict[str, Any] | None:
+def parse(line: str) -> dict[str, Any] | None:
     try:
-        said = json.loads(line)
+        event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
+    return event if isinstance(event, dict) else None
 
 
 def put(file: Any, event: dict[str, Any]) -> None:
@@ -135,37 +134,50 @@ def put(file: Any, event: dict[str, Any]) -> None:
     file.flush()
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How a run is begun. `keep`, `device` and `log_to` that are not said are as in the run that
+    goes on."""
+
+    folder: Path
+    command: list[str]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = False
+    overwrite: bool = False
+    force: bool = False
+    keep: int = 2
+    device: str = "auto"
+    log_to: tuple[str, ...] = ()
+
+
 class RunFile:
     """run.json: what was run, with what, and how it ended."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: Config,
-        options: TrainRun,
-        trainer: Trainer,
-        classes: list[str],
-    ):
+    def __init__(self, launch: Launch, config: Config, trainer: Trainer, classes: list[str]):
+        folder = launch.folder
         self.path, self.trainer = folder / "run.json", trainer
         self.start = time.monotonic()
-        old = told(folder)
+        old = read_run(folder)
         self.before = old.get("seconds", 0.0)
-        changes = {**trainer.changes, **reset(old.get("options", {}), options)}
+        options = {"keep": launch.keep, "device": launch.device, "log_to": list(launch.log_to)}
+        was = old.get("options", {})
+        other = {n: [was[n], x] for n, x in options.items() if n in was and was[n] != x}
+        changes = {**trainer.changes, **other}
         again = {"step": trainer.at.step, "at": now(), "changes": changes}
-        self.said = {
+        self.info = {
             "format": FORMAT,
             "name": folder.name,
-            "command": command(options),
+            "command": launch.command,
             "task": config.task,
-            "changes": options.changes,
+            "changes": dict(launch.changes),
             "classes": classes,
             "config": asdict(config),
             "metric": config.train.metric,
             "seed": config.train.seed,
             "steps": config.train.steps,
             "precision": config.train.precision,
-            "options": {name: getattr(options, name) for name in KEPT},
-            "resumed": [*old.get("resumed", []), *([again] if options.resume else [])],
+            "options": options,
+            "resumed": [*old.get("resumed", []), *([again] if launch.resume else [])],
             "began": old.get("began") or now(),
             **machine(trainer),
         }
@@ -175,8 +187,8 @@ class RunFile:
         at = self.trainer.at
         best = None if at.best is None else {"step": at.best, "value": at.best_value}
         running = status == "running"
-        said = {
-            **self.said,
+        info = {
+            **self.info,
             "status": status,
             "step": at.step,
             "best": best,
@@ -184,32 +196,25 @@ class RunFile:
             "ended": None if running else now(),
             "seconds": round(self.before + time.monotonic() - self.start, 2),
         }
-        replace_file(self.path, json.dumps(said, indent=1, ensure_ascii=False, default=str))
+        replace_file(self.path, json.dumps(info, indent=1, ensure_ascii=False, default=str))
 
 
-def told(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path) -> dict[str, Any]:
     """What run.json says that a run goes on with; what is not there, or damaged, is left out."""
     path = folder / "run.json"
-    said = (parsed(path.read_text("utf-8", "replace")) if path.is_file() else None) or {}
-    kinds: dict[str, Any] = {**TOLD, "seconds": (int, float)}
-    found = {name: x for name, x in said.items() if isinstance(x, kinds.get(name, ()))}
-    if "options" in found:
-        each = found["options"].items()
-        found["options"] = {n: x for n, x in each if isinstance(x, KEPT.get(n, ()))}
-    return found
-
-
-def reset(old: dict[str, Any], options: TrainRun) -> dict[str, list[Any]]:
-    """Options that are others than when the run was begun or resumed: [before, now]."""
-    now = {"keep": options.keep, "device": options.device, "log_to": list(options.log_to)}
-    return {name: [old[name], x] for name, x in now.items() if name in old and old[name] != x}
+    whole = (parse(path.read_text("utf-8", "replace")) if path.is_file() else None) or {}
+    info = {name: x for name, x in whole.items() if isinstance(x, INFO.get(name, ()))}
+    if "options" in info:
+        each = info["options"].items()
+        info["options"] = {n: x for n, x in each if isinstance(x, OPTIONS.get(n, ()))}
+    return info
 
 
 def check_same(folder: Path, config: Config) -> None:
     """Refuse to go on with another task, model, tokenizer or data than run.json tells of, setting by setting; one that
     it does not have, of an older version, had its default. Where files lie may change: what is in them is known to the
     checkpoints, and so are the settings of training."""
-    then = told(folder).get("config")
+    then = read_run(folder).get("config")
     if then is None:
         return
     usual = flat(to_dict(Config(config.task, Data(()), {"preset": ""})))
@@ -218,13 +223,14 @@ def check_same(folder: Path, config: Config) -> None:
     names = [n for n in dict.fromkeys([*now, *was]) if n not in PLACES]
     differ = [n for n in names if was.get(n) != now.get(n) and not n.startswith("train.")]
     if differ:
-        said = differences({n: [was.get(n), now.get(n)] for n in differ})
+        listed = differences({n: [was.get(n), now.get(n)] for n in differ})
         raise UsageError(
-            f"{said} (since {folder} was begun); go on with the same, or train into another folder: --output-dir FOLDER"
+            f"{listed} (since {folder} was begun); go on with the same, or train into another folder: "
+            "--output-dir FOLDER"
         )
 
 
-# --- config.toml ---------------------------------------------------------------------------------------------------
+# --- config.toml ----------------------------------------------------------------------------------
 
 
 def as_toml(config: Config) -> str:
@@ -236,7 +242,7 @@ def as_toml(config: Config) -> str:
 
     model, tokenizer = placed(config.model), placed(config.tokenizer)
     whole = replace(config, data=config.data.under(here), model=model, tokenizer=tokenizer)
-    lines = [f"# regard {__version__}: the settings of this run", f"task = {value(config.task)}"]
+    lines = [f"# regard {VERSION}: the settings of this run", f"task = {value(config.task)}"]
     for name, table in to_dict(whole).items():
         if isinstance(table, dict):
             lines += ["", f"[{name}]"]
@@ -259,17 +265,7 @@ def value(x: Any) -> str:
     return f"[{', '.join(map(value, x))}]" if isinstance(x, list) else repr(x)
 
 
-# --- what run.json says of it ---------------------------------------------------------------------------------------
-
-
-def command(options: TrainRun) -> list[str]:
-    """What begins this run anew."""
-    words = ["regard", "train", options.config]
-    if options.output_dir is not None:
-        words += ["--output-dir", options.output_dir]
-    for name, value in options.changes.items():
-        words += [f"--{name}", value]
-    return words
+# --- what run.json says of it ---------------------------------------------------------------------
 
 
 def machine(trainer: Trainer) -> dict[str, Any]:
@@ -282,7 +278,7 @@ def machine(trainer: Trainer) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name(device) if cuda else platform.machine(),
         "threads": torch.get_num_threads(),
         "world": trainer.team.world,
-        "regard": __version__,
+        "regard": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),

@@ -2,23 +2,113 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Fraction, Positive, ranged
-from regard.data.batch import Batch, Objective
+from regard.config import Amount, Count, Fraction, Positive, Share, Whole, ranged
+from regard.data.feed import Batch, Objective
 from regard.errors import UsageError, nearest
 from regard.layers import LabelHead, LMHead
 from regard.models.embedding import TokenEmbedding
 from regard.models.vision import PatchEmbedding
 from regard.position import PositionVectors, RelativeBias
-from regard.train.head import table
-from regard.train.schedule import noam as noam
+from regard.train.loss import table
+
+# --- the learning rate over time ----------------------------------------------------------------------------------
+#
+# Pure functions of the step, so that resuming needs no state. Steps count 1, 2, ...; each function gives the factor by
+# which the peak rate is multiplied.
+
+
+def noam(step: int, dim: int, warmup: int) -> float:
+    """dim^-0.5 min(step^-0.5, step warmup^-1.5), the rate itself, largest at `warmup` (Vaswani et al. 2017, eq. 3)."""
+    return dim**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+@dataclass(frozen=True)
+@ranged
+class Schedule:
+    """A linear warm-up to 1 over `warmup` steps, then a `shape` over the rest of `steps` (None: all steps of the
+    training). The floor is reached after the last step, so that every step, the last one too, changes the weights.
+
+    "noam": sqrt(warmup / step), the shape of 2017 with its peak at 1;  "cosine" and "linear": from 1 to `floor`;
+    "wsd": 1, then linearly to `floor` over the last `decay` steps (Hu et al. 2024, arXiv:2404.06395);  "constant": 1.
+    """
+
+    shape: str = "cosine"
+    steps: Count | None = None
+    warmup: Whole = 0
+    floor: Share = 0.0
+    decay: Whole = 0
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise UsageError(f"schedule {self.shape!r} is unknown; {nearest(self.shape, SHAPES)}")
+        if self.steps is not None and self.warmup > self.steps:
+            raise UsageError(
+                f"a schedule of {self.steps} steps cannot warm up for {self.warmup}; "
+                f"give warmup from 0 to steps"
+            )
+        if self.shape == "noam" and not self.warmup:
+            raise UsageError("the noam schedule falls from its warm-up: give warmup of at least 1")
+        room = math.inf if self.steps is None else self.steps - self.warmup
+        if (self.shape == "wsd") != (self.decay > 0) or self.decay > room:
+            raise UsageError(
+                f"schedule.decay is {self.decay}; the wsd schedule, and no other, needs it: "
+                f"give 1 to steps - warmup{'' if self.steps is None else f' = {room}'}"
+            )
+
+    @property
+    def ends(self) -> bool:
+        """Whether it depends on its length."""
+        return self.shape not in ("noam", "constant")
+
+    def over(self, steps: int) -> Schedule:
+        """The schedule of a training of so many steps."""
+        return self if self.steps is not None else replace(self, steps=steps)
+
+    def __call__(self, step: int) -> float:
+        if step < 1:
+            raise UsageError(f"steps count from 1, got {step}")
+        if step < self.warmup:
+            return step / self.warmup
+        return SHAPES[self.shape](self, step)
+
+
+def _share(s: Schedule, peak: int, step: int) -> float:
+    """How far `step` has come from the last step at the peak to the one after the schedule's end, 0 to 1."""
+    if s.steps is None:
+        raise UsageError(f"the {s.shape} schedule needs its length: give steps")
+    return min(max(0.0, (step - peak) / (s.steps + 1 - peak)), 1.0)
+
+
+def _cosine(s: Schedule, step: int) -> float:
+    share = _share(s, max(s.warmup, 1), step)
+    return s.floor + (1 - s.floor) * (1 + math.cos(math.pi * share)) / 2
+
+
+def _linear(s: Schedule, step: int) -> float:
+    return 1 - (1 - s.floor) * _share(s, max(s.warmup, 1), step)
+
+
+def _wsd(s: Schedule, step: int) -> float:
+    return 1 - (1 - s.floor) * _share(s, (s.steps or 0) - s.decay, step)
+
+
+SHAPES: dict[str, Callable[[Schedule, int], float]] = {
+    "noam": lambda s, step: math.sqrt(s.warmup / step),
+    "cosine": _cosine,
+    "linear": _linear,
+    "wsd": _wsd,
+    "constant": lambda s, step: 1.0,
+}
+
 
 # --- which parameter gets what ------------------------------------------------------------------------------------
 
@@ -174,14 +264,16 @@ class Optimizer:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from `state()` of the same model and settings; anything else is refused."""
-        mine = {id(p): part for part in self.parts for g in part.param_groups for p in g["params"]}
-        found: dict[str, dict[str, Tensor]] = {}
+        optimizers = {
+            id(p): part for part in self.parts for g in part.param_groups for p in g["params"]
+        }
+        states: dict[str, dict[str, Tensor]] = {}
         for key, x in state.items():
             name, _, what = key.rpartition(":")
             if name not in self.named:
                 hint = nearest(name, self.named)
                 raise UsageError(f"the optimiser's state is of another model: {name!r}; {hint}")
-            part, parameter = mine[id(self.named[name])], self.named[name]
+            part, parameter = optimizers[id(self.named[name])], self.named[name]
             muon = isinstance(part, Muon)
             known = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq", "step")
             if what not in known or x.shape != (() if what == "step" else parameter.shape):
@@ -189,15 +281,15 @@ class Optimizer:
                     f"the optimiser's state does not fit: {key!r} of shape {tuple(x.shape)}; "
                     f"go on with the model and the optimiser that wrote it"
                 )
-            found.setdefault(name, {})[what] = x
+            states.setdefault(name, {})[what] = x
         for name, parameter in self.named.items():
-            part = mine[id(parameter)]
+            part = optimizers[id(parameter)]
             wanted = 1 if isinstance(part, Muon) else 3
-            if name in found and len(found[name]) != wanted:
+            if name in states and len(states[name]) != wanted:
                 raise UsageError(f"the optimiser's state of {name!r} is incomplete")
             part.state.pop(parameter, None)
-            if name in found:
-                kept = found[name].items()
+            if name in states:
+                kept = states[name].items()
                 part.state[parameter] = {k: x.to(parameter.device, copy=True) for k, x in kept}
 
 
@@ -279,13 +371,6 @@ def length(grads: list[Tensor]) -> Tensor:
 
 
 # --- averages of weights ------------------------------------------------------------------------------------------
-
-
-def follow(mean: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: float) -> None:
-    """mean <- decay mean + (1 - decay) weights, in place: the exponential average (Polyak)."""
-    real = [n for n, x in mean.items() if x.is_floating_point()]
-    ours, theirs = [mean[n] for n in real], [weights[n].detach().to(mean[n]) for n in real]
-    torch._foreach_lerp_(ours, theirs, 1 - decay)
 
 
 def average(checkpoints: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,36 +1,45 @@
 """Several processes training one model, on torch's own engine, started by torchrun; put around a finished model from
-outside. `Alone` is the team of one.
+outside. `SingleProcess` is the team of one.
 
 The loss is a sum, so gradients are summed over the processes, never averaged, and divided by the count of the whole
 step: any number of processes takes the same step, up to rounding. Checkpoints hold whole tensors, whatever wrote them:
-any team goes on from any other's. `split.py` has the teams whose processes hold a part of the model each.
+any team goes on from any other's.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.sparse import SparseAttention
+from regard.block import Block, Stack
 from regard.config import Count, divisors, ranged
-from regard.data.batch import Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError, nearest
-from regard.train.pulse import Pulse
+from regard.layers import FeedForward
+from regard.models.adapt import low_ranks
 
 MODES = ("ddp", "fsdp", "tensor")
-LONGEST = timedelta(
-    hours=1
-)  # that processes wait for the first to evaluate or save; deaths are noticed by `Pulse`
+# That processes wait for the first to evaluate or save; deaths are noticed by `Heartbeat`.
+LONGEST = timedelta(hours=1)
+# Between two heartbeats, in seconds; and the last one of a process that is through.
+BEAT, DONE = 1.0, "done"
 T = TypeVar("T")
 
 
@@ -76,12 +85,12 @@ class Inside(nn.Module):
         return act(self.model, *args)
 
 
-class Alone:
-    """One process: nothing to share. `share` of `shares` is the part of a batch that it computes."""
+class SingleProcess:
+    """One process: nothing to share. It computes the part `data_rank` of `data_size` of a batch."""
 
-    rank, world, share, shares = 0, 1, 0, 1
+    rank, world, data_rank, data_size = 0, 1, 0, 1
     mode, evaluates = "alone", True
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
 
     def __enter__(self: T) -> T:
         return self
@@ -93,7 +102,7 @@ class Alone:
         """The model as `Inside`, gradients shared; before the optimiser is made."""
         return Inside(model)
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Around a part of a batch that another part follows: its gradients are not shared yet."""
         return nullcontext()
 
@@ -129,24 +138,26 @@ class Alone:
         """This process's own."""
         return torch.device(device)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors that may be shared out, put together, in the first process's memory."""
         return dict(tensors)
 
-    def plain(self, model: Any) -> Any:
+    def full_model(self, model: Any) -> Any:
         """A model that can be saved, in the first process."""
         return model
 
-    def part(self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def shard(
+        self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Whole tensors cut as those in `named` are; "name:what" is cut as "name"."""
         return dict(tensors)
 
 
-def team_of(config: Parallel, device: torch.device | str) -> Alone:
+def team_of(config: Parallel, device: torch.device | str) -> SingleProcess:
     """Who trains: this process alone, or those that torchrun started with it; a context to train in."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        return Alone()
+        return SingleProcess()
     if config.mode == "tensor" and world % (config.degree or world):
         raise UsageError(
             f"train.parallel.degree = {config.degree} does not divide {world} processes; "
@@ -155,32 +166,28 @@ def team_of(config: Parallel, device: torch.device | str) -> Alone:
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    pulse = None
+    heartbeat = None
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=LONGEST)
-        pulse = Pulse(dist.get_rank(), world, config.patience)
-        pulse.start()
-    if config.mode == "ddp":
-        made = Ddp(config, kind)
-    else:
-        from regard.train.split import Fsdp, Split  # slow to import
-
-        made = Fsdp(config, kind) if config.mode == "fsdp" else Split(config, kind)
-    made.pulse = pulse
-    return made
+        heartbeat = Heartbeat(dist.get_rank(), world, config.patience)
+        heartbeat.start()
+    kinds = {"ddp": DataParallel, "fsdp": ShardedDataParallel, "tensor": TensorParallel}
+    team = kinds[config.mode](config, kind)
+    team.heartbeat = heartbeat
+    return team
 
 
 # --- every process has the model ----------------------------------------------------------------------------------
 
 
-class Ddp(Alone):
+class DataParallel(SingleProcess):
     """torch's DistributedDataParallel."""
 
     def __init__(self, config: Parallel, kind: str):
         self.mode, self.kind = config.mode, kind
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.share, self.shares = self.rank, self.world
+        self.data_rank, self.data_size = self.rank, self.world
         self.group: dist.ProcessGroup | None = None  # who has other parts of the batch; None: all
         self.evaluates = self.rank == 0
 
@@ -189,9 +196,9 @@ class Ddp(Alone):
         if lost(error):
             text = "another process has ended; go on from the last checkpoint with --resume"
             raise Lost(text) from None
-        if self.pulse is not None and error is None:
+        if self.heartbeat is not None and error is None:
             self.any(False)  # none is behind, and would be missed by those that wait for it
-            self.pulse.stop()
+            self.heartbeat.stop()
             self.any(
                 False
             )  # none goes, and its store with it, before all have said that they are through
@@ -206,7 +213,7 @@ class Ddp(Alone):
         self.inside.register_comm_hook(None, lambda state, bucket: added(bucket))
         return self.inside
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         return self.inside.no_sync()
 
     def total(self, number: Tensor) -> Tensor:
@@ -215,24 +222,24 @@ class Ddp(Alone):
         return number
 
     def any(self, flag: bool) -> bool:
-        said = torch.tensor(int(flag))
-        dist.all_reduce(said, dist.ReduceOp.MAX)
-        return bool(said)
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
 
     def agree(self, value: T) -> T:
         text = json.dumps(value).encode() if self.rank == 0 else b""
         size = torch.tensor(len(text))
         dist.broadcast(size, 0)
-        told = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
-        dist.broadcast(told, 0)
-        return value if self.rank == 0 else json.loads(told.numpy().tobytes())
+        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+        dist.broadcast(data, 0)
+        return value if self.rank == 0 else json.loads(data.numpy().tobytes())
 
     def once(self, act: Callable[[], T]) -> T:
         if self.rank:
-            told: Any = self.agree(None)
-            if "error" in told:
-                raise UsageError(told["error"])
-            return told["value"]
+            answer: Any = self.agree(None)
+            if "error" in answer:
+                raise UsageError(answer["error"])
+            return answer["value"]
         try:
             value = act()
         except Exception as error:
@@ -242,9 +249,9 @@ class Ddp(Alone):
         return value
 
     def first(self, act: Callable[[], T]) -> T:
-        mine: list[T] = []
-        self.once(lambda: mine.append(act()))
-        return mine[0] if mine else act()
+        values: list[T] = []
+        self.once(lambda: values.append(act()))
+        return values[0] if values else act()
 
     def device(self, device: torch.device | str) -> torch.device:
         if self.kind == "cuda":
@@ -273,3 +280,251 @@ def idle(model: Any) -> bool:
     """Whether some parameters get no gradient, for which DDP would wait: a pooler beside a head, an indexer."""
     pooler = getattr(model, "pooler", None) is not None and model.head is not None
     return pooler or any(isinstance(m, SparseAttention) for m in model.modules())
+
+
+# --- every process has a part of the model ----------------------------------------------------------------------------
+
+
+class ShardedDataParallel(DataParallel):
+    """FSDP2: each parameter is cut along its first axis; blocks are put together when they are called."""
+
+    def __init__(self, config: Parallel, kind: str):
+        super().__init__(config, kind)
+        self.evaluates = True  # a block is put together by all
+        self.mesh = _mesh(kind, (self.world,))
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.keep(model)
+        return self.sharded(model)
+
+    def keep(self, model: nn.Module) -> None:
+        """What the model was before it was cut, without its weights."""
+        if low_ranks(model):
+            raise UsageError("LoRA is not shared out; train it with train.parallel.mode = ddp")
+        self.empty = copied(model, {n: p.detach().to("meta") for n, p in model.named_parameters()})
+
+    def sharded(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard  # slow to import
+
+        root = Inside(model)
+        shards = [m for m in model.modules() if isinstance(m, Block)] + [root]
+        for module in shards:
+            shard = fully_shard(module, mesh=self.mesh)
+            shard.set_gradient_divide_factor(1.0)
+            shard.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        root.register_forward_hook(cut_again)
+        return root
+
+    def no_sync(self) -> AbstractContextManager[object]:
+        return nullcontext()  # whole gradients would fill the memory that sharing saves
+
+    def stops(self, flag: bool) -> bool:
+        return self.any(flag)
+
+    def even(self, parts: list[Batch], count: int) -> list[Batch]:
+        """Where there are fewer, a row that is not counted stands for a part: no process may call a block alone."""
+        row = parts[0].each(lambda x: x[:1])
+        spare = replace(row, labels=torch.full_like(row.labels, IGNORE))
+        return parts + [spare] * (count - len(parts))
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept = {}
+        for name, x in tensors.items():  # one at a time is whole beside the parts
+            made = gathered(x.detach())
+            if self.rank == 0:
+                kept[name] = made.cpu()
+        return kept
+
+    def full_model(self, model: Any) -> Any:
+        named = self.gather(dict(model.named_parameters()))
+        return copied(self.empty, named) if self.rank == 0 else None
+
+    def shard(
+        self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        cut = {}
+        for key, x in tensors.items():
+            like = named.get(key.partition(":")[0])
+            if isinstance(like, DTensor) and x.shape == like.shape:
+                x, mesh = x.to(like.device), like.device_mesh
+                x = distribute_tensor(x, mesh, like.placements, src_data_rank=None)
+            cut[key] = x
+        return cut
+
+
+def _mesh(kind: str, shape: tuple[int, ...], **names: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import
+
+    return init_device_mesh(kind, shape, **names)
+
+
+def gathered(x: Tensor) -> Tensor:
+    """A tensor put together, the parts of parts first."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(x, DTensor):
+        return x
+    for axis in range(x.device_mesh.ndim):
+        x = x.redistribute(placements=[Replicate()] * (axis + 1) + list(x.placements[axis + 1 :]))
+    return x.to_local()
+
+
+def cut_again(root: Any, args: Any, out: Any) -> None:
+    """Without a backward pass, which does so, the root's parameters would stay whole."""
+    if not torch.is_grad_enabled():
+        root.reshard()
+
+
+def copied(model: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The model with other tensors as its parameters, which are not copied; tied ones stay tied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(tensors[n], requires_grad=p.requires_grad)
+        for n, p in model.named_parameters()
+    }
+    memo[id(model.origin)] = model.origin
+    return copy.deepcopy(model, memo)
+
+
+class TensorParallel(ShardedDataParallel):
+    """`degree` processes split the layers (Shoeybi et al. 2019, arXiv:1909.08053); `world` / `degree` such groups share
+    batch and weights as in FSDP.
+
+        wq wk wv, up gate: cut by their outputs; each process computes its heads and its columns of the middle;
+        wo, down: cut by their inputs; their products are summed over the group.
+
+    All else (embeddings, norms, the model's head) every process of the group has whole and computes alike, with the
+    same random numbers. (So dropout inside a layer falls alike on each process's part of it.)"""
+
+    def __init__(self, config: Parallel, kind: str):
+        super().__init__(config, kind)
+        self.degree = config.degree or self.world
+        shape = (self.world // self.degree, self.degree)
+        both = _mesh(kind, shape, mesh_dim_names=("data", "tensor"))
+        self.mesh, self.layers = both["data"], both["tensor"]
+        self.data_rank, self.data_size = self.mesh.get_local_rank(), self.mesh.size()
+        self.group = self.mesh.get_group()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        self.keep(model)
+        check(model, self.degree)
+        for block in (m for m in model.modules() if isinstance(m, Block)):
+            parallelize_module(block, self.layers, plan(block))
+            for attention in attentions(block):
+                attention.h, attention.g = attention.h // self.degree, attention.g // self.degree
+        if self.data_size > 1:
+            return self.sharded(model)
+        for p in model.parameters():
+            if isinstance(p, DTensor) and p.requires_grad:  # norms of heads have a gradient of each
+                p.register_hook(partial(DTensor.redistribute, placements=p.placements))
+        return Inside(model)
+
+
+def attentions(block: Block) -> list[Any]:
+    return [part for part in (block.attention, block.cross) if part is not None]
+
+
+def plan(block: Block) -> dict[str, Any]:
+    """How torch is to cut the block's layers, by name."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    outputs, inputs = ("wq", "wk", "wv", "up", "gate"), ("wo", "down")
+    heads = SequenceParallel(sequence_dim=2, use_local_output=True)  # b t h d
+    styles: dict[str, Any] = {"q_norm": heads, "k_norm": heads}
+    styles |= {n: ColwiseParallel() for n in outputs} | {n: RowwiseParallel() for n in inputs}
+    names = [name for name, _ in block.named_modules()]
+    return {n: styles[n.split(".")[-1]] for n in names if n.split(".")[-1] in styles}
+
+
+def check(model: nn.Module, degree: int) -> None:
+    """Whether the model's layers can be split so."""
+    blocks = [m for m in model.modules() if isinstance(m, Block)]
+    why = "it has no blocks" if not blocks else ""
+    counts = []
+    for block in blocks:
+        if any(type(a) is not GroupedQueryAttention for a in attentions(block)):
+            why = "its attention is not multi-head or grouped-query"
+        elif type(block.ffn) is not FeedForward:
+            why = "its feed-forward is a mixture of experts"
+        elif any(a.sinks is not None for a in attentions(block)):
+            why = "its attention has sinks"
+        else:
+            counts += [n for a in attentions(block) for n in (a.h, a.g)]
+            counts.append(block.ffn.config.ffn_dim)
+    if any(m.relative is not None for m in model.modules() if isinstance(m, Stack)):
+        why = "it has relative position biases"
+    if why:
+        raise UsageError(
+            f"train.parallel.mode = tensor cannot split this model: {why}; choose ddp or fsdp"
+        )
+    if any(n % degree for n in counts):
+        fit = divisors(math.gcd(*counts))
+        raise UsageError(
+            f"{degree} processes cannot split this model's heads, key/value heads and feed-forward "
+            f"({', '.join(map(str, sorted(set(counts))))}) evenly; set train.parallel.degree to one of {fit}, "
+            f"or the mode to ddp or fsdp"
+        )
+
+
+# --- whether the other processes live --------------------------------------------------------------------------------
+
+
+class Heartbeat:
+    """Whether the other processes live, between `start`, which all call together, and `stop`. A process that waits for
+    another inside a collective cannot look for itself: a thread beside it does.
+
+    torchrun ends the rest when a process dies, but what waits on a GPU does not hear it; a process that is stopped
+    (SIGSTOP, a machine that hangs) does not die; and nobody ends the rest when torchrun itself is killed. So every
+    process says each second that it lives, in torchrun's store, and ends when another is silent for `patience` of its
+    own beats (so that all may be stopped together, and go on), or the store is gone and torchrun with it: no orphans.
+    To end at any time is safe: checkpoints are written whole or not at all.
+
+    The thread needs Python's lock, which writing a large checkpoint holds for as long as the disk takes: the patience
+    must be longer than that."""
+
+    def __init__(self, rank: int, world: int, patience: int):
+        self.rank, self.patience = rank, patience
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.keys = [f"regard/pulse/{again}/{r}" for r in range(world)]
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        wait = timedelta(seconds=BEAT * patience)
+        # a connection of its own: in torch's one, it would wait behind what waits for other processes
+        self.store = dist.TCPStore(address, port, is_master=False, timeout=wait)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self.store.set(self.keys[self.rank], "0")
+        self.store.wait(self.keys, timedelta(minutes=5))
+        self.thread.start()
+
+    def stop(self) -> None:
+        """This process is through; the others need not miss it."""
+        self.ended.set()
+        self.thread.join()
+        self.store.set(self.keys[self.rank], DONE)
+
+    def _watch(self) -> None:
+        beats, silent, count = [b""] * len(self.keys), [0] * len(self.keys), 0
+        while not self.ended.wait(BEAT):
+            count += 1
+            try:
+                self.store.set(self.keys[self.rank], str(count))
+                now = self.store.multi_get(self.keys)
+            except (RuntimeError, ValueError):
+                return self._end("torchrun is gone")
+            for other, beat in enumerate(now):
+                lives = beat != beats[other] or beat == DONE.encode()
+                silent[other] = 0 if lives else silent[other] + 1
+                if silent[other] == self.patience:
+                    return self._end(f"process {other} gave no sign for {self.patience} seconds")
+            beats = now
+
+    def _end(self, why: str) -> None:
+        if not self.ended.is_set():
+            print(f"{why}: process {self.rank} ends", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,301 +1,332 @@
-"""From a config to a trainer: tokenizer, data, model, head and adapter, what is measured, where it is kept."""
+"""A run, from a config to its end: the folder it is written to, how it goes on after a stop, what
+it tells.
+
+Who wants to know how it goes gives `callbacks`: each is called with every event, a dict whose
+"kind" is begin, step, evaluation, samples, average, checkpoint, settings, broken, warning or end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from regard.errors import DATA, ENVIRONMENT, RUN, Fault, UsageError, blaming, notice
+from regard.train.build import Assembly, assemble
+from regard.train.check import check
+from regard.train.checkpoint import clean, locked
+from regard.train.config import Config as RunConfig
+from regard.train.config import configure, read
+from regard.train.log import Launch, Log, RunFile, as_toml, check_same, read_run, replace_file
+from regard.train.optim import Schedule
+from regard.train.parallel import Lost, team_of
+from regard.train.plan import pick_device, refusal
+from regard.train.track import tracker
+from regard.train.trainer import AVERAGE, Callback, Diverged, Trainer, differences
 
-from regard.attention.sparse import SparseAttention
-from regard.checkpoint import load as load_model
-from regard.checkpoint.adapter import load_adapter, save_adapter
-from regard.checkpoint.hf import Origin
-from regard.cli.model import TRAINED, blaming, context_of, resolved
-from regard.config import to_dict
-from regard.data.batch import Feed
-from regard.data.config import Loaded, text_roles
-from regard.data.config import load as load_data
-from regard.data.corrupt import Marks
-from regard.data.read import records
-from regard.data.tokens import Coder
-from regard.data.train_tokenizer import train_tokenizer
-from regard.errors import DATA, Fault, UsageError
-from regard.evaluate import metrics as evaluate
-from regard.evaluate.measure import measure
-from regard.files import read_files
-from regard.layers import Answer, Classify, Tag
-from regard.presets import PRESETS, build
-from regard.text import Tokenizer, needed
-from regard.train.adapt import labels, with_head
-from regard.train.check import SENTINELS, check_fits, check_suits, check_vocab, recipe_of
-from regard.train.config import INDEXED, TASKS, Config
-from regard.train.keep import Keeper, whole
-from regard.train.parallel import Alone
-from regard.train.trainer import Figures, Measure, Trainer
-
-CARRIED = ("tokenizer.json", "tokenizer_config.json")
-HEADS = {"classify": Classify, "image": Classify, "tag": Tag}
+OURS = {"lock", "run.json"}  # a run's folder has one of these
+BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step
+WRITTEN = ("checkpoints", "data")
+KEEP = 2  # checkpoints that stay
+FILES = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "last", "best")
 
 
-@dataclass(eq=False)
-class Built:
-    """A trainer, and what it was made of."""
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: `status` is "done", "patience" or "asked". `metrics` are those of the last
+    evaluation of this call, {} where there was none; `best` is the folder of the best model, `last`
+    that of the last checkpoint."""
 
-    trainer: Trainer
-    files: dict[str, bytes]  # the tokenizer's
-    classes: list[str]
-    notices: list[str]  # what the user should know of this run
+    folder: Path
+    status: str
+    step: int
+    metrics: dict[str, float]
+    last: Path
+    best: Path | None = None
+    best_step: int | None = None
+    best_value: float | None = None
 
 
-def built(config: Config, folder: Path, device: torch.device, keep: int, team: Alone) -> Built:
-    """All that `config` names, joined. The first process prepares tokenizer and data, the others read them."""
-    with blaming(DATA):
-        start = load_model(resolved(config.model["folder"])) if "folder" in config.model else None
-    with blaming(2, files=DATA):
-        files, coder, loaded = team.first(lambda: read_data(config, start, folder))
-    config = replace(config, train=config.train.counted(loaded.feed.epoch))
-    torch.manual_seed(config.train.seed)
-    model = made(config, start, coder, loaded.classes)
-    check_fits(model, loaded, config.data)
-    model.origin.files = {**model.origin.files, **files}
-    own = start is not None and "folder" not in config.tokenizer
-    said = model.origin.config
-    said = {**special(coder), **said} if own else {**said, **special(coder)}
-    model.origin.config = {**said, **labels(loaded.classes), **trained_on(config, start)}
-    told, narrow = notices(config, model), str(next(model.parameters()).dtype)
-    model = config.learning(model.to(device))
-    small = config.adapt.method == "lora"
-    save = save_adapter if small else lambda m, path: m.save(path)
-    load = partial(load_adapter, into=model) if small else load_model
-    keeper = Keeper(folder / "checkpoints", save, keep, partial(written, small=small))
-    feed = config.fed(loaded.feed, marks(coder))
-    figures = measuring(config, feed, loaded.classes, files, device)
-    trainer = Trainer(
-        model, feed, config.objective, config.train, keeper, load, measure=figures, team=team
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig,
+    folder: str | Path | None = None,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    smoke: bool = False,
+    keep: int | None = None,
+    device: str = "auto",
+    force: bool = False,
+    log_to: Sequence[str] = (),
+    callbacks: Sequence[Callback] = (),
+    stop: Callable[[], bool] = lambda: False,
+) -> RunResult:
+    """Train as `regard train` does. `config` is a TOML file, its tables, a RunConfig, or with
+    `resume` a run's folder; `folder` the run's, by default runs/ and the file's name; `changes`
+    settings by dotted names: {"train.optim.lr": 3e-4}.
+
+    `resume` goes on from the newest sound checkpoint, `overwrite` starts anew in a folder that has
+    a run, `smoke` makes three steps. `keep` checkpoints stay beside the best. `force` starts
+    although memory or disk will not do. `stop` is asked after each step; then the run saves and
+    ends."""
+    if resume and overwrite:
+        raise UsageError(
+            "--resume goes on with a run, --overwrite removes it; leave one of them out"
+        )
+    path, home = _places(config, folder, resume)
+    before = read_run(home).get("options", {}) if resume else {}
+    launch = Launch(
+        home,
+        _command(path, folder, changes or {}),
+        changes or {},
+        resume,
+        overwrite,
+        force,
+        keep=before.get("keep", KEEP) if keep is None else keep,
+        device=before.get("device", "auto") if device == "auto" else device,
+        log_to=tuple(log_to) or tuple(before.get("log_to", ())),
     )
-    if narrow != str(next(model.parameters()).dtype):
-        told.append(f"the folder's weights are {narrow[6:]}; they are trained and saved in float32")
-    return Built(trainer, files, loaded.classes, told)
-
-
-def read_data(
-    config: Config, start: Any, folder: Path
-) -> tuple[dict[str, bytes], Coder | None, Loaded]:
-    reads = TASKS[config.task][0]
-    files = {} if reads == "image" else tokenizer_files(config, start, folder)
-    with blaming(DATA):
-        coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
-    if start is not None:
-        check_suits(config.task, start)
-        check_vocab(start, coder, own=True)
-    loaded = load_data(reads, config.data, coder, folder / "data", config.train.seed)
-    return files, coder, loaded
-
-
-def made(config: Config, start: Any, coder: Coder | None, classes: list[str]) -> Any:
-    """The preset with its changes, or the folder's model; with a head that suits the task."""
-    changes = {k: v for k, v in config.model.items() if k not in ("preset", "folder")}
-    if start is not None and changes:
-        raise UsageError(f"[model] folder is taken as it is; leave {', '.join(changes)} out")
-    model = start
-    if model is None:
-        vocab = 0 if coder is None else coder.vocab
-        model = fresh(config.model["preset"], changes, vocab, length=config.data.length)
-        model.origin = Origin(model.family)
-    check_suits(config.task, model)
-    check_vocab(model, coder, own=start is not None)
-    wanted: Any = None
-    if config.task in HEADS:
-        wanted = HEADS[config.task](len(classes))
-    elif config.task == "answer":
-        wanted = Answer()
-    head = getattr(model.config, "head", None)
-    if wanted is None:
-        return model
-    if isinstance(head, type(wanted)) and head.labels == wanted.labels:
-        return model
-    return with_head(model, wanted)
-
-
-def fresh(
-    preset: str,
-    changes: dict[str, Any],
-    vocab: int,
-    device: str | None = None,
-    length: int | None = None,
-) -> Any:
-    """The preset with its changes. Unless they say a size, its tables are as large as the tokenizer's vocabulary, and
-    its context is `length`, the rows it is trained on: later positions would stay as they were drawn. (But not that of
-    an encoder-decoder, whose two sides differ in length.)"""
-    if preset == "transformer":
-        raise UsageError('preset "transformer" is unknown; that of 2017 is preset = "vaswani-base"')
-    if preset not in PRESETS:
-        return build(preset)  # tells the known ones
-    data = to_dict(PRESETS[preset][1]())
-    sizes = {n: vocab for n in ("vocab", "source_vocab") if vocab and placed(data, n)}
-    if length is not None and "max_len" in data and "decoder" not in data:
-        sizes["max_len"] = length
-    named = {place: x for n, x in flat(changes) for place in placed(data, n) or [n]}
-    try:
-        return build(preset, device=device, **{**sizes, **named})
-    except UsageError:
-        raise
-    except (ValueError, ArithmeticError, RuntimeError) as error:  # torch's, of sizes that cannot be
-        if "memory" in str(error):
-            raise
-        why = str(error).partition("\n")[0]
-        raise UsageError(f"[model] cannot be built: {why}; look at {', '.join(changes)}") from None
-
-
-def flat(changes: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """Tables of settings by dotted names; one with a `kind` is a whole part, which takes the old one's place."""
-    for name, value in changes.items():
-        if isinstance(value, dict) and "kind" not in value:
-            yield from flat(value, f"{where}{name}.")
-        else:
-            yield f"{where}{name}", value
-
-
-def placed(data: dict[str, Any], name: str) -> list[str]:
-    """`name` itself if it is plain and known; of a dotted one all places nearest to the top: attention.kv_heads is
-    tower.attention.kv_heads, or that of both towers."""
-    first, dot, _ = name.partition(".")
-    level = {"": data}
-    while level:
-        if has := [where for where, part in level.items() if first in part]:
-            used = [where for where in has if level[where][first] is not None] or has
-            return [f"{where}{name}" for where in used] if dot else [name]
-        level = {
-            f"{where}{key}.": inner
-            for where, part in level.items()
-            for key, inner in part.items()
-            if isinstance(inner, dict)
-        }
-    return []
-
-
-def written(model: Any, small: bool) -> int:
-    """Bytes of the folder that the model is saved to: its weights, or an adapter's, and what goes along."""
-    origin, learned = model.origin, (p for p in model.parameters() if p.requires_grad)
-    weights = sum(p.nbytes for p in learned) if small else whole(model)
-    carried = 0 if small else sum(x.nbytes for x in origin.tensors.values())
-    return weights + carried + sum(map(len, origin.files.values()))
-
-
-def measuring(
-    config: Config, feed: Feed, classes: list[str], files: dict[str, bytes], device: torch.device
-) -> Measure | None:
-    """The loss, what the best model is best at, and samples, of the held-out part; nothing where none is held out."""
-    if next(feed.evaluation(), None) is None:
-        return None
-    words = ["perplexity"] if config.task in evaluate.METRICS["perplexity"].tasks else []
-    names = ["loss", *words, config.train.metric]
-    tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
-
-    def figures(model: Any, between: Callable[[], None]) -> Figures:
-        found = measure(
-            model,
-            config.task,
-            feed,
-            tokenizer,
-            config.objective,
-            names,
-            classes=classes,
-            precision=config.train.precision,
-            device=device,
-            between=between,
+    with blaming(2):
+        settings = _read(path or config, changes)
+    with blaming(2, files=DATA):
+        check(settings)
+    if smoke:
+        flat = Schedule("constant")
+        short = replace(
+            settings.train, steps=3, epochs=None, save=1, evaluate=3, average=0, schedule=flat
         )
-        more: dict[str, Any] = {"samples": found.samples}
-        if found.signatures:
-            more["signatures"] = found.signatures
-        return found.values, more
+        settings = replace(settings, train=short)
+    chosen, _ = pick_device(launch.device)
+    with ExitStack() as stack:
+        team = stack.enter_context(team_of(settings.train.parallel, chosen))
+        team.once(lambda: _claim(settings, launch, stack))
+        parts = assemble(settings, home, team.device(chosen), launch.keep, team)
+        # Now the steps of its epochs are known.
+        settings = replace(settings, train=parts.trainer.config)
+        return _run(parts, settings, launch, callbacks, stop)
 
-    return figures
+
+def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path | None, Path]:
+    """The config's file, if it is one, and the run's folder. A run goes on with the config that is
+    in its folder."""
+    if not isinstance(config, str | Path):
+        if folder is None:
+            raise UsageError('say where the run is written: folder="runs/NAME"')
+        return None, Path(folder)
+    path = Path(config)
+    if not path.is_dir() or not (resume or (path / "run.json").is_file()):
+        return path, Path(folder or Path("runs") / path.stem)
+    if not resume:
+        raise UsageError(f"{path} is the folder of a run; go on with it: {again(path)}")
+    if folder is not None:
+        raise UsageError(f"{path} is the run to go on with; leave --output-dir out")
+    info = read_run(path)
+    if not (path / "config.toml").is_file():
+        raise UsageError(f"{path} has nothing to go on with; name a run's folder, or a config file")
+    if info and "options" not in info:
+        command = shlex.join(map(str, info.get("command", ["regard", "train", "CONFIG"])))
+        raise UsageError(
+            f"{path} was begun by an older version, whose config.toml lacks what was changed; go on with: "
+            f"{command} --resume"
+        )
+    return path / "config.toml", path
 
 
-def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes]:
-    """The tokenizer that is named, the model's own, or one that is learned now and kept in the run's folder."""
-    if "folder" in config.tokenizer:
-        home = Path(config.tokenizer["folder"])
-        return read_files(home, CARRIED)
-    if start is not None and CARRIED[0] in start.origin.files:
-        if config.tokenizer:
+def _read(config: Any, changes: Mapping[str, Any] | None) -> RunConfig:
+    if isinstance(config, Path):
+        return read(config, changes)
+    if isinstance(config, RunConfig):
+        if changes:
             raise UsageError(
-                "[model] folder comes with its tokenizer, so [tokenizer] is not used; leave it out, or say folder in it"
+                "a RunConfig is taken as it is; give its tables as a dict to change some"
             )
-        return {n: start.origin.files[n] for n in CARRIED if n in start.origin.files}
-    home = folder / "tokenizer"
-    if (home / CARRIED[0]).is_file():
-        return {n: (home / n).read_bytes() for n in CARRIED}
-    recipe = recipe_of(config)
-    assert recipe is not None
-    files = train_tokenizer(texts_of(config), recipe)
-    new = folder / ".tokenizer"  # whole or not at all
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    for name, content in files.items():
-        (new / name).write_bytes(content)
-    shutil.rmtree(home, ignore_errors=True)
-    new.rename(home)
-    return files
+        return config
+    return configure(config, changes)
 
 
-def texts_of(config: Config) -> Iterator[str]:
-    """All texts of the training data, each side for itself."""
-    roles = text_roles(TASKS[config.task][0], config.data)
-    for record in records(config.data.source(), roles):
-        for value in (record[role] for role in roles):
-            text = " ".join(map(str, value)) if isinstance(value, list) else value
-            if not isinstance(text, str):
-                raise Fault(f"{' and '.join(roles)} must be text, one is {value!r:.60}", DATA)
-            yield text
+def _command(path: Path | None, folder: str | Path | None, changes: Mapping[str, Any]) -> list[str]:
+    """What begins this run anew on a command line."""
+    if path is None:
+        return ["regard", "train", str(Path(folder or "") / "config.toml")]
+    words = ["regard", "train", str(path)]
+    if folder is not None:
+        words += ["--output-dir", str(folder)]
+    return [*words, *(word for name, x in changes.items() for word in (f"--{name}", str(x)))]
 
 
-def trained_on(config: Config, start: Any) -> dict[str, Any]:
-    """The longest row a model was trained on from its beginning, as config.json keeps it; a folder that does not say
-    it was trained elsewhere, on rows nobody knows."""
-    before = 0 if start is None else start.origin.config.get(TRAINED)
-    if before is None or config.data.length is None:
-        return {}
-    return {TRAINED: max(before, config.data.length)}
+def again(folder: Path) -> str:
+    """What to type to go on with a run, by as many processes as there are here."""
+    world = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    started = [] if world == "1" else ["torchrun", "--nproc-per-node", world, "-m"]
+    return shlex.join([*started, "regard", "train", "--resume", str(folder)])
 
 
-def notices(config: Config, model: Any) -> list[str]:
-    """What a config does that its user may not expect."""
-    told = []
-    sparse = any(isinstance(m, SparseAttention) for m in model.modules())
-    if sparse and config.task not in INDEXED and config.adapt.method == "full":
-        told.append(
-            f"task = {config.task} gives the indexers of sparse attention no gradient: they stay as they are; "
-            "task = dense_index, then sparse_index trains them"
+def _run(
+    parts: Assembly,
+    config: RunConfig,
+    launch: Launch,
+    callbacks: Sequence[Callback],
+    stop: Callable[[], bool],
+) -> RunResult:
+    """Run the trainer, and write down how it went."""
+    trainer, folder = parts.trainer, launch.folder
+    resumed = _resume(trainer, callbacks) if launch.resume else False
+    if trainer.team.rank:
+        return _result(trainer.run(stop), trainer, folder, {})
+    if not launch.force and (why := refusal(config, trainer, trainer.checkpoints.keep)):
+        raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
+    record = RunFile(launch, config, trainer, parts.classes)
+    listeners: list[Callback] = [*tracker(launch.log_to, folder, record.info), *callbacks]
+    replace_file(folder / "config.toml", as_toml(config))
+    figures: dict[str, float] = {}
+
+    def note(event: dict[str, Any]) -> None:
+        if event["kind"] in ("evaluation", "average"):
+            numbers = {n: x for n, x in event.items() if isinstance(x, float)}
+            figures.clear()
+            figures.update(numbers)
+
+    how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
+    begin = {
+        "kind": "begin",
+        "steps": config.train.steps,
+        "about": f"{trainer.feed.describe()}; {how}, {folder}",
+        "notices": parts.notices,
+    }
+    if launch.resume:
+        other = f"; {differences(trainer.changes)}" if trainer.changes else ""
+        after = f"going on after step {trainer.at.step}{other}"
+        begin["resumed"] = after if resumed else "no checkpoint yet: from the start"
+    status = "failed"
+    record.write("running")
+    try:
+        for listener in listeners:
+            listener(begin)
+        with Log(folder, trainer.at, [note, *listeners]) as log:
+            trainer.callbacks, trainer.checkpoints.before = [log], log.sync
+            if trainer.changes:
+                log({"kind": "settings", "step": trainer.at.step, "changes": trainer.changes})
+            status = trainer.run(stop)
+    except Diverged as error:
+        status = "diverged"
+        raise Fault(f"{error}; go on: {again(folder)} --train.nan skip", RUN) from None
+    except Lost as error:
+        raise Fault(f"{error}: {again(folder)}", RUN) from None
+    finally:
+        _link(folder, trainer)
+        record.write(status)
+        for listener in listeners:
+            listener({"kind": "end", "step": trainer.at.step, "status": status})
+    return _result(status, trainer, folder, figures)
+
+
+def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, float]) -> RunResult:
+    at = trainer.at
+    best = folder / "best" if at.averaged or at.best is not None else None
+    last = trainer.checkpoints.path(at.step)
+    return RunResult(folder, status, at.step, metrics, last, best, at.best, at.best_value)
+
+
+def _resume(trainer: Trainer, callbacks: Sequence[Callback]) -> bool:
+    """Resume; whether there is a checkpoint to go on from. If all there are broke, nothing is begun
+    over them."""
+    trainer.callbacks = list(callbacks)
+    resumed = trainer.resume()
+
+    def look() -> None:
+        if not resumed and trainer.checkpoints.broken:
+            raise Fault(
+                f"no checkpoint is sound ({trainer.checkpoints.broken[0]}); put a copy back, or start anew "
+                "with --overwrite",
+                DATA,
+            )
+
+    trainer.team.once(look)
+    return resumed
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+def _claim(config: RunConfig, launch: Launch, stack: ExitStack) -> None:
+    """Make the folder and lock it; only then look at what is in it, and clear what may go. Nothing
+    is written to one that has files of others."""
+    folder, resume = launch.folder, launch.resume
+    nothing = f"{folder} has nothing to go on with; leave --resume out"
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file; name a folder: --output-dir FOLDER")
+    if resume and not folder.is_dir():
+        raise UsageError(nothing)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in folder.iterdir()}
+        if names and not names & OURS:
+            raise UsageError(
+                f"{folder} is not empty, and what is in it is no run; name another: --output-dir FOLDER"
+            )
+        stack.enter_context(locked(folder))
+    except OSError as error:
+        why = f"cannot write {folder}: {error.strerror}"
+        raise Fault(f"{why}; name another: --output-dir FOLDER", RUN) from None
+    full = begun(folder)
+    if resume and not full:
+        raise UsageError(nothing)
+    if full and not resume and not launch.overwrite:
+        raise UsageError(
+            f"{folder} is not empty; go on with --resume, start anew with --overwrite, or name another: --output-dir"
         )
-    length, longest = config.data.length, context_of(model)
-    if "preset" in config.model and length is not None and length < (longest or 0):
-        told.append(
-            f"positions from {length} to {longest} will not be trained: data.length = {length}, the model's context is "
-            f"{longest}"
-        )
-    return told
+    if resume:
+        check_same(folder, config)
+    else:
+        _clear(folder, full)
+    clean(folder / "checkpoints")
 
 
-def marks(coder: Coder | None) -> Marks | None:
-    if coder is None:
-        return None
-    found = [coder.source.core.token_to_id(name) for name in SENTINELS]
-    sentinels = tuple(i for i in found if i is not None)
-    ends = (coder.start, coder.end, coder.pad)
-    return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)
+def begun(folder: Path) -> bool:
+    """Whether a run is there that came to its first step."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return any(not name.startswith(".") for name in names - BEFORE)
 
 
-def special(coder: Coder | None) -> dict[str, Any]:
-    """Token ids as config.json names them. One that the tokenizer lacks is null: a family's own number, which readers
-    take where there is none, would mean another token."""
-    if coder is None:
-        return {}
-    found = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
-    return {**found, "decoder_start_token_id": coder.start}
+def _clear(folder: Path, full: bool) -> None:
+    """Remove the run, if there is one; and a tokenizer in any case, which other settings may have
+    made."""
+    shutil.rmtree(folder / ".tokenizer", ignore_errors=True)
+    # Whole or not at all.
+    with contextlib.suppress(FileNotFoundError):
+        (folder / "tokenizer").rename(folder / ".tokenizer")
+    if not full:
+        return
+    for name in WRITTEN:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in FILES:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _link(folder: Path, trainer: Trainer) -> None:
+    """The links `last` and `best`."""
+    steps = trainer.checkpoints.steps()
+    names = {"last": steps[-1].name} if steps else {}
+    if trainer.at.averaged:
+        names["best"] = AVERAGE
+    elif trainer.at.best is not None:
+        names["best"] = f"step-{trainer.at.best:08d}"
+    for name, step in names.items():
+        link, new = folder / name, folder / f".{name}.new"
+        if link.is_dir() and not link.is_symlink():
+            notice(f"{link} is a folder, not a link of ours; remove it, and it will be {step}")
+            continue
+        new.unlink(missing_ok=True)
+        new.symlink_to(Path("checkpoints") / step)
+        os.replace(new, link)

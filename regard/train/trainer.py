@@ -6,10 +6,9 @@ A loss or gradient that is not finite is noticed before it touches the weights.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 
 from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
-from regard.data.batch import Ahead, Feed, Objective
+from regard.data.feed import Feed, Objective, Prefetch
+from regard.data.pack import seed_of
 from regard.errors import UsageError, nearest
-from regard.evaluate.metrics import METRICS, better
 from regard.fast.train import (
     checkpointed,
     compiled,
@@ -32,17 +31,19 @@ from regard.fast.train import (
 )
 from regard.kernels.c import native
 from regard.moe import update_bias
-from regard.train.keep import Keeper
-from regard.train.objective import balanced, mixtures
-from regard.train.optim import Optim, Optimizer, accumulate, average, clip
-from regard.train.parallel import Alone, Parallel
-from regard.train.schedule import Schedule
+from regard.train.checkpoint import Checkpoints
+from regard.train.loss import balanced, mixtures
+from regard.train.metrics import METRICS, better
+from regard.train.optim import Optim, Optimizer, Schedule, accumulate, average, clip
+from regard.train.parallel import Parallel, SingleProcess
 
 AVERAGE = "average"  # the folder of the checkpoints' mean
 POLICIES = ("stop", "skip", "back")
 # settings of `Train` that change no weight: a run may go on with others
 FREE = ("steps", "evaluate", "save", "metric", "patience", "average", "nan", "parallel")
-Tell = Callable[[dict[str, Any]], None]
+# What settings of `Train` were called before -> now; config files and checkpoints may have either.
+RENAMED = {"parts": "micro_batches", "recompute": "activation_checkpointing"}
+Callback = Callable[[dict[str, Any]], None]
 Figures = tuple[dict[str, float], dict[str, Any]]  # by name; what else to tell
 # (model, called between batches, which may raise Stopped) -> figures on held-out data, none where nothing is held out
 Measure = Callable[[Any, Callable[[], None]], Figures]
@@ -52,7 +53,7 @@ Measure = Callable[[Any, Callable[[], None]], Figures]
 @ranged
 class Train:
     """How to train: `steps`, or `epochs`, passes over the data, from which steps are counted once it is read.
-    `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `parts`: micro-batches of
+    `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `micro_batches` of
     a step. `metric`: what the best model is best at; `patience`: evaluations without a better one after which it ends.
     `average`: the mean of this many last checkpoints is tried at the end, and kept if it is the best. `balance`: the
     weight of the loss that keeps a mixture's experts in balance, see `balanced`; `bias_speed`: how far its correction
@@ -62,10 +63,10 @@ class Train:
     steps: Count = 1000
     epochs: Positive | None = None
     seed: Seed = 42
-    parts: Count = 1
+    micro_batches: Count = 1
     clip: Positive | None = 1.0
     precision: str = "fp32"
-    recompute: bool = False
+    activation_checkpointing: bool = False
     compile: bool = False
     evaluate: Whole = 0
     save: Whole = 0
@@ -124,8 +125,9 @@ class Progress:
 
 
 class Trainer:
-    """Trains `model` in place. `load(path)` gives back a model that `keeper.save` wrote; `tell` hears of every step,
-    evaluation and checkpoint as a dict. `measure` gives the figures of an evaluation; without it that is the loss."""
+    """Trains `model` in place. `load(path)` gives back a model that `checkpoints.save` wrote. Each
+    of `callbacks` is called with every step, evaluation and checkpoint as a dict, in the first
+    process. `measure` gives the figures of an evaluation; without it that is the loss."""
 
     def __init__(
         self,
@@ -133,49 +135,58 @@ class Trainer:
         feed: Feed,
         objective: Objective,
         config: Train,
-        keeper: Keeper,
+        checkpoints: Checkpoints,
         load: Callable[[Path], Any],
-        tell: Tell = lambda event: None,
+        callbacks: Sequence[Callback] = (),
         *,
         measure: Measure | None = None,
-        team: Alone | None = None,
+        team: SingleProcess | None = None,
     ):
         model = masters(model)
-        model = checkpointed(model) if config.recompute else model
+        model = checkpointed(model) if config.activation_checkpointing else model
         model = model if config.parallel.mode == "tensor" else joined(model)
         self.model = compiled(model) if config.compile else model
         self.feed, self.config = feed, config
         self.objective = balanced(objective, model, config.balance)
-        self.keeper, self.load, self.team = keeper, load, team or Alone()
+        self.checkpoints, self.load, self.team = checkpoints, load, team or SingleProcess()
         self.measure = measure or self._loss
-        self.tell = tell if self.team.rank == 0 else lambda event: None
+        self.callbacks = list(callbacks)
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
             keep_freed()
             native_code(model, config.precision)
         self.inside = self.team.wrap(self.model)
         self.optimizer = Optimizer(model, config.optim)
-        ahead = Ahead(feed, self.team.share, self.team.shares)  # a GPU need not wait for data
-        alone = partial(feed.batch, rank=self.team.share, world=self.team.shares)
+        ahead = Prefetch(
+            feed, self.team.data_rank, self.team.data_size
+        )  # a GPU need not wait for data
+        alone = partial(feed.batch, rank=self.team.data_rank, world=self.team.data_size)
         self._batch = ahead.batch if self.device.type == "cuda" else alone
-        keeper.keep, keeper.every = max(keeper.keep, config.average), config.save or 1
+        checkpoints.keep, checkpoints.every = (
+            max(checkpoints.keep, config.average),
+            config.save or 1,
+        )
         self.at = Progress()
         self.saved = 0  # the step of the newest checkpoint
         self.changes: dict[str, list[Any]] = {}  # settings since the checkpoint: before, now
 
+    def tell(self, event: dict[str, Any]) -> None:
+        for callback in self.callbacks if self.team.rank == 0 else ():
+            callback(event)
+
     def resume(self) -> bool:
         """Go on from the newest sound checkpoint; whether there is one. What decides the bits must be as it was; what
         else changed is told."""
-        found = self.team.once(lambda: str(self.keeper.latest() or ""))
-        for text in self.keeper.broken:
+        newest = self.team.once(lambda: str(self.checkpoints.latest() or ""))
+        for text in self.checkpoints.broken:
             self.tell({"kind": "warning", "text": f"passed over {text}"})
-        if not found:
+        if not newest:
             return False
-        path = Path(found)
-        tensors, state = self.keeper.read(path)
+        path = Path(newest)
+        tensors, state = self.checkpoints.read(path)
         changes = self._changes(path, state)
         self._put(self.load(path).state_dict())
-        self.optimizer.load(self.team.part(self.optimizer.named, tensors))
+        self.optimizer.load(self.team.shard(self.optimizer.named, tensors))
         self.at = Progress(**state["progress"])
         self.saved = self.at.step
         if "train.metric" in changes:
@@ -242,10 +253,11 @@ class Trainer:
     def _step(self, step: int) -> bool:
         """Take the step; False if the run went back instead."""
         c, team, start = self.config, self.team, time.perf_counter()
-        torch.manual_seed(seed_of(c.seed, step) + team.share)
-        parts = team.even(self._batch(step - 1).to(self.device).split(c.parts), c.parts)
+        torch.manual_seed(seed_of(c.seed, step) + team.data_rank)
+        batches = self._batch(step - 1).to(self.device).split(c.micro_batches)
+        batches = team.even(batches, c.micro_batches)
         with precision(c.precision, self.device):
-            loss, count = accumulate(self.inside, self.objective, parts, team.hold)
+            loss, count = accumulate(self.inside, self.objective, batches, team.no_sync)
         loss, count = team.total(loss), team.total(count)
         parameters = list(self.optimizer.named.values())
         norm = clip(parameters, c.clip, count)
@@ -260,8 +272,8 @@ class Trainer:
         self.optimizer.step(factor)
         self.optimizer.zero()
         took = time.perf_counter() - start
-        told = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
-        self.tell({"kind": "step", "step": step, **told, "seconds": took})
+        figures = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
+        self.tell({"kind": "step", "step": step, **figures, "seconds": took})
         return True
 
     def _broken(self, step: int, loss: float, norm: float) -> bool:
@@ -281,16 +293,16 @@ class Trainer:
 
     def _evaluate(self, asked: Callable[[], bool]) -> bool:
         """Figures of the model as it is; a better one than before is saved. False if a stop was asked for."""
-        found = self._figures(asked)
-        if found is None:
+        measured = self._figures(asked)
+        if measured is None:
             return False
-        figures, more = found
+        figures, more = measured
         self.at.evaluated = self.at.step
         if figures:
             good = self._best(figures)
             self.at.waited = 0 if good else self.at.waited + 1
-            told = {"kind": "evaluation", "step": self.at.step, **figures, "best": good, **more}
-            self.tell(told)
+            event = {"kind": "evaluation", "step": self.at.step, **figures, "best": good, **more}
+            self.tell(event)
             if good:
                 self.at.best, self.at.best_value = self.at.step, figures[self.config.metric]
                 if self.saved != self.at.step:
@@ -302,7 +314,7 @@ class Trainer:
         """Have the checkpoint of this step, if there is one, know what was found out since."""
         if self.saved == self.at.step:
             progress = asdict(self.at)
-            self.team.once(lambda: self.keeper.note(self.at.step, progress))
+            self.team.once(lambda: self.checkpoints.note(self.at.step, progress))
 
     def _best(self, figures: dict[str, float]) -> bool:
         metric = self.config.metric
@@ -316,12 +328,12 @@ class Trainer:
     @torch.no_grad()
     def _figures(self, asked: Callable[[], bool]) -> Figures | None:
         """What is measured on held-out data; None if a stop was asked for."""
-        found = None
+        measured = None
         if self.team.evaluates:
             self.model.eval()
-            found = self.inside(self._measured, asked)
+            measured = self.inside(self._measured, asked)
             self.model.train()
-        return self.team.agree(found)
+        return self.team.agree(measured)
 
     def _measured(self, model: Any, asked: Callable[[], bool]) -> Figures | None:
         def between() -> None:
@@ -344,26 +356,26 @@ class Trainer:
 
     def _average(self, asked: Callable[[], bool]) -> bool:
         """Try the mean of the last checkpoints. False if a stop was asked for."""
-        paths = self.keeper.regular()[-self.config.average :]
-        mine = {n: x.clone() for n, x in self.model.state_dict().items()}
+        paths = self.checkpoints.regular()[-self.config.average :]
+        weights = {n: x.clone() for n, x in self.model.state_dict().items()}
         self._put(average(self.load(path).state_dict() for path in paths))
-        found = self._figures(asked)
-        if found is not None:
-            figures, more = found
+        measured = self._figures(asked)
+        if measured is not None:
+            figures, more = measured
             good = not figures or self._best(figures)
-            told = {"kind": "average", "step": self.at.step, "of": len(paths), **figures}
-            self.tell({**told, "best": good, **more})
+            event = {"kind": "average", "step": self.at.step, "of": len(paths), **figures}
+            self.tell({**event, "best": good, **more})
             self.at.averaged = good
             if good:
-                model, path = self.team.plain(self.model), self.keeper.folder / AVERAGE
-                self.team.once(lambda: self.keeper.save(model, path) and None)
+                model, path = self.team.full_model(self.model), self.checkpoints.folder / AVERAGE
+                self.team.once(lambda: self.checkpoints.save(model, path) and None)
             self._note()
-        self.model.load_state_dict(mine)
-        return found is not None
+        self.model.load_state_dict(weights)
+        return measured is not None
 
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
         """Whole weights into the model, however it is shared out."""
-        self.model.load_state_dict(self.team.part(self.model.state_dict(), weights))
+        self.model.load_state_dict(self.team.shard(self.model.state_dict(), weights))
 
     def save(self) -> Path:
         state = {
@@ -373,9 +385,9 @@ class Trainer:
             "settings": to_dict(self.config),
             "machine": self._machine(),
         }
-        tensors, model = self.team.whole(self.optimizer.state()), self.team.plain(self.model)
-        path = self.keeper.path(self.at.step)
-        self.team.once(lambda: str(self.keeper.write(self.at.step, model, tensors, state)))
+        tensors, model = self.team.gather(self.optimizer.state()), self.team.full_model(self.model)
+        path = self.checkpoints.path(self.at.step)
+        self.team.once(lambda: str(self.checkpoints.write(self.at.step, model, tensors, state)))
         self.saved = self.at.step
         self.tell({"kind": "checkpoint", "step": self.at.step, "path": str(path)})
         return path
@@ -391,13 +403,14 @@ def changed(
     bits. One that `then` does not have, of an older version, had its default.
 
     The length of a schedule decides the bits too, unless it follows from `steps`: then it follows the new ones."""
+    then = {RENAMED.get(name, name): value for name, value in then.items()}
     old, new = {**flat(to_dict(Train())), **flat(then)}, flat(to_dict(config))
     free = set(FREE)
-    if all(said["schedule.steps"] in (None, said["steps"]) for said in (old, new)):
+    if all(settings["schedule.steps"] in (None, settings["steps"]) for settings in (old, new)):
         free.add("schedule.steps")
-    for said in (old, new):
-        length = said["schedule.steps"] or said["steps"]
-        said["schedule.steps"] = length if config.schedule.ends else None
+    for settings in (old, new):
+        length = settings["schedule.steps"] or settings["steps"]
+        settings["schedule.steps"] = length if config.schedule.ends else None
     may: dict[str, list[Any]] = {}
     fixed: dict[str, list[Any]] = {}
     for name in [n for n in new if old[n] != new[n]]:
@@ -416,20 +429,11 @@ def differences(changes: dict[str, list[Any]]) -> str:
 
 def flat(settings: dict[str, Any], where: str = "") -> dict[str, Any]:
     """Settings by dotted names."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in settings.items():
         inner = isinstance(value, dict)
-        found |= flat(value, f"{where}{name}.") if inner else {f"{where}{name}": value}
-    return found
-
-
-def seed_of(seed: int, step: int) -> int:
-    """The random numbers of a step: a function of both, and of nothing before."""
-    return int(digest(f"{seed}:{step}")[:15], 16)
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+        named |= flat(value, f"{where}{name}.") if inner else {f"{where}{name}": value}
+    return named
 
 
 def machine() -> list[str | int]:

@@ -133,11 +133,11 @@ def harm(folder: Path, act: Act) -> Child:
     """Go on in `folder`; its first write is traced."""
 
     def work(told: Tell) -> None:
-        from regard.train.keep import Keeper
+        from regard.train.checkpoint import Checkpoints
 
-        real, calls = Keeper.write, 0
+        real, calls = Checkpoints.write, 0
 
-        def write(self: Keeper, *args: Any) -> Path:
+        def write(self: Checkpoints, *args: Any) -> Path:
             nonlocal calls
             calls += 1
             if calls > 1:
@@ -148,7 +148,7 @@ def harm(folder: Path, act: Act) -> Child:
             finally:
                 trace.over()
 
-        Keeper.write = write  # type: ignore[method-assign]
+        Checkpoints.write = write  # type: ignore[method-assign]
         live(folder, told, **CHANGES)
 
     child = fork(work, folder / "errors.txt")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.cli.main import main
-from regard.cli.train import begun
+from regard.train.run import begun
 from tests.faults.farm import GRACE, NAP, ROOT, Broken, Child, Family, check, fork
 from tests.faults.spoil import HARMS
 
@@ -41,7 +41,7 @@ steps = 40
 evaluate = 20
 save = 5
 average = 3
-parts = 2
+micro-batches = 2
 optim = { lr = 1e-2 }
 schedule = { warmup = 10 }
 """

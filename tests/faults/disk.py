@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from regard.train import keep
+from regard.train import checkpoint
 from tests.faults.command import again, alike, home, whole
 from tests.faults.farm import (
     Broken,
@@ -62,7 +62,7 @@ def disk(family: Family) -> str:
     unit = sum(pages(p) for p in (latest(family.folder / "whole") or Path()).rglob("*"))
     count, kept, refused = family.count(16, 3), 0, 0
     for looks in (True, False):  # whether the room is looked at before a write
-        most = 4 * (unit + keep.SPARE if looks else unit)
+        most = 4 * (unit + checkpoint.SPARE if looks else unit)
         for i in range(count):
             folder = family.folder / f"run-{looks}-{i}"
             with small(folder / "checkpoints", max(PAGE, most * i // (count - 1))):
@@ -91,7 +91,7 @@ def starved(folder: Path, looks: bool) -> int:
 
     def work(told: Tell) -> None:
         if not looks:
-            keep.SPARE = -(1 << 60)
+            checkpoint.SPARE = -(1 << 60)
         live(folder, told, **CHANGES)
 
     code = fork(work, folder / "errors.txt").end()
@@ -115,7 +115,7 @@ def commanded(family: Family, share: float) -> None:
     """The whole folder of `regard train` on a disk that is full, then is not."""
     place, want = family.folder / "command", whole(family.folder / "undisturbed")
     home(place)
-    with small(place / "run", max(PAGE, int((keep.SPARE + 150_000) * share))):
+    with small(place / "run", max(PAGE, int((checkpoint.SPARE + 150_000) * share))):
         child = again(place)
         code, said = child.end(), (place / "errors.txt").read_text()
         check(code in (0, 1, 2, 3), f"regard train ended with {code} on a full disk: {said[-500:]}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from regard.train.keep import Keeper, clean, locked
+from regard.train.checkpoint import Checkpoints, clean, locked
 from regard.train.optim import Optim
 from regard.train.trainer import Trainer
 from tests.train.toy import digest, trainer
@@ -131,7 +131,13 @@ def done(child: Child, errors: Path) -> None:
 
 def setup(name: str = "adamw", precision: str = "fp32", **more: Any) -> dict[str, Any]:
     """Dropout, accumulation, a warm-up and evaluations are in all of them."""
-    base = {"steps": 24, "save": 1, "evaluate": 5, "parts": 2, "optim": Optim(name, lr=3e-3)}
+    base = {
+        "steps": 24,
+        "save": 1,
+        "evaluate": 5,
+        "micro_batches": 2,
+        "optim": Optim(name, lr=3e-3),
+    }
     return {**base, "precision": precision, **more}
 
 
@@ -158,7 +164,7 @@ def made(folder: Path, told: Tell, **changes: Any) -> Trainer:
         return path
 
     t = trainer(folder / "checkpoints", tell, **changes)
-    real, t.keeper.write = t.keeper.write, write  # type: ignore[method-assign]
+    real, t.checkpoints.write = t.checkpoints.write, write  # type: ignore[method-assign]
     return t
 
 
@@ -172,7 +178,7 @@ def live(
     """One life of a run: goes on from what is there, to the end or to step `stop`."""
     with locked(folder):
         t = made(folder, told, **changes)
-        clean(t.keeper.folder)
+        clean(t.checkpoints.folder)
         t.resume()
         t.at.skipped.extend(skipped)
         why = t.run(lambda: stop is not None and t.at.step >= stop)
@@ -230,7 +236,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def latest(folder: Path) -> Path | None:
-    return Keeper(folder / "checkpoints", lambda model, path: None).latest()
+    return Checkpoints(folder / "checkpoints", lambda model, path: None).latest()
 
 
 def warm() -> None:

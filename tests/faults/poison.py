@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.train.trainer import POLICIES, Diverged
 from tests.faults.farm import (
     SETUPS,
@@ -84,7 +84,7 @@ def ill(
     """A run whose step `at` goes wrong: the loss, or one number of a parameter's gradient."""
     t = made(folder, told, **changes)
     found: dict[str, Any] = {"broken": [], "stopped": False}
-    bad, healthy, tell = VALUES[value], t.objective, t.tell
+    bad, healthy, callbacks = VALUES[value], t.objective, t.callbacks
 
     def objective(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         now = t.at.step == at and torch.is_grad_enabled()
@@ -103,9 +103,10 @@ def ill(
         if event["kind"] == "broken":
             found["broken"].append(event["step"])
             found["after"] = digest(t)
-        tell(event)
+        for callback in callbacks:
+            callback(event)
 
-    t.objective, t.tell = objective, hear
+    t.objective, t.callbacks = objective, [hear]
     if where != "loss":
         parameters = list(t.optimizer.named.values())
         parameters[int(where) % len(parameters)].register_hook(spoil)

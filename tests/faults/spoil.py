@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from regard.train.keep import Keeper, fault
+from regard.train.checkpoint import Checkpoints, fault
 from tests.faults.farm import (
     Family,
     born,
@@ -129,7 +129,7 @@ def swap(folder: Path, draw: random.Random) -> str:
 
 def older(folder: Path, draw: random.Random) -> str:
     """A file of the checkpoint before, or all of them."""
-    before = Keeper(folder.parent, lambda model, path: None).steps()[-2]
+    before = Checkpoints(folder.parent, lambda model, path: None).steps()[-2]
     if draw.random() < 0.2:
         shutil.rmtree(folder)
         shutil.copytree(before, folder)

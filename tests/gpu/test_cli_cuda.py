@@ -10,9 +10,9 @@ pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenize
 
 import regard
 from regard.cli.main import left_out
-from regard.cli.model import Opened, pick_device
-from regard.cli.parse import Machine
+from regard.evaluate.model import Opened
 from regard.text import needed, render_chat
+from regard.train.plan import pick_device
 from tests.test_cli import Done, call, folder
 
 pytestmark = pytest.mark.skipif(
@@ -72,7 +72,7 @@ def test_translate_on_cuda(name: str) -> None:
 
 
 def test_chat_on_cuda_answers_a_turn() -> None:
-    opened = Opened(str(folder("gpt2")), Machine(device="cuda"), rows=1)
+    opened = Opened(folder("gpt2"), device="cuda")
     tokenizer = needed(opened.tokenizer)
     said = render_chat(tokenizer, [{"role": "user", "content": "Hi"}])
     prompt = tokenizer.encode(said, special=False)
@@ -83,7 +83,7 @@ def test_chat_on_cuda_answers_a_turn() -> None:
 
 def test_weights_on_cuda_keep_their_precision() -> None:
     for dtype, name in (("fp32", "fp32"), ("bf16", "bf16"), ("auto", "fp32")):
-        opened = Opened(str(folder("gpt2")), Machine(device="cuda", dtype=dtype), rows=1)
+        opened = Opened(folder("gpt2"), device="cuda", dtype=dtype)
         assert opened.precision == name and opened.model is opened.plain
         assert next(opened.model.parameters()).is_cuda
 

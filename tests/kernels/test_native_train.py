@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 import regard
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.fast.train import joined
 from regard.kernels.c import train as native_train
 from regard.kernels.c.train import bias_gelu, gelu_tanh, parted, takes_bias
 from regard.kernels.fused import fused
-from regard.train.objective import causal
+from regard.train.loss import causal
 
 pytestmark = pytest.mark.usefixtures("in_c")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import regard
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.see.maps import average, best, cross
 from regard.see.probe import Probe
-from regard.train.objective import seq2seq
+from regard.train.loss import seq2seq
 
 START, END, FIRST, VOCAB = 0, 2, 3, 23
 SHORTEST, LONGEST = 3, 8

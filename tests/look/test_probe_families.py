@@ -10,14 +10,14 @@ from torch import Tensor
 import regard
 from regard.attention import BACKENDS
 from regard.attention.latent import LatentAttention
-from regard.data.batch import Batch
+from regard.data.feed import Batch
 from regard.errors import UsageError
 from regard.fast.train import checkpointed, joined, precision
 from regard.models import EncoderDecoder
 from regard.models.recurrent import Seq2Seq
 from regard.models.vision import PatchEmbedding
 from regard.see.probe import Probe
-from regard.train.objective import causal, seq2seq
+from regard.train.loss import causal, seq2seq
 from tests.checkpoint.test_native import tiny
 from tests.decode.test_lean import DECODERS, PAIRS, made, story
 

@@ -21,17 +21,15 @@ from torch import Tensor
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.data.batch import IGNORE, Batch
-from regard.data.feed import Base
+from regard.data.feed import IGNORE, Base, Batch
 from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
-from regard.train import objective
-from regard.train.keep import TENSORS, Keeper, clean
-from regard.train.optim import Optim
-from regard.train.parallel import Alone, Parallel, team_of
-from regard.train.schedule import Schedule
+from regard.train import loss as objective
+from regard.train.checkpoint import TENSORS, Checkpoints, clean
+from regard.train.optim import Optim, Schedule
+from regard.train.parallel import Parallel, SingleProcess, team_of
 from regard.train.trainer import Train, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,16 +94,16 @@ def full(need: int, target: Path) -> None:
 LOSSES = {"seq2seq": objective.seq2seq, "bert": objective.masked, "gqa": objective.causal}
 
 
-def trainer(job: dict[str, Any], team: Alone, events: list[dict[str, Any]]) -> Trainer:
+def trainer(job: dict[str, Any], team: SingleProcess, events: list[dict[str, Any]]) -> Trainer:
     folder, kind = Path(job["folder"]), job.get("kind", "gqa")
     changes = {"steps": 6, "save": 2, "evaluate": 3, **job.get("train", {})}
     optim = Optim(job.get("optim", "adamw"), lr=3e-3)
     schedule = Schedule(warmup=2)
     parallel = Parallel(job.get("mode", "ddp"), job.get("degree"))
     config = Train(optim=optim, schedule=schedule, parallel=parallel, **changes)
-    keeper = Keeper(folder, lambda m, path: m.save(path), keep=99)
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path), keep=99)
     if job.get("full"):
-        keeper._check_room = full  # type: ignore[method-assign]
+        checkpoints._check_room = full  # type: ignore[method-assign]
     loss, made = LOSSES[kind], model(kind, job.get("dropout", 0.0))
 
     def tell(event: dict[str, Any]) -> None:
@@ -121,7 +119,7 @@ def trainer(job: dict[str, Any], team: Alone, events: list[dict[str, Any]]) -> T
 
     feed = Rows(kind)
     act = harmed if "poison" in job else loss
-    t = Trainer(made, feed, act, config, keeper, regard.load, tell, team=team)
+    t = Trainer(made, feed, act, config, checkpoints, regard.load, [tell], team=team)
     return t
 
 
@@ -132,7 +130,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     team = team_of(Parallel(job.get("mode", "ddp"), job.get("degree")), "cpu")
     try:
         t = trainer(job, team, events)
-        team.once(lambda: clean(t.keeper.folder))
+        team.once(lambda: clean(t.checkpoints.folder))
         told["resumed"] = t.resume()
         stop, who = job.get("stop", 10**9), job.get("asked", 0)
         told["why"] = t.run(lambda: team.rank == who and t.at.step >= stop)
@@ -159,7 +157,7 @@ def main(file: Path) -> None:
 
 def forked(file: Path, world: int) -> int:
     """What torchrun does, with one import of torch for all."""
-    import regard.train.split  # noqa: F401  it takes as long
+    import regard.train.parallel  # noqa: F401  it takes as long
 
     with socket.socket() as free:
         free.bind(("localhost", 0))

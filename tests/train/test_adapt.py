@@ -10,15 +10,15 @@ from torch import Tensor
 
 import regard
 from regard.config import from_dict
-from regard.data.batch import Batch
 from regard.data.config import Data
+from regard.data.feed import Batch
 from regard.errors import UsageError
 from regard.fast.train import checkpointed, precision
 from regard.layers import LM, MLM, Answer, Classify, Head, Tag
-from regard.models.adapt import LoRA, LowRank, low_ranks, rounded
-from regard.train.adapt import Adapt, adapted, merge, with_head
+from regard.models.adapt import LoRA, LowRank, low_ranks, merge, rounded, with_head
+from regard.train.adapt import Adapt, adapted
 from regard.train.config import Config
-from regard.train.objective import causal, classify
+from regard.train.loss import causal, classify
 from regard.train.optim import Optim, Optimizer, accumulate, clip
 
 TEXT: dict[str, Any] = dict(dim=24, layers=2, heads=3, ffn_dim=20, vocab=50, max_len=40)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_model, save_model
 
 import regard
-from regard.data.batch import IGNORE, Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.moe import MixtureOfExperts, MoE
-from regard.train.keep import Keeper
-from regard.train.objective import BALANCE, balanced, causal, mixtures
+from regard.train.checkpoint import Checkpoints
+from regard.train.loss import BALANCE, balanced, causal, mixtures
 from regard.train.optim import Optim, accumulate, clip
 from regard.train.trainer import Train, Trainer
 from tests.train import toy
@@ -45,8 +45,8 @@ def trainer(folder: Path, model: Any, **changes: Any) -> Trainer:
         load_model(again, path / "weights")
         return again
 
-    keeper = Keeper(folder, save)
-    return Trainer(model, toy.Toy(), causal, toy.config(**changes), keeper, load)
+    checkpoints = Checkpoints(folder, save)
+    return Trainer(model, toy.Toy(), causal, toy.config(**changes), checkpoints, load)
 
 
 @torch.no_grad()

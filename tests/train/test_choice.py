@@ -8,8 +8,8 @@ import torch
 
 import regard
 from regard.errors import UsageError
-from regard.train.keep import Keeper
-from regard.train.objective import causal
+from regard.train.checkpoint import Checkpoints
+from regard.train.loss import causal
 from regard.train.optim import average
 from regard.train.trainer import AVERAGE, Trainer
 from tests.train.toy import Toy, config, model
@@ -18,9 +18,11 @@ from tests.train.toy import Toy, config, model
 def trainer(
     folder: Path, told: list[dict[str, Any]], measure: Any = None, **changes: Any
 ) -> Trainer:
-    keeper = Keeper(folder, lambda m, path: m.save(path), keep=2)
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path), keep=2)
     made = config(**changes)
-    return Trainer(model(), Toy(), causal, made, keeper, regard.load, told.append, measure=measure)
+    return Trainer(
+        model(), Toy(), causal, made, checkpoints, regard.load, told.append, measure=measure
+    )
 
 
 def test_best_is_by_the_metric_that_was_named(tmp_path: Path) -> None:
@@ -34,7 +36,7 @@ def test_best_is_by_the_metric_that_was_named(tmp_path: Path) -> None:
     assert [e["accuracy"] for e in evaluations] == [0.5, 0.9, 0.7, 0.8]
     assert [e["best"] for e in evaluations] == [True, True, False, False]
     assert all("loss" in e and e["samples"] == [{"text": "a"}] for e in evaluations)
-    assert (t.at.best, t.at.best_value) == (6, 0.9) and t.keeper.path(6).is_dir()
+    assert (t.at.best, t.at.best_value) == (6, 0.9) and t.checkpoints.path(6).is_dir()
 
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
@@ -54,9 +56,9 @@ def test_mean_of_the_last_checkpoints_is_kept_if_it_is_the_best(tmp_path: Path, 
     assert t.run() == "done" and t.at.averaged == good and (tmp_path / AVERAGE).is_dir() == good
     (event,) = [e for e in told if e["kind"] == "average"]
     assert event["of"] == 3 and event["best"] == good
-    names = [path.name for path in t.keeper.steps()]
+    names = [path.name for path in t.checkpoints.steps()]
     assert names[-3:] == ["step-00000008", "step-00000010", "step-00000012"]
-    last = regard.load(t.keeper.path(12)).state_dict()
+    last = regard.load(t.checkpoints.path(12)).state_dict()
     assert all(x.equal(last[n]) for n, x in t.model.state_dict().items())  # training may go on
     if good:
         mean = average(regard.load(tmp_path / n).state_dict() for n in names[-3:])

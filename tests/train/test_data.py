@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from regard.config import from_dict
-from regard.data.batch import IGNORE
 from regard.data.config import Data, Loaded, load
-from regard.data.files import DataError
+from regard.data.feed import IGNORE
+from regard.data.read import DataError
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe, train_tokenizer
 from regard.errors import UsageError

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.data.config import TASKS, USED, Data, check_used, load
-from regard.data.files import DataError
+from regard.data.config import KINDS, USED, Data, check_used, load
+from regard.data.read import DataError
 from regard.errors import UsageError
 
 VALUES: dict[str, Any] = {  # another value than the default, for every setting
@@ -58,13 +58,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_setting_is_tried_here() -> None:
     assert VALUES.keys() == {f.name for f in fields(Data)} - {"train"}
-    assert READS.keys() == set(TASKS) and USED.keys() <= VALUES.keys()
+    assert READS.keys() == set(KINDS) and USED.keys() <= VALUES.keys()
     for name in VALUES:
         assert getattr(Data("a"), name) != VALUES[name]
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", KINDS)
 def test_setting_is_used_or_refused_by_name(task: str, name: str) -> None:
     """What is refused for another reason than the task (a format, a clash) has tests of its own."""
     path, used = READS[task]

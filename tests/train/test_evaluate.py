@@ -6,9 +6,9 @@ import pytest
 import sacrebleu
 
 from regard.errors import UsageError
-from regard.evaluate import metrics as evaluate
-from regard.evaluate.metrics import DEFAULTS, METRICS, better, suited
-from regard.train.config import TASKS
+from regard.train import metrics as evaluate
+from regard.train.metrics import METRICS, better, suited
+from regard.train.tasks import TASKS
 
 TEXTS = ["the cat sat on the mat", "A dog runs in the Park .", "nothing at all"]
 REFERENCES = ["the cat sat on a mat", "a dog runs in the park .", "something else"]
@@ -99,10 +99,12 @@ def test_better_knows_the_direction_and_nan() -> None:
 
 
 def test_every_task_has_metrics_that_suit_it() -> None:
-    assert set(DEFAULTS) == set(TASKS)
-    for task, names in DEFAULTS.items():
-        assert suited(names, task) == names
-    assert {task for metric in METRICS.values() for task in metric.tasks} == set(TASKS)
+    for task, row in TASKS.items():
+        assert suited(row.metrics + row.other_metrics, task) == row.metrics + row.other_metrics
+        assert "loss" in row.metrics
+    assert {name for row in TASKS.values() for name in row.metrics + row.other_metrics} == set(
+        METRICS
+    )
 
 
 def test_metric_that_is_unknown_or_unsuited_is_told() -> None:

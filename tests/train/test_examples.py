@@ -8,13 +8,20 @@ import pytest
 import torch
 
 import regard
-from regard.data.batch import IGNORE, UNANSWERED, Batch
-from regard.data.examples import ImageFeed, LabelFeed, PairFeed
-from regard.data.feed import Base, Batching
-from regard.data.files import DataError
+from regard.data.feed import (
+    IGNORE,
+    UNANSWERED,
+    Base,
+    Batch,
+    Batching,
+    ImageFeed,
+    LabelFeed,
+    PairFeed,
+)
+from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError
-from regard.train.objective import seq2seq
+from regard.train.loss import seq2seq
 from tests.train.test_feed import joined, same
 
 PAD, START, END = 0, 1, 2
@@ -294,17 +301,20 @@ def test_pieces_of_the_next_picture_are_pasted_and_weighed_by_their_area() -> No
         return ImageFeed(Column(pictures), Column(labels), batching, paste=0.6, **more)
 
     made = feed(held=feed()).batch(1)
-    assert made.guests is not None and made.share is not None
-    assert made.guests.equal(made.labels.roll(-1))
+    assert made.pasted_labels is not None and made.pasted_area is not None
+    assert made.pasted_labels.equal(made.labels.roll(-1))
     found = (
         (made.ids[:, 0] + 1) * 0.5 * 255 / 5
     ).round()  # whose each pixel is: shade n is picture n's
     mine = (found == made.labels[:, None, None]).float().mean((1, 2))
-    theirs = (found == made.guests[:, None, None]).float().mean((1, 2))
+    theirs = (found == made.pasted_labels[:, None, None]).float().mean((1, 2))
     torch.testing.assert_close(mine + theirs, torch.ones(50))
-    torch.testing.assert_close(theirs, made.share)
-    assert 20 < (made.share > 0).sum() < 40 and 0.2 < made.share[made.share > 0].mean() < 0.6
-    assert all(b.guests is None for b in feed(held=feed()).evaluation())
+    torch.testing.assert_close(theirs, made.pasted_area)
+    assert (
+        20 < (made.pasted_area > 0).sum() < 40
+        and 0.2 < made.pasted_area[made.pasted_area > 0].mean() < 0.6
+    )
+    assert all(b.pasted_labels is None for b in feed(held=feed()).evaluation())
     thirds = [feed().batch(1, rank, 3) for rank in range(3)]
     assert same(joined(thirds), feed().batch(1))
     with pytest.raises(UsageError, match="share from 0 to 1"):

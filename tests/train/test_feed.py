@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.data.batch import IGNORE, Batch
-from regard.data.feed import PACKS, Batching, TextFeed
-from regard.data.files import DataError
+from regard.data.feed import IGNORE, PACKS, Batch, Batching, TextFeed
 from regard.data.pack import Deck
+from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError
 from regard.mask import Causal, Documents
-from regard.train.objective import causal
+from regard.train.loss import causal
 
 ROOT = Path(__file__).resolve().parents[2]
 PAD, END = 0, 99

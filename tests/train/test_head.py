@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.data.batch import IGNORE
+from regard.data.feed import IGNORE
 from regard.errors import UsageError
 from regard.kernels.triton import loss as gpu_loss
 from regard.layers import LM, MLM, MLP, Classify
@@ -25,9 +25,8 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Sinusoidal
-from regard.train import head
-from regard.train.head import Smoothing, head_loss, vocabulary_loss
-from regard.train.objective import masked_lm_loss, smoothed_loss
+from regard.train import loss as module
+from regard.train.loss import Smoothing, head_loss, masked_lm_loss, smoothed_loss, vocabulary_loss
 
 V, M, N = 23, 8, 29
 SMOOTHINGS = [None, Smoothing(0.1), Smoothing(0.1, "V"), Smoothing(0.2, "V-2", padding=3)]
@@ -54,7 +53,7 @@ def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 @pytest.fixture(params=[1, 3 * V, 2**25], ids=["a row", "3 rows", "all"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setitem(head.CHUNK, "cpu", request.param)
+    monkeypatch.setitem(module.CHUNK, "cpu", request.param)
     monkeypatch.setattr(gpu_loss, "PART", max(1, request.param // 2))
     return int(request.param)
 
@@ -80,8 +79,8 @@ def test_head_loss_with_rows_of_zeros_for_alignment_is_the_same(
 ) -> None:
     h, w, b, y = case()
     want = head_loss(h, w, y, bias=b, smoothing=SMOOTHINGS[3])[0]
-    monkeypatch.setitem(head.ALIGN, "cpu", 16)
-    monkeypatch.setitem(head.CHUNK, "cpu", 5 * V)
+    monkeypatch.setitem(module.ALIGN, "cpu", 16)
+    monkeypatch.setitem(module.CHUNK, "cpu", 5 * V)
     ours = head_loss(h, w, y, bias=b, smoothing=SMOOTHINGS[3])[0]
     torch.testing.assert_close(ours, want)
     for mine, theirs in zip(gradients(ours, h, w, b), gradients(want, h, w, b)):
@@ -150,7 +149,7 @@ def spied(run: Callable[[], Any]) -> Spy:
 
 
 def test_head_loss_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head.CHUNK, "cpu", 4 * V)
+    monkeypatch.setitem(module.CHUNK, "cpu", 4 * V)
     h, w, _, y = case()
     spy = spied(lambda: head_loss(h, w, y)[0].backward())
     assert spy.largest <= max(4 * V, w.numel(), h.numel())
@@ -228,7 +227,7 @@ def test_gpu_turn_matches_reference(
 
 @gpu
 def test_gpu_head_loss_is_the_loss_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head.CHUNK, "cuda", 4 * V)
+    monkeypatch.setitem(module.CHUNK, "cuda", 4 * V)
     h, w, b, y = case(torch.float32)
     want = head_loss(h, w, y, bias=b, smoothing=SMOOTHINGS[3])
     there = [x.detach().cuda().requires_grad_() for x in (h, w, b)]

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from regard.data import images
-from regard.data.files import DataError
 from regard.data.images import pictures
-from regard.data.read import Source
+from regard.data.read import DataError, Source
 from regard.errors import UsageError
 
 X = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
@@ -105,7 +104,7 @@ def test_other_mistakes_are_one_sentence(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=X)
     with pytest.raises(UsageError, match="no array 'y' for the role label; it has: x"):
         read(tmp_path / "a.npz")
-    with pytest.raises(DataError, match="is no npz file"):
+    with pytest.raises(DataError, match="is not an npz file"):
         read(put(tmp_path / "b.npz", b"PK nothing"))
     with pytest.raises(DataError, match="is cut off: it has 73 bytes, its head says 76"):
         read(put(tmp_path / "x-ubyte", idx(X)[:-3]), tmp_path / "x-ubyte")
@@ -126,6 +125,6 @@ def test_damaged_npy_file_is_the_datas_fault(tmp_path: Path) -> None:
         for value in (0, 10, 39, 40, 57, 255):
             (tmp_path / "b.npy").write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
             with suppress(DataError):
-                images._npy(tmp_path / "b.npy")
+                images._load(tmp_path / "b.npy", "npy")
                 read += 1
     assert read > 0

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from regard.attention import DSA, GQA
 from regard.attention.sparse import index_loss
-from regard.data.batch import IGNORE, Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
 from regard.see.probe import Probe
 from regard.train import index
 from regard.train.index import dense_index, densely, divergence, sparse_index, watching
-from regard.train.objective import causal
+from regard.train.loss import causal
 from tests.laws.mechanisms import MECHANISMS, TIGHT, decoder, ids
 
 SPARSE = [n for n, c in MECHANISMS.items() if isinstance(c, DSA)]

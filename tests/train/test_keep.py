@@ -1,4 +1,4 @@
-"""What a checkpoint's keeper counts before it writes, and the order in which things become true."""
+"""What a checkpoint's checkpoints counts before it writes, and the order in which things become true."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import torch
 
 import regard
 from regard.errors import UsageError
-from regard.train.keep import SPARE, Keeper, fault, whole
+from regard.train.checkpoint import SPARE, Checkpoints, fault, whole
 from tests.train.toy import model
 
 STATE = {"progress": {}, "best": None}
@@ -46,26 +46,26 @@ def test_room_is_asked_for_by_what_is_saved(
         (path / "part").write_bytes(b"x" * 100)
 
     free(monkeypatch, need)
-    small = Keeper(tmp_path, save, size=lambda m: 100)
+    small = Checkpoints(tmp_path, save, size=lambda m: 100)
     assert not fault(small.write(1, made, {}, STATE))
     free(monkeypatch, need - 1)
     with pytest.raises(UsageError, match="step-00000002 needs 1 MB, but .* step-00000001 is as it"):
         small.write(2, made, {}, STATE)
     free(monkeypatch, need)
     with pytest.raises(UsageError, match="make room"):
-        Keeper(tmp_path, save).write(3, made, {"x": torch.zeros(9)}, STATE)
+        Checkpoints(tmp_path, save).write(3, made, {"x": torch.zeros(9)}, STATE)
 
 
 def test_before_is_called_when_all_is_written_and_nothing_counts_yet(tmp_path: Path) -> None:
     seen: list[tuple[bool, list[str]]] = []
-    keeper = Keeper(tmp_path, lambda m, path: m.save(path))
+    checkpoints = Checkpoints(tmp_path, lambda m, path: m.save(path))
 
     def look() -> None:
         (new,) = tmp_path.glob(".step-00000004.new-*")
-        seen.append((keeper.path(4).exists(), sorted(os.listdir(new / "trainer"))))
+        seen.append((checkpoints.path(4).exists(), sorted(os.listdir(new / "trainer"))))
 
-    keeper.before = look
-    keeper.write(4, model(), {}, STATE)
+    checkpoints.before = look
+    checkpoints.write(4, model(), {}, STATE)
     assert seen == [(False, ["manifest.json", "state.json", "state.safetensors"])]
-    keeper.write(4, model(), {}, STATE)  # it is there
-    assert len(seen) == 1 and keeper.latest() == keeper.path(4)
+    checkpoints.write(4, model(), {}, STATE)  # it is there
+    assert len(seen) == 1 and checkpoints.latest() == checkpoints.path(4)

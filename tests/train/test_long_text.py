@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from regard.data import fill
+from regard.data import tokens
 from regard.data import train_tokenizer as learning
+from regard.data.config import shards_of
 from regard.data.read import Source
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import KINDS, Recipe, train_tokenizer
@@ -32,14 +33,14 @@ def test_pieces_have_the_ids_of_the_whole(
     coder = Coder(needed(Tokenizer.from_files(files)))
     (tmp_path / "a.txt").write_text(TEXTS[text], encoding="utf-8")
     source = Source((str(tmp_path / "a.txt"),))
-    whole = fill.shards_of("lm", source, coder, tmp_path / "whole", None)
-    monkeypatch.setattr(fill, "PIECE", 40)
-    monkeypatch.setattr(fill, "AROUND", 20)
-    cut = fill.shards_of("lm", source, coder, tmp_path / "cut", None)
+    whole = shards_of("lm", source, coder, tmp_path / "whole", None)
+    monkeypatch.setattr(tokens, "PIECE", 40)
+    monkeypatch.setattr(tokens, "AROUND", 20)
+    cut = shards_of("lm", source, coder, tmp_path / "cut", None)
     assert cut.columns["ids"][0].tolist() == whole.columns["ids"][0].tolist()
     assert len(cut.columns["ids"]) == 1 and cut.notes == whole.notes
     if text == "words":
-        assert len(list(fill.pieces(TEXTS[text], coder))) > 8
+        assert len(list(tokens.pieces(TEXTS[text], coder))) > 8
 
 
 def test_many_long_texts_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +48,9 @@ def test_many_long_texts_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lines = ["short", "long " * 50, "", "short again", "longer " * 60]
     (tmp_path / "a.txt").write_text("\n".join(lines), encoding="utf-8")
     source = Source((str(tmp_path / "a.txt"),), unit="line")
-    whole = fill.shards_of("lm", source, coder, tmp_path / "whole", None)
-    monkeypatch.setattr(fill, "PIECE", 40)
-    cut = fill.shards_of("lm", source, coder, tmp_path / "cut", None)
+    whole = shards_of("lm", source, coder, tmp_path / "whole", None)
+    monkeypatch.setattr(tokens, "PIECE", 40)
+    cut = shards_of("lm", source, coder, tmp_path / "cut", None)
     rows = [[row.tolist() for row in made.columns["ids"]] for made in (cut, whole)]
     assert rows[0] == rows[1] and len(rows[0]) == 4 and cut.notes == whole.notes
 
@@ -74,13 +75,14 @@ from pathlib import Path
 from regard.text import Tokenizer
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe, train_tokenizer
-from regard.data import fill
+from regard.data import tokens
+from regard.data.config import shards_of
 from regard.data.read import Source
 path = Path({str(tmp_path / "a.txt")!r})
 path.write_text("the quick brown fox jumps over " * (1 << 16))
 coder = Coder(Tokenizer.from_files(train_tokenizer([path.read_text()[:99]], Recipe("chars")), {{}}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-fill.shards_of("lm", Source((str(path),)), coder, path.parent / "shards", None)
+shards_of("lm", Source((str(path),)), coder, path.parent / "shards", None)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
     done = subprocess.run(

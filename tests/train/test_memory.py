@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import regard
 from regard.attention import GQA
 from regard.block import Block, Tower
-from regard.data.batch import Ahead, Batch
+from regard.data.feed import Batch, Prefetch
 from regard.errors import UsageError
 from regard.fast.train import Joined, checkpointed, compiled, joined, masters, precision
 from regard.layers import MLP, Classify
@@ -26,11 +26,13 @@ from regard.models import (
     RecurrentConfig,
     Tokens,
 )
+from regard.models.adapt import with_head
 from regard.position import T5Bias
-from regard.train import objective
-from regard.train.adapt import Adapt, adapted, with_head
-from regard.train.keep import Keeper
-from regard.train.objective import OBJECTIVES, causal, seq2seq
+from regard.train import loss as objective
+from regard.train.adapt import Adapt, adapted
+from regard.train.checkpoint import Checkpoints
+from regard.train.index import sparse_index
+from regard.train.loss import causal, seq2seq
 from regard.train.optim import Optim, Optimizer
 from regard.train.trainer import Trainer
 from tests.laws.mechanisms import DIM, TOWERS, VOCAB, decoder, ids
@@ -92,7 +94,7 @@ def test_compiled_towers_give_the_same_gradient() -> None:
 
 
 def test_batches_made_ahead_are_the_batches() -> None:
-    ahead = Ahead(Toy(), 0, 1)
+    ahead = Prefetch(Toy(), 0, 1)
     for k in (0, 1, 2, 7, 8, 3):
         assert ahead.batch(k).ids.equal(Toy().batch(k).ids)
 
@@ -112,8 +114,8 @@ def test_checkpointed_towers_share_their_relative_bias() -> None:
 def test_checkpointed_model_trains_its_indexer_alike() -> None:
     model = decoder("dsa_mla")
     batch = Batch(ids(2, 9), ids(2, 9, seed=2))
-    want = gradients(model, OBJECTIVES["sparse_index"], batch)
-    again = gradients(checkpointed(copy.deepcopy(model)), OBJECTIVES["sparse_index"], batch)
+    want = gradients(model, sparse_index, batch)
+    again = gradients(checkpointed(copy.deepcopy(model)), sparse_index, batch)
     for key, x in want.items():
         torch.testing.assert_close(again[key], x, rtol=1e-12, atol=1e-14)
 
@@ -249,9 +251,9 @@ def test_a_half_precision_model_learns_as_its_float32_copy_does(
     small, start = toy.model("gpt2").to(dtype), {}
 
     def trained(name: str, model: Any) -> Trainer:
-        keeper = Keeper(tmp_path / name, lambda m, path: m.save(path))
+        checkpoints = Checkpoints(tmp_path / name, lambda m, path: m.save(path))
         steps = toy.config(steps=4, precision=how, optim=Optim(lr=2e-5))
-        t = Trainer(model, toy.Toy(), objective.causal, steps, keeper, regard.load)
+        t = Trainer(model, toy.Toy(), objective.causal, steps, checkpoints, regard.load)
         start.update({n: p.detach().clone() for n, p in t.model.named_parameters()})
         t.run()
         return t
@@ -262,7 +264,7 @@ def test_a_half_precision_model_learns_as_its_float32_copy_does(
     assert {x.dtype for x in toy.weights(got).values()} == {torch.float32}
     changed = sum(int((p != start[n]).sum()) for n, p in got.model.named_parameters())
     assert changed > 0.8 * sum(p.numel() for p in got.model.parameters())
-    saved = regard.load(got.keeper.steps()[-1])
+    saved = regard.load(got.checkpoints.steps()[-1])
     assert {p.dtype for p in saved.parameters()} == {torch.float32}
 
 

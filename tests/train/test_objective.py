@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from regard.attention import GQA, MLA
 from regard.block import Tower
-from regard.data.batch import IGNORE, Batch
+from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.layers import LM, MLM, MLP, Answer, Classify, Tag
 from regard.models import (
@@ -25,9 +25,8 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Rope, Sinusoidal
-from regard.train.head import Smoothing
-from regard.train.objective import (
-    OBJECTIVES,
+from regard.train.loss import (
+    Smoothing,
     answer,
     causal,
     classify,
@@ -222,7 +221,7 @@ def test_classify_loss_of_an_image_with_a_guest_weighs_both_classes(eps: float) 
     pictures, share = torch.randn(3, 1, 8, 8).double(), torch.tensor([0.0, 0.25, 1.0])
     labels, guests = torch.tensor([0, 1, IGNORE]), torch.tensor([3, 2, 1])
     total, count = classify(
-        vit, Batch(pictures, labels, guests=guests, share=share), Smoothing(eps, "V")
+        vit, Batch(pictures, labels, pasted_labels=guests, pasted_area=share), Smoothing(eps, "V")
     )
     logits = vit(pictures)
 
@@ -252,8 +251,3 @@ def test_answer_loss_is_start_and_end_over_the_rows_own_tokens() -> None:
     total, count = answer(model, Batch(batch.ids, labels, batch.lengths))
     torch.testing.assert_close(total, want, **TIGHT)
     assert count == 4
-
-
-def test_objectives_are_named_for_configs() -> None:
-    words = "causal masked seq2seq prefix classify tag answer dense_index sparse_index"
-    assert list(OBJECTIVES) == words.split()

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +13,14 @@ import regard
 from regard.attention import DSA, GQA
 from regard.block import Tower
 from regard.config import from_dict, to_dict
-from regard.data.batch import IGNORE, Batch, Objective
+from regard.data.feed import IGNORE, Batch, Objective
 from regard.errors import UsageError
 from regard.layers import LM, MLP, Classify
 from regard.models import Patches, Tokens, Transformer, TransformerConfig
 from regard.moe import MoE
 from regard.position import Learned, Rope
-from regard.train.objective import OBJECTIVES
+from regard.train import loss
+from regard.train.index import dense_index, sparse_index
 from regard.train.optim import (
     OPTIMIZERS,
     Muon,
@@ -31,7 +31,6 @@ from regard.train.optim import (
     clip,
     clip_factor,
     decays,
-    follow,
     hidden,
     kinds,
 )
@@ -105,7 +104,7 @@ def test_adamw_steps_are_those_of_torch_with_two_groups() -> None:
         data = batch()
         for model, step in ((ours, lambda: mine.step(0.5)), (theirs, peer.step)):
             model.zero_grad()
-            OBJECTIVES["causal"](model, data)[0].backward()
+            loss.causal(model, data)[0].backward()
             step()
     for name, p in ours.named_parameters():
         torch.testing.assert_close(p, named[name], rtol=1e-10, atol=1e-12)
@@ -159,7 +158,7 @@ def _go_on(model: nn.Module, optimizer: Optimizer, steps: int, first: int) -> No
     for k in range(first, first + steps):
         torch.manual_seed(k)
         optimizer.zero()
-        OBJECTIVES["causal"](model, batch())[0].backward()
+        loss.causal(model, batch())[0].backward()
         optimizer.step(1 / (k + 1))
 
 
@@ -181,14 +180,14 @@ def test_optimizer_goes_on_to_the_bit_from_a_state_of_plain_tensors(name: str) -
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_lowers_the_loss(name: str) -> None:
     model, data = decoder(), batch(16)
-    before = OBJECTIVES["causal"](model, data)[0].item()
+    before = loss.causal(model, data)[0].item()
     optimizer = Optimizer(model, Optim(name, lr=0.02))
     for _ in range(30):
         optimizer.zero()
-        accumulate(Inside(model), OBJECTIVES["causal"], [data])
+        accumulate(Inside(model), loss.causal, [data])
         clip(optimizer.named.values(), 1.0)
         optimizer.step()
-    assert OBJECTIVES["causal"](model, data)[0].item() < 0.7 * before
+    assert loss.causal(model, data)[0].item() < 0.7 * before
 
 
 def test_optimizer_leaves_parameters_without_a_gradient_alone() -> None:
@@ -243,17 +242,17 @@ def step_gradient(objective: Objective, model: nn.Module, parts: list[Batch]) ->
 
 
 @pytest.mark.parametrize("dtype, tight", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("name", ["causal", "masked", "dense_index", "sparse_index"])
+@pytest.mark.parametrize("objective", [loss.causal, loss.masked, dense_index, sparse_index])
 def test_accumulated_gradient_does_not_depend_on_the_split(
-    name: str, dtype: torch.dtype, tight: float
+    objective: Objective, dtype: torch.dtype, tight: float
 ) -> None:
     model = decoder(attention=DSA(GQA(3, rope=Rope()), 2, 4, topk=3)).to(dtype)
     data = batch()
     counts = (data.labels != IGNORE).sum(1)
     assert len(counts.unique()) > 1  # else a mean of means would do
-    whole = step_gradient(OBJECTIVES[name], model, [data])
+    whole = step_gradient(objective, model, [data])
     for parts in (2, 3, 6):
-        split = step_gradient(OBJECTIVES[name], model, data.split(parts))
+        split = step_gradient(objective, model, data.split(parts))
         for key, want in whole.items():
             torch.testing.assert_close(
                 split[key], want, rtol=tight, atol=tight * want.abs().max().item()
@@ -262,10 +261,10 @@ def test_accumulated_gradient_does_not_depend_on_the_split(
 
 def test_accumulated_gradient_is_that_of_the_mean() -> None:
     model, data = decoder().double(), batch()
-    mine = step_gradient(OBJECTIVES["causal"], model, data.split(3))
-    loss = nn.functional.cross_entropy(model(data.ids).flatten(0, 1), data.labels.flatten())
+    mine = step_gradient(loss.causal, model, data.split(3))
+    mean = nn.functional.cross_entropy(model(data.ids).flatten(0, 1), data.labels.flatten())
     model.zero_grad()
-    loss.backward()
+    mean.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(mine[name], p.grad, rtol=1e-10, atol=1e-14)
 
@@ -330,17 +329,3 @@ def test_average_is_the_mean_of_checkpoints_in_their_type() -> None:
     ):
         with pytest.raises(UsageError, match=why):
             average(wrong)
-
-
-def test_follow_is_the_exponential_average() -> None:
-    weights = [{"w": torch.randn(4), "n": torch.tensor(i)} for i in range(20)]
-    mean = {k: x.clone() for k, x in weights[0].items()}
-    for later in weights[1:]:
-        follow(mean, later, 0.9)
-    want = 0.9**19 * weights[0]["w"]
-    want += sum(0.1 * 0.9 ** (19 - i) * w["w"] for i, w in enumerate(weights) if i)
-    torch.testing.assert_close(mean["w"], want)
-    constant: Callable[[], dict[str, Tensor]] = lambda: {"w": torch.full((3,), 0.1)}  # noqa: E731
-    same = constant()
-    follow(same, constant(), 0.999)
-    assert torch.equal(same["w"], constant()["w"])

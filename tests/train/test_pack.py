@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data.files import DataError
 from regard.data.pack import Buckets, Deck, Tiles, best_fit, cut, draws, framed, ranges
+from regard.data.read import DataError
 
 
 def test_drawn_numbers_are_those_of_philox_whatever_numpy_does() -> None:

@@ -15,7 +15,7 @@ from regard.block import Tower
 from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
-from regard.train.parallel import Alone, Ddp, Lost, Parallel, lost, team_of
+from regard.train.parallel import DataParallel, Lost, Parallel, SingleProcess, lost, team_of
 from tests.train.ranks import Rows, Run, alive, done, gone, saved, work
 
 MODES = ("ddp", "fsdp", "tensor")
@@ -55,7 +55,7 @@ def losses(told: dict[str, Any]) -> list[float]:
 def test_processes_together_train_as_one_alone(tmp_path: Path) -> None:
     """Batches of 1, 5 and 4 rows with labels left out; in two parts; tied weights; a layer that never learns."""
     cases = [(kind, mode) for kind in ("gqa", "seq2seq") for mode in MODES] + [("bert", "ddp")]
-    base = {"train": {"parts": 2, "save": 0}}
+    base = {"train": {"micro_batches": 2, "save": 0}}
     jobs = [
         {**base, "folder": str(tmp_path / f"{kind}-{mode}"), "kind": kind, "mode": mode}
         for kind, mode in cases
@@ -165,9 +165,9 @@ def test_killed_process_ends_the_others_and_the_next_start_goes_on(tmp_path: Pat
 
 def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert type(team_of(Parallel("fsdp"), "cpu")) is Alone
+    assert type(team_of(Parallel("fsdp"), "cpu")) is SingleProcess
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert type(team_of(Parallel("tensor"), "cpu")) is Alone
+    assert type(team_of(Parallel("tensor"), "cpu")) is SingleProcess
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(UsageError, match=r"degree = 4 does not divide 6 .*one of \[1, 2, 3, 6\]"):
         team_of(Parallel("tensor", 4), "cpu")
@@ -184,8 +184,8 @@ def test_only_a_failed_collective_is_a_lost_process() -> None:
         None,
     ):
         assert not lost(error)
-    team = object.__new__(Ddp)
-    team.pulse = None
+    team = object.__new__(DataParallel)
+    team.heartbeat = None
     team.__exit__(UsageError, UsageError("/data/igloo/story.txt does not exist"), None)
     with pytest.raises(Lost, match="another process has ended"):
         team.__exit__(RuntimeError, RuntimeError(gloo), None)
@@ -210,7 +210,7 @@ def test_parallel_says_what_is_possible() -> None:
     ],
 )
 def test_tensor_parallel_refuses_what_it_cannot_split(model: str, why: str) -> None:
-    from regard.train.split import check
+    from regard.train.parallel import check
 
     built = regard.build(model, layers=1, device="meta")
     with pytest.raises(UsageError, match=f"cannot split this model: {why}; choose ddp or fsdp"):
@@ -218,7 +218,7 @@ def test_tensor_parallel_refuses_what_it_cannot_split(model: str, why: str) -> N
 
 
 def test_tensor_parallel_names_the_degrees_that_fit() -> None:
-    from regard.train.split import check
+    from regard.train.parallel import check
 
     tower = Tower(24, 2, GQA(6, kv_heads=2), MLP(32))
     model = TransformerConfig(Tokens(23), tower, LM()).make()

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from regard.config import to_dict
-from regard.data.batch import Batch
-from regard.errors import UsageError
+from regard.data.feed import Batch
+from regard.errors import Notice, UsageError
 from regard.fast.train import PRECISIONS
-from regard.train.keep import PROGRESS, STATE, Keeper, manifest
-from regard.train.objective import causal
-from regard.train.optim import OPTIMIZERS, Optim
-from regard.train.schedule import Schedule
-from regard.train.trainer import FREE, Train, Trainer, changed, flat
+from regard.train.checkpoint import PROGRESS, STATE, Checkpoints, manifest
+from regard.train.config import read
+from regard.train.loss import causal
+from regard.train.optim import OPTIMIZERS, Optim, Schedule
+from regard.train.trainer import FREE, RENAMED, Train, Trainer, changed, flat
 from tests.train.test_trainer import finished, same
 from tests.train.toy import KINDS, Toy, trainer
 
@@ -66,7 +66,13 @@ def test_every_kind_and_optimiser_goes_on_to_the_same_bits(
 @pytest.mark.parametrize("after", range(8))
 def test_a_stop_in_an_evaluation_is_obeyed_within_a_batch(tmp_path: Path, after: int) -> None:
     """At any of its batches, at the average's too: saved, not recorded, and made when the run goes on."""
-    settings: dict[str, Any] = {"steps": 4, "save": 2, "evaluate": 2, "average": 2, "parts": 1}
+    settings: dict[str, Any] = {
+        "steps": 4,
+        "save": 2,
+        "evaluate": 2,
+        "average": 2,
+        "micro_batches": 1,
+    }
     whole: list[Event] = []
     want = holding(tmp_path / "whole", whole, **settings)
     assert want.run() == "done"
@@ -81,7 +87,7 @@ def test_a_stop_in_an_evaluation_is_obeyed_within_a_batch(tmp_path: Path, after:
 
     t.objective = objective
     assert t.run(lambda: len(batches) >= after) == "asked" and len(batches) == after
-    assert t.keeper.latest() == t.keeper.path(t.at.step)
+    assert t.checkpoints.latest() == t.checkpoints.path(t.at.step)
     assert len(told(events)) == t.at.step + after // 3
     again = holding(tmp_path / "parts", events, **settings)
     assert again.resume() and again.run() == "done"
@@ -115,7 +121,7 @@ def test_what_was_noted_is_found_out_again_if_it_is_lost(tmp_path: Path) -> None
     events: list[Event] = []
     t = holding(tmp_path, events, steps=4, save=2, evaluate=2)
     t.run()
-    assert t.keeper.latest() is not None
+    assert t.checkpoints.latest() is not None
     for text in ("", "[" * 100_000, '{"progress": {"step": 9}, "seal": ""}'):
         (tmp_path / PROGRESS).write_text(text)
         again = holding(tmp_path, events, steps=4, save=2, evaluate=2)
@@ -134,7 +140,7 @@ def test_average_is_tried_once_and_leaves_out_where_a_run_was_stopped(tmp_path: 
         t.resume()
         t.run(lambda t=t, stop=stop: t.at.step >= stop)
     assert told(parts) == told(events) and t.at == whole.at and t.at.averaged is not None
-    names = [[p.name for p in x.keeper.steps()] for x in (whole, t)]
+    names = [[p.name for p in x.checkpoints.steps()] for x in (whole, t)]
     assert names[0] == names[1] == [f"step-0000000{k}" for k in (4, 6, 7)]
 
 
@@ -159,7 +165,7 @@ def test_every_step_draws_random_numbers_of_its_own(tmp_path: Path) -> None:
         return causal(model, batch)
 
     for seed in (1, 2):
-        t = trainer(tmp_path / str(seed), steps=5, parts=1, evaluate=0, save=0, seed=seed)
+        t = trainer(tmp_path / str(seed), steps=5, micro_batches=1, evaluate=0, save=0, seed=seed)
         t.objective = objective
         t.feed.evaluation = lambda: iter(())  # type: ignore[method-assign]
         t.run()
@@ -241,7 +247,7 @@ def test_checkpoint_of_an_older_version_is_taken_with_a_word(tmp_path: Path) -> 
     """It had a hash of the settings, which no later version can know, and less progress."""
     t = trainer(tmp_path, steps=4)
     t.run(lambda: t.at.step >= 2)
-    path = t.keeper.path(2)
+    path = t.checkpoints.path(2)
     state = json.loads((path / STATE).read_text())
     del state["settings"], state["progress"]["evaluated"], state["progress"]["averaged"]
     (path / STATE).write_text(json.dumps({**state, "config": "0123"}))
@@ -253,9 +259,28 @@ def test_checkpoint_of_an_older_version_is_taken_with_a_word(tmp_path: Path) -> 
 
 
 def test_a_stop_leaves_the_checkpoints_that_are_due(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path, lambda m, path: path.mkdir(), keep=2, size=lambda m: 0)
-    keeper.every = 5
+    checkpoints = Checkpoints(tmp_path, lambda m, path: path.mkdir(), keep=2, size=lambda m: 0)
+    checkpoints.every = 5
     for step, want in ((5, [5]), (7, [5, 7]), (10, [5, 10]), (12, [10, 12]), (15, [10, 15])):
-        keeper.write(step, None, {}, {"best": None})
+        checkpoints.write(step, None, {}, {"best": None})
         if step != 12:
-            assert [int(p.name[5:]) for p in keeper.steps()] == want
+            assert [int(p.name[5:]) for p in checkpoints.steps()] == want
+
+
+def test_settings_by_their_old_names_are_read(tmp_path: Path) -> None:
+    """A checkpoint and a config file from before a setting was renamed."""
+    old = {n: x for n, x in to_dict(Train()).items() if n not in RENAMED.values()}
+    old |= {"parts": 2, "recompute": True}
+    now = Train(micro_batches=2, activation_checkpointing=True)
+    assert changed(old, now) == ({}, {})
+    assert changed(old, Train()) == (
+        {},
+        {"train.micro_batches": [2, 1], "train.activation_checkpointing": [True, False]},
+    )
+    path = tmp_path / "a.toml"
+    text = 'task = "lm"\n[model]\npreset = "gpt2"\n[data]\ntrain = "a.txt"\n[train]\nparts = 2\n'
+    path.write_text(text)
+    with pytest.warns(Notice, match="train.parts is now train.micro_batches"):
+        assert read(path, {"train.recompute": "true"}).train == now
+    with pytest.raises(UsageError, match=r"train.parts is now train.micro_batches, .*leave it out"):
+        read(path, {"train.micro-batches": "2"})

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from regard.errors import UsageError
-from regard.train.schedule import SHAPES, Schedule, noam
+from regard.train.optim import SHAPES, Schedule, noam
 from regard.train.trainer import Train
 
 PLANS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from regard.data.files import DataError
+from regard.data.read import DataError
 from regard.data.shards import (
     MANIFEST,
     Column,

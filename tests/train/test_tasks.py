@@ -12,15 +12,13 @@ from torch import Tensor
 import regard
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
-from regard.data.batch import Batch, Feed
 from regard.data.config import ROWED, Data, check_used
-from regard.data.corrupt import Marks
-from regard.data.examples import ImageFeed, LabelFeed, PairFeed
-from regard.data.feed import Base, Batching, TextFeed
+from regard.data.corrupt import Infill, Marks, Spans
+from regard.data.feed import Base, Batch, Batching, Feed, ImageFeed, LabelFeed, PairFeed, TextFeed
 from regard.data.shards import Column
 from regard.errors import UsageError
-from regard.evaluate.measure import measure
-from regard.layers import LM, MLM, MLP, Answer
+from regard.layers import LM, MLM, MLP
+from regard.mask import Span, Visible
 from regard.models import (
     EncoderDecoderConfig,
     Patches,
@@ -28,12 +26,11 @@ from regard.models import (
     TransformerConfig,
 )
 from regard.position import Rope, Sinusoidal
-from regard.train.check import SUITS
-from regard.train.config import INDEXED, TASKS, Config
-from regard.train.keep import Keeper
-from regard.train.optim import Optim, accumulate
-from regard.train.run import HEADS
-from regard.train.schedule import Schedule
+from regard.train.checkpoint import Checkpoints
+from regard.train.config import Config
+from regard.train.measure import measure
+from regard.train.optim import Optim, Schedule, accumulate
+from regard.train.tasks import TASKS
 from regard.train.trainer import Train, Trainer
 from tests.train.toy import weights
 
@@ -42,6 +39,7 @@ MARKS = Marks(VOCAB, (0, 1, 2, 3, *SENTINELS), mask=1, sentinels=SENTINELS, star
 DIM, EXAMPLES = 12, 9
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}  # float64
 tasks = pytest.mark.parametrize("task", TASKS)
+PAIRED = (Spans, Infill)  # they make an encoder's text and a decoder's of a row
 
 
 # --- a model, data and a config for each task ---------------------------------------------------------------------
@@ -50,15 +48,16 @@ tasks = pytest.mark.parametrize("task", TASKS)
 def model_for(task: str, dropout: float = 0.0) -> Any:
     """Positions are relative where documents may share a row: absolute ones count through it."""
     torch.manual_seed(0)
-    kind = SUITS[task][0][0]
+    kind = TASKS[task].models[0]
     rope = GQA(2, rope=Rope(), dropout=dropout)
-    if task in INDEXED:
+    if TASKS[task].indexed:
         rope = DSA(MLA(2, latent=8, rope_dim=4, rope=Rope()), 2, 4, 3, rope_dim=4)
 
     def tower(attention: Any, causal: bool, **more: Any) -> Tower:
         return Tower(DIM, 2, attention, MLP(16), causal=causal, dropout=dropout, **more)
 
-    head = HEADS[task](3) if task in HEADS else Answer() if task == "answer" else None
+    new_head = TASKS[task].head
+    head = None if new_head is None else new_head(3)
     if kind == "encoder-decoder":
         tokens, plain = Tokens(VOCAB, Sinusoidal(64)), GQA(2)
         towers = tower(plain, False), tower(plain, True, cross=plain)
@@ -99,7 +98,12 @@ def plain_feed(task: str, pack: str, held: Base | None = None, seed: int = 0) ->
 def config_for(task: str, pack: str = "none") -> Config:
     steps = 4
     train = Train(
-        steps=steps, parts=2, save=1, evaluate=2, optim=Optim(lr=3e-3), schedule=Schedule(steps=8)
+        steps=steps,
+        micro_batches=2,
+        save=1,
+        evaluate=2,
+        optim=Optim(lr=3e-3),
+        schedule=Schedule(steps=8),
     )
     return Config(task, Data("x", pack=pack), {"preset": "gpt2"}, train=train)
 
@@ -180,6 +184,28 @@ def test_padded_is_alone(task: str) -> None:
 
 
 @tasks
+@pytest.mark.parametrize("pack", ["documents", "none"])
+def test_tokens_see_what_the_mask_of_the_task_shows(task: str, pack: str) -> None:
+    """Another token changes the hidden states that see it, and no other."""
+    row, model = TASKS[task], model_for(task).eval()
+    if row.reads not in ROWED or not (row.packed or pack == "none") or row.corruption in PAIRED:
+        pytest.skip("the model's own mask holds, or documents share no row")
+    batch = feed_for(task, pack).batch(0)
+    mask = row.mask(batch)
+    span = Span.run(0, batch.ids.shape[1])
+    rule = mask or model.config.tower.mask
+    shown = Visible(rule, span, span).tensor()[:, 0].expand(len(batch.ids), -1, -1)
+    more = {} if mask is None else {"mask": mask}
+    before = model.hidden(batch.ids, **more)
+    for place in (0, 2, 5):
+        ids = batch.ids.clone()
+        ids[:, place] = torch.where(ids[:, place] == SPECIAL, SPECIAL + 1, SPECIAL)
+        moved = (model.hidden(ids, **more) - before).abs().amax(-1) > 1e-12
+        assert not (moved & ~shown[:, :, place]).any()
+        assert moved[:, place].all()
+
+
+@tasks
 def test_split_into_micro_batches_is_whole(task: str) -> None:
     model, config = model_for(task), config_for(task)
     model, found = config.learning(model), []
@@ -196,15 +222,15 @@ def test_split_into_micro_batches_is_whole(task: str) -> None:
 
 def trainer_for(task: str, folder: Path, tell: Any = lambda event: None) -> Trainer:
     config, model = config_for(task), model_for(task, dropout=0.1).float()
-    keeper = Keeper(folder, lambda m, path: m.save(path))
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path))
     return Trainer(
         config.learning(model),
         feed_for(task),
         config.objective,
         config.train,
-        keeper,
+        checkpoints,
         regard.load,
-        tell,
+        [tell],
     )
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from regard.data.batch import Batch
+from regard.data.feed import Batch
+from regard.data.pack import seed_of
 from regard.errors import UsageError
 from regard.kernels.c import native
 from regard.kernels.c import train as native_train
-from regard.train.keep import Keeper, clean, fault, locked
-from regard.train.objective import causal
-from regard.train.trainer import Diverged, Trainer, seed_of
+from regard.train.checkpoint import Checkpoints, clean, fault, locked
+from regard.train.loss import causal
+from regard.train.trainer import Diverged, Trainer
 from tests.train.toy import Toy, trainer, weights
 
 
@@ -66,9 +67,9 @@ def test_resume_is_bitwise_equal_in_c(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_any_split_into_parts_trains_alike(tmp_path: Path) -> None:
-    changes = {"parts": 3, "steps": 1}
+    changes = {"micro_batches": 3, "steps": 1}
     torch.manual_seed(0)
-    runs = [trainer(tmp_path / str(n), **{**changes, "parts": n}) for n in (1, 3)]
+    runs = [trainer(tmp_path / str(n), **{**changes, "micro_batches": n}) for n in (1, 3)]
     for t in runs:
         t.model.eval()  # without dropout, whose draws depend on the shape
         t.model.train = lambda mode=True, m=t.model: m  # type: ignore[method-assign]
@@ -94,7 +95,7 @@ def test_patience_ends_a_run_and_the_best_checkpoint_stays(tmp_path: Path) -> No
 
     t.objective = objective
     assert t.run() == "patience" and t.at.best == 2 and t.at.step == 4
-    assert "step-00000002" in {p.name for p in t.keeper.steps()}
+    assert "step-00000002" in {p.name for p in t.checkpoints.steps()}
     again = trainer(tmp_path, evaluate=1, patience=2, steps=12)
     assert again.resume() and again.run() == "patience"
 
@@ -106,7 +107,7 @@ def test_broken_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     t = trainer(tmp_path, evaluate=0)
     t.run(lambda: t.at.step >= 4)
-    (t.keeper.steps()[-1] / "model.safetensors").write_bytes(b"no")
+    (t.checkpoints.steps()[-1] / "model.safetensors").write_bytes(b"no")
     again = trainer(tmp_path, events.append, evaluate=0)
     assert again.resume() and again.at.step == 2
     assert "step-00000004: model.safetensors changed" in events[0]["text"]
@@ -119,7 +120,7 @@ def test_checkpoint_under_another_name_is_broken(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "step-00000004")
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000004")
     assert "of another step" in fault(tmp_path / "step-00000004")
-    assert t.keeper.latest() == tmp_path / "step-00000002"
+    assert t.checkpoints.latest() == tmp_path / "step-00000002"
 
 
 def test_broken_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_broken_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     (tmp_path / "step-00000006").mkdir()  # spoiled beyond recognition
     again = trainer(tmp_path, evaluate=0, keep=1)
     assert again.resume() and again.run(lambda: again.at.step >= 4) == "asked"
-    assert again.keeper.latest() == tmp_path / "step-00000004"
+    assert again.checkpoints.latest() == tmp_path / "step-00000004"
 
 
 def test_what_a_kill_left_is_removed(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ class Poisoned:
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 @pytest.mark.parametrize("at", [1, 4, 6])
 def test_nan_touches_no_weight(tmp_path: Path, at: int, how: str) -> None:
-    t = trainer(tmp_path, parts=1, save=0, evaluate=0)
+    t = trainer(tmp_path, micro_batches=1, save=0, evaluate=0)
     t.objective = Poisoned(at, how)
     steps: list[dict[str, Any]] = []
     before: dict[str, Any] = {}
@@ -212,7 +213,7 @@ def test_nan_touches_no_weight(tmp_path: Path, at: int, how: str) -> None:
         steps.append(event)
 
     before.update({n: x.clone() for n, x in weights(t).items()})
-    t.tell = tell
+    t.callbacks = [tell]
     with pytest.raises(Diverged, match=f"step {at}: the loss is"):
         t.run()
     after = weights(t)
@@ -221,20 +222,20 @@ def test_nan_touches_no_weight(tmp_path: Path, at: int, how: str) -> None:
 
 
 def test_skipped_step_is_left_out_and_remembered(tmp_path: Path) -> None:
-    t = trainer(tmp_path, parts=1, evaluate=0, nan="skip")
+    t = trainer(tmp_path, micro_batches=1, evaluate=0, nan="skip")
     t.objective = Poisoned(5, "gradient")
     assert t.run() == "done" and t.at.skipped == [5]
-    again = trainer(tmp_path, parts=1, evaluate=0, nan="skip")
+    again = trainer(tmp_path, micro_batches=1, evaluate=0, nan="skip")
     assert again.resume() and again.at.skipped == [5]
 
 
 def test_going_back_leaves_the_step_out_and_evaluates_nothing_twice(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
-    t = trainer(tmp_path / "back", told.append, parts=1, evaluate=2, nan="back")
+    t = trainer(tmp_path / "back", told.append, micro_batches=1, evaluate=2, nan="back")
     t.objective = Poisoned(5, "loss")
     assert t.run() == "done" and t.at.skipped == [5]
     assert [e["step"] for e in told if e["kind"] == "evaluation"] == [2, 4, 6, 8, 10, 12]
-    skip = trainer(tmp_path / "skip", parts=1, evaluate=2, nan="back")
+    skip = trainer(tmp_path / "skip", micro_batches=1, evaluate=2, nan="back")
     skip.at.skipped = [5]
     skip.run()
     assert same(t, skip) and t.at == skip.at
@@ -242,4 +243,4 @@ def test_going_back_leaves_the_step_out_and_evaluates_nothing_twice(tmp_path: Pa
 
 def test_keep_is_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep = 0: at least one checkpoint must stay"):
-        Keeper(tmp_path, lambda m, p: None, keep=0)
+        Checkpoints(tmp_path, lambda m, p: None, keep=0)

@@ -11,14 +11,13 @@ from torch import Tensor
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.data.batch import IGNORE, Batch, Objective
+from regard.data.feed import IGNORE, Batch, Objective
 from regard.layers import LM, MLP, Classify
 from regard.models import Tokens, TransformerConfig
 from regard.position import Learned
-from regard.train import objective
-from regard.train.keep import Keeper
-from regard.train.optim import Optim
-from regard.train.schedule import Schedule
+from regard.train import loss as objective
+from regard.train.checkpoint import Checkpoints
+from regard.train.optim import Optim, Schedule
 from regard.train.trainer import Train, Trainer
 
 VOCAB = 23
@@ -121,7 +120,7 @@ def model(kind: str = "toy") -> Any:
 
 
 def config(**changes: Any) -> Train:
-    base = dict(steps=12, parts=2, save=2, evaluate=5, optim=Optim(lr=3e-3))
+    base = dict(steps=12, micro_batches=2, save=2, evaluate=5, optim=Optim(lr=3e-3))
     steps = changes.get("steps", 12)
     return Train(**{**base, "schedule": Schedule(warmup=min(3, steps)), **changes})
 
@@ -134,10 +133,10 @@ def trainer(
     keep: int = 2,
     **changes: Any,
 ) -> Trainer:
-    keeper = Keeper(folder, lambda m, path: m.save(path), keep)
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path), keep)
     _, change, loss = KINDS[kind]
     feed = Toy(change)
-    return Trainer(model(kind), feed, loss, config(**changes), keeper, regard.load, tell)
+    return Trainer(model(kind), feed, loss, config(**changes), checkpoints, regard.load, [tell])
 
 
 # --- what must be equal -------------------------------------------------------------------------------------------

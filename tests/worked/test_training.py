@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from regard.decode.sampling import beam_search, greedy, top_k, top_p
 from regard.mask import Causal, Span, Visible
-from regard.train.objective import (
+from regard.train.loss import (
     IGNORE,
     causal_lm_loss,
     masked_lm_loss,

@@ -25,7 +25,8 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def gelu_tanh(x: Tensor) -> Tensor:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     learning = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if not (learning and x.is_cpu and x.dtype in HALF) or call_of("gelu") is None:
+    known = x.is_cpu and x.dtype in HALF and type(x) is Tensor
+    if not (learning and known) or call_of("gelu") is None:
         return F.gelu(x, approximate="tanh")
     return _Gelu.apply(x.contiguous())
 

@@ -11,38 +11,28 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from regard.data.files import needed
+from regard.data.read import needed
 from regard.errors import UsageError, nearest
+from regard.train.tasks import TASKS
 
-WORDS = ("lm", "prefix", "mlm", "spans", "infill", "seq2seq")  # tasks that predict tokens of text
-CLASSES = ("classify", "image", "tag")
-INDEXED = ("dense_index", "sparse_index")  # divergences are in their loss
 Span = tuple[int, int]  # first and last token
 
 
 class Metric(NamedTuple):
     higher: bool  # whether more is better
-    tasks: tuple[str, ...]  # of regard.train.config.TASKS; what it needs is there in these
 
 
 METRICS: dict[str, Metric] = {
-    "loss": Metric(False, (*WORDS, *CLASSES, "answer", *INDEXED)),
-    "perplexity": Metric(False, WORDS),
-    "bleu": Metric(True, ("seq2seq",)),
-    "bleu_lc": Metric(True, ("seq2seq",)),  # upper and lower case are the same
-    "chrf": Metric(True, ("seq2seq",)),
-    "exact": Metric(True, ("seq2seq", "answer")),
-    "accuracy": Metric(True, CLASSES),
-    "f1": Metric(True, (*CLASSES, "answer")),  # macro_f1, span_f1 or overlap_f1
+    "loss": Metric(False),
+    "perplexity": Metric(False),
+    "bleu": Metric(True),
+    "bleu_lc": Metric(True),  # upper and lower case are the same
+    "chrf": Metric(True),
+    "exact": Metric(True),
+    "accuracy": Metric(True),
+    "f1": Metric(True),  # macro_f1, span_f1 or overlap_f1
 }
 TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU
-DEFAULTS: dict[str, tuple[str, ...]] = {  # the first one says which model is better
-    **dict.fromkeys(WORDS, ("loss", "perplexity")),
-    "seq2seq": ("bleu", "chrf", "loss", "perplexity"),
-    **dict.fromkeys(CLASSES, ("accuracy", "f1", "loss")),
-    "answer": ("exact", "f1", "loss"),
-    **dict.fromkeys(INDEXED, ("loss",)),
-}
 
 
 def better(name: str, new: float, old: float) -> bool:
@@ -61,14 +51,15 @@ def known(name: str) -> str:
 
 def suited(names: Iterable[str], task: str) -> tuple[str, ...]:
     """The metrics, each once; an error where one is unknown, does not suit the task, or lacks its package."""
-    found = tuple(dict.fromkeys(map(known, names)))
-    for name in found:
-        if task not in METRICS[name].tasks:
-            fit = [n for n, metric in METRICS.items() if task in metric.tasks]
+    chosen = tuple(dict.fromkeys(map(known, names)))
+    row = TASKS[task]
+    for name in chosen:
+        if name not in row.metrics + row.other_metrics:
+            fit = [n for n in METRICS if n in row.metrics + row.other_metrics]
             raise UsageError(f"{name} does not suit the task {task}; choose {', '.join(fit)}")
-    if any(name in TEXTUAL for name in found):
+    if any(name in TEXTUAL for name in chosen):
         _sacrebleu()
-    return found
+    return chosen
 
 
 # --- texts --------------------------------------------------------------------------------------------------------
@@ -106,47 +97,47 @@ def perplexity(loss: float) -> float:
 
 
 def label_scores(
-    task: str, found: Sequence[Any], wanted: Sequence[Any], classes: Sequence[str]
+    task: str, predicted: Sequence[Any], wanted: Sequence[Any], classes: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Values by name of all that suits the task, and which F1 it is. An example has one label (classify, image), a
     list of them (tag) or a span (answer); labels are numbers of classes."""
     values: dict[str, float] = {}
     if task == "answer":
-        values["exact"] = share(found, wanted)
-        values["f1"], kind = overlap_f1(found, wanted), "mean over answers, in tokens"
+        values["exact"] = share(predicted, wanted)
+        values["f1"], kind = overlap_f1(predicted, wanted), "mean over answers, in tokens"
         return values, {"f1": kind}
-    each = [list(chain(*side)) if task == "tag" else side for side in (found, wanted)]
+    each = [list(chain(*side)) if task == "tag" else side for side in (predicted, wanted)]
     values["accuracy"] = share(*each)
     if task == "tag" and marks_spans(classes):
-        rows = [[[classes[i] for i in row] for row in side] for side in (found, wanted)]
+        rows = [[[classes[i] for i in row] for row in side] for side in (predicted, wanted)]
         values["f1"], kind = span_f1(*rows), "spans of B- and I- tags, all together"
     else:
         values["f1"], kind = macro_f1(*each), "macro, mean over classes"
     return values, {"f1": kind}
 
 
-def share(found: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
+def share(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
     """How many are equal, of all: accuracy of labels, exact match of texts and spans."""
-    return _ratio(sum(a == b for a, b in zip(found, wanted, strict=True)), len(wanted))
+    return _ratio(sum(a == b for a, b in zip(predicted, wanted, strict=True)), len(wanted))
 
 
-def macro_f1(found: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
+def macro_f1(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
     """The mean over classes of F1 = 2 TP / (2 TP + FP + FN), each class that was found or wanted counting the same,
     with two classes too: F1 of one of two classes depends on which is called the positive one."""
-    said, true = Counter(found), Counter(wanted)
-    right = Counter(a for a, b in zip(found, wanted, strict=True) if a == b)
-    each = [_f1(right[c], said[c], true[c]) for c in {*said, *true}]
+    positive, true = Counter(predicted), Counter(wanted)
+    right = Counter(a for a, b in zip(predicted, wanted, strict=True) if a == b)
+    each = [_f1(right[c], positive[c], true[c]) for c in {*positive, *true}]
     return _ratio(sum(each), len(each))
 
 
-def span_f1(found: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float:
+def span_f1(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float:
     """F1 of the spans that rows of tags B-x, I-x, O mean, all rows together: right is what has the same first and last
     token and the same x."""
-    right = said = true = 0
-    for a, b in zip(found, wanted, strict=True):
+    right = positive = true = 0
+    for a, b in zip(predicted, wanted, strict=True):
         one, other = spans_of(a), spans_of(b)
-        right, said, true = right + len(one & other), said + len(one), true + len(other)
-    return _f1(right, said, true)
+        right, positive, true = right + len(one & other), positive + len(one), true + len(other)
+    return _f1(right, positive, true)
 
 
 def spans_of(tags: Sequence[str]) -> set[tuple[str, int, int]]:
@@ -169,17 +160,17 @@ def marks_spans(tags: Iterable[str]) -> bool:
     return bool(rest) and all(tag[:2] in ("B-", "I-") and tag[2:] for tag in rest)
 
 
-def overlap_f1(found: Sequence[Span], wanted: Sequence[Span]) -> float:
+def overlap_f1(predicted: Sequence[Span], wanted: Sequence[Span]) -> float:
     """The mean over answers of F1 = 2 common / (found + wanted), counted in tokens."""
     total = 0.0
-    for (a, b), (c, d) in zip(found, wanted, strict=True):
+    for (a, b), (c, d) in zip(predicted, wanted, strict=True):
         common = max(min(b, d) - max(a, c) + 1, 0)
         total += _f1(common, b - a + 1, d - c + 1)
     return _ratio(total, len(wanted))
 
 
-def _f1(right: int, said: int, true: int) -> float:
-    return _ratio(2 * right, said + true)
+def _f1(right: int, positive: int, true: int) -> float:
+    return _ratio(2 * right, positive + true)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.data.batch import IGNORE, Batch, Feed, Objective
+from regard.data.feed import IGNORE, Batch, Feed, Objective
 from regard.decode.generate import default_length, generate
 from regard.errors import UsageError
-from regard.evaluate import metrics as evaluate
 from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
-from regard.train.config import TASKS
+from regard.train.metrics import label_scores, perplexity, suited, text_scores
+from regard.train.tasks import TASKS
 
 LABELLED = ("classify", "image", "tag", "answer")
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once
@@ -61,9 +61,9 @@ def measure(
     greedily, or by `beams`, and compared with the text of the labels, as the tokenizer writes it: `limit` of them, or
     all. (`regard eval` compares with the file's own text.) `precision` is that of losses and labels; decoding runs in
     the weights' own. `between` is called before each batch and each sample: what it raises ends the measuring."""
-    names = evaluate.suited(metrics, task)
+    names = suited(metrics, task)
     where = torch.device(next(model.parameters()).device if device is None else device)
-    losses = {"loss": objective, "perplexity": TASKS[task][1]}
+    losses = {"loss": objective, "perplexity": TASKS[task].objective}
     means = {losses[name]: Mean() for name in names if name in losses}
     textual = [name for name in names if task == "seq2seq" and name not in losses]
     if textual:
@@ -73,27 +73,27 @@ def measure(
         for given in feed.evaluation():
             between()
             with memory.precision(precision, where):
-                said = _answered(model, task, given.to(where), means)
-            taken.add(given, said)
+                logits = _answered(model, task, given.to(where), means)
+            taken.add(given, logits)
         if not taken.batches:
             raise UsageError("nothing is held out to be measured; name valid files, or held = 0.1")
-        found = Measured({n: means[loss].value for n, loss in losses.items() if n in names})
+        result = Measured({n: means[loss].value for n, loss in losses.items() if n in names})
         if "perplexity" in names:
-            found.values["perplexity"] = evaluate.perplexity(found.values["perplexity"])
+            result.values["perplexity"] = perplexity(result.values["perplexity"])
         if task in LABELLED:
             shown = spread(len(taken.read), samples)
-            found.samples = [_labelled(taken, i, tokenizer, classes) for i in shown]
-            scores = evaluate.label_scores(task, taken.found, taken.wanted, classes)
+            result.samples = [_labelled(taken, i, tokenizer, classes) for i in shown]
+            scores = label_scores(task, taken.predicted, taken.wanted, classes)
         else:
             few = limit if textual else samples
             texts = _said(model, taken, tokenizer, few, beams, between)
-            found.samples = [texts[i] for i in spread(len(texts), samples)]
+            result.samples = [texts[i] for i in spread(len(texts), samples)]
             # No signature: it would promise the file's own references, and these went through the tokenizer.
-            scores = evaluate.text_scores(textual, *_sides(texts))[0] if textual else {}, {}
-    values = {**found.values, **scores[0]}
-    found.values = {name: values[name] for name in names}
-    found.signatures = {name: text for name, text in scores[1].items() if name in names}
-    return found
+            scores = text_scores(textual, *_sides(texts))[0] if textual else {}, {}
+    values = {**result.values, **scores[0]}
+    result.values = {name: values[name] for name in names}
+    result.signatures = {name: text for name, text in scores[1].items() if name in names}
+    return result
 
 
 # --- while it is measured -----------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Heard:
 
     def __init__(self, model: Any):
         self.model = model
-        self.said: dict[str, tuple[Tensor, Tensor]] = {}
+        self.outputs: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -141,9 +141,9 @@ class Heard:
         return self._once("hidden", self.model.hidden, ids, *args, **settings)
 
     def _once(self, name: str, act: Any, ids: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if name not in self.said or self.said[name][0] is not ids:
-            self.said[name] = ids, act(ids, *args, **settings)
-        return self.said[name][1]
+        if name not in self.outputs or self.outputs[name][0] is not ids:
+            self.outputs[name] = ids, act(ids, *args, **settings)
+        return self.outputs[name][1]
 
 
 @dataclass
@@ -160,13 +160,13 @@ class Mean:
 
 
 class Taken:
-    """What is kept of the batches. Of labelled examples `found` and `wanted` labels, and what was `read` of some, by
+    """What stays of the batches. Of labelled examples `predicted` and `wanted` labels, and what was `read` of some, by
     their number; of others `pairs` (source, target) or (beginning of a text, nothing). `few`: that many of each batch
     are enough to show."""
 
     def __init__(self, task: str, few: int | None):
         self.task, self.few, self.batches = task, few, 0
-        self.found: list[Any] = []
+        self.predicted: list[Any] = []
         self.wanted: list[Any] = []
         self.read: list[tuple[int, list[int]]] = []
         self.pairs: list[tuple[list[int], list[int]]] = []
@@ -186,13 +186,13 @@ class Taken:
     def _label(self, batch: Batch, logits: Tensor) -> None:
         counted = batch.labels != IGNORE
         best = _spans(logits, batch.lengths) if self.task == "answer" else logits.argmax(-1)
-        some = counted if counted.dim() == 1 else counted.any(-1)
-        for k, i in enumerate(some.nonzero()[:, 0].tolist()):
+        counts = counted if counted.dim() == 1 else counted.any(-1)
+        for k, i in enumerate(counts.nonzero()[:, 0].tolist()):
             if self.few is None or k < self.few:
                 ids = [] if self.task == "image" else _real(batch.ids, batch.lengths, i)
-                self.read.append((len(self.found), ids))
+                self.read.append((len(self.predicted), ids))
             here = counted[i] if self.task == "tag" else ...
-            for side, x in ((self.found, best), (self.wanted, batch.labels)):
+            for side, x in ((self.predicted, best), (self.wanted, batch.labels)):
                 label = x[i][here].tolist()
                 side.append(tuple(label) if isinstance(label, list) else label)
 
@@ -237,7 +237,7 @@ def translations(
     with it, and ten. Sources of about one length are decoded together."""
     rows = ROWS.get(next(model.parameters()).device.type, 64)
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    found: list[list[int]] = [[]] * len(sources)
+    hypotheses: list[list[int]] = [[]] * len(sources)
     for start in range(0, len(order), rows):
         between()
         numbers = order[start : start + rows]
@@ -246,8 +246,8 @@ def translations(
         with eager(model):
             results = generate(model, part, beams=beams, rows=rows * beams, max_new_tokens=most)
         for i, result in zip(numbers, results, strict=True):
-            found[i] = result.ids
-    return found
+            hypotheses[i] = result.ids
+    return hypotheses
 
 
 def eager(model: Any) -> Any:
@@ -290,8 +290,8 @@ def _said(
 def context_of(model: Model) -> int | None:
     """Tokens that fit into every side of the model; None: as many as you like."""
     sides = [getattr(model.config, name, None) for name in ("embedding", "source", "target")]
-    found = [context(model.config.max_len, side) for side in sides if isinstance(side, Tokens)]
-    return min((n for n in found if n is not None), default=None)
+    limits = [context(model.config.max_len, side) for side in sides if isinstance(side, Tokens)]
+    return min((n for n in limits if n is not None), default=None)
 
 
 def _sides(samples: Sequence[Sample]) -> tuple[list[str], list[str]]:
@@ -322,5 +322,5 @@ def _labelled(taken: Taken, k: int, tokenizer: Tokenizer | None, classes: Sequen
         return " ".join(classes[i] if i < len(classes) else str(i) for i in labels)
 
     source = tokenizer.decode(ids) if tokenizer and ids else f"example {number + 1}"
-    said, true = taken.found[number], taken.wanted[number]
-    return {"source": source, "text": text(said), "reference": text(true)}
+    predicted, true = taken.predicted[number], taken.wanted[number]
+    return {"source": source, "text": text(predicted), "reference": text(true)}

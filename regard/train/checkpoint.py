@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from regard.data.shards import sync
 from regard.errors import UsageError
 
 STEP = re.compile(r"step-(\d{8})")
@@ -40,7 +41,7 @@ def whole(model: Any) -> int:
     return sum({x.data_ptr(): x.nbytes for x in model.state_dict().values()}.values())
 
 
-class Keeper:
+class Checkpoints:
     """Writes and reads the checkpoints of `folder`; `save(model, path)` writes a model folder, of about `size(model)`
     bytes. The newest `keep` stay, and the best. `every`: steps between checkpoints; one of another step, at which a run
     was stopped, stays until the next. `before` is called when something is about to count."""
@@ -105,8 +106,8 @@ class Keeper:
 
     def steps(self) -> list[Path]:
         """All checkpoints, oldest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(path for path in found if STEP.fullmatch(path.name))
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(path for path in paths if STEP.fullmatch(path.name))
 
     def read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The trainer's tensors and state of a checkpoint that `latest` gave, with what was noted of it."""
@@ -197,13 +198,13 @@ def _sealed(kind: str, content: dict[str, Any], name: str) -> bytes:
 def fault(folder: Path) -> str:
     """What is wrong with a checkpoint; "" if nothing is."""
     try:
-        told = (folder / MANIFEST).read_bytes()
-        if told != _sealed("files", json.loads(told)["files"], folder.name):
+        written = (folder / MANIFEST).read_bytes()
+        if written != _sealed("files", json.loads(written)["files"], folder.name):
             return f"{MANIFEST} has changed, or is of another step"
-        found = manifest(folder, folder.name)
-        if told == found:
+        present = manifest(folder, folder.name)
+        if written == present:
             return ""
-        then, now = json.loads(told)["files"], json.loads(found)["files"]
+        then, now = json.loads(written)["files"], json.loads(present)["files"]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -218,14 +219,6 @@ def make(folder: Path) -> None:
         make(folder.parent)
         folder.mkdir(exist_ok=True)
         sync(folder.parent)
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- one trainer --------------------------------------------------------------------------------------------------

@@ -1,0 +1,322 @@
+"""A trained model measured on data: the loss, and what its answers are worth. Texts are compared
+with the files' own, not with what the tokenizer makes of them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.checkpoint import load
+from regard.data.config import Data, check_used, feed_of, shards_of
+from regard.data.corrupt import Corrupted, Marks, MaskTokens
+from regard.data.feed import IGNORE, Base, Batch, Batching, Feed, ImageFeed
+from regard.data.pictures import normal_of
+from regard.data.read import Record, Source, records
+from regard.data.shards import Column
+from regard.data.tokens import Coder
+from regard.decode.generate import tokenizer_of
+from regard.errors import DATA, Fault, UsageError, blaming
+from regard.evaluate.classify import class_names
+from regard.evaluate.model import DTYPES, notice_length, precision_of, trained_length
+from regard.fast.cpu import prepare
+from regard.files import resolve_model
+from regard.layers import MLM, Answer, Classify, Tag
+from regard.models import Model, Patches
+from regard.text import needed
+from regard.train.loss import masked_lm_loss
+from regard.train.measure import LABELLED, ROWS, context_of, measure, translations
+from regard.train.metrics import known, perplexity, suited, text_scores
+from regard.train.plan import pick_device
+from regard.train.tasks import TASKS
+
+SEED = 0  # of the masks of a masked language model
+ROW = 1024  # tokens of a language model's row, if its context is longer
+BATCH, TOKENS = 32, 8192  # rows and tokens of a batch
+CUT = ("lm", "mlm")  # texts longer than a row become several
+ROLES = {
+    "classify": ("text", "second"),
+    "tag": ("words",),
+    "answer": ("text", "second"),
+    "seq2seq": ("source", "target"),
+}
+# Settings of [data] that say how files are read, and their defaults.
+READING: dict[str, Any] = dict(
+    format="auto", unit="file", marker="", columns={}, header=None, size=None
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics by name, the first one says which model is better; signatures of those that have
+    several definitions."""
+
+    task: str
+    metrics: dict[str, float]
+    signatures: dict[str, str]
+    data: str
+
+
+def evaluate(
+    model: str | Path | Model,
+    data: str | Sequence[str],
+    *,
+    target: str | Sequence[str] = (),
+    metrics: Sequence[str] = (),
+    beams: int = 4,
+    length: int | None = None,
+    overlong: str = "error",
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: str = "none",
+    reading: dict[str, Any] | None = None,
+) -> Evaluation:
+    """Measure a model, or one from its folder or its run's, on files; `target` has the other side
+    of parallel ones.
+
+    `metrics`: loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; by default those of the
+    model's task. `beams` are those of translation. `length`: tokens of a row, by default as in
+    training. Examples that are longer are an error, unless `overlong` is "truncate". `reading`:
+    format, unit, marker, columns, header, size, as in [data]."""
+    files, others = ((x,) if isinstance(x, str) else tuple(x) for x in (data, target))
+    if not files:
+        raise UsageError("name the data to measure on: --data FILE")
+    for name in metrics:
+        known(name)
+    if beams < 1:
+        raise UsageError(f"--beams is {beams}; give a number from 1")
+    judge = Judge(model, device, dtype, quantize, beams)
+    names = suited(metrics or TASKS[judge.task].metrics, judge.task)
+    judge.read(files, others, {**READING, **(reading or {})}, length, overlong)
+    with tempfile.TemporaryDirectory(prefix="regard-eval-") as folder:
+        values, signatures = judge.measure(names, Path(folder))
+    return Evaluation(judge.task, values, signatures, judge.about)
+
+
+def task_of(model: Model) -> str:
+    """What a model was made for, by its kind and its head."""
+    config, head = model.config, getattr(model.config, "head", None)
+    if hasattr(model, "encode"):
+        if isinstance(getattr(config, "source", None), Patches):
+            raise UsageError("eval does not measure models that write about pictures")
+        return "seq2seq"
+    if isinstance(head, Classify):
+        return "image" if isinstance(config.embedding, Patches) else "classify"
+    if head is None and not hasattr(config, "cell"):
+        raise Fault(
+            "this model has no head, so it answers nothing; regard embed gives vectors", DATA
+        )
+    return {Tag: "tag", Answer: "answer", MLM: "mlm"}.get(type(head), "lm")
+
+
+def run_settings(folder: str | Path) -> dict[str, Any]:
+    """The table [data] of the run that a model folder belongs to; {} where there is none."""
+    home = Path(folder).resolve()
+    for place in (home, *home.parents[:2]):
+        try:
+            return {**json.loads((place / "run.json").read_text("utf-8"))["config"]["data"]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return {}
+
+
+class Judge:
+    """A model, what it is for, and the data it is measured on."""
+
+    def __init__(self, model: Any, device: str, dtype: str, quantize: str, beams: int):
+        place, _ = pick_device(device)
+        self.dtype, self.beams, self.about = dtype, beams, ""
+        self.run = {} if isinstance(model, Model) else run_settings(model)
+        with blaming(DATA):
+            if not isinstance(model, Model):
+                model = load(resolve_model(model), device=place, dtype=DTYPES[dtype])
+            self.task = task_of(model)
+            self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
+        self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
+        self.classes = class_names(model) if self.task in LABELLED[:3] else []
+        self.quantized = quantize != "none"
+        self.model: Any = prepare(model, quantize, rows=BATCH) if self.quantized else model
+
+    @cached_property
+    def fast(self) -> Any:
+        """The model made ready for decoding."""
+        if self.quantized or next(self.model.parameters()).device.type != "cpu":
+            return self.model
+        precision = precision_of(self.model, self.dtype)
+        return prepare(self.model, precision, rows=ROWS["cpu"] * self.beams)
+
+    def read(
+        self,
+        files: tuple[str, ...],
+        target: tuple[str, ...],
+        reading: dict[str, Any],
+        length: int | None,
+        overlong: str,
+    ) -> None:
+        """Take the settings of the data: what is not asked for is as it was in training."""
+        # An example that training cut is cut here too.
+        cut = overlong == "truncate" or self.run.get("overlong") == "truncate"
+        self.overlong = "truncate" if cut else overlong
+        self.length = self._length(length)
+        reading = self._reading(files, target, reading)
+        wanted = getattr(self.model.config, "embedding", None)
+        check_used(Data(files, target, **reading), self.task)
+        if isinstance(wanted, Patches):
+            reading = {**reading, "size": reading["size"] or wanted.size}
+        self.data = Data(
+            train=files,
+            target=target,
+            length=self.length,
+            rows=BATCH,
+            tokens=None if self.length is None else max(TOKENS, self.length),
+            overlong="split" if self.task in CUT else self.overlong,
+            pack="none",
+            **reading,
+        )
+
+    def _length(self, asked: int | None) -> int | None:
+        """Tokens of a row; None: as many as an example has."""
+        longest = context_of(self.model)
+        if asked is not None and not 0 < asked <= (longest or asked):
+            most = "" if longest is None else f" to {longest}, the model's context"
+            raise UsageError(f"--length is {asked}; give a number from 1{most}")
+        notice_length(self.model, asked or 0)
+        trained = self.run.get("length") or trained_length(self.model)
+        if self.task in CUT:
+            return asked or min(trained or ROW, longest or ROW)
+        return asked or (trained if self.overlong == "truncate" else None) or longest
+
+    def _reading(
+        self, files: tuple[str, ...], target: tuple[str, ...], reading: dict[str, Any]
+    ) -> dict[str, Any]:
+        """How the files are read: as is said, and else as the run's own files were, if these are of
+        that kind."""
+        usual = {n: x for n, x in READING.items() if n in self.run and reading[n] == x}
+        more = {**reading, **{n: self.run[n] for n in usual}}
+        with suppress(UsageError):
+            check_used(Data(files, target, **more), self.task)
+            return more
+        return reading
+
+    def measure(
+        self, names: Sequence[str], folder: Path
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        """Values and signatures of the metrics."""
+        textual = [n for n in names if self.task == "seq2seq" and n not in ("loss", "perplexity")]
+        values, signatures = self._texts(textual) if textual else ({}, {})
+        # Without label smoothing perplexity needs no pass of its own.
+        rest = dict.fromkeys("loss" if n == "perplexity" else n for n in names if n not in textual)
+        if rest:
+            hidden = self.quantized and self.task not in LABELLED
+            loss = by_logits if hidden else TASKS[self.task].objective
+            given: Any = (self.model, self.task, self._feed(folder), self.tokenizer, loss, [*rest])
+            result = measure(*given, classes=self.classes, samples=0)
+            values |= result.values
+            signatures |= result.signatures
+        if "perplexity" in names:
+            values["perplexity"] = perplexity(values["loss"])
+        return {n: values[n] for n in names}, {n: t for n, t in signatures.items() if n in names}
+
+    def _feed(self, folder: Path) -> Feed:
+        """All of the data, as what is held out."""
+        source, batching = self.data.source(), self.data.batching(SEED)
+        shards = shards_of(self.task, source, self.coder, folder / "data", self.classes or None)
+        columns, notes = shards.columns, shards.notes
+        self.about = _examples(notes["records"] - notes["empty"])
+        if self.coder is None:
+            feed: Base = self._pictures(columns, batching)
+        else:
+            self.about += f", {notes['tokens']:,} tokens"
+            self._check(source, columns)
+            feed = feed_of(self.task, self.data, self.coder, batching, columns, "", None)
+        feed.held = feed
+        if self.task != "mlm" or self.coder is None:
+            return feed
+        marks = Marks(self.coder.vocab, self.coder.reserved, self.coder.mask)
+        return Corrupted(feed, MaskTokens(marks), SEED)
+
+    def _pictures(self, columns: dict[str, Column], batching: Batching) -> ImageFeed:
+        c, shape = self.model.config.embedding, columns["images"].values.shape[1:]
+        if shape != (c.size, c.size, c.channels):
+            is_, want = (" x ".join(map(str, x)) for x in (shape, (c.size, c.size, c.channels)))
+            raise Fault(f"the pictures are {is_}, the model reads {want}", DATA)
+        mean, std, _ = normal_of(self.model.origin)
+        ends = {"mean": mean.tolist(), "std": std.tolist()}
+        return ImageFeed(columns["images"], columns["labels"], batching, **ends)
+
+    def _check(self, source: Source, columns: dict[str, Column]) -> None:
+        """Name the first example that is too long, unless such are cut."""
+        if self.data.overlong != "error" or self.length is None or self.coder is None:
+            return
+        ends = len(self.coder.before) + len(self.coder.after)
+        more = {"ids": ends, "source": ends, "target": 1}
+        if all((c.lengths + more[n]).max() <= self.length for n, c in columns.items() if n in more):
+            return
+        second = self.task == "answer" or "second" in source.columns
+        used = [role for role in ROLES[self.task] if second or role != "second"]
+        for number, record in enumerate(records(source, used), 1):
+            size = max(self._sizes(record))
+            if size > self.length:
+                raise self._too_long(number, size, str(record[used[0]]))
+
+    def _sizes(self, record: Record) -> list[int]:
+        """Tokens of each side of an example."""
+        assert self.coder is not None
+        c, values = self.coder, record.values()
+        texts = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
+        counts, ends = [len(ids) for ids in c.encode(texts)], len(c.before) + len(c.after)
+        if self.task == "seq2seq":
+            return [counts[0] + ends, len(c.encode(texts[1:], target=True)[0]) + 1]
+        return [sum(counts) + ends + len(c.between) * (len(counts) - 1)]
+
+    def _too_long(self, number: int, size: int, text: str) -> Fault:
+        return Fault(
+            f"example {number} of {', '.join(self.data.train)} ({text!r:.40}) has {size:,} tokens, a row holds "
+            f"{self.length:,}; shorten it, or say --overlong truncate",
+            DATA,
+        )
+
+    def _texts(self, names: Sequence[str]) -> tuple[dict[str, float], dict[str, str]]:
+        """Translate every source of the files, and compare with its target."""
+        assert self.coder is not None and self.tokenizer is not None
+        sources, references = [], []
+        for number, record in enumerate(records(self.data.source(), ("source", "target")), 1):
+            line, reference = record["source"], record["target"]
+            if not isinstance(line, str) or not isinstance(reference, str):
+                raise Fault(f"example {number}: source and target must be text", DATA)
+            ids = self.tokenizer.encode(line) if line.strip() else []
+            if self.length is not None and len(ids) > self.length:
+                if self.overlong == "error":
+                    raise self._too_long(number, len(ids), line)
+                after = self.coder.after
+                ids = [*ids[: self.length - len(after)], *after]
+            sources.append(ids)
+            references.append(reference)
+        self.about = _examples(len(sources))
+        hypotheses = iter(translations(self.fast, [s for s in sources if s], beams=self.beams))
+        texts = [self.tokenizer.decode(next(hypotheses)) if source else "" for source in sources]
+        return text_scores(names, texts, references)
+
+
+def _examples(n: int) -> str:
+    return f"{n:,} example{'' if n == 1 else 's'}"
+
+
+def by_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of a quantized model, whose head gives logits but no weights; row by row, for logits
+    are large."""
+    total, count = batch.labels.new_zeros((), dtype=torch.float32), (batch.labels != IGNORE).sum()
+    for one in batch.split(len(batch.ids)):
+        more = {"source": one.source, "source_lengths": one.source_lengths}
+        given = {} if one.source is None else more
+        lengths = one.lengths if one.source is None else None
+        total += masked_lm_loss(model(one.ids, lengths, **given), one.labels)[0]
+    return total, count

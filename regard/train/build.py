@@ -1,0 +1,308 @@
+"""From a config to a trainer: tokenizer, data, model, head and adapter, what is measured, where it
+is kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.attention.sparse import SparseAttention
+from regard.checkpoint import load as load_model
+from regard.checkpoint.adapter import load_adapter, save_adapter
+from regard.checkpoint.hf import Origin
+from regard.config import to_dict
+from regard.data.config import Loaded, text_roles
+from regard.data.config import load as load_data
+from regard.data.corrupt import Marks
+from regard.data.feed import Feed
+from regard.data.read import records
+from regard.data.tokens import Coder
+from regard.data.train_tokenizer import train_tokenizer
+from regard.errors import DATA, Fault, UsageError, blaming
+from regard.files import TRAINED, read_files, resolve_model
+from regard.models.adapt import labels, with_head
+from regard.presets import PRESETS, build
+from regard.text import Tokenizer, needed
+from regard.train.check import check_fits, check_suits, check_vocab, recipe_of
+from regard.train.checkpoint import Checkpoints, whole
+from regard.train.config import Config
+from regard.train.measure import context_of, measure
+from regard.train.parallel import SingleProcess
+from regard.train.tasks import SENTINELS, TASKS
+from regard.train.trainer import Figures, Measure, Trainer
+
+CARRIED = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(eq=False)
+class Assembly:
+    """A trainer, and what it was made of."""
+
+    trainer: Trainer
+    files: dict[str, bytes]  # the tokenizer's
+    classes: list[str]
+    notices: list[str]  # what the user should know of this run
+
+
+def assemble(
+    config: Config, folder: Path, device: torch.device, keep: int, team: SingleProcess
+) -> Assembly:
+    """All that `config` names, joined. The first process prepares tokenizer and data, the others
+    read them."""
+    with blaming(DATA):
+        start = (
+            load_model(resolve_model(config.model["folder"])) if "folder" in config.model else None
+        )
+    with blaming(2, files=DATA):
+        files, coder, loaded = team.first(lambda: read_data(config, start, folder))
+    config = replace(config, train=config.train.counted(loaded.feed.epoch))
+    torch.manual_seed(config.train.seed)
+    model = make_model(config, start, coder, loaded.classes)
+    check_fits(model, loaded, config.data)
+    model.origin.files = {**model.origin.files, **files}
+    tokens, saved = special(coder), model.origin.config
+    # A model that brings its tokenizer knows its special tokens.
+    brought = start is not None and "folder" not in config.tokenizer
+    saved = {**tokens, **saved} if brought else {**saved, **tokens}
+    model.origin.config = {**saved, **labels(loaded.classes), **trained_on(config, start)}
+    texts, stored = notices(config, model), str(next(model.parameters()).dtype)
+    model = config.learning(model.to(device))
+    small = config.adapt.method == "lora"
+    save = save_adapter if small else lambda m, path: m.save(path)
+    load = partial(load_adapter, into=model) if small else load_model
+    checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
+    feed = config.fed(loaded.feed, marks(coder))
+    figures = measuring(config, feed, loaded.classes, files, device)
+    trainer = Trainer(
+        model, feed, config.objective, config.train, checkpoints, load, measure=figures, team=team
+    )
+    if stored != str(next(model.parameters()).dtype):
+        texts.append(
+            f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
+        )
+    return Assembly(trainer, files, loaded.classes, texts)
+
+
+def read_data(
+    config: Config, start: Any, folder: Path
+) -> tuple[dict[str, bytes], Coder | None, Loaded]:
+    reads = TASKS[config.task][0]
+    files = {} if reads == "image" else tokenizer_files(config, start, folder)
+    with blaming(DATA):
+        coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
+    if start is not None:
+        check_suits(config.task, start)
+        check_vocab(start, coder, trained=True)
+    loaded = load_data(reads, config.data, coder, folder / "data", config.train.seed)
+    return files, coder, loaded
+
+
+def make_model(config: Config, start: Any, coder: Coder | None, classes: list[str]) -> Any:
+    """The preset with its changes, or the folder's model; with a head that suits the task."""
+    changes = {k: v for k, v in config.model.items() if k not in ("preset", "folder")}
+    if start is not None and changes:
+        raise UsageError(f"[model] folder is taken as it is; leave {', '.join(changes)} out")
+    model = start
+    if model is None:
+        vocab = 0 if coder is None else coder.vocab
+        model = fresh(config.model["preset"], changes, vocab, length=config.data.length)
+        model.origin = Origin(model.family)
+    check_suits(config.task, model)
+    check_vocab(model, coder, trained=start is not None)
+    new_head = TASKS[config.task].head
+    if new_head is None:
+        return model
+    head, wanted = getattr(model.config, "head", None), new_head(len(classes))
+    if isinstance(head, type(wanted)) and head.labels == wanted.labels:
+        return model
+    return with_head(model, wanted)
+
+
+def fresh(
+    preset: str,
+    changes: dict[str, Any],
+    vocab: int,
+    device: str | None = None,
+    length: int | None = None,
+) -> Any:
+    """The preset with its changes. Unless they say a size, its tables are as large as the
+    tokenizer's vocabulary, and its context is `length`, the rows it is trained on: later positions
+    would stay as they were drawn. (But not that of an encoder-decoder, whose two sides differ in
+    length.)"""
+    if preset == "transformer":
+        raise UsageError('preset "transformer" is unknown; that of 2017 is preset = "vaswani-base"')
+    if preset not in PRESETS:
+        return build(preset)  # tells the known ones
+    data = to_dict(PRESETS[preset][1]())
+    sizes = {n: vocab for n in ("vocab", "source_vocab") if vocab and placed(data, n)}
+    if length is not None and "max_len" in data and "decoder" not in data:
+        sizes["max_len"] = length
+    named = {place: x for n, x in flat(changes) for place in placed(data, n) or [n]}
+    try:
+        return build(preset, device=device, **{**sizes, **named})
+    except UsageError:
+        raise
+    except (ValueError, ArithmeticError, RuntimeError) as error:  # torch's, of sizes that cannot be
+        if "memory" in str(error):
+            raise
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"[model] cannot be built: {why}; look at {', '.join(changes)}") from None
+
+
+def flat(changes: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """Tables of settings by dotted names; one with a `kind` is a whole part, which takes the old
+    one's place."""
+    for name, value in changes.items():
+        if isinstance(value, dict) and "kind" not in value:
+            yield from flat(value, f"{where}{name}.")
+        else:
+            yield f"{where}{name}", value
+
+
+def placed(data: dict[str, Any], name: str) -> list[str]:
+    """`name` itself if it is plain and known; of a dotted one all places nearest to the top:
+    attention.kv_heads is tower.attention.kv_heads, or that of both towers."""
+    first, dot, _ = name.partition(".")
+    level = {"": data}
+    while level:
+        if has := [where for where, part in level.items() if first in part]:
+            used = [where for where in has if level[where][first] is not None] or has
+            return [f"{where}{name}" for where in used] if dot else [name]
+        level = {
+            f"{where}{key}.": inner
+            for where, part in level.items()
+            for key, inner in part.items()
+            if isinstance(inner, dict)
+        }
+    return []
+
+
+def written(model: Any, small: bool) -> int:
+    """Bytes of the folder that the model is saved to: its weights, or an adapter's, and what goes
+    along."""
+    origin, learned = model.origin, (p for p in model.parameters() if p.requires_grad)
+    weights = sum(p.nbytes for p in learned) if small else whole(model)
+    carried = 0 if small else sum(x.nbytes for x in origin.tensors.values())
+    return weights + carried + sum(map(len, origin.files.values()))
+
+
+def measuring(
+    config: Config, feed: Feed, classes: list[str], files: dict[str, bytes], device: torch.device
+) -> Measure | None:
+    """The loss, what the best model is best at, and samples, of the held-out part; nothing where
+    none is held out."""
+    if next(feed.evaluation(), None) is None:
+        return None
+    words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
+    names = ["loss", *words, config.train.metric]
+    tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
+
+    def figures(model: Any, between: Callable[[], None]) -> Figures:
+        result = measure(
+            model,
+            config.task,
+            feed,
+            tokenizer,
+            config.objective,
+            names,
+            classes=classes,
+            precision=config.train.precision,
+            device=device,
+            between=between,
+        )
+        more: dict[str, Any] = {"samples": result.samples}
+        if result.signatures:
+            more["signatures"] = result.signatures
+        return result.values, more
+
+    return figures
+
+
+def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes]:
+    """The tokenizer that is named, the model's own, or one that is learned now and kept in the
+    run's folder."""
+    if "folder" in config.tokenizer:
+        home = Path(config.tokenizer["folder"])
+        return read_files(home, CARRIED)
+    if start is not None and CARRIED[0] in start.origin.files:
+        if config.tokenizer:
+            raise UsageError(
+                "[model] folder comes with its tokenizer, so [tokenizer] is not used; leave it out, or say folder in it"
+            )
+        return {n: start.origin.files[n] for n in CARRIED if n in start.origin.files}
+    home = folder / "tokenizer"
+    if (home / CARRIED[0]).is_file():
+        return {n: (home / n).read_bytes() for n in CARRIED}
+    recipe = recipe_of(config)
+    assert recipe is not None
+    files = train_tokenizer(texts_of(config), recipe)
+    new = folder / ".tokenizer"  # whole or not at all
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    for name, content in files.items():
+        (new / name).write_bytes(content)
+    shutil.rmtree(home, ignore_errors=True)
+    new.rename(home)
+    return files
+
+
+def texts_of(config: Config) -> Iterator[str]:
+    """All texts of the training data, each side for itself."""
+    roles = text_roles(TASKS[config.task][0], config.data)
+    for record in records(config.data.source(), roles):
+        for value in (record[role] for role in roles):
+            text = " ".join(map(str, value)) if isinstance(value, list) else value
+            if not isinstance(text, str):
+                raise Fault(f"{' and '.join(roles)} must be text, one is {value!r:.60}", DATA)
+            yield text
+
+
+def trained_on(config: Config, start: Any) -> dict[str, Any]:
+    """The longest row a model was trained on from its beginning, as config.json keeps it; a folder
+    that does not say it was trained elsewhere, on rows nobody knows."""
+    before = 0 if start is None else start.origin.config.get(TRAINED)
+    if before is None or config.data.length is None:
+        return {}
+    return {TRAINED: max(before, config.data.length)}
+
+
+def notices(config: Config, model: Any) -> list[str]:
+    """What a config does that its user may not expect."""
+    texts = []
+    sparse = any(isinstance(m, SparseAttention) for m in model.modules())
+    if sparse and not TASKS[config.task].indexed and config.adapt.method == "full":
+        texts.append(
+            f"task = {config.task} gives the indexers of sparse attention no gradient: they stay as they are; "
+            "task = dense_index, then sparse_index trains them"
+        )
+    length, longest = config.data.length, context_of(model)
+    if "preset" in config.model and length is not None and length < (longest or 0):
+        texts.append(
+            f"positions from {length} to {longest} will not be trained: data.length = {length}, the model's context is "
+            f"{longest}"
+        )
+    return texts
+
+
+def marks(coder: Coder | None) -> Marks | None:
+    if coder is None:
+        return None
+    numbers = [coder.source.core.token_to_id(name) for name in SENTINELS]
+    sentinels = tuple(i for i in numbers if i is not None)
+    ends = (coder.start, coder.end, coder.pad)
+    return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)
+
+
+def special(coder: Coder | None) -> dict[str, Any]:
+    """Token ids as config.json names them. One that the tokenizer lacks is null: a family's own
+    number, which readers take where there is none, would mean another token."""
+    if coder is None:
+        return {}
+    ids = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
+    return {**ids, "decoder_start_token_id": coder.start}

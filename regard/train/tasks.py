@@ -1,0 +1,103 @@
+"""What can be learned, one row per task: how data is read, what is minimised, what a token sees, what
+is measured. A new task is a row here and the functions that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from regard.data.corrupt import Corruption, DrawPrefix, Infill, Marks, MaskTokens, Spans
+from regard.data.feed import Batch
+from regard.layers import Answer, Classify, Tag
+from regard.mask import Mask
+from regard.train import loss
+from regard.train.index import dense_index, sparse_index
+
+# What T5 calls them.
+SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))
+_CLASSES = ("accuracy", "f1", "loss")
+
+
+class Task(NamedTuple):
+    """`reads`: how data becomes batches, a row of regard.data.config.KINDS. `objective`: what is
+    minimised. `models`: the kinds of model it is for; `presets`: what to name instead of others.
+    `mask`: what the tokens of a batch see; it gives None where the model's own mask holds.
+    `metrics`: those of an evaluation, the best model's first; `other_metrics` suit too.
+    `head`: for so many classes; None: words are predicted. `recipe`: settings of a tokenizer that is
+    learned for it. `packed`: whole documents may share a row; `smoothed`: labels may be smoothed;
+    `indexed`: it trains the indexers of sparse attention."""
+
+    reads: str
+    objective: Callable[..., tuple[Tensor, Tensor]]
+    models: tuple[str, ...]
+    presets: str
+    mask: Callable[[Batch], Mask | None] = loss.own_mask
+    metrics: tuple[str, ...] = ("loss", "perplexity")
+    other_metrics: tuple[str, ...] = ()
+    head: Callable[[int], Any] | None = None
+    recipe: Mapping[str, Any] = {"task": "mlm"}
+    corruption: Callable[[Marks], Corruption] | None = None
+    packed: bool = False
+    smoothed: bool = True
+    indexed: bool = False
+
+
+_GPT = (("decoder",), "gpt2 or llama")
+_ANY = (("encoder", "decoder", "encoder-decoder"), "bert-base or gpt2")
+_PAIR = (("encoder-decoder",), "vaswani-base or t5-small")
+_LM: dict[str, Any] = {"mask": loss.causal_mask, "recipe": {"task": "lm"}, "packed": True}
+_INDEX = {**_LM, "metrics": ("loss",), "indexed": True}
+TASKS: dict[str, Task] = {
+    "lm": Task("lm", loss.causal, ("decoder", "recurrent model"), "gpt2 or llama", **_LM),
+    "prefix": Task(
+        "lm",
+        loss.prefix,
+        *_GPT,
+        **{**_LM, "mask": loss.prefix_mask},
+        corruption=lambda marks: DrawPrefix(),
+    ),
+    "mlm": Task(
+        "mlm",
+        loss.masked,
+        ("encoder",),
+        "bert-base or roberta-base",
+        mask=loss.document_mask,
+        corruption=MaskTokens,
+        packed=True,
+    ),
+    "spans": Task(
+        "mlm", loss.seq2seq, *_PAIR, recipe={"task": "seq2seq", "more": SENTINELS}, corruption=Spans
+    ),
+    "infill": Task("mlm", loss.seq2seq, *_PAIR, recipe={"task": "infill"}, corruption=Infill),
+    "seq2seq": Task(
+        "seq2seq",
+        loss.seq2seq,
+        *_PAIR,
+        metrics=("bleu", "chrf", "loss", "perplexity"),
+        other_metrics=("bleu_lc", "exact"),
+        recipe={"task": "seq2seq"},
+    ),
+    "classify": Task("classify", loss.classify, *_ANY, metrics=_CLASSES, head=Classify),
+    "tag": Task("tag", loss.tag, *_ANY, metrics=_CLASSES, head=Tag),
+    "answer": Task(
+        "answer",
+        loss.answer,
+        *_ANY,
+        metrics=("exact", "f1", "loss"),
+        head=lambda classes: Answer(),
+        smoothed=False,
+    ),
+    "image": Task(
+        "image",
+        loss.classify,
+        ("model of pictures",),
+        "vit-small or deit-small",
+        metrics=_CLASSES,
+        head=Classify,
+    ),
+    # The two stages of sparse attention's indexer, see regard.train.index.
+    "dense_index": Task("lm", dense_index, ("decoder",), "deepseek-v3.2", smoothed=False, **_INDEX),
+    "sparse_index": Task("lm", sparse_index, ("decoder",), "deepseek-v3.2", **_INDEX),
+}
