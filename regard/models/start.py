@@ -57,7 +57,7 @@ def initialize(model: nn.Module, start: Start) -> None:
         if isinstance(part, (nn.Linear, nn.Conv2d)):
             _matrix(part.weight, start)
         elif isinstance(part, (nn.LayerNorm, RMSNorm)):
-            nn.init.ones_(part.weight)
+            nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)
@@ -77,6 +77,13 @@ def initialize(model: nn.Module, start: Start) -> None:
                 _into_stream(block, start.std / (2 * len(part.blocks)) ** 0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
+        # gpt-oss, whose they are
+        if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
+            nn.init.normal_(part.sinks, std=start.std)
+        if isinstance(part, MixtureOfExperts) and part.router.bias is not None:
+            nn.init.normal_(part.router.bias, std=start.std)
+            for name in ("gate_bias", "up_bias", "down_bias"):
+                nn.init.zeros_(getattr(part, name))
 
 
 def _matrix(weight: Tensor, start: Start) -> None:

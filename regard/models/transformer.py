@@ -51,8 +51,9 @@ class Transformer(Model):
             self.embedding = PatchEmbedding(c.embedding, dim)
         self.tower = Stack(c.tower)
         self.pooler = nn.Linear(dim, dim) if c.pooler else None
-        vocab = c.embedding.vocab if isinstance(c.embedding, Tokens) else 0
-        self.head = make_head(c.head, dim, vocab) if c.head else None
+        words = c.embedding if isinstance(c.embedding, Tokens) else None
+        vocab, width = (words.vocab, words.width) if words else (0, None)
+        self.head = make_head(c.head, dim, vocab, width) if c.head else None
 
     def forward(
         self,
