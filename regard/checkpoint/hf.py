@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.checkpoint.families.tables import FAMILIES, INERT
-from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
+from regard.checkpoint.families import FAMILIES, INERT
+from regard.checkpoint.rules import SAME, Data, Family, Step, get, put, steps
 from regard.checkpoint.store import Memory, Renamed, Source, Unpacked, Weights
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
 from regard.files import model_folder, read_files, read_json
 from regard.models import CONFIGS, Model
-from regard.models.start import Start, start_of
+from regard.models.start import Start
 
 NATIVE = "regard"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -95,18 +95,17 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
             )
             raise UsageError(f"config.json {what}; known: {', '.join([*FAMILIES, NATIVE])}")
         family = FAMILIES[kind]
-        known = {name for r in family.config for name in r.names}
         theirs = _canonical(theirs, family)
         architecture = _architecture(theirs, family)
         theirs, source = _unpacked(theirs, _modern(source, family), dtype)
-        _check_counts({k: v for k, v in theirs.items() if k in known}, LAYERS, count)
+        _check_counts({k: v for k, v in theirs.items() if k in family.keys}, LAYERS, count)
         config, skip = _settle(read_config(theirs, family, architecture), family, source)
         _check_counts(to_dict(config), ("experts",), count)
-        _name_unknown(theirs, known | INERT | set(family.aliases), f"transformers' {kind}")
+        _name_unknown(theirs, family.keys | INERT | set(family.aliases), f"transformers' {kind}")
         model = _empty(config)
         model.origin = Origin(kind, architecture, theirs)
         model.origin.heads = _heads(theirs, family)
-        model.origin.start = _start(theirs, kind)
+        model.origin.start = _start(theirs, family)
     steps = plan(model, family)
     left = _check(steps, source, family, model)
     if family is not None:
@@ -193,33 +192,29 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
     """Their keys -> our config, by the family's rules: what no rule names decides nothing."""
     ours = to_dict(family.blank)
     ours["head"] = to_dict(family.heads[architecture])
-    for r in family.config:
-        said = {name: theirs[name] for name in r.names if name in theirs}
-        with _blaming(f"cannot use {said}"):
-            r.read(theirs, ours)
+    for name, r in family.rules:
+        values = {key: theirs[key] for key in getattr(r, "names", (name,)) if key in theirs}
+        with _blaming(f"cannot use {values}"):
+            r.read(name, theirs, ours)
     with _blaming("these sizes do not fit together"):
         return from_dict(type(family.blank), ours)
 
 
 def _heads(theirs: Data, family: Family) -> dict[str, Any]:
     """What each head of the family would be on this body, by its kind."""
-    found = {}
-    for head in family.heads.values():
-        ours = to_dict(family.blank) | {"head": to_dict(head)}
-        for r in family.config if head is not None else ():
-            r.read(theirs, ours)
+    heads = {}
+    for architecture, head in family.heads.items():
         if head is not None:
-            found[head.kind] = from_dict(type(head), ours["head"])
-    return found
+            heads[head.kind] = read_config(theirs, family, architecture).head
+    return heads
 
 
-def _start(theirs: Data, family: str) -> Start:
+def _start(theirs: Data, family: Family) -> Start:
     """How the family starts, with the deviation that the folder says."""
-    start = start_of(None, family)
     for key in ("initializer_range", "init_std", "initializer_factor"):
         if theirs.get(key):
-            return replace(start, std=float(theirs[key]))
-    return start
+            return replace(family.start, std=float(theirs[key]))
+    return family.start
 
 
 @contextmanager
@@ -249,7 +244,7 @@ def _modern(source: Source, family: Family) -> Source:
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
-        heads = {r.theirs[0].split(".")[0] for rules in family.head_tensors.values() for r in rules}
+        heads = {n.split(".")[0] for table in family.head_tensors.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}
         names = {n: family.base + new if n in bare else new for n, new in names.items()}
     return Renamed(source, {new: n for n, new in names.items()})
@@ -293,12 +288,13 @@ def plan(model: Model, family: Family | None) -> list[Step]:
     """Which tensors of theirs are which of ours, for this model."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     if family is None:
-        return [Step([name], [name], [shape], SAME) for name, shape in shapes.items()]
-    head = () if model.config.head is None else family.head_tensors[model.config.head.kind]
-    steps = [step for r in (*family.tensors, *head) for step in r.steps(shapes)]
-    covered = [name for step in steps for name in step.ours]
+        return [Step([name], [name], [shape]) for name, shape in shapes.items()]
+    head = model.config.head
+    tables = [family.tensors, family.head_tensors[head.kind] if head is not None else {}]
+    rows = [step for table in tables for step in steps(table, shapes, model.config)]
+    covered = [name for step in rows for name in step.ours]
     assert sorted(covered) == sorted(shapes), set(covered) ^ set(shapes)
-    return steps
+    return rows
 
 
 def _check(steps: list[Step], source: Source, family: Family | None, model: Model) -> list[str]:
@@ -396,7 +392,7 @@ def _fill(
         plain = step.op is SAME and device is None and dtype is None
         theirs = [source.read(step.theirs[0])] if plain else source.borrow(step.theirs)
         lent = set() if plain else {t.untyped_storage().data_ptr() for t in theirs}
-        for name, tensor in zip(step.ours, step.op.load(theirs, step.shapes), strict=True):
+        for name, tensor in zip(step.ours, step.load(theirs), strict=True):
             old = model.get_parameter(name)
             kind = type_of(name, wide, dtype) if dtype else tensor.dtype
             kept = torch.empty(0, dtype=kind, device=device or tensor.device)

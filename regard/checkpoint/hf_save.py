@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.checkpoint.families.tables import FAMILIES, INERT
+from regard.checkpoint.families import FAMILIES, INERT
 from regard.checkpoint.hf import NATIVE, Origin, plan, read_config
 from regard.checkpoint.rules import Data, Family, get, put
 from regard.checkpoint.store import SHARD_BYTES, replacing, write_json, write_weights
@@ -39,7 +39,7 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     tensors: dict[str, Tensor] = {}
     for step in plan(model, family):
         ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
-        for name, tensor in zip(step.theirs, step.op.save(ours, len(step.theirs)), strict=True):
+        for name, tensor in zip(step.theirs, step.save(ours), strict=True):
             tensors[name] = tensor.contiguous()
     if family is not None and family.apart and theirs.get("tie_word_embeddings") is False:
         for name, (first, *_), switch in family.twins:
@@ -78,7 +78,7 @@ def _express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
             if name == origin.family:
                 why = f"{name} cannot express it ({unsaid})"
     own = FAMILIES.get(origin.family)
-    used = {n for r in own.config for n in r.names} - INERT | set(own.aliases) if own else set()
+    used = own.keys - INERT | set(own.aliases) if own else set()
     theirs = {key: value for key, value in origin.config.items() if key not in used}
     theirs |= {"model_type": NATIVE, "architectures": [type(model).__name__]}
     return None, theirs, why
@@ -88,8 +88,8 @@ def _unsaid(family: Family, architecture: str, config: Any, theirs: Data) -> str
     """Write `config` into `theirs` by the family's rules; what of it is lost when that is read again, if anything."""
     ours = resolved(to_dict(config))
     try:
-        for r in reversed(family.config):
-            r.write(ours, theirs)
+        for name, r in reversed(family.rules):
+            r.write(name, ours, theirs)
         back = to_dict(read_config(theirs, family, architecture))
     except UsageError as error:
         return str(error)

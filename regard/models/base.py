@@ -25,7 +25,9 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.origin: Any = None
-        self.family = ""  # Hugging Face's name for what it was built as, if it has one
+        # Hugging Face's name for what it was built as, if it has one, and how its weights were drawn.
+        self.family = ""
+        self.start: Any = None
 
     def save(self, path: str | Path) -> Path:
         """Write a folder that `regard.load`, and transformers where it knows the family, can read."""
