@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import regard
-from regard.checkpoint.hf import Origin
-from regard.checkpoint.hf_save import _express
+from regard.checkpoint.hf import Origin, _express
 from regard.decode.generate import told
 from regard.errors import Notice, UsageError
 from regard.layers import MLP

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 import regard
 from regard.checkpoint.families import FAMILIES, INERT
-from regard.checkpoint.hf import read
-from regard.checkpoint.hf_save import _express
+from regard.checkpoint.hf import _express, read
 from regard.checkpoint.store import Memory, Weights
 from regard.errors import Notice
 from tests.checkpoint.families import Peer, error
