@@ -46,8 +46,7 @@ def with_head(model: Model, head: Head) -> Model:
     if isinstance(head, (LM, MLM)) and not vocab:
         raise UsageError("an image has no vocabulary: put a Classify or Tag head on this model")
     made = make_head(head, dim, vocab, width)
-    family = getattr(model.origin, "family", "") or model.family
-    start = getattr(model.origin, "start", None) or start_of(model.config, family)
+    start = getattr(model.origin, "start", None) or model.start or start_of(model.config)
     initialize(made, start)
     made = made.to(next(model.parameters())).train(model.training)
     if isinstance(made, LMHead):

@@ -34,18 +34,8 @@ class Start:
     std: Positive = 0.02
 
 
-# Hugging Face's family -> how it starts, where that is not Start()
-STARTS: dict[str, Start] = {
-    "gpt2": Start("gpt2"),
-    "t5": Start("t5", 1.0),
-    "deit": Start("deit"),
-}
-
-
-def start_of(config: Any, family: str = "") -> Start:
-    """A family's; without one 2017's for norms after the sum, GPT-2's for norms before it."""
-    if family:
-        return STARTS.get(family, Start())
+def start_of(config: Any) -> Start:
+    """Of a model of no family: 2017's for norms after the sum, GPT-2's for norms before it."""
     tower = getattr(config, "decoder", None) or getattr(config, "tower", None)
     return Start("uniform" if getattr(tower, "order", "") == "post" else "gpt2")
 

@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from regard.checkpoint.families import FAMILIES
+from regard.checkpoint.rules import Family
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 Settings = dict[str, Any]
 
@@ -235,15 +238,32 @@ SEQ2SEQ = [
     case("bart-body-untied", "BartModel", BART, tie_word_embeddings=False),
 ]  # fmt: skip
 
-_ALL = [*DECODERS, *LABELLED, *ENCODERS, *IMAGES, *SEQ2SEQ]
+# Sizes by their key, for what has no case above: each architecture in the table of families gets one of itself.
+ODD: Settings = {**GPT, **DISTIL, **T5, **BART, **IMAGE, **LATENT, **EXPERTS, **INDEX, **BASE}
+ODD |= dict(num_key_value_heads=1, head_dim=8, num_local_experts=4, num_experts=4, sliding_window=4)
+ODD |= dict(index_topk=5, first_k_dense_replace=1, topk_group=1, pad_token_id=0, num_labels=3)
+HEADS = {name: head for family in FAMILIES.values() for name, head in family.heads.items()}
+
+
+def _case_of(family: Family, architecture: str) -> Case:
+    known = family.keys | {"bos_token_id", "eos_token_id", "pad_token_id", "num_labels"}
+    return case(architecture, architecture, {key: ODD[key] for key in ODD if key in known})
+
+
+_WRITTEN = [*DECODERS, *LABELLED, *ENCODERS, *IMAGES, *SEQ2SEQ]
+_ALL = _WRITTEN + [
+    _case_of(family, architecture)
+    for family in FAMILIES.values()
+    for architecture in family.heads
+    if architecture not in {c.architecture for c in _WRITTEN}
+]
 CASES = {c.name: c for c in _ALL}
 assert len(CASES) == len(_ALL)
-
-ONE_A_FAMILY = [
-    "gpt2", "llama-mqa", "mistral", "qwen2", "qwen3", "mixtral", "deepseek-v2", "deepseek-v3",
-    "deepseek-v32-sparse", "bert-ForMaskedLM", "roberta-body", "xlm-roberta-ForMaskedLM",
-    "distilbert-ForMaskedLM", "vit", "deit", "t5", "bart", "marian",
-]  # fmt: skip
+# The first case of each family's first head.
+ONE_PER_FAMILY = [
+    next(c.name for c in _ALL if c.architecture == next(iter(family.heads)))
+    for family in FAMILIES.values()
+]
 
 # --- a model of theirs beside its folder, and the same input for both ---------------------------------------------
 
