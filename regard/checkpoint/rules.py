@@ -162,6 +162,25 @@ JOINED_TRANSPOSED = Op(
 )
 # One of theirs for each expert.
 STACKED = Op(lambda theirs, *_: [torch.stack(theirs)], lambda ours, *_: list(ours[0].unbind()))
+# Queries, keys and values of each head side by side (GPT-NeoX).
+JOINED_BY_HEAD = Op(
+    lambda theirs, sizes, config: [
+        x.flatten(0, 1) for x in theirs[0].unflatten(0, (_heads(config), 3, -1)).unbind(1)
+    ],
+    lambda ours, _, config: [
+        torch.stack([x.unflatten(0, (_heads(config), -1)) for x in ours], 1).flatten(0, 2)
+    ],
+)
+# Gates and ups of all experts by turns, (E in out) as transposed; their biases (E out) (gpt-oss).
+BY_TURNS = Op(
+    lambda theirs, *_: [theirs[0][:, ::2], theirs[0][:, 1::2]],
+    lambda ours, *_: [torch.stack(ours, 2).flatten(1, 2)],
+)
+BY_TURNS_TRANSPOSED = Op(
+    lambda theirs, *_: BY_TURNS.load([theirs[0].mT], [], None),
+    lambda ours, *_: [BY_TURNS.save(ours, 1, None)[0].mT],
+)
+EXPERTS_TRANSPOSED = Op(lambda theirs, *_: [theirs[0].mT], lambda ours, *_: [ours[0].mT])
 # Theirs has a leading 1.
 ROW = Op(lambda theirs, *_: [theirs[0][0]], lambda ours, *_: [ours[0][None]])
 # Theirs (1 1 m) each, ours (n m).
@@ -169,6 +188,10 @@ TOKENS = Op(
     lambda theirs, *_: [torch.cat([t[0] for t in theirs])],
     lambda ours, *_: [row[None, None] for row in ours[0]],
 )
+
+
+def _heads(config: Any) -> int:
+    return config.tower.each("attention")[0].heads
 
 
 @dataclass(frozen=True)
@@ -229,14 +252,15 @@ class Step:
 def steps(table: Weights, shapes: dict[str, torch.Size], config: Any) -> Iterator[Step]:
     """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over experts, a last *
     over weight and bias."""
-    layers = 1 + max((int(p) for n in shapes for p in n.split(".")[:3] if p.isdigit()), default=0)
+    layers = sorted({int(p) for n in shapes for p in n.split(".")[:3] if p.isdigit()})
     for key, row in table.items():
         to = To(row) if isinstance(row, str) else row
-        for i in map(str, range(layers if "{i}" in to.ours else 1)):
+        # Layers that share a block have one set of weights: theirs are counted, ours named after the first.
+        for number, layer in enumerate(layers if "{i}" in to.ours else [0]):
+            i = str(layer)
             for end in ("weight", "bias") if to.ours.endswith("*") else ("",):
-                theirs, ours = (
-                    n.replace("{i}", i).replace("*", end).split() for n in (key, to.ours)
-                )
+                theirs = key.replace("{i}", str(number)).replace("*", end).split()
+                ours = to.ours.replace("{i}", i).replace("*", end).split()
                 needs, unless = (n.replace("{i}", i) for n in (to.needs, to.unless))
                 if ours[0] not in shapes or (needs and needs not in shapes) or unless in shapes:
                     continue

@@ -4,7 +4,7 @@ oddities. Each is a pair of functions, one the inverse of the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,11 +45,18 @@ _SCALING: dict[str, dict[str, tuple[str, Any]]] = {
         "mscale_all_dim": ("mscale_all", ABSENT),
         "truncate": ("truncated", True),
     },
+    "longrope": {
+        "short_factor": ("short", None),
+        "long_factor": ("long", None),
+        "factor": ("factor", ABSENT),
+        "original_max_position_embeddings": _ORIGINAL,
+        "attention_factor": ("attention_factor", ABSENT),
+    },
 }
 
 
-def _rope_of(theirs: Data) -> tuple[float | None, Data | None]:
-    """Their base, if they say one, and the scaling in our words."""
+def _rope_of(theirs: Data) -> Data:
+    """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(theirs.get(key), dict | None):
             raise UsageError(f"config.json: {key} is {theirs[key]!r}; it must be an object")
@@ -58,10 +65,6 @@ def _rope_of(theirs: Data) -> tuple[float | None, Data | None]:
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
-        raise UsageError(
-            f"config.json: partial_rotary_factor is {share}, this family turns whole heads"
-        )
     scaling = None
     if kind != "default":
         if kind not in _SCALING:
@@ -80,38 +83,107 @@ def _rope_of(theirs: Data) -> tuple[float | None, Data | None]:
             elif value is None:
                 value = None if default is ABSENT else default
             scaling[name] = value
+        if kind == "longrope" and scaling["factor"] is None:
+            scaling["factor"] = theirs["max_position_embeddings"] / scaling["original_len"]
     if given:
         raise UsageError(
             f"config.json: rope_parameters.{next(iter(given))} is not known for {kind} RoPE"
         )
-    return base and float(base), scaling
+    said = {"base": base and float(base), "partial": share}
+    return {name: value for name, value in said.items() if value} | {"scaling": scaling}
 
 
-def rope_at(place: str) -> Group:
-    """The RoPE of the attention at this place of ours."""
+def _rope_words(rope: Data) -> Data:
+    """Our RoPE as their rope_parameters."""
+    scaling = rope["scaling"] or {"kind": "default"}
+    out: Data = {"rope_type": scaling["kind"], "rope_theta": rope["base"]}
+    if rope["partial"] != 1:
+        out["partial_rotary_factor"] = rope["partial"]
+    for key, (name, _) in _SCALING.get(scaling["kind"], {}).items():
+        if scaling[name] is not None:
+            out[key] = scaling[name]
+    return out
+
+
+def _same_rope(said: Data, rope: Data) -> bool:
+    return {"partial": 1, **said} == {name: rope[name] for name in ("base", "partial", "scaling")}
+
+
+def rope_at(
+    place: str,
+    base: str = "rope_theta",
+    share: str = "",
+    renamed: Mapping[str, str] | None = None,
+    **missing: Any,
+) -> Group:
+    """The RoPE of the attention at this place of ours. `base` and `share` are their older keys for them (no share:
+    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean."""
+
+    def words(theirs: Data) -> Data:
+        said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
+        out = _rope_of(
+            said
+            | {"rope_theta": said.get(base)}
+            | ({"partial_rotary_factor": said.get(share)} if share else {})
+            | {k: _renamed(said.get(k), renamed or {}) for k in ("rope_parameters", "rope_scaling")}
+        )
+        if not share and out.get("partial", 1) != 1:
+            raise UsageError(
+                f"config.json: partial_rotary_factor is {out['partial']}, this family turns whole heads"
+            )
+        return out
 
     def read(theirs: Data, ours: Data) -> None:
-        base, scaling = _rope_of(theirs)
-        rope = get(ours, place)
+        rope, said = get(ours, place), words(theirs)
         if isinstance(rope, dict):
-            put(ours, place, {**rope, "base": base or rope["base"], "scaling": scaling})
+            put(ours, place, {**rope, **said})
 
     def write(ours: Data, theirs: Data) -> None:
         rope = get(ours, place)
-        if not isinstance(rope, dict) or _rope_of(theirs) == (rope["base"], rope["scaling"]):
+        if not isinstance(rope, dict) or _same_rope(words(theirs), rope):
             return
-        scaling = rope["scaling"] or {"kind": "default"}
-        kind = scaling["kind"]
-        out: Data = {"rope_type": kind, "rope_theta": rope["base"]}
-        for key, (name, _) in _SCALING.get(kind, {}).items():
-            if scaling[name] is not None:
-                out[key] = scaling[name]
-        for old in ("rope_theta", "rope_scaling"):
+        for old in (base, share, "rope_scaling"):
             theirs.pop(old, None)
-        theirs["rope_parameters"] = out
+        theirs["rope_parameters"] = _rope_words(rope)
 
-    names = "rope_parameters rope_scaling rope_theta partial_rotary_factor"
-    return Group((*names.split(), "original_max_position_embeddings"), read, write)
+    names = ["rope_parameters", "rope_scaling", base, share or "partial_rotary_factor"]
+    return Group((*names, "original_max_position_embeddings"), read, write)
+
+
+def _renamed(given: Any, names: Mapping[str, str]) -> Any:
+    if not isinstance(given, dict):
+        return given
+    return {k: names.get(v, v) if k in ("type", "rope_type") else v for k, v in given.items()}
+
+
+def ropes_by_layer(full: str, sliding: str, scaled: str = "full_attention") -> Group:
+    """A RoPE for the layers that see all and one for those that slide, as `sliding_layers` lists them. `full` and
+    `sliding` are older keys for their bases, `scaled` says whose scaling an older rope_scaling is."""
+    bases = {"full_attention": full, "sliding_attention": sliding}
+    places = {word: f"tower.attention.{i}.rope" for i, word in enumerate(bases)}
+
+    def words(theirs: Data, word: str) -> Data:
+        nested = (theirs.get("rope_parameters") or {}).get(word)
+        older = theirs.get("rope_scaling") if word in scaled and nested is None else None
+        base = theirs.get(bases[word])
+        return _rope_of(
+            {**theirs, "rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
+        )
+
+    def read(theirs: Data, ours: Data) -> None:
+        for word, place in places.items():
+            put(ours, place, {**get(ours, place), **words(theirs, word)})
+
+    def write(ours: Data, theirs: Data) -> None:
+        ropes = {word: get(ours, place) for word, place in places.items()}
+        ropes = {word: rope for word, rope in ropes.items() if isinstance(rope, dict)}
+        if all(_same_rope(words(theirs, word), rope) for word, rope in ropes.items()):
+            return
+        for old in (*bases.values(), "rope_scaling"):
+            theirs.pop(old, None)
+        theirs["rope_parameters"] = {word: _rope_words(rope) for word, rope in ropes.items()}
+
+    return Group(("rope_parameters", "rope_scaling", *filter(None, bases.values())), read, write)
 
 
 ROPE = rope_at("tower.attention.rope")
@@ -163,14 +235,18 @@ def sliding_layers(
     window: int | None = None,
     switch: str = "",
     more: str = "",
+    key: str = "sliding_window",
+    both_ways: bool = False,
 ) -> Group:
     """Layers that see all and layers that see a window: `attention` of the blank lists both. `default`: whether each
     layer slides where `layer_types` is missing (`more`: the keys that it looks at); `window`: what a missing
-    sliding_window means; `switch`: the key that turns it on, if there is one."""
+    sliding_window means; `switch`: the key that turns it on, if there is one; `key`: where it is not sliding_window;
+    `both_ways`: it counts the tokens on either side together, without the query's own."""
     words = ("full_attention", "sliding_attention")
 
     def window_of(theirs: Data) -> int | None:
-        return theirs.get("sliding_window", window) if theirs.get(switch, not switch) else None
+        size = theirs.get(key, window) if theirs.get(switch, not switch) else None
+        return size // 2 + 1 if both_ways and size is not None else size
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         kinds = [words[slides] for slides in default(theirs, layers)]
@@ -190,9 +266,9 @@ def sliding_layers(
         if switch:
             theirs[switch] = size is not None
         if switch or size is not None:
-            theirs["sliding_window"] = size
+            theirs[key] = 2 * (size - 1) if both_ways and size else size
 
-    keys = ["sliding_window", *([switch] if switch else [])]
+    keys = [key, *([switch] if switch else [])]
     group = by_layer(
         "attention",
         ["layer_types", *keys, *more.split()],
