@@ -169,7 +169,7 @@ class MLM:
     norm_eps: Amount = 1e-12
     norm_bias: bool = True
     dense_bias: bool = True
-    bias: bool = True
+    vocab_bias: bool = True
     kind: str = "mlm"
 
 
@@ -177,8 +177,8 @@ class MLM:
 @ranged
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
-    first token, a causal tower at its last real one, which alone has seen all. `distilled`: the mean of that and of a
-    second `out` on the second token, which learned from a teacher (DeiT)."""
+    first token or as the mean of all, a causal tower at its last real one, which alone has seen all. `distilled`: the
+    mean of that and of a second `out` on the second token, which learned from a teacher (DeiT)."""
 
     labels: Count
     dense: str | None = "tanh"
@@ -187,12 +187,16 @@ class Classify:
     distilled: bool = False
     dropout: Fraction | None = None  # before `out`; None as for MLP
     dropped_twice: bool = False  # `dropout` before `dense` too (RoBERTa)
+    dense_bias: bool = True
+    norm: Norm | None = None  # after `dense` (ModernBERT)
     kind: str = "classify"
 
     def __post_init__(self) -> None:
-        if self.token not in ("first", "last"):
-            raise UsageError(f"head.token is {self.token!r}; choose first or last")
-        if self.distilled and (self.dense or self.token == "last"):
+        if self.token not in ("first", "last", "mean"):
+            raise UsageError(f"head.token is {self.token!r}; choose first, last or mean")
+        if self.norm is not None and self.dense is None:
+            raise UsageError("head.norm stands after head.dense; give its activation too")
+        if self.distilled and (self.dense or self.token != "first"):
             raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
 
 
@@ -235,8 +239,8 @@ class LMHead(nn.Module):
         self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, width))
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
-        trained = isinstance(c, MLM) or c.trained
-        self.bias = nn.Parameter(torch.zeros(vocab), requires_grad=trained) if c.bias else None
+        biased, trained = (c.vocab_bias, True) if isinstance(c, MLM) else (c.bias, c.trained)
+        self.bias = nn.Parameter(torch.zeros(vocab), requires_grad=trained) if biased else None
         self.fresh = False  # put on a trained body, still to be learnt: see with_head
 
     def features(self, h: Tensor) -> Tensor:
@@ -255,28 +259,30 @@ class LMHead(nn.Module):
 
 class LabelHead(nn.Module):
     """hidden (b t m) -> (b labels) for Classify, (b t labels) for Tag and Answer. What is given ends where the text
-    does: of a ragged batch, Transformer gives the last real tokens alone."""
+    does: of a ragged batch, Transformer gives the last real tokens alone, or the mean of the real ones."""
 
     def __init__(self, config: Classify | Tag | Answer, dim: int):
         super().__init__()
         self.config = config
-        name = config.dense if isinstance(config, Classify) else None
-        self.dense = nn.Linear(dim, dim) if name else None
-        self.act = activation(name) if name else None
-        bias = config.bias if isinstance(config, Classify) else True
+        c = config if isinstance(config, Classify) else None
+        self.dense = nn.Linear(dim, dim, bias=c.dense_bias) if c and c.dense else None
+        self.act = activation(c.dense) if c and c.dense else None
+        self.norm = c.norm.make(dim) if c and c.norm else None
+        bias = c.bias if c else True
         self.out = nn.Linear(dim, config.labels, bias=bias)
-        distilled = isinstance(config, Classify) and config.distilled
-        self.teacher = nn.Linear(dim, config.labels, bias=bias) if distilled else None
+        self.teacher = nn.Linear(dim, config.labels, bias=bias) if c and c.distilled else None
         self.dropout = nn.Dropout(config.dropout or 0.0)
 
     def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
         if self.teacher is not None:
             return (self.out(h[:, 0]) + self.teacher(h[:, 1])) / 2
         if isinstance(self.config, Classify):
-            h = h[:, 0 if self.config.token == "first" else -1]
+            token = self.config.token
+            h = h.mean(1) if token == "mean" else h[:, 0 if token == "first" else -1]
             h = self.dropout(h) if self.config.dropped_twice else h
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
+        h = h if self.norm is None else self.norm(h)
         return self.out(self.dropout(h))
 
 

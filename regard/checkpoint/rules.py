@@ -93,7 +93,8 @@ class Key:
             put(ours, place, self.value(name, theirs))
 
     def write(self, name: str, ours: Data, theirs: Data) -> None:
-        value = get(ours, self.places.split()[0])
+        values = (get(ours, place) for place in self.places.split())
+        value = next((v for v in values if v is not ABSENT), ABSENT)
         if value is ABSENT or (name in theirs and self.value(name, theirs) == value):
             return
         if self.words is not None:

@@ -45,7 +45,7 @@ def encoder_heads(name: str, dense: str, twice: bool = False) -> Data:
 
 # --- BERT and its kin ---------------------------------------------------------------------------------------------
 
-_BERT_KEYS: Keys = dict(
+BERT_KEYS: Keys = dict(
     vocab_size=Key("embedding.vocab"),
     hidden_size=Key("tower.dim"),
     num_hidden_layers=Key("tower.layers"),
@@ -69,19 +69,18 @@ _BERT_KEYS: Keys = dict(
 )
 
 
+EMBEDDING_TENSORS = {
+    "word_embeddings.weight": "weight",
+    "position_embeddings.weight": "position.weight",
+    "token_type_embeddings.weight": "types",
+    "LayerNorm.*": "norm.*",
+}
+
+
 def _bert_tensors(base: str) -> Weights:
     return {
-        **under(
-            base,
-            "",
-            {
-                "embeddings.word_embeddings.weight": "embedding.weight",
-                "embeddings.position_embeddings.weight": "embedding.position.weight",
-                "embeddings.token_type_embeddings.weight": "embedding.types",
-                "embeddings.LayerNorm.*": "embedding.norm.*",
-                "pooler.dense.*": "pooler.*",
-            },
-        ),
+        **under(base + "embeddings.", "embedding.", EMBEDDING_TENSORS),
+        base + "pooler.dense.*": "pooler.*",
         **block(
             base + "encoder.layer.{i}.",
             {
@@ -103,7 +102,7 @@ BERT = Family(
     base="bert.",
     blank=TransformerConfig(Tokens(1, Learned(1), types=2, norm=Norm()), POST_NORM, max_len=1),
     heads={**encoder_heads("Bert", "tanh"), "BertForPreTraining": MLM()},
-    config=_BERT_KEYS,
+    config=BERT_KEYS,
     tensors=_bert_tensors("bert."),
     head_tensors={
         **LABEL_TENSORS,
@@ -154,7 +153,7 @@ ROBERTA = replace(
         Tokens(1, Learned(1, 2, 1), types=2, norm=Norm()), POST_NORM, max_len=1
     ),
     heads=encoder_heads("Roberta", "tanh", twice=True),
-    config=_BERT_KEYS
+    config=BERT_KEYS
     | dict(
         max_position_embeddings=Group(
             ("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions

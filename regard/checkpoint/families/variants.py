@@ -1,4 +1,5 @@
-"""Decoders that vary the block of Llama or GPT-2, as data: Gemma 3, OLMo 2 and 3, Phi-3, gpt-oss, GPT-NeoX."""
+"""Families that vary the block of Llama, GPT-2 or BERT, as data: Gemma 3, OLMo 2 and 3, Phi-3, gpt-oss, GPT-NeoX,
+ALBERT, ModernBERT."""
 
 from __future__ import annotations
 
@@ -18,8 +19,17 @@ from regard.checkpoint.families.decoders import (
     decoder,
     decoder_heads,
 )
+from regard.checkpoint.families.encoders import (
+    BERT,
+    BERT_KEYS,
+    EMBEDDING_TENSORS,
+    LABEL_TENSORS,
+    POST_NORM,
+    encoder_heads,
+)
 from regard.checkpoint.families.keys import (
     ACTIVATIONS,
+    LABELS,
     head_dropout,
     rope_at,
     ropes_by_layer,
@@ -40,11 +50,13 @@ from regard.checkpoint.rules import (
     block,
     get,
     put,
+    under,
 )
-from regard.layers import LM, MLP, Classify, Norm
+from regard.layers import LM, MLM, MLP, Classify, Norm
 from regard.models import Tokens, TransformerConfig
+from regard.models.start import Start
 from regard.moe import MoE
-from regard.position import Rope
+from regard.position import Learned, Rope
 
 _EMBEDDING = {
     "model.embed_tokens.weight": "embedding.weight",
@@ -351,6 +363,196 @@ GPT_NEOX = Family(
             num_attention_heads=12,
             intermediate_size=3072,
             max_position_embeddings=2048,
+        )
+    },
+)
+
+# --- ALBERT -------------------------------------------------------------------------------------------------------
+
+
+def _read_groups(theirs: Data, ours: Data) -> None:
+    tower, groups = ours["tower"], theirs.get("num_hidden_groups", 1)
+    n = tower["layers"]
+    tower["blocks"] = None if groups == n else [int(i / (n / groups)) for i in range(n)]
+
+
+def _write_groups(ours: Data, theirs: Data) -> None:
+    blocks, n = ours["tower"]["blocks"], ours["tower"]["layers"]
+    groups = n if blocks is None else len(set(blocks))
+    if groups != theirs.get("num_hidden_groups", 1):
+        theirs["num_hidden_groups"] = groups
+
+
+ALBERT = replace(
+    BERT,
+    name="albert",
+    base="albert.",
+    blank=TransformerConfig(
+        Tokens(1, Learned(1), types=2, norm=Norm(), width=1),
+        replace(POST_NORM, blocks=(0,), ffn_dropped=False),
+        max_len=1,
+    ),
+    heads={**encoder_heads("Albert", "tanh"), "AlbertForPreTraining": MLM()},
+    config=BERT_KEYS
+    | dict(
+        embedding_size=Key("embedding.width", 128),
+        num_hidden_groups=Group(("num_hidden_groups",), _read_groups, _write_groups, last=True),
+        inner_group_num=Fixed(1),
+        hidden_act=Key("tower.ffn.activation head.activation", "gelu_new", ACTIVATIONS),
+        hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
+        attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
+        classifier_dropout=head_dropout(
+            classify=("classifier_dropout_prob", 0.1),
+            tag=("classifier_dropout_prob", "hidden_dropout_prob"),
+        ),
+    ),
+    inert="net_structure_type gap_size num_memory_blocks down_scale_factor layers_to_keep",
+    tensors={
+        **under("albert.embeddings.", "embedding.", EMBEDDING_TENSORS),
+        "albert.encoder.embedding_hidden_mapping_in.*": "embedding.project.*",
+        "albert.pooler.*": "pooler.*",
+        **block(
+            "albert.encoder.albert_layer_groups.{i}.albert_layers.0.",
+            {
+                "attention.query.*": "attention.wq.*",
+                "attention.key.*": "attention.wk.*",
+                "attention.value.*": "attention.wv.*",
+                "attention.dense.*": "attention.wo.*",
+                "attention.LayerNorm.*": "norm1.*",
+                "ffn.*": "ffn.up.*",
+                "ffn_output.*": "ffn.down.*",
+                "full_layer_layer_norm.*": "norm3.*",
+            },
+        ),
+    },
+    head_tensors={
+        **LABEL_TENSORS,
+        "mlm": {
+            "predictions.dense.*": "head.dense.*",
+            "predictions.LayerNorm.*": "head.norm.*",
+            "predictions.decoder.weight": "head.weight",
+            "predictions.bias": To("head.bias", unless="head.weight"),
+            "predictions.decoder.bias": To("head.bias", needs="head.weight"),
+        },
+        "classify": {"albert.pooler.*": "head.dense.*", "classifier.*": "head.out.*"},
+    },
+    pooler="albert.pooler.weight",
+    twins=(
+        ("predictions.decoder.weight", ("albert.embeddings.word_embeddings.weight",), "head.tied"),
+        ("predictions.decoder.bias", ("predictions.bias",), ""),
+    ),
+    carried=(r"albert\.pooler\..*", r"sop_classifier\..*", r"predictions\.bias"),
+    presets={
+        "albert-base": dict(
+            vocab_size=30000,
+            hidden_size=768,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            intermediate_size=3072,
+            max_position_embeddings=512,
+        )
+    },
+)
+
+# --- ModernBERT ---------------------------------------------------------------------------------------------------
+
+_LOCAL = GQA(1, rope=Rope(10000.0), window=1)
+_NORM = Norm(bias=False)
+MODERNBERT = Family(
+    name="modernbert",
+    base="model.",
+    blank=TransformerConfig(
+        Tokens(1, norm=_NORM),
+        Tower(
+            1,
+            2,
+            (replace(_LOCAL, rope=Rope(160000.0), window=None), _LOCAL),
+            MLP(1, "gelu", gated=True, bias=False, dropout=0.0),
+            norm=_NORM,
+            causal=False,
+            first_norm=False,
+            ffn_dropped=False,
+        ),
+        max_len=1,
+    ),
+    heads={
+        "ModernBertForMaskedLM": MLM(),
+        "ModernBertModel": None,
+        "ModernBertForSequenceClassification": Classify(2, "gelu", norm=_NORM),
+    },
+    config=dict(
+        vocab_size=Key("embedding.vocab"),
+        hidden_size=Key("tower.dim"),
+        num_hidden_layers=Key("tower.layers"),
+        num_attention_heads=Key("tower.attention.heads"),
+        intermediate_size=Key("tower.ffn.ffn_dim"),
+        max_position_embeddings=Key("max_len"),
+        hidden_activation=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
+        norm_eps=Key("tower.norm.eps embedding.norm.eps head.norm_eps head.norm.eps", 1e-5),
+        norm_bias=Key("tower.norm.bias embedding.norm.bias head.norm_bias head.norm.bias", False),
+        attention_bias=BIASED,
+        mlp_bias=Key("tower.ffn.bias", False),
+        attention_dropout=Key("tower.attention.dropout tower.dropout", 0.0),
+        embedding_dropout=Key("embedding.dropout", 0.0),
+        mlp_dropout=Key("tower.ffn.dropout", 0.0),
+        rope_parameters=ropes_by_layer(
+            "global_rope_theta", "local_rope_theta", "full_attention sliding_attention"
+        ),
+        layer_types=sliding_layers(
+            lambda hf, n: [bool(i % hf.get("global_attn_every_n_layers", 3)) for i in range(n)],
+            window=128,
+            more="global_attn_every_n_layers",
+            key="local_attention",
+            both_ways=True,
+        ),
+        tie_word_embeddings=Key("head.tied", True),
+        decoder_bias=Key("head.vocab_bias", True),
+        classifier_bias=Key("head.dense_bias", False),
+        classifier_activation=Key("head.activation head.dense", "gelu", ACTIVATIONS),
+        classifier_pooling=Key("head.token", "cls", {"cls": "first", "mean": "mean"}),
+        classifier_dropout=head_dropout(classify=("classifier_dropout", 0.0)),
+        id2label=LABELS,
+    ),
+    inert="""initializer_cutoff_factor deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
+    reference_compile repad_logits_with_grad""",
+    tensors={
+        "model.embeddings.tok_embeddings.weight": "embedding.weight",
+        "model.embeddings.norm.*": "embedding.norm.*",
+        "model.final_norm.*": "tower.norm.*",
+        **block(
+            "model.layers.{i}.",
+            {
+                "attn_norm.*": "norm1.*",
+                "attn.Wqkv.*": To("attention.wq.* attention.wk.* attention.wv.*", JOINED),
+                "attn.Wo.*": "attention.wo.*",
+                "mlp_norm.*": "norm3.*",
+                "mlp.Wi.*": To("ffn.gate.* ffn.up.*", JOINED),
+                "mlp.Wo.*": "ffn.down.*",
+            },
+        ),
+    },
+    head_tensors={
+        "mlm": {
+            "head.dense.*": "head.dense.*",
+            "head.norm.*": "head.norm.*",
+            "decoder.*": "head.*",
+        },
+        "classify": {
+            "head.dense.*": "head.dense.*",
+            "head.norm.*": "head.norm.*",
+            "classifier.*": "head.out.*",
+        },
+    },
+    twins=(("decoder.weight", ("model.embeddings.tok_embeddings.weight",), "head.tied"),),
+    start=Start("modernbert"),
+    presets={
+        "modernbert-base": dict(
+            vocab_size=50368,
+            hidden_size=768,
+            num_hidden_layers=22,
+            num_attention_heads=12,
+            intermediate_size=1152,
+            max_position_embeddings=8192,
         )
     },
 )
