@@ -182,12 +182,14 @@ class Rope:
     """Rotary positions (Su et al. 2021): pair i of a query or key at position p turns by p w_i, w_i = base^(-2i/r).
 
     Scores then depend on distance alone. `layout`: pairs are (i, i + r/2) in "half" (Llama), (2i, 2i+1) in
-    "interleaved" (GPT-J, DeepSeek); one is a permutation of the other. `partial`: share of the width that turns."""
+    "interleaved" (GPT-J, DeepSeek); one is a permutation of the other. `partial`: share of the width that turns.
+    `wide`: it is turned in float32 whatever the dtype (OLMo, ModernBERT)."""
 
     base: Positive = 10000.0
     layout: str = "half"
     scaling: Linear | Llama3 | Yarn | LongRope | None = None
     partial: Share = 1.0
+    wide: bool = False
     kind: str = "rope"
 
     def __post_init__(self) -> None:

@@ -32,8 +32,8 @@ def why_not(model: Any) -> str:
             return "its attention selects keys, or has sinks or a softcap"
         if a.kind == "gqa" and (a.qk_norm_whole or a.qk_norm_plus_one):
             return "its queries and keys have norms of another form"
-        if a.rope is not None and isinstance(a.rope.scaling, LongRope):
-            return "its RoPE turns long texts otherwise"
+        if a.rope is not None and (a.rope.wide or isinstance(a.rope.scaling, LongRope)):
+            return "its RoPE turns in float32, or long texts otherwise"
     if getattr(model, "watched", False):
         return "a probe watches it"
     return "it is being trained; call model.eval()" if model.training else ""

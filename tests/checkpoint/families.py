@@ -6,6 +6,7 @@ imported when a case is made, not when the table is read.
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,9 @@ class Case:
         transformers.logging.set_verbosity_error()
         cls = getattr(transformers, self.architecture)
         torch.manual_seed(0)
-        model = cls(cls.config_class(**self.settings), **self.options).eval()
+        # transformers fills in what it is given
+        settings = copy.deepcopy(self.settings)
+        model = cls(cls.config_class(**settings), **self.options).eval()
         fixed = "embed_positions" if model.config.model_type == "marian" else "no such name"
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -69,6 +72,8 @@ LATENT = dict(kv_lora_rank=16, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_
 EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, n_group=2)
 DEEPSEEK = {**KV, **LATENT, **EXPERTS, "first_k_dense_replace": 1, "topk_group": 1}
 PHI = dict(pad_token_id=0, eos_token_id=2)
+ALBERT = dict(BASE, num_hidden_layers=3, embedding_size=10)
+MODERN = dict(BASE, num_hidden_layers=4, local_attention=4, pad_token_id=0)
 INDEX = dict(index_head_dim=16, index_n_heads=7)
 DISTIL = dict(vocab_size=50, dim=24, n_layers=2, n_heads=3, hidden_dim=20)
 DISTIL |= dict(max_position_embeddings=40)
@@ -211,6 +216,7 @@ ENCODERS = [
         ("roberta", "Roberta", BASE),
         ("xlm-roberta", "XLMRoberta", BASE),
         ("distilbert", "DistilBert", DISTIL),
+        ("albert", "Albert", ALBERT),
     )
     for head, labels in (
         ("", 2),
@@ -232,6 +238,20 @@ ENCODERS = [
     case("xlm-roberta-one-type", "XLMRobertaForMaskedLM", BASE, type_vocab_size=1),
     case("distilbert-untied", "DistilBertForMaskedLM", DISTIL, tie_word_embeddings=False),
     case("distilbert-relu", "DistilBertForMaskedLM", DISTIL, activation="relu"),
+    case("albert-groups", "AlbertForMaskedLM", ALBERT, num_hidden_layers=5, num_hidden_groups=2),
+    case("albert-untied", "AlbertForMaskedLM", ALBERT, num_hidden_groups=3, hidden_act="relu",
+         tie_word_embeddings=False),
+    case("albert-no-pooler", "AlbertModel", ALBERT, options={"add_pooling_layer": False}),
+    case("modernbert", "ModernBertForMaskedLM", MODERN),
+    case("modernbert-biases", "ModernBertForMaskedLM", MODERN, norm_bias=True, mlp_bias=True,
+         attention_bias=True, classifier_bias=True, decoder_bias=False, local_attention=6,
+         layer_types=[_SLIDE, _FULL, _SLIDE, _SLIDE], tie_word_embeddings=False),
+    case("modernbert-body", "ModernBertModel", MODERN, global_attn_every_n_layers=2, norm_eps=1e-3,
+         rope_parameters={_FULL: dict(rope_type="linear", factor=2.0, rope_theta=1e3),
+                          _SLIDE: dict(rope_type="default", rope_theta=50.0)}),
+    case("modernbert-first", "ModernBertForSequenceClassification", MODERN, num_labels=3),
+    case("modernbert-mean", "ModernBertForSequenceClassification", MODERN, num_labels=3,
+         classifier_pooling="mean", classifier_activation="silu", classifier_bias=True),
     case("distilbert-sines", "DistilBertModel", DISTIL, sinusoidal_pos_embds=True),
 ]  # fmt: skip
 

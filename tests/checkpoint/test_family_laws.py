@@ -111,7 +111,7 @@ def rates(config: Any) -> dict[str, float]:
 def test_dropouts_in_training_are_theirs(architecture: str, said: bool) -> None:
     transformers = pytest.importorskip("transformers")
     case, cls = ARCHITECTURES[architecture], getattr(transformers, architecture)
-    settings = {**case.settings, "attn_implementation": "eager"}
+    settings = {**copy.deepcopy(case.settings), "attn_implementation": "eager"}
     settings |= rates(cls.config_class()) if said else {}
     module = cls(cls.config_class(**settings)).train()
     model, given = regard.from_hf(module).train(), batch(module.config)
@@ -164,7 +164,7 @@ def test_new_weights_start_as_theirs(architecture: str) -> None:
     transformers = pytest.importorskip("transformers")
     case, cls = ARCHITECTURES[architecture], getattr(transformers, architecture)
     with drawn():
-        module = cls(cls.config_class(**case.settings), **case.options)
+        module = cls(cls.config_class(**copy.deepcopy(case.settings)), **case.options)
         model = regard.from_hf(module)
         wanted = in_our_words(model, module, module.state_dict())
         initialize(model, model.origin.start)

@@ -36,7 +36,7 @@ MECHANISMS: dict[str, GQA | MLA | DSA] = {
     "qk_norm": GQA(heads=3, qk_norm=1e-6, rope=Rope(), head_dim=6, scale=0.7),
     "qk_norm_whole": GQA(heads=6, kv_heads=2, head_dim=4, qk_norm=1e-6, qk_norm_whole=True),
     "qk_norm_plus_one": GQA(heads=3, qk_norm=1e-6, qk_norm_plus_one=True, rope=Rope(), head_dim=6),
-    "longrope": GQA(heads=3, head_dim=8, rope=Rope(partial=0.5, scaling=_LONG)),
+    "longrope": GQA(heads=3, head_dim=8, rope=Rope(partial=0.5, scaling=_LONG, wide=True)),
     "mla": _LATENT,
     "mla_query_latent": MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()),
     "mla_plain": MLA(3, latent=7, normed=False, bias=True, out_bias=True),

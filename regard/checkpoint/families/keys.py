@@ -156,16 +156,20 @@ def _renamed(given: Any, names: Mapping[str, str]) -> Any:
     return {k: names.get(v, v) if k in ("type", "rope_type") else v for k, v in given.items()}
 
 
-def ropes_by_layer(full: str, sliding: str, scaled: str = "full_attention") -> Group:
+def ropes_by_layer(
+    full: tuple[str, float], sliding: tuple[str, float], scaled: str = "full_attention"
+) -> Group:
     """A RoPE for the layers that see all and one for those that slide, as `sliding_layers` lists them. `full` and
-    `sliding` are older keys for their bases, `scaled` says whose scaling an older rope_scaling is."""
+    `sliding` are older keys for their bases and what missing ones mean, `scaled` says whose scaling an older
+    rope_scaling is."""
     bases = {"full_attention": full, "sliding_attention": sliding}
     places = {word: f"tower.attention.{i}.rope" for i, word in enumerate(bases)}
 
     def words(theirs: Data, word: str) -> Data:
         nested = (theirs.get("rope_parameters") or {}).get(word)
         older = theirs.get("rope_scaling") if word in scaled and nested is None else None
-        base = theirs.get(bases[word])
+        key, default = bases[word]
+        base = theirs.get(key) or default
         return _rope_of(
             {**theirs, "rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
         )
@@ -179,11 +183,12 @@ def ropes_by_layer(full: str, sliding: str, scaled: str = "full_attention") -> G
         ropes = {word: rope for word, rope in ropes.items() if isinstance(rope, dict)}
         if all(_same_rope(words(theirs, word), rope) for word, rope in ropes.items()):
             return
-        for old in (*bases.values(), "rope_scaling"):
+        for old in (*keys, "rope_scaling"):
             theirs.pop(old, None)
         theirs["rope_parameters"] = {word: _rope_words(rope) for word, rope in ropes.items()}
 
-    return Group(("rope_parameters", "rope_scaling", *filter(None, bases.values())), read, write)
+    keys = [key for key, _ in bases.values() if key]
+    return Group(("rope_parameters", "rope_scaling", *keys), read, write)
 
 
 ROPE = rope_at("tower.attention.rope")

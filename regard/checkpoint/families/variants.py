@@ -103,7 +103,7 @@ GEMMA3 = replace(
         query_pre_attn_scalar=Group(("query_pre_attn_scalar",), _read_scale, _write_scale),
         attention_bias=BIASED,
         hidden_activation=Key("tower.ffn.activation", "gelu_pytorch_tanh", ACTIVATIONS),
-        rope_parameters=ropes_by_layer("rope_theta", "rope_local_base_freq"),
+        rope_parameters=ropes_by_layer(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
         layer_types=sliding_layers(
             lambda hf, n: [bool((i + 1) % hf.get("sliding_window_pattern", 6)) for i in range(n)],
             window=4096,
@@ -144,7 +144,7 @@ GEMMA3 = replace(
 
 # --- OLMo ---------------------------------------------------------------------------------------------------------
 
-_OLMO = GQA(1, 1, 1, rope=Rope(), qk_norm=1e-5, qk_norm_whole=True)
+_OLMO = GQA(1, 1, 1, rope=Rope(wide=True), qk_norm=1e-5, qk_norm_whole=True)
 _OLMO_KEYS = KEYS | dict(
     rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-5), attention_bias=BIASED
 )
@@ -179,7 +179,7 @@ OLMO2 = replace(
         )
     },
 )
-_OLMO3 = replace(_OLMO, rope=Rope(500000.0))
+_OLMO3 = replace(_OLMO, rope=Rope(500000.0, wide=True))
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
@@ -188,7 +188,7 @@ OLMO3 = replace(
     config=_OLMO_KEYS
     | dict(
         # Their older rope_theta is of the layers that see all.
-        rope_parameters=ropes_by_layer("rope_theta", ""),
+        rope_parameters=ropes_by_layer(("rope_theta", 5e5), ("", 5e5)),
         layer_types=sliding_layers(lambda hf, n: [(i + 1) % 4 != 0 for i in range(n)], window=4096),
     ),
     presets={
@@ -392,7 +392,7 @@ ALBERT = replace(
         replace(POST_NORM, blocks=(0,), ffn_dropped=False),
         max_len=1,
     ),
-    heads={**encoder_heads("Albert", "tanh"), "AlbertForPreTraining": MLM()},
+    heads=encoder_heads("Albert", "tanh"),
     config=BERT_KEYS
     | dict(
         embedding_size=Key("embedding.width", 128),
@@ -456,7 +456,7 @@ ALBERT = replace(
 
 # --- ModernBERT ---------------------------------------------------------------------------------------------------
 
-_LOCAL = GQA(1, rope=Rope(10000.0), window=1)
+_LOCAL = GQA(1, rope=Rope(wide=True), window=1)
 _NORM = Norm(bias=False)
 MODERNBERT = Family(
     name="modernbert",
@@ -466,7 +466,7 @@ MODERNBERT = Family(
         Tower(
             1,
             2,
-            (replace(_LOCAL, rope=Rope(160000.0), window=None), _LOCAL),
+            (replace(_LOCAL, rope=Rope(160000.0, wide=True), window=None), _LOCAL),
             MLP(1, "gelu", gated=True, bias=False, dropout=0.0),
             norm=_NORM,
             causal=False,
@@ -496,7 +496,9 @@ MODERNBERT = Family(
         embedding_dropout=Key("embedding.dropout", 0.0),
         mlp_dropout=Key("tower.ffn.dropout", 0.0),
         rope_parameters=ropes_by_layer(
-            "global_rope_theta", "local_rope_theta", "full_attention sliding_attention"
+            ("global_rope_theta", 160000.0),
+            ("local_rope_theta", 1e4),
+            "full_attention sliding_attention",
         ),
         layer_types=sliding_layers(
             lambda hf, n: [bool(i % hf.get("global_attn_every_n_layers", 3)) for i in range(n)],
