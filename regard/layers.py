@@ -22,20 +22,20 @@ class Norm:
 
     eps: Amount = 1e-5
     rms: bool = False
-    bias: bool = True  # of a LayerNorm
+    biased: bool = True  # a LayerNorm
     plus_one: bool = False
     kind: str = "norm"
 
     def __post_init__(self) -> None:
-        if self.rms and not self.bias:
-            raise UsageError("norm.bias: an RMS norm has none; leave it out")
+        if self.rms and not self.biased:
+            raise UsageError("norm.biased: an RMS norm has no bias; leave it out")
         if self.plus_one and not self.rms:
             raise UsageError("norm.plus_one is for an RMS norm; set norm.rms too")
 
     def make(self, dim: int) -> nn.Module:
         if self.rms:
             return RMSNorm(dim, self.eps, self.plus_one)
-        return nn.LayerNorm(dim, self.eps, bias=self.bias)
+        return nn.LayerNorm(dim, self.eps, bias=self.biased)
 
 
 def plus(x: Tensor, y: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class LMHead(nn.Module):
             )
         self.dense = nn.Linear(dim, width, bias=c.dense_bias) if isinstance(c, MLM) else None
         self.act = activation(c.activation) if isinstance(c, MLM) else None
-        self.norm = Norm(c.norm_eps, bias=c.norm_bias).make(width) if isinstance(c, MLM) else None
+        self.norm = Norm(c.norm_eps, biased=c.norm_bias).make(width) if isinstance(c, MLM) else None
         self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, width))
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)

@@ -19,7 +19,7 @@ def why_not(model: Any) -> str:
     tower, position = c.tower, c.embedding.position
     if not tower.causal or tower.order != "pre" or tower.cross or tower.relative:
         return "its tower is not causal and pre-norm, or has a bias on positions"
-    if tower.norm.plus_one or not (tower.norm.rms or tower.norm.bias):
+    if tower.norm.plus_one or not (tower.norm.rms or tower.norm.biased):
         return "its norms have another form"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"

@@ -64,7 +64,7 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
     "one_block": {"attention": MECHANISMS["gqa_rope"], "blocks": (0, 0)},
     "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
-    "norms_no_bias": {"attention": _GROUPED, "norm": Norm(bias=False), "order": "sandwich"},
+    "norms_no_bias": {"attention": _GROUPED, "norm": Norm(biased=False), "order": "sandwich"},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }
 

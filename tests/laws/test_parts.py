@@ -38,6 +38,19 @@ def expert(moe: MixtureOfExperts, e: int) -> nn.Module:
     return ffn
 
 
+def test_moe_with_a_limit_is_the_definition_of_gpt_oss() -> None:
+    config = MoE(3, 3, 16, "quick_gelu", bias=True, limit=0.5)
+    moe, x = stir(config.make(DIM)), torch.randn(7, DIM).double()
+    share = (x @ moe.router.weight.T + moe.router.bias).softmax(-1)
+    want = 0
+    for e in range(3):
+        gate = (x @ moe.gate[e].T + moe.gate_bias[e]).clamp(max=0.5)
+        up = (x @ moe.up[e].T + moe.up_bias[e]).clamp(-0.5, 0.5)
+        h = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        want = want + share[:, e, None] * (h @ moe.down[e].T + moe.down_bias[e])
+    torch.testing.assert_close(moe(x[None])[0], want, rtol=1e-5, atol=1e-5)  # routed in float32
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_moe_with_one_expert_is_a_gated_mlp(score: str) -> None:
     moe, x = stir(MoE(1, 1, 16, score=score).make(DIM)), torch.randn(2, 6, DIM).double()

@@ -457,7 +457,7 @@ ALBERT = replace(
 # --- ModernBERT ---------------------------------------------------------------------------------------------------
 
 _LOCAL = GQA(1, rope=Rope(wide=True), window=1)
-_NORM = Norm(bias=False)
+_NORM = Norm(biased=False)
 MODERNBERT = Family(
     name="modernbert",
     base="model.",
@@ -489,7 +489,9 @@ MODERNBERT = Family(
         max_position_embeddings=Key("max_len"),
         hidden_activation=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
         norm_eps=Key("tower.norm.eps embedding.norm.eps head.norm_eps head.norm.eps", 1e-5),
-        norm_bias=Key("tower.norm.bias embedding.norm.bias head.norm_bias head.norm.bias", False),
+        norm_bias=Key(
+            "tower.norm.biased embedding.norm.biased head.norm_bias head.norm.biased", False
+        ),
         attention_bias=BIASED,
         mlp_bias=Key("tower.ffn.bias", False),
         attention_dropout=Key("tower.attention.dropout tower.dropout", 0.0),
