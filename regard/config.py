@@ -273,11 +273,14 @@ def _names(data: dict[str, Any]) -> set[str]:
 
 
 def _fit_layers(tower: dict[str, Any]) -> None:
-    """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated."""
+    """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated. Layers that are all
+    alike then are no list."""
     for key in ("attention", "ffn", "blocks"):
         each = tower.get(key)
         if isinstance(each, list):
-            tower[key] = (each + each[-1:] * tower["layers"])[: tower["layers"]]
+            each = (each + each[-1:] * tower["layers"])[: tower["layers"]]
+            alike = key != "blocks" and all(one == each[0] for one in each)
+            tower[key] = each[0] if alike else each
 
 
 def _follow_dim(

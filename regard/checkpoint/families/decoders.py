@@ -13,6 +13,7 @@ from regard.checkpoint.families.keys import (
     LABELS,
     ROPE,
     head_dropout,
+    ids_below,
     sliding_layers,
 )
 from regard.checkpoint.rules import (
@@ -22,12 +23,10 @@ from regard.checkpoint.rules import (
     Data,
     Family,
     Fixed,
-    Group,
     Key,
     Keys,
     To,
     block,
-    need,
 )
 from regard.layers import LM, MLP, Classify, Norm, Tag
 from regard.models import Tokens, TransformerConfig
@@ -114,14 +113,6 @@ HEAD_TENSORS = {
 
 # --- the families -------------------------------------------------------------------------------------------------
 
-
-def _write_end(ours: Data, theirs: Data) -> None:
-    """What transformers takes for GPT-2's missing ids, 50256, would lie outside a smaller vocabulary."""
-    if need(ours, "embedding.vocab") <= 50256:
-        theirs.setdefault("bos_token_id", None)
-        theirs.setdefault("eos_token_id", None)
-
-
 GPT2 = Family(
     name="gpt2",
     base="transformer.",
@@ -143,7 +134,7 @@ GPT2 = Family(
         tie_word_embeddings=Key("head.tied", True),
         id2label=LABELS,
         is_causal=CAUSAL,
-        bos_token_id=Group(("bos_token_id", "eos_token_id"), lambda *_: None, _write_end),
+        bos_token_id=ids_below(50256, "bos_token_id", "eos_token_id"),
         classifier_dropout=_TAG_DROPOUT,
         resid_pdrop=Key("tower.dropout", 0.1),
         embd_pdrop=Key("embedding.dropout", 0.1),

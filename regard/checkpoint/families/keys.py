@@ -396,3 +396,14 @@ def head_dropout(**keys: tuple[str, str | float]) -> Group:
 
 
 LABELS = Group(("id2label", "label2id", "num_labels"), _read_labels, _write_labels)
+
+
+def ids_below(last: int, *names: str) -> Group:
+    """What transformers takes for missing ids, up to `last`, would lie outside a smaller vocabulary: they are null."""
+
+    def write(ours: Data, theirs: Data) -> None:
+        if need(ours, "embedding.vocab") <= last:
+            for name in names:
+                theirs.setdefault(name, None)
+
+    return Group(names, lambda *_: None, write)

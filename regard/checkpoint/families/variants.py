@@ -31,6 +31,7 @@ from regard.checkpoint.families.keys import (
     ACTIVATIONS,
     LABELS,
     head_dropout,
+    ids_below,
     rope_at,
     ropes_by_layer,
     sliding_layers,
@@ -215,6 +216,7 @@ PHI3 = replace(
         rms_norm_eps=Key("tower.norm.eps", 1e-5),
         resid_pdrop=Key("tower.dropout", 0.0),
         sliding_window=Key("tower.attention.window", None),
+        pad_token_id=ids_below(32000, "pad_token_id", "eos_token_id"),
         rope_parameters=rope_at(
             "tower.attention.rope",
             share="partial_rotary_factor",
@@ -516,6 +518,7 @@ MODERNBERT = Family(
         classifier_pooling=Key("head.token", "cls", {"cls": "first", "mean": "mean"}),
         classifier_dropout=head_dropout(classify=("classifier_dropout", 0.0)),
         id2label=LABELS,
+        pad_token_id=ids_below(50283, "pad_token_id", "eos_token_id", "bos_token_id"),
     ),
     inert="""initializer_cutoff_factor deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
     reference_compile repad_logits_with_grad""",
