@@ -134,7 +134,7 @@ def save_adapter(model: Model, path: str | Path) -> Path:
         )
     record = Record(
         Stand(str(base.folder), os.path.relpath(base.folder, path.resolve()), base.files),
-        str(next(model.parameters()).dtype).removeprefix("torch."),
+        hf.dtype_name(next(model.parameters()).dtype),
         next(iter(low.values())).config if low else None,
         model.config.head,
         tuple(classes_of(model)),

@@ -1,7 +1,7 @@
 """Models that are not stored as safetensors, brought into folders that are: pickled weights and GGUF files.
 
 A folder appears whole or not at all, and what is read is never trusted: pickles are read by another process
-(unpickle.py), GGUF files with every number held against the size of the file (gguf_file.py).
+(unpickle.py), GGUF files with every number held against the size of the file (gguf.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,19 @@ from typing import Any
 import torch
 
 from regard.checkpoint import hf
-from regard.checkpoint.gguf_file import PLAIN, File
-from regard.checkpoint.gguf_models import Described
 from regard.checkpoint.store import (
     GGUF,
     INDEX,
     PICKLED,
     WEIGHTS,
-    Memory,
     Weights,
-    read_json,
+    check_room,
     replacing,
     weight_map,
     write_json,
-    write_weights,
 )
 from regard.errors import UsageError
-from regard.files import inside
+from regard.files import inside, read_json
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 UNREADABLE = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".mlmodel")
@@ -176,7 +171,7 @@ def pickled(
         if dtype is not None:
             config = read_json(folder / "config.json")
             config.pop("torch_dtype", None)
-            config["dtype"] = _name(dtype)
+            config["dtype"] = hf.dtype_name(dtype)
             write_json(folder / "config.json", config)
         try:
             hf.load(folder, device="meta")
@@ -194,7 +189,7 @@ def _unpickled(
     """Have another process read the files and write safetensors; the number of tensors."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    kind = "" if dtype is None else _name(dtype)
+    kind = "" if dtype is None else hf.dtype_name(dtype)
     # -P: no module is taken from the folder that the user happens to be in.
     command = [sys.executable, "-P", "-m", "regard.checkpoint.unpickle", str(folder), kind]
     reader = subprocess.Popen(
@@ -212,7 +207,7 @@ def _unpickled(
             if "error" in line:
                 raise UsageError(line["error"])
             if "bytes" in line:
-                _check_room(folder, line["bytes"])
+                check_room(folder, line["bytes"])
                 total = line["tensors"]
             elif "read" in line:
                 progress(next(done), total)
@@ -244,72 +239,3 @@ def _lines(reader: subprocess.Popen[bytes], names: str, quiet: float) -> Iterato
                 return
             *lines, rest = (rest + more).split(b"\n")
             yield from (json.loads(line) for line in lines if line.startswith(b"{"))
-
-
-# --- GGUF ---------------------------------------------------------------------------------------------------------
-
-
-def describe(path: Path) -> Described:
-    """A GGUF file whose metadata and tensors make a model that Regard knows."""
-    described = Described(File(path))
-    if any(part.entry.kind.name not in PLAIN for part in described.parts.values()):
-        # Missing, it is missed before anything is written.
-        import gguf  # noqa: F401
-    try:
-        hf.read(described.config, Memory(_blank(described, torch.float32)), "meta", None)
-    except UsageError as error:
-        raise UsageError(f"{path} cannot become a model folder: {error}") from None
-    return described
-
-
-def gguf_dtype(file: File) -> tuple[torch.dtype, str]:
-    """The type to write where none is asked for, and the one that most of the weights have: a plain type stays, and
-    float16 holds a quantised one best, whose scales are float16."""
-    counts: Counter[str] = Counter()
-    for entry in file.tensors.values():
-        counts[entry.kind.name] += entry.rows * entry.shape[-1]
-    most = counts.most_common(1)[0][0]
-    return PLAIN.get(most, torch.float16), most
-
-
-def from_gguf(
-    described: Described,
-    target: Path,
-    dtype: torch.dtype,
-    files: Mapping[str, bytes],
-    progress: Progress = lambda done, total: None,
-) -> None:
-    """Write the folder: the model, and `files` (the tokenizer's)."""
-    blank, done = _blank(described, dtype), itertools.count(1)
-
-    def read(name: str) -> torch.Tensor:
-        progress(next(done), len(blank))
-        return described.read(name, dtype)
-
-    with replacing(target) as folder:
-        _check_room(folder, sum(x.nbytes for x in blank.values()))
-        write_json(folder / "config.json", {**described.config, "dtype": _name(dtype)})
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        write_weights(folder, blank, read=read)
-
-
-def _blank(described: Described, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Types and shapes of the folder's tensors."""
-    return {
-        name: torch.empty(part.shape, dtype=dtype, device="meta")
-        for name, part in described.parts.items()
-    }
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise UsageError(
-            f"the weights need {needed / 1e9:,.1f} GB in {folder.parent}, where {free / 1e9:,.1f} GB are free; "
-            "make room"
-        )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -311,8 +311,8 @@ def _check(steps: list[Step], source: Source) -> list[str]:
             )
         if source.dtype(name) not in FLOATS:
             raise UsageError(
-                f"tensor {name} is stored as {_name(source.dtype(name))}; weights must be one of "
-                f"{', '.join(map(_name, FLOATS))} (float8 only with quantization_config and its scales)"
+                f"tensor {name} is stored as {dtype_name(source.dtype(name))}; weights must be one of "
+                f"{', '.join(map(dtype_name, FLOATS))} (float8 only with quantization_config and its scales)"
             )
     return left
 
@@ -374,7 +374,7 @@ def _common_type(
     return said if said in FLOATS else max(kinds, key=lambda kind: kind.itemsize)
 
 
-def _name(kind: torch.dtype) -> str:
+def dtype_name(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
@@ -420,7 +420,7 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     family, theirs, why = _express(model, origin)
     if family is None:
         notice(f"saved in Regard's own format, which transformers does not read: {why}")
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype_name(next(model.parameters()).dtype)
     theirs = {**theirs, "dtype": dtype}
     theirs.pop("torch_dtype", None)
     if family is None:

@@ -37,8 +37,8 @@ DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 class Source:
-    """Where tensors come from: a folder, a module in memory, or another source under other names. `names` gives for each
-    tensor what the source itself calls it."""
+    """Where tensors come from: a folder, a module in memory, or another source under other names. `names` gives for
+    each tensor what the source itself calls it."""
 
     def __init__(self, source: Source, names: Mapping[str, str]):
         self.source, self.names = source, names
@@ -368,6 +368,15 @@ def _sync(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UsageError(
+            f"the weights need {needed / 1e9:,.1f} GB in {folder.parent}, where {free / 1e9:,.1f} GB are free; "
+            "make room"
+        )
 
 
 def check_converted(path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from regard.checkpoint.convert import Found, describe, find, from_gguf, gguf_dtype, pickled
+from regard.checkpoint.convert import Found, find, pickled
+from regard.checkpoint.gguf import describe, from_gguf, gguf_dtype
 from regard.cli.model import blaming, dim
 from regard.cli.options_work import Convert
 from regard.errors import DATA, RUN, UsageError, notice
