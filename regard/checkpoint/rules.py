@@ -269,7 +269,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     # How new weights are drawn.
     start: Start = Start()
-    # Known models, by name: their keys, where these differ from what a missing key means.
+    # Known models, by name: their keys, where these differ from what a missing key means. A dotted key is a place of
+    # ours that none of theirs decides.
     presets: Mapping[str, Data] = field(default_factory=dict)
     # The tensor that shows that the bare body has a pooler.
     pooler: str = ""
