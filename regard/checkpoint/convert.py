@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class Originals:
     """What there is to convert: a GGUF file, or the pickled files of a folder and the others, which are copied."""
 
     weights: tuple[Path, ...]
@@ -57,11 +57,11 @@ class Found:
         return bool(self.others)
 
 
-def find(source: Path) -> Found:
+def find(source: Path) -> Originals:
     """What a path means: a file of weights, or a folder with them."""
     if source.is_file():
         if source.suffix == GGUF or _begins(source, b"GGUF"):
-            return Found((source,))
+            return Originals((source,))
         if source.suffix == ".safetensors":
             raise UsageError(_nothing(source.parent))
         if source.suffix not in PICKLED:
@@ -75,7 +75,7 @@ def find(source: Path) -> Found:
     return _folder(source)
 
 
-def _folder(folder: Path, named: str = "") -> Found:
+def _folder(folder: Path, named: str = "") -> Originals:
     files, left_out = _files(folder)
     names = [path.name for path in files]
     if not named and any(name in names for name in (WEIGHTS, INDEX)):
@@ -87,7 +87,7 @@ def _folder(folder: Path, named: str = "") -> Found:
             raise UsageError(
                 f"{folder} holds {len(ggufs)} GGUF files; name the one to convert, as {folder / ggufs[0].name}"
             )
-        return Found((ggufs[0],))
+        return Originals((ggufs[0],))
     if not pickled:
         raise UsageError(
             f"{folder} holds nothing to convert: no GGUF file, no pickled weights ({', '.join(PICKLED)}); "
@@ -101,7 +101,7 @@ def _folder(folder: Path, named: str = "") -> Found:
     foreign = (*PICKLED, GGUF, ".safetensors", *UNREADABLE)
     others = [p for p in files if p.suffix not in foreign and p.name != PICKLED_INDEX]
     rest = [p.name for p in files if p not in weights and p.suffix in foreign]
-    return Found(tuple(weights), tuple(others), (*left_out, *rest))
+    return Originals(tuple(weights), tuple(others), (*left_out, *rest))
 
 
 def _nothing(folder: Path) -> str:
@@ -115,16 +115,16 @@ def _begins(path: Path, magic: bytes) -> bool:
 
 def _files(folder: Path) -> tuple[list[Path], list[str]]:
     """The files of a folder, and the names of links that lead out of it, which are not followed."""
-    kept, left_out = [], []
+    files, left_out = [], []
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or not os.path.isfile(os.path.realpath(path)):
             continue
         try:
             inside(path)
-            kept.append(path)
+            files.append(path)
         except UsageError:
             left_out.append(path.name)
-    return kept, left_out
+    return files, left_out
 
 
 def _pickled(folder: Path, pickled: list[Path], named: str) -> list[Path]:
@@ -154,7 +154,7 @@ def _pickled(folder: Path, pickled: list[Path], named: str) -> list[Path]:
 
 
 def pickled(
-    found: Found,
+    source: Originals,
     target: Path,
     dtype: torch.dtype | None = None,
     progress: Progress = lambda done, total: None,
@@ -162,12 +162,12 @@ def pickled(
     """Write the folder; why Regard cannot read the model in it, or nothing. Names and, without `dtype`, types are kept;
     tensors that share memory become tensors of their own."""
     with replacing(target) as folder:
-        for path in found.others:
+        for path in source.others:
             shutil.copyfile(path, folder / path.name)
-        promised = _unpickled(found.weights, folder, dtype, progress)
-        there = len(list(Weights(folder)))
-        if there != promised:
-            raise UsageError(f"{there} tensors were written where {promised} were read")
+        promised = _unpickled(source.weights, folder, dtype, progress)
+        written = len(list(Weights(folder)))
+        if written != promised:
+            raise UsageError(f"{written} tensors were written where {promised} were read")
         if dtype is not None:
             config = read_json(folder / "config.json")
             config.pop("torch_dtype", None)

@@ -215,13 +215,13 @@ def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Entry]]:
         if name in metadata:
             raise ValueError(f"{name} occurs twice")
         metadata[name] = cursor.value(kind)
-    found = [_described(cursor) for _ in range(tensors)]
+    described = [_described(cursor) for _ in range(tensors)]
     align = metadata.get("general.alignment", 32)
     if not isinstance(align, int) or align < 1 or align & (align - 1):
         raise ValueError(f"general.alignment is {align!r}, not a power of two")
     begin = -(-(size - cursor.left) // align) * align
     entries: dict[str, Entry] = {}
-    for name, shape, kind, offset in found:
+    for name, shape, kind, offset in described:
         entry = Entry(name, shape, kind, begin + offset)
         if entry.start + entry.nbytes > size:
             raise ValueError(f"the tensor {name} reaches beyond its end")

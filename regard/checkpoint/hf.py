@@ -171,12 +171,12 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
     packing = theirs.get("quantization_config")
     if not packing:
         return theirs, source
-    found = packing if isinstance(packing, dict) else {}
-    block: Any = found.get("weight_block_size")
-    two = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
-    if found.get("quant_method") != "fp8" or not two:
+    settings = packing if isinstance(packing, dict) else {}
+    block: Any = settings.get("weight_block_size")
+    valid = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
+    if settings.get("quant_method") != "fp8" or not valid:
         raise UsageError(
-            f"config.json: quantization_config has quant_method {found.get('quant_method')!r} and weight_block_size "
+            f"config.json: quantization_config has quant_method {settings.get('quant_method')!r} and weight_block_size "
             f"{block!r}; Regard reads plain weights and fp8 in blocks. Bring the model as it was before, or unpack it "
             "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
         )
@@ -370,8 +370,8 @@ def _common_type(
     kinds = {source.dtype(n) for step in steps if not wide & set(step.ours) for n in step.theirs}
     if len(kinds) < 2:
         return None
-    said = getattr(torch, str(theirs.get("dtype") or theirs.get("torch_dtype")), None)
-    return said if said in FLOATS else max(kinds, key=lambda kind: kind.itemsize)
+    named = getattr(torch, str(theirs.get("dtype") or theirs.get("torch_dtype")), None)
+    return named if named in FLOATS else max(kinds, key=lambda kind: kind.itemsize)
 
 
 def dtype_name(kind: torch.dtype) -> str:
@@ -396,12 +396,12 @@ def _fill(
         for name, tensor in zip(step.ours, step.load(theirs), strict=True):
             old = model.get_parameter(name)
             kind = type_of(name, wide, dtype) if dtype else tensor.dtype
-            kept = torch.empty(0, dtype=kind, device=device or tensor.device)
+            value = torch.empty(0, dtype=kind, device=device or tensor.device)
             if tensor.untyped_storage().data_ptr() in lent:
-                kept = kept.new_empty(tensor.shape).copy_(tensor)
+                value = value.new_empty(tensor.shape).copy_(tensor)
             else:
-                kept = tensor.to(kept)
-            new = nn.Parameter(kept, requires_grad=old.requires_grad)
+                value = tensor.to(value)
+            new = nn.Parameter(value, requires_grad=old.requires_grad)
             for module, attribute in owners[id(old)]:
                 setattr(module, attribute, new)
 
@@ -465,8 +465,8 @@ def _express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
                 return family, theirs, ""
             if name == origin.family:
                 why = f"{name} cannot express it ({unsaid})"
-    own = FAMILIES.get(origin.family)
-    used = own.keys - INERT | set(own.aliases) if own else frozenset()
+    source = FAMILIES.get(origin.family)
+    used = source.keys - INERT | set(source.aliases) if source else frozenset()
     theirs = {key: value for key, value in origin.config.items() if key not in used}
     theirs |= {"model_type": NATIVE, "architectures": [type(model).__name__]}
     return None, theirs, why
@@ -489,12 +489,12 @@ def _unsaid(family: Family, architecture: str, config: Any, theirs: Data) -> str
     return _difference(resolved(back), resolved(to_dict(config)))
 
 
-def _difference(one: Any, two: Any, path: str = "") -> str:
+def _difference(first: Any, second: Any, path: str = "") -> str:
     """The first place where two configs differ, and what the second has there."""
-    if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
-        inner = (_difference(one[key], two[key], f"{path}.{key}") for key in one)
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+        inner = (_difference(first[key], second[key], f"{path}.{key}") for key in first)
         return next(filter(None, inner), "")
-    return "" if one == two else f"{path[1:]} is {two!r:.60}"
+    return "" if first == second else f"{path[1:]} is {second!r:.60}"
 
 
 def resolved(data: Any, dim: int | None = None) -> Any:

@@ -73,15 +73,15 @@ class Weights(Source):
         self.names = self.headers  # type: ignore[assignment]
         self.scratch = torch.empty(0, dtype=torch.uint8)
         for path in _files(folder):
-            start, found = header(path)
-            for name, entry in found.items():
+            start, entries = header(path)
+            for name, entry in entries.items():
                 if name in self.headers:
                     raise UsageError(
                         f"{path} repeats the tensor {name} of {self.headers[name][0].name}"
                     )
                 self.headers[name] = (path, start, entry)
             if len(self.headers) > TENSORS:
-                raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is no model")
+                raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is not a model")
         self._check_index()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ def _files(folder: Path) -> list[Path]:
     for name in names:
         if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
             raise UsageError(
-                f"{index} names {name!r}, which is no plain file name: files outside the folder are refused"
+                f"{index} names {name!r}, which is not a plain file name: files outside the folder are refused"
             )
         if not (folder / name).is_file():
             raise UsageError(f"{index} names {name}, which is missing from {folder}")
@@ -225,19 +225,19 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
                 )
             with safetensors.safe_open(path, "pt"):
                 pass
-            found = loads(file.read(size))
+            entries = loads(file.read(size))
     except (safetensors.SafetensorError, ValueError, OSError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
             f"{path} is not a whole safetensors file ({error}); copy or download it again"
         ) from None
-    found.pop("__metadata__", None)
-    for name, entry in found.items():
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
             raise UsageError(f"{path}: {name} has the type {entry['dtype']}; known: {known}")
-    return 8 + size, found
+    return 8 + size, entries
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def replacing(target: Path) -> Iterator[Path]:
         not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())
     ):
         raise UsageError(
-            f"{target} exists and is no model folder; choose another path, or empty it first"
+            f"{target} exists and is not a model folder; choose another path, or empty it first"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

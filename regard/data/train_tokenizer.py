@@ -82,8 +82,8 @@ class Recipe:
         if self.special is not None:
             return self.special
         if self.task == "mlm":
-            found = _BERT if self.kind == "wordpiece" else _PLAIN
-            return {part: found[part] for part in ("pad", "unk", "cls", "sep", "mask")}
+            tokens = _BERT if self.kind == "wordpiece" else _PLAIN
+            return {part: tokens[part] for part in ("pad", "unk", "cls", "sep", "mask")}
         lossless = self.kind in ("bpe", "bytes")
         unk = {} if lossless else {"unk": _PLAIN["unk"]}
         if self.task == "lm":
@@ -98,14 +98,14 @@ class Recipe:
     def ends(self) -> tuple[str | None, str | None]:
         """The tokens in front of a text and behind it."""
         around = self.around or {"lm": "none", "seq2seq": "end", "mlm": "both"}[self.task]
-        found: list[str | None] = []
+        ends: list[str | None] = []
         for place, parts in (("start", ("cls", "bos")), ("end", ("sep", "eos"))):
             token = next((self.named[part] for part in parts if part in self.named), None)
             wanted = around in (place, "both")
             if wanted and token is None:
                 raise UsageError(f"around = {around!r} needs a special token {' or '.join(parts)}")
-            found.append(token if wanted else None)
-        return found[0], found[1]
+            ends.append(token if wanted else None)
+        return ends[0], ends[1]
 
 
 def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
@@ -242,8 +242,8 @@ def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
         ),
     )
     read = {stand: mark for mark, stand in stands.items()}
-    found = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
-    marks = [[read[c] for c in piece] for piece, _ in found]
+    vocabulary = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
+    marks = [[read[c] for c in piece] for piece, _ in vocabulary]
     pieces = [first + "".join(c.removeprefix(INSIDE) for c in rest) for first, *rest in marks]
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*recipe.tokens, *pieces]))}
     core.model = models.WordPiece(vocab, unk_token=_unknown(recipe))

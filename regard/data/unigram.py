@@ -43,9 +43,9 @@ def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
             best = inside.best(score)
             missed = np.where(single, np.inf, expected * (score - best))
             left = max(int(len(pieces) * SHRINK), size, int(single.sum()))
-            kept = np.sort(np.argsort(-missed, kind="stable")[:left])
-            pieces, score, single = [pieces[i] for i in kept], score[kept], single[kept]
-            lattice, inside = lattice.only(kept), inside.only(kept, words=kept)
+            stay = np.sort(np.argsort(-missed, kind="stable")[:left])
+            pieces, score, single = [pieces[i] for i in stay], score[stay], single[stay]
+            lattice, inside = lattice.only(stay), inside.only(stay, words=stay)
     order = sorted(range(len(pieces)), key=lambda i: (-score[i], pieces[i]))
     return [(pieces[i], float(score[i])) for i in order]
 
@@ -55,26 +55,26 @@ def _frequent(counts: Mapping[str, int]) -> Mapping[str, int]:
     order = sorted(counts, key=lambda word: (-counts[word], word))
     sizes = np.cumsum([len(word) for word in order])
     enough = int(np.searchsorted(sizes, MUCH, side="right"))
-    kept = Counter({word: counts[word] for word in order[:enough]})
-    kept.update({c for word in order[enough:] for c in word})
-    return kept
+    frequent = Counter({word: counts[word] for word in order[:enough]})
+    frequent.update({c for word in order[enough:] for c in word})
+    return frequent
 
 
 def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
-    found: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for word in words:
         count, n = counts[word], len(word)
         for a in range(n):
             for b in range(a + 1, min(a + LONGEST, n) + 1):
-                found[word[a:b]] += count
+                seen[word[a:b]] += count
     inner = set()  # never seen but inside one longer substring, which is the better piece
-    for text, count in found.items():
-        inner |= {part for part in (text[1:], text[:-1]) if found[part] == count}
-    singles = [text for text in found if len(text) == 1]
-    others = [t for t, count in found.items() if len(t) > 1 < count and t not in inner]
-    others.sort(key=lambda text: (-found[text] * len(text), text))
+    for text, count in seen.items():
+        inner |= {part for part in (text[1:], text[:-1]) if seen[part] == count}
+    singles = [text for text in seen if len(text) == 1]
+    others = [t for t, count in seen.items() if len(t) > 1 < count and t not in inner]
+    others.sort(key=lambda text: (-seen[text] * len(text), text))
     pieces = sorted([*singles, *others[:SEEDS]])
-    return pieces, np.array([found[piece] for piece in pieces], np.float64)
+    return pieces, np.array([seen[piece] for piece in pieces], np.float64)
 
 
 class Lattice:
@@ -90,11 +90,11 @@ class Lattice:
             n, before = len(word), len(piece)
             for a in range(n):
                 for b in range(a + 1, min(a + LONGEST, n) + 1):
-                    found = number.get(word[a:b])
-                    if found is not None and (whole or b - a < n):
+                    index = number.get(word[a:b])
+                    if index is not None and (whole or b - a < n):
                         leaves.append(first + a)
                         reaches.append(first + b)
-                        piece.append(found)
+                        piece.append(index)
             arcs.append(len(piece) - before)
             lasts.append(first + n)
             first += n + 1
@@ -116,10 +116,10 @@ class Lattice:
         self.forward = _groups(reaches - self.firsts[word], reaches)
         self.backward = _groups(lasts[word] - leaves, leaves)
 
-    def only(self, kept: np.ndarray, words: np.ndarray | None = None) -> Lattice:
+    def only(self, pieces: np.ndarray, words: np.ndarray | None = None) -> Lattice:
         """Without the arcs of the other pieces (and of the other words); numbers move up."""
-        new = np.full(int(max(self.piece.max(initial=0), kept.max())) + 1, -1)
-        new[kept] = np.arange(len(kept))
+        new = np.full(int(max(self.piece.max(initial=0), pieces.max())) + 1, -1)
+        new[pieces] = np.arange(len(pieces))
         piece = new[self.piece]
         stay = piece >= 0
         word, lasts, shift = self.word, self.lasts, np.zeros(len(self.lasts), np.int64)
@@ -185,11 +185,11 @@ def _groups(place: np.ndarray, node: np.ndarray) -> list[tuple[np.ndarray, np.nd
     """Arcs by place, and inside by node: (arcs, where each node's begin) for each place in turn."""
     order = np.lexsort((node, place))
     cuts = np.flatnonzero(np.diff(place[order])) + 1
-    found = []
+    groups = []
     for arcs in np.split(order, cuts) if len(order) else []:
         starts = np.flatnonzero(np.diff(node[arcs])) + 1
-        found.append((arcs, np.concatenate([[0], starts])))
-    return found
+        groups.append((arcs, np.concatenate([[0], starts])))
+    return groups
 
 
 def _digamma(x: np.ndarray) -> np.ndarray:

@@ -76,9 +76,9 @@ class Parts:
         return self.source is not None
 
 
-def build(files: Files, settings: Settings, kind: str | None, said: str) -> Parts | None:
+def build(files: Files, settings: Settings, kind: str | None, class_name: str) -> Parts | None:
     """The tokenizer that the files describe; None where there is none. `kind` is the row of STYLES that the folder
-    names (as `said`), else the files decide."""
+    names (as `class_name`), else the files decide."""
     if "tokenizer.json" in files:
         with blaming("tokenizer.json cannot be read"):
             core = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
@@ -89,9 +89,13 @@ def build(files: Files, settings: Settings, kind: str | None, said: str) -> Part
     guess = next((how for name, how in _BY_FILE.items() if name in files), None)
     if guess is None:
         return None
-    if kind is None and said and not said.startswith(("PreTrained", "TokenizersBackend")):
+    if (
+        kind is None
+        and class_name
+        and not class_name.startswith(("PreTrained", "TokenizersBackend"))
+    ):
         raise UsageError(
-            f"the folder's tokenizer is of class {said!r}, which Regard cannot build from these files; known: "
+            f"the folder's tokenizer is of class {class_name!r}, which Regard cannot build from these files; known: "
             f"{', '.join(STYLES)}. Save it with transformers (tokenizer.save_pretrained) to get a tokenizer.json"
         )
     if guess == "marian":
@@ -130,7 +134,7 @@ def _all(files: Files, *needed: str) -> Files:
 
 
 def _text(files: Files, name: str) -> str:
-    with blaming(f"{name} is no UTF-8"):
+    with blaming(f"{name} is not UTF-8"):
         return files[name].decode("utf-8")
 
 
@@ -164,7 +168,7 @@ def _byte_level(files: Files, settings: Settings, kind: str | None) -> Parts:
 
 
 def _word_piece(files: Files, settings: Settings) -> tokenizers.Tokenizer:
-    """WordPiece of BERT and DistilBERT; one token a line."""
+    """WordPiece of BERT and DistilBERT; one token per line."""
     lines = _text(files, "vocab.txt").removesuffix("\n").split("\n")
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines)}
     unk = content(settings.get("unk_token")) or "[UNK]"
@@ -266,17 +270,17 @@ def cutter(
 
 def _merges(model: spm.SentencePiece, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Every cut of a piece into two pieces, best score first: SentencePiece merges whatever makes the best piece."""
-    found = []
+    merges = []
     for i, piece in enumerate(model.pieces):
         if piece.kind in (spm.NORMAL, spm.USER_DEFINED):
             text = piece.text
             cuts = [(text[:k], text[k:]) for k in range(1, len(text))]
-            found += [
+            merges += [
                 (-piece.score, i, len(a), len(b), a, b)
                 for a, b in cuts
                 if a in vocab and b in vocab
             ]
-    return [(a, b) for *_, a, b in sorted(found)]
+    return [(a, b) for *_, a, b in sorted(merges)]
 
 
 def _as_llama(core: tokenizers.Tokenizer, prefix: bool, legacy: bool) -> None:
@@ -324,8 +328,8 @@ def _marian(files: Files, settings: Settings) -> Parts:
 def _side(data: bytes, name: str, ends: list[str]) -> tokenizers.Tokenizer:
     """Text into pieces as SentencePiece itself does it."""
     model = spm.read(data, name)
-    said = {piece.text for piece in model.pieces if piece.kind not in (spm.UNKNOWN, spm.CONTROL)}
-    scores = [(p.text if p.text in said else unreachable(), p.score) for p in model.pieces]
+    spelt = {piece.text for piece in model.pieces if piece.kind not in (spm.UNKNOWN, spm.CONTROL)}
+    scores = [(p.text if p.text in spelt else unreachable(), p.score) for p in model.pieces]
     side = cutter(model, scores, model.unk, name)
     steps: list[Any] = []
     if model.charsmap:

@@ -30,9 +30,9 @@ def steps(decoder: Any) -> list[Step]:
 
 
 def _alone(settings: dict[str, Any]) -> Any:
-    made = decoders.Fuse()
-    made.__setstate__(json.dumps(settings).encode())
-    return made
+    step = decoders.Fuse()
+    step.__setstate__(json.dumps(settings).encode())
+    return step
 
 
 class Detokenizer:
@@ -113,11 +113,11 @@ class Apart(Stage):
         self.later = [] if any_place else [""]
 
     def push(self, pieces: list[str]) -> list[str]:
-        found = []
+        out = []
         for piece in pieces:
-            found.append(self.decoder.decode([*self.before, piece]))
+            out.append(self.decoder.decode([*self.before, piece]))
             self.before = self.later
-        return found
+        return out
 
 
 class Spaced(Stage):
@@ -126,11 +126,11 @@ class Spaced(Stage):
     space = ""
 
     def push(self, pieces: list[str]) -> list[str]:
-        found = []
+        out = []
         for piece in pieces:
-            found.append(self.space + piece)
+            out.append(self.space + piece)
             self.space = " "
-        return found
+        return out
 
 
 class Bytes(Stage):
@@ -173,13 +173,13 @@ class ByteRuns(Stage):
         self.held = b""
 
     def push(self, pieces: list[str]) -> list[str]:
-        found = []
+        out = []
         for piece in pieces:
             if re.fullmatch(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>", piece):
-                found.append(self._byte(bytes([int(piece[3:5], 16)])))
+                out.append(self._byte(bytes([int(piece[3:5], 16)])))
             else:
-                found += [*self.finish(), piece]
-        return [piece for piece in found if piece]
+                out += [*self.finish(), piece]
+        return [piece for piece in out if piece]
 
     def _byte(self, byte: bytes) -> str:
         """The text that one more byte makes certain."""
@@ -220,13 +220,13 @@ class Suffixes(Stage):
         )
 
     def push(self, pieces: list[str]) -> list[str]:
-        found = []
+        out = []
         for piece in pieces:
             inside, at_end = self.decoder.decode([piece, ""]), self.decoder.decode([piece])
             same = len(at_end) if inside.startswith(at_end) else 0
-            found.append(self.inside + inside[:same])
+            out.append(self.inside + inside[:same])
             self.inside, self.at_end = inside[same:], at_end[same:]
-        return found
+        return out
 
     def finish(self) -> list[str]:
         return [self.at_end]

@@ -61,29 +61,29 @@ PRE = {
 UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
 
 
-def tokenizer_files(said: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
     """Files by name, and sentences about what is not certain. Without files the model works on ids."""
-    kind, notices = said.get(KEY + "model"), []
+    kind, notices = metadata.get(KEY + "model"), []
     if kind is None or kind in ("none", "no_vocab"):
         return {}, [
             "the file has no tokenizer, nor has the folder: give ids, or put tokenizer.json into it"
         ]
     if kind not in ("gpt2", "llama"):
         return {}, [_unknown("model", kind, ("gpt2", "llama"))]
-    vocab = Vocabulary(said)
+    vocab = Vocabulary(metadata)
     if kind == "llama":
         core, bos = _sentence_piece(vocab), True
     else:
-        name = said.get(KEY + "pre")
+        name = metadata.get(KEY + "pre")
         if name in (None, "default"):
-            name = UNNAMED.get(str(said.get("general.architecture")), "gpt-2")
+            name = UNNAMED.get(str(metadata.get("general.architecture")), "gpt-2")
             notices.append(f"the file does not name how text is cut into words; {name} is assumed")
         if name not in PRE:
             return {}, [_unknown("pre", name, PRE)]
         core, bos = _byte_level(vocab, PRE[name]), PRE[name].bos
     core.add_tokens(vocab.declared())
-    first = vocab.named("bos") if said.get(KEY + "add_bos_token", bos) else None
-    last = vocab.named("eos") if said.get(KEY + "add_eos_token", False) else None
+    first = vocab.named("bos") if metadata.get(KEY + "add_bos_token", bos) else None
+    last = vocab.named("eos") if metadata.get(KEY + "add_eos_token", False) else None
     if first or last:
         core.post_processor = around(first, last)
     tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": _ends(vocab)}
@@ -104,8 +104,8 @@ def _unknown(key: str, value: Any, known: Any) -> str:
 class Vocabulary:
     """The lists and ids below tokenizer.ggml, checked. Ids at the end that only fill the embedding up are left out."""
 
-    def __init__(self, said: Mapping[str, Any]):
-        self.said = said
+    def __init__(self, metadata: Mapping[str, Any]):
+        self.metadata = metadata
         tokens = self.entries("tokens", str)
         kinds = self.entries("token_type", int) or [spm.NORMAL] * len(tokens)
         if not tokens or len(kinds) != len(tokens):
@@ -124,16 +124,16 @@ class Vocabulary:
             raise UsageError(f"{KEY}tokens has {twice!r:.60} twice")
 
     def entries(self, key: str, kind: type) -> list[Any]:
-        found = self.said.get(KEY + key, [])
-        if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
-            raise UsageError(f"{KEY}{key} must be a list of {kind.__name__}, got {found!r:.60}")
-        return list(found)
+        values = self.metadata.get(KEY + key, [])
+        if not isinstance(values, list) or not all(isinstance(entry, kind) for entry in values):
+            raise UsageError(f"{KEY}{key} must be a list of {kind.__name__}, got {values!r:.60}")
+        return list(values)
 
     def id(self, name: str, count: int) -> int | None:
-        found = self.said.get(f"{KEY}{name}_token_id")
-        if found is not None and (not isinstance(found, int) or not 0 <= found < count):
-            raise UsageError(f"{KEY}{name}_token_id is {found!r:.60}, but there are {count} tokens")
-        return found
+        index = self.metadata.get(f"{KEY}{name}_token_id")
+        if index is not None and (not isinstance(index, int) or not 0 <= index < count):
+            raise UsageError(f"{KEY}{name}_token_id is {index!r:.60}, but there are {count} tokens")
+        return index
 
     def named(self, name: str) -> tuple[str, int] | None:
         index = self.ids.get(name)
@@ -177,7 +177,7 @@ def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
     core = cutter(model, [(piece.text, piece.score) for piece in pieces], unk, f"{KEY}tokens")
     steps: list[Any] = [normalizers.Replace(" ", SPACE)]
     ends: list[Any] = []
-    if vocab.said.get(KEY + "add_space_prefix", True):
+    if vocab.metadata.get(KEY + "add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(SPACE))
         ends.append(decoders.Strip(content=" ", left=1))
     core.normalizer = normalizers.Sequence(steps)
@@ -196,10 +196,12 @@ def _settings(vocab: Vocabulary) -> dict[str, Any]:
         settings[f"{ours}_token"] = (vocab.named(theirs) or (None,))[0]
     # The usual template, and others with a name behind a dot.
     key = "tokenizer.chat_template"
-    said = {k[len(key) + 1 :]: v for k, v in vocab.said.items() if f"{k}.".startswith(f"{key}.")}
-    if said:
-        each = [{"name": name or "default", "template": text} for name, text in said.items()]
-        settings["chat_template"] = said[""] if list(said) == [""] else each
+    templates = {
+        k[len(key) + 1 :]: v for k, v in vocab.metadata.items() if f"{k}.".startswith(f"{key}.")
+    }
+    if templates:
+        each = [{"name": name or "default", "template": text} for name, text in templates.items()]
+        settings["chat_template"] = templates[""] if list(templates) == [""] else each
     return settings
 
 
@@ -208,9 +210,9 @@ def _ends(vocab: Vocabulary) -> dict[str, Any]:
     ends = list(
         dict.fromkeys(vocab.ids[name] for name in ("eos", "eot", "eom") if name in vocab.ids)
     )
-    found = {
+    ids = {
         "bos_token_id": vocab.ids.get("bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": vocab.ids.get("padding"),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in ids.items() if value is not None}

@@ -47,7 +47,7 @@ def read(data: bytes, name: str) -> SentencePiece:
         return _model(data)
     except (ValueError, IndexError, struct.error) as e:
         raise UsageError(
-            f"{name} is no SentencePiece model ({e}); put a tokenizer.json into the folder instead"
+            f"{name} is not a SentencePiece model ({e}); put a tokenizer.json into the folder instead"
         ) from None
 
 

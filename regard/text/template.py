@@ -140,16 +140,16 @@ class Worker:
 
     def _line(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         assert process.stdout is not None
-        end, found = time.monotonic() + seconds, b""
-        while not found.endswith(b"\n"):
+        end, line = time.monotonic() + seconds, b""
+        while not line.endswith(b"\n"):
             left = end - time.monotonic()
             if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
                 return {"late": True}
             part = os.read(process.stdout.fileno(), 1 << 16)
             if not part:
                 return {"memory": True}
-            found += part
-        return json.loads(found)
+            line += part
+        return json.loads(line)
 
     def _end(self) -> None:
         if self.process is not None:
