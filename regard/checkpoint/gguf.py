@@ -404,10 +404,13 @@ class Described:
                 "which is what can be converted"
             )
         self.prefix, self.kind = name + ".", ARCHITECTURES[name]
+        self.used: set[str] = set()
         if name == "llama" and self.number("expert_count", 0):
             self.kind = _MIXTRAL
         elif name == "llama" and self.number("attention.sliding_window", 0):
             self.kind = _MISTRAL
+        # Keys that were looked at for the config.
+        self.used = set()
         self.entries = dict(file.tensors)
         frequencies = self.entries.pop(_FREQUENCIES, None)
         self.tied = self._tied()
@@ -416,6 +419,7 @@ class Described:
 
     def number(self, key: str, default: Any = None) -> Any:
         """A number below the architecture's name; of a list with one entry per layer, the one that all have."""
+        self.used.add(key)
         value = self.file.metadata.get(self.prefix + key, default)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
@@ -457,17 +461,22 @@ class Described:
             token = metadata.get(f"tokenizer.ggml.{key}_token_id")
             if token is not None:
                 config[f"{key.removesuffix('ding')}_token_id"] = token
-        used = {*keys, *_INERT}
         if self.kind.model_type != "gpt2":
-            used |= self._llama_config(config, frequencies)
-        self._check_known(used)
+            self._llama_config(config, frequencies)
+        for key, value in metadata.items():
+            name = key.removeprefix(self.prefix)
+            known = {*keys, *_INERT, *self.used}
+            if name != key and name not in known and (name, value) not in _NEUTRAL.items():
+                raise UsageError(
+                    f"{self.file.path}: {key} = {value!r:.60} is not a setting that a {self.kind.model_type} model has"
+                )
         for theirs, ours in keys.items():
             if ours not in config:
                 raise UsageError(f"{self.file.path} does not say {self.prefix}{theirs}")
         return config
 
-    def _llama_config(self, config: Data, frequencies: Entry | None) -> set[str]:
-        """Defaults that follow from other keys, biases, RoPE; the keys that were looked at."""
+    def _llama_config(self, config: Data, frequencies: Entry | None) -> None:
+        """Defaults that follow from other keys, biases, RoPE."""
         heads = config.get("num_attention_heads") or 1
         config.setdefault("num_key_value_heads", heads)
         config.setdefault("head_dim", (config.get("hidden_size") or 0) // heads)
@@ -483,24 +492,22 @@ class Described:
         if self.kind is LLAMA:
             config["attention_bias"] = "blk.0.attn_q.bias" in self.entries
             config["mlp_bias"] = "blk.0.ffn_up.bias" in self.entries
-        scaling, used = self._scaling()
+        scaling = self._scaling()
         if frequencies is not None:
             if scaling is not None:
                 raise UsageError(f"{self.file.path} has {_FREQUENCIES} and rope.scaling both")
             scaling = self._llama3(frequencies, config)
         if scaling is not None:
             config["rope_scaling"] = scaling
-        return used | {"rope.dimension_count", "attention.value_length"}
 
-    def _scaling(self) -> tuple[Data | None, set[str]]:
+    def _scaling(self) -> Data | None:
         kind = self.file.metadata.get(self.prefix + "rope.scaling.type")
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear"))
-        used = {"rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"}
-        used.add("rope.scaling.original_context_length")
+        self.used |= {"rope.scaling.type", "rope.scaling.original_context_length"}
         if kind == "none" or factor is None or (kind in (None, "linear") and factor == 1):
-            return None, used
+            return None
         if kind in (None, "linear"):
-            return {"rope_type": "linear", "factor": factor}, used
+            return {"rope_type": "linear", "factor": factor}
         if kind != "yarn":
             raise UsageError(
                 f"{self.file.path}: {self.prefix}rope.scaling.type is {kind!r:.60}; known: none, linear, yarn"
@@ -511,11 +518,10 @@ class Described:
             ("yarn_beta_fast", "beta_fast"),
             ("yarn_beta_slow", "beta_slow"),
         ):
-            used.add(f"rope.scaling.{theirs}")
             value = self.number(f"rope.scaling.{theirs}")
             if value is not None:
                 scaling[ours] = value
-        return scaling, used
+        return scaling
 
     def _llama3(self, entry: Entry, config: Data) -> Data:
         """Llama 3's scaling of RoPE, of which the file has only what came of it, a divisor for each frequency."""
@@ -536,15 +542,6 @@ class Described:
         raise UsageError(
             f"{self.file.path}: {_FREQUENCIES} is not a scaling of RoPE as Llama 3 has it, the only one that is known"
         )
-
-    def _check_known(self, used: set[str]) -> None:
-        for key, value in self.file.metadata.items():
-            name = key.removeprefix(self.prefix)
-            if name == key or name in used or (name in _NEUTRAL and value == _NEUTRAL[name]):
-                continue
-            raise UsageError(
-                f"{self.file.path}: {key} = {value!r:.60} is not a setting that a {self.kind.model_type} model has"
-            )
 
     # --- tensors ----------------------------------------------------------------------------------------------------
 

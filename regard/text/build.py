@@ -151,20 +151,46 @@ def _byte_level(files: Files, settings: Settings, kind: str | None) -> Parts:
     kind = kind or ("roberta" if {"<s>", "</s>"} <= set(vocab) else "gpt2")
     lines = _text(files, "merges.txt").replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    with blaming("vocab.json and merges.txt do not make a tokenizer"):
-        core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))  # type: ignore[arg-type]
     prefix = bool(settings.get("add_prefix_space", False))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    core.decoder = decoders.ByteLevel()
-    if kind == "qwen2":
-        core.normalizer = normalizers.NFC()
-        words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated", invert=False)
-        cut = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-        core.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
-    elif kind == "roberta":
+    core = byte_level(
+        vocab,
+        merges,
+        "vocab.json and merges.txt",
+        QWEN_WORDS if kind == "qwen2" else "",
+        composed=kind == "qwen2",
+        prefix=prefix,
+    )
+    if kind == "roberta":
         last, first = (_known(core, settings, n, t) for n, t in (("sep", "</s>"), ("cls", "<s>")))
         core.post_processor = processors.RobertaProcessing(last, first, True, prefix)
     return Parts(core, kind)
+
+
+def byte_level(
+    vocab: dict[str, int],
+    merges: list[tuple[str, ...]],
+    what: str,
+    pattern: str = "",
+    *,
+    composed: bool = False,
+    prefix: bool = False,
+    digits: bool = False,
+    whole: bool = False,
+) -> tokenizers.Tokenizer:
+    """Byte-level BPE. `pattern` cuts text into words, without one GPT-2's; `composed`: the text is put into NFC;
+    `digits` are words of their own; `whole`: a word that is a token is taken as it is."""
+    with blaming(f"{what} do not make a tokenizer"):
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=whole)  # type: ignore[arg-type]
+    core = tokenizers.Tokenizer(model)
+    if composed:
+        core.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    if pattern:
+        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not pattern))
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    core.decoder = decoders.ByteLevel()
+    return core
 
 
 def _word_piece(files: Files, settings: Settings) -> tokenizers.Tokenizer:
@@ -288,10 +314,13 @@ def _as_llama(core: tokenizers.Tokenizer, prefix: bool, legacy: bool) -> None:
     core.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement=SPACE, prepend_scheme=scheme, split=False
     )
+    core.decoder = piece_decoder(prefix)
+
+
+def piece_decoder(prefix: bool) -> Any:
+    """Pieces of SentencePiece -> text, without the space that was put before it."""
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
-        steps.append(decoders.Strip(content=" ", left=1))
-    core.decoder = decoders.Sequence(steps)
+    return decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * prefix)
 
 
 def _declared(model: spm.SentencePiece) -> list[AddedToken]:
@@ -318,9 +347,7 @@ def _marian(files: Files, settings: Settings) -> Parts:
         core = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     ends = [text for text in STYLES["marian"].values() if text in vocab]
     core.add_special_tokens(ends)
-    core.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    core.decoder = piece_decoder(False)
     source, target = (_side(files[name], name, ends) for name in ("source.spm", "target.spm"))
     return Parts(core, "marian", source, target)
 

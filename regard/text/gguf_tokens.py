@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers
 
 from regard.errors import UsageError
 from regard.text import spm
-from regard.text.build import QWEN_WORDS, SPACE, around, cutter
-from regard.text.folder import blaming
+from regard.text.build import QWEN_WORDS, SPACE, around, byte_level, cutter, piece_decoder
 
 KEY = "tokenizer.ggml."
 _LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
@@ -28,34 +26,16 @@ _TEKKEN_WORDS = (
 )
 
 
-@dataclass(frozen=True)
-class Words:
-    """How byte-level BPE cuts text into words. `pattern`: nothing is GPT-2's; `whole`: a word that is a token is taken
-    as it is; `bos`: whether a text begins with that token if the file does not say."""
-
-    pattern: str = ""
-    digits: bool = False
-    composed: bool = False
-    whole: bool = False
-    bos: bool = False
-
-
-_GPT2 = Words()
-_LLAMA3 = Words(_LLAMA3_WORDS, whole=True, bos=True)
-_QWEN2 = Words(QWEN_WORDS, composed=True)
-_DIGITS = Words(digits=True)
-# tokenizer.ggml.pre -> words
-PRE = {
-    "gpt-2": _GPT2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "tekken": Words(_TEKKEN_WORDS, whole=True, bos=True),
+# tokenizer.ggml.pre -> how byte-level BPE cuts text into words (`byte_level`), and whether a text begins with the bos
+# token if the file does not say.
+_LLAMA3: dict[str, Any] = dict(pattern=_LLAMA3_WORDS, whole=True, bos=True)
+_QWEN2: dict[str, Any] = dict(pattern=QWEN_WORDS, composed=True)
+PRE: dict[str, dict[str, Any]] = {
+    "gpt-2": {},
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **{name: dict(digits=True) for name in ("smollm", "starcoder", "refact")},
+    "tekken": dict(pattern=_TEKKEN_WORDS, whole=True, bos=True),
 }
 # What a file means that names none: by architecture.
 UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
@@ -80,7 +60,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list
             notices.append(f"the file does not name how text is cut into words; {name} is assumed")
         if name not in PRE:
             return {}, [_unknown("pre", name, PRE)]
-        core, bos = _byte_level(vocab, PRE[name]), PRE[name].bos
+        merges = [tuple(merge.split(" ")) for merge in vocab.entries("merges", str)]
+        options = {"bos": False, **PRE[name]}
+        bos = options.pop("bos")
+        core = byte_level(vocab.numbers, merges, f"{KEY}tokens and {KEY}merges", **options)
     core.add_tokens(vocab.declared())
     first = vocab.named("bos") if metadata.get(KEY + "add_bos_token", bos) else None
     last = vocab.named("eos") if metadata.get(KEY + "add_eos_token", False) else None
@@ -149,24 +132,6 @@ class Vocabulary:
         ]
 
 
-def _byte_level(vocab: Vocabulary, words: Words) -> tokenizers.Tokenizer:
-    merges = [tuple(merge.split(" ")) for merge in vocab.entries("merges", str)]
-    with blaming(f"{KEY}tokens and {KEY}merges do not make a tokenizer"):
-        model = models.BPE(vocab=vocab.numbers, merges=merges, ignore_merges=words.whole)
-    core = tokenizers.Tokenizer(model)
-    if words.composed:
-        core.normalizer = normalizers.NFC()
-    steps: list[Any] = []
-    if words.digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if words.pattern:
-        steps.append(pre_tokenizers.Split(Regex(words.pattern), behavior="isolated", invert=False))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words.pattern))
-    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    core.decoder = decoders.ByteLevel()
-    return core
-
-
 def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
     scores = vocab.entries("scores", float)[: len(vocab.tokens)]
     if len(scores) != len(vocab.tokens):
@@ -175,15 +140,10 @@ def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
     unk = vocab.ids.get("unknown", 0)
     model = spm.SentencePiece(pieces, spm.BPE, unk)
     core = cutter(model, [(piece.text, piece.score) for piece in pieces], unk, f"{KEY}tokens")
-    steps: list[Any] = [normalizers.Replace(" ", SPACE)]
-    ends: list[Any] = []
-    if vocab.metadata.get(KEY + "add_space_prefix", True):
-        steps.insert(0, normalizers.Prepend(SPACE))
-        ends.append(decoders.Strip(content=" ", left=1))
-    core.normalizer = normalizers.Sequence(steps)
-    core.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
-    )
+    prefix = bool(vocab.metadata.get(KEY + "add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+    core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    core.decoder = piece_decoder(prefix)
     return core
 
 
