@@ -1,8 +1,8 @@
 """Frozen dataclasses <-> plain dictionaries, strictly.
 
-A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Nothing is ignored:
-an unknown key names the nearest known one, a wrong type says what was expected, a number outside the range
-that its field declares says what to give.
+A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Nothing is
+ignored: an unknown key names the nearest known one, a wrong type says what was expected, a number
+outside the range that its field declares says what to give.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
 
 # --- changing settings by name ------------------------------------------------------------------------------------
 
-# Words that mean the same in every kind of part. Of any other word that several kinds have (`bias` of attention, of
-# a feed-forward, of a head), a plain name would say too little.
+# Words that mean the same in every kind of part. Of any other word that several kinds have (`bias`
+# of attention, of a feed-forward, of a head), a plain name would say too little.
 EVERYWHERE = frozenset(
     """activation dim dropout eps ffn_dim head_dim heads kv_heads layers max_len norm rope rope_dim
     value_dim vocab window""".split()  # noqa: SIM905
@@ -287,8 +287,8 @@ def _follow_dim(
     path: str = "",
     ratio: float = 1,
 ) -> None:
-    """Widths inside a tower of another `dim`: of feed-forwards in multiples of 8; of heads, where they have one of
-    their own, so that all heads together keep their share of the stream."""
+    """Widths inside a tower of another `dim`: of feed-forwards in multiples of 8; of heads, where
+    they have one of their own, so that all heads together keep their share of the stream."""
     ratio = new["dim"] / old["dim"] if "dim" in new else ratio
     for name in [n for n in new if n in old and n not in changes and f"{path}{n}" not in changes]:
         if name == "ffn_dim" and ratio != 1:

@@ -39,8 +39,8 @@ def model_folder(path: str | Path) -> Path:
 
 
 def inside(path: Path) -> Path:
-    """The regular file behind `path`, which must lie in its folder. Only in a snapshot of a hub's cache may it be a
-    link to the blobs of the same cache."""
+    """The regular file behind `path`, which must lie in its folder. Only in a snapshot of a hub's
+    cache may it be a link to the blobs of the same cache."""
     home = path.parent.resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     try:

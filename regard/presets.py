@@ -66,8 +66,8 @@ def _captioner() -> EncoderDecoderConfig:
     )
 
 
-# name -> (Hugging Face's family, or "" where it has none; config). A family that was made from another has the other's
-# presets too: they are the first one's.
+# name -> (Hugging Face's family, or "" where it has none; config). A family that was made from
+# another has the other's presets too: they are the first one's.
 PRESETS: dict[str, tuple[str, Callable[[], Config]]] = {}
 for _family in FAMILIES.values():
     for _name, _keys in _family.presets.items():

@@ -44,7 +44,8 @@ class Base:
     """The folder that a model was read from; `model.origin.base`."""
 
     def __init__(self, folder: Path):
-        self.folder = folder.resolve()  # of a link, the folder behind it: the link may move on
+        # Of a link, the folder behind it: the link may move on.
+        self.folder = folder.resolve()
 
     @cached_property
     def files(self) -> dict[str, str]:

@@ -38,7 +38,8 @@ from regard.files import inside, read_json
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 UNREADABLE = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".mlmodel")
-# How long the process that reads pickles may say nothing: files of the old format are read whole before a word comes.
+# How long the process that reads pickles may say nothing: files of the old format are read whole
+# before a word comes.
 QUIET_SECONDS, SLOW_DISK = 600, 20e6
 Progress = Callable[[int, int], None]
 
@@ -159,8 +160,8 @@ def pickled(
     dtype: torch.dtype | None = None,
     progress: Progress = lambda done, total: None,
 ) -> str:
-    """Write the folder; why Regard cannot read the model in it, or nothing. Names and, without `dtype`, types are kept;
-    tensors that share memory become tensors of their own."""
+    """Write the folder; why Regard cannot read the model in it, or nothing. Names and, without
+    `dtype`, types are kept; tensors that share memory become tensors of their own."""
     with replacing(target) as folder:
         for path in source.others:
             shutil.copyfile(path, folder / path.name)

@@ -207,7 +207,8 @@ def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Entry]]:
         why = "big-endian" if swapped else f"version {version}"
         raise ValueError(f"it is {why}; little-endian versions 2 and 3 are read")
     tensors, pairs = cursor.number("Q"), cursor.number("Q")
-    # Of a pair: the length of its name, its type, one byte; of a tensor: length, rank, size, type, offset.
+    # Of a pair: the length of its name, its type, one byte; of a tensor: length, rank, size, type,
+    # offset.
     cursor.need(13 * pairs + 32 * tensors)
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
@@ -612,8 +613,8 @@ def describe(path: Path) -> Described:
 
 
 def gguf_dtype(file: File) -> tuple[torch.dtype, str]:
-    """The type to write where none is asked for, and the one that most of the weights have: a plain type stays, and
-    float16 holds a quantised one best, whose scales are float16."""
+    """The type to write where none is asked for, and the one that most of the weights have: a plain
+    type stays, and float16 holds a quantised one best, whose scales are float16."""
     counts: Counter[str] = Counter()
     for entry in file.tensors.values():
         counts[entry.kind.name] += entry.rows * entry.shape[-1]

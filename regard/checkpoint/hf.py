@@ -52,16 +52,18 @@ class Origin:
     config: Data = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
-    base: Any = None  # the folder itself, as adapter.py names it
-    heads: dict[str, Any] = field(default_factory=dict)  # heads for its body, by kind
-    start: Start | None = None  # how new weights on it are drawn
+    # The folder itself, as adapter.py names it.
+    base: Any = None
+    # Heads for its body, by kind, and how new weights on it are drawn.
+    heads: dict[str, Any] = field(default_factory=dict)
+    start: Start | None = None
 
 
 def load(
     path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Model:
-    """A model from a Hugging Face folder (or one that `model.save` wrote), in evaluation mode. The weights keep the
-    type they are stored in unless `dtype` says otherwise."""
+    """A model from a Hugging Face folder (or one that `model.save` wrote), in evaluation mode. The
+    weights keep the type they are stored in unless `dtype` says otherwise."""
     folder = model_folder(path)
     theirs = read_json(folder / "config.json")
     model = read(theirs, Weights(folder), device, dtype)
@@ -134,8 +136,8 @@ decoder_layers""".split()  # noqa: SIM905
 
 
 def _check_counts(data: Any, keys: Collection[str], tensors: int) -> None:
-    """A layer has a tensor at least, and an expert too in the families' folders (ours stack them): without this check a
-    wrong number could fill the memory."""
+    """A layer has a tensor at least, and an expert too in the families' folders (ours stack them):
+    without this check a wrong number could fill the memory."""
     for key, value in data.items() if isinstance(data, dict) else enumerate(data or ()):
         if isinstance(value, (dict, list)):
             _check_counts(value, keys, tensors)
@@ -235,8 +237,8 @@ def _architecture(theirs: Data, family: Family) -> str:
 
 
 def _modern(source: Source, family: Family) -> Source:
-    """Today's names for those of older folders: bodies saved alone leave out the first part (`h.0...` for
-    `transformer.h.0...`), and BERT's norms say gamma and beta."""
+    """Today's names for those of older folders: bodies saved alone leave out the first part
+    (`h.0...` for `transformer.h.0...`), and BERT's norms say gamma and beta."""
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
@@ -247,8 +249,8 @@ def _modern(source: Source, family: Family) -> Source:
 
 
 def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
-    """What only the tensors tell: whether a bare body has a pooler, whether what could be tied is. Returns the config
-    and the tensors that merely repeat another."""
+    """What only the tensors tell: whether a bare body has a pooler, whether what could be tied is.
+    Returns the config and the tensors that merely repeat another."""
     ours, skip = to_dict(config), set()
     if family.pooler and ours["head"] is None and family.pooler in source:
         put(ours, "pooler", "tanh")
@@ -267,8 +269,8 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
 
 
 def _empty(config: Any) -> Model:
-    """The model without memory for its weights. Their random start is skipped: on the meta device it would do nothing
-    but import torch's compiler."""
+    """The model without memory for its weights. Their random start is skipped: on the meta device
+    it would do nothing but import torch's compiler."""
     with _blaming("no model has these sizes"), torch.device("meta"), _NoStart():
         return config.make()
 
@@ -484,7 +486,8 @@ def _unsaid(family: Family, architecture: str, config: Any, theirs: Data) -> str
     if "pooler" in back and family.pooler and config.head is None:
         back["pooler"] = config.pooler
     for _, _, switch in family.twins:
-        if switch and get(back, switch) is True:  # the stored tensors themselves tell
+        # The stored tensors themselves show it.
+        if switch and get(back, switch) is True:
             put(back, switch, get(to_dict(config), switch))
     return _difference(resolved(back), resolved(to_dict(config)))
 

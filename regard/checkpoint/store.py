@@ -37,8 +37,8 @@ DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 class Source:
-    """Where tensors come from: a folder, a module in memory, or another source under other names. `names` gives for
-    each tensor what the source itself calls it."""
+    """Where tensors come from: a folder, a module in memory, or another source under other names.
+    `names` gives for each tensor what the source itself calls it."""
 
     def __init__(self, source: Source, names: Mapping[str, str]):
         self.source, self.names = source, names
@@ -94,8 +94,8 @@ class Weights(Source):
         return self._fill(name, torch.empty(self._size(name), dtype=torch.uint8))
 
     def borrow(self, names: list[str]) -> list[Tensor]:
-        """In a buffer that the next call uses again: buffers made and freed in turn would leave holes between the
-        weights, up to their own size."""
+        """In a buffer that the next call uses again: buffers made and freed in turn would leave
+        holes between the weights, up to their own size."""
         ends = [0, *itertools.accumulate(-(-self._size(name) // 64) * 64 for name in names)]
         if ends[-1] > len(self.scratch):
             self.scratch = torch.empty(ends[-1], dtype=torch.uint8)
@@ -310,7 +310,8 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of `target` when the block ends well; if it fails, `target` is as it was.
     Files of an older checkpoint that are not written anew are kept, its weights are not."""
-    target = target.resolve()  # of a link, the folder behind it
+    # Of a link, the folder behind it.
+    target = target.resolve()
     if target.exists() and (
         not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())
     ):

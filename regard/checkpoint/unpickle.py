@@ -54,7 +54,8 @@ def main(folder: str, dtype: str, *files: str) -> None:
 
 def confine(size: int) -> None:
     """No more memory than files of this size need, no connections, no programs."""
-    # The allocator reserves address space ahead, a gigabyte at the first tensor: that is counted before.
+    # The allocator reserves address space ahead, a gigabyte at the first tensor: that is counted
+    # before.
     torch.empty(1)
     # A system without /proc has no such limit either.
     with contextlib.suppress(OSError, ValueError):

@@ -16,16 +16,17 @@ from regard.text.build import plain_copy
 from regard.text.folder import blaming
 from regard.text.tokenizer import Tokenizer, check_unicode
 
-Located = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters each comes from
+# Ids, and the characters each comes from.
+Located = tuple[list[int], list[tuple[int, int]]]
 
 
 class Coder:
-    """Texts -> ids, without special tokens; a text that spells one is text. `other` is the target's tokenizer, where
-    that is another one.
+    """Texts -> ids, without special tokens; a text that spells one is text. `other` is the target's
+    tokenizer, where that is another one.
 
-    A model that reads one text expects `before` text `after`, of two: `before` text `between` text `after`. A decoder
-    begins with `start` and ends with `end`; None is what the tokenizer does not have. `reserved` are all special
-    tokens."""
+    A model that reads one text expects `before` text `after`, of two: `before` text `between` text
+    `after`. A decoder begins with `start` and ends with `end`; None is what the tokenizer does not
+    have. `reserved` are all special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, other: Tokenizer | None = None):
         self.source, self.target = tokenizer, other or tokenizer
@@ -57,7 +58,8 @@ class Coder:
     def encode(self, texts: Sequence[str], *, target: bool = False) -> list[list[int]]:
         tokenizer = self.target if target else self.source
         plain = self._plain.get(id(tokenizer))
-        if plain is None:  # Marian cuts each side by another model
+        # Marian cuts each side by another model.
+        if plain is None:
             cut = tokenizer.encode_target if target else tokenizer.encode
             return [cut(text, special=False, literal=True) for text in texts]
         return [encoding.ids for encoding in _many(plain, texts, fast=True)]
@@ -106,6 +108,7 @@ def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], t
     before, after = alone.ids[: text[0]], alone.ids[text[-1] + 1 :]
     inner = slice(len(before), len(pair.ids) - len(after))
     if pair.ids[: inner.start] != before or pair.ids[inner.stop :] != after:
-        return tuple(before), tuple(after), tuple(after)  # it has no form for two texts
+        # It has no form for two texts.
+        return tuple(before), tuple(after), tuple(after)
     marks = zip(pair.ids[inner], pair.special_tokens_mask[inner])
     return tuple(before), tuple(i for i, special in marks if special), tuple(after)

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-LONGEST = 16  # characters of a piece
+# Characters of a piece.
+LONGEST = 16
 SEEDS = 1_000_000
-MUCH = (
-    1_000_000  # characters of different words that are learned from, the most frequent words first
-)
-SHRINK = 0.75  # of the pieces stay after each round
-ROUNDS = 2  # of expectation maximisation between
+# Characters of different words that are learned from, the most frequent words first.
+MUCH = 1_000_000
+# How many of the pieces stay after each round, and rounds of expectation maximisation between.
+SHRINK, ROUNDS = 0.75, 2
 
 
 def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
@@ -67,7 +67,8 @@ def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.n
         for a in range(n):
             for b in range(a + 1, min(a + LONGEST, n) + 1):
                 seen[word[a:b]] += count
-    inner = set()  # never seen but inside one longer substring, which is the better piece
+    # Never seen but inside one longer substring, which is the better piece.
+    inner = set()
     for text, count in seen.items():
         inner |= {part for part in (text[1:], text[:-1]) if seen[part] == count}
     singles = [text for text in seen if len(text) == 1]
@@ -78,13 +79,14 @@ def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.n
 
 
 class Lattice:
-    """All ways to cut words into pieces: arcs from node to node, a node being a place in a word. Without `whole`, no
-    word may be one piece."""
+    """All ways to cut words into pieces: arcs from node to node, a node being a place in a word.
+    Without `whole`, no word may be one piece."""
 
     def __init__(self, words: Iterable[str], pieces: Iterable[str], whole: bool = True):
         number = {piece: i for i, piece in enumerate(pieces)}
         leaves, reaches, piece, lasts = (array("q") for _ in range(4))
-        arcs = array("q")  # of each word
+        # Of each word.
+        arcs = array("q")
         first = 0
         for word in words:
             n, before = len(word), len(piece)

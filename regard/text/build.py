@@ -66,7 +66,8 @@ class Parts:
     """`core` knows every id. Marian cuts source and target text by two more, whose pieces `core` then numbers."""
 
     core: tokenizers.Tokenizer
-    kind: str | None = None  # a row of STYLES
+    # A row of STYLES.
+    kind: str | None = None
     source: tokenizers.Tokenizer | None = None
     target: tokenizers.Tokenizer | None = None
 
@@ -77,8 +78,8 @@ class Parts:
 
 
 def build(files: Files, settings: Settings, kind: str | None, class_name: str) -> Parts | None:
-    """The tokenizer that the files describe; None where there is none. `kind` is the row of STYLES that the folder
-    names (as `class_name`), else the files decide."""
+    """The tokenizer that the files describe; None where there is none. `kind` is the row of STYLES
+    that the folder names (as `class_name`), else the files decide."""
     if "tokenizer.json" in files:
         with blaming("tokenizer.json cannot be read"):
             core = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
@@ -109,8 +110,8 @@ def build(files: Files, settings: Settings, kind: str | None, class_name: str) -
 
 
 def _check_growth(core: tokenizers.Tokenizer) -> None:
-    """Replacements that follow each other multiply: a few of them could ask for more memory than there is, and the
-    library would end the process."""
+    """Replacements that follow each other multiply: a few of them could ask for more memory than
+    there is, and the library would end the process."""
     for part in (core.normalizer, core.decoder):
         state = {} if part is None else json.loads(part.__getstate__())
         growth = 1.0

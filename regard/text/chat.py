@@ -66,8 +66,8 @@ def render_chat(
     max_length: int = MAX_LENGTH,
     max_seconds: float = MAX_SECONDS,
 ) -> str:
-    """The prompt for a list of {"role": ..., "content": ...} as text; `encode_chat` gives its ids. `template` is the
-    name of one that the folder carries; `reply` opens the assistant's turn."""
+    """The prompt for a list of {"role": ..., "content": ...} as text; `encode_chat` gives its ids.
+    `template` is the name of one that the folder carries; `reply` opens the assistant's turn."""
     if importlib.util.find_spec("jinja2") is None:
         raise UsageError("chat templates need jinja2; install it: pip install jinja2")
     variables = {

@@ -53,7 +53,8 @@ class Detokenizer:
         try:
             for stage in self.stages:
                 pieces = stage.push(pieces)
-        except BaseException as e:  # `blaming` would cost as much again, for each token
+        # `blaming` around it would cost as much again, for each token.
+        except BaseException as e:
             with blaming("these tokens cannot be decoded"):
                 raise e
         return "".join(pieces)
@@ -109,7 +110,8 @@ class Apart(Stage):
     """A step that looks at one piece (and at whether it is the first): the library's own, asked piece by piece."""
 
     def __init__(self, decoder: Any, any_place: bool = False):
-        self.decoder, self.before = decoder, []  # type: tuple[Any, list[str]]
+        self.decoder = decoder
+        self.before: list[str] = []
         self.later = [] if any_place else [""]
 
     def push(self, pieces: list[str]) -> list[str]:
@@ -160,14 +162,15 @@ _BYTES = _table()
 def _bytes(piece: str) -> bytes:
     try:
         return bytes([_BYTES[c] for c in piece])
-    except KeyError:  # an added token, as it is
+    except KeyError:
+        # An added token, as it is.
         return piece.encode("utf-8")
 
 
 class ByteRuns(Stage):
-    """Byte fallback: pieces <0x..> are the bytes of a text. A character is given as soon as it is whole; each byte that
-    belongs to none is U+FFFD, as SentencePiece has it. (The library makes a whole run of bytes U+FFFD for a single
-    wrong one: a stream would wait for the run's end.)"""
+    """Byte fallback: pieces <0x..> are the bytes of a text. A character is given as soon as it is
+    whole; each byte that belongs to none is U+FFFD, as SentencePiece has it. (The library makes a
+    whole run of bytes U+FFFD for a single wrong one: a stream would wait for the run's end.)"""
 
     def __init__(self, decoder: Any):
         self.held = b""
@@ -215,9 +218,8 @@ class Suffixes(Stage):
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
-        self.inside = self.at_end = (
-            ""  # what is left to say of the last piece, if more follows and if none does
-        )
+        # What is left to say of the last piece, if more follows and if none does.
+        self.inside = self.at_end = ""
 
     def push(self, pieces: list[str]) -> list[str]:
         out = []

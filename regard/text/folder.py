@@ -91,14 +91,15 @@ def names(
             if name.endswith("_token") and not name.startswith("add_") and text is not None:
                 tokens[name] = text
             elif name in tokens and token is None:
-                del tokens[name]  # null: this model has none
+                # null: this model has none.
+                del tokens[name]
     return tokens
 
 
 @dataclass(frozen=True)
 class Special:
-    """Ids with a meaning; eos may be several, None is what the folder does not name. `start` begins what a decoder
-    writes."""
+    """Ids with a meaning; eos may be several, None is what the folder does not name. `start` begins
+    what a decoder writes."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -140,7 +141,8 @@ def _ids(value: Any, where: str) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
         raise UsageError(f"{where} must be an id or a list of ids, got {value!r}")
-    return tuple(v for v in values if v >= 0)  # -1 is how some folders write "none"
+    # -1 is how some folders write "none".
+    return tuple(v for v in values if v >= 0)
 
 
 def templates(files: Files, settings: Settings) -> dict[str, str]:

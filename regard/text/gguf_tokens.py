@@ -26,8 +26,8 @@ _TEKKEN_WORDS = (
 )
 
 
-# tokenizer.ggml.pre -> how byte-level BPE cuts text into words (`byte_level`), and whether a text begins with the bos
-# token if the file does not say.
+# tokenizer.ggml.pre -> how byte-level BPE cuts text into words (`byte_level`), and whether a text
+# begins with the bos token if the file does not say.
 _LLAMA3: dict[str, Any] = dict(pattern=_LLAMA3_WORDS, whole=True, bos=True)
 _QWEN2: dict[str, Any] = dict(pattern=QWEN_WORDS, composed=True)
 PRE: dict[str, dict[str, Any]] = {

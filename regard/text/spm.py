@@ -32,8 +32,9 @@ class SentencePiece:
     model: int = UNIGRAM
     unk: int = 0
     charsmap: bytes = b""
-    prefix: bool = True  # a space is put before the text
-    squeeze: bool = True  # runs of spaces become one, those at the ends go
+    # A space is put before the text; runs of spaces become one, those at the ends go.
+    prefix: bool = True
+    squeeze: bool = True
 
     @property
     def bytes(self) -> bool:
@@ -57,7 +58,8 @@ def _model(data: bytes) -> SentencePiece:
         if field == 1:
             pieces.append(_piece(_bytes(value)))
         elif field == 2:
-            trainer += _bytes(value)  # a message in two parts means the parts joined
+            # A message in two parts means the parts joined.
+            trainer += _bytes(value)
         elif field == 3:
             normalizer += _bytes(value)
     if not pieces:

@@ -57,8 +57,8 @@ def _rendered(source: str, variables: dict[str, Any], max_length: int) -> dict[s
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> Any:
-    """The template in the one environment that Regard has; blocks and extra functions as transformers'
-    apply_chat_template has them."""
+    """The template in the one environment that Regard has; blocks and extra functions as
+    transformers' apply_chat_template has them."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

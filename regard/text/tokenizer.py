@@ -33,8 +33,8 @@ from regard.text.folder import (
 class Tokenizer:
     """Text <-> ids as the model folder has it.
 
-    `vocab` is one more than the highest id, `special` the ids with a meaning, `tokens` the strings of the special
-    tokens by name (bos_token, ...), `templates` the chat templates by name."""
+    `vocab` is one more than the highest id, `special` the ids with a meaning, `tokens` the strings
+    of the special tokens by name (bos_token, ...), `templates` the chat templates by name."""
 
     def __init__(self, parts: Parts, files: Files, settings: Settings, config: Settings):
         self.parts, self.core = parts, parts.core
@@ -54,8 +54,8 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Files, config: Settings | None = None) -> Tokenizer | None:
-        """The tokenizer among the files of a folder (name -> bytes, as `model.origin.files`), or None. `config` is the
-        content of config.json, where it is not among the files."""
+        """The tokenizer among the files of a folder (name -> bytes, as `model.origin.files`), or
+        None. `config` is the content of config.json, where it is not among the files."""
         settings = read_json(files, "tokenizer_config.json")
         config = config or read_json(files, "config.json")
         kind, class_name = style(settings, config)
@@ -99,7 +99,8 @@ class Tokenizer:
     ) -> str:
         """The text of the ids. `after`: the ids that stand before them, so that a first space is kept:
         decode(a) + decode(b, after=a) == decode(a + b) wherever a ends with a whole character."""
-        # The library gives up a whole run of bytes for one that is wrong; a stream cannot wait for that.
+        # The library gives up a whole run of bytes for one that is wrong; a stream cannot wait for
+        # that.
         if after or any(settings["type"] == "ByteFallback" for settings, _ in self._steps):
             text = self.detokenizer()
             text.begin(self.pieces(after, skip_special=skip_special))
