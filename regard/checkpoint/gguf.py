@@ -107,34 +107,34 @@ class File:
     def read(self, entry: Entry, first: int, rows: int, dtype: torch.dtype) -> Tensor:
         """Some rows of a tensor, dequantised: (rows, width)."""
         out = torch.empty(rows, entry.shape[-1], dtype=dtype)
-        step = max(1, CHUNK // entry.shape[-1])
-        with self.path.open("rb") as file:
-            file.seek(entry.start + first * entry.row_bytes)
-            for at in range(0, rows, step):
-                part = out[at : at + step]
-                values = _unpacked(self._bytes(file, entry, len(part)), entry.kind, len(part))
-                part.copy_(narrowed(values, dtype, entry.name))
+        at = 0
+        for raw in self._chunks(entry, first, rows):
+            count = len(raw) // entry.row_bytes
+            values = _unpacked(raw, entry.kind, count)
+            out[at : at + count].copy_(narrowed(values, dtype, entry.name))
+            at += count
         return out
 
     def equal(self, one: Entry, other: Entry) -> bool:
         """Whether two tensors are stored in the same bytes."""
         if (one.kind, one.shape) != (other.kind, other.shape):
             return False
-        pairs = zip(self._chunks(one), self._chunks(other), strict=True)
+        pairs = zip(*(self._chunks(x, 0, x.rows) for x in (one, other)), strict=True)
         return all(a == b for a, b in pairs)
 
-    def _chunks(self, entry: Entry) -> Iterator[bytes]:
+    def _chunks(self, entry: Entry, first: int, rows: int) -> Iterator[bytes]:
+        """The bytes of some rows, a few of them at a time."""
         step = max(1, CHUNK // entry.shape[-1])
         with self.path.open("rb") as file:
-            file.seek(entry.start)
-            for at in range(0, entry.rows, step):
-                yield self._bytes(file, entry, min(step, entry.rows - at))
-
-    def _bytes(self, file: BinaryIO, entry: Entry, rows: int) -> bytes:
-        raw = file.read(rows * entry.row_bytes)
-        if len(raw) != rows * entry.row_bytes:
-            raise UsageError(f"{self.path} ended while {entry.name} was read; copy the file again")
-        return raw
+            file.seek(entry.start + first * entry.row_bytes)
+            for at in range(0, rows, step):
+                size = min(step, rows - at) * entry.row_bytes
+                raw = file.read(size)
+                if len(raw) != size:
+                    raise UsageError(
+                        f"{self.path} ended while {entry.name} was read; copy the file again"
+                    )
+                yield raw
 
 
 def _unpacked(raw: bytes, kind: Kind, rows: int) -> Tensor:

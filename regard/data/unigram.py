@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
     weight = np.array([counts[word] for word in words], np.float64)
     pieces, start = _seeds(words, counts)
     score = np.log(start) - np.log(start.sum())
-    lattice, inside = Lattice(words, pieces), Lattice(pieces, pieces, whole=False)
+    lattice, inside = lattice_of(words, pieces), lattice_of(pieces, pieces, whole=False)
     single = np.array([len(piece) == 1 for piece in pieces])
     enough = False
     while not enough:
@@ -78,45 +79,44 @@ def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.n
     return pieces, np.array([seen[piece] for piece in pieces], np.float64)
 
 
+def lattice_of(words: Iterable[str], pieces: Iterable[str], whole: bool = True) -> Lattice:
+    """All ways to cut words into pieces. Without `whole`, no word may be one piece."""
+    number = {piece: i for i, piece in enumerate(pieces)}
+    leaves, reaches, piece, lasts, arcs = (array("q") for _ in range(5))
+    first = 0
+    for word in words:
+        n, before = len(word), len(piece)
+        for a in range(n):
+            for b in range(a + 1, min(a + LONGEST, n) + 1):
+                index = number.get(word[a:b])
+                if index is not None and (whole or b - a < n):
+                    leaves.append(first + a)
+                    reaches.append(first + b)
+                    piece.append(index)
+        arcs.append(len(piece) - before)
+        lasts.append(first + n)
+        first += n + 1
+    word_of = np.repeat(np.arange(len(arcs)), np.array(arcs))
+    ends, starts, stops, numbers = map(np.array, (lasts, leaves, reaches, piece))
+    return Lattice(ends, starts, stops, numbers, word_of)
+
+
+@dataclass(eq=False)
 class Lattice:
-    """All ways to cut words into pieces: arcs from node to node, a node being a place in a word.
-    Without `whole`, no word may be one piece."""
+    """Arcs from node to node, a node being a place in a word: the last node of each word; where each arc leaves and
+    what it reaches, its piece and its word."""
 
-    def __init__(self, words: Iterable[str], pieces: Iterable[str], whole: bool = True):
-        number = {piece: i for i, piece in enumerate(pieces)}
-        leaves, reaches, piece, lasts = (array("q") for _ in range(4))
-        # Of each word.
-        arcs = array("q")
-        first = 0
-        for word in words:
-            n, before = len(word), len(piece)
-            for a in range(n):
-                for b in range(a + 1, min(a + LONGEST, n) + 1):
-                    index = number.get(word[a:b])
-                    if index is not None and (whole or b - a < n):
-                        leaves.append(first + a)
-                        reaches.append(first + b)
-                        piece.append(index)
-            arcs.append(len(piece) - before)
-            lasts.append(first + n)
-            first += n + 1
-        word_of = np.repeat(np.arange(len(arcs)), np.array(arcs))
-        self._set(np.array(lasts), np.array(leaves), np.array(reaches), np.array(piece), word_of)
+    lasts: np.ndarray
+    leaves: np.ndarray
+    reaches: np.ndarray
+    piece: np.ndarray
+    word: np.ndarray
 
-    def _set(
-        self,
-        lasts: np.ndarray,
-        leaves: np.ndarray,
-        reaches: np.ndarray,
-        piece: np.ndarray,
-        word: np.ndarray,
-    ) -> None:
-        self.lasts, self.leaves, self.reaches = lasts, leaves, reaches
-        self.piece, self.word = piece, word
-        self.nodes = int(lasts[-1]) + 1
-        self.firsts = np.concatenate([[0], lasts[:-1] + 1])
-        self.forward = _groups(reaches - self.firsts[word], reaches)
-        self.backward = _groups(lasts[word] - leaves, leaves)
+    def __post_init__(self) -> None:
+        self.nodes = int(self.lasts[-1]) + 1
+        self.firsts = np.concatenate([[0], self.lasts[:-1] + 1])
+        self.forward = _groups(self.reaches - self.firsts[self.word], self.reaches)
+        self.backward = _groups(self.lasts[self.word] - self.leaves, self.leaves)
 
     def only(self, pieces: np.ndarray, words: np.ndarray | None = None) -> Lattice:
         """Without the arcs of the other pieces (and of the other words); numbers move up."""
@@ -134,15 +134,8 @@ class Lattice:
             renamed[words] = np.arange(len(words))
             word = renamed[word]
         moved = shift[self.word[stay]]
-        other = object.__new__(Lattice)
-        other._set(
-            lasts,
-            self.leaves[stay] + moved,
-            self.reaches[stay] + moved,
-            piece[stay],
-            word[stay],
-        )
-        return other
+        leaves, reaches = self.leaves[stay] + moved, self.reaches[stay] + moved
+        return Lattice(lasts, leaves, reaches, piece[stay], word[stay])
 
     def expected(self, score: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """How often each piece occurs, over all ways to cut the words, which occur `weight` times."""

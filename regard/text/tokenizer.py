@@ -72,10 +72,6 @@ class Tokenizer:
         around it if `special`. Text that spells a special token is that token, unless `literal`."""
         return self._encode(text, self.parts.source, special, literal)
 
-    def encode_source(self, text: str, *, special: bool = True, literal: bool = False) -> list[int]:
-        """What an encoder reads; the same as `encode`."""
-        return self.encode(text, special=special, literal=literal)
-
     def encode_target(self, text: str, *, special: bool = True, literal: bool = False) -> list[int]:
         """What a decoder writes; differs from `encode` for models with two vocabularies (Marian)."""
         return self._encode(text, self.parts.target, special, literal)

@@ -111,7 +111,7 @@ def test_marian_files_give_the_ids_of_transformers(tmp_path: Path) -> None:
 def test_marian_source_and_target_are_cut_apart_and_numbered_together() -> None:
     ours = load(tiny.marian())
     text = tiny.CORPUS[0]
-    source, target = ours.encode_source(text), ours.encode_target(text)
+    source, target = ours.encode(text), ours.encode_target(text)
     assert source != target and source[-1] == target[-1] == 0
     assert source == ours.encode(text)
 
