@@ -39,8 +39,8 @@ def model_folder(path: str | Path) -> Path:
 
 
 def inside(path: Path) -> Path:
-    """The regular file behind `path`, which must lie in its folder. Only in a snapshot of a hub's cache may it be a
-    link to the blobs of the same cache."""
+    """The regular file behind `path`, which must lie in its folder. Only in a snapshot of a hub's
+    cache may it be a link to the blobs of the same cache."""
     home = path.parent.resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     try:
@@ -103,14 +103,14 @@ def loads(data: str | bytes) -> Any:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in table:
             raise ValueError(f"the key {name!r:.80} stands twice in one object")
-        found[name] = value
-    return found
+        table[name] = value
+    return table

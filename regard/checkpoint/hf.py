@@ -52,16 +52,18 @@ class Origin:
     config: Data = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
-    base: Any = None  # the folder itself, as adapter.py names it
-    heads: dict[str, Any] = field(default_factory=dict)  # heads for its body, by kind
-    start: Start | None = None  # how new weights on it are drawn
+    # The folder itself, as adapter.py names it.
+    base: Any = None
+    # Heads for its body, by kind, and how new weights on it are drawn.
+    heads: dict[str, Any] = field(default_factory=dict)
+    start: Start | None = None
 
 
 def load(
     path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Model:
-    """A model from a Hugging Face folder (or one that `model.save` wrote), in evaluation mode. The weights keep the
-    type they are stored in unless `dtype` says otherwise."""
+    """A model from a Hugging Face folder (or one that `model.save` wrote), in evaluation mode. The
+    weights keep the type they are stored in unless `dtype` says otherwise."""
     folder = model_folder(path)
     theirs = read_json(folder / "config.json")
     model = read(theirs, Weights(folder), device, dtype)
@@ -134,8 +136,8 @@ decoder_layers""".split()  # noqa: SIM905
 
 
 def _check_counts(data: Any, keys: Collection[str], tensors: int) -> None:
-    """A layer has a tensor at least, and an expert too in the families' folders (ours stack them): without this check a
-    wrong number could fill the memory."""
+    """A layer has a tensor at least, and an expert too in the families' folders (ours stack them):
+    without this check a wrong number could fill the memory."""
     for key, value in data.items() if isinstance(data, dict) else enumerate(data or ()):
         if isinstance(value, (dict, list)):
             _check_counts(value, keys, tensors)
@@ -171,12 +173,12 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
     packing = theirs.get("quantization_config")
     if not packing:
         return theirs, source
-    found = packing if isinstance(packing, dict) else {}
-    block: Any = found.get("weight_block_size")
-    two = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
-    if found.get("quant_method") != "fp8" or not two:
+    settings = packing if isinstance(packing, dict) else {}
+    block: Any = settings.get("weight_block_size")
+    valid = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
+    if settings.get("quant_method") != "fp8" or not valid:
         raise UsageError(
-            f"config.json: quantization_config has quant_method {found.get('quant_method')!r} and weight_block_size "
+            f"config.json: quantization_config has quant_method {settings.get('quant_method')!r} and weight_block_size "
             f"{block!r}; Regard reads plain weights and fp8 in blocks. Bring the model as it was before, or unpack it "
             "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
         )
@@ -235,8 +237,8 @@ def _architecture(theirs: Data, family: Family) -> str:
 
 
 def _modern(source: Source, family: Family) -> Source:
-    """Today's names for those of older folders: bodies saved alone leave out the first part (`h.0...` for
-    `transformer.h.0...`), and BERT's norms say gamma and beta."""
+    """Today's names for those of older folders: bodies saved alone leave out the first part
+    (`h.0...` for `transformer.h.0...`), and BERT's norms say gamma and beta."""
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
@@ -247,8 +249,8 @@ def _modern(source: Source, family: Family) -> Source:
 
 
 def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
-    """What only the tensors tell: whether a bare body has a pooler, whether what could be tied is. Returns the config
-    and the tensors that merely repeat another."""
+    """What only the tensors tell: whether a bare body has a pooler, whether what could be tied is.
+    Returns the config and the tensors that merely repeat another."""
     ours, skip = to_dict(config), set()
     if family.pooler and ours["head"] is None and family.pooler in source:
         put(ours, "pooler", "tanh")
@@ -267,8 +269,8 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
 
 
 def _empty(config: Any) -> Model:
-    """The model without memory for its weights. Their random start is skipped: on the meta device it would do nothing
-    but import torch's compiler."""
+    """The model without memory for its weights. Their random start is skipped: on the meta device
+    it would do nothing but import torch's compiler."""
     with _blaming("no model has these sizes"), torch.device("meta"), _NoStart():
         return config.make()
 
@@ -311,8 +313,8 @@ def _check(steps: list[Step], source: Source) -> list[str]:
             )
         if source.dtype(name) not in FLOATS:
             raise UsageError(
-                f"tensor {name} is stored as {_name(source.dtype(name))}; weights must be one of "
-                f"{', '.join(map(_name, FLOATS))} (float8 only with quantization_config and its scales)"
+                f"tensor {name} is stored as {dtype_name(source.dtype(name))}; weights must be one of "
+                f"{', '.join(map(dtype_name, FLOATS))} (float8 only with quantization_config and its scales)"
             )
     return left
 
@@ -370,11 +372,11 @@ def _common_type(
     kinds = {source.dtype(n) for step in steps if not wide & set(step.ours) for n in step.theirs}
     if len(kinds) < 2:
         return None
-    said = getattr(torch, str(theirs.get("dtype") or theirs.get("torch_dtype")), None)
-    return said if said in FLOATS else max(kinds, key=lambda kind: kind.itemsize)
+    named = getattr(torch, str(theirs.get("dtype") or theirs.get("torch_dtype")), None)
+    return named if named in FLOATS else max(kinds, key=lambda kind: kind.itemsize)
 
 
-def _name(kind: torch.dtype) -> str:
+def dtype_name(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
@@ -396,12 +398,12 @@ def _fill(
         for name, tensor in zip(step.ours, step.load(theirs), strict=True):
             old = model.get_parameter(name)
             kind = type_of(name, wide, dtype) if dtype else tensor.dtype
-            kept = torch.empty(0, dtype=kind, device=device or tensor.device)
+            value = torch.empty(0, dtype=kind, device=device or tensor.device)
             if tensor.untyped_storage().data_ptr() in lent:
-                kept = kept.new_empty(tensor.shape).copy_(tensor)
+                value = value.new_empty(tensor.shape).copy_(tensor)
             else:
-                kept = tensor.to(kept)
-            new = nn.Parameter(kept, requires_grad=old.requires_grad)
+                value = tensor.to(value)
+            new = nn.Parameter(value, requires_grad=old.requires_grad)
             for module, attribute in owners[id(old)]:
                 setattr(module, attribute, new)
 
@@ -420,7 +422,7 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     family, theirs, why = _express(model, origin)
     if family is None:
         notice(f"saved in Regard's own format, which transformers does not read: {why}")
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype_name(next(model.parameters()).dtype)
     theirs = {**theirs, "dtype": dtype}
     theirs.pop("torch_dtype", None)
     if family is None:
@@ -465,8 +467,8 @@ def _express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
                 return family, theirs, ""
             if name == origin.family:
                 why = f"{name} cannot express it ({unsaid})"
-    own = FAMILIES.get(origin.family)
-    used = own.keys - INERT | set(own.aliases) if own else frozenset()
+    source = FAMILIES.get(origin.family)
+    used = source.keys - INERT | set(source.aliases) if source else frozenset()
     theirs = {key: value for key, value in origin.config.items() if key not in used}
     theirs |= {"model_type": NATIVE, "architectures": [type(model).__name__]}
     return None, theirs, why
@@ -484,17 +486,18 @@ def _unsaid(family: Family, architecture: str, config: Any, theirs: Data) -> str
     if "pooler" in back and family.pooler and config.head is None:
         back["pooler"] = config.pooler
     for _, _, switch in family.twins:
-        if switch and get(back, switch) is True:  # the stored tensors themselves tell
+        # The stored tensors themselves show it.
+        if switch and get(back, switch) is True:
             put(back, switch, get(to_dict(config), switch))
     return _difference(resolved(back), resolved(to_dict(config)))
 
 
-def _difference(one: Any, two: Any, path: str = "") -> str:
+def _difference(first: Any, second: Any, path: str = "") -> str:
     """The first place where two configs differ, and what the second has there."""
-    if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
-        inner = (_difference(one[key], two[key], f"{path}.{key}") for key in one)
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+        inner = (_difference(first[key], second[key], f"{path}.{key}") for key in first)
         return next(filter(None, inner), "")
-    return "" if one == two else f"{path[1:]} is {two!r:.60}"
+    return "" if first == second else f"{path[1:]} is {second!r:.60}"
 
 
 def resolved(data: Any, dim: int | None = None) -> Any:

@@ -142,8 +142,8 @@ Keys = dict[str, ConfigRule]
 
 @dataclass(frozen=True)
 class Op:
-    """Their tensors -> ours, given the sizes of ours, and ours -> theirs, given how many those are; the config of the
-    model tells both what the tensors do not."""
+    """Their tensors -> ours, given the sizes of ours, and ours -> theirs, given how many those are;
+    the config of the model tells both what the tensors do not."""
 
     load: Callable[[list[Tensor], list[torch.Size], Any], list[Tensor]]
     save: Callable[[list[Tensor], int, Any], list[Tensor]]
@@ -197,8 +197,8 @@ def _heads(config: Any) -> int:
 
 @dataclass(frozen=True)
 class To:
-    """Where tensors of theirs go: our name, or several apart by spaces, and the operation between. The rule holds where
-    the model has our name, has `needs` and lacks `unless`."""
+    """Where tensors of theirs go: our name, or several apart by spaces, and the operation between.
+    The rule holds where the model has our name, has `needs` and lacks `unless`."""
 
     ours: str
     op: Op = SAME
@@ -251,8 +251,8 @@ class Step:
 
 
 def steps(table: Weights, shapes: dict[str, torch.Size], config: Any) -> Iterator[Step]:
-    """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over experts, a last *
-    over weight and bias."""
+    """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over
+    experts, a last * over weight and bias."""
     layers = sorted({int(p) for n in shapes for p in n.split(".")[:3] if p.isdigit()})
     for key, row in table.items():
         to = To(row) if isinstance(row, str) else row
@@ -282,7 +282,8 @@ class Family:
     base: str
     # A config of ours with this family's fixed choices; rules fill in the rest.
     blank: Any
-    # Their class -> our head; None: the bare body. The first is what a folder without `architectures` means.
+    # Their class -> our head; None: the bare body. The first is what a folder without
+    # `architectures` means.
     heads: Mapping[str, Any]
     # Their keys -> rules (a group under the first of its names), and the keys that decide nothing.
     config: Keys
@@ -294,7 +295,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     # How new weights are drawn.
     start: Start = Start()
-    # Known models, by name: their keys, where these differ from what a missing key means.
+    # Known models, by name: their keys, where these differ from what a missing key means. A dotted
+    # key is a place of ours that none of theirs decides.
     presets: Mapping[str, Data] = field(default_factory=dict)
     # The tensor that shows that the bare body has a pooler.
     pooler: str = ""
@@ -302,7 +304,8 @@ class Family:
     twins: tuple[tuple[str, tuple[str, ...], str], ...] = ()
     # Nothing tied means that each side has its own table, be it a copy.
     apart: bool = False
-    # Patterns of stored tensors that follow from the config, and of those kept for other programs and written back.
+    # Patterns of stored tensors that follow from the config, and of those kept for other programs
+    # and written back.
     derived: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
 

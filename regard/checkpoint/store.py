@@ -37,8 +37,8 @@ DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 class Source:
-    """Where tensors come from: a folder, a module in memory, or another source under other names. `names` gives for each
-    tensor what the source itself calls it."""
+    """Where tensors come from: a folder, a module in memory, or another source under other names.
+    `names` gives for each tensor what the source itself calls it."""
 
     def __init__(self, source: Source, names: Mapping[str, str]):
         self.source, self.names = source, names
@@ -73,15 +73,15 @@ class Weights(Source):
         self.names = self.headers  # type: ignore[assignment]
         self.scratch = torch.empty(0, dtype=torch.uint8)
         for path in _files(folder):
-            start, found = header(path)
-            for name, entry in found.items():
+            start, entries = header(path)
+            for name, entry in entries.items():
                 if name in self.headers:
                     raise UsageError(
                         f"{path} repeats the tensor {name} of {self.headers[name][0].name}"
                     )
                 self.headers[name] = (path, start, entry)
             if len(self.headers) > TENSORS:
-                raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is no model")
+                raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is not a model")
         self._check_index()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -94,8 +94,8 @@ class Weights(Source):
         return self._fill(name, torch.empty(self._size(name), dtype=torch.uint8))
 
     def borrow(self, names: list[str]) -> list[Tensor]:
-        """In a buffer that the next call uses again: buffers made and freed in turn would leave holes between the
-        weights, up to their own size."""
+        """In a buffer that the next call uses again: buffers made and freed in turn would leave
+        holes between the weights, up to their own size."""
         ends = [0, *itertools.accumulate(-(-self._size(name) // 64) * 64 for name in names)]
         if ends[-1] > len(self.scratch):
             self.scratch = torch.empty(ends[-1], dtype=torch.uint8)
@@ -194,7 +194,7 @@ def _files(folder: Path) -> list[Path]:
     for name in names:
         if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
             raise UsageError(
-                f"{index} names {name!r}, which is no plain file name: files outside the folder are refused"
+                f"{index} names {name!r}, which is not a plain file name: files outside the folder are refused"
             )
         if not (folder / name).is_file():
             raise UsageError(f"{index} names {name}, which is missing from {folder}")
@@ -225,19 +225,19 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
                 )
             with safetensors.safe_open(path, "pt"):
                 pass
-            found = loads(file.read(size))
+            entries = loads(file.read(size))
     except (safetensors.SafetensorError, ValueError, OSError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
             f"{path} is not a whole safetensors file ({error}); copy or download it again"
         ) from None
-    found.pop("__metadata__", None)
-    for name, entry in found.items():
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
             raise UsageError(f"{path}: {name} has the type {entry['dtype']}; known: {known}")
-    return 8 + size, found
+    return 8 + size, entries
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -310,12 +310,13 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of `target` when the block ends well; if it fails, `target` is as it was.
     Files of an older checkpoint that are not written anew are kept, its weights are not."""
-    target = target.resolve()  # of a link, the folder behind it
+    # Of a link, the folder behind it.
+    target = target.resolve()
     if target.exists() and (
         not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())
     ):
         raise UsageError(
-            f"{target} exists and is no model folder; choose another path, or empty it first"
+            f"{target} exists and is not a model folder; choose another path, or empty it first"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -368,6 +369,15 @@ def _sync(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UsageError(
+            f"the weights need {needed / 1e9:,.1f} GB in {folder.parent}, where {free / 1e9:,.1f} GB are free; "
+            "make room"
+        )
 
 
 def check_converted(path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from regard.checkpoint.convert import Found, describe, find, from_gguf, gguf_dtype, pickled
+from regard.checkpoint.convert import Originals, find, pickled
+from regard.checkpoint.gguf import describe, from_gguf, gguf_dtype
 from regard.cli.model import blaming, dim
 from regard.cli.options_work import Convert
 from regard.errors import DATA, RUN, UsageError, notice
@@ -30,7 +31,7 @@ def run(options: Convert) -> int:
     return 0
 
 
-def convert_pickled(found: Found, out: Path, dtype: torch.dtype | None) -> None:
+def convert_pickled(found: Originals, out: Path, dtype: torch.dtype | None) -> None:
     if found.left_out:
         notice(f"left out: {', '.join(found.left_out)}")
     with blaming(DATA):

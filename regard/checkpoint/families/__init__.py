@@ -1,33 +1,45 @@
-"""Every Hugging Face family that Regard reads and writes. A family is one table, and there is no other list of them.
+"""Every Hugging Face family that Regard reads and writes. A family is one table, and there is no
+other list of them.
 
-To add one, put a module-level `Family` (rules.py) into a file of this folder. Most are an old one with changes:
+To add one, put a module-level `Family` (rules.py) into a file of this folder. Most are an old one
+with changes:
 
     OLMO2 = replace(
         LLAMA,
-        name="olmo2",                                  # their model_type
-        heads=decoder_heads("Olmo2"),                  # their classes -> our heads
-        blank=decoder(GQA(1, 1, 1, rope=Rope()), SWIGLU),  # our config with the choices that no key of theirs makes
-        config=KEYS | dict(                            # their keys; a name that KEYS has is replaced
-            rms_norm_eps=Key("tower.norm.eps", 1e-5),  # place of ours (or several: "a.b c.d"), what a missing key means
-            hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),  # and their words for our values
-            clip_qkv=Fixed(None),                      # a key that may have no other value
+        # Their model_type, and their classes -> our heads.
+        name="olmo2",
+        heads=decoder_heads("Olmo2"),
+        # Our config with the choices that no key of theirs makes.
+        blank=decoder(GQA(1, 1, 1, rope=Rope()), SWIGLU),
+        # Their keys; a name that KEYS has is replaced. The place of ours (or several: "a.b c.d"),
+        # what a missing key means, and their words for our values. Fixed: no other value is
+        # possible.
+        config=KEYS | dict(
+            rms_norm_eps=Key("tower.norm.eps", 1e-5),
+            hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
+            clip_qkv=Fixed(None),
         ),
-        inert="use_bias pretraining_note",             # keys that decide nothing
-        tensors={                                      # their names -> ours; {i} layer, {e} expert, * weight and bias
+        # Keys that decide nothing.
+        inert="use_bias pretraining_note",
+        # Their names -> ours; {i} is a layer, {e} an expert, * weight and bias.
+        tensors={
             **FRAME_TENSORS,
             **block("model.layers.{i}.", {
                 "self_attn.qkv_proj.*": To("attention.wq.* attention.wk.* attention.wv.*", JOINED),
                 "mlp.experts.{e}.up.weight": To("ffn.up", STACKED),
             }),
         },
+        # Known sizes, in their keys.
+        presets={"olmo-2-7b": sizes(100352, 4096, 32, 32, 11008, 4096)},
     )
 
-Without a default a key is required. Keys that only make sense together are a `Group` (keys.py has RoPE, labels, causal
-or not, experts and windows by layer). Where layers differ, the blank lists one config per kind of layer, and
-`by_layer` (`sliding_layers`, `experts_by_layer`) says which layer is of which kind: "tower.attention.1.window" is a
-place in the second kind only, "tower.attention.heads" in all. An `Op` changes tensors on the way and may look at our
-config. `start` is how new weights are drawn, `presets` are known sizes in their keys: `regard.build` and the tests
-walk this table, and make a tiny case of every class in `heads` (tests/checkpoint/families.py).
+Without a default a key is required. Keys that only make sense together are a `Group` (keys.py has
+RoPE, labels, causal or not, experts and windows by layer). Where layers differ, the blank lists one
+config per kind of layer, and `by_layer` (`sliding_layers`, `experts_by_layer`) says which layer is
+of which kind: "tower.attention.1.window" is a place in the second kind only,
+"tower.attention.heads" in all. An `Op` changes tensors on the way and may look at our config.
+`start` is how new weights are drawn. `regard.build`, `save` and the tests walk this table, and make
+a tiny case of every class in `heads` (tests/checkpoint/families.py).
 """
 
 from __future__ import annotations
@@ -45,7 +57,8 @@ FAMILIES: dict[str, Family] = {
     if isinstance(family, Family)
 }
 
-# Keys that decide nothing in a forward pass, unless a family has a rule for them: kept as they are and written back.
+# Keys that decide nothing in a forward pass, unless a family has a rule for them: kept as they are
+# and written back.
 INERT = frozenset(
     """architectures model_type transformers_version dtype torch_dtype _name_or_path name_or_path use_cache
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id

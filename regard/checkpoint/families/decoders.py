@@ -56,6 +56,21 @@ def decoder(attention: Any, ffn: Any, **choices: Any) -> TransformerConfig:
     return TransformerConfig(Tokens(1), replace(tower, **choices), max_len=1)
 
 
+def sizes(
+    vocab: int, dim: int, layers: int, heads: int, ffn: int, context: int, **more: Any
+) -> Data:
+    """The keys of a preset."""
+    return dict(
+        vocab_size=vocab,
+        hidden_size=dim,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=ffn,
+        max_position_embeddings=context,
+        **more,
+    )
+
+
 _TAG_DROPOUT = head_dropout(tag=("classifier_dropout", 0.1))
 # Keys of the frame around attention and feed-forward.
 FRAME_KEYS: Keys = dict(
@@ -112,6 +127,13 @@ HEAD_TENSORS = {
 }
 
 # --- the families -------------------------------------------------------------------------------------------------
+
+
+def _gpt2(dim: int, layers: int, heads: int) -> Data:
+    dropouts = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    shape = dict(n_embd=dim, n_layer=layers, n_head=heads)
+    return dict(vocab_size=50257, n_positions=1024, **shape, **dropouts)
+
 
 GPT2 = Family(
     name="gpt2",
@@ -173,8 +195,22 @@ GPT2 = Family(
     twins=(("lm_head.weight", ("transformer.wte.weight",), "head.tied"),),
     derived=(r".*\.attn\.(masked_)?bias",),
     start=Start("gpt2"),
+    presets={
+        "gpt2": _gpt2(768, 12, 12),
+        "gpt2-medium": _gpt2(1024, 24, 16),
+        "gpt2-large": _gpt2(1280, 36, 20),
+        "gpt2-xl": _gpt2(1600, 48, 25),
+    },
 )
 _GQA, SWIGLU = GQA(1, 1, 1, rope=Rope()), MLP(1, "silu", gated=True, bias=False)
+
+
+def _llama3(factor: float) -> Data:
+    rope = dict(rope_type="llama3", rope_theta=5e5, factor=factor)
+    rope |= dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    return dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_parameters=rope)
+
+
 LLAMA = Family(
     name="llama",
     base="model.",
@@ -185,6 +221,14 @@ LLAMA = Family(
     head_tensors=HEAD_TENSORS,
     twins=(("lm_head.weight", ("model.embed_tokens.weight",), "head.tied"),),
     derived=(r".*rotary_emb\.inv_freq",),
+    presets={
+        "llama": sizes(32000, 768, 12, 12, 2048, 2048, num_key_value_heads=4, rms_norm_eps=1e-5),
+        "llama-2-7b": sizes(32000, 4096, 32, 32, 11008, 4096, rms_norm_eps=1e-5),
+        "llama-3.1-8b": sizes(128256, 4096, 32, 32, 14336, 131072, **_llama3(8.0)),
+        "llama-3.2-1b": sizes(
+            128256, 2048, 16, 32, 8192, 131072, tie_word_embeddings=True, **_llama3(32.0)
+        ),
+    },
 )
 MISTRAL = replace(
     LLAMA,
@@ -195,6 +239,7 @@ MISTRAL = replace(
         num_key_value_heads=EIGHT_KV,
         sliding_window=Key("tower.attention.window", 4096, null=None),
     ),
+    presets={"mistral-7b": sizes(32000, 4096, 32, 32, 14336, 32768, rms_norm_eps=1e-5)},
 )
 MIXTRAL = replace(
     LLAMA,
@@ -224,6 +269,7 @@ MIXTRAL = replace(
             },
         ),
     },
+    presets={"mixtral-8x7b": sizes(32000, 4096, 32, 32, 14336, 32768)},
 )
 # The last layers slide, where use_sliding_window is on.
 _LAST_SLIDE = sliding_layers(
@@ -232,6 +278,9 @@ _LAST_SLIDE = sliding_layers(
     switch="use_sliding_window",
     more="max_window_layers",
 )
+
+
+_SMALL_QWEN = dict(rope_theta=1e6, tie_word_embeddings=True)
 
 
 def _qwen(attention: GQA) -> TransformerConfig:
@@ -244,6 +293,9 @@ QWEN2 = replace(
     blank=_qwen(replace(_GQA, bias=True)),
     heads=decoder_heads("Qwen2"),
     config=KEYS | dict(layer_types=_LAST_SLIDE),
+    presets={
+        "qwen2-0.5b": sizes(151936, 896, 24, 14, 4864, 32768, num_key_value_heads=2, **_SMALL_QWEN)
+    },
 )
 QWEN3 = replace(
     LLAMA,
@@ -257,4 +309,7 @@ QWEN3 = replace(
         attention_bias=BIASED,
         layer_types=_LAST_SLIDE,
     ),
+    presets={
+        "qwen3-0.6b": sizes(151936, 1024, 28, 16, 3072, 40960, num_key_value_heads=8, **_SMALL_QWEN)
+    },
 )

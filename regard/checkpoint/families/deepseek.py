@@ -13,9 +13,10 @@ from regard.checkpoint.families.decoders import (
     SWIGLU,
     decoder,
     decoder_heads,
+    sizes,
 )
 from regard.checkpoint.families.keys import ACTIVATIONS, expert_groups, experts_by_layer, rope_at
-from regard.checkpoint.rules import STACKED, Fixed, Key, Keys, To, Weights, block
+from regard.checkpoint.rules import STACKED, Data, Fixed, Key, Keys, To, Weights, block
 from regard.moe import MoE
 from regard.position import Rope
 
@@ -88,6 +89,31 @@ def _tensors(at: str) -> Weights:
     }
 
 
+def _sizes(
+    vocab: int,
+    dim: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    experts: tuple[int, int, int],
+    mscale: float,
+) -> Data:
+    """`experts`: how many, how many of them a token sees, how wide they are."""
+    rope = dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096)
+    return sizes(
+        vocab,
+        dim,
+        layers,
+        heads,
+        ffn,
+        163840,
+        **dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        **dict(zip(("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"), experts)),
+        rope_parameters={**rope, "mscale": mscale, "mscale_all_dim": mscale},
+    )
+
+
+_SIZES_V3 = _sizes(129280, 7168, 61, 128, 18432, (256, 8, 2048), 1.0)
 DEEPSEEK_V2 = replace(
     LLAMA,
     name="deepseek_v2",
@@ -108,6 +134,10 @@ DEEPSEEK_V2 = replace(
         num_mtp_layers="num_nextn_predict_layers",
     ),
     tensors=_tensors("attention"),
+    presets={
+        "deepseek-v2-lite": _sizes(102400, 2048, 27, 16, 10944, (64, 6, 1408), 0.707)
+        | dict(q_lora_rank=None, first_k_dense_replace=1)
+    },
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
@@ -124,6 +154,7 @@ DEEPSEEK_V3 = replace(
     inert=_INERT,
     # The extra layer that predicts one token more.
     carried=(r"model\.layers\.{layers}\..*",),
+    presets={"deepseek-v3": _SIZES_V3},
 )
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
@@ -139,6 +170,9 @@ DEEPSEEK_V32 = replace(
         index_topk=Key("tower.attention.topk"),
     ),
     inert=f"{_INERT} layer_types",
+    presets={
+        "deepseek-v3.2": _SIZES_V3 | dict(index_n_heads=64, index_head_dim=128, index_topk=2048)
+    },
     tensors={
         **_tensors("attention.attention"),
         **block(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from regard.attention import GQA
 from regard.block import Tower
+from regard.checkpoint.families.decoders import sizes
 from regard.checkpoint.families.keys import ACTIVATIONS, LABELS, head_dropout
 from regard.checkpoint.rules import (
     ROW,
@@ -126,6 +127,10 @@ BERT = Family(
     ),
     derived=(r".*embeddings\.position_ids",),
     carried=(r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r"cls\.predictions\.bias"),
+    presets={
+        "bert-base": sizes(30522, 768, 12, 12, 3072, 512),
+        "bert-large": sizes(30522, 1024, 24, 16, 4096, 512),
+    },
 )
 
 
@@ -178,6 +183,9 @@ ROBERTA = replace(
         ("lm_head.decoder.bias", ("lm_head.bias",), ""),
     ),
     carried=(r"roberta\.pooler\..*", r"lm_head\.bias"),
+    presets={
+        "roberta-base": sizes(50265, 768, 12, 12, 3072, 514, type_vocab_size=1, layer_norm_eps=1e-5)
+    },
 )
 XLM_ROBERTA = replace(
     ROBERTA, name="xlm-roberta", heads=encoder_heads("XLMRoberta", "tanh", twice=True)
@@ -240,6 +248,12 @@ DISTILBERT = Family(
         ("vocab_projector.weight", ("distilbert.embeddings.word_embeddings.weight",), "head.tied"),
     ),
     derived=BERT.derived,
+    presets={
+        "distilbert-base": dict(
+            **dict(vocab_size=30522, dim=768, n_layers=6, n_heads=12, hidden_dim=3072),
+            max_position_embeddings=512,
+        )
+    },
 )
 
 
@@ -267,6 +281,11 @@ def _image_tensors(base: str, extra: list[str]) -> Weights:
             },
         ),
     }
+
+
+def _image(dim: int, heads: int) -> Data:
+    shape = dict(hidden_size=dim, num_hidden_layers=12, num_attention_heads=heads)
+    return dict(**shape, intermediate_size=4 * dim, num_labels=1000)
 
 
 _IMAGE_TOWER = Tower(1, 1, _BIASED, MLP(1, "gelu"), norm=Norm(1e-12), causal=False)
@@ -302,6 +321,7 @@ VIT = Family(
     },
     pooler="vit.pooler.dense.weight",
     carried=(r"vit\.pooler\..*",),
+    presets={"vit-base": _image(768, 12), "vit-small": _image(384, 6)},
 )
 DEIT = replace(
     VIT,
@@ -316,5 +336,6 @@ DEIT = replace(
     tensors=_image_tensors("deit.", ["cls_token", "distillation_token"]),
     pooler="deit.pooler.dense.weight",
     carried=(r"deit\.pooler\..*",),
+    presets={"deit-small": _image(384, 6)},
     start=Start("deit"),
 )

@@ -1,5 +1,5 @@
-"""Keys of Hugging Face that only make sense together: RoPE and its scaling, what differs by layer, labels, and a few
-oddities. Each is a pair of functions, one the inverse of the other.
+"""Keys of Hugging Face that only make sense together: RoPE and its scaling, what differs by layer,
+labels, and a few oddities. Each is a pair of functions, one the inverse of the other.
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ def sliding_layers(
 
 
 def experts_by_layer(first_dense: int) -> Group:
-    """`ffn` of the blank lists the dense one and the experts. `first_dense`: how many layers are dense where no key
-    says it."""
+    """`ffn` of the blank lists the dense one and the experts. `first_dense`: how many layers are
+    dense where no key says it."""
     words = ("dense", "sparse")
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
@@ -310,8 +310,8 @@ def experts_by_layer(first_dense: int) -> Group:
 
 
 def expert_groups(limited: str | None, default: tuple[int, int]) -> Group:
-    """Expert groups, `default` where they are missing. V2 looks at them only if topk_method is `limited`; V3 (None)
-    always does."""
+    """Expert groups, `default` where they are missing. V2 looks at them only if topk_method is
+    `limited`; V3 (None) always does."""
 
     def read(theirs: Data, ours: Data) -> None:
         experts = ours["tower"]["ffn"][1]

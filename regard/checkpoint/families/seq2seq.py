@@ -133,6 +133,10 @@ def _write_t5_scale(ours: Data, theirs: Data) -> None:
         theirs["scale_decoder_outputs"] = theirs["tie_word_embeddings"] = scaled
 
 
+def _t5(dim: int, layers: int, heads: int, ffn: int) -> Data:
+    return dict(vocab_size=32128, d_model=dim, num_layers=layers, num_heads=heads, d_ff=ffn)
+
+
 T5 = Family(
     name="t5",
     base="",
@@ -180,6 +184,12 @@ T5 = Family(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),
     start=Start("t5", 1.0),
+    presets={
+        "t5-small": _t5(512, 6, 8, 2048),
+        "t5-base": _t5(768, 12, 12, 3072),
+        "t5-v1.1-small": _t5(512, 8, 6, 1024)
+        | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "head.tied": False},
+    },
 )
 
 # --- BART and Marian ----------------------------------------------------------------------------------------------
@@ -235,6 +245,12 @@ def _bart_tower(tower: str, side: str) -> Weights:
     }
 
 
+def _bart_sizes(vocab: int, dim: int, layers: int, heads: int, ffn: int, context: int) -> Data:
+    each = dict(layers=layers, attention_heads=heads, ffn_dim=ffn)
+    towers = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in each.items()}
+    return dict(vocab_size=vocab, d_model=dim, max_position_embeddings=context, **towers)
+
+
 BART = Family(
     name="bart",
     base="model.",
@@ -265,6 +281,10 @@ BART = Family(
     apart=True,
     derived=(r"model\.(encoder|decoder)\.version",),
     carried=(r"model\.shared\.weight",),
+    presets={
+        "bart-base": _bart_sizes(50265, 768, 6, 12, 3072, 1024),
+        "bart-large": _bart_sizes(50265, 1024, 12, 16, 4096, 1024),
+    },
 )
 
 
@@ -303,4 +323,8 @@ MARIAN = replace(
         static_position_embeddings=Fixed(True),
     ),
     derived=(*BART.derived, r"model\.(encoder|decoder)\.embed_positions\.weight"),
+    presets={
+        "marian": _bart_sizes(58101, 512, 6, 8, 2048, 512)
+        | dict(scale_embedding=True, activation_function="silu")
+    },
 )
