@@ -1,8 +1,8 @@
 """Frozen dataclasses <-> plain dictionaries, strictly.
 
-A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Nothing is ignored:
-an unknown key names the nearest known one, a wrong type says what was expected, a number outside the range
-that its field declares says what to give.
+A config is data: nested frozen dataclasses whose unions are told apart by `kind`. Nothing is
+ignored: an unknown key names the nearest known one, a wrong type says what was expected, a number
+outside the range that its field declares says what to give.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def ranges(cls: type) -> dict[str, Range]:
         return next(filter(None, map(declared, typing.get_args(hint))), None)
 
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {name: found for name, hint in hints.items() if (found := declared(hint))}
+    return {name: limits for name, hint in hints.items() if (limits := declared(hint))}
 
 
 def _check_ranges(cls: type, values: Mapping[str, Any], path: str) -> None:
@@ -192,8 +192,8 @@ def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
 
 # --- changing settings by name ------------------------------------------------------------------------------------
 
-# Words that mean the same in every kind of part. Of any other word that several kinds have (`bias` of attention, of
-# a feed-forward, of a head), a plain name would say too little.
+# Words that mean the same in every kind of part. Of any other word that several kinds have (`bias`
+# of attention, of a feed-forward, of a head), a plain name would say too little.
 EVERYWHERE = frozenset(
     """activation dim dropout eps ffn_dim head_dim heads kv_heads layers max_len norm rope rope_dim
     value_dim vocab window""".split()  # noqa: SIM905
@@ -205,7 +205,7 @@ def customize(config: T, changes: dict[str, Any]) -> T:
 
     A dotted name is one place, or one per layer where layers differ. A plain one is changed in every place that has
     it, but where that is None: a part that this family lacks. Dotted names are stronger, in whichever order they
-    come. Widths that are not said follow `dim` in the proportion that they had."""
+    come. Widths that are not given follow `dim` in the proportion that they had."""
     data, before = to_dict(config), to_dict(config)
     for name, value in sorted(changes.items(), key=lambda change: "." in change[0]):
         places = _dotted(data, name) if "." in name else _places(data, name)
@@ -215,7 +215,7 @@ def customize(config: T, changes: dict[str, Any]) -> T:
             place[key] = to_dict(value)
             if key == "layers":
                 _fit_layers(place)
-    # what is no size is told by from_dict
+    # from_dict says what is not a size.
     with contextlib.suppress(ArithmeticError, TypeError):
         _follow_dim(before, data, changes)
     return from_dict(type(config), data)
@@ -243,8 +243,8 @@ def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
 
 def _places(data: dict[str, Any], key: str) -> list[tuple[dict[str, Any], str]]:
     """Where a plain name is changed: all places in use, if one word can mean them all."""
-    found = [(path, part) for path, part in _parts(data, key) if key != "kind"]
-    used = [(path, part) for path, part in found if part[key] is not None] or found
+    places = [(path, part) for path, part in _parts(data, key) if key != "kind"]
+    used = [(path, part) for path, part in places if part[key] is not None] or places
     if key not in EVERYWHERE and len({part.get("kind") for _, part in used}) > 1:
         near = {
             f"{path}{n}": None for n in _names(data) for path, _ in _parts(data, n) if _like(n, key)
@@ -273,31 +273,34 @@ def _names(data: dict[str, Any]) -> set[str]:
 
 
 def _fit_layers(tower: dict[str, Any]) -> None:
-    """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated."""
-    for key in ("attention", "ffn"):
+    """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated. Layers that are all
+    alike then are no list."""
+    for key in ("attention", "ffn", "blocks"):
         each = tower.get(key)
         if isinstance(each, list):
-            tower[key] = (each + each[-1:] * tower["layers"])[: tower["layers"]]
+            each = (each + each[-1:] * tower["layers"])[: tower["layers"]]
+            alike = key != "blocks" and all(one == each[0] for one in each)
+            tower[key] = each[0] if alike else each
 
 
 def _follow_dim(
     old: dict[str, Any],
     new: dict[str, Any],
-    said: Mapping[str, Any],
+    changes: Mapping[str, Any],
     path: str = "",
     ratio: float = 1,
 ) -> None:
-    """Widths inside a tower of another `dim`: of feed-forwards in multiples of 8; of heads, where they have one of
-    their own, so that all heads together keep their share of the stream."""
+    """Widths inside a tower of another `dim`: of feed-forwards in multiples of 8; of heads, where
+    they have one of their own, so that all heads together keep their share of the stream."""
     ratio = new["dim"] / old["dim"] if "dim" in new else ratio
-    for name in [n for n in new if n in old and n not in said and f"{path}{n}" not in said]:
+    for name in [n for n in new if n in old and n not in changes and f"{path}{n}" not in changes]:
         if name == "ffn_dim" and ratio != 1:
             new[name] = max(8, 8 * math.ceil(old[name] * ratio / 8))
         elif name in ("head_dim", "value_dim") and new[name] and ratio != 1:
             new[name] = max(2, 2 * round(old[name] * old["heads"] * ratio / new["heads"] / 2))
         for one, other in zip(_listed(old[name]), _listed(new[name]), strict=False):
             if isinstance(one, dict) and isinstance(other, dict):
-                _follow_dim(one, other, said, f"{path}{name}.", ratio)
+                _follow_dim(one, other, changes, f"{path}{name}.", ratio)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -16,6 +16,9 @@ from typing import Any
 
 from regard.errors import DATA, Fault, UsageError
 
+TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+vocab.json merges.txt vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm
+generation_config.json chat_template.jinja chat_template.json""".split()  # noqa: SIM905
 # The index of DeepSeek-V3 has 9 MB, the largest tokenizers some 40.
 JSON_BYTES, FILE_BYTES = 64 * 2**20, 256 * 2**20
 # The key of config.json with the longest row that a model was trained on.
@@ -49,8 +52,8 @@ def resolve_model(path: str | Path) -> Path:
 
 
 def inside(path: Path) -> Path:
-    """The regular file behind `path`, which must lie in its folder. Only in a snapshot of a hub's cache may it be a
-    link to the blobs of the same cache."""
+    """The regular file behind `path`, which must lie in its folder. Only in a snapshot of a hub's
+    cache may it be a link to the blobs of the same cache."""
     home = path.parent.resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     try:
@@ -113,14 +116,14 @@ def loads(data: str | bytes) -> Any:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in table:
             raise ValueError(f"the key {name!r:.80} stands twice in one object")
-        found[name] = value
-    return found
+        table[name] = value
+    return table

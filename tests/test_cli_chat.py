@@ -98,7 +98,7 @@ def test_mistake_on_a_terminal_does_not_end_the_conversation() -> None:
 def test_bytes_on_a_terminal_that_are_no_text_are_a_mistake() -> None:
     (want,) = answers("Hi")
     code, seen = terminal(b"\xff\n", b"Hi\n")
-    assert code == 0 and b"which is no Unicode text" in seen and want.encode() in seen
+    assert code == 0 and b"which is not Unicode text" in seen and want.encode() in seen
 
 
 def test_template_that_fails_is_the_folders_fault(tmp_path: Path) -> None:

@@ -43,6 +43,26 @@ def test_rms_norm_of_half_precision_is_computed_in_float32() -> None:
     assert torch.equal(Norm(rms=True).make(8).half()(x), torch.ones(1, 8).half())
 
 
+def test_rms_norm_of_one_plus_w_multiplies_before_it_rounds() -> None:
+    """1 + 2^-10 is no bfloat16, and neither is what it is multiplied by."""
+    norm, x = Norm(rms=True, plus_one=True).make(8), torch.randn(5, 8)
+    assert torch.equal(norm(x), Norm(rms=True).make(8)(x))
+    with torch.no_grad():
+        norm.weight.fill_(2.0**-10)
+    half = x.bfloat16()
+    want = half.float() * half.float().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+    got = norm.bfloat16()(half)
+    assert torch.equal(got, (want * (1 + 2.0**-10)).bfloat16())
+
+
+def test_norm_without_a_bias() -> None:
+    norm = Norm(biased=False).make(4)
+    assert [n for n, _ in norm.named_parameters()] == ["weight"]
+    for wrong in (dict(rms=True, biased=False), dict(plus_one=True)):
+        with pytest.raises(UsageError, match="norm"):
+            Norm(**wrong)
+
+
 def test_norm_does_not_see_other_tokens() -> None:
     for rms in (False, True):
         norm, x = Norm(rms=rms).make(6), torch.randn(2, 3, 6)
@@ -57,6 +77,7 @@ def test_activations_are_their_formulas() -> None:
         "gelu_tanh": 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "silu": x / (1 + torch.exp(-x)),
         "tanh": (torch.exp(2 * x) - 1) / (torch.exp(2 * x) + 1),
+        "quick_gelu": x / (1 + torch.exp(-1.702 * x)),
     }
     for name, y in want.items():
         torch.testing.assert_close(ACTIVATIONS[name](x), y)
@@ -112,6 +133,14 @@ def test_masked_lm_head_is_dense_activation_norm_vocabulary() -> None:
     torch.testing.assert_close(head(h, table), want)
 
 
+def test_masked_lm_head_of_a_narrow_embedding() -> None:
+    head, h, words = LMHead(MLM(), 4, 7, width=3), torch.randn(2, 5, 4), torch.randn(7, 3)
+    want = head.norm(F.gelu(head.dense(h))) @ words.T + head.bias
+    torch.testing.assert_close(head(h, words), want)
+    with pytest.raises(UsageError, match=r"embedding\.width=3 is not dim=4"):
+        make_head(LM(), 4, 7, 3)
+
+
 def test_classify_reads_the_first_token() -> None:
     head, h = LabelHead(Classify(3), 4), torch.randn(2, 5, 4)
     torch.testing.assert_close(head(h), head.out(torch.tanh(head.dense(h[:, 0]))))
@@ -138,5 +167,5 @@ def test_classify_reads_the_last_token_where_it_says_so() -> None:
     head, h = LabelHead(Classify(3, None, "last", bias=False), 4), torch.randn(2, 5, 4)
     assert head.out.bias is None
     torch.testing.assert_close(head(h), h[:, -1] @ head.out.weight.T)
-    with pytest.raises(UsageError, match="head.token is 'lst'; choose first or last"):
+    with pytest.raises(UsageError, match="head.token is 'lst'; choose first, last or mean"):
         Classify(3, token="lst")

@@ -11,6 +11,7 @@ from regard.position import (
     Learned,
     Linear,
     Llama3,
+    LongRope,
     PositionVectors,
     RelativeBias,
     Rope,
@@ -156,6 +157,50 @@ def test_rope_scaling_is_that_of_transformers(name: str, d: int, base: float) ->
     torch.testing.assert_close(Rope(base, scaling=ours).frequencies(d), freq)
     if isinstance(ours, Yarn):
         assert ours.gain() == pytest.approx(gain)
+
+
+LONG = LongRope((1.0, 1.2, 1.5), (2.0, 3.0, 4.0), original_len=5, factor=4.0)
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_longrope_is_that_of_transformers(length: int) -> None:
+    pytest.importorskip("transformers")
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    given = dict(rope_type="longrope", short_factor=list(LONG.short), long_factor=list(LONG.long))
+    sizes = dict(hidden_size=12, num_attention_heads=2, pad_token_id=0)
+    config = Phi3Config(
+        **sizes,
+        max_position_embeddings=20,
+        original_max_position_embeddings=5,
+        rope_parameters={**given, "rope_theta": 500.0},
+    )
+    pos = torch.arange(length)[None]
+    want = Phi3RotaryEmbedding(config)(torch.zeros(1), pos)
+    got = Rope(500.0, scaling=LONG).angles(pos, 6, torch.float32)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours[:, :, 0], theirs[..., :3])
+
+
+def test_longrope_turns_each_row_by_its_own_length() -> None:
+    rope = Rope(scaling=LONG)
+    long, short = torch.arange(7)[None], torch.tensor([[0, 1, 2, 3, -1, -1, -1]])
+    both = rope.angles(torch.cat([long, short]), 6, torch.float32)
+    for i, alone in enumerate((long, short)):
+        for a, b in zip(both, rope.angles(alone, 6, torch.float32), strict=True):
+            assert torch.equal(a[i : i + 1], b)
+
+
+def test_longrope_refuses_a_text_that_grows_past_its_border_in_a_cache() -> None:
+    rope = Rope(scaling=LONG)
+    for grown in (torch.tensor([[5]]), torch.tensor([[3, 4, 5]]), torch.tensor([[7], [5]])):
+        with pytest.raises(UsageError, match="grows past 5 tokens"):
+            rope.angles(grown, 6, torch.float32)
+    for whole in (torch.tensor([[4]]), torch.tensor([[6]]), torch.arange(9)[None]):
+        rope.angles(whole, 6, torch.float32)
+    with pytest.raises(UsageError, match="3 numbers, this RoPE turns 4 pairs"):
+        rope.angles(torch.tensor([[4]]), 8, torch.float32)
 
 
 @pytest.mark.parametrize("name", SCALINGS)

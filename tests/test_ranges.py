@@ -19,14 +19,14 @@ from regard.errors import UsageError
 from regard.layers import Answer, Tag
 from regard.models import CONFIGS
 from regard.models.adapt import LoRA
-from regard.position import Alibi, Linear
+from regard.position import Alibi, Linear, LongRope
 from regard.presets import PRESETS
 from regard.train.config import Config
 
 MARKS = Marks(50, mask=3, sentinels=(7, 8))
 # what no preset has: one sound example of each
 MORE = [
-    Alibi(4), Answer(), Linear(2.0), Tag(2), LoRA(), Recipe("bpe"), Batching(rows=2),
+    Alibi(4), Answer(), Linear(2.0), LongRope((1.0,), (2.0,), 8), Tag(2), LoRA(), Recipe("bpe"), Batching(rows=2),
     Config("lm", Data("a.txt"), {"preset": "gpt2"}), MaskTokens(MARKS), Spans(MARKS), Infill(MARKS),
 ]  # fmt: skip
 

@@ -31,6 +31,8 @@ def tiny(name: str, **more: Any) -> regard.Model:
     changes = {key: value for key, value in TINY.items() if key in has}
     if "deepseek" in name:
         changes["layers"] = 4  # dense ones first
+    if "pythia" in name:
+        changes["partial"] = 0.5  # of heads of 4
     torch.manual_seed(0)
     return regard.build(name, **changes, **more)
 

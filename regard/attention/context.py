@@ -54,8 +54,9 @@ class Context:
         """x (b t h d) rotated to its positions."""
         if rope is None:
             return x
-        cos, sin = self.angles(rope, x.shape[-1], x.dtype)
-        return rotate(x, cos, sin, layout or rope.layout)
+        dtype = torch.promote_types(x.dtype, torch.float32) if rope.wide else x.dtype
+        cos, sin = self.angles(rope, x.shape[-1], dtype)
+        return rotate(x.to(dtype), cos, sin, layout or rope.layout).to(x.dtype)
 
     def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]:
         """Every token's entries so far and their positions; without a cache, the entries as they are."""

@@ -44,19 +44,20 @@ class Base:
     """The folder that a model was read from; `model.origin.base`."""
 
     def __init__(self, folder: Path):
-        self.folder = folder.resolve()  # of a link, the folder behind it: the link may move on
+        # Of a link, the folder behind it: the link may move on.
+        self.folder = folder.resolve()
 
     @cached_property
     def files(self) -> dict[str, str]:
         """SHA-256 of the configuration and of every file of weights, computed once."""
-        found = {}
+        digests = {}
         for path in sorted(self.folder.iterdir()):
             if path.is_file() and (
                 path.name in ("config.json", RECORD) or path.suffix == ".safetensors"
             ):
                 with path.open("rb") as file:
-                    found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return found
+                    digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return digests
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ def _joined(folder: Path) -> Model:
     inner = {n.rpartition(".")[0] for n in tensors if not n.startswith("head.")}
     inject(model, sorted(inner), record.lora or LoRA())
     _copy(tensors, model, [*_lora_names(model), *wanted])
-    said = {**record.config, **labels(record.classes)}
+    config = {**record.config, **labels(record.classes)}
     files = read_files(folder, hf.CARRIED_FILES)
-    model.origin = replace(model.origin, config=said, files=files)
+    model.origin = replace(model.origin, config=config, files=files)
     return model.eval()
 
 
@@ -134,7 +135,7 @@ def save_adapter(model: Model, path: str | Path) -> Path:
         )
     record = Record(
         Stand(str(base.folder), os.path.relpath(base.folder, path.resolve()), base.files),
-        str(next(model.parameters()).dtype).removeprefix("torch."),
+        hf.dtype_name(next(model.parameters()).dtype),
         next(iter(low.values())).config if low else None,
         model.config.head,
         tuple(classes_of(model)),
@@ -185,18 +186,18 @@ def _record(folder: Path) -> Record:
 def _base(record: Record, folder: Path) -> Path:
     """The base's folder, with the bytes it had."""
     stand, put = record.base, f"name its folder as base.folder in {folder / RECORD}"
-    there = [p for p in (Path(stand.folder), folder.resolve() / stand.near) if p.is_dir()]
-    for path in there:
+    folders = [p for p in (Path(stand.folder), folder.resolve() / stand.near) if p.is_dir()]
+    for path in folders:
         if Base(path).files == stand.files:
             return path
-    if not there:
+    if not folders:
         raise UsageError(
             f"{folder} stands on {stand.folder}, which is not there; put it back, or {put}"
         )
-    now = Base(there[0]).files
+    now = Base(folders[0]).files
     changed = sorted(n for n in now.keys() | stand.files if now.get(n) != stand.files.get(n))
     raise UsageError(
-        f"{folder} stands on {there[0]}, where {changed[0]} is no more what it was; put the old one back, or {put}"
+        f"{folder} stands on {folders[0]}, where {changed[0]} is no longer what it was; put the old one back, or {put}"
     )
 
 
@@ -212,19 +213,19 @@ def _lora_names(model: Model) -> list[str]:
 @torch.no_grad()
 def _copy(tensors: dict[str, Tensor], model: Model, wanted: Iterable[str]) -> Model:
     """Exactly the wanted parameters, each with its shape."""
-    own, wanted = dict(model.named_parameters()), set(wanted)
+    parameters, wanted = dict(model.named_parameters()), set(wanted)
     for name in sorted(wanted ^ tensors.keys()):
         what = "is missing from" if name in wanted else "has no place in the model, but is in"
         raise UsageError(
             f"tensor {name} {what} {TENSORS}; {nearest(name, wanted | tensors.keys())}"
         )
     for name, x in tensors.items():
-        if name not in own or own[name].shape != x.shape:
-            there = tuple(own[name].shape) if name in own else "no such tensor"
+        if name not in parameters or parameters[name].shape != x.shape:
+            shape = tuple(parameters[name].shape) if name in parameters else "no such tensor"
             raise UsageError(
-                f"tensor {name} of {TENSORS} has shape {tuple(x.shape)}, the model {there}"
+                f"tensor {name} of {TENSORS} has shape {tuple(x.shape)}, the model {shape}"
             )
         if x.dtype not in hf.FLOATS:
             raise UsageError(f"tensor {name} of {TENSORS} is stored as {x.dtype}, not as a float")
-        own[name].copy_(x)
+        parameters[name].copy_(x)
     return model

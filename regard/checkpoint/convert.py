@@ -1,7 +1,7 @@
 """Models that are not stored as safetensors, brought into folders that are: pickled weights and GGUF files.
 
 A folder appears whole or not at all, and what is read is never trusted: pickles are read by another process
-(unpickle.py), GGUF files with every number held against the size of the file (gguf_file.py).
+(unpickle.py), GGUF files with every number held against the size of the file (gguf.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,32 +22,30 @@ from typing import Any
 import torch
 
 from regard.checkpoint import hf
-from regard.checkpoint.gguf_file import PLAIN, File
-from regard.checkpoint.gguf_models import Described
 from regard.checkpoint.store import (
     GGUF,
     INDEX,
     PICKLED,
     WEIGHTS,
-    Memory,
     Weights,
-    read_json,
+    check_room,
     replacing,
+    weight_map,
     write_json,
-    write_weights,
 )
 from regard.errors import UsageError
-from regard.files import inside
+from regard.files import inside, read_json
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 UNREADABLE = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".mlmodel")
-# How long the process that reads pickles may say nothing: files of the old format are read whole before a word comes.
+# How long the process that reads pickles may say nothing: files of the old format are read whole
+# before a word comes.
 QUIET_SECONDS, SLOW_DISK = 600, 20e6
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class Originals:
     """What there is to convert: a GGUF file, or the pickled files of a folder and the others, which are copied."""
 
     weights: tuple[Path, ...]
@@ -61,11 +58,11 @@ class Found:
         return bool(self.others)
 
 
-def find(source: Path) -> Found:
+def find(source: Path) -> Originals:
     """What a path means: a file of weights, or a folder with them."""
     if source.is_file():
         if source.suffix == GGUF or _begins(source, b"GGUF"):
-            return Found((source,))
+            return Originals((source,))
         if source.suffix == ".safetensors":
             raise UsageError(_nothing(source.parent))
         if source.suffix not in PICKLED:
@@ -79,7 +76,7 @@ def find(source: Path) -> Found:
     return _folder(source)
 
 
-def _folder(folder: Path, named: str = "") -> Found:
+def _folder(folder: Path, named: str = "") -> Originals:
     files, left_out = _files(folder)
     names = [path.name for path in files]
     if not named and any(name in names for name in (WEIGHTS, INDEX)):
@@ -91,7 +88,7 @@ def _folder(folder: Path, named: str = "") -> Found:
             raise UsageError(
                 f"{folder} holds {len(ggufs)} GGUF files; name the one to convert, as {folder / ggufs[0].name}"
             )
-        return Found((ggufs[0],))
+        return Originals((ggufs[0],))
     if not pickled:
         raise UsageError(
             f"{folder} holds nothing to convert: no GGUF file, no pickled weights ({', '.join(PICKLED)}); "
@@ -105,7 +102,7 @@ def _folder(folder: Path, named: str = "") -> Found:
     foreign = (*PICKLED, GGUF, ".safetensors", *UNREADABLE)
     others = [p for p in files if p.suffix not in foreign and p.name != PICKLED_INDEX]
     rest = [p.name for p in files if p not in weights and p.suffix in foreign]
-    return Found(tuple(weights), tuple(others), (*left_out, *rest))
+    return Originals(tuple(weights), tuple(others), (*left_out, *rest))
 
 
 def _nothing(folder: Path) -> str:
@@ -119,16 +116,16 @@ def _begins(path: Path, magic: bytes) -> bool:
 
 def _files(folder: Path) -> tuple[list[Path], list[str]]:
     """The files of a folder, and the names of links that lead out of it, which are not followed."""
-    kept, left_out = [], []
+    files, left_out = [], []
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or not os.path.isfile(os.path.realpath(path)):
             continue
         try:
             inside(path)
-            kept.append(path)
+            files.append(path)
         except UsageError:
             left_out.append(path.name)
-    return kept, left_out
+    return files, left_out
 
 
 def _pickled(folder: Path, pickled: list[Path], named: str) -> list[Path]:
@@ -138,11 +135,7 @@ def _pickled(folder: Path, pickled: list[Path], named: str) -> list[Path]:
     if named:
         wanted = [named]
     elif index.is_file():
-        shards = read_json(index).get("weight_map")
-        named_all = isinstance(shards, dict) and all(isinstance(v, str) for v in shards.values())
-        if not shards or not named_all:
-            raise UsageError(f"{index} has no weight_map of tensor names to file names")
-        wanted = sorted(set(shards.values()))
+        wanted = sorted(set(weight_map(index).values()))
     elif "pytorch_model.bin" in by_name:
         wanted = ["pytorch_model.bin"]
     else:
@@ -162,24 +155,24 @@ def _pickled(folder: Path, pickled: list[Path], named: str) -> list[Path]:
 
 
 def pickled(
-    found: Found,
+    source: Originals,
     target: Path,
     dtype: torch.dtype | None = None,
     progress: Progress = lambda done, total: None,
 ) -> str:
-    """Write the folder; why Regard cannot read the model in it, or nothing. Names and, without `dtype`, types are kept;
-    tensors that share memory become tensors of their own."""
+    """Write the folder; why Regard cannot read the model in it, or nothing. Names and, without
+    `dtype`, types are kept; tensors that share memory become tensors of their own."""
     with replacing(target) as folder:
-        for path in found.others:
+        for path in source.others:
             shutil.copyfile(path, folder / path.name)
-        promised = _unpickled(found.weights, folder, dtype, progress)
-        there = len(list(Weights(folder)))
-        if there != promised:
-            raise UsageError(f"{there} tensors were written where {promised} were read")
+        promised = _unpickled(source.weights, folder, dtype, progress)
+        written = len(list(Weights(folder)))
+        if written != promised:
+            raise UsageError(f"{written} tensors were written where {promised} were read")
         if dtype is not None:
             config = read_json(folder / "config.json")
             config.pop("torch_dtype", None)
-            config["dtype"] = _name(dtype)
+            config["dtype"] = hf.dtype_name(dtype)
             write_json(folder / "config.json", config)
         try:
             hf.load(folder, device="meta")
@@ -197,7 +190,7 @@ def _unpickled(
     """Have another process read the files and write safetensors; the number of tensors."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    kind = "" if dtype is None else _name(dtype)
+    kind = "" if dtype is None else hf.dtype_name(dtype)
     # -P: no module is taken from the folder that the user happens to be in.
     command = [sys.executable, "-P", "-m", "regard.checkpoint.unpickle", str(folder), kind]
     reader = subprocess.Popen(
@@ -215,7 +208,7 @@ def _unpickled(
             if "error" in line:
                 raise UsageError(line["error"])
             if "bytes" in line:
-                _check_room(folder, line["bytes"])
+                check_room(folder, line["bytes"])
                 total = line["tensors"]
             elif "read" in line:
                 progress(next(done), total)
@@ -247,72 +240,3 @@ def _lines(reader: subprocess.Popen[bytes], names: str, quiet: float) -> Iterato
                 return
             *lines, rest = (rest + more).split(b"\n")
             yield from (json.loads(line) for line in lines if line.startswith(b"{"))
-
-
-# --- GGUF ---------------------------------------------------------------------------------------------------------
-
-
-def describe(path: Path) -> Described:
-    """A GGUF file whose metadata and tensors make a model that Regard knows."""
-    described = Described(File(path))
-    if any(part.entry.kind.name not in PLAIN for part in described.parts.values()):
-        # Missing, it is missed before anything is written.
-        import gguf  # noqa: F401
-    try:
-        hf.read(described.config, Memory(_blank(described, torch.float32)), "meta", None)
-    except UsageError as error:
-        raise UsageError(f"{path} cannot become a model folder: {error}") from None
-    return described
-
-
-def gguf_dtype(file: File) -> tuple[torch.dtype, str]:
-    """The type to write where none is asked for, and the one that most of the weights have: a plain type stays, and
-    float16 holds a quantised one best, whose scales are float16."""
-    counts: Counter[str] = Counter()
-    for entry in file.tensors.values():
-        counts[entry.kind.name] += entry.rows * entry.shape[-1]
-    most = counts.most_common(1)[0][0]
-    return PLAIN.get(most, torch.float16), most
-
-
-def from_gguf(
-    described: Described,
-    target: Path,
-    dtype: torch.dtype,
-    files: Mapping[str, bytes],
-    progress: Progress = lambda done, total: None,
-) -> None:
-    """Write the folder: the model, and `files` (the tokenizer's)."""
-    blank, done = _blank(described, dtype), itertools.count(1)
-
-    def read(name: str) -> torch.Tensor:
-        progress(next(done), len(blank))
-        return described.read(name, dtype)
-
-    with replacing(target) as folder:
-        _check_room(folder, sum(x.nbytes for x in blank.values()))
-        write_json(folder / "config.json", {**described.config, "dtype": _name(dtype)})
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        write_weights(folder, blank, read=read)
-
-
-def _blank(described: Described, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Types and shapes of the folder's tensors."""
-    return {
-        name: torch.empty(part.shape, dtype=dtype, device="meta")
-        for name, part in described.parts.items()
-    }
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise UsageError(
-            f"the weights need {needed / 1e9:,.1f} GB in {folder.parent}, where {free / 1e9:,.1f} GB are free; "
-            "make room"
-        )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

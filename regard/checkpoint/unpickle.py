@@ -54,7 +54,8 @@ def main(folder: str, dtype: str, *files: str) -> None:
 
 def confine(size: int) -> None:
     """No more memory than files of this size need, no connections, no programs."""
-    # The allocator reserves address space ahead, a gigabyte at the first tensor: that is counted before.
+    # The allocator reserves address space ahead, a gigabyte at the first tensor: that is counted
+    # before.
     torch.empty(1)
     # A system without /proc has no such limit either.
     with contextlib.suppress(OSError, ValueError):
@@ -74,24 +75,24 @@ def tensors_of(file: str) -> dict[str, Tensor]:
     with open(file, "rb") as opened:
         zipped = opened.read(4) == b"PK\x03\x04"
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:
         raise UsageError(refusal(file, error)) from None
     for name in NESTED:
-        if isinstance(found, dict) and isinstance(found.get(name), dict):
-            found = found[name]
-    if not isinstance(found, dict) or not found:
+        if isinstance(state, dict) and isinstance(state.get(name), dict):
+            state = state[name]
+    if not isinstance(state, dict) or not state:
         raise UsageError(
-            f"{file} holds a {type(found).__name__}, not a state dict (names and tensors)"
+            f"{file} holds a {type(state).__name__}, not a state dict (names and tensors)"
         )
-    for name, x in found.items():
+    for name, x in state.items():
         plain = isinstance(name, str) and isinstance(x, Tensor) and x.layout == torch.strided
         if not plain or x.dtype not in DTYPES.values():
             what = f"{x.layout} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
             raise UsageError(
                 f"{file} holds under {name!r:.80} a {what}; a state dict of plain tensors is what can be converted"
             )
-    return found
+    return state
 
 
 def refusal(file: str, error: Exception) -> str:

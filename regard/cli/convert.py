@@ -15,7 +15,7 @@ from regard.errors import DATA, RUN, blaming, notice
 if TYPE_CHECKING:
     import torch
 
-    from regard.checkpoint.convert import Found
+    from regard.checkpoint.convert import Originals
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def convert_pickled(model: Found, out: Path, dtype: torch.dtype | None) -> None:
+def convert_pickled(model: Originals, out: Path, dtype: torch.dtype | None) -> None:
     from regard.checkpoint.convert import pickled
 
     if model.left_out:
@@ -64,7 +64,7 @@ def convert_pickled(model: Found, out: Path, dtype: torch.dtype | None) -> None:
 
 
 def convert_gguf(path: Path, out: Path, dtype: torch.dtype | None) -> None:
-    from regard.checkpoint.convert import describe, from_gguf, gguf_dtype
+    from regard.checkpoint.gguf import describe, from_gguf, gguf_dtype
     from regard.text.gguf_tokens import tokenizer_files
 
     with blaming(DATA):

@@ -32,12 +32,12 @@ AROUND, CUTS = 200, 32
 
 
 class Coder:
-    """Texts -> ids, without special tokens; a text that spells one is text. `other` is the target's tokenizer, where
-    that is another one.
+    """Texts -> ids, without special tokens; a text that spells one is text. `other` is the target's
+    tokenizer, where that is another one.
 
-    A model that reads one text expects `before` text `after`, of two: `before` text `between` text `after`. A decoder
-    begins with `start` and ends with `end`; None is what the tokenizer does not have. `reserved` are all special
-    tokens."""
+    A model that reads one text expects `before` text `after`, of two: `before` text `between` text
+    `after`. A decoder begins with `start` and ends with `end`; None is what the tokenizer does not
+    have. `reserved` are all special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, other: Tokenizer | None = None):
         self.source, self.target = tokenizer, other or tokenizer
@@ -69,7 +69,8 @@ class Coder:
     def encode(self, texts: Sequence[str], *, target: bool = False) -> list[list[int]]:
         tokenizer = self.target if target else self.source
         plain = self._plain.get(id(tokenizer))
-        if plain is None:  # Marian cuts each side by another model
+        # Marian cuts each side by another model.
+        if plain is None:
             cut = tokenizer.encode_target if target else tokenizer.encode
             return [cut(text, special=False, literal=True) for text in texts]
         return [encoding.ids for encoding in _many(plain, texts, fast=True)]
@@ -84,7 +85,7 @@ class Coder:
         return [(encoding.ids, encoding.offsets) for encoding in _many(plain, texts, fast=False)]
 
     def tokens(self, ids: Sequence[int], *, target: bool = False) -> list[str]:
-        """The pieces, one an id; those of a byte-level vocabulary as the text they stand for, if it is whole."""
+        """The pieces, one per id; those of a byte-level vocabulary as the text they stand for, if it is whole."""
         core = (self.target if target else self.source).core
         pieces = [core.id_to_token(i) or f"<{i}>" for i in ids]
         if not isinstance(core.decoder, decoders.ByteLevel):
@@ -118,7 +119,8 @@ def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], t
     before, after = alone.ids[: text[0]], alone.ids[text[-1] + 1 :]
     inner = slice(len(before), len(pair.ids) - len(after))
     if pair.ids[: inner.start] != before or pair.ids[inner.stop :] != after:
-        return tuple(before), tuple(after), tuple(after)  # it has no form for two texts
+        # It has no form for two texts.
+        return tuple(before), tuple(after), tuple(after)
     marks = zip(pair.ids[inner], pair.special_tokens_mask[inner])
     return tuple(before), tuple(i for i, special in marks if special), tuple(after)
 

@@ -1,8 +1,8 @@
-"""Learn a tokenizer from texts, with the library `tokenizers`: the files that regard.text.Tokenizer and transformers'
-PreTrainedTokenizerFast both read.
+"""Learn a tokenizer from texts, with the library `tokenizers`: the files that regard.text.Tokenizer
+and transformers' PreTrainedTokenizerFast both read.
 
-The same texts and settings give the same files. For two languages, give the texts of both for one tokenizer, or train
-one for each side.
+The same texts and settings give the same files. For two languages, give the texts of both for one
+tokenizer, or train one for each side.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from regard.text.build import SPACE
 from regard.text.folder import blaming
 
 AROUND = ("none", "start", "end", "both")
-TASKS = ("lm", "seq2seq", "infill", "mlm")
+TASKS = ("lm", "seq2seq", "mlm")
 PARTS = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 _PLAIN = dict(pad="<pad>", unk="<unk>", bos="<s>", eos="</s>", cls="<s>", sep="</s>", mask="<mask>")
 _BERT = dict(pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
 BYTES = 256
-INSIDE = "##"  # before a piece that does not begin a word
-PRIVATE = 0xF0000  # the first of 131,000 characters that no text should have
-PART = 1 << 20  # characters of a text that are read at once
-LONG = 128  # characters of a word; longer ones are learned from in parts
+# Before a piece that does not begin a word.
+INSIDE = "##"
+# The first of 131,000 characters that no text should have.
+PRIVATE = 0xF0000
+# Characters of a text that are read at once, and of a word: longer ones are learned from in parts.
+PART, LONG = 1 << 20, 128
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Recipe:
     task: str = "lm"
     special: dict[str, str] | None = None
     more: tuple[str, ...] = ()
-    around: str | None = (
-        None  # what is put around a text: none, start, end, both; None: as the task has it
-    )
+    # What is put around a text: none, start, end, both; None: as the task has it.
+    around: str | None = None
     lower: bool = False
-    min_count: Count = 2  # pairs seen less often are not merged
+    # Pairs seen less often are not merged.
+    min_count: Count = 2
 
     def __post_init__(self) -> None:
         choices = {"kind": KINDS, "task": TASKS, "around": (*AROUND, None)}
@@ -82,14 +84,13 @@ class Recipe:
         if self.special is not None:
             return self.special
         if self.task == "mlm":
-            names = _BERT if self.kind == "wordpiece" else _PLAIN
-            return {part: names[part] for part in ("pad", "unk", "cls", "sep", "mask")}
+            tokens = _BERT if self.kind == "wordpiece" else _PLAIN
+            return {part: tokens[part] for part in ("pad", "unk", "cls", "sep", "mask")}
         lossless = self.kind in ("bpe", "bytes")
         unk = {} if lossless else {"unk": _PLAIN["unk"]}
         if self.task == "lm":
             return {**unk, "eos": "<|endoftext|>"}
-        pairs = {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
-        return {**pairs, "mask": _PLAIN["mask"]} if self.task == "infill" else pairs
+        return {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
 
     @property
     def tokens(self) -> list[str]:
@@ -98,15 +99,15 @@ class Recipe:
     @property
     def ends(self) -> tuple[str | None, str | None]:
         """The tokens in front of a text and behind it."""
-        around = self.around or {"lm": "none", "mlm": "both"}.get(self.task, "end")
-        tokens: list[str | None] = []
+        around = self.around or {"lm": "none", "seq2seq": "end", "mlm": "both"}[self.task]
+        ends: list[str | None] = []
         for place, parts in (("start", ("cls", "bos")), ("end", ("sep", "eos"))):
             token = next((self.named[part] for part in parts if part in self.named), None)
             wanted = around in (place, "both")
             if wanted and token is None:
                 raise UsageError(f"around = {around!r} needs a special token {' or '.join(parts)}")
-            tokens.append(token if wanted else None)
-        return tokens[0], tokens[1]
+            ends.append(token if wanted else None)
+        return ends[0], ends[1]
 
 
 def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
@@ -139,8 +140,8 @@ def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A long text in parts, cut before a space where there is one: the library takes a hundred bytes and more for a
-    character of what it reads at once."""
+    """A long text in parts, cut before a space where there is one: the library takes a hundred
+    bytes and more for a character of what it reads at once."""
     first = 0
     while len(text) - first > PART:
         space = text.rfind(" ", first + PART // 2, first + PART)
@@ -224,7 +225,8 @@ def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
     core.normalizer = normalizers.BertNormalizer(lowercase=recipe.lower)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.decoder = decoders.WordPiece()
-    stands: dict[str, str] = {}  # character, or ## and character -> what stands for it
+    # Character, or ## and character -> what stands for it.
+    stands: dict[str, str] = {}
 
     def written(word: str) -> str:
         marks = [word[0], *(f"{INSIDE}{c}" for c in word[1:])]
@@ -243,8 +245,8 @@ def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
         ),
     )
     read = {stand: mark for mark, stand in stands.items()}
-    ranked = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
-    marks = [[read[c] for c in piece] for piece, _ in ranked]
+    vocabulary = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
+    marks = [[read[c] for c in piece] for piece, _ in vocabulary]
     pieces = [first + "".join(c.removeprefix(INSIDE) for c in rest) for first, *rest in marks]
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*recipe.tokens, *pieces]))}
     core.model = models.WordPiece(vocab, unk_token=_unknown(recipe))

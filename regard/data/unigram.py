@@ -12,16 +12,17 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-LONGEST = 16  # characters of a piece
+# Characters of a piece.
+LONGEST = 16
 SEEDS = 1_000_000
-MUCH = (
-    1_000_000  # characters of different words that are learned from, the most frequent words first
-)
-SHRINK = 0.75  # of the pieces stay after each round
-ROUNDS = 2  # of expectation maximisation between
+# Characters of different words that are learned from, the most frequent words first.
+MUCH = 1_000_000
+# How many of the pieces stay after each round, and rounds of expectation maximisation between.
+SHRINK, ROUNDS = 0.75, 2
 
 
 def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
@@ -31,7 +32,7 @@ def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
     weight = np.array([counts[word] for word in words], np.float64)
     pieces, start = _seeds(words, counts)
     score = np.log(start) - np.log(start.sum())
-    lattice, inside = Lattice(words, pieces), Lattice(pieces, pieces, whole=False)
+    lattice, inside = lattice_of(words, pieces), lattice_of(pieces, pieces, whole=False)
     single = np.array([len(piece) == 1 for piece in pieces])
     enough = False
     while not enough:
@@ -43,9 +44,9 @@ def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
             best = inside.best(score)
             missed = np.where(single, np.inf, expected * (score - best))
             left = max(int(len(pieces) * SHRINK), size, int(single.sum()))
-            kept = np.sort(np.argsort(-missed, kind="stable")[:left])
-            pieces, score, single = [pieces[i] for i in kept], score[kept], single[kept]
-            lattice, inside = lattice.only(kept), inside.only(kept, words=kept)
+            stay = np.sort(np.argsort(-missed, kind="stable")[:left])
+            pieces, score, single = [pieces[i] for i in stay], score[stay], single[stay]
+            lattice, inside = lattice.only(stay), inside.only(stay, words=stay)
     order = sorted(range(len(pieces)), key=lambda i: (-score[i], pieces[i]))
     return [(pieces[i], float(score[i])) for i in order]
 
@@ -55,71 +56,72 @@ def _frequent(counts: Mapping[str, int]) -> Mapping[str, int]:
     order = sorted(counts, key=lambda word: (-counts[word], word))
     sizes = np.cumsum([len(word) for word in order])
     enough = int(np.searchsorted(sizes, MUCH, side="right"))
-    kept = Counter({word: counts[word] for word in order[:enough]})
-    kept.update({c for word in order[enough:] for c in word})
-    return kept
+    frequent = Counter({word: counts[word] for word in order[:enough]})
+    frequent.update({c for word in order[enough:] for c in word})
+    return frequent
 
 
 def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
-    counted: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for word in words:
         count, n = counts[word], len(word)
         for a in range(n):
             for b in range(a + 1, min(a + LONGEST, n) + 1):
-                counted[word[a:b]] += count
-    inner = set()  # never seen but inside one longer substring, which is the better piece
-    for text, count in counted.items():
-        inner |= {part for part in (text[1:], text[:-1]) if counted[part] == count}
-    singles = [text for text in counted if len(text) == 1]
-    others = [t for t, count in counted.items() if len(t) > 1 < count and t not in inner]
-    others.sort(key=lambda text: (-counted[text] * len(text), text))
+                seen[word[a:b]] += count
+    # Never seen but inside one longer substring, which is the better piece.
+    inner = set()
+    for text, count in seen.items():
+        inner |= {part for part in (text[1:], text[:-1]) if seen[part] == count}
+    singles = [text for text in seen if len(text) == 1]
+    others = [t for t, count in seen.items() if len(t) > 1 < count and t not in inner]
+    others.sort(key=lambda text: (-seen[text] * len(text), text))
     pieces = sorted([*singles, *others[:SEEDS]])
-    return pieces, np.array([counted[piece] for piece in pieces], np.float64)
+    return pieces, np.array([seen[piece] for piece in pieces], np.float64)
 
 
+def lattice_of(words: Iterable[str], pieces: Iterable[str], whole: bool = True) -> Lattice:
+    """All ways to cut words into pieces. Without `whole`, no word may be one piece."""
+    number = {piece: i for i, piece in enumerate(pieces)}
+    leaves, reaches, piece, lasts, arcs = (array("q") for _ in range(5))
+    first = 0
+    for word in words:
+        n, before = len(word), len(piece)
+        for a in range(n):
+            for b in range(a + 1, min(a + LONGEST, n) + 1):
+                index = number.get(word[a:b])
+                if index is not None and (whole or b - a < n):
+                    leaves.append(first + a)
+                    reaches.append(first + b)
+                    piece.append(index)
+        arcs.append(len(piece) - before)
+        lasts.append(first + n)
+        first += n + 1
+    word_of = np.repeat(np.arange(len(arcs)), np.array(arcs))
+    ends, starts, stops, numbers = map(np.array, (lasts, leaves, reaches, piece))
+    return Lattice(ends, starts, stops, numbers, word_of)
+
+
+@dataclass(eq=False)
 class Lattice:
-    """All ways to cut words into pieces: arcs from node to node, a node being a place in a word. Without `whole`, no
-    word may be one piece."""
+    """Arcs from node to node, a node being a place in a word: the last node of each word; where each arc leaves and
+    what it reaches, its piece and its word."""
 
-    def __init__(self, words: Iterable[str], pieces: Iterable[str], whole: bool = True):
-        number = {piece: i for i, piece in enumerate(pieces)}
-        leaves, reaches, piece, lasts = (array("q") for _ in range(4))
-        arcs = array("q")  # of each word
-        first = 0
-        for word in words:
-            n, before = len(word), len(piece)
-            for a in range(n):
-                for b in range(a + 1, min(a + LONGEST, n) + 1):
-                    known = number.get(word[a:b])
-                    if known is not None and (whole or b - a < n):
-                        leaves.append(first + a)
-                        reaches.append(first + b)
-                        piece.append(known)
-            arcs.append(len(piece) - before)
-            lasts.append(first + n)
-            first += n + 1
-        word_of = np.repeat(np.arange(len(arcs)), np.array(arcs))
-        self._set(np.array(lasts), np.array(leaves), np.array(reaches), np.array(piece), word_of)
+    lasts: np.ndarray
+    leaves: np.ndarray
+    reaches: np.ndarray
+    piece: np.ndarray
+    word: np.ndarray
 
-    def _set(
-        self,
-        lasts: np.ndarray,
-        leaves: np.ndarray,
-        reaches: np.ndarray,
-        piece: np.ndarray,
-        word: np.ndarray,
-    ) -> None:
-        self.lasts, self.leaves, self.reaches = lasts, leaves, reaches
-        self.piece, self.word = piece, word
-        self.nodes = int(lasts[-1]) + 1
-        self.firsts = np.concatenate([[0], lasts[:-1] + 1])
-        self.forward = _groups(reaches - self.firsts[word], reaches)
-        self.backward = _groups(lasts[word] - leaves, leaves)
+    def __post_init__(self) -> None:
+        self.nodes = int(self.lasts[-1]) + 1
+        self.firsts = np.concatenate([[0], self.lasts[:-1] + 1])
+        self.forward = _groups(self.reaches - self.firsts[self.word], self.reaches)
+        self.backward = _groups(self.lasts[self.word] - self.leaves, self.leaves)
 
-    def only(self, kept: np.ndarray, words: np.ndarray | None = None) -> Lattice:
+    def only(self, pieces: np.ndarray, words: np.ndarray | None = None) -> Lattice:
         """Without the arcs of the other pieces (and of the other words); numbers move up."""
-        new = np.full(int(max(self.piece.max(initial=0), kept.max())) + 1, -1)
-        new[kept] = np.arange(len(kept))
+        new = np.full(int(max(self.piece.max(initial=0), pieces.max())) + 1, -1)
+        new[pieces] = np.arange(len(pieces))
         piece = new[self.piece]
         stay = piece >= 0
         word, lasts, shift = self.word, self.lasts, np.zeros(len(self.lasts), np.int64)
@@ -132,11 +134,8 @@ class Lattice:
             renamed[words] = np.arange(len(words))
             word = renamed[word]
         moved = shift[self.word[stay]]
-        other = object.__new__(Lattice)
-        other._set(
-            lasts, self.leaves[stay] + moved, self.reaches[stay] + moved, piece[stay], word[stay]
-        )
-        return other
+        leaves, reaches = self.leaves[stay] + moved, self.reaches[stay] + moved
+        return Lattice(lasts, leaves, reaches, piece[stay], word[stay])
 
     def expected(self, score: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """How often each piece occurs, over all ways to cut the words, which occur `weight` times."""

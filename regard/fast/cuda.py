@@ -29,7 +29,7 @@ from regard.kernels.triton.prompt import Pack
 from regard.kernels.triton.wide import add_norm, gated, product, summed
 from regard.layers import FeedForward, LMHead
 from regard.models import Model
-from regard.position import Rope
+from regard.position import LongRope, Rope
 
 
 def why_not(model: Any) -> str:
@@ -40,6 +40,8 @@ def why_not(model: Any) -> str:
     tower, position = c.tower, c.embedding.position
     if not tower.causal or tower.order != "pre" or tower.cross or tower.relative:
         return "its tower is not causal and pre-norm, or has a bias on positions"
+    if tower.norm.plus_one or not (tower.norm.rms or tower.norm.biased):
+        return "its norms have another form"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
@@ -49,6 +51,10 @@ def why_not(model: Any) -> str:
     for a in tower.each("attention"):
         if a.kind not in ("gqa", "mla") or (a.kind == "gqa" and (a.sinks or a.softcap)):
             return "its attention selects keys, or has sinks or a softcap"
+        if a.kind == "gqa" and (a.qk_norm_whole or a.qk_norm_plus_one):
+            return "its queries and keys have norms of another form"
+        if a.rope is not None and (a.rope.wide or isinstance(a.rope.scaling, LongRope)):
+            return "its RoPE turns in float32, or long texts otherwise"
     if model.watch is not None:
         return "a probe watches it"
     return "it is being trained; call model.eval()" if model.training else ""

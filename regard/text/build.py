@@ -66,7 +66,8 @@ class Parts:
     """`core` knows every id. Marian cuts source and target text by two more, whose pieces `core` then numbers."""
 
     core: tokenizers.Tokenizer
-    kind: str | None = None  # a row of STYLES
+    # A row of STYLES.
+    kind: str | None = None
     source: tokenizers.Tokenizer | None = None
     target: tokenizers.Tokenizer | None = None
 
@@ -76,9 +77,9 @@ class Parts:
         return self.source is not None
 
 
-def build(files: Files, settings: Settings, kind: str | None, said: str) -> Parts | None:
-    """The tokenizer that the files describe; None where there is none. `kind` is the row of STYLES that the folder
-    names (as `said`), else the files decide."""
+def build(files: Files, settings: Settings, kind: str | None, class_name: str) -> Parts | None:
+    """The tokenizer that the files describe; None where there is none. `kind` is the row of STYLES
+    that the folder names (as `class_name`), else the files decide."""
     if "tokenizer.json" in files:
         with blaming("tokenizer.json cannot be read"):
             core = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
@@ -89,9 +90,13 @@ def build(files: Files, settings: Settings, kind: str | None, said: str) -> Part
     guess = next((how for name, how in _BY_FILE.items() if name in files), None)
     if guess is None:
         return None
-    if kind is None and said and not said.startswith(("PreTrained", "TokenizersBackend")):
+    if (
+        kind is None
+        and class_name
+        and not class_name.startswith(("PreTrained", "TokenizersBackend"))
+    ):
         raise UsageError(
-            f"the folder's tokenizer is of class {said!r}, which Regard cannot build from these files; known: "
+            f"the folder's tokenizer is of class {class_name!r}, which Regard cannot build from these files; known: "
             f"{', '.join(STYLES)}. Save it with transformers (tokenizer.save_pretrained) to get a tokenizer.json"
         )
     if guess == "marian":
@@ -105,8 +110,8 @@ def build(files: Files, settings: Settings, kind: str | None, said: str) -> Part
 
 
 def _check_growth(core: tokenizers.Tokenizer) -> None:
-    """Replacements that follow each other multiply: a few of them could ask for more memory than there is, and the
-    library would end the process."""
+    """Replacements that follow each other multiply: a few of them could ask for more memory than
+    there is, and the library would end the process."""
     for part in (core.normalizer, core.decoder):
         state = {} if part is None else json.loads(part.__getstate__())
         growth = 1.0
@@ -130,7 +135,7 @@ def _all(files: Files, *needed: str) -> Files:
 
 
 def _text(files: Files, name: str) -> str:
-    with blaming(f"{name} is no UTF-8"):
+    with blaming(f"{name} is not UTF-8"):
         return files[name].decode("utf-8")
 
 
@@ -147,24 +152,50 @@ def _byte_level(files: Files, settings: Settings, kind: str | None) -> Parts:
     kind = kind or ("roberta" if {"<s>", "</s>"} <= set(vocab) else "gpt2")
     lines = _text(files, "merges.txt").replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    with blaming("vocab.json and merges.txt do not make a tokenizer"):
-        core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))  # type: ignore[arg-type]
     prefix = bool(settings.get("add_prefix_space", False))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    core.decoder = decoders.ByteLevel()
-    if kind == "qwen2":
-        core.normalizer = normalizers.NFC()
-        words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated", invert=False)
-        cut = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-        core.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
-    elif kind == "roberta":
+    core = byte_level(
+        vocab,
+        merges,
+        "vocab.json and merges.txt",
+        QWEN_WORDS if kind == "qwen2" else "",
+        composed=kind == "qwen2",
+        prefix=prefix,
+    )
+    if kind == "roberta":
         last, first = (_known(core, settings, n, t) for n, t in (("sep", "</s>"), ("cls", "<s>")))
         core.post_processor = processors.RobertaProcessing(last, first, True, prefix)
     return Parts(core, kind)
 
 
+def byte_level(
+    vocab: dict[str, int],
+    merges: list[tuple[str, ...]],
+    what: str,
+    pattern: str = "",
+    *,
+    composed: bool = False,
+    prefix: bool = False,
+    digits: bool = False,
+    whole: bool = False,
+) -> tokenizers.Tokenizer:
+    """Byte-level BPE. `pattern` cuts text into words, without one GPT-2's; `composed`: the text is put into NFC;
+    `digits` are words of their own; `whole`: a word that is a token is taken as it is."""
+    with blaming(f"{what} do not make a tokenizer"):
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=whole)  # type: ignore[arg-type]
+    core = tokenizers.Tokenizer(model)
+    if composed:
+        core.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    if pattern:
+        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not pattern))
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
 def _word_piece(files: Files, settings: Settings) -> tokenizers.Tokenizer:
-    """WordPiece of BERT and DistilBERT; one token a line."""
+    """WordPiece of BERT and DistilBERT; one token per line."""
     lines = _text(files, "vocab.txt").removesuffix("\n").split("\n")
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines)}
     unk = content(settings.get("unk_token")) or "[UNK]"
@@ -266,17 +297,17 @@ def cutter(
 
 def _merges(model: spm.SentencePiece, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Every cut of a piece into two pieces, best score first: SentencePiece merges whatever makes the best piece."""
-    found = []
+    merges = []
     for i, piece in enumerate(model.pieces):
         if piece.kind in (spm.NORMAL, spm.USER_DEFINED):
             text = piece.text
             cuts = [(text[:k], text[k:]) for k in range(1, len(text))]
-            found += [
+            merges += [
                 (-piece.score, i, len(a), len(b), a, b)
                 for a, b in cuts
                 if a in vocab and b in vocab
             ]
-    return [(a, b) for *_, a, b in sorted(found)]
+    return [(a, b) for *_, a, b in sorted(merges)]
 
 
 def _as_llama(core: tokenizers.Tokenizer, prefix: bool, legacy: bool) -> None:
@@ -284,10 +315,13 @@ def _as_llama(core: tokenizers.Tokenizer, prefix: bool, legacy: bool) -> None:
     core.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement=SPACE, prepend_scheme=scheme, split=False
     )
+    core.decoder = piece_decoder(prefix)
+
+
+def piece_decoder(prefix: bool) -> Any:
+    """Pieces of SentencePiece -> text, without the space that was put before it."""
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
-        steps.append(decoders.Strip(content=" ", left=1))
-    core.decoder = decoders.Sequence(steps)
+    return decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * prefix)
 
 
 def _declared(model: spm.SentencePiece) -> list[AddedToken]:
@@ -314,9 +348,7 @@ def _marian(files: Files, settings: Settings) -> Parts:
         core = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     ends = [text for text in STYLES["marian"].values() if text in vocab]
     core.add_special_tokens(ends)
-    core.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    core.decoder = piece_decoder(False)
     source, target = (_side(files[name], name, ends) for name in ("source.spm", "target.spm"))
     return Parts(core, "marian", source, target)
 
@@ -324,8 +356,8 @@ def _marian(files: Files, settings: Settings) -> Parts:
 def _side(data: bytes, name: str, ends: list[str]) -> tokenizers.Tokenizer:
     """Text into pieces as SentencePiece itself does it."""
     model = spm.read(data, name)
-    said = {piece.text for piece in model.pieces if piece.kind not in (spm.UNKNOWN, spm.CONTROL)}
-    scores = [(p.text if p.text in said else unreachable(), p.score) for p in model.pieces]
+    spelt = {piece.text for piece in model.pieces if piece.kind not in (spm.UNKNOWN, spm.CONTROL)}
+    scores = [(p.text if p.text in spelt else unreachable(), p.score) for p in model.pieces]
     side = cutter(model, scores, model.unk, name)
     steps: list[Any] = []
     if model.charsmap:

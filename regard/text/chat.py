@@ -30,10 +30,10 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: An
     chat = check_messages(messages)
     added = tokenizer.core.get_added_tokens_decoder()
     special = {token.content: (index, token) for index, token in added.items() if token.special}
-    found = sorted({s for s in special for m in chat for x in m.values() if s in x}, key=len)
-    if not found:
+    spelt = sorted({s for s in special for m in chat for x in m.values() if s in x}, key=len)
+    if not spelt:
         return tokenizer.encode(render_chat(tokenizer, chat, **options), special=False)
-    marks = {chr(MARKS + i): text for i, text in enumerate(found)}
+    marks = {chr(MARKS + i): text for i, text in enumerate(spelt)}
     # The longest first: one special token may be a part of another.
     for mark, text in reversed(marks.items()):
         if any(mark in x for m in chat for x in m.values()):
@@ -66,8 +66,8 @@ def render_chat(
     max_length: int = MAX_LENGTH,
     max_seconds: float = MAX_SECONDS,
 ) -> str:
-    """The prompt for a list of {"role": ..., "content": ...} as text; `encode_chat` gives its ids. `template` is the
-    name of one that the folder carries; `reply` opens the assistant's turn."""
+    """The prompt for a list of {"role": ..., "content": ...} as text; `encode_chat` gives its ids.
+    `template` is the name of one that the folder carries; `reply` opens the assistant's turn."""
     if importlib.util.find_spec("jinja2") is None:
         raise UsageError("chat templates need jinja2; install it: pip install jinja2")
     variables = {
@@ -94,7 +94,7 @@ def render_chat(
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as plain data of our own; a list of text parts becomes one text, a part a line."""
+    """Messages as plain data of our own; a list of text parts becomes one text, one part per line."""
     if (
         isinstance(messages, (str, bytes, Mapping))
         or not isinstance(messages, Sequence)
@@ -117,10 +117,10 @@ def _message(message: Message, where: str) -> dict[str, str]:
         raise UsageError(
             f"{where}.role must be a word such as user, assistant or system, got {role!r:.60}"
         )
-    found = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
+    checked = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
     if "name" in message:
-        found["name"] = _content(message["name"], f"{where}.name")
-    return found
+        checked["name"] = _content(message["name"], f"{where}.name")
+    return checked
 
 
 def _content(value: Any, where: str) -> str:

@@ -30,9 +30,9 @@ def steps(decoder: Any) -> list[Step]:
 
 
 def _alone(settings: dict[str, Any]) -> Any:
-    made = decoders.Fuse()
-    made.__setstate__(json.dumps(settings).encode())
-    return made
+    step = decoders.Fuse()
+    step.__setstate__(json.dumps(settings).encode())
+    return step
 
 
 class Detokenizer:
@@ -53,7 +53,8 @@ class Detokenizer:
         try:
             for stage in self.stages:
                 pieces = stage.push(pieces)
-        except BaseException as e:  # `blaming` would cost as much again, for each token
+        # `blaming` around it would cost as much again, for each token.
+        except BaseException as e:
             with blaming("these tokens cannot be decoded"):
                 raise e
         return "".join(pieces)
@@ -109,15 +110,16 @@ class Apart(Stage):
     """A step that looks at one piece (and at whether it is the first): the library's own, asked piece by piece."""
 
     def __init__(self, decoder: Any, any_place: bool = False):
-        self.decoder, self.before = decoder, []  # type: tuple[Any, list[str]]
+        self.decoder = decoder
+        self.before: list[str] = []
         self.later = [] if any_place else [""]
 
     def push(self, pieces: list[str]) -> list[str]:
-        found = []
+        out = []
         for piece in pieces:
-            found.append(self.decoder.decode([*self.before, piece]))
+            out.append(self.decoder.decode([*self.before, piece]))
             self.before = self.later
-        return found
+        return out
 
 
 class Spaced(Stage):
@@ -126,11 +128,11 @@ class Spaced(Stage):
     space = ""
 
     def push(self, pieces: list[str]) -> list[str]:
-        found = []
+        out = []
         for piece in pieces:
-            found.append(self.space + piece)
+            out.append(self.space + piece)
             self.space = " "
-        return found
+        return out
 
 
 class Bytes(Stage):
@@ -160,26 +162,27 @@ _BYTES = _table()
 def _bytes(piece: str) -> bytes:
     try:
         return bytes([_BYTES[c] for c in piece])
-    except KeyError:  # an added token, as it is
+    except KeyError:
+        # An added token, as it is.
         return piece.encode("utf-8")
 
 
 class ByteRuns(Stage):
-    """Byte fallback: pieces <0x..> are the bytes of a text. A character is given as soon as it is whole; each byte that
-    belongs to none is U+FFFD, as SentencePiece has it. (The library makes a whole run of bytes U+FFFD for a single
-    wrong one: a stream would wait for the run's end.)"""
+    """Byte fallback: pieces <0x..> are the bytes of a text. A character is given as soon as it is
+    whole; each byte that belongs to none is U+FFFD, as SentencePiece has it. (The library makes a
+    whole run of bytes U+FFFD for a single wrong one: a stream would wait for the run's end.)"""
 
     def __init__(self, decoder: Any):
         self.held = b""
 
     def push(self, pieces: list[str]) -> list[str]:
-        found = []
+        out = []
         for piece in pieces:
             if re.fullmatch(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>", piece):
-                found.append(self._byte(bytes([int(piece[3:5], 16)])))
+                out.append(self._byte(bytes([int(piece[3:5], 16)])))
             else:
-                found += [*self.finish(), piece]
-        return [piece for piece in found if piece]
+                out += [*self.finish(), piece]
+        return [piece for piece in out if piece]
 
     def _byte(self, byte: bytes) -> str:
         """The text that one more byte makes certain."""
@@ -215,18 +218,17 @@ class Suffixes(Stage):
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
-        self.inside = self.at_end = (
-            ""  # what is left to say of the last piece, if more follows and if none does
-        )
+        # What is left to say of the last piece, if more follows and if none does.
+        self.inside = self.at_end = ""
 
     def push(self, pieces: list[str]) -> list[str]:
-        found = []
+        out = []
         for piece in pieces:
             inside, at_end = self.decoder.decode([piece, ""]), self.decoder.decode([piece])
             same = len(at_end) if inside.startswith(at_end) else 0
-            found.append(self.inside + inside[:same])
+            out.append(self.inside + inside[:same])
             self.inside, self.at_end = inside[same:], at_end[same:]
-        return found
+        return out
 
     def finish(self) -> list[str]:
         return [self.at_end]

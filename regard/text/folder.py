@@ -56,7 +56,7 @@ def read_json(files: Files, name: str) -> Settings:
     try:
         data = loads(files[name])
     except (ValueError, RecursionError) as e:
-        raise UsageError(f"{name} is no JSON: {e}") from None
+        raise UsageError(f"{name} is not JSON: {e}") from None
     if not isinstance(data, dict):
         raise UsageError(f"{name} must hold a table {{...}}, got {type(data).__name__}")
     return data
@@ -70,35 +70,36 @@ def content(token: Any) -> str | None:
 
 def style(settings: Settings, config: Settings) -> tuple[str | None, str]:
     """(row of STYLES or None, what the folder calls it), by tokenizer_class, then by model_type."""
-    said = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
-    name = str(said).removesuffix("Fast").removesuffix("Tokenizer").lower()
+    class_name = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
+    name = str(class_name).removesuffix("Fast").removesuffix("Tokenizer").lower()
     if name in _GENERAL:
-        said = config.get("model_type") or ""
-        name = str(said).replace("-", "").replace("_", "").lower()
+        class_name = config.get("model_type") or ""
+        name = str(class_name).replace("-", "").replace("_", "").lower()
     name = _SAME_AS.get(name, name)
-    return (name if name in STYLES else None), str(said)
+    return (name if name in STYLES else None), str(class_name)
 
 
 def names(
     files: Files, settings: Settings, kind: str | None, known: Callable[[str], Any]
 ) -> Settings:
     """{"bos_token": "<s>", ...}: what the folder says, then what the class has by default and the vocabulary knows."""
-    found = {f"{name}_token": text for name, text in STYLES.get(kind or "", {}).items()}
-    found = {name: text for name, text in found.items() if known(text) is not None}
+    tokens = {f"{name}_token": text for name, text in STYLES.get(kind or "", {}).items()}
+    tokens = {name: text for name, text in tokens.items() if known(text) is not None}
     for table in (read_json(files, "special_tokens_map.json"), settings):
         for name, token in table.items():
             text = content(token)
             if name.endswith("_token") and not name.startswith("add_") and text is not None:
-                found[name] = text
-            elif name in found and token is None:
-                del found[name]  # null: this model has none
-    return found
+                tokens[name] = text
+            elif name in tokens and token is None:
+                # null: this model has none.
+                del tokens[name]
+    return tokens
 
 
 @dataclass(frozen=True)
 class Special:
-    """Ids with a meaning; eos may be several, None is what the folder does not name. `start` begins what a decoder
-    writes."""
+    """Ids with a meaning; eos may be several, None is what the folder does not name. `start` begins
+    what a decoder writes."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -140,25 +141,26 @@ def _ids(value: Any, where: str) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
         raise UsageError(f"{where} must be an id or a list of ids, got {value!r}")
-    return tuple(v for v in values if v >= 0)  # -1 is how some folders write "none"
+    # -1 is how some folders write "none".
+    return tuple(v for v in values if v >= 0)
 
 
 def templates(files: Files, settings: Settings) -> dict[str, str]:
     """Chat templates by name ("default" is the usual one): chat_template.jinja before the JSON files."""
-    said = settings.get("chat_template")
-    if said is None:
-        said = read_json(files, "chat_template.json").get("chat_template")
-    if isinstance(said, list):
-        said = {t.get("name"): t.get("template") for t in said if isinstance(t, dict)}
-    found = said if isinstance(said, dict) else {} if said is None else {"default": said}
+    given = settings.get("chat_template")
+    if given is None:
+        given = read_json(files, "chat_template.json").get("chat_template")
+    if isinstance(given, list):
+        given = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
+    sources = given if isinstance(given, dict) else {} if given is None else {"default": given}
     if "chat_template.jinja" in files:
         try:
-            found = {**found, "default": files["chat_template.jinja"].decode("utf-8")}
+            sources = {**sources, "default": files["chat_template.jinja"].decode("utf-8")}
         except UnicodeDecodeError as e:
-            raise UsageError(f"chat_template.jinja is no UTF-8: {e}") from None
-    for name, source in found.items():
+            raise UsageError(f"chat_template.jinja is not UTF-8: {e}") from None
+    for name, source in sources.items():
         if not isinstance(name, str) or not isinstance(source, str):
             raise UsageError(
-                f"tokenizer_config.json: chat_template must be text, or a list of {{name, template}}, got {said!r:.80}"
+                f"tokenizer_config.json: chat_template must be text, or a list of {{name, template}}, got {given!r:.80}"
             )
-    return found
+    return sources

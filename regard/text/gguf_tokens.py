@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers
 
 from regard.errors import UsageError
 from regard.text import spm
-from regard.text.build import QWEN_WORDS, SPACE, around, cutter
-from regard.text.folder import blaming
+from regard.text.build import QWEN_WORDS, SPACE, around, byte_level, cutter, piece_decoder
 
 KEY = "tokenizer.ggml."
 _LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
@@ -28,62 +26,47 @@ _TEKKEN_WORDS = (
 )
 
 
-@dataclass(frozen=True)
-class Words:
-    """How byte-level BPE cuts text into words. `pattern`: nothing is GPT-2's; `whole`: a word that is a token is taken
-    as it is; `bos`: whether a text begins with that token if the file does not say."""
-
-    pattern: str = ""
-    digits: bool = False
-    composed: bool = False
-    whole: bool = False
-    bos: bool = False
-
-
-_GPT2 = Words()
-_LLAMA3 = Words(_LLAMA3_WORDS, whole=True, bos=True)
-_QWEN2 = Words(QWEN_WORDS, composed=True)
-_DIGITS = Words(digits=True)
-# tokenizer.ggml.pre -> words
-PRE = {
-    "gpt-2": _GPT2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "tekken": Words(_TEKKEN_WORDS, whole=True, bos=True),
+# tokenizer.ggml.pre -> how byte-level BPE cuts text into words (`byte_level`), and whether a text
+# begins with the bos token if the file does not say.
+_LLAMA3: dict[str, Any] = dict(pattern=_LLAMA3_WORDS, whole=True, bos=True)
+_QWEN2: dict[str, Any] = dict(pattern=QWEN_WORDS, composed=True)
+PRE: dict[str, dict[str, Any]] = {
+    "gpt-2": {},
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **{name: dict(digits=True) for name in ("smollm", "starcoder", "refact")},
+    "tekken": dict(pattern=_TEKKEN_WORDS, whole=True, bos=True),
 }
 # What a file means that names none: by architecture.
 UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
 
 
-def tokenizer_files(said: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
     """Files by name, and sentences about what is not certain. Without files the model works on ids."""
-    kind, notices = said.get(KEY + "model"), []
+    kind, notices = metadata.get(KEY + "model"), []
     if kind is None or kind in ("none", "no_vocab"):
         return {}, [
             "the file has no tokenizer, nor has the folder: give ids, or put tokenizer.json into it"
         ]
     if kind not in ("gpt2", "llama"):
         return {}, [_unknown("model", kind, ("gpt2", "llama"))]
-    vocab = Vocabulary(said)
+    vocab = Vocabulary(metadata)
     if kind == "llama":
         core, bos = _sentence_piece(vocab), True
     else:
-        name = said.get(KEY + "pre")
+        name = metadata.get(KEY + "pre")
         if name in (None, "default"):
-            name = UNNAMED.get(str(said.get("general.architecture")), "gpt-2")
+            name = UNNAMED.get(str(metadata.get("general.architecture")), "gpt-2")
             notices.append(f"the file does not name how text is cut into words; {name} is assumed")
         if name not in PRE:
             return {}, [_unknown("pre", name, PRE)]
-        core, bos = _byte_level(vocab, PRE[name]), PRE[name].bos
+        merges = [tuple(merge.split(" ")) for merge in vocab.entries("merges", str)]
+        options = {"bos": False, **PRE[name]}
+        bos = options.pop("bos")
+        core = byte_level(vocab.numbers, merges, f"{KEY}tokens and {KEY}merges", **options)
     core.add_tokens(vocab.declared())
-    first = vocab.named("bos") if said.get(KEY + "add_bos_token", bos) else None
-    last = vocab.named("eos") if said.get(KEY + "add_eos_token", False) else None
+    first = vocab.named("bos") if metadata.get(KEY + "add_bos_token", bos) else None
+    last = vocab.named("eos") if metadata.get(KEY + "add_eos_token", False) else None
     if first or last:
         core.post_processor = around(first, last)
     tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": _ends(vocab)}
@@ -104,8 +87,8 @@ def _unknown(key: str, value: Any, known: Any) -> str:
 class Vocabulary:
     """The lists and ids below tokenizer.ggml, checked. Ids at the end that only fill the embedding up are left out."""
 
-    def __init__(self, said: Mapping[str, Any]):
-        self.said = said
+    def __init__(self, metadata: Mapping[str, Any]):
+        self.metadata = metadata
         tokens = self.entries("tokens", str)
         kinds = self.entries("token_type", int) or [spm.NORMAL] * len(tokens)
         if not tokens or len(kinds) != len(tokens):
@@ -124,16 +107,16 @@ class Vocabulary:
             raise UsageError(f"{KEY}tokens has {twice!r:.60} twice")
 
     def entries(self, key: str, kind: type) -> list[Any]:
-        found = self.said.get(KEY + key, [])
-        if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
-            raise UsageError(f"{KEY}{key} must be a list of {kind.__name__}, got {found!r:.60}")
-        return list(found)
+        values = self.metadata.get(KEY + key, [])
+        if not isinstance(values, list) or not all(isinstance(entry, kind) for entry in values):
+            raise UsageError(f"{KEY}{key} must be a list of {kind.__name__}, got {values!r:.60}")
+        return list(values)
 
     def id(self, name: str, count: int) -> int | None:
-        found = self.said.get(f"{KEY}{name}_token_id")
-        if found is not None and (not isinstance(found, int) or not 0 <= found < count):
-            raise UsageError(f"{KEY}{name}_token_id is {found!r:.60}, but there are {count} tokens")
-        return found
+        index = self.metadata.get(f"{KEY}{name}_token_id")
+        if index is not None and (not isinstance(index, int) or not 0 <= index < count):
+            raise UsageError(f"{KEY}{name}_token_id is {index!r:.60}, but there are {count} tokens")
+        return index
 
     def named(self, name: str) -> tuple[str, int] | None:
         index = self.ids.get(name)
@@ -149,24 +132,6 @@ class Vocabulary:
         ]
 
 
-def _byte_level(vocab: Vocabulary, words: Words) -> tokenizers.Tokenizer:
-    merges = [tuple(merge.split(" ")) for merge in vocab.entries("merges", str)]
-    with blaming(f"{KEY}tokens and {KEY}merges do not make a tokenizer"):
-        model = models.BPE(vocab=vocab.numbers, merges=merges, ignore_merges=words.whole)
-    core = tokenizers.Tokenizer(model)
-    if words.composed:
-        core.normalizer = normalizers.NFC()
-    steps: list[Any] = []
-    if words.digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if words.pattern:
-        steps.append(pre_tokenizers.Split(Regex(words.pattern), behavior="isolated", invert=False))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words.pattern))
-    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    core.decoder = decoders.ByteLevel()
-    return core
-
-
 def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
     scores = vocab.entries("scores", float)[: len(vocab.tokens)]
     if len(scores) != len(vocab.tokens):
@@ -175,15 +140,10 @@ def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
     unk = vocab.ids.get("unknown", 0)
     model = spm.SentencePiece(pieces, spm.BPE, unk)
     core = cutter(model, [(piece.text, piece.score) for piece in pieces], unk, f"{KEY}tokens")
-    steps: list[Any] = [normalizers.Replace(" ", SPACE)]
-    ends: list[Any] = []
-    if vocab.said.get(KEY + "add_space_prefix", True):
-        steps.insert(0, normalizers.Prepend(SPACE))
-        ends.append(decoders.Strip(content=" ", left=1))
-    core.normalizer = normalizers.Sequence(steps)
-    core.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
-    )
+    prefix = bool(vocab.metadata.get(KEY + "add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+    core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    core.decoder = piece_decoder(prefix)
     return core
 
 
@@ -196,10 +156,12 @@ def _settings(vocab: Vocabulary) -> dict[str, Any]:
         settings[f"{ours}_token"] = (vocab.named(theirs) or (None,))[0]
     # The usual template, and others with a name behind a dot.
     key = "tokenizer.chat_template"
-    said = {k[len(key) + 1 :]: v for k, v in vocab.said.items() if f"{k}.".startswith(f"{key}.")}
-    if said:
-        each = [{"name": name or "default", "template": text} for name, text in said.items()]
-        settings["chat_template"] = said[""] if list(said) == [""] else each
+    templates = {
+        k[len(key) + 1 :]: v for k, v in vocab.metadata.items() if f"{k}.".startswith(f"{key}.")
+    }
+    if templates:
+        each = [{"name": name or "default", "template": text} for name, text in templates.items()]
+        settings["chat_template"] = templates[""] if list(templates) == [""] else each
     return settings
 
 
@@ -208,9 +170,9 @@ def _ends(vocab: Vocabulary) -> dict[str, Any]:
     ends = list(
         dict.fromkeys(vocab.ids[name] for name in ("eos", "eot", "eom") if name in vocab.ids)
     )
-    found = {
+    ids = {
         "bos_token_id": vocab.ids.get("bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": vocab.ids.get("padding"),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in ids.items() if value is not None}

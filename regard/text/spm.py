@@ -32,8 +32,9 @@ class SentencePiece:
     model: int = UNIGRAM
     unk: int = 0
     charsmap: bytes = b""
-    prefix: bool = True  # a space is put before the text
-    squeeze: bool = True  # runs of spaces become one, those at the ends go
+    # A space is put before the text; runs of spaces become one, those at the ends go.
+    prefix: bool = True
+    squeeze: bool = True
 
     @property
     def bytes(self) -> bool:
@@ -47,7 +48,7 @@ def read(data: bytes, name: str) -> SentencePiece:
         return _model(data)
     except (ValueError, IndexError, struct.error) as e:
         raise UsageError(
-            f"{name} is no SentencePiece model ({e}); put a tokenizer.json into the folder instead"
+            f"{name} is not a SentencePiece model ({e}); put a tokenizer.json into the folder instead"
         ) from None
 
 
@@ -57,7 +58,8 @@ def _model(data: bytes) -> SentencePiece:
         if field == 1:
             pieces.append(_piece(_bytes(value)))
         elif field == 2:
-            trainer += _bytes(value)  # a message in two parts means the parts joined
+            # A message in two parts means the parts joined.
+            trainer += _bytes(value)
         elif field == 3:
             normalizer += _bytes(value)
     if not pieces:

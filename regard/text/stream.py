@@ -38,15 +38,15 @@ class Stream:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids make certain; nothing once the stream has stopped."""
-        found, pieces = [], self.tokenizer.pieces
-        for some in [[i] for i in ids] if self.stop else [list(ids)]:
+        texts, pieces = [], self.tokenizer.pieces
+        for chunk in [[i] for i in ids] if self.stop else [list(ids)]:
             if self.stopped is not None:
                 break
-            self.consumed += len(some)
-            found.append(
-                self._until_stop(self._text.push(pieces(some, skip_special=self.skip_special)))
+            self.consumed += len(chunk)
+            texts.append(
+                self._until_stop(self._text.push(pieces(chunk, skip_special=self.skip_special)))
             )
-        return "".join(found)
+        return "".join(texts)
 
     def finish(self) -> str:
         """The rest of the text: no id follows."""
@@ -61,16 +61,16 @@ class Stream:
         if not self.stop or not text:
             return text
         text = self._held + text
-        found = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
-        if found:
-            _, at, self.stopped = min(found)
+        stops = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
+        if stops:
+            _, at, self.stopped = min(stops)
             self._held = ""
             return text[:at]
         first = max(0, len(text) - self._longest + 1)
         ends = (k for k in range(first, len(text)) if text[k] in self._firsts)
-        kept = next((k for k in ends if text[k:] in self._beginnings), len(text))
-        self._held = text[kept:]
-        return text[:kept]
+        end = next((k for k in ends if text[k:] in self._beginnings), len(text))
+        self._held = text[end:]
+        return text[:end]
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:

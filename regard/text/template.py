@@ -57,8 +57,8 @@ def _rendered(source: str, variables: dict[str, Any], max_length: int) -> dict[s
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> Any:
-    """The template in the one environment that Regard has; blocks and extra functions as transformers'
-    apply_chat_template has them."""
+    """The template in the one environment that Regard has; blocks and extra functions as
+    transformers' apply_chat_template has them."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -140,16 +140,16 @@ class Worker:
 
     def _line(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         assert process.stdout is not None
-        end, found = time.monotonic() + seconds, b""
-        while not found.endswith(b"\n"):
+        end, line = time.monotonic() + seconds, b""
+        while not line.endswith(b"\n"):
             left = end - time.monotonic()
             if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
                 return {"late": True}
             part = os.read(process.stdout.fileno(), 1 << 16)
             if not part:
                 return {"memory": True}
-            found += part
-        return json.loads(found)
+            line += part
+        return json.loads(line)
 
     def _end(self) -> None:
         if self.process is not None:

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from regard.errors import UsageError
-from regard.files import model_folder, read_files
+from regard.files import TOKENIZER_FILES, model_folder, read_files
 from regard.text.build import WANTED, Parts, around, build, plain_copy
 from regard.text.decoder import Detokenizer, Step, steps
 from regard.text.folder import (
@@ -29,16 +29,12 @@ from regard.text.folder import (
     templates,
 )
 
-FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
-vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm generation_config.json
-chat_template.jinja chat_template.json config.json""".split()  # noqa: SIM905
-
 
 class Tokenizer:
     """Text <-> ids as the model folder has it.
 
-    `vocab` is one more than the highest id, `special` the ids with a meaning, `tokens` the strings of the special
-    tokens by name (bos_token, ...), `templates` the chat templates by name."""
+    `vocab` is one more than the highest id, `special` the ids with a meaning, `tokens` the strings
+    of the special tokens by name (bos_token, ...), `templates` the chat templates by name."""
 
     def __init__(self, parts: Parts, files: Files, settings: Settings, config: Settings):
         self.parts, self.core = parts, parts.core
@@ -58,27 +54,23 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Files, config: Settings | None = None) -> Tokenizer | None:
-        """The tokenizer among the files of a folder (name -> bytes, as `model.origin.files`), or None. `config` is the
-        content of config.json, where it is not among the files."""
+        """The tokenizer among the files of a folder (name -> bytes, as `model.origin.files`), or
+        None. `config` is the content of config.json, where it is not among the files."""
         settings = read_json(files, "tokenizer_config.json")
         config = config or read_json(files, "config.json")
-        kind, said = style(settings, config)
-        parts = build(files, settings, kind, said)
+        kind, class_name = style(settings, config)
+        parts = build(files, settings, kind, class_name)
         return None if parts is None else cls(parts, files, settings, config)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:
         """The same from a folder on disk."""
-        return cls.from_files(read_files(model_folder(path), FILES))
+        return cls.from_files(read_files(model_folder(path), [*TOKENIZER_FILES, "config.json"]))
 
     def encode(self, text: str, *, special: bool = True, literal: bool = False) -> list[int]:
         """The ids of a text (a source text, where source and target differ), with the tokens that the model expects
         around it if `special`. Text that spells a special token is that token, unless `literal`."""
         return self._encode(text, self.parts.source, special, literal)
-
-    def encode_source(self, text: str, *, special: bool = True, literal: bool = False) -> list[int]:
-        """What an encoder reads; the same as `encode`."""
-        return self.encode(text, special=special, literal=literal)
 
     def encode_target(self, text: str, *, special: bool = True, literal: bool = False) -> list[int]:
         """What a decoder writes; differs from `encode` for models with two vocabularies (Marian)."""
@@ -89,9 +81,13 @@ class Tokenizer:
         if self.special.unk is None:
             return []
         cutter = self.parts.source
-        found = (cutter or self.core).encode(text, add_special_tokens=False)
-        ids = found.ids if cutter is None else [self.core.token_to_id(t) for t in found.tokens]
-        lost = (span for i, span in zip(ids, found.offsets) if i is None or i == self.special.unk)
+        encoding = (cutter or self.core).encode(text, add_special_tokens=False)
+        ids = (
+            encoding.ids if cutter is None else [self.core.token_to_id(t) for t in encoding.tokens]
+        )
+        lost = (
+            span for i, span in zip(ids, encoding.offsets) if i is None or i == self.special.unk
+        )
         return list(dict.fromkeys(text[a:b] for a, b in lost))
 
     def decode(
@@ -99,7 +95,8 @@ class Tokenizer:
     ) -> str:
         """The text of the ids. `after`: the ids that stand before them, so that a first space is kept:
         decode(a) + decode(b, after=a) == decode(a + b) wherever a ends with a whole character."""
-        # The library gives up a whole run of bytes for one that is wrong; a stream cannot wait for that.
+        # The library gives up a whole run of bytes for one that is wrong; a stream cannot wait for
+        # that.
         if after or any(settings["type"] == "ByteFallback" for settings, _ in self._steps):
             text = self.detokenizer()
             text.begin(self.pieces(after, skip_special=skip_special))
@@ -109,10 +106,10 @@ class Tokenizer:
         return whole.strip() if self.parts.trim else whole
 
     def pieces(self, ids: Iterable[int], *, skip_special: bool = True) -> list[str]:
-        """The vocabulary's own strings, one an id; special tokens left out, ids beyond the vocabulary too."""
+        """The vocabulary's own strings, one per id; special tokens left out, ids beyond the vocabulary too."""
         skipped = self._skipped if skip_special else frozenset()
-        found = (self.core.id_to_token(i) for i in _checked(ids) if i not in skipped)
-        return [piece for piece in found if piece is not None]
+        pieces = (self.core.id_to_token(i) for i in _checked(ids) if i not in skipped)
+        return [piece for piece in pieces if piece is not None]
 
     def detokenizer(self) -> Detokenizer:
         """Pieces -> text, step by step; see regard.text.decoder."""
@@ -164,12 +161,12 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Half a surrogate pair is a string in Python but no Unicode text."""
+    """Half a surrogate pair is a string in Python but not Unicode text."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as e:
         raise UsageError(
-            f"{what} holds half a surrogate pair (U+{ord(text[e.start]):04X} at character {e.start}), which is no "
+            f"{what} holds half a surrogate pair (U+{ord(text[e.start]):04X} at character {e.start}), which is not "
             f"Unicode text; replace it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
         ) from None
 
@@ -178,7 +175,7 @@ def _checked(ids: Iterable[int]) -> list[int]:
     ids = [int(i) for i in ids]
     if ids and not 0 <= min(ids) <= max(ids) < 2**32:
         wrong = next(i for i in ids if not 0 <= i < 2**32)
-        raise UsageError(f"id {wrong} is no token; ids are 0 and above")
+        raise UsageError(f"id {wrong} is not a token; ids are 0 and above")
     return ids
 
 
@@ -200,17 +197,17 @@ def _add_tokens(
     for index, token in _numbered(files, settings, set(tokens.values())):
         if token.content not in known:
             (core.add_special_tokens if token.special else core.add_tokens)([token])
-        found = core.token_to_id(token.content)
-        if found != index:
+        known_id = core.token_to_id(token.content)
+        if known_id != index:
             raise UsageError(
                 f"added token {token.content!r} has id {index} in tokenizer_config.json or added_tokens.json, but the "
-                f"vocabulary gives it {found}; a file is missing or of another model"
+                f"vocabulary gives it {known_id}; a file is missing or of another model"
             )
     special = {t.content for t in core.get_added_tokens_decoder().values() if t.special}
     with blaming("a special token in tokenizer_config.json or special_tokens_map.json is odd"):
         tables = [read_json(files, "special_tokens_map.json"), settings]
-        said = [*(token for table in tables for token in table.values()), *_more(settings)]
-        flags = {content(t): _flags(t) for t in said if isinstance(t, dict)}
+        declared = [*(token for table in tables for token in table.values()), *_more(settings)]
+        flags = {content(t): _flags(t) for t in declared if isinstance(t, dict)}
         wanted = [*tokens.values(), *(text for text in map(content, _more(settings)) if text)]
         for text in dict.fromkeys(wanted):
             if text not in special:
@@ -235,13 +232,13 @@ def _flags(token: Settings) -> dict[str, bool]:
 
 def _numbered(files: Files, settings: Settings, named: set[str]) -> list[tuple[int, AddedToken]]:
     """(id, token) of added_tokens.json and of added_tokens_decoder, in the order of the ids."""
-    found: dict[int, AddedToken] = {}
+    tokens: dict[int, AddedToken] = {}
     with blaming(
         "added_tokens.json or added_tokens_decoder of tokenizer_config.json is not as it should be"
     ):
         for text, index in read_json(files, "added_tokens.json").items():
-            found[int(index)] = AddedToken(text, normalized=False, special=text in named)
+            tokens[int(index)] = AddedToken(text, normalized=False, special=text in named)
         for index, token in (settings.get("added_tokens_decoder") or {}).items():
             special = bool(token.get("special")) or token["content"] in named
-            found[int(index)] = AddedToken(token["content"], special=special, **_flags(token))
-    return sorted(found.items(), key=lambda item: item[0])
+            tokens[int(index)] = AddedToken(token["content"], special=special, **_flags(token))
+    return sorted(tokens.items(), key=lambda item: item[0])

@@ -258,12 +258,12 @@ def test_base_that_is_gone_or_changed_is_refused(base: Path, tmp_path: Path) -> 
     folder = save_adapter(tuned(base, Classify(3)), tmp_path / "small")
     config = (base / "config.json").read_text()
     (base / "config.json").write_text(config + " ")
-    refused(folder, "stands on", str(base), "config.json is no more what it was", "base.folder")
+    refused(folder, "stands on", str(base), "config.json is no longer what it was", "base.folder")
     (base / "config.json").write_text(config)
     weights = bytearray((base / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (base / "model.safetensors").write_bytes(weights)
-    refused(folder, "model.safetensors is no more what it was")
+    refused(folder, "model.safetensors is no longer what it was")
     shutil.rmtree(base)
     refused(folder, "stands on", str(base), "not there; put it back", "base.folder")
 

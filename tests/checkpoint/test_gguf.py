@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import regard
-from regard.checkpoint.convert import describe, from_gguf, gguf_dtype
-from regard.checkpoint.gguf_file import KINDS, PLAIN
+from regard.checkpoint.gguf import KINDS, PLAIN, describe, from_gguf, gguf_dtype
 from tests.checkpoint import ggufs
 from tests.checkpoint.families import case
 
@@ -104,7 +103,7 @@ def test_every_type_is_read(
 ) -> None:
     model, tensors = wide
     # Odd, so that a tensor is read in parts of which the last is shorter.
-    monkeypatch.setattr("regard.checkpoint.gguf_file.CHUNK", 256 * 37)
+    monkeypatch.setattr("regard.checkpoint.gguf.CHUNK", 256 * 37)
     held = ggufs.write(tmp_path / "m.gguf", model, tensors, kind)
     folder = converted(tmp_path / "m.gguf", tmp_path / "whole", torch.float32)
     same(weights(folder), held)
@@ -161,7 +160,7 @@ def by_hand(kind: str, raw: np.ndarray) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
 def test_blocks_are_unpacked_as_the_format_says(kind: str) -> None:
-    from regard.checkpoint.gguf_file import _unpacked
+    from regard.checkpoint.gguf import _unpacked
 
     known = next(k for k in KINDS.values() if k.name == kind)
     raw = np.random.default_rng(1).integers(0, 256, (3, known.size), dtype=np.uint8)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from regard.checkpoint import store
-from regard.checkpoint.convert import describe, from_gguf
+from regard.checkpoint.gguf import describe, from_gguf
 from regard.errors import UsageError
 from tests.checkpoint import ggufs
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import regard
-from regard.checkpoint import hf_save, save, store
+from regard.checkpoint import hf, save, store
 from regard.errors import UsageError
 from tests.checkpoint.spoil import SIZES
 
@@ -46,7 +46,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 FAILURES = [
     (store, "_write_file", FULL, 1),
     (store, "_write_file", FULL, 2),  # the second shard
-    (hf_save, "write_json", FULL, 1),
+    (hf, "write_json", FULL, 1),
     (store, "write_json", FULL, 1),  # the index
     (os, "fsync", OSError(errno.EIO, "Input/output error"), 3),
     (store.shutil, "copy2", FULL, 1),  # a file that was there before
@@ -90,7 +90,7 @@ def test_failed_first_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_save_onto_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(UsageError, match="taken exists and is no model folder; choose another"):
+    with pytest.raises(UsageError, match="taken exists and is not a model folder; choose another"):
         other().save(tmp_path / "taken")
     assert snapshot(tmp_path) == {"taken": b"mine"}
 
@@ -98,7 +98,7 @@ def test_save_onto_a_file_is_refused(tmp_path: Path) -> None:
 def test_save_onto_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("mine")
-    with pytest.raises(UsageError, match="thesis exists and is no model folder; choose another"):
+    with pytest.raises(UsageError, match="thesis exists and is not a model folder; choose another"):
         other().save(tmp_path / "thesis")
     assert snapshot(tmp_path) == {"thesis/chapter1.txt": b"mine"}
 

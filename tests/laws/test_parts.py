@@ -14,6 +14,7 @@ FEEDS = {f"mlp_{name}": MLP(32, name) for name in ACTIVATIONS} | {
     "gated": MLP(32, "silu", gated=True, bias=False),
     "moe": MoE(6, 2, 16),
     "moe_shared": MoE(6, 2, 16, shared=2, score="sigmoid", gain=2.5, corrected=True),
+    "moe_biased": MoE(6, 2, 16, "quick_gelu", bias=True, limit=0.4),
     "moe_groups": MoE(8, 3, 16, groups=4, active_groups=2, normalized=False),
 }
 
@@ -35,6 +36,19 @@ def expert(moe: MixtureOfExperts, e: int) -> nn.Module:
     weights = {"gate": moe.gate[e], "up": moe.up[e], "down": moe.down[e]}
     ffn.load_state_dict({f"{name}.weight": w.detach() for name, w in weights.items()})
     return ffn
+
+
+def test_moe_with_a_limit_is_the_definition_of_gpt_oss() -> None:
+    config = MoE(3, 3, 16, "quick_gelu", bias=True, limit=0.5)
+    moe, x = stir(config.make(DIM)), torch.randn(7, DIM).double()
+    share = (x @ moe.router.weight.T + moe.router.bias).softmax(-1)
+    want = 0
+    for e in range(3):
+        gate = (x @ moe.gate[e].T + moe.gate_bias[e]).clamp(max=0.5)
+        up = (x @ moe.up[e].T + moe.up_bias[e]).clamp(-0.5, 0.5)
+        h = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        want = want + share[:, e, None] * (h @ moe.down[e].T + moe.down_bias[e])
+    torch.testing.assert_close(moe(x[None])[0], want, rtol=1e-5, atol=1e-5)  # routed in float32
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

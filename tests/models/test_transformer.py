@@ -1,5 +1,8 @@
 """The call: what comes out, what is refused and how; captioning from the same parts."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,8 +11,9 @@ import regard
 from regard.attention import GQA, MLA
 from regard.block import Tower
 from regard.errors import UsageError
+from regard.fast.cpu import prepare
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
-from regard.mask import Full, Prefix
+from regard.mask import Full, Prefix, Span
 from regard.models import (
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -24,9 +28,9 @@ from regard.see.probe import Probe
 FFN = MLP(16)
 
 
-def decoder(max_len: int | None = 10, **more: object) -> Transformer:
+def decoder(max_len: int | None = 10, layers: int = 2, **more: object) -> Transformer:
     attention = GQA(4, 2, rope=Rope(), head_dim=4)
-    tower = Tower(8, 2, attention, FFN, **more)  # type: ignore[arg-type]
+    tower = Tower(8, layers, attention, FFN, **more)  # type: ignore[arg-type]
     return Transformer(TransformerConfig(Tokens(11), tower, LM(), max_len=max_len)).eval()
 
 
@@ -344,3 +348,82 @@ def test_kind_without_settings_is_told_what_it_needs() -> None:
         UsageError, match="attention is 'mla', a kind without .*heads = ..., latent"
     ):
         regard.build("gpt2", attention="mla")
+
+
+# --- layers that share a block ------------------------------------------------------------------------------------
+
+
+def shared() -> tuple[Transformer, Transformer]:
+    """Four layers of two blocks, and the same with a block for each layer."""
+    torch.manual_seed(0)
+    model, apart = decoder(blocks=(0, 0, 1, 1), layers=4), decoder(layers=4)
+    body = {n: p for n, p in model.state_dict().items()}
+    apart.load_state_dict(body)
+    return model, apart
+
+
+def test_shared_blocks_compute_what_blocks_of_their_own_do() -> None:
+    model, apart = shared()
+    words = ids(2, 6)
+    assert torch.equal(model(words), apart(words))
+    cache = model.cache(2)
+    steps = torch.cat([model(words[:, i : i + 1], cache=cache) for i in range(6)], 1)
+    torch.testing.assert_close(steps, model(words), atol=1e-5, rtol=1e-5)
+
+
+def test_shared_blocks_are_counted_once_and_run_by_every_layer() -> None:
+    model, apart = shared()
+    assert len(model.tower.blocks) == 4 and len(set(map(id, model.tower.blocks))) == 2
+    block = sum(p.numel() for p in model.tower.blocks[0].parameters())
+    count = [sum(p.numel() for p in m.parameters()) for m in (model, apart)]
+    assert count[1] - count[0] == 2 * block
+    assert model.flops_per_token(5) == apart.flops_per_token(5)
+    assert len(model.cache_specs()) == 4
+
+
+def test_shared_blocks_learn_by_the_sum_of_their_layers() -> None:
+    model, apart = shared()
+    for m in (model, apart):
+        m(torch.arange(6)[None]).square().sum().backward()
+    first, second = (apart.tower.blocks[i].ffn.up.weight.grad for i in (0, 1))
+    torch.testing.assert_close(model.tower.blocks[0].ffn.up.weight.grad, first + second)
+
+
+def test_shared_blocks_stay_shared(tmp_path: Path) -> None:
+    """In a copy, in a folder, and in a prepared model, whose weights were given up."""
+    model, words = shared()[0], ids(2, 6)
+    want = model(words)
+    again = regard.load(model.save(tmp_path))
+    for m in (copy.deepcopy(model), again, prepare(copy.deepcopy(model), "fp32", consume=True)):
+        assert m.tower.blocks[0] is m.tower.blocks[1] and m.tower.blocks[1] is not m.tower.blocks[2]
+        torch.testing.assert_close(m(words), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("blocks", [(0, 0), (0, 0, 2, 2), (1, 1, 1, 1)])
+def test_shared_blocks_that_do_not_fit_are_refused(blocks: tuple) -> None:
+    with pytest.raises(UsageError, match="each of 4 layers its block"):
+        decoder(blocks=blocks, layers=4)
+    with pytest.raises(UsageError, match="one attention and one ffn"):
+        Tower(8, 2, (GQA(2), GQA(4)), FFN, blocks=(0, 0))
+
+
+def test_narrow_embedding_is_made_as_wide_as_the_tower() -> None:
+    model = Transformer(TransformerConfig(Tokens(11, width=3), Tower(8, 1, GQA(2), FFN)))
+    assert model.embedding.weight.shape == (11, 3)
+    x = model.embedding(torch.arange(4)[None], Span.run(0, 4))
+    torch.testing.assert_close(x[0], model.embedding.project(model.embedding.weight[:4]))
+
+
+def test_first_attention_may_read_the_embedding_as_it_is() -> None:
+    model = decoder(first_norm=False)
+    assert [b.norm1 is None for b in model.tower.blocks] == [True, False]
+    for wrong in (dict(order="post"), dict(blocks=(0, 0))):
+        with pytest.raises(UsageError, match="first_norm"):
+            decoder(first_norm=False, **wrong)
+
+
+def test_mean_label_of_a_ragged_batch_is_that_of_each_row_alone() -> None:
+    model, words = encoder(Classify(3, "gelu", "mean", norm=Norm())), ids(2, 6)
+    both = model(words, [6, 4])
+    torch.testing.assert_close(both[1:], model(words[1:, :4]))
+    torch.testing.assert_close(both[:1], model(words[:1]))

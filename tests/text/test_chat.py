@@ -109,7 +109,7 @@ def test_template_that_the_folder_lacks_is_refused() -> None:
         render_chat(load("a"), USER, template="defalt")
     with pytest.raises(UsageError, match="chat_template must be text"):
         load([{"name": "default", "template": 7}])
-    with pytest.raises(UsageError, match="no UTF-8"):
+    with pytest.raises(UsageError, match="not UTF-8"):
         load(chat_template_jinja=b"\xff")
 
 

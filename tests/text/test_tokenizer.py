@@ -111,7 +111,7 @@ def test_marian_files_give_the_ids_of_transformers(tmp_path: Path) -> None:
 def test_marian_source_and_target_are_cut_apart_and_numbered_together() -> None:
     ours = load(tiny.marian())
     text = tiny.CORPUS[0]
-    source, target = ours.encode_source(text), ours.encode_target(text)
+    source, target = ours.encode(text), ours.encode_target(text)
     assert source != target and source[-1] == target[-1] == 0
     assert source == ours.encode(text)
 
@@ -301,14 +301,14 @@ def test_folder_without_tokenizer_gives_none_and_a_hint(tmp_path: Path) -> None:
         ({"vocab.json": b'{"a": 0}', "merges.txt": b"a b\n"}, "do not make a tokenizer"),
         ({"vocab.json": b'{"a": 0}', "merges.txt": b"a b c\n"}, "do not make a tokenizer"),
         ({"vocab.txt": b"a\nb\n"}, "no cls token '\\[CLS\\]'"),
-        ({"spiece.model": b""}, "is no SentencePiece model .it holds no pieces"),
-        ({"spiece.model": b"\x0a\xff\xff"}, "is no SentencePiece model"),
-        ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "is no SentencePiece model"),
+        ({"spiece.model": b""}, "is not a SentencePiece model .it holds no pieces"),
+        ({"spiece.model": b"\x0a\xff\xff"}, "is not a SentencePiece model"),
+        ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "is not a SentencePiece model"),
         ({"source.spm": b"", "target.spm": b""}, "no vocab.json"),
         (tiny.marian(separate_vocabs=True), "separate_vocabs"),
         (tiny.gpt2(additional_special_tokens=7), "special token .* is odd"),
         ({"vocab.txt": b"a", "tokenizer_config.json": b"[]"}, "must hold a table"),
-        ({"vocab.txt": b"a", "tokenizer_config.json": b"{,}"}, "tokenizer_config.json is no JSON"),
+        ({"vocab.txt": b"a", "tokenizer_config.json": b"{,}"}, "tokenizer_config.json is not JSON"),
         (
             {
                 "spiece.model": b"",
@@ -345,7 +345,7 @@ def test_ids_outside_the_vocabulary_are_no_text(name: str) -> None:
     ours = load(ALL[name]())
     ids = ours.encode("a dog")
     assert ours.decode([*ids, ours.vocab + 5]) == ours.decode(ids)
-    with pytest.raises(UsageError, match="id -1 is no token"):
+    with pytest.raises(UsageError, match="id -1 is not a token"):
         ours.decode([-1])
 
 

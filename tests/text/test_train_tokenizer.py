@@ -16,7 +16,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from regard.data import unigram
 from regard.data.train_tokenizer import KINDS, Recipe, train_tokenizer, write_files
-from regard.data.unigram import Lattice, _digamma, learn
+from regard.data.unigram import _digamma, lattice_of, learn
 from regard.errors import UsageError
 from regard.text import Tokenizer, needed
 
@@ -199,7 +199,7 @@ def test_expected_counts_are_those_of_all_ways_to_cut() -> None:
     pieces = {"a": -1.0, "b": -1.5, "ab": -2.0, "ba": -2.2, "aba": -3.0, "bab": -4.0}
     words, weight = ["ababa", "a", "bb"], np.array([3.0, 2.0, 1.0])
     score = np.array(list(pieces.values()))
-    lattice = Lattice(words, pieces)
+    lattice = lattice_of(words, pieces)
     want: Counter[str] = Counter()
     for word, count in zip(words, weight):
         ways = cuts(word, pieces)
@@ -218,9 +218,12 @@ def test_smaller_lattice_is_the_lattice_of_fewer_pieces() -> None:
     pieces, words = ["a", "ab", "b", "ba", "bab"], ["abba", "b", "babab"]
     kept = np.array([0, 2, 3])
     score, weight = np.log([0.5, 0.3, 0.2]), np.ones(3)
-    small, plain = Lattice(words, pieces).only(kept), Lattice(words, [pieces[i] for i in kept])
+    small, plain = (
+        lattice_of(words, pieces).only(kept),
+        lattice_of(words, [pieces[i] for i in kept]),
+    )
     np.testing.assert_array_equal(small.expected(score, weight), plain.expected(score, weight))
-    inside = Lattice(pieces, pieces, whole=False).only(kept, words=kept)
+    inside = lattice_of(pieces, pieces, whole=False).only(kept, words=kept)
     assert inside.best(score).tolist() == [-np.inf, -np.inf, score[0] + score[1]]
 
 
