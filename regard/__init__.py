@@ -15,7 +15,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "regard.attention": "ATTENTION BACKENDS DSA GQA MLA Context attend",
+    "regard.attention": "ATTENTION BACKENDS DSA DeltaRule GQA MLA Context attend",
     "regard.block": "Tower",
     "regard.cache": "LAYOUTS CacheSpec Contiguous Paged Ring",
     "regard.checkpoint": "from_hf load",

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context
-from regard.block import Tower
+from regard.attention import DSA, GQA, MLA, Context, DeltaRule
+from regard.block import Attention, Tower
 from regard.layers import LM, MLP
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
@@ -24,7 +24,7 @@ TIGHT = {
 _LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, rope=Rope(layout="interleaved"))
 _GROUPED = GQA(heads=6, kv_heads=2, head_dim=8, rope=Rope())
 
-MECHANISMS: dict[str, GQA | MLA | DSA] = {
+MECHANISMS: dict[str, Attention] = {
     "mha": GQA(heads=3),
     "gqa_rope": _GROUPED,
     "mqa": GQA(heads=4, kv_heads=1, head_dim=5, value_dim=3, bias=True, out_bias=True),
@@ -45,6 +45,8 @@ MECHANISMS: dict[str, GQA | MLA | DSA] = {
     "dsa_window_sinks": DSA(GQA(4, 2, window=6, sinks=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
+    "delta": DeltaRule(key_heads=3, key_dim=5, value_dim=4),
+    "delta_grouped": DeltaRule(key_heads=2, value_heads=6, key_dim=4, value_dim=3, conv=2),
 }
 
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
@@ -57,6 +59,7 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
         "attention": GQA(4, 2, softcap=2.0, sinks=True),
         "relative": T5Bias(4, 8, 16, causal=True),
     },
+    "delta_gqa": {"attention": (MECHANISMS["delta_grouped"], MECHANISMS["gqa_rope"])},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }
 
@@ -82,7 +85,7 @@ def stir(module: M) -> M:
     return module
 
 
-def layer(config: GQA | MLA | DSA, dim: int = DIM, memory_dim: int | None = None) -> nn.Module:
+def layer(config: Attention, dim: int = DIM, memory_dim: int | None = None) -> nn.Module:
     return stir(config.make(dim, memory_dim))
 
 
