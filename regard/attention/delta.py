@@ -151,7 +151,7 @@ class GatedDeltaRule(Mechanism):
         self.wb = nn.Linear(dim, h, bias=False)
         self.wa = nn.Linear(dim, h, bias=False)
         reach = c.conv**-0.5
-        self.taps = nn.Parameter(torch.empty(c.conv, sum(self.sizes)).uniform_(-reach, reach))
+        self.taps = nn.Parameter(torch.empty(sum(self.sizes), c.conv).uniform_(-reach, reach))
         self.a_log = nn.Parameter(torch.empty(h).uniform_(0.01, 16).log())
         self.dt_bias = nn.Parameter(torch.ones(h))
         self.norm = RMSNorm(c.value_dim, c.eps)
@@ -222,7 +222,7 @@ class GatedDeltaRule(Mechanism):
     def convolve(self, inputs: Tensor, fresh: Tensor | None) -> Tensor:
         """silu(sum_i w_i x_{t - conv + 1 + i}) of every channel by itself, inside its document."""
         width, size = self.config.conv, inputs.shape[1] - self.config.conv + 1
-        terms = [inputs[:, i : i + size] * self.taps[i] for i in range(width)]
+        terms = [inputs[:, i : i + size] * self.taps[:, i] for i in range(width)]
         if fresh is not None:
             column = torch.arange(size, device=inputs.device)
             age = column - torch.where(fresh, column, -width).cummax(1).values

@@ -89,8 +89,8 @@ class Cache:
             {name: self._zeros(batch, *shape) for name, shape in spec.state.items()}
             for spec in self.specs
         ]
-        # How to take tokens of the last call back: a function of each layer with a state; which row of the call each row
-        # was, and how many of its tokens are still there.
+        # How to take tokens of the last call back: a function of each layer with a state; which row
+        # of the call each row was, and how many of its tokens are still there.
         self.pasts: dict[int, Past] = {}
         self._last = (torch.arange(batch, device=self.device), torch.zeros_like(self.lengths))
         self._new = Span.run(0, 0, self.device)
@@ -170,8 +170,8 @@ class Cache:
             )
         if bool((drop > fed.clamp(max=int(back))).any()):
             raise UsageError(
-                f"a recurrent state cannot be rewound by {int(drop.max())} tokens: it takes back what the last call fed, "
-                f"{back} tokens at most; fork it before"
+                f"a recurrent state cannot be rewound by {int(drop.max())} tokens: it takes back what "
+                f"the last call fed, {back} tokens at most; fork it before"
             )
         return [
             self.pasts[i](row, fed - drop) if spec.state else {}

@@ -45,9 +45,14 @@ MECHANISMS: dict[str, Attention] = {
     "dsa_window_sinks": DSA(GQA(4, 2, window=6, sinks=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
-    "delta": DeltaRule(key_heads=3, key_dim=5, value_dim=4),
-    "delta_grouped": DeltaRule(key_heads=2, value_heads=6, key_dim=4, value_dim=3, conv=2),
+    # Norms with a large eps: where a query meets no key, a small one divides by nearly 0, so that rounding the weights
+    # alone to 8 bits turns gradients by half their size.
+    "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),
+    "delta_grouped": DeltaRule(2, value_heads=6, key_dim=10, value_dim=7, conv=2, eps=0.3),
 }
+
+# States are seen by no probe and go from left to right alone.
+STATES = [name for name, config in MECHANISMS.items() if isinstance(config, DeltaRule)]
 
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
     "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
