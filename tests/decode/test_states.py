@@ -19,6 +19,13 @@ NAME = "delta_gqa"  # of the two the one that has pages
 layouts = pytest.mark.parametrize("layout", ["contiguous", "paged"])
 
 
+def hybrid() -> Transformer:
+    """Three layers of states, one of attention, as Qwen3-Next has them."""
+    delta, gqa = MECHANISMS["delta"], MECHANISMS["gqa_rope"]
+    tower = Tower(DIM, 4, (delta, delta, delta, gqa), MLP(32, "silu", gated=True))
+    return stir(Transformer(TransformerConfig(Tokens(VOCAB, None), tower, LM(tied=False))))
+
+
 def ask(engine: Engine, prompt: list[int], new: int = 1, **more: Any) -> list[int]:
     engine.submit(request(NAME, prompt, Settings(max_new_tokens=new, **more)))
     return run(engine).popitem()[1][0].ids
@@ -59,9 +66,8 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
 
 
 def test_all_guesses_that_may_be_asked_for_can_be_taken_back() -> None:
-    prompt = [*range(VOCAB)] * 4
-    plain = ask(Engine(model(NAME)), prompt, 70)
-    assert ask(Engine(model(NAME)), prompt, 70, lookup=64) == plain
+    net, prompt = hybrid(), [*range(VOCAB)] * 4
+    assert ask(Engine(net), prompt, 70, lookup=64) == ask(Engine(net), prompt, 70)
 
 
 # --- prefixes -----------------------------------------------------------------------------------------------------
@@ -168,14 +174,15 @@ def test_beams_carry_their_states(name: str, layout: str) -> None:
 
 
 def test_hybrid_of_four_layers_decodes_as_it_reads() -> None:
-    """Three of states, one of attention, as Qwen3-Next has them."""
-    delta, gqa = MECHANISMS["delta"], MECHANISMS["gqa_rope"]
-    tower = Tower(DIM, 4, (delta, delta, delta, gqa), MLP(32, "silu", gated=True))
-    net = stir(Transformer(TransformerConfig(Tokens(VOCAB, None), tower, LM(tied=False))))
-    (prompt,) = prompts((11,))
-    engine = Engine(net, page=4)
-    engine.submit(request(NAME, prompt, Settings(max_new_tokens=12, lookup=2)))
-    ids = run(engine).popitem()[1][0].ids
+    net, (prompt,) = hybrid(), prompts((11,))
+    ids = ask(Engine(net, page=4), prompt, 12, lookup=2)
     with torch.no_grad():
         best = net(torch.tensor([prompt + ids])).argmax(-1)[0, len(prompt) - 1 : -1]
     assert ids == best.tolist()
+
+
+def test_summary_counts_the_states_of_a_row() -> None:
+    """Of heads h d e numbers, and the tokens that the convolution reads; attention leaves g 2 d a token."""
+    text = model(NAME).summary()
+    assert f"{8 * (2 * 8 + 2 * 8)} bytes" in text
+    assert f"{8 * (6 * 10 * 7 + 20 + 20 + 42):,} bytes" in text
