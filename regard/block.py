@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Context, DeltaRule
 from regard.cache import CacheSpec
-from regard.config import Count, Fraction, ranged
+from regard.config import Count, Fraction, Whole, ranged
 from regard.errors import UsageError
 from regard.layers import MLP, Add, Norm
 from regard.mask import Causal, Full, Mask
@@ -44,8 +44,12 @@ class Tower:
     relative: T5Bias | Alibi | None = None
     dropout: Fraction = 0.0
     attention_dropped: bool = True  # False: only on what feed-forwards add (DistilBERT)
+    ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
     end_dropped: bool = False  # True: on what leaves the tower too (T5)
     layer_drop: Fraction = 0.0
+    first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
+    # Which block each layer is, counted from 0, where layers share them (ALBERT); None: each its own.
+    blocks: tuple[Whole, ...] | None = None
     kind: str = "tower"
 
     def __post_init__(self) -> None:
@@ -66,6 +70,18 @@ class Tower:
                 raise UsageError(
                     f"source and target have no common positions: give cross without {name}"
                 )
+        if not self.first_norm and (self.order != "pre" or self.blocks is not None):
+            raise UsageError("first_norm=False is for order 'pre' and layers that share no block")
+        if self.blocks is not None:
+            used = sorted(set(self.blocks))
+            if len(self.blocks) != self.layers or used != list(range(len(used))):
+                raise UsageError(
+                    f"blocks={list(self.blocks)} must give each of {self.layers} layers its block, from 0 "
+                    "on without a gap"
+                )
+            parts = set(zip(self.blocks, self.each("attention"), self.each("ffn"), strict=True))
+            if len(parts) != len(used):
+                raise UsageError("layers that share a block must have one attention and one ffn")
         heads = {a.heads for a in self.each("attention")}
         if self.relative is not None and heads != {self.relative.heads}:
             raise UsageError(
@@ -100,7 +116,7 @@ class Block(nn.Module):
 
     @staticmethod
     def _add(c: Tower, attention: bool) -> Add:
-        dropped = c.attention_dropped or not attention
+        dropped = c.attention_dropped if attention else c.ffn_dropped
         normed = c.order in ("sandwich", "inner")
         return Add(c.dropout if dropped else 0.0, c.norm.make(c.dim) if normed else None)
 
@@ -129,9 +145,13 @@ class Stack(nn.Module):
     def __init__(self, config: Tower):
         super().__init__()
         c = self.config = config
+        layers = zip(c.blocks or range(c.layers), c.each("attention"), c.each("ffn"), strict=True)
+        blocks: dict[int, Block] = {}
         self.blocks = nn.ModuleList(
-            Block(c, a, f) for a, f in zip(c.each("attention"), c.each("ffn"), strict=True)
+            blocks[i] if i in blocks else blocks.setdefault(i, Block(c, a, f)) for i, a, f in layers
         )
+        if not c.first_norm:
+            blocks[0].norm1 = None
         self.relative = RelativeBias(c.relative) if c.relative else None
         self.norm = c.norm.make(c.dim) if c.final_norm else None
         self.dropout = nn.Dropout(c.dropout if c.end_dropped else 0.0)

@@ -274,7 +274,7 @@ def _names(data: dict[str, Any]) -> set[str]:
 
 def _fit_layers(tower: dict[str, Any]) -> None:
     """Settings listed layer by layer follow a new number of layers: cut, or the last one repeated."""
-    for key in ("attention", "ffn"):
+    for key in ("attention", "ffn", "blocks"):
         each = tower.get(key)
         if isinstance(each, list):
             tower[key] = (each + each[-1:] * tower["layers"])[: tower["layers"]]

@@ -16,6 +16,9 @@ from typing import Any
 
 from regard.errors import UsageError
 
+TOKENIZER_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+vocab.json merges.txt vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm
+generation_config.json chat_template.jinja chat_template.json""".split()  # noqa: SIM905
 # The index of DeepSeek-V3 has 9 MB, the largest tokenizers some 40.
 JSON_BYTES, FILE_BYTES = 64 * 2**20, 256 * 2**20
 

@@ -18,14 +18,24 @@ from regard.kernels.c.train import gelu_tanh
 @ranged
 class Norm:
     """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
-    RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w."""
+    RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w. `plus_one`: it multiplies by 1 + w (Gemma)."""
 
     eps: Amount = 1e-5
     rms: bool = False
+    bias: bool = True  # of a LayerNorm
+    plus_one: bool = False
     kind: str = "norm"
 
+    def __post_init__(self) -> None:
+        if self.rms and not self.bias:
+            raise UsageError("norm.bias: an RMS norm has none; leave it out")
+        if self.plus_one and not self.rms:
+            raise UsageError("norm.plus_one is for an RMS norm; set norm.rms too")
+
     def make(self, dim: int) -> nn.Module:
-        return RMSNorm(dim, self.eps) if self.rms else nn.LayerNorm(dim, self.eps)
+        if self.rms:
+            return RMSNorm(dim, self.eps, self.plus_one)
+        return nn.LayerNorm(dim, self.eps, bias=self.bias)
 
 
 def plus(x: Tensor, y: Tensor) -> Tensor:
@@ -45,14 +55,25 @@ def _into(x: Tensor, y: Tensor) -> bool:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w, the mean in float32 (Zhang and Sennrich 2019)."""
+    """x / sqrt(mean(x^2) + eps) * w, the mean in float32 (Zhang and Sennrich 2019). With `plus_one` the weight is what
+    is added to 1: near 0 a narrow dtype keeps more of it. That form multiplies in float32 too, as Gemma does."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, plus_one: bool = False):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.weight = nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
+        self.eps, self.plus_one = eps, plus_one
+
+    @property
+    def gain(self) -> Tensor:
+        """What is multiplied by: the weight, or 1 + the weight in float32 at least."""
+        w = self.weight
+        return 1 + w.to(torch.promote_types(w.dtype, torch.float32)) if self.plus_one else w
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.plus_one:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.weight.shape, self.gain, self.eps).to(x.dtype)
 
 
 class Add(nn.Module):
@@ -73,6 +94,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": gelu_tanh,
     "silu": F.silu,
     "tanh": torch.tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -145,6 +167,9 @@ class MLM:
     tied: bool = True
     activation: str = "gelu"
     norm_eps: Amount = 1e-12
+    norm_bias: bool = True
+    dense_bias: bool = True
+    vocab_bias: bool = True
     kind: str = "mlm"
 
 
@@ -152,8 +177,8 @@ class MLM:
 @ranged
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
-    first token, a causal tower at its last real one, which alone has seen all. `distilled`: the mean of that and of a
-    second `out` on the second token, which learned from a teacher (DeiT)."""
+    first token or as the mean of all, a causal tower at its last real one, which alone has seen all. `distilled`: the
+    mean of that and of a second `out` on the second token, which learned from a teacher (DeiT)."""
 
     labels: Count
     dense: str | None = "tanh"
@@ -162,12 +187,16 @@ class Classify:
     distilled: bool = False
     dropout: Fraction | None = None  # before `out`; None as for MLP
     dropped_twice: bool = False  # `dropout` before `dense` too (RoBERTa)
+    dense_bias: bool = True
+    norm: Norm | None = None  # after `dense` (ModernBERT)
     kind: str = "classify"
 
     def __post_init__(self) -> None:
-        if self.token not in ("first", "last"):
-            raise UsageError(f"head.token is {self.token!r}; choose first or last")
-        if self.distilled and (self.dense or self.token == "last"):
+        if self.token not in ("first", "last", "mean"):
+            raise UsageError(f"head.token is {self.token!r}; choose first, last or mean")
+        if self.norm is not None and self.dense is None:
+            raise UsageError("head.norm stands after head.dense; give its activation too")
+        if self.distilled and (self.dense or self.token != "first"):
             raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
 
 
@@ -192,18 +221,25 @@ class Answer:
 
 
 class LMHead(nn.Module):
-    """hidden (b t m) -> logits (b t V). A tied head holds no weight: it is given the embedding's."""
+    """hidden (b t m) -> logits (b t V). A tied head holds no weight: it is given the embedding's, which may be of
+    another `width` than the tower."""
 
-    def __init__(self, config: LM | MLM, dim: int, vocab: int):
+    def __init__(self, config: LM | MLM, dim: int, vocab: int, width: int | None = None):
         super().__init__()
-        c = self.config = config
-        self.dense = nn.Linear(dim, dim) if isinstance(c, MLM) else None
+        c, width = config, width or dim
+        self.config = c
+        if width != dim and not isinstance(c, MLM):
+            raise UsageError(
+                f"embedding.width={width} is not dim={dim}: an LM head has no layer between them; "
+                "leave embedding.width out, or choose an MLM head"
+            )
+        self.dense = nn.Linear(dim, width, bias=c.dense_bias) if isinstance(c, MLM) else None
         self.act = activation(c.activation) if isinstance(c, MLM) else None
-        self.norm = nn.LayerNorm(dim, c.norm_eps) if isinstance(c, MLM) else None
-        self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, dim))
+        self.norm = Norm(c.norm_eps, bias=c.norm_bias).make(width) if isinstance(c, MLM) else None
+        self.weight = None if c.tied else nn.Parameter(torch.empty(vocab, width))
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
-        biased, trained = isinstance(c, MLM) or c.bias, isinstance(c, MLM) or c.trained
+        biased, trained = (c.vocab_bias, True) if isinstance(c, MLM) else (c.bias, c.trained)
         self.bias = nn.Parameter(torch.zeros(vocab), requires_grad=trained) if biased else None
         self.fresh = False  # put on a trained body, still to be learnt: see with_head
 
@@ -223,33 +259,38 @@ class LMHead(nn.Module):
 
 class LabelHead(nn.Module):
     """hidden (b t m) -> (b labels) for Classify, (b t labels) for Tag and Answer. What is given ends where the text
-    does: of a ragged batch, Transformer gives the last real tokens alone."""
+    does: of a ragged batch, Transformer gives the last real tokens alone, or the mean of the real ones."""
 
     def __init__(self, config: Classify | Tag | Answer, dim: int):
         super().__init__()
         self.config = config
-        name = config.dense if isinstance(config, Classify) else None
-        self.dense = nn.Linear(dim, dim) if name else None
-        self.act = activation(name) if name else None
-        bias = config.bias if isinstance(config, Classify) else True
+        c = config if isinstance(config, Classify) else None
+        self.dense = nn.Linear(dim, dim, bias=c.dense_bias) if c and c.dense else None
+        self.act = activation(c.dense) if c and c.dense else None
+        self.norm = c.norm.make(dim) if c and c.norm else None
+        bias = c.bias if c else True
         self.out = nn.Linear(dim, config.labels, bias=bias)
-        distilled = isinstance(config, Classify) and config.distilled
-        self.teacher = nn.Linear(dim, config.labels, bias=bias) if distilled else None
+        self.teacher = nn.Linear(dim, config.labels, bias=bias) if c and c.distilled else None
         self.dropout = nn.Dropout(config.dropout or 0.0)
 
     def forward(self, h: Tensor, embedding: Tensor | None = None) -> Tensor:
         if self.teacher is not None:
             return (self.out(h[:, 0]) + self.teacher(h[:, 1])) / 2
         if isinstance(self.config, Classify):
-            h = h[:, 0 if self.config.token == "first" else -1]
+            token = self.config.token
+            h = h.mean(1) if token == "mean" else h[:, 0 if token == "first" else -1]
             h = self.dropout(h) if self.config.dropped_twice else h
         if self.dense is not None and self.act is not None:
             h = self.act(self.dense(h))
+        h = h if self.norm is None else self.norm(h)
         return self.out(self.dropout(h))
 
 
 Head = LM | MLM | Classify | Tag | Answer
 
 
-def make_head(config: Head, dim: int, vocab: int) -> LMHead | LabelHead:
-    return LMHead(config, dim, vocab) if isinstance(config, (LM, MLM)) else LabelHead(config, dim)
+def make_head(config: Head, dim: int, vocab: int, width: int | None = None) -> LMHead | LabelHead:
+    """`width`: of the embedding, where it is not `dim`."""
+    if isinstance(config, (LM, MLM)):
+        return LMHead(config, dim, vocab, width)
+    return LabelHead(config, dim)

@@ -24,7 +24,8 @@ class MoE:
     g = softmax or sigmoid of the router's logits at the `active` best, normalised to sum 1 if
     `normalized`, times `gain`. With `groups`, only the best `active_groups` groups of experts are
     looked at (a group's score: its best expert, or the sum of its two best with sigmoid).
-    `corrected` adds a bias to the choice, not to the weights (DeepSeek-V3)."""
+    `corrected` adds a bias to the choice, not to the weights (DeepSeek-V3). `bias` is on the router and inside every
+    expert; with `limit` the gate stays below it, up within it, and 1 is added to up (gpt-oss)."""
 
     experts: Count
     active: Count
@@ -38,6 +39,8 @@ class MoE:
     groups: Count = 1
     active_groups: Count = 1
     corrected: bool = False
+    bias: bool = False
+    limit: Positive | None = None
     kind: str = "moe"
 
     def __post_init__(self) -> None:
@@ -63,8 +66,11 @@ class MoE:
 
 
 class MixtureOfExperts(nn.Module):
-    """x (b t m) -> (b t m). Expert weights are stacked: gate and up (E f m), down (E m f)."""
+    """x (b t m) -> (b t m). Expert weights are stacked: gate and up (E f m), down (E m f); biases (E f), (E m)."""
 
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
     # Loading in half precision leaves it float32: its values lie so close that rounding them chooses other experts.
     wide = ("correction",)
 
@@ -72,7 +78,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         c = config
         self.config, self.act = c, activation(c.activation)
-        self.router = nn.Linear(dim, c.experts, bias=False)
+        self.router = nn.Linear(dim, c.experts, bias=c.bias)
         self.correction = (
             nn.Parameter(torch.zeros(c.experts), requires_grad=False) if c.corrected else None
         )
@@ -81,6 +87,10 @@ class MixtureOfExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(c.experts, dim, c.ffn_dim))
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=0.02)
+        widths = {"gate_bias": c.ffn_dim, "up_bias": c.ffn_dim, "down_bias": dim}
+        for name, width in widths.items():
+            bias = nn.Parameter(torch.zeros(c.experts, width)) if c.bias else None
+            self.register_parameter(name, bias)
         self.shared = FeedForward(c.all_shared, dim) if c.shared else None
         self.add = add or Add()
         # Of the last forward in training: scores (n E) and choices (n a) of every token.
@@ -96,7 +106,8 @@ class MixtureOfExperts(nn.Module):
         """The router's (n E), in float32 at least, under autocast too."""
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(wide), self.router.weight.to(wide))
+            bias = None if self.router.bias is None else self.router.bias.to(wide)
+            return F.linear(x.to(wide), self.router.weight.to(wide), bias)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (n m) -> the chosen experts (n a) and their weights (n a), in float32 at least."""
@@ -130,15 +141,24 @@ class MixtureOfExperts(nn.Module):
         out = torch.zeros_like(flat)
         for e in chosen.unique().tolist():
             token, place = (chosen == e).nonzero(as_tuple=True)
-            mine = flat[token]
-            h = self.act(self.project(mine, self.gate[e])) * self.project(mine, self.up[e])
-            y = self.project(h, self.down[e]) * weight[token, place, None]
+            y = self.expert(flat[token], e) * weight[token, place, None]
             out.index_add_(0, token, y.to(out.dtype))
         out = out.view_as(x)
         return self.add(out if self.shared is None else out + self.shared(x), residual)
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        gate, up = self.project(x, e, "gate"), self.project(x, e, "up")
+        if self.config.limit is not None:
+            limit = self.config.limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        return self.project(self.act(gate) * up, e, "down")
+
+    def project(self, x: Tensor, e: int, name: str) -> Tensor:
+        bias = getattr(self, f"{name}_bias")
+        return self.product(x, getattr(self, name)[e], None if bias is None else bias[e])
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)

@@ -129,6 +129,49 @@ class Yarn:
         return _mscale(self.factor, 1.0)
 
 
+@dataclass(frozen=True)
+@ranged
+class LongRope:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a number of its own, from `long` in
+    rows that reach past `original_len`, else from `short`; the attention turned up where `factor` is more than 1."""
+
+    short: tuple[Positive, ...]
+    long: tuple[Positive, ...]
+    original_len: Count
+    factor: Positive = 1.0
+    attention_factor: Positive | None = None
+    kind: str = "longrope"
+
+    def __post_init__(self) -> None:
+        if len(self.short) != len(self.long):
+            raise UsageError(
+                f"rope.scaling.short has {len(self.short)} numbers, long {len(self.long)}; give as many"
+            )
+
+    def gain(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_len))
+
+    def divisors(self, pos: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of the frequencies, by rows: pos (b t) -> (b 1 1 r/2)."""
+        last = pos.amax(-1)
+        first = pos.masked_fill(pos < 0, torch.iinfo(pos.dtype).max).amin(-1)
+        n = self.original_len
+        if bool(((first > 0) & (first <= n) & (last >= n)).any()):
+            raise UsageError(
+                f"this text grows past {n} tokens in a cache that holds its beginning: LongRoPE turns "
+                "every token of a longer text otherwise; give the whole text in one call"
+            )
+        short, long = (
+            torch.tensor(x, dtype=dtype, device=pos.device) for x in (self.short, self.long)
+        )
+        return torch.where((last >= n)[:, None, None, None], long, short)
+
+
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -143,7 +186,7 @@ class Rope:
 
     base: Positive = 10000.0
     layout: str = "half"
-    scaling: Linear | Llama3 | Yarn | None = None
+    scaling: Linear | Llama3 | Yarn | LongRope | None = None
     partial: Share = 1.0
     kind: str = "rope"
 
@@ -177,8 +220,14 @@ class Rope:
         """cos and sin of p w_i, (b t 1 r/2), computed in float32 at least."""
         wide = torch.promote_types(dtype, torch.float32)
         freq = self.frequencies(dim, wide).to(pos.device)
+        if isinstance(self.scaling, LongRope):
+            if len(self.scaling.short) != len(freq):
+                raise UsageError(
+                    f"rope.scaling.short has {len(self.scaling.short)} numbers, this RoPE turns {len(freq)} pairs"
+                )
+            freq = freq / self.scaling.divisors(pos, wide)
         angle = pos.clamp(min=0).to(wide)[..., None, None] * freq
-        gain = self.scaling.gain() if isinstance(self.scaling, Yarn) else 1.0
+        gain = self.scaling.gain() if isinstance(self.scaling, (Yarn, LongRope)) else 1.0
         return (angle.cos() * gain).to(dtype), (angle.sin() * gain).to(dtype)
 
     def softmax_gain(self) -> float:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
+from regard.checkpoint.families import FAMILIES
+from regard.checkpoint.hf import read_config
+from regard.checkpoint.rules import Family
 from regard.config import customize
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLM, MLP, Classify, Norm
@@ -276,6 +280,17 @@ PRESETS: dict[str, tuple[str, Callable[[], Config]]] = {
 }  # fmt: skip
 
 
+def _preset(family: Family, keys: dict[str, Any]) -> Config:
+    return read_config({"model_type": family.name, **keys}, family, next(iter(family.heads)))
+
+
+PRESETS |= {
+    name: (family.name, partial(_preset, family, keys))
+    for family in FAMILIES.values()
+    for name, keys in family.presets.items()
+}
+
+
 # --- build --------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +317,7 @@ def build(
     with torch.device(device or "cpu"):
         model = config.make()
     if not next(model.parameters()).is_meta and isinstance(model, (Transformer, EncoderDecoder)):
-        initialize(model, start_of(config, family))
+        model.start = FAMILIES[family].start if family else start_of(config)
+        initialize(model, model.start)
     model.family = family
     return model.to(dtype=dtype).eval()

@@ -16,10 +16,10 @@ PACKAGE = ROOT / "regard"
 LAYERS = [
     {"errors", "kernels"},
     {"block", "layers", "moe", "attention", "cache", "mask", "position", "config", "files"},
-    {"models", "presets"},
+    {"models"},
     {"fast"},
     {"checkpoint", "text"},
-    {"data"},
+    {"data", "presets"},
     {"decode"},
     {"see"},
     {"evaluate"},

@@ -35,6 +35,8 @@ class GQA:
     bias: bool = False  # on q, k, v
     out_bias: bool = False
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
+    qk_norm_whole: bool = False  # on all heads at once (OLMo 2)
+    qk_norm_plus_one: bool = False  # by 1 + w (Gemma 3)
     window: Count | None = None
     dropout: Fraction = 0.0  # of attention weights, in training
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
@@ -48,6 +50,8 @@ class GQA:
                 f"attention.kv_heads={self.kv_heads} must divide attention.heads={self.heads}; "
                 f"choose one of {divisors(self.heads)}"
             )
+        if self.qk_norm is None and (self.qk_norm_whole or self.qk_norm_plus_one):
+            raise UsageError("attention.qk_norm is off; give its eps, such as 1e-6")
 
     @property
     def groups(self) -> int:
@@ -83,10 +87,14 @@ class GroupedQueryAttention(Mechanism):
         self.wk = nn.Linear(source, self.g * d, bias=c.bias)
         self.wv = nn.Linear(source, self.g * e, bias=c.bias)
         self.wo = nn.Linear(self.h * e, dim, bias=c.out_bias)
-        self.q_norm = RMSNorm(d, c.qk_norm) if c.qk_norm is not None else None
-        self.k_norm = RMSNorm(d, c.qk_norm) if c.qk_norm is not None else None
+        self.q_norm, self.k_norm = self._norm(self.h), self._norm(self.g)
         self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
         self.add = add or Add()
+
+    def _norm(self, heads: int) -> RMSNorm | None:
+        c = self.config
+        width = heads * self.d if c.qk_norm_whole else self.d
+        return None if c.qk_norm is None else RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
 
     def cache_spec(self) -> CacheSpec:
         return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)})
@@ -100,8 +108,14 @@ class GroupedQueryAttention(Mechanism):
 
     def as_queries(self, q: Tensor, ctx: Context) -> Tensor:
         """(b t hd) -> (b t h d), normed and turned."""
-        q = q.unflatten(-1, (self.h, self.d))
-        return ctx.turn(q if self.q_norm is None else self.q_norm(q), self.config.rope)
+        return ctx.turn(self.as_heads(q, self.q_norm), self.config.rope)
+
+    def as_heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """(b t nd) -> (b t n d), normed."""
+        if norm is not None and self.config.qk_norm_whole:
+            return norm(x).unflatten(-1, (-1, self.d))
+        x = x.unflatten(-1, (-1, self.d))
+        return x if norm is None else norm(x)
 
     def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
         if ctx.memory_pos is not None and ctx.memory is None:
@@ -110,8 +124,7 @@ class GroupedQueryAttention(Mechanism):
         return self.as_entries(self.wk(source), self.wv(source), ctx)
 
     def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> dict[str, Tensor]:
-        k = k.unflatten(-1, (self.g, self.d))
-        k = ctx.turn(k if self.k_norm is None else self.k_norm(k), self.config.rope)
+        k = ctx.turn(self.as_heads(k, self.k_norm), self.config.rope)
         return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
 
     def mix(

@@ -1,7 +1,6 @@
 """Model folders in and out."""
 
 from regard.checkpoint.adapter import load, load_adapter, save_adapter
-from regard.checkpoint.hf import from_hf
-from regard.checkpoint.hf_save import save
+from regard.checkpoint.hf import from_hf, save
 
 __all__ = ["from_hf", "load", "load_adapter", "save", "save_adapter"]

@@ -34,6 +34,7 @@ from regard.checkpoint.store import (
     Weights,
     read_json,
     replacing,
+    weight_map,
     write_json,
     write_weights,
 )
@@ -138,11 +139,7 @@ def _pickled(folder: Path, pickled: list[Path], named: str) -> list[Path]:
     if named:
         wanted = [named]
     elif index.is_file():
-        shards = read_json(index).get("weight_map")
-        named_all = isinstance(shards, dict) and all(isinstance(v, str) for v in shards.values())
-        if not shards or not named_all:
-            raise UsageError(f"{index} has no weight_map of tensor names to file names")
-        wanted = sorted(set(shards.values()))
+        wanted = sorted(set(weight_map(index).values()))
     elif "pytorch_model.bin" in by_name:
         wanted = ["pytorch_model.bin"]
     else:

@@ -1,4 +1,7 @@
-"""Hugging Face folders in, from disk or from a model in memory: the tables of hf_tables.py run forwards."""
+"""Hugging Face folders in and out, and models of transformers in memory: the tables of families/ run both ways.
+
+A model that no family can express is saved to the same folder layout with `model_type: "regard"`.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,28 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.checkpoint.families.tables import FAMILIES, INERT
-from regard.checkpoint.rules import SAME, Data, Family, Step, get, put
-from regard.checkpoint.store import Memory, Renamed, Source, Unpacked, Weights
+from regard.checkpoint.families import FAMILIES, INERT
+from regard.checkpoint.rules import SAME, Data, Family, Step, get, put, steps
+from regard.checkpoint.store import (
+    SHARD_BYTES,
+    Memory,
+    Source,
+    Unpacked,
+    Weights,
+    replacing,
+    write_json,
+    write_weights,
+)
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
-from regard.files import model_folder, read_files, read_json
+from regard.files import TOKENIZER_FILES, model_folder, read_files, read_json
 from regard.models import CONFIGS, Model
-from regard.models.start import Start, start_of
+from regard.models.adapt import low_ranks
+from regard.models.start import Start
 
 NATIVE = "regard"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CARRIED_FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
-vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm generation_config.json
-preprocessor_config.json processor_config.json chat_template.jinja chat_template.json""".split()  # noqa: SIM905
+CARRIED_FILES = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
 
 
 @dataclass
@@ -79,10 +90,10 @@ def from_hf(module: nn.Module) -> Model:
 def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
     """Their config and tensors -> our model."""
     kind, count = theirs.get("model_type"), sum(1 for _ in source)
+    family, repeated = None, set[str]()
     if kind == NATIVE:
         _check_counts(theirs.get("config"), ("layers",), count)
-        config = read_native(theirs)
-        model, family = _empty(config), None
+        model = _empty(read_native(theirs))
         theirs = {key: value for key, value in theirs.items() if key != "config"}
         model.origin = Origin(NATIVE, config=theirs)
         _name_unknown(theirs, INERT, "Regard's own format")
@@ -95,26 +106,25 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
             )
             raise UsageError(f"config.json {what}; known: {', '.join([*FAMILIES, NATIVE])}")
         family = FAMILIES[kind]
-        known = {name for r in family.config for name in r.names}
-        theirs = _canonical(theirs, family)
+        # Their keys under their first names: GPT-2's n_layer may be called num_hidden_layers.
+        first = {old: new for old, new in family.aliases.items() if new not in theirs}
+        theirs = {first.get(key, key): value for key, value in theirs.items()}
         architecture = _architecture(theirs, family)
         theirs, source = _unpacked(theirs, _modern(source, family), dtype)
-        _check_counts({k: v for k, v in theirs.items() if k in known}, LAYERS, count)
-        config, skip = _settle(read_config(theirs, family, architecture), family, source)
+        _check_counts({k: v for k, v in theirs.items() if k in family.keys}, LAYERS, count)
+        config, repeated = _settle(read_config(theirs, family, architecture), family, source)
         _check_counts(to_dict(config), ("experts",), count)
-        _name_unknown(theirs, known | INERT | set(family.aliases), f"transformers' {kind}")
+        _name_unknown(theirs, family.keys | INERT | set(family.aliases), f"transformers' {kind}")
         model = _empty(config)
-        model.origin = Origin(kind, architecture, theirs)
-        model.origin.heads = _heads(theirs, family)
-        model.origin.start = _start(theirs, kind)
+        heads = {
+            head.kind: read_config(theirs, family, name).head
+            for name, head in family.heads.items()
+            if head is not None
+        }
+        model.origin = Origin(kind, architecture, theirs, heads=heads, start=_start(theirs, family))
     steps = plan(model, family)
-    left = _check(steps, source, family, model)
-    if family is not None:
-        left = [name for name in left if name not in skip]
-        model.origin.tensors = _carry(left, source, family, model)
-    elif left:
-        hint = _near(left[0], (n for step in steps for n in step.theirs))
-        raise UsageError(f"tensor {left[0]} has no place in the model; {hint}".rstrip("; "))
+    left = [name for name in _check(steps, source) if name not in repeated]
+    model.origin.tensors = _carry(left, source, family, model, steps)
     _fill(model, steps, source, device, dtype or _common_type(model, steps, source, theirs))
     return model.eval()
 
@@ -156,12 +166,6 @@ def _meant(key: str, known: Collection[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _canonical(theirs: Data, family: Family) -> Data:
-    """Their keys under their first names: GPT-2's n_layer may be called num_hidden_layers."""
-    named = {old: new for old, new in family.aliases.items() if new not in theirs}
-    return {named.get(key, key): value for key, value in theirs.items()}
-
-
 def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[Data, Source]:
     """Plain weights for those that quantization_config says are packed, and the config without it."""
     packing = theirs.get("quantization_config")
@@ -193,33 +197,20 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
     """Their keys -> our config, by the family's rules: what no rule names decides nothing."""
     ours = to_dict(family.blank)
     ours["head"] = to_dict(family.heads[architecture])
-    for r in family.config:
-        said = {name: theirs[name] for name in r.names if name in theirs}
-        with _blaming(f"cannot use {said}"):
-            r.read(theirs, ours)
+    for name, r in family.rules:
+        values = {key: theirs[key] for key in getattr(r, "names", (name,)) if key in theirs}
+        with _blaming(f"cannot use {values}"):
+            r.read(name, theirs, ours)
     with _blaming("these sizes do not fit together"):
         return from_dict(type(family.blank), ours)
 
 
-def _heads(theirs: Data, family: Family) -> dict[str, Any]:
-    """What each head of the family would be on this body, by its kind."""
-    found = {}
-    for head in family.heads.values():
-        ours = to_dict(family.blank) | {"head": to_dict(head)}
-        for r in family.config if head is not None else ():
-            r.read(theirs, ours)
-        if head is not None:
-            found[head.kind] = from_dict(type(head), ours["head"])
-    return found
-
-
-def _start(theirs: Data, family: str) -> Start:
+def _start(theirs: Data, family: Family) -> Start:
     """How the family starts, with the deviation that the folder says."""
-    start = start_of(None, family)
     for key in ("initializer_range", "init_std", "initializer_factor"):
         if theirs.get(key):
-            return replace(start, std=float(theirs[key]))
-    return start
+            return replace(family.start, std=float(theirs[key]))
+    return family.start
 
 
 @contextmanager
@@ -249,10 +240,10 @@ def _modern(source: Source, family: Family) -> Source:
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
-        heads = {r.theirs[0].split(".")[0] for rules in family.head_tensors.values() for r in rules}
+        heads = {n.split(".")[0] for table in family.head_tensors.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}
         names = {n: family.base + new if n in bare else new for n, new in names.items()}
-    return Renamed(source, {new: n for n, new in names.items()})
+    return Source(source, {new: n for n, new in names.items()})
 
 
 def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
@@ -293,15 +284,16 @@ def plan(model: Model, family: Family | None) -> list[Step]:
     """Which tensors of theirs are which of ours, for this model."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     if family is None:
-        return [Step([name], [name], [shape], SAME) for name, shape in shapes.items()]
-    head = () if model.config.head is None else family.head_tensors[model.config.head.kind]
-    steps = [step for r in (*family.tensors, *head) for step in r.steps(shapes)]
-    covered = [name for step in steps for name in step.ours]
+        return [Step([name], [name], [shape]) for name, shape in shapes.items()]
+    head = model.config.head
+    tables = [family.tensors, family.head_tensors[head.kind] if head is not None else {}]
+    rows = [step for table in tables for step in steps(table, shapes, model.config)]
+    covered = [name for step in rows for name in step.ours]
     assert sorted(covered) == sorted(shapes), set(covered) ^ set(shapes)
-    return steps
+    return rows
 
 
-def _check(steps: list[Step], source: Source, family: Family | None, model: Model) -> list[str]:
+def _check(steps: list[Step], source: Source) -> list[str]:
     """Every tensor is there and has its shape; returns those that no rule names."""
     wanted = {
         name: shape
@@ -331,18 +323,23 @@ def _near(name: str, known: Iterable[str]) -> str:
     return hint if hint.startswith("did") else ""
 
 
-def _carry(left: Iterable[str], source: Source, family: Family, model: Model) -> dict[str, Tensor]:
+def _carry(
+    left: list[str], source: Source, family: Family | None, model: Model, steps: list[Step]
+) -> dict[str, Tensor]:
+    """Tensors that the model does not use, for `save`; what has no place at all is refused."""
     layers = getattr(getattr(model.config, "tower", None), "layers", 0)
-    carried = {}
+    derived, carried = (family.derived, family.carried) if family is not None else ((), ())
+    tensors = {}
     for name in left:
-        if any(re.fullmatch(p, name) for p in family.derived):
+        if any(re.fullmatch(p, name) for p in derived):
             continue
-        if not any(re.fullmatch(p.replace("{layers}", str(layers)), name) for p in family.carried):
-            names = [n for step in plan(model, family) for n in step.theirs]
-            hint = _near(name, names) or "none of its tensors has a name like it"
-            raise UsageError(f"tensor {name} has no place in a {model.origin.architecture}; {hint}")
-        carried[name] = source.read(name)
-    return carried
+        if not any(re.fullmatch(p.replace("{layers}", str(layers)), name) for p in carried):
+            what = "the model" if family is None else f"a {model.origin.architecture}"
+            hint = _near(name, (n for step in steps for n in step.theirs))
+            hint = hint or (family and "none of its tensors has a name like it") or ""
+            raise UsageError(f"tensor {name} has no place in {what}; {hint}".rstrip("; "))
+        tensors[name] = source.read(name)
+    return tensors
 
 
 def wide_names(model: Model) -> set[str]:
@@ -396,7 +393,7 @@ def _fill(
         plain = step.op is SAME and device is None and dtype is None
         theirs = [source.read(step.theirs[0])] if plain else source.borrow(step.theirs)
         lent = set() if plain else {t.untyped_storage().data_ptr() for t in theirs}
-        for name, tensor in zip(step.ours, step.op.load(theirs, step.shapes), strict=True):
+        for name, tensor in zip(step.ours, step.load(theirs), strict=True):
             old = model.get_parameter(name)
             kind = type_of(name, wide, dtype) if dtype else tensor.dtype
             kept = torch.empty(0, dtype=kind, device=device or tensor.device)
@@ -407,3 +404,112 @@ def _fill(
             new = nn.Parameter(kept, requires_grad=old.requires_grad)
             for module, attribute in owners[id(old)]:
                 setattr(module, attribute, new)
+
+
+# --- saving -------------------------------------------------------------------------------------------------------
+
+
+def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
+    path = Path(path)
+    if low_ranks(model):
+        raise UsageError(
+            "this model has LoRA: save_adapter keeps it small, merge(model).save whole"
+        )
+    origin = model.origin or Origin(model.family)
+    family, theirs, why = _express(model, origin)
+    if family is None:
+        notice(f"saved in Regard's own format, which transformers does not read: {why}")
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    theirs = {**theirs, "dtype": dtype}
+    theirs.pop("torch_dtype", None)
+    if family is None:
+        theirs["config"] = to_dict(model.config)
+    tensors: dict[str, Tensor] = {}
+    for step in plan(model, family):
+        ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
+        for name, tensor in zip(step.theirs, step.save(ours), strict=True):
+            tensors[name] = tensor.contiguous()
+    if family is not None and family.apart and theirs.get("tie_word_embeddings") is False:
+        for name, (first, *_), switch in family.twins:
+            if switch == "shared" and name not in tensors:
+                tensors[name] = tensors[first].clone()
+    if family is not None and family.name == origin.family:
+        tensors.update(origin.tensors)
+    if family is not None and family.heads[theirs["architectures"][0]] is None:
+        tensors = {name.removeprefix(family.base): tensor for name, tensor in tensors.items()}
+    with replacing(path) as folder:
+        write_json(folder / "config.json", theirs)
+        write_weights(folder, tensors, shard_bytes)
+        for name, content in origin.files.items():
+            (folder / name).write_bytes(content)
+    return path
+
+
+def _express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
+    """The family whose words can say this config exactly (its own first), its config, and "". Or None, what stands
+    beside our config, and why its own family cannot say it, or that it has none."""
+    why = "no family of Hugging Face has such a model"
+    for name in dict.fromkeys([origin.family, *FAMILIES]):
+        family = FAMILIES.get(name)
+        if family is None or type(family.blank) is not type(model.config):
+            continue
+        known = origin.config if name == origin.family else {}
+        for architecture, head in family.heads.items():
+            other = origin.architecture in family.heads and architecture != origin.architecture
+            if other or getattr(head, "kind", None) != getattr(model.config.head, "kind", None):
+                continue
+            theirs = {**known, "model_type": name, "architectures": [architecture]}
+            unsaid = _unsaid(family, architecture, model.config, theirs)
+            if not unsaid:
+                return family, theirs, ""
+            if name == origin.family:
+                why = f"{name} cannot express it ({unsaid})"
+    own = FAMILIES.get(origin.family)
+    used = own.keys - INERT | set(own.aliases) if own else frozenset()
+    theirs = {key: value for key, value in origin.config.items() if key not in used}
+    theirs |= {"model_type": NATIVE, "architectures": [type(model).__name__]}
+    return None, theirs, why
+
+
+def _unsaid(family: Family, architecture: str, config: Any, theirs: Data) -> str:
+    """Write `config` into `theirs` by the family's rules; what of it is lost when that is read again, if anything."""
+    ours = resolved(to_dict(config))
+    try:
+        for name, r in reversed(family.rules):
+            r.write(name, ours, theirs)
+        back = to_dict(read_config(theirs, family, architecture))
+    except UsageError as error:
+        return str(error)
+    if "pooler" in back and family.pooler and config.head is None:
+        back["pooler"] = config.pooler
+    for _, _, switch in family.twins:
+        if switch and get(back, switch) is True:  # the stored tensors themselves tell
+            put(back, switch, get(to_dict(config), switch))
+    return _difference(resolved(back), resolved(to_dict(config)))
+
+
+def _difference(one: Any, two: Any, path: str = "") -> str:
+    """The first place where two configs differ, and what the second has there."""
+    if isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
+        inner = (_difference(one[key], two[key], f"{path}.{key}") for key in one)
+        return next(filter(None, inner), "")
+    return "" if one == two else f"{path[1:]} is {two!r:.60}"
+
+
+def resolved(data: Any, dim: int | None = None) -> Any:
+    """Plain config data with the defaults that depend on other settings written out, and no dropout as a rate of 0."""
+    if isinstance(data, list):
+        return [resolved(item, dim) for item in data]
+    if not isinstance(data, dict):
+        return data
+    dim = data.get("dim", dim)
+    out = {name: resolved(value, dim) for name, value in data.items()}
+    if out.get("dropout", 0.0) is None:
+        out["dropout"] = 0.0
+    if out.get("kind") in ("gqa", "mla") and dim:
+        out["head_dim"] = out["head_dim"] or dim // out["heads"]
+        out["value_dim"] = out["value_dim"] or out["head_dim"]
+        if "kv_heads" in out:
+            out["kv_heads"] = out["kv_heads"] or out["heads"]
+    return out

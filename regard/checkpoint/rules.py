@@ -1,20 +1,21 @@
-"""The kinds of rule that hf_tables.py is made of. Each runs both ways: Hugging Face's words to ours, and back.
+"""What the tables of families/ are made of. Every rule runs both ways: Hugging Face's words to ours, and back.
 
 Config rules work on plain nested data (`to_dict` of a config); tensor rules name tensors on both sides and the
-operation between them. A rule whose place does not exist in this model (a bias it lacks, a head it has not) does
-nothing.
+operation between them. A rule whose place does not exist in this model (a bias or a head that it lacks) does nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.errors import UsageError
+from regard.models.start import Start
 
 Data = dict[str, Any]
 REQUIRED: Any = object()
@@ -22,23 +23,31 @@ ABSENT: Any = object()
 
 
 def get(data: Any, path: str) -> Any:
-    """The value at a dotted path (a number picks from a list), or ABSENT."""
-    for name in path.split("."):
-        if isinstance(data, list) and name.isdigit():
-            data = data[int(name)]
-        elif isinstance(data, dict) and name in data:
-            data = data[name]
-        else:
-            return ABSENT
-    return data
+    """The value at a dotted path, or ABSENT. A number picks from a list; a name asks the first item that has it."""
+    name, _, rest = path.partition(".")
+    if isinstance(data, list) and name.isdigit():
+        value = data[int(name)]
+    elif isinstance(data, list):
+        values = (get(item, path) for item in data)
+        return next((value for value in values if value is not ABSENT), ABSENT)
+    elif isinstance(data, dict) and name in data:
+        value = data[name]
+    else:
+        return ABSENT
+    return get(value, rest) if rest else value
 
 
 def put(data: Any, path: str, value: Any) -> None:
-    """Set the value at a dotted path, if there is such a place."""
-    parents, _, last = path.rpartition(".")
-    place = get(data, parents) if parents else data
-    if isinstance(place, dict) and last in place:
-        place[last] = value
+    """Set the value at a dotted path, if there is such a place; in every item of a list that no number picks from."""
+    name, _, rest = path.partition(".")
+    if isinstance(data, list):
+        for item in [data[int(name)]] if name.isdigit() else data:
+            put(item, rest if name.isdigit() else path, value)
+    elif isinstance(data, dict) and name in data:
+        if rest:
+            put(data[name], rest, value)
+        else:
+            data[name] = value
 
 
 def need(data: Any, path: str) -> Any:
@@ -54,91 +63,78 @@ def need(data: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of theirs, one place (or several) of ours. `default` stands in for a missing key, and for a null one
-    unless `null` says otherwise; a function makes it from the other keys. `words` translates values; several of theirs
-    may mean one of ours."""
+    """A key of theirs that fills one place of ours, or several (`places`, apart by spaces). `default` stands in for a
+    missing key, and for a null one unless `null` says otherwise; a function makes it from the other keys. `words`
+    translates values; several of theirs may mean one of ours."""
 
-    name: str
-    path: str
+    places: str
     default: Any = REQUIRED
-    words: dict[Any, Any] | None = None
-    also: tuple[str, ...] = ()
+    words: Mapping[Any, Any] | None = None
     null: Any = ABSENT
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    def value(self, theirs: Data) -> Any:
-        value = theirs.get(self.name)
+    def value(self, name: str, theirs: Data) -> Any:
+        value = theirs.get(name)
         if value is None:
-            value = self.default if self.name not in theirs or self.null is ABSENT else self.null
+            value = self.default if name not in theirs or self.null is ABSENT else self.null
             value = value(theirs) if callable(value) else value
             if value is REQUIRED:
                 raise UsageError(
-                    f"config.json: {self.name} is missing; a {theirs.get('model_type')} model needs it"
+                    f"config.json: {name} is missing; a {theirs.get('model_type')} model needs it"
                 )
-        if self.words is None or value not in self.words:
-            if self.words is not None and value is not None:
-                known = ", ".join(map(str, self.words))
-                raise UsageError(f"config.json: {self.name} is {value!r}; known: {known}")
+        if self.words is None or value is None:
             return value
+        if value not in self.words:
+            known = ", ".join(map(str, self.words))
+            raise UsageError(f"config.json: {name} is {value!r}; known: {known}")
         return self.words[value]
 
-    def read(self, theirs: Data, ours: Data) -> None:
-        for path in (self.path, *self.also):
-            put(ours, path, self.value(theirs))
+    def read(self, name: str, theirs: Data, ours: Data) -> None:
+        for place in self.places.split():
+            put(ours, place, self.value(name, theirs))
 
-    def write(self, ours: Data, theirs: Data) -> None:
-        value = get(ours, self.path)
-        if value is ABSENT or (self.name in theirs and self.value(theirs) == value):
+    def write(self, name: str, ours: Data, theirs: Data) -> None:
+        values = (get(ours, place) for place in self.places.split())
+        value = next((v for v in values if v is not ABSENT), ABSENT)
+        if value is ABSENT or (name in theirs and self.value(name, theirs) == value):
             return
         if self.words is not None:
             value = next((k for k, v in self.words.items() if v == value), value)
-        theirs[self.name] = value
+        theirs[name] = value
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key that may only have the values listed; the first is also what a missing key means."""
+    """A key that may only have this value, which is also what a missing key means."""
 
-    name: str
-    values: tuple[Any, ...]
+    only: Any
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
+    def read(self, name: str, theirs: Data, ours: Data) -> None:
+        value = theirs.get(name)
+        if value is not None and value != self.only:
+            raise UsageError(f"config.json: {name} is {value!r}, Regard can only do {self.only!r}")
 
-    def read(self, theirs: Data, ours: Data) -> None:
-        value = theirs.get(self.name)
-        if value is not None and value not in self.values:
-            known = " or ".join(map(repr, self.values))
-            raise UsageError(f"config.json: {self.name} is {value!r}, Regard can only do {known}")
-
-    def write(self, ours: Data, theirs: Data) -> None: ...
+    def write(self, name: str, ours: Data, theirs: Data) -> None: ...
 
 
 @dataclass(frozen=True)
-class Inert:
-    """Keys that decide nothing in a forward pass: kept as they are and written back."""
+class Group:
+    """Keys that only make sense together: a pair of functions, each the inverse of the other. A `last` one is read
+    after all other rules, and written before them: what it does to layers they need not know."""
 
     names: tuple[str, ...]
+    reader: Callable[[Data, Data], None]
+    writer: Callable[[Data, Data], None]
+    last: bool = False
 
-    def read(self, theirs: Data, ours: Data) -> None: ...
+    def read(self, name: str, theirs: Data, ours: Data) -> None:
+        self.reader(theirs, ours)
 
-    def write(self, ours: Data, theirs: Data) -> None: ...
-
-
-@dataclass(frozen=True)
-class Custom:
-    """Keys that only make sense together: a pair of functions, each the inverse of the other."""
-
-    names: tuple[str, ...]
-    read: Callable[[Data, Data], None]
-    write: Callable[[Data, Data], None]
+    def write(self, name: str, ours: Data, theirs: Data) -> None:
+        self.writer(ours, theirs)
 
 
-ConfigRule = Key | Fixed | Inert | Custom
+ConfigRule = Key | Fixed | Group
+Keys = dict[str, ConfigRule]
 
 
 # --- tensors ------------------------------------------------------------------------------------------------------
@@ -146,67 +142,90 @@ ConfigRule = Key | Fixed | Inert | Custom
 
 @dataclass(frozen=True)
 class Op:
-    """Their tensors -> ours, and ours -> theirs, given how many there are on each side and their sizes."""
+    """Their tensors -> ours, given the sizes of ours, and ours -> theirs, given how many those are; the config of the
+    model tells both what the tensors do not."""
 
-    load: Callable[[list[Tensor], list[torch.Size]], list[Tensor]]
-    save: Callable[[list[Tensor], int], list[Tensor]]
+    load: Callable[[list[Tensor], list[torch.Size], Any], list[Tensor]]
+    save: Callable[[list[Tensor], int, Any], list[Tensor]]
 
 
-SAME = Op(lambda theirs, _: theirs, lambda ours, _: ours)
-TRANSPOSED = Op(
-    lambda theirs, _: [theirs[0].t()], lambda ours, _: [ours[0].t()]
-)  # Conv1D: (in, out)
-JOINED = Op(  # rows of several of ours in one of theirs
-    lambda theirs, sizes: list(theirs[0].split([s[0] for s in sizes])),
-    lambda ours, _: [torch.cat(ours)],
+SAME = Op(lambda theirs, *_: theirs, lambda ours, *_: ours)
+# Conv1D: (in, out)
+TRANSPOSED = Op(lambda theirs, *_: [theirs[0].t()], lambda ours, *_: [ours[0].t()])
+# The rows of several of ours in one of theirs.
+JOINED = Op(
+    lambda theirs, sizes, _: list(theirs[0].split([s[0] for s in sizes])),
+    lambda ours, *_: [torch.cat(ours)],
 )
 JOINED_TRANSPOSED = Op(
-    lambda theirs, sizes: list(theirs[0].t().split([s[0] for s in sizes])),
-    lambda ours, _: [torch.cat(ours).t()],
+    lambda theirs, sizes, _: list(theirs[0].t().split([s[0] for s in sizes])),
+    lambda ours, *_: [torch.cat(ours).t()],
 )
-STACKED = Op(  # one of theirs for each expert
-    lambda theirs, _: [torch.stack(theirs)],
-    lambda ours, _: list(ours[0].unbind()),
+# One of theirs for each expert.
+STACKED = Op(lambda theirs, *_: [torch.stack(theirs)], lambda ours, *_: list(ours[0].unbind()))
+# Queries, keys and values of each head side by side (GPT-NeoX).
+JOINED_BY_HEAD = Op(
+    lambda theirs, sizes, config: [
+        x.flatten(0, 1) for x in theirs[0].unflatten(0, (_heads(config), 3, -1)).unbind(1)
+    ],
+    lambda ours, _, config: [
+        torch.stack([x.unflatten(0, (_heads(config), -1)) for x in ours], 1).flatten(0, 2)
+    ],
 )
-ROW = Op(
-    lambda theirs, _: [theirs[0][0]], lambda ours, _: [ours[0][None]]
-)  # theirs has a leading 1
-TOKENS = Op(  # theirs (1 1 m) each, ours (n m)
-    lambda theirs, _: [torch.cat([t[0] for t in theirs])],
-    lambda ours, _: [row[None, None] for row in ours[0]],
+# Gates and ups of all experts by turns, (E in out) as transposed; their biases (E out) (gpt-oss).
+BY_TURNS = Op(
+    lambda theirs, *_: [theirs[0][:, ::2], theirs[0][:, 1::2]],
+    lambda ours, *_: [torch.stack(ours, 2).flatten(1, 2)],
 )
+BY_TURNS_TRANSPOSED = Op(
+    lambda theirs, *_: BY_TURNS.load([theirs[0].mT], [], None),
+    lambda ours, *_: [BY_TURNS.save(ours, 1, None)[0].mT],
+)
+EXPERTS_TRANSPOSED = Op(lambda theirs, *_: [theirs[0].mT], lambda ours, *_: [ours[0].mT])
+# Theirs has a leading 1.
+ROW = Op(lambda theirs, *_: [theirs[0][0]], lambda ours, *_: [ours[0][None]])
+# Theirs (1 1 m) each, ours (n m).
+TOKENS = Op(
+    lambda theirs, *_: [torch.cat([t[0] for t in theirs])],
+    lambda ours, *_: [row[None, None] for row in ours[0]],
+)
+
+
+def _heads(config: Any) -> int:
+    return config.tower.each("attention")[0].heads
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Names on both sides; `{i}` runs over layers, `{e}` over experts, a last `*` over weight and bias. The rule holds
-    where the model has our name, has `needs` and lacks `unless`."""
+class To:
+    """Where tensors of theirs go: our name, or several apart by spaces, and the operation between. The rule holds where
+    the model has our name, has `needs` and lacks `unless`."""
 
-    theirs: tuple[str, ...]
-    ours: tuple[str, ...]
+    ours: str
     op: Op = SAME
     needs: str = ""
     unless: str = ""
 
-    def steps(self, shapes: dict[str, torch.Size]) -> Iterator[Step]:
-        """The rule for every layer, weight and bias that the model has."""
-        layers = (
-            range(1 + max((_layer(n) for n in shapes), default=0)) if "{i}" in self.ours[0] else [0]
-        )
-        for i in layers:
-            for end in ("weight", "bias") if self.ours[0].endswith("*") else ("",):
-                ours = [n.replace("{i}", str(i)).replace("*", end) for n in self.ours]
-                needs, unless = (n.replace("{i}", str(i)) for n in (self.needs, self.unless))
-                if ours[0] not in shapes or (needs and needs not in shapes) or unless in shapes:
-                    continue
-                theirs = [n.replace("{i}", str(i)).replace("*", end) for n in self.theirs]
-                if "{e}" in theirs[0]:
-                    theirs = [theirs[0].replace("{e}", str(e)) for e in range(shapes[ours[0]][0])]
-                yield Step(theirs, ours, [shapes[n] for n in ours], self.op)
+
+Weights = Mapping[str, str | To]
 
 
-def _layer(name: str) -> int:
-    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+def under(theirs: str, ours: str, rows: Weights) -> dict[str, str | To]:
+    """The rows with what both sides' names begin with."""
+
+    def begin(prefix: str, names: str) -> str:
+        return " ".join(prefix + name for name in names.split())
+
+    out: dict[str, str | To] = {}
+    for key, row in rows.items():
+        to = To(row) if isinstance(row, str) else row
+        names = {n: begin(ours, getattr(to, n)) for n in ("ours", "needs", "unless")}
+        out[begin(theirs, key)] = replace(to, **names)  # type: ignore[arg-type]
+    return out
+
+
+def block(theirs: str, rows: Weights) -> dict[str, str | To]:
+    """The rows of one layer of a tower; `theirs` is what their names begin with, {i} in it the layer."""
+    return under(theirs, "tower.blocks.{i}.", rows)
 
 
 @dataclass(frozen=True)
@@ -216,23 +235,39 @@ class Step:
     theirs: list[str]
     ours: list[str]
     shapes: list[torch.Size]
-    op: Op
+    op: Op = SAME
+    config: Any = None
+
+    def load(self, theirs: list[Tensor]) -> list[Tensor]:
+        return self.op.load(theirs, self.shapes, self.config)
+
+    def save(self, ours: list[Tensor]) -> list[Tensor]:
+        return self.op.save(ours, len(self.theirs), self.config)
 
     def their_shapes(self) -> list[tuple[int, ...]]:
-        blank = [torch.empty(s, device="meta") for s in self.shapes]
-        return [tuple(t.shape) for t in self.op.save(blank, len(self.theirs))]
+        return [
+            tuple(t.shape) for t in self.save([torch.empty(s, device="meta") for s in self.shapes])
+        ]
 
 
-def rule(
-    theirs: str | tuple[str, ...],
-    ours: str | tuple[str, ...],
-    op: Op = SAME,
-    *,
-    needs: str = "",
-    unless: str = "",
-) -> Rule:
-    first, second = ((x,) if isinstance(x, str) else x for x in (theirs, ours))
-    return Rule(first, second, op, needs, unless)
+def steps(table: Weights, shapes: dict[str, torch.Size], config: Any) -> Iterator[Step]:
+    """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over experts, a last *
+    over weight and bias."""
+    layers = sorted({int(p) for n in shapes for p in n.split(".")[:3] if p.isdigit()})
+    for key, row in table.items():
+        to = To(row) if isinstance(row, str) else row
+        # Layers that share a block have one set of weights: theirs are counted, ours named after the first.
+        for number, layer in enumerate(layers if "{i}" in to.ours else [0]):
+            i = str(layer)
+            for end in ("weight", "bias") if to.ours.endswith("*") else ("",):
+                theirs = key.replace("{i}", str(number)).replace("*", end).split()
+                ours = to.ours.replace("{i}", i).replace("*", end).split()
+                needs, unless = (n.replace("{i}", i) for n in (to.needs, to.unless))
+                if ours[0] not in shapes or (needs and needs not in shapes) or unless in shapes:
+                    continue
+                if "{e}" in theirs[0]:
+                    theirs = [theirs[0].replace("{e}", str(e)) for e in range(shapes[ours[0]][0])]
+                yield Step(theirs, ours, [shapes[n] for n in ours], to.op, config)
 
 
 # --- a family -----------------------------------------------------------------------------------------------------
@@ -240,22 +275,44 @@ def rule(
 
 @dataclass(frozen=True)
 class Family:
-    """Everything about one of Hugging Face's model types, as data."""
+    """Everything about one of Hugging Face's model types, as data. families/__init__.py tells how to write one."""
 
     name: str
-    base: str  # what their tensor names begin with when a head sits on the body
-    blank: Any  # a config of ours with this family's fixed choices; rules fill in the rest
-    heads: dict[str, Any]  # their class name -> our head; None: the bare body
-    config: tuple[ConfigRule, ...]
-    tensors: tuple[Rule, ...]
-    head_tensors: Mapping[str, tuple[Rule, ...]]  # by kind of head
-    aliases: Mapping[str, str] = field(default_factory=dict)  # their other words for a key
-    pooler: str = ""  # the tensor that shows that the bare body has a pooler
-    twins: tuple[
-        tuple[str, tuple[str, ...], str], ...
-    ] = ()  # (tensor, what it repeats, our switch for that)
-    apart: bool = False  # nothing tied means that each side has its own table, be it a copy
-    derived: tuple[str, ...] = ()  # patterns of stored tensors that follow from the config
-    carried: tuple[
-        str, ...
-    ] = ()  # patterns of tensors this model does not use, kept and written back
+    # What their tensor names begin with when a head sits on the body.
+    base: str
+    # A config of ours with this family's fixed choices; rules fill in the rest.
+    blank: Any
+    # Their class -> our head; None: the bare body. The first is what a folder without `architectures` means.
+    heads: Mapping[str, Any]
+    # Their keys -> rules (a group under the first of its names), and the keys that decide nothing.
+    config: Keys
+    tensors: Weights
+    # By the kind of head.
+    head_tensors: Mapping[str, Weights]
+    inert: str = ""
+    # Their other words for a key.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # How new weights are drawn.
+    start: Start = Start()
+    # Known models, by name: their keys, where these differ from what a missing key means.
+    presets: Mapping[str, Data] = field(default_factory=dict)
+    # The tensor that shows that the bare body has a pooler.
+    pooler: str = ""
+    # (tensor, what it repeats, our switch for that)
+    twins: tuple[tuple[str, tuple[str, ...], str], ...] = ()
+    # Nothing tied means that each side has its own table, be it a copy.
+    apart: bool = False
+    # Patterns of stored tensors that follow from the config, and of those kept for other programs and written back.
+    derived: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+
+    @cached_property
+    def rules(self) -> list[tuple[str, ConfigRule]]:
+        """In the order of reading."""
+        return sorted(self.config.items(), key=lambda item: getattr(item[1], "last", False))
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """All that the family has a word for."""
+        names = (n for name, r in self.config.items() for n in getattr(r, "names", (name,)))
+        return frozenset([*names, *self.inert.split()])

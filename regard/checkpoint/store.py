@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors
 import torch
@@ -30,39 +30,47 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF = ".gguf"
 # The largest models have some 150,000 tensors, a few hundred bytes of table each, in many files.
 TENSORS, HEADER_BYTES = 500_000, 32 * 2**20
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES = {f"F{n}": getattr(torch, f"float{n}") for n in (64, 32, 16)}
+DTYPES |= {f"I{n}": getattr(torch, f"int{n}") for n in (64, 32, 16, 8)}
+DTYPES |= {"BF16": torch.bfloat16, "U8": torch.uint8, "BOOL": torch.bool}
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
-class Source(Protocol):
-    """Where tensors come from: a folder, or a module in memory."""
+class Source:
+    """Where tensors come from: a folder, a module in memory, or another source under other names. `names` gives for each
+    tensor what the source itself calls it."""
 
-    def __iter__(self) -> Any: ...
-    def __contains__(self, name: object) -> bool: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def read(self, name: str) -> Tensor: ...
-    def borrow(self, names: list[str]) -> list[Tensor]: ...
+    def __init__(self, source: Source, names: Mapping[str, str]):
+        self.source, self.names = source, names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(self.names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.source.dtype(self.names[name])
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in memory of its own."""
+        return self.source.read(self.names[name])
+
+    def borrow(self, names: list[str]) -> list[Tensor]:
+        """Tensors in memory that the next call may use again."""
+        return self.source.borrow([self.names[name] for name in names])
 
 
-class Weights:
+class Weights(Source):
     """The tensors of a folder: names, shapes and dtypes at once, contents on request."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.headers: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+        self.names = self.headers  # type: ignore[assignment]
         self.scratch = torch.empty(0, dtype=torch.uint8)
         for path in _files(folder):
             start, found = header(path)
@@ -76,12 +84,6 @@ class Weights:
                 raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is no model")
         self._check_index()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.headers)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.headers
-
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.headers[name][2]["shape"])
 
@@ -92,8 +94,8 @@ class Weights:
         return self._fill(name, torch.empty(self._size(name), dtype=torch.uint8))
 
     def borrow(self, names: list[str]) -> list[Tensor]:
-        """Tensors in memory that the next call uses again: buffers made and freed in turn would leave holes between
-        the weights, up to their own size."""
+        """In a buffer that the next call uses again: buffers made and freed in turn would leave holes between the
+        weights, up to their own size."""
         ends = [0, *itertools.accumulate(-(-self._size(name) // 64) * 64 for name in names)]
         if ends[-1] > len(self.scratch):
             self.scratch = torch.empty(ends[-1], dtype=torch.uint8)
@@ -114,27 +116,17 @@ class Weights:
 
     def _check_index(self) -> None:
         index = self.folder / INDEX
-        if not index.exists():
-            return
-        wanted = read_json(index)["weight_map"]
-        lost = [name for name in wanted if name not in self]
-        if lost:
-            raise UsageError(
-                f"{index} promises {lost[0]} in {wanted[lost[0]]}, but it is not there"
-            )
+        for name, file in weight_map(index).items() if index.exists() else ():
+            if name not in self:
+                raise UsageError(f"{index} promises {name} in {file}, but it is not there")
 
 
-class Memory:
+class Memory(Source):
     """Tensors of a state dict as a source; copies, so that the two models do not share weights."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.tensors = tensors
-
-    def __iter__(self) -> Any:
-        return iter(self.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
+        self.names = tensors  # type: ignore[assignment]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
@@ -149,44 +141,19 @@ class Memory:
         return [self.tensors[name].detach() for name in names]
 
 
-class Renamed:
-    """A source under other names: `names` gives for each new one the old."""
-
-    def __init__(self, source: Source, names: dict[str, str]):
-        self.source, self.names = source, names
-
-    def __iter__(self) -> Any:
-        return iter(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self.names[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.source.dtype(self.names[name])
-
-    def read(self, name: str) -> Tensor:
-        return self.source.read(self.names[name])
-
-    def borrow(self, names: list[str]) -> list[Tensor]:
-        return self.source.borrow([self.names[name] for name in names])
-
-
 SCALE = "_scale_inv"
 
 
-class Unpacked:
+class Unpacked(Source):
     """A source whose 8-bit weights have a scale for each block (rows, columns) of them, as DeepSeek-V3's: each is read
     as the product, in `kind`, and the scales are not among the tensors."""
 
     def __init__(self, source: Source, block: tuple[int, int], kind: torch.dtype):
-        self.source, self.block, self.kind = source, block, kind
+        self.block, self.kind = block, kind
         eight = (torch.float8_e4m3fn, torch.float8_e5m2)
         self.packed = {n for n in source if n + SCALE in source and source.dtype(n) in eight}
         scales = {name + SCALE for name in self.packed}
-        self.names = dict.fromkeys(name for name in source if name not in scales)
+        super().__init__(source, {name: name for name in source if name not in scales})
         for name in self.packed:
             shape, scale = source.shape(name), source.shape(name + SCALE)
             if len(shape) != 2 or scale != tuple(-(-n // b) for n, b in zip(shape, block)):
@@ -194,15 +161,6 @@ class Unpacked:
                     f"tensor {name} of shape {shape} has scales of shape {scale}, which does not fit "
                     f"blocks of {block[0]} x {block[1]}"
                 )
-
-    def __iter__(self) -> Any:
-        return iter(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.kind if name in self.packed else self.source.dtype(name)
@@ -232,10 +190,7 @@ def _files(folder: Path) -> list[Path]:
             return [folder / WEIGHTS]
         check_converted(folder)
         raise UsageError(f"{folder} holds no {WEIGHTS}; is it a model folder?")
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(v, str) for v in shards.values()):
-        raise UsageError(f"{index} has no weight_map of tensor names to file names")
-    names = sorted(set(shards.values()))
+    names = sorted(set(weight_map(index).values()))
     for name in names:
         if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
             raise UsageError(
@@ -244,6 +199,18 @@ def _files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise UsageError(f"{index} names {name}, which is missing from {folder}")
     return [folder / name for name in names]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file, as an index of shards has it."""
+    files = read_json(index).get("weight_map")
+    if (
+        not files
+        or not isinstance(files, dict)
+        or not all(isinstance(f, str) for f in files.values())
+    ):
+        raise UsageError(f"{index} has no weight_map of tensor names to file names")
+    return files
 
 
 def header(path: Path) -> tuple[int, dict[str, Any]]:

@@ -288,9 +288,11 @@ class JoinedAttention(GroupedQueryAttention):
     def enter(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
         h, g, d, e = self.h, self.g, self.d, self.e
         qk, v = self.wqkv(x).split(((h + g) * d, g * e), -1)
-        qk = qk.unflatten(-1, (h + g, d))  # b t (h + g) d
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], 2)
+        if self.q_norm is None:
+            qk = qk.unflatten(-1, (h + g, d))  # b t (h + g) d
+        else:
+            q, k = qk.split((h * d, g * d), -1)
+            qk = torch.cat([self.as_heads(q, self.q_norm), self.as_heads(k, self.k_norm)], 2)
         q, k = ctx.turn(qk, self.config.rope).split((h, g), 2)
         return q, {"k": k, "v": v.unflatten(-1, (g, e))}
 
@@ -380,7 +382,8 @@ class NativeNorm(nn.Module):
     def __init__(self, module: Any):
         super().__init__()
         self.kind = "rms" if isinstance(module, RMSNorm) else "layer"
-        self.weight, self.eps = module.weight.detach().float(), module.eps
+        weight = module.gain if isinstance(module, RMSNorm) else module.weight
+        self.weight, self.eps = weight.detach().float(), module.eps
         given = getattr(module, "bias", None)
         self.bias = None if given is None else given.detach().float()
 

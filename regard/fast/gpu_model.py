@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.fast.gpu_step import Angles, Gqa, Latent, Layer, Linear, Norm
+from regard.position import LongRope
 
 
 def why_not(model: Any) -> str:
@@ -18,15 +19,21 @@ def why_not(model: Any) -> str:
     tower, position = c.tower, c.embedding.position
     if not tower.causal or tower.order != "pre" or tower.cross or tower.relative:
         return "its tower is not causal and pre-norm, or has a bias on positions"
+    if tower.norm.plus_one or not (tower.norm.rms or tower.norm.bias):
+        return "its norms have another form"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
         return "its positions skip tokens"
-    if any(f.kind != "mlp" or f.activation == "tanh" for f in tower.each("ffn")):
+    if any(f.kind != "mlp" or f.activation in ("tanh", "quick_gelu") for f in tower.each("ffn")):
         return "it has experts, or an activation without a kernel"
     for a in tower.each("attention"):
         if a.kind not in ("gqa", "mla") or (a.kind == "gqa" and (a.sinks or a.softcap)):
             return "its attention selects keys, or has sinks or a softcap"
+        if a.kind == "gqa" and (a.qk_norm_whole or a.qk_norm_plus_one):
+            return "its queries and keys have norms of another form"
+        if a.rope is not None and isinstance(a.rope.scaling, LongRope):
+            return "its RoPE turns long texts otherwise"
     if getattr(model, "watched", False):
         return "a probe watches it"
     return "it is being trained; call model.eval()" if model.training else ""

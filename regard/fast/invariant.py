@@ -175,8 +175,8 @@ class SteadyExperts(MixtureOfExperts):
     def logits(self, x: Tensor) -> Tensor:
         return self.router_product(x)
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.products(x, weight)
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.products(x, weight, bias)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return GATE(x)
@@ -281,7 +281,8 @@ def _steady(kind: type[nn.Module]) -> Callable[[Any, nn.Module], nn.Module]:
         if callable(getattr(plain, "act", None)):
             new.act = Steady(plain.act)  # type: ignore[assignment]
         if isinstance(plain, MixtureOfExperts):
-            new.router_product = Product(plain.router.weight.float(), None)  # type: ignore[assignment]
+            bias = None if plain.router.bias is None else plain.router.bias.float()
+            new.router_product = Product(plain.router.weight.float(), bias)  # type: ignore[assignment]
         return new
 
     return row

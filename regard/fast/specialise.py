@@ -46,10 +46,17 @@ class Specialise:
     def __init__(self) -> None:
         # How often each plain part was given which fast one, or why not.
         self.rows: Counter[tuple[str, str]] = Counter()
+        # A part that stands in several places (layers that share a block) stays one.
+        self.made: dict[int, Any] = {}
 
     def make(self, module: nn.Module | None) -> Any:
         if module is None:
             return None
+        if id(module) not in self.made:
+            self.made[id(module)] = self.new(module)
+        return self.made[id(module)]
+
+    def new(self, module: nn.Module) -> Any:
         row = next((self.table[kind] for kind in type(module).__mro__ if kind in self.table), None)
         if row is None:
             return self.copy(module)

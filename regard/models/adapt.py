@@ -40,14 +40,13 @@ def with_head(model: Model, head: Head) -> Model:
         raise UsageError(
             "a recurrent model keeps the head it was made with; a new one goes on a Transformer or an encoder-decoder"
         )
-    dim, vocab = _sizes(model)
+    dim, vocab, width = _sizes(model)
     if isinstance(model, Transformer):
         head = _suited(head, model)
     if isinstance(head, (LM, MLM)) and not vocab:
         raise UsageError("an image has no vocabulary: put a Classify or Tag head on this model")
-    made = make_head(head, dim, vocab)
-    family = getattr(model.origin, "family", "") or model.family
-    start = getattr(model.origin, "start", None) or start_of(model.config, family)
+    made = make_head(head, dim, vocab, width)
+    start = getattr(model.origin, "start", None) or model.start or start_of(model.config)
     initialize(made, start)
     made = made.to(next(model.parameters())).train(model.training)
     if isinstance(made, LMHead):
@@ -63,11 +62,11 @@ def with_head(model: Model, head: Head) -> Model:
     return model
 
 
-def _sizes(model: Transformer | EncoderDecoder) -> tuple[int, int]:
+def _sizes(model: Transformer | EncoderDecoder) -> tuple[int, int, int | None]:
     c = model.config
-    if isinstance(model, EncoderDecoder):
-        return c.decoder.dim, c.target.vocab
-    return c.tower.dim, c.embedding.vocab if isinstance(c.embedding, Tokens) else 0
+    two = isinstance(model, EncoderDecoder)
+    dim, words = (c.decoder.dim, c.target) if two else (c.tower.dim, c.embedding)
+    return (dim, words.vocab, words.width) if isinstance(words, Tokens) else (dim, 0, None)
 
 
 def _encoder_of(model: EncoderDecoder) -> Transformer:

@@ -25,7 +25,9 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.origin: Any = None
-        self.family = ""  # Hugging Face's name for what it was built as, if it has one
+        # Hugging Face's name for what it was built as, if it has one, and how its weights were drawn.
+        self.family = ""
+        self.start: Any = None
         # What regard.fast put in the place of how many parts: (plain, fast or why not) -> how many.
         self.parts: dict[tuple[str, str], int] = {}
 

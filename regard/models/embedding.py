@@ -17,7 +17,8 @@ from regard.position import Learned, PositionVectors, Sinusoidal
 @dataclass(frozen=True)
 @ranged
 class Tokens:
-    """Token embeddings, with what is added to them: positions, segment types, a norm."""
+    """Token embeddings, with what is added to them: positions, segment types, a norm. With `width` they are so wide,
+    and a linear layer makes them as wide as the tower (ALBERT)."""
 
     vocab: Count
     position: Learned | Sinusoidal | None = None
@@ -25,6 +26,7 @@ class Tokens:
     scaled: bool = False  # times sqrt(dim)
     norm: Norm | None = None
     dropout: Fraction = 0.0
+    width: Count | None = None
     kind: str = "tokens"
 
 
@@ -40,6 +42,8 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: Tokens, dim: int):
         super().__init__()
         c = self.config = config
+        self.project = nn.Linear(c.width, dim) if c.width else None
+        dim = c.width or dim
         self.weight = nn.Parameter(torch.empty(c.vocab, dim))
         nn.init.normal_(self.weight, std=dim**-0.5 if c.scaled else 0.02)  # scaled: 1 in the sum
         self.position = PositionVectors(c.position, dim) if c.position else None
@@ -55,4 +59,5 @@ class TokenEmbedding(nn.Module):
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         if self.position is not None:
             x = x + self.position(pos.index, ids).to(x.dtype)
-        return self.dropout(x if self.norm is None else self.norm(x))
+        x = self.dropout(x if self.norm is None else self.norm(x))
+        return x if self.project is None else self.project(x)

@@ -67,7 +67,8 @@ class EncoderDecoder(Model):
         self.encoder = Stack(c.encoder)
         self.target = TokenEmbedding(c.target, c.decoder.dim)
         self.decoder = Stack(c.decoder)
-        self.head = make_head(c.head, c.decoder.dim, c.target.vocab) if c.head else None
+        words = c.target
+        self.head = make_head(c.head, c.decoder.dim, words.vocab, words.width) if c.head else None
         if c.shared:
             assert isinstance(self.source, TokenEmbedding)
             self.source.weight = self.target.weight

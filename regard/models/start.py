@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Stack
 from regard.config import Positive, ranged
-from regard.layers import LMHead, RMSNorm
+from regard.layers import LabelHead, LMHead, RMSNorm
 from regard.models.embedding import TokenEmbedding
 from regard.models.vision import PatchEmbedding
 from regard.moe import MixtureOfExperts
@@ -28,24 +28,15 @@ class Start:
     "uniform": matrices lie within 1 / sqrt(inputs), tables have 1 / sqrt(dim) where the embedding multiplies by
     sqrt(dim), so that words and positions weigh alike. The paper of 2017 does not say; with Xavier's wider matrices
     small models of its kind learned worse (bench/RESULTS.md, Multi30k);
-    "deit": class tokens and positions are 0."""
+    "deit": class tokens and positions are 0;
+    "modernbert": as "gpt2", the dense layer of a head and its vocabulary too; of labels 1 / sqrt(dim)."""
 
     scheme: str = "normal"
     std: Positive = 0.02
 
 
-# Hugging Face's family -> how it starts, where that is not Start()
-STARTS: dict[str, Start] = {
-    "gpt2": Start("gpt2"),
-    "t5": Start("t5", 1.0),
-    "deit": Start("deit"),
-}
-
-
-def start_of(config: Any, family: str = "") -> Start:
-    """A family's; without one 2017's for norms after the sum, GPT-2's for norms before it."""
-    if family:
-        return STARTS.get(family, Start())
+def start_of(config: Any) -> Start:
+    """Of a model of no family: 2017's for norms after the sum, GPT-2's for norms before it."""
     tower = getattr(config, "decoder", None) or getattr(config, "tower", None)
     return Start("uniform" if getattr(tower, "order", "") == "post" else "gpt2")
 
@@ -57,7 +48,7 @@ def initialize(model: nn.Module, start: Start) -> None:
         if isinstance(part, (nn.Linear, nn.Conv2d)):
             _matrix(part.weight, start)
         elif isinstance(part, (nn.LayerNorm, RMSNorm)):
-            nn.init.ones_(part.weight)
+            nn.init.constant_(part.weight, 0.0 if getattr(part, "plus_one", False) else 1.0)
         elif isinstance(part, MixtureOfExperts):
             for weight in (part.gate, part.up, part.down):
                 _matrix(weight, start)
@@ -70,13 +61,23 @@ def initialize(model: nn.Module, start: Start) -> None:
             _stack(part, start)
         if isinstance(part, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and part.bias is not None:
             nn.init.zeros_(part.bias)
+    layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=1)
     # after the matrices inside them
     for part in model.modules():
-        if isinstance(part, Stack) and start.scheme == "gpt2":
+        if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert"):
             for block in part.blocks:
                 _into_stream(block, start.std / (2 * len(part.blocks)) ** 0.5)
+        if isinstance(part, (LMHead, LabelHead)) and start.scheme == "modernbert":
+            _modern_head(part, start.std / (2 * layers) ** 0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
             part.wq.weight.div_(part.d**0.5)
+        # gpt-oss, whose they are
+        if isinstance(part, GroupedQueryAttention) and part.sinks is not None:
+            nn.init.normal_(part.sinks, std=start.std)
+        if isinstance(part, MixtureOfExperts) and part.router.bias is not None:
+            nn.init.normal_(part.router.bias, std=start.std)
+            for name in ("gate_bias", "up_bias", "down_bias"):
+                nn.init.zeros_(getattr(part, name))
 
 
 def _matrix(weight: Tensor, start: Start) -> None:
@@ -116,3 +117,11 @@ def _into_stream(block: nn.Module, std: float) -> None:
     for name, weight in block.named_parameters():
         if name.endswith(("wo.weight", "down.weight", "ffn.down")):
             nn.init.normal_(weight, std=std)
+
+
+def _modern_head(head: LMHead | LabelHead, std: float) -> None:
+    for weight in (getattr(head.dense, "weight", None), getattr(head, "weight", None)):
+        if weight is not None:
+            nn.init.normal_(weight, std=std)
+    if isinstance(head, LabelHead):
+        nn.init.normal_(head.out.weight, std=head.out.in_features**-0.5)

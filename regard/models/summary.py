@@ -16,9 +16,12 @@ def parameters(module: nn.Module) -> int:
 
 
 def weight_flops(module: nn.Module) -> int:
-    """2 for each weight of a matrix that a token meets; of the experts only the chosen ones."""
-    matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
-    for moe in (m for m in module.modules() if isinstance(m, MixtureOfExperts)):
+    """2 for each weight of a matrix that a token meets, once a layer; of the experts only the chosen ones."""
+    # All names of a block that layers share, not the first alone.
+    weights = module.named_parameters(remove_duplicate=False)
+    matrices = sum(p.numel() for n, p in weights if p.dim() > 1 and not n.endswith("_bias"))
+    parts = module.named_modules(remove_duplicate=False)
+    for moe in (m for _, m in parts if isinstance(m, MixtureOfExperts)):
         experts = sum(w.numel() for w in (moe.gate, moe.up, moe.down))
         matrices -= experts * (moe.config.experts - moe.config.active) // moe.config.experts
     return 2 * matrices

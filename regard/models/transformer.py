@@ -51,8 +51,9 @@ class Transformer(Model):
             self.embedding = PatchEmbedding(c.embedding, dim)
         self.tower = Stack(c.tower)
         self.pooler = nn.Linear(dim, dim) if c.pooler else None
-        vocab = c.embedding.vocab if isinstance(c.embedding, Tokens) else 0
-        self.head = make_head(c.head, dim, vocab) if c.head else None
+        words = c.embedding if isinstance(c.embedding, Tokens) else None
+        vocab, width = (words.vocab, words.width) if words else (0, None)
+        self.head = make_head(c.head, dim, vocab, width) if c.head else None
 
     def forward(
         self,
@@ -73,6 +74,8 @@ class Transformer(Model):
         if isinstance(head, Classify) and head.token == "last" and lengths is not None:
             last = torch.as_tensor(lengths, device=h.device).clamp(min=1) - 1
             h = h[torch.arange(len(h), device=h.device), last][:, None]  # b 1 m
+        if isinstance(head, Classify) and head.token == "mean":
+            h = _mean(h, lengths)[:, None]
         return self.logits(h)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -126,11 +129,7 @@ class Transformer(Model):
         h = self.hidden(ids, lengths, types=types)
         if self.pooler is not None:
             return activation(self.config.pooler)(self.pooler(h[:, 0]))
-        if lengths is None:
-            return h.mean(1)
-        n = torch.as_tensor(lengths, device=h.device)[:, None]
-        real = torch.arange(h.shape[1], device=h.device)[None] < n
-        return (h * real[..., None]).sum(1) / n.clamp(min=1)
+        return _mean(h, lengths)
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.tower.cache_specs() if self.config.tower.causal else super().cache_specs()
@@ -141,3 +140,12 @@ class Transformer(Model):
     def flops_per_token(self, context: int) -> int:
         head = self.head_flops(self.head, self.embedding)
         return weight_flops(self.tower) + pair_flops(self.tower, context) + head
+
+
+def _mean(h: Tensor, lengths: Tensor | list[int] | None) -> Tensor:
+    """Of the real tokens: (b t m) -> (b m)."""
+    if lengths is None:
+        return h.mean(1)
+    n = torch.as_tensor(lengths, device=h.device)[:, None]
+    real = torch.arange(h.shape[1], device=h.device)[None] < n
+    return (h * real[..., None]).sum(1) / n.clamp(min=1)

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from regard.errors import UsageError
-from regard.files import model_folder, read_files
+from regard.files import TOKENIZER_FILES, model_folder, read_files
 from regard.text.build import WANTED, Parts, around, build, plain_copy
 from regard.text.decoder import Detokenizer, Step, steps
 from regard.text.folder import (
@@ -28,10 +28,6 @@ from regard.text.folder import (
     style,
     templates,
 )
-
-FILES = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
-vocab.txt spiece.model sentencepiece.bpe.model tokenizer.model source.spm target.spm generation_config.json
-chat_template.jinja chat_template.json config.json""".split()  # noqa: SIM905
 
 
 class Tokenizer:
@@ -69,7 +65,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:
         """The same from a folder on disk."""
-        return cls.from_files(read_files(model_folder(path), FILES))
+        return cls.from_files(read_files(model_folder(path), [*TOKENIZER_FILES, "config.json"]))
 
     def encode(self, text: str, *, special: bool = True, literal: bool = False) -> list[int]:
         """The ids of a text (a source text, where source and target differ), with the tokens that the model expects

@@ -185,6 +185,8 @@ def check(model: nn.Module, degree: int) -> None:
             why = "its feed-forward is a mixture of experts"
         elif any(a.sinks is not None for a in attentions(block)):
             why = "its attention has sinks"
+        elif any(a.config.qk_norm_whole for a in attentions(block)):
+            why = "its queries have a norm over all heads"
         else:
             counts += [n for a in attentions(block) for n in (a.h, a.g)]
             counts.append(block.ffn.config.ffn_dim)

@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from regard.checkpoint.families import FAMILIES
+from regard.checkpoint.rules import Family
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 Settings = dict[str, Any]
 
@@ -65,6 +68,7 @@ GPT |= dict(bos_token_id=1, eos_token_id=2)
 LATENT = dict(kv_lora_rank=16, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, n_group=2)
 DEEPSEEK = {**KV, **LATENT, **EXPERTS, "first_k_dense_replace": 1, "topk_group": 1}
+PHI = dict(pad_token_id=0, eos_token_id=2)
 INDEX = dict(index_head_dim=16, index_n_heads=7)
 DISTIL = dict(vocab_size=50, dim=24, n_layers=2, n_heads=3, hidden_dim=20)
 DISTIL |= dict(max_position_embeddings=40)
@@ -90,6 +94,7 @@ LLAMA3 = rope(
     original_max_position_embeddings=16,
 )
 YARN = rope("yarn", **_YARN)
+LONG = rope("longrope", short_factor=[1.0, 1.3], long_factor=[2.0, 3.0], partial_rotary_factor=0.5)
 YARN_FIXED = rope("yarn", **_YARN, attention_factor=0.8, truncate=False)
 YARN_SCALED = rope("yarn", **_YARN, mscale=0.7, mscale_all_dim=0.9, beta_fast=16, beta_slow=2)
 
@@ -99,6 +104,8 @@ _GPT2, _LLAMA = "GPT2LMHeadModel", "LlamaForCausalLM"
 _MISTRAL, _MIXTRAL = "MistralForCausalLM", "MixtralForCausalLM"
 _QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 _V2, _V3, _V32 = (f"DeepseekV{v}ForCausalLM" for v in (2, 3, 32))
+_GEMMA, _OSS, _NEOX = "Gemma3ForCausalLM", "GptOssForCausalLM", "GPTNeoXForCausalLM"
+_OLMO2, _OLMO3, _PHI3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM"
 _SLIDE, _FULL = "sliding_attention", "full_attention"
 
 DECODERS = [
@@ -161,6 +168,30 @@ DECODERS = [
     case("deepseek-v32-whole", _V32, DEEPSEEK, INDEX, index_topk=64),
     case("deepseek-v32-yarn", _V32, DEEPSEEK, INDEX, YARN_SCALED, index_topk=3, n_group=1),
     case("deepseek-v32-body", "DeepseekV32Model", DEEPSEEK, INDEX, index_topk=1),
+    case("gemma3", _GEMMA, KV, num_hidden_layers=3, sliding_window=4, sliding_window_pattern=3,
+         head_dim=6, query_pre_attn_scalar=7),
+    case("gemma3-scaled", _GEMMA, KV, num_key_value_heads=1, sliding_window=5, head_dim=10,
+         layer_types=[_FULL, _SLIDE], attention_bias=True, tie_word_embeddings=False,
+         rope_parameters={_FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e4),
+                          _SLIDE: dict(rope_type="default", rope_theta=500.0)}),
+    case("olmo2", _OLMO2, KV, num_key_value_heads=1),
+    case("olmo2-yarn", _OLMO2, KV, YARN, attention_bias=True, tie_word_embeddings=True),
+    case("olmo3", _OLMO3, KV, num_hidden_layers=5, num_key_value_heads=1, sliding_window=3),
+    case("olmo3-yarn", _OLMO3, KV, layer_types=[_FULL, _SLIDE], sliding_window=4,
+         rope_parameters={_FULL: YARN["rope_parameters"],
+                          _SLIDE: dict(rope_type="default", rope_theta=1e4)}),
+    case("phi3", _PHI3, KV, PHI, num_key_value_heads=1, sliding_window=4),
+    case("phi3-partial", _PHI3, KV, PHI, rope_parameters=dict(
+         rope_type="default", rope_theta=500.0, partial_rotary_factor=0.75)),
+    case("phi3-short", _PHI3, KV, PHI, LONG, original_max_position_embeddings=16),
+    case("phi3-long", _PHI3, KV, PHI, LONG, original_max_position_embeddings=3),
+    case("gpt-oss", _OSS, KV, num_key_value_heads=1, num_hidden_layers=3, sliding_window=4,
+         num_local_experts=5, num_experts_per_tok=3, head_dim=6),
+    case("gpt-oss-plain", _OSS, KV, rope("default"), num_local_experts=3, num_experts_per_tok=1,
+         head_dim=10, attention_bias=False, layer_types=[_FULL, _FULL], tie_word_embeddings=True),
+    case("gpt-neox", _NEOX, BASE, hidden_size=48, eos_token_id=2),
+    case("gpt-neox-sequential", _NEOX, BASE, rotary_pct=0.5, use_parallel_residual=False,
+         attention_bias=False, hidden_act="gelu_new", tie_word_embeddings=True),
 ]  # fmt: skip
 
 LABELLED = [
@@ -235,15 +266,32 @@ SEQ2SEQ = [
     case("bart-body-untied", "BartModel", BART, tie_word_embeddings=False),
 ]  # fmt: skip
 
-_ALL = [*DECODERS, *LABELLED, *ENCODERS, *IMAGES, *SEQ2SEQ]
+# Sizes by their key, for what has no case above: each architecture in the table of families gets one of itself.
+ODD: Settings = {**GPT, **DISTIL, **T5, **BART, **IMAGE, **LATENT, **EXPERTS, **INDEX, **BASE}
+ODD |= dict(num_key_value_heads=1, head_dim=8, num_local_experts=4, num_experts=4, sliding_window=4)
+ODD |= dict(index_topk=5, first_k_dense_replace=1, topk_group=1, pad_token_id=0, num_labels=3)
+HEADS = {name: head for family in FAMILIES.values() for name, head in family.heads.items()}
+
+
+def _case_of(family: Family, architecture: str) -> Case:
+    known = family.keys | {"bos_token_id", "eos_token_id", "pad_token_id", "num_labels"}
+    return case(architecture, architecture, {key: ODD[key] for key in ODD if key in known})
+
+
+_WRITTEN = [*DECODERS, *LABELLED, *ENCODERS, *IMAGES, *SEQ2SEQ]
+_ALL = _WRITTEN + [
+    _case_of(family, architecture)
+    for family in FAMILIES.values()
+    for architecture in family.heads
+    if architecture not in {c.architecture for c in _WRITTEN}
+]
 CASES = {c.name: c for c in _ALL}
 assert len(CASES) == len(_ALL)
-
-ONE_A_FAMILY = [
-    "gpt2", "llama-mqa", "mistral", "qwen2", "qwen3", "mixtral", "deepseek-v2", "deepseek-v3",
-    "deepseek-v32-sparse", "bert-ForMaskedLM", "roberta-body", "xlm-roberta-ForMaskedLM",
-    "distilbert-ForMaskedLM", "vit", "deit", "t5", "bart", "marian",
-]  # fmt: skip
+# The first case of each family's first head.
+ONE_PER_FAMILY = [
+    next(c.name for c in _ALL if c.architecture == next(iter(family.heads)))
+    for family in FAMILIES.values()
+]
 
 # --- a model of theirs beside its folder, and the same input for both ---------------------------------------------
 

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 import regard
-from regard.checkpoint.hf import Origin
-from regard.checkpoint.hf_save import _express
+from regard.checkpoint.hf import Origin, _express
 from regard.decode.generate import told
 from regard.errors import Notice, UsageError
 from regard.layers import MLP
 from regard.moe import MoE
 from regard.presets import PRESETS
-from tests.checkpoint.families import ONE_A_FAMILY
+from tests.checkpoint.families import ONE_PER_FAMILY
 from tests.checkpoint.test_hf import Peers
 from tests.checkpoint.test_native import NATIVE, assert_same, tiny
 
@@ -56,7 +55,7 @@ def test_native_model_saved_again_has_the_same_bytes(name: str, tmp_path: Path) 
     assert_same(again, model)
 
 
-@pytest.mark.parametrize("name", ONE_A_FAMILY)
+@pytest.mark.parametrize("name", ONE_PER_FAMILY)
 def test_family_saved_again_has_the_same_bytes(name: str, peer: Peers, tmp_path: Path) -> None:
     check(regard.load(peer(name).folder), tmp_path)
 
@@ -122,7 +121,7 @@ def test_no_rule_fails_on_a_model_that_it_does_not_fit(name: str) -> None:
 def test_mistake_in_a_rule_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from regard.checkpoint import rules
 
-    def wrong(self: Any, ours: Any, theirs: Any) -> None:
+    def wrong(*_: Any) -> None:
         raise KeyError("a mistake")
 
     model = tiny("gpt2")

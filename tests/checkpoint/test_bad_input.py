@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import regard
-from regard.checkpoint.families.tables import FAMILIES
+from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.hf import read
 from regard.checkpoint.store import Weights
 from regard.errors import UsageError
-from tests.checkpoint.families import ONE_A_FAMILY, Peer
+from tests.checkpoint.families import ONE_PER_FAMILY, Peer
 from tests.checkpoint.spoil import SIZES, configure, refused
 
 # --- config.json --------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_config_that_is_a_folder_says_so(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("name", ONE_A_FAMILY)
+@pytest.mark.parametrize("name", ONE_PER_FAMILY)
 def test_value_of_any_key_is_refused_in_words_or_kept(
     name: str, peer: Callable[[str], Peer], tmp_path: Path
 ) -> None:
@@ -100,7 +100,7 @@ def test_value_of_any_key_is_refused_in_words_or_kept(
     said = json.loads((peer(name).folder / "config.json").read_text())
     weights, family = Weights(peer(name).folder), FAMILIES[said["model_type"]]
     plain, rng = read(said, weights, None, None), random.Random(name)
-    for key in sorted({"architectures", *(n for r in family.config for n in r.names)}):
+    for key in sorted({"architectures", *family.keys}):
         for value in rng.sample(wrong, 4):
             try:
                 model = read(said | {key: value}, weights, None, None)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard.checkpoint.families.tables import FAMILIES
+from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.hf import plan
 from regard.layers import Answer, Classify, Tag
 from regard.models.adapt import with_head
-from regard.models.start import initialize, start_of
+from regard.models.start import initialize
 from tests.checkpoint.families import CASES, Peer, at_tokens, batch, theirs
 
 Peers = Callable[[str], Peer]
@@ -43,7 +43,7 @@ def in_our_words(model: regard.Model, module: Any, given: dict[str, Tensor]) -> 
     found: dict[str, Tensor] = {}
     for step in plan(model, family):
         if all(n in named for n in step.theirs):
-            loaded = step.op.load([named[n] for n in step.theirs], step.shapes)
+            loaded = step.load([named[n] for n in step.theirs])
             found |= dict(zip(step.ours, loaded, strict=True))
     return found
 
@@ -101,7 +101,7 @@ def census(run: Callable[[], Any]) -> Counter[tuple[float, int]]:
 
 def rates(config: Any) -> dict[str, float]:
     """A rate of its own for each of a config's dropouts."""
-    known = {n for rule in FAMILIES[config.model_type].config for n in rule.names}
+    known = FAMILIES[config.model_type].keys
     names = [n for n in sorted(known | config.to_dict().keys()) if "drop" in n]
     return {n: round(0.11 + 0.01 * i, 2) for i, n in enumerate(names) if "layerdrop" not in n}
 
@@ -168,7 +168,7 @@ def test_new_weights_start_as_theirs(architecture: str) -> None:
         model = regard.from_hf(module)
         wanted = in_our_words(model, module, module.state_dict())
         initialize(model, model.origin.start)
-    assert model.origin.start == start_of(model.config, model.origin.family)
+    assert model.origin.start == FAMILIES[model.origin.family].start
     got = dict(model.named_parameters())
     assert got.keys() <= wanted.keys()
     off = {n: (largest(p), largest(wanted[n])) for n, p in got.items()}

@@ -1,5 +1,6 @@
 """Folders that transformers writes: our logits are its logits, and what was read is written back bit for bit."""
 
+import copy
 import json
 import os
 import re
@@ -15,13 +16,13 @@ from torch import Tensor
 
 import regard
 from regard.checkpoint import save
-from regard.checkpoint.families.tables import FAMILIES
+from regard.checkpoint.families import FAMILIES
 from regard.fast.cpu import prepare
+from regard.layers import LM
 from tests.checkpoint.families import (
     CASES,
-    DECODERS,
-    ONE_A_FAMILY,
-    SEQ2SEQ,
+    HEADS,
+    ONE_PER_FAMILY,
     Peer,
     at_tokens,
     batch,
@@ -33,7 +34,7 @@ from tests.checkpoint.families import (
 ROOT = Path(__file__).resolve().parents[2]
 Peers = Callable[[str], Peer]
 every = pytest.mark.parametrize("name", CASES)
-one_a_family = pytest.mark.parametrize("name", ONE_A_FAMILY)
+one_per_family = pytest.mark.parametrize("name", ONE_PER_FAMILY)
 
 
 def assert_bit_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -124,7 +125,7 @@ def test_hf_saved_folder_loads_equal(name: str, peer: Peers, tmp_path: Path) -> 
     assert_bit_equal(again.state_dict(), model.state_dict())
 
 
-@one_a_family
+@one_per_family
 def test_hf_bfloat16_folder_keeps_its_type(name: str, peer: Peers, tmp_path: Path) -> None:
     module = CASES[name].make().to(torch.bfloat16)
     module.save_pretrained(tmp_path / "theirs")
@@ -152,8 +153,8 @@ def greedy(model: regard.Model, ids: Tensor, cached: bool, **source: Tensor) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [c.name for c in (*DECODERS, *SEQ2SEQ) if not c.architecture.endswith("Model") or "MT" in c.architecture]
-)  # fmt: skip
+    "name", [c.name for c in CASES.values() if isinstance(HEADS[c.architecture], LM)]
+)
 @torch.no_grad()
 def test_hf_cached_decoding_equals_the_plain_loop(name: str, peer: Peers) -> None:
     model = regard.load(peer(name).folder)
@@ -165,10 +166,27 @@ def test_hf_cached_decoding_equals_the_plain_loop(name: str, peer: Peers) -> Non
     torch.testing.assert_close(fast[1], plain[1], atol=2e-5, rtol=2e-5)  # other shapes, other sums
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        CASES[n].name
+        for n, family in zip(ONE_PER_FAMILY, FAMILIES.values(), strict=True)
+        if family.blank.kind == "transformer" and isinstance(HEADS[CASES[n].architecture], LM)
+    ],
+)
+@torch.no_grad()
+def test_hf_greedy_text_is_that_of_transformers(name: str, peer: Peers) -> None:
+    module = copy.deepcopy(peer(name).model)
+    module.generation_config.update(eos_token_id=None, pad_token_id=0)
+    ids = batch(module.config)["ids"][:1, :5]
+    wanted = module.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(greedy(regard.from_hf(module), ids, True)[0], wanted)
+
+
 # --- shards, files, types, devices --------------------------------------------------------------------------------
 
 
-@one_a_family
+@one_per_family
 def test_hf_shards_of_transformers_load_equal(name: str, peer: Peers, tmp_path: Path) -> None:
     peer(name).model.save_pretrained(tmp_path, max_shard_size="6KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
@@ -176,7 +194,7 @@ def test_hf_shards_of_transformers_load_equal(name: str, peer: Peers, tmp_path: 
     assert_bit_equal(whole.state_dict(), shards.state_dict())
 
 
-@one_a_family
+@one_per_family
 def test_hf_shards_of_ours_load_in_transformers(name: str, peer: Peers, tmp_path: Path) -> None:
     save(regard.load(peer(name).folder), tmp_path, shard_bytes=6000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

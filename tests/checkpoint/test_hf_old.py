@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import regard
-from regard.checkpoint.families.tables import FAMILIES, INERT
+from regard.checkpoint.families import FAMILIES, INERT
 from regard.checkpoint.hf import LAYERS, plan, read_config
 from regard.checkpoint.rules import REQUIRED, Key
-from tests.checkpoint.families import ONE_A_FAMILY, Peer, error, tensors
+from tests.checkpoint.families import ONE_PER_FAMILY, Peer, error, tensors
 
 Peers = Callable[[str], Peer]
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def test_missing_optional_keys_mean_what_transformers_means(name: str, peer: Pee
 
     family = FAMILIES[name]
     every = json.loads(AutoConfig.for_model(name).to_json_string(use_diff=False))
-    needed = {r.name for r in family.config if isinstance(r, Key) and r.default is REQUIRED}
+    needed = {n for n, r in family.rules if isinstance(r, Key) and r.default is REQUIRED}
     needed |= {"n_routed_experts"} & set(every)
     every |= {
         key: 2 for key in needed if every[key] is None
@@ -99,7 +99,7 @@ def test_missing_architectures_mean_the_family_s_first_head(
     assert error(regard.load(folder), peer(name).model) < 2e-4
 
 
-@pytest.mark.parametrize("name", ONE_A_FAMILY)
+@pytest.mark.parametrize("name", ONE_PER_FAMILY)
 def test_keys_of_every_config_class_are_known(name: str, peer: Peers, tmp_path: Path) -> None:
     """Transformers 4 wrote some fifty keys of its base class when asked for all of them."""
     base = {key: None for key in INERT - {"architectures", "model_type", "id2label", "label2id"}}

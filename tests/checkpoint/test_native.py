@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import regard
-from regard.checkpoint.hf import Origin
-from regard.checkpoint.hf_save import _express
+from regard.checkpoint.hf import Origin, _express
 from regard.layers import Answer, Classify, Tag
 from regard.presets import PRESETS
 from tests.checkpoint.families import error

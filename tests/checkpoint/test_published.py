@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import regard
-from regard.checkpoint.families.tables import FAMILIES, INERT
-from regard.checkpoint.hf import read
-from regard.checkpoint.hf_save import _express
+from regard.checkpoint.families import FAMILIES, INERT
+from regard.checkpoint.hf import _express, read
 from regard.checkpoint.store import Memory, Weights
 from regard.errors import Notice
 from tests.checkpoint.families import Peer, error
@@ -87,8 +86,8 @@ def test_published_config_gives_the_numbers_of_transformers(name: str) -> None:
     assert {key: written.get(key) for key in said} == said
 
 
-def rules(family: str) -> set[str]:
-    return {n for r in FAMILIES[family].config for n in r.names} | set(FAMILIES[family].aliases)
+def rules(family: str) -> frozenset[str]:
+    return FAMILIES[family].keys | set(FAMILIES[family].aliases)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import regard
-from regard.checkpoint import hf_save, save, store
+from regard.checkpoint import hf, save, store
 from regard.errors import UsageError
 from tests.checkpoint.spoil import SIZES
 
@@ -46,7 +46,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 FAILURES = [
     (store, "_write_file", FULL, 1),
     (store, "_write_file", FULL, 2),  # the second shard
-    (hf_save, "write_json", FULL, 1),
+    (hf, "write_json", FULL, 1),
     (store, "write_json", FULL, 1),  # the index
     (os, "fsync", OSError(errno.EIO, "Input/output error"), 3),
     (store.shutil, "copy2", FULL, 1),  # a file that was there before

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Context, DeltaRule
 from regard.block import Attention, Tower
-from regard.layers import LM, MLP
+from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
-from regard.position import Alibi, Rope, Sinusoidal, T5Bias
+from regard.position import Alibi, LongRope, Rope, Sinusoidal, T5Bias
 
 DIM, VOCAB = 24, 19
 TIGHT = {
@@ -23,6 +23,7 @@ TIGHT = {
 
 _LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, rope=Rope(layout="interleaved"))
 _GROUPED = GQA(heads=6, kv_heads=2, head_dim=8, rope=Rope())
+_LONG = LongRope(short=(1.0, 1.5), long=(2.0, 3.0), original_len=64, factor=4.0)
 
 MECHANISMS: dict[str, Attention] = {
     "mha": GQA(heads=3),
@@ -33,6 +34,9 @@ MECHANISMS: dict[str, Attention] = {
     "softcap": GQA(heads=4, kv_heads=2, softcap=1.5),
     "sinks": GQA(heads=4, kv_heads=2, sinks=True, rope=Rope(), head_dim=6),
     "qk_norm": GQA(heads=3, qk_norm=1e-6, rope=Rope(), head_dim=6, scale=0.7),
+    "qk_norm_whole": GQA(heads=6, kv_heads=2, head_dim=4, qk_norm=1e-6, qk_norm_whole=True),
+    "qk_norm_plus_one": GQA(heads=3, qk_norm=1e-6, qk_norm_plus_one=True, rope=Rope(), head_dim=6),
+    "longrope": GQA(heads=3, head_dim=8, rope=Rope(partial=0.5, scaling=_LONG)),
     "mla": _LATENT,
     "mla_query_latent": MLA(3, latent=10, head_dim=6, rope_dim=4, query_latent=7, rope=Rope()),
     "mla_plain": MLA(3, latent=7, normed=False, bias=True, out_bias=True),
@@ -65,6 +69,10 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
         "relative": T5Bias(4, 8, 16, causal=True),
     },
     "delta_gqa": {"attention": (MECHANISMS["delta_grouped"], MECHANISMS["gqa_rope"])},
+    "one_block": {"attention": MECHANISMS["gqa_rope"], "blocks": (0, 0)},
+    "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
+    "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
+    "norms_no_bias": {"attention": _GROUPED, "norm": Norm(bias=False), "order": "sandwich"},
     "mixed": {"attention": (MECHANISMS["window"], MECHANISMS["dsa_mla"])},
 }
 
@@ -101,6 +109,8 @@ def context(size: int, mask: Mask | None = None, **more: object) -> Context:
 def decoder(name: str, *, layers: int = 2, causal: bool = True, **more: object) -> Transformer:
     """A small language model of TOWERS[name]; sinusoids where the attention itself knows no positions."""
     tower = {"ffn": MLP(32, "gelu"), "causal": causal, **TOWERS[name], **more}
+    if "blocks" in tower:
+        tower["blocks"] = (0,) * layers
     first = tower["attention"][0] if isinstance(tower["attention"], tuple) else tower["attention"]
     blind = getattr(first, "rope", None) is None and "relative" not in tower
     tokens = Tokens(VOCAB, Sinusoidal(64) if blind else None)

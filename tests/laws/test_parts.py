@@ -14,6 +14,7 @@ FEEDS = {f"mlp_{name}": MLP(32, name) for name in ACTIVATIONS} | {
     "gated": MLP(32, "silu", gated=True, bias=False),
     "moe": MoE(6, 2, 16),
     "moe_shared": MoE(6, 2, 16, shared=2, score="sigmoid", gain=2.5, corrected=True),
+    "moe_biased": MoE(6, 2, 16, "quick_gelu", bias=True, limit=0.4),
     "moe_groups": MoE(8, 3, 16, groups=4, active_groups=2, normalized=False),
 }
 

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from regard.attention import GQA
 from regard.block import Tower
-from regard.checkpoint.families.config import ACTIVATIONS
+from regard.checkpoint.families.keys import ACTIVATIONS
 from regard.checkpoint.rules import (
-    REQUIRED,
     ROW,
-    Custom,
     Data,
     Family,
     Fixed,
-    Inert,
+    Group,
     Key,
+    Keys,
+    To,
+    Weights,
     need,
     put,
-    rule,
+    under,
 )
 from regard.errors import UsageError
 from regard.layers import LM, MLP, Norm
 from regard.models import EncoderDecoderConfig, Tokens
+from regard.models.start import Start
 from regard.position import Learned, Sinusoidal, T5Bias
+
+
+def both(field: str) -> str:
+    """The places of a setting that rules both towers."""
+    return f"encoder.{field} decoder.{field}"
+
+
+def _frame(base: str) -> Weights:
+    """One table for both sides, or one for each."""
+    return {
+        f"{base}shared.weight": To("source.weight", unless="target.weight"),
+        f"{base}encoder.embed_tokens.weight": To("source.weight", needs="target.weight"),
+        f"{base}decoder.embed_tokens.weight": "target.weight",
+    }
+
+
+def _twins(base: str) -> tuple[tuple[str, tuple[str, ...], str], ...]:
+    shared, decoder = f"{base}shared.weight", f"{base}decoder.embed_tokens.weight"
+    return (
+        ("lm_head.weight", (shared, decoder), "head.tied"),
+        (f"{base}encoder.embed_tokens.weight", (shared,), "shared"),
+        (decoder, (shared,), "shared"),
+    )
+
 
 # --- T5 -----------------------------------------------------------------------------------------------------------
 
@@ -42,41 +67,27 @@ _T5_ENCODER = Tower(
 _T5_DECODER = replace(_T5_ENCODER, cross=_PLAIN, causal=True, relative=T5Bias(1, causal=True))
 
 
-def _both(field: str) -> tuple[str, tuple[str, ...]]:
-    return f"encoder.{field}", (f"decoder.{field}",)
-
-
-def _shared(name: str, field: str, default: Any, words: dict[Any, Any] | None = None) -> Key:
-    """One key of theirs that rules both towers."""
-    path, also = _both(field)
-    return Key(name, path, default, words, also)
-
-
-def _t5_block(tower: str, last: int) -> tuple[Any, ...]:
-    theirs, ours = f"{tower}.block.{{i}}.layer.", f"{tower}.blocks.{{i}}."
-    self_attention = [(f"0.SelfAttention.{a}", f"attention.w{a}") for a in "qkvo"]
-    cross = [(f"1.EncDecAttention.{a}", f"cross.w{a}") for a in "qkvo"] if last == 2 else []
-    norms = [("0.layer_norm", "norm1"), (f"{last}.layer_norm", "norm3")]
-    norms += [("1.layer_norm", "norm2")] if last == 2 else []
-    ffn = f"{last}.DenseReluDense."
-    rows = [*self_attention, *cross, *norms, (ffn + "wo", "ffn.down"), (ffn + "wi_0", "ffn.gate")]
-    up, gate = ours + "ffn.up.weight", ours + "ffn.gate.weight"
-    return (
-        rule(f"{theirs}{ffn}wi.weight", up, unless=gate),
-        rule(f"{theirs}{ffn}wi_1.weight", up, needs=gate),
-        *(rule(f"{theirs}{a}.weight", f"{ours}{b}.weight") for a, b in rows),
-        rule(
-            f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-            f"{tower}.relative.weight",
-        ),
-        rule(f"{tower}.final_layer_norm.weight", f"{tower}.norm.weight"),
-    )
-
-
-def _read_t5_ffn(theirs: Data, ours: Data) -> None:
-    activation, gated = _t5_ffn_of(theirs)
-    for tower in ("encoder", "decoder"):
-        ours[tower]["ffn"].update(activation=activation, gated=gated)
+def _t5_tower(tower: str, last: int) -> Weights:
+    """`last`: which of the parts of a layer is the feed-forward, after self-attention and perhaps cross-attention."""
+    ffn, gate = f"{last}.DenseReluDense.", "ffn.gate.weight"
+    rows: Weights = {
+        f"{ffn}wi.weight": To("ffn.up.weight", unless=gate),
+        f"{ffn}wi_1.weight": To("ffn.up.weight", needs=gate),
+        f"{ffn}wi_0.weight": gate,
+        f"{ffn}wo.weight": "ffn.down.weight",
+        "0.layer_norm.weight": "norm1.weight",
+        f"{last}.layer_norm.weight": "norm3.weight",
+        **{f"0.SelfAttention.{x}.weight": f"attention.w{x}.weight" for x in "qkvo"},
+    }
+    if last == 2:
+        cross = {f"1.EncDecAttention.{x}.weight": f"cross.w{x}.weight" for x in "qkvo"}
+        rows = {**rows, **cross, "1.layer_norm.weight": "norm2.weight"}
+    bias = f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return {
+        **under(f"{tower}.block.{{i}}.layer.", f"{tower}.blocks.{{i}}.", rows),
+        bias: f"{tower}.relative.weight",
+        f"{tower}.final_layer_norm.weight": f"{tower}.norm.weight",
+    }
 
 
 def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
@@ -90,28 +101,26 @@ def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
     return ACTIVATIONS[name], word.startswith("gated-")
 
 
+def _read_t5_ffn(theirs: Data, ours: Data) -> None:
+    activation, gated = _t5_ffn_of(theirs)
+    for tower in ("encoder", "decoder"):
+        ours[tower]["ffn"].update(activation=activation, gated=gated)
+
+
 def _write_t5_ffn(ours: Data, theirs: Data) -> None:
     activation, gated = (need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
     if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (activation, gated):
         return
     name = next(k for k, v in ACTIVATIONS.items() if v == activation)
-    if not gated:
-        theirs["feed_forward_proj"] = name
-    else:
-        theirs["feed_forward_proj"] = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
+    if gated:
+        name = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
+    theirs["feed_forward_proj"] = name
     for stale in ("dense_act_fn", "is_gated_act"):
         theirs.pop(stale, None)
 
 
-T5_FFN = Custom(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_ffn, _write_t5_ffn)
-
-
-def _read_t5_scale(theirs: Data, ours: Data) -> None:
-    """v1.0 multiplies the decoder's output by dim^-0.5; v1.1 is told by tie_word_embeddings false in older folders."""
-    put(ours, "head.scaled", _t5_scale_of(theirs))
-
-
 def _t5_scale_of(theirs: Data) -> bool:
+    """v1.0 multiplies the decoder's output by dim^-0.5; in older folders v1.1 shows by tie_word_embeddings false."""
     scaled = theirs.get("scale_decoder_outputs")
     return theirs.get("tie_word_embeddings") is not False if scaled is None else scaled
 
@@ -124,192 +133,135 @@ def _write_t5_scale(ours: Data, theirs: Data) -> None:
         theirs["scale_decoder_outputs"] = theirs["tie_word_embeddings"] = scaled
 
 
-T5_SCALE = Custom(("scale_decoder_outputs", "tie_word_embeddings"), _read_t5_scale, _write_t5_scale)
-
-
 T5 = Family(
     name="t5",
-    aliases={
-        "hidden_size": "d_model",
-        "num_attention_heads": "num_heads",
-        "num_hidden_layers": "num_layers",
-        "head_dim": "d_kv",
-    },
     base="",
     blank=EncoderDecoderConfig(Tokens(1), _T5_ENCODER, Tokens(1), _T5_DECODER),
     heads={"T5ForConditionalGeneration": LM(), "T5Model": None},
-    config=(
-        Key("vocab_size", "source.vocab", also=("target.vocab",)),
-        _shared("d_model", "dim", REQUIRED),
-        Key("num_layers", "encoder.layers"),
-        Key("num_decoder_layers", "decoder.layers", lambda hf: hf["num_layers"]),
-        Key(
-            "num_heads",
-            "encoder.attention.heads",
-            also=(
-                "decoder.attention.heads",
-                "decoder.cross.heads",
-                "encoder.relative.heads",
-                "decoder.relative.heads",
-            ),
-        ),
-        Key(
-            "d_kv",
-            "encoder.attention.head_dim",
-            64,
-            also=("decoder.attention.head_dim", "decoder.cross.head_dim"),
-        ),
-        _shared("d_ff", "ffn.ffn_dim", REQUIRED),
-        _shared("relative_attention_num_buckets", "relative.buckets", 32),
-        _shared("relative_attention_max_distance", "relative.max_distance", 128),
-        _shared("layer_norm_epsilon", "norm.eps", 1e-6),
-        Key(
-            "dropout_rate",
-            "encoder.dropout",
+    config=dict(
+        vocab_size=Key("source.vocab target.vocab"),
+        d_model=Key(both("dim")),
+        num_layers=Key("encoder.layers"),
+        num_decoder_layers=Key("decoder.layers", lambda hf: hf["num_layers"]),
+        num_heads=Key(f"{both('attention.heads')} decoder.cross.heads {both('relative.heads')}"),
+        d_kv=Key(f"{both('attention.head_dim')} decoder.cross.head_dim", 64),
+        d_ff=Key(both("ffn.ffn_dim")),
+        relative_attention_num_buckets=Key(both("relative.buckets"), 32),
+        relative_attention_max_distance=Key(both("relative.max_distance"), 128),
+        layer_norm_epsilon=Key(both("norm.eps"), 1e-6),
+        dropout_rate=Key(
+            f"{both('dropout')} source.dropout target.dropout {both('ffn.dropout')} "
+            f"{both('attention.dropout')} decoder.cross.dropout",
             0.1,
-            also=(
-                "decoder.dropout",
-                "source.dropout",
-                "target.dropout",
-                "encoder.ffn.dropout",
-                "decoder.ffn.dropout",
-                "encoder.attention.dropout",
-                "decoder.attention.dropout",
-                "decoder.cross.dropout",
-            ),
         ),
-        T5_FFN,
-        T5_SCALE,
-        Fixed("is_decoder", (False,)),
-        Fixed("is_causal", (True,)),
-        Inert(("n_positions", "classifier_dropout")),
+        feed_forward_proj=Group(
+            ("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_ffn, _write_t5_ffn
+        ),
+        scale_decoder_outputs=Group(
+            ("scale_decoder_outputs", "tie_word_embeddings"),
+            lambda theirs, ours: put(ours, "head.scaled", _t5_scale_of(theirs)),
+            _write_t5_scale,
+        ),
+        is_decoder=Fixed(False),
+        is_causal=Fixed(True),
     ),
-    tensors=(
-        rule("shared.weight", "source.weight", unless="target.weight"),
-        rule("encoder.embed_tokens.weight", "source.weight", needs="target.weight"),
-        rule("decoder.embed_tokens.weight", "target.weight"),
-        *_t5_block("encoder", 1),
-        *_t5_block("decoder", 2),
+    inert="n_positions classifier_dropout",
+    aliases=dict(
+        hidden_size="d_model",
+        num_attention_heads="num_heads",
+        num_hidden_layers="num_layers",
+        head_dim="d_kv",
     ),
-    head_tensors={"lm": (rule("lm_head.weight", "head.weight"),)},
-    twins=(
-        ("lm_head.weight", ("shared.weight", "decoder.embed_tokens.weight"), "head.tied"),
-        ("encoder.embed_tokens.weight", ("shared.weight",), "shared"),
-        ("decoder.embed_tokens.weight", ("shared.weight",), "shared"),
-    ),
+    tensors={**_frame(""), **_t5_tower("encoder", 1), **_t5_tower("decoder", 2)},
+    head_tensors={"lm": {"lm_head.weight": "head.weight"}},
+    twins=_twins(""),
     carried=(
         r"shared\.weight",
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),
+    start=Start("t5", 1.0),
 )
 
 # --- BART and Marian ----------------------------------------------------------------------------------------------
 
 _BIASED = GQA(1, bias=True, out_bias=True)
-_BART_FFN = MLP(1, "gelu", dropout=0.0)
-_BART_ENCODER = Tower(1, 1, _BIASED, _BART_FFN, order="post", final_norm=False, causal=False)
-_BART_HEAD = LM(bias=True, trained=False)
+_BART_ENCODER = Tower(
+    1, 1, _BIASED, MLP(1, "gelu", dropout=0.0), order="post", final_norm=False, causal=False
+)
 _BART_DECODER = replace(_BART_ENCODER, cross=_BIASED, causal=True)
-_BART_TOKENS = Tokens(1, Learned(1, offset=2), norm=Norm())
-_MARIAN_TOKENS = Tokens(1, Sinusoidal(1, layout="halves"))
-_BART_KEYS = (
-    Key("d_model", "encoder.dim", also=("decoder.dim",)),
-    Key("encoder_layers", "encoder.layers"),
-    Key("decoder_layers", "decoder.layers"),
-    Key("encoder_attention_heads", "encoder.attention.heads"),
-    Key("decoder_attention_heads", "decoder.attention.heads", also=("decoder.cross.heads",)),
-    Key("encoder_ffn_dim", "encoder.ffn.ffn_dim"),
-    Key("decoder_ffn_dim", "decoder.ffn.ffn_dim"),
-    Key(
-        "max_position_embeddings",
-        "max_len",
-        also=("source.position.max_len", "target.position.max_len"),
-    ),
-    _shared("activation_function", "ffn.activation", "gelu", ACTIVATIONS),
-    _shared("activation_dropout", "ffn.dropout", 0.0),
-    Key(
-        "dropout",
-        "encoder.dropout",
-        0.1,
-        also=("decoder.dropout", "source.dropout", "target.dropout"),
-    ),
-    Key(
-        "attention_dropout",
-        "encoder.attention.dropout",
-        0.0,
-        also=("decoder.attention.dropout", "decoder.cross.dropout"),
-    ),
-    Key("encoder_layerdrop", "encoder.layer_drop", 0.0),
-    Key("decoder_layerdrop", "decoder.layer_drop", 0.0),
-    Key("scale_embedding", "source.scaled", False, also=("target.scaled",)),
-    Key("tie_word_embeddings", "head.tied", True),
-    Fixed("is_decoder", (False,)),
-    Fixed("is_causal", (True,)),
-    Fixed("normalize_before", (False,)),
-    Fixed("add_final_layer_norm", (False,)),
-    Inert(
-        (
-            "classifier_dropout",
-            "classif_dropout",
-            "add_bias_logits",
-            "extra_pos_embeddings",
-            "force_bos_token_to_be_generated",
-        )
-    ),
+_BART_HEAD = LM(bias=True, trained=False)
+
+
+def _bart(words: Tokens) -> EncoderDecoderConfig:
+    return EncoderDecoderConfig(words, _BART_ENCODER, words, _BART_DECODER, _BART_HEAD, max_len=1)
+
+
+_BART_KEYS: Keys = dict(
+    d_model=Key(both("dim")),
+    encoder_layers=Key("encoder.layers"),
+    decoder_layers=Key("decoder.layers"),
+    encoder_attention_heads=Key("encoder.attention.heads"),
+    decoder_attention_heads=Key("decoder.attention.heads decoder.cross.heads"),
+    encoder_ffn_dim=Key("encoder.ffn.ffn_dim"),
+    decoder_ffn_dim=Key("decoder.ffn.ffn_dim"),
+    max_position_embeddings=Key("max_len source.position.max_len target.position.max_len"),
+    activation_function=Key(both("ffn.activation"), "gelu", ACTIVATIONS),
+    activation_dropout=Key(both("ffn.dropout"), 0.0),
+    dropout=Key(f"{both('dropout')} source.dropout target.dropout", 0.1),
+    attention_dropout=Key(f"{both('attention.dropout')} decoder.cross.dropout", 0.0),
+    encoder_layerdrop=Key("encoder.layer_drop", 0.0),
+    decoder_layerdrop=Key("decoder.layer_drop", 0.0),
+    scale_embedding=Key("source.scaled target.scaled", False),
+    tie_word_embeddings=Key("head.tied", True),
+    is_decoder=Fixed(False),
+    is_causal=Fixed(True),
+    normalize_before=Fixed(False),
+    add_final_layer_norm=Fixed(False),
 )
 
 
-def _bart_block(tower: str) -> tuple[Any, ...]:
-    theirs, ours = f"model.{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}."
-    rows = [("fc1", "ffn.up"), ("fc2", "ffn.down"), ("final_layer_norm", "norm3")]
-    for a, b, norm in (("self_attn", "attention", "norm1"), ("encoder_attn", "cross", "norm2")):
-        rows += [(f"{a}.{x}_proj", f"{b}.w{x}") for x in "qkv"]
-        rows += [(f"{a}.out_proj", f"{b}.wo"), (f"{a}_layer_norm", norm)]
-    side = "source" if tower == "encoder" else "target"
-    return (
-        *(rule(f"{theirs}{a}.*", f"{ours}{b}.*") for a, b in rows),
-        rule(f"model.{tower}.embed_positions.weight", f"{side}.position.weight"),
-        rule(f"model.{tower}.layernorm_embedding.*", f"{side}.norm.*"),
-    )
+def _bart_tower(tower: str, side: str) -> Weights:
+    rows = {"fc1.*": "ffn.up.*", "fc2.*": "ffn.down.*", "final_layer_norm.*": "norm3.*"}
+    for theirs, ours, norm in (
+        ("self_attn", "attention", "norm1"),
+        ("encoder_attn", "cross", "norm2"),
+    ):
+        rows |= {f"{theirs}.{x}_proj.*": f"{ours}.w{x}.*" for x in "qkv"}
+        rows |= {f"{theirs}.out_proj.*": f"{ours}.wo.*", f"{theirs}_layer_norm.*": f"{norm}.*"}
+    return {
+        **under(f"model.{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
+        f"model.{tower}.embed_positions.weight": f"{side}.position.weight",
+        f"model.{tower}.layernorm_embedding.*": f"{side}.norm.*",
+    }
 
 
 BART = Family(
     name="bart",
-    aliases={
-        "hidden_size": "d_model",
-        "num_attention_heads": "encoder_attention_heads",
-        "num_hidden_layers": "encoder_layers",
-    },
     base="model.",
-    blank=EncoderDecoderConfig(
-        _BART_TOKENS, _BART_ENCODER, _BART_TOKENS, _BART_DECODER, _BART_HEAD, max_len=1
-    ),
+    blank=_bart(Tokens(1, Learned(1, offset=2), norm=Norm())),
     heads={"BartForConditionalGeneration": _BART_HEAD, "BartModel": None},
-    config=(
-        Key("vocab_size", "source.vocab", also=("target.vocab",)),
-        *_BART_KEYS,
-        Fixed("normalize_embedding", (True,)),
-        Fixed("static_position_embeddings", (False,)),
+    config=_BART_KEYS
+    | dict(
+        vocab_size=Key("source.vocab target.vocab"),
+        normalize_embedding=Fixed(True),
+        static_position_embeddings=Fixed(False),
     ),
-    tensors=(
-        rule("model.shared.weight", "source.weight", unless="target.weight"),
-        rule("model.encoder.embed_tokens.weight", "source.weight", needs="target.weight"),
-        rule("model.decoder.embed_tokens.weight", "target.weight"),
-        *_bart_block("encoder"),
-        *_bart_block("decoder"),
+    inert="""classifier_dropout classif_dropout add_bias_logits extra_pos_embeddings
+    force_bos_token_to_be_generated""",
+    aliases=dict(
+        hidden_size="d_model",
+        num_attention_heads="encoder_attention_heads",
+        num_hidden_layers="encoder_layers",
     ),
-    head_tensors={
-        "lm": (rule("lm_head.weight", "head.weight"), rule("final_logits_bias", "head.bias", ROW))
+    tensors={
+        **_frame("model."),
+        **_bart_tower("encoder", "source"),
+        **_bart_tower("decoder", "target"),
     },
-    twins=(
-        (
-            "lm_head.weight",
-            ("model.shared.weight", "model.decoder.embed_tokens.weight"),
-            "head.tied",
-        ),
-        ("model.encoder.embed_tokens.weight", ("model.shared.weight",), "shared"),
-        ("model.decoder.embed_tokens.weight", ("model.shared.weight",), "shared"),
-    ),
+    head_tensors={
+        "lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", ROW)}
+    },
+    twins=_twins("model."),
     apart=True,
     derived=(r"model\.(encoder|decoder)\.version",),
     carried=(r"model\.shared\.weight",),
@@ -322,40 +274,33 @@ def _read_shared(theirs: Data, ours: Data) -> None:
 
 def _write_shared(ours: Data, theirs: Data) -> None:
     """A folder may say that the tables are shared and yet, with nothing tied, hold one each: the tensors tell."""
-    told = theirs.get("share_encoder_decoder_embeddings") and not theirs["tie_word_embeddings"]
-    if not told:
+    if not theirs.get("share_encoder_decoder_embeddings") or theirs["tie_word_embeddings"]:
         theirs["share_encoder_decoder_embeddings"] = ours["shared"]
-
-
-SHARED = Custom(("share_encoder_decoder_embeddings",), _read_shared, _write_shared)
 
 
 def _write_padding(ours: Data, theirs: Data) -> None:
     """Marian pads, and starts its output, with the last id; transformers must find it inside the vocabulary."""
-    for key in LAST_IS_PADDING.names:
+    for key in ("pad_token_id", "decoder_start_token_id"):
         theirs.setdefault(key, ours["target"]["vocab"] - 1)
-
-
-LAST_IS_PADDING = Custom(
-    ("pad_token_id", "decoder_start_token_id"), lambda theirs, ours: None, _write_padding
-)
 
 
 MARIAN = replace(
     BART,
     name="marian",
-    blank=EncoderDecoderConfig(
-        _MARIAN_TOKENS, _BART_ENCODER, _MARIAN_TOKENS, _BART_DECODER, _BART_HEAD, max_len=1
-    ),
+    blank=_bart(Tokens(1, Sinusoidal(1, layout="halves"))),
     heads={"MarianMTModel": _BART_HEAD, "MarianModel": None},
-    config=(
-        Key("vocab_size", "source.vocab"),
-        Key("decoder_vocab_size", "target.vocab", lambda hf: hf["vocab_size"]),
-        SHARED,
-        LAST_IS_PADDING,
-        *_BART_KEYS,
-        Fixed("normalize_embedding", (False,)),
-        Fixed("static_position_embeddings", (True,)),
+    config=dict(
+        vocab_size=Key("source.vocab"),
+        decoder_vocab_size=Key("target.vocab", lambda hf: hf["vocab_size"]),
+        share_encoder_decoder_embeddings=Group(
+            ("share_encoder_decoder_embeddings",), _read_shared, _write_shared
+        ),
+        pad_token_id=Group(
+            ("pad_token_id", "decoder_start_token_id"), lambda *_: None, _write_padding
+        ),
+        **_BART_KEYS,
+        normalize_embedding=Fixed(False),
+        static_position_embeddings=Fixed(True),
     ),
     derived=(*BART.derived, r"model\.(encoder|decoder)\.embed_positions\.weight"),
 )

@@ -1,0 +1,393 @@
+"""Keys of Hugging Face that only make sense together: RoPE and its scaling, what differs by layer, labels, and a few
+oddities. Each is a pair of functions, one the inverse of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from regard.checkpoint.rules import ABSENT, Data, Group, get, need, put
+from regard.errors import UsageError
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+
+# --- RoPE ---------------------------------------------------------------------------------------------------------
+
+_ORIGINAL = ("original_len", "max_position_embeddings")
+# rope_type -> their key -> (our field, default)
+_SCALING: dict[str, dict[str, tuple[str, Any]]] = {
+    "linear": {"factor": ("factor", None)},
+    "llama3": {
+        "factor": ("factor", None),
+        "low_freq_factor": ("low", None),
+        "high_freq_factor": ("high", None),
+        "original_max_position_embeddings": _ORIGINAL,
+    },
+    "yarn": {
+        "factor": ("factor", None),
+        "original_max_position_embeddings": _ORIGINAL,
+        "beta_fast": ("fast", 32.0),
+        "beta_slow": ("slow", 1.0),
+        "attention_factor": ("attention_factor", ABSENT),
+        "mscale": ("mscale", ABSENT),
+        "mscale_all_dim": ("mscale_all", ABSENT),
+        "truncate": ("truncated", True),
+    },
+    "longrope": {
+        "short_factor": ("short", None),
+        "long_factor": ("long", None),
+        "factor": ("factor", ABSENT),
+        "original_max_position_embeddings": _ORIGINAL,
+        "attention_factor": ("attention_factor", ABSENT),
+    },
+}
+
+
+def _rope_of(theirs: Data) -> Data:
+    """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(theirs.get(key), dict | None):
+            raise UsageError(f"config.json: {key} is {theirs[key]!r}; it must be an object")
+    given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+    base = given.pop("rope_theta", None) or theirs.get("rope_theta")
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
+    scaling = None
+    if kind != "default":
+        if kind not in _SCALING:
+            raise UsageError(
+                f"config.json: rope_type is {kind!r}; known: default, {', '.join(_SCALING)}"
+            )
+        scaling = {"kind": kind}
+        for key, (name, default) in _SCALING[kind].items():
+            value = given.pop(key, None)
+            if value is None and default is None:
+                raise UsageError(
+                    f"config.json: rope_parameters.{key} is missing; {kind} scaling needs it"
+                )
+            if value is None and default == "max_position_embeddings":
+                value = theirs.get("original_max_position_embeddings") or theirs[default]
+            elif value is None:
+                value = None if default is ABSENT else default
+            scaling[name] = value
+        if kind == "longrope" and scaling["factor"] is None:
+            scaling["factor"] = theirs["max_position_embeddings"] / scaling["original_len"]
+    if given:
+        raise UsageError(
+            f"config.json: rope_parameters.{next(iter(given))} is not known for {kind} RoPE"
+        )
+    said = {"base": base and float(base), "partial": share}
+    return {name: value for name, value in said.items() if value} | {"scaling": scaling}
+
+
+def _rope_words(rope: Data) -> Data:
+    """Our RoPE as their rope_parameters."""
+    scaling = rope["scaling"] or {"kind": "default"}
+    out: Data = {"rope_type": scaling["kind"], "rope_theta": rope["base"]}
+    if rope["partial"] != 1:
+        out["partial_rotary_factor"] = rope["partial"]
+    for key, (name, _) in _SCALING.get(scaling["kind"], {}).items():
+        if scaling[name] is not None:
+            out[key] = scaling[name]
+    return out
+
+
+def _same_rope(said: Data, rope: Data) -> bool:
+    return {"partial": 1, **said} == {name: rope[name] for name in ("base", "partial", "scaling")}
+
+
+def rope_at(
+    place: str,
+    base: str = "rope_theta",
+    share: str = "",
+    renamed: Mapping[str, str] | None = None,
+    **missing: Any,
+) -> Group:
+    """The RoPE of the attention at this place of ours. `base` and `share` are their older keys for them (no share:
+    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean."""
+
+    def words(theirs: Data) -> Data:
+        said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
+        out = _rope_of(
+            said
+            | {"rope_theta": said.get(base)}
+            | ({"partial_rotary_factor": said.get(share)} if share else {})
+            | {k: _renamed(said.get(k), renamed or {}) for k in ("rope_parameters", "rope_scaling")}
+        )
+        if not share and out.get("partial", 1) != 1:
+            raise UsageError(
+                f"config.json: partial_rotary_factor is {out['partial']}, this family turns whole heads"
+            )
+        return out
+
+    def read(theirs: Data, ours: Data) -> None:
+        rope, said = get(ours, place), words(theirs)
+        if isinstance(rope, dict):
+            put(ours, place, {**rope, **said})
+
+    def write(ours: Data, theirs: Data) -> None:
+        rope = get(ours, place)
+        if not isinstance(rope, dict) or _same_rope(words(theirs), rope):
+            return
+        for old in (base, share, "rope_scaling"):
+            theirs.pop(old, None)
+        theirs["rope_parameters"] = _rope_words(rope)
+
+    names = ["rope_parameters", "rope_scaling", base, share or "partial_rotary_factor"]
+    return Group((*names, "original_max_position_embeddings"), read, write)
+
+
+def _renamed(given: Any, names: Mapping[str, str]) -> Any:
+    if not isinstance(given, dict):
+        return given
+    return {k: names.get(v, v) if k in ("type", "rope_type") else v for k, v in given.items()}
+
+
+def ropes_by_layer(full: str, sliding: str, scaled: str = "full_attention") -> Group:
+    """A RoPE for the layers that see all and one for those that slide, as `sliding_layers` lists them. `full` and
+    `sliding` are older keys for their bases, `scaled` says whose scaling an older rope_scaling is."""
+    bases = {"full_attention": full, "sliding_attention": sliding}
+    places = {word: f"tower.attention.{i}.rope" for i, word in enumerate(bases)}
+
+    def words(theirs: Data, word: str) -> Data:
+        nested = (theirs.get("rope_parameters") or {}).get(word)
+        older = theirs.get("rope_scaling") if word in scaled and nested is None else None
+        base = theirs.get(bases[word])
+        return _rope_of(
+            {**theirs, "rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
+        )
+
+    def read(theirs: Data, ours: Data) -> None:
+        for word, place in places.items():
+            put(ours, place, {**get(ours, place), **words(theirs, word)})
+
+    def write(ours: Data, theirs: Data) -> None:
+        ropes = {word: get(ours, place) for word, place in places.items()}
+        ropes = {word: rope for word, rope in ropes.items() if isinstance(rope, dict)}
+        if all(_same_rope(words(theirs, word), rope) for word, rope in ropes.items()):
+            return
+        for old in (*bases.values(), "rope_scaling"):
+            theirs.pop(old, None)
+        theirs["rope_parameters"] = {word: _rope_words(rope) for word, rope in ropes.items()}
+
+    return Group(("rope_parameters", "rope_scaling", *filter(None, bases.values())), read, write)
+
+
+ROPE = rope_at("tower.attention.rope")
+
+# --- what differs from layer to layer -----------------------------------------------------------------------------
+
+
+def by_layer(
+    part: str,
+    names: Sequence[str],
+    words: Sequence[str],
+    kinds_of: Callable[[Data, int], list[str]],
+    which: Callable[[Data], int],
+    write: Callable[[list[str], list[Data | None], Data], None],
+) -> Group:
+    """A `part` of the tower ("attention" or "ffn") of which the blank lists one config for each of `words`: rules fill
+    in `tower.attention.0` and `tower.attention.1`, or both as `tower.attention`. Out goes one per layer.
+
+    `kinds_of`: the word for each layer, from their keys and the number of layers; `which` word a config of ours is;
+    `write`: those words, and our config for each (None where no layer is of it), into their keys."""
+
+    def read(theirs: Data, ours: Data) -> None:
+        tower = ours["tower"]
+        each = [tower[part][words.index(kind)] for kind in kinds_of(theirs, tower["layers"])]
+        tower[part] = each[0] if all(one == each[0] for one in each) else each
+
+    def write_back(ours: Data, theirs: Data) -> None:
+        tower = ours["tower"]
+        each = tower[part] if isinstance(tower[part], list) else [tower[part]] * tower["layers"]
+        kinds = [words[which(one)] for one in each]
+        first = dict(zip(reversed(kinds), reversed(each), strict=True))
+        tower[part] = [first.get(word) for word in words]
+        write(kinds, tower[part], theirs)
+
+    return Group(tuple(names), read, write_back, last=True)
+
+
+def _listed(theirs: Data, key: str, words: Sequence[str], layers: int, default: list[str]) -> Any:
+    kinds = theirs.get(key) or default
+    if len(kinds) != layers or set(kinds) - set(words):
+        raise UsageError(
+            f"config.json: {key} must list {layers} times {' or '.join(words)}, got {kinds}"
+        )
+    return kinds
+
+
+def sliding_layers(
+    default: Callable[[Data, int], list[bool]],
+    window: int | None = None,
+    switch: str = "",
+    more: str = "",
+    key: str = "sliding_window",
+    both_ways: bool = False,
+) -> Group:
+    """Layers that see all and layers that see a window: `attention` of the blank lists both. `default`: whether each
+    layer slides where `layer_types` is missing (`more`: the keys that it looks at); `window`: what a missing
+    sliding_window means; `switch`: the key that turns it on, if there is one; `key`: where it is not sliding_window;
+    `both_ways`: it counts the tokens on either side together, without the query's own."""
+    words = ("full_attention", "sliding_attention")
+
+    def window_of(theirs: Data) -> int | None:
+        size = theirs.get(key, window) if theirs.get(switch, not switch) else None
+        return size // 2 + 1 if both_ways and size is not None else size
+
+    def kinds_of(theirs: Data, layers: int) -> list[str]:
+        kinds = [words[slides] for slides in default(theirs, layers)]
+        if window_of(theirs) is None:
+            kinds = ["full_attention"] * layers
+        kinds = _listed(theirs, "layer_types", words, layers, kinds)
+        if "sliding_attention" in kinds and window_of(theirs) is None:
+            raise UsageError(f"config.json: layer_types slides, but {' or '.join(keys)} is off")
+        return kinds
+
+    def write(kinds: list[str], variants: list[Data | None], theirs: Data) -> None:
+        size = variants[1] and variants[1]["window"]
+        same = len(theirs.get("layer_types") or kinds) == len(kinds)
+        if same and kinds_of(theirs, len(kinds)) == kinds and size in (None, window_of(theirs)):
+            return
+        theirs["layer_types"] = kinds
+        if switch:
+            theirs[switch] = size is not None
+        if switch or size is not None:
+            theirs[key] = 2 * (size - 1) if both_ways and size else size
+
+    keys = [key, *([switch] if switch else [])]
+    group = by_layer(
+        "attention",
+        ["layer_types", *keys, *more.split()],
+        words,
+        kinds_of,
+        lambda attention: need(attention, "window") is not None,
+        write,
+    )
+
+    def read(theirs: Data, ours: Data) -> None:
+        put(ours, "tower.attention.1.window", window_of(theirs))
+        group.reader(theirs, ours)
+
+    return replace(group, reader=read)
+
+
+def experts_by_layer(first_dense: int) -> Group:
+    """`ffn` of the blank lists the dense one and the experts. `first_dense`: how many layers are dense where no key
+    says it."""
+    words = ("dense", "sparse")
+
+    def kinds_of(theirs: Data, layers: int) -> list[str]:
+        first = min(theirs.get("first_k_dense_replace", first_dense) or 0, layers)
+        default = ["dense"] * first + ["sparse"] * (layers - first)
+        return _listed(theirs, "mlp_layer_types", words, layers, default)
+
+    def write(kinds: list[str], variants: list[Data | None], theirs: Data) -> None:
+        theirs["first_k_dense_replace"] = [*kinds, "sparse"].index("sparse")
+        if "mlp_layer_types" in theirs or theirs["model_type"] == "deepseek_v32":
+            theirs["mlp_layer_types"] = kinds
+
+    names = ("first_k_dense_replace", "mlp_layer_types")
+    return by_layer("ffn", names, words, kinds_of, lambda ffn: ffn["kind"] == "moe", write)
+
+
+def expert_groups(limited: str | None, default: tuple[int, int]) -> Group:
+    """Expert groups, `default` where they are missing. V2 looks at them only if topk_method is `limited`; V3 (None)
+    always does."""
+
+    def read(theirs: Data, ours: Data) -> None:
+        experts = ours["tower"]["ffn"][1]
+        on = limited is None or theirs.get("topk_method") == limited
+        experts["groups"] = _count(theirs, "n_group", default[0]) if on else 1
+        experts["active_groups"] = _count(theirs, "topk_group", default[1]) if on else 1
+
+    def write(ours: Data, theirs: Data) -> None:
+        experts = ours["tower"]["ffn"][1]
+        if experts is None or (limited is not None and experts["groups"] == 1):
+            return
+        theirs["n_group"], theirs["topk_group"] = experts["groups"], experts["active_groups"]
+        if limited is not None:
+            theirs["topk_method"] = limited
+
+    return Group(("n_group", "topk_group", "topk_method"), read, write)
+
+
+def _count(theirs: Data, key: str, default: int) -> int:
+    """A number of groups; null is one."""
+    value = theirs.get(key, default)
+    if value is not None and (type(value) is not int or value < 1):
+        raise UsageError(f"config.json: {key} is {value!r}; it must be a whole number from 1 on")
+    return value or 1
+
+
+# --- what transformers reads of any config, whether its class defines it or not ---------------------------------
+
+
+def _read_causal(theirs: Data, ours: Data) -> None:
+    ours["tower"]["causal"] = theirs.get("is_causal") is not False
+    if not ours["tower"]["causal"] and theirs.get("sliding_window"):
+        raise UsageError(
+            "config.json: is_causal is False; with sliding_window Regard can only do True"
+        )
+
+
+def _write_causal(ours: Data, theirs: Data) -> None:
+    if ours["tower"]["causal"] != (theirs.get("is_causal") is not False):
+        theirs["is_causal"] = ours["tower"]["causal"]
+
+
+CAUSAL = Group(("is_causal",), _read_causal, _write_causal)
+
+
+# --- labels and oddities ------------------------------------------------------------------------------------------
+
+
+def _read_labels(theirs: Data, ours: Data) -> None:
+    names = theirs.get("id2label")
+    put(ours, "head.labels", len(names) if names else theirs.get("num_labels") or 2)
+
+
+def _write_labels(ours: Data, theirs: Data) -> None:
+    labels = get(ours, "head.labels")
+    if labels is ABSENT or len(theirs.get("id2label") or {0: 0, 1: 1}) == labels:
+        return
+    theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(labels)}
+    theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
+
+
+def head_dropout(**keys: tuple[str, str | float]) -> Group:
+    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, or the value of
+    another key, which is 0.1 where it is missing too. Kinds that are not named have none."""
+
+    def of(theirs: Data, kind: Any) -> float:
+        name, default = keys[kind]
+        if theirs.get(name) is not None:
+            return theirs[name]
+        return theirs.get(default, 0.1) if isinstance(default, str) else default
+
+    def read(theirs: Data, ours: Data) -> None:
+        if get(ours, "head.kind") in keys:
+            put(ours, "head.dropout", of(theirs, ours["head"]["kind"]))
+
+    def write(ours: Data, theirs: Data) -> None:
+        kind = get(ours, "head.kind")
+        if kind in keys and ours["head"]["dropout"] != of(theirs, kind):
+            theirs[keys[kind][0]] = ours["head"]["dropout"]
+
+    return Group(tuple(dict.fromkeys(name for name, _ in keys.values())), read, write)
+
+
+LABELS = Group(("id2label", "label2id", "num_labels"), _read_labels, _write_labels)
