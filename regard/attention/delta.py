@@ -146,7 +146,7 @@ class GatedDeltaRule(Mechanism):
         c, h = config, config.heads
         self.config, self.h, self.e = c, h, c.value_dim
         self.sizes = [c.key_heads * c.key_dim] * 2 + [h * c.value_dim]
-        self.wqkv = nn.Linear(dim, sum(self.sizes), bias=False)
+        self.wq, self.wk, self.wv = (nn.Linear(dim, size, bias=False) for size in self.sizes)
         self.wz = nn.Linear(dim, h * c.value_dim, bias=False)
         self.wb = nn.Linear(dim, h, bias=False)
         self.wa = nn.Linear(dim, h, bias=False)
@@ -171,7 +171,7 @@ class GatedDeltaRule(Mechanism):
         self.check(ctx)
         state = self.start(x) if ctx.store is None else ctx.store.state
         wide = torch.promote_types(x.dtype, torch.float32)
-        inputs = self.wqkv(x)
+        inputs = torch.cat([self.wq(x), self.wk(x), self.wv(x)], -1)
         inputs = torch.cat([state["conv"].to(inputs), inputs], 1)
         fresh, count = self.fresh(ctx, len(x)), (ctx.pos.index >= 0).sum(1).expand(len(x))
         real = torch.arange(x.shape[1], device=x.device) < count[:, None]
@@ -188,6 +188,9 @@ class GatedDeltaRule(Mechanism):
         if ctx.store is not None:
             past = self.past(k, v, g, beta, inputs, before, keep)
             ctx.store.put({"s": s, "conv": self.ends(inputs, count)}, past)
+        return o
+
+    def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o.to(x.dtype)) * F.silu(self.wz(x)).view_as(o)
 
     def check(self, ctx: Context) -> None:

@@ -101,8 +101,8 @@ def theirs(ours: GatedDeltaRule) -> torch.nn.Module:
         rms_norm_eps=c.eps,
     )
     module = Qwen3NextGatedDeltaNet(config, 0).double()
-    parts = [*ours.wqkv.weight.split(ours.sizes), ours.wz.weight]
-    by_head = [p.unflatten(0, (c.key_heads, -1)) for p in parts]
+    parts = (ours.wq, ours.wk, ours.wv, ours.wz)
+    by_head = [w.weight.unflatten(0, (c.key_heads, -1)) for w in parts]
     gates = [w.weight.unflatten(0, (c.key_heads, -1)) for w in (ours.wb, ours.wa)]
     with torch.no_grad():
         module.in_proj_qkvz.weight.copy_(torch.cat(by_head, 1).flatten(0, 1))

@@ -33,6 +33,7 @@ MECHANISMS: dict[str, Attention] = {
     "window": GQA(heads=6, kv_heads=3, head_dim=4, rope=Rope(), window=4),
     "softcap": GQA(heads=4, kv_heads=2, softcap=1.5),
     "sinks": GQA(heads=4, kv_heads=2, sinks=True, rope=Rope(), head_dim=6),
+    "gated": GQA(heads=4, kv_heads=2, head_dim=6, value_dim=5, bias=True, gated=True, rope=Rope()),
     "qk_norm": GQA(heads=3, qk_norm=1e-6, rope=Rope(), head_dim=6, scale=0.7),
     "qk_norm_whole": GQA(heads=6, kv_heads=2, head_dim=4, qk_norm=1e-6, qk_norm_whole=True),
     "qk_norm_plus_one": GQA(heads=3, qk_norm=1e-6, qk_norm_plus_one=True, rope=Rope(), head_dim=6),
@@ -47,6 +48,7 @@ MECHANISMS: dict[str, Attention] = {
     "dsa_gqa": DSA(_GROUPED, index_heads=3, index_dim=6, topk=4, rope_dim=4),
     "dsa_query_latent": DSA(MLA(3, latent=10, head_dim=6, query_latent=7), 2, 8, topk=2),
     "dsa_window_sinks": DSA(GQA(4, 2, window=6, sinks=True, rope=Rope()), 2, 8, 3, rope_dim=2),
+    "dsa_gated": DSA(GQA(4, 2, gated=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
     # Norms with a large eps: where a query meets no key, a small one divides by nearly 0, so that rounding the weights
