@@ -21,9 +21,7 @@ from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Causal, Documents
 
-CHUNK = 64
-# Longer than any text: a range in which every rule of a mask may hide something.
-FAR = range(1 << 40)
+CHUNK, FAR = 64, range(1 << 40)  # FAR: longer than any text, so that every rule of a mask binds
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,17 @@ class DeltaRule:
     def heads(self) -> int:
         return self.value_heads or self.key_heads
 
-    def make(
-        self, dim: int, memory_dim: int | None = None, add: Add | None = None
-    ) -> GatedDeltaRule:
+    @property
+    def head_dim(self) -> int:
+        return self.key_dim
+
+    def make(self, dim: int, memory_dim: int | None = None, add: Add | None = None) -> Mechanism:
         return GatedDeltaRule(self, dim, add)
 
 
 # --- the rule: q, k (b t h d), v (b t h e), log decay g and beta (b t h), s (b h d e) -> o (b t h e), s --------------
 
 
-# [docs: delta]
 def recurrent(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor, fresh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -83,9 +82,6 @@ def recurrent(
         s = s + k[:, t, :, :, None] * u[:, :, None]
         out.append(torch.einsum("bhd,bhde->bhe", q[:, t], s))
     return torch.stack(out, 1), s
-
-
-# [/docs]
 
 
 def chunked(
@@ -113,12 +109,10 @@ def chunked(
     q, k, v, g, beta = (cut(x) for x in (q, k, v, g[..., None], beta[..., None]))
     part = cut(part[..., None, None]).cumsum(-2)  # b 1 n c 1: documents begun since the chunk's
     total = g.cumsum(-2)  # b h n c 1
-    later = torch.ones(c, c, dtype=torch.bool, device=q.device).triu(1)
-    apart = later | (part != part.mT)
+    apart = (part != part.mT) | torch.ones(c, c, dtype=torch.bool, device=q.device).triu(1)
     between = (total - total.mT).masked_fill(apart, -torch.inf).exp()  # b h n c c
     since = total.masked_fill(part > 0, -torch.inf).exp()  # b h n c 1: of the state before
-    last = part[..., -1:, :]
-    until = (total[..., -1:, :] - total).masked_fill(part != last, -torch.inf).exp()
+    until = (total[..., -1:, :] - total).masked_fill(part != part[..., -1:, :], -torch.inf).exp()
 
     system = beta * (k @ k.mT) * between
     right = torch.cat([beta * v, beta * since * k], -1)
@@ -147,9 +141,7 @@ class GatedDeltaRule(Mechanism):
         self.config, self.h, self.e = c, h, c.value_dim
         self.sizes = [c.key_heads * c.key_dim] * 2 + [h * c.value_dim]
         self.wq, self.wk, self.wv = (nn.Linear(dim, size, bias=False) for size in self.sizes)
-        self.wz = nn.Linear(dim, h * c.value_dim, bias=False)
-        self.wb = nn.Linear(dim, h, bias=False)
-        self.wa = nn.Linear(dim, h, bias=False)
+        self.wz, self.wb, self.wa = (nn.Linear(dim, n, bias=False) for n in (h * self.e, h, h))
         reach = c.conv**-0.5
         self.taps = nn.Parameter(torch.empty(sum(self.sizes), c.conv).uniform_(-reach, reach))
         self.a_log = nn.Parameter(torch.empty(h).uniform_(0.01, 16).log())
@@ -159,8 +151,7 @@ class GatedDeltaRule(Mechanism):
         self.add = add or Add()
 
     def cache_spec(self) -> CacheSpec:
-        c = self.config
-        s, conv = (self.h, c.key_dim, c.value_dim), (c.conv - 1, sum(self.sizes))
+        s, conv = (self.h, self.config.key_dim, self.e), (self.config.conv - 1, sum(self.sizes))
         return CacheSpec(state={"s": s, "conv": conv}, back=CHUNK)
 
     def flops(self, context: int) -> int:
@@ -168,12 +159,13 @@ class GatedDeltaRule(Mechanism):
         return 7 * self.h * self.config.key_dim * self.config.value_dim
 
     def look(self, x: Tensor, ctx: Context) -> Tensor:
-        self.check(ctx)
-        state = self.start(x) if ctx.store is None else ctx.store.state
+        fresh, store, spec = self.borders(ctx, len(x)), ctx.store, self.cache_spec()
+        empty = {name: x.new_zeros(len(x), *shape) for name, shape in spec.state.items()}
+        state = empty if store is None else store.state
         wide = torch.promote_types(x.dtype, torch.float32)
         inputs = torch.cat([self.wq(x), self.wk(x), self.wv(x)], -1)
         inputs = torch.cat([state["conv"].to(inputs), inputs], 1)
-        fresh, count = self.fresh(ctx, len(x)), (ctx.pos.index >= 0).sum(1).expand(len(x))
+        count = (ctx.pos.index >= 0).sum(1).expand(len(x))
         real = torch.arange(x.shape[1], device=x.device) < count[:, None]
         q, k, v = self.split(self.convolve(inputs, fresh).to(wide))
         beta = self.wb(x).to(wide).sigmoid() * real[..., None]
@@ -184,43 +176,33 @@ class GatedDeltaRule(Mechanism):
             if x.shape[1] == 1:
                 o, s = recurrent(q, k, v, g, beta, before, fresh)
             else:
-                o, s, before = chunked(q, k, v, g, beta, before, fresh, keep)
-        if ctx.store is not None:
+                mark = None if store is None else keep
+                o, s, before = chunked(q, k, v, g, beta, before, fresh, mark)
+        if store is not None:
             past = self.past(k, v, g, beta, inputs, before, keep)
-            ctx.store.put({"s": s, "conv": self.ends(inputs, count)}, past)
+            store.put({"s": s, "conv": self.ends(inputs, count)}, past)
         return o
 
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o.to(x.dtype)) * F.silu(self.wz(x)).view_as(o)
 
-    def check(self, ctx: Context) -> None:
-        rules = ctx.mask.binding(FAR, FAR)
-        packed = [rule for rule in rules if rule != Causal()]
-        if Causal() not in rules or not all(isinstance(rule, Documents) for rule in packed):
+    def borders(self, ctx: Context, rows: int) -> Tensor | None:
+        """(b t): whether a token is the first of another document than the token before it."""
+        rules, limit = ctx.mask.binding(FAR, FAR), None if ctx.store is None else ctx.store.window
+        packed = [rule for rule in rules if isinstance(rule, Documents)]
+        if {rule for rule in rules if rule not in packed} != {Causal()}:
             raise UsageError(
                 "the delta rule reads from left to right: its mask is Causal(), alone or with Documents"
             )
         if packed and ctx.store is not None:
             raise UsageError("the delta rule reads packed documents without a cache; leave one out")
-        limit = None if ctx.store is None else ctx.store.window
         if limit is not None and int(ctx.pos.index.max()) >= limit:
             raise UsageError(
-                f"a ring of window {limit} shows no older token, but the delta rule's state forgets none; "
-                f"use layout='contiguous' or 'paged'"
+                "a ring forgets old tokens, a state does not; use layout='contiguous' or 'paged'"
             )
-
-    def start(self, x: Tensor) -> dict[str, Tensor]:
-        return {n: x.new_zeros(len(x), *shape) for n, shape in self.cache_spec().state.items()}
-
-    def fresh(self, ctx: Context, rows: int) -> Tensor | None:
-        """(b t): whether a token is the first of another document than the token before it."""
-        pos, fresh = ctx.pos.index.expand(rows, -1), None
-        for rule in ctx.mask.binding(FAR, FAR):
-            if isinstance(rule, Documents):
-                row = torch.arange(rows, device=pos.device)[:, None]
-                new = ~rule.see(row, pos, pos - 1) & (pos > 0)
-                fresh = new if fresh is None else fresh | new
-        return fresh
+        row, pos = torch.arange(rows, device=ctx.pos.index.device)[:, None], ctx.pos.index
+        new = [~rule.see(row, pos, pos - 1) & (pos > 0) for rule in packed]
+        return torch.stack(new).any(0) if new else None
 
     def convolve(self, inputs: Tensor, fresh: Tensor | None) -> Tensor:
         """silu(sum_i w_i x_{t - conv + 1 + i}) of every channel by itself, inside its document."""
@@ -234,8 +216,7 @@ class GatedDeltaRule(Mechanism):
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(b t c) -> q, k (b t h d) of length 1 / sqrt(d) and 1, v (b t h e)."""
-        c = self.config
-        q, k, v = x.split(self.sizes, -1)
+        c, (q, k, v) = self.config, x.split(self.sizes, -1)
         q, k = (y.unflatten(-1, (c.key_heads, c.key_dim)) for y in (q, k))
         q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
         q, k = (y.repeat_interleave(self.h // c.key_heads, 2) for y in (q * c.key_dim**-0.5, k))
@@ -251,19 +232,19 @@ class GatedDeltaRule(Mechanism):
     ) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
         """A function (rows, n): their states after n tokens of this call. It holds what the last tokens wrote, one or
         two chunks of them, and the state `s` before these, and writes it once more."""
-        size, start = k.shape[1], torch.zeros_like(keep)
-        if size > 2 * CHUNK:
+        start = torch.zeros_like(keep)
+        if k.shape[1] > 2 * CHUNK:
             start, row = keep * CHUNK, torch.arange(len(k), device=k.device)[:, None]
-            column = start[:, None] + torch.arange(2 * CHUNK, device=k.device)
-            k, v, g, beta = (x[row, column.clamp(max=size - 1)] for x in (k, v, g, beta))
-            column = start[:, None] + torch.arange(2 * CHUNK + self.config.conv, device=k.device)
-            inputs = inputs[row, column.clamp(max=inputs.shape[1] - 1)]
+            at = start[:, None] + torch.arange(2 * CHUNK + self.config.conv, device=k.device)
+            k, v, g, beta, inputs = (
+                x[row, at.clamp(max=x.shape[1] - 1)] for x in (k, v, g, beta, inputs)
+            )
 
         def state(rows: Tensor, n: Tensor) -> dict[str, Tensor]:
             n = n - start[rows]
             stay = (torch.arange(k.shape[1], device=k.device) < n[:, None])[..., None]
-            keys = k[rows]
-            _, last, _ = chunked(keys, keys, v[rows], g[rows] * stay, beta[rows] * stay, s[rows])
+            # Keys stand in for queries: what those find is not asked for.
+            last = chunked(k[rows], k[rows], v[rows], g[rows] * stay, beta[rows] * stay, s[rows])[1]
             return {"s": last, "conv": self.ends(inputs[rows], n)}
 
         return state
