@@ -89,10 +89,11 @@ class Cache:
             {name: self._zeros(batch, *shape) for name, shape in spec.state.items()}
             for spec in self.specs
         ]
-        # How to take tokens of the last call back: a function of each layer with a state; which row
-        # of the call each row was, and how many of its tokens are still there.
+        # How to take tokens of the last call back: a function of each layer with a state; how many
+        # of its tokens each row still has; and which row of the call it was, if not the same.
         self.pasts: dict[int, Past] = {}
-        self._last = (torch.arange(batch, device=self.device), torch.zeros_like(self.lengths))
+        self._fed = self.lengths
+        self._was: Tensor | None = None
         self._new = Span.run(0, 0, self.device)
         self._all = self._new
         self._where: tuple[Tensor, Tensor, Tensor] | None = None
@@ -120,7 +121,7 @@ class Cache:
         added = torch.full_like(old, size) if lengths is None else lengths.to(old)
         self._reserve(old, added, size)
         self.lengths = old + added
-        self.pasts, self._last = {}, (torch.arange(self.batch, device=self.device), added)
+        self.pasts, self._fed, self._was = {}, added, None
         if start is not None and (lengths is None or bool((added == size).all())):
             self.even = start + size
             self._new = Span.run(start, size, self.device)
@@ -152,31 +153,28 @@ class Cache:
             )
         self._check_rewind(drop)
         if any(spec.state for spec in self.specs) and bool((drop > 0).any()):
-            drop = drop.expand_as(self.lengths)
             rows = torch.arange(self.batch, device=self.device)
-            self.states = self.past(rows, drop)
-            self._last = (self._last[0], self._last[1] - drop)
+            self.states = self.past(rows, drop.expand_as(rows))
+            self._fed = self._fed - drop
         self.lengths = self.lengths - drop
         self.even = _common(self.lengths)
         self._all = self._positions()
 
     def past(self, rows: Tensor, drop: Tensor) -> list[State]:
         """The states of some rows as they were before their last `drop` tokens, which the last call fed."""
-        row, fed = (x[rows] for x in self._last)
         back = taken_back(self.specs)
         if not back:
             raise UsageError(
                 "a recurrent state cannot be rewound: it holds only the present; fork it before"
             )
-        if bool((drop > fed.clamp(max=int(back))).any()):
+        if not self.pasts or bool((drop > self._fed[rows].clamp(max=int(back))).any()):
             raise UsageError(
                 f"a recurrent state cannot be rewound by {int(drop.max())} tokens: it takes back what "
                 f"the last call fed, {back} tokens at most; fork it before"
             )
-        return [
-            self.pasts[i](row, fed - drop) if spec.state else {}
-            for i, spec in enumerate(self.specs)
-        ]
+        n, row = self._fed[rows] - drop, rows if self._was is None else self._was[rows]
+        each = enumerate(self.specs)
+        return [self.pasts[i](row, n) if spec.state else {} for i, spec in each]
 
     def fork(self, rows: Tensor) -> Cache:
         """A cache whose row i continues row rows[i]: beams, samples, a shared prefix. The old one stays as it was."""
@@ -194,7 +192,8 @@ class Cache:
         if self.even is None:
             new.even = _common(new.lengths)
         new.states = [{n: s[rows] for n, s in state.items()} for state in self.states]
-        new._last = (self._last[0][rows], self._last[1][rows])
+        if self.pasts:
+            new._fed, new._was = self._fed[rows], rows if self._was is None else self._was[rows]
         new.cross = None if self.cross is None else self._fork_cross(rows)
         return new
 
@@ -246,7 +245,7 @@ class Cache:
             {n: torch.cat([s, b[n]]) for n, s in a.items()}
             for a, b in zip(self.states, other.states, strict=True)
         ]
-        new.pasts, new._last = {}, (torch.zeros_like(new.lengths), torch.zeros_like(new.lengths))
+        new.pasts = {}
         if self.cross is not None and other.cross is not None:
             a, b = self.cross, other.cross
             if (
@@ -267,7 +266,7 @@ class Cache:
         their memory for the next tokens."""
         self.lengths = torch.zeros_like(self.lengths)
         self.even, self.cross = 0, None
-        self.pasts, self._last = {}, (self._last[0], torch.zeros_like(self.lengths))
+        self.pasts = {}
         self.states = [{n: torch.zeros_like(s) for n, s in state.items()} for state in self.states]
         self._free()
         self._all = self._positions()

@@ -154,9 +154,8 @@ class Paged(Cache):
         model has states; how many tokens that gives."""
         table, pool, keys = self.tables[row], self.pool, keys[: self.known(keys)]
         if any(spec.state for spec in self.specs):
-            keys = keys[
-                : max((i for i, key in enumerate(keys, 1) if key in pool.states), default=0)
-            ]
+            ends = [i for i, key in enumerate(keys, 1) if key in pool.states]
+            keys = keys[: max(ends, default=0)]
             if keys:
                 pool.states.move_to_end(keys[-1])
                 self._begin_with(row, pool.states[keys[-1]])
@@ -185,7 +184,7 @@ class Paged(Cache):
     def state_after(self, row: int, size: int) -> list[State] | None:
         """A row's states after its first `size` tokens, if the last call gives them."""
         drop = int(self.lengths[row]) - size
-        if not 0 <= drop <= min(int(self._last[1][row]), taken_back(self.specs)) or not self.pasts:
+        if not self.pasts or not 0 <= drop <= min(int(self._fed[row]), taken_back(self.specs)):
             return None
         rows = torch.tensor([row], device=self.device)
         return self.past(rows, torch.full_like(rows, drop))

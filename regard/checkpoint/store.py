@@ -37,8 +37,8 @@ DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 class Source:
-    """Where tensors come from: a folder, a module in memory, or another source under other names. `names` gives for each
-    tensor what the source itself calls it."""
+    """Where tensors come from: a folder, a module in memory, or another source under other names. `names` gives for
+    each tensor what the source itself calls it."""
 
     def __init__(self, source: Source, names: Mapping[str, str]):
         self.source, self.names = source, names
