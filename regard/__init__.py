@@ -16,7 +16,7 @@ from typing import Any
 from regard.errors import VERSION as __version__  # noqa: F401
 
 _HOME = {
-    "regard.attention": "ATTENTION BACKENDS DSA GQA MLA Context attend",
+    "regard.attention": "ATTENTION BACKENDS DSA DeltaRule GQA MLA Context attend",
     "regard.block": "Tower",
     "regard.cache": "LAYOUTS CacheSpec Contiguous Paged Ring",
     "regard.checkpoint": "from_hf load",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context
+from regard.attention import DSA, GQA, MLA, Context, DeltaRule
 from regard.cache import CacheSpec
 from regard.config import Count, Fraction, Whole, ranged
 from regard.errors import UsageError
@@ -17,6 +17,7 @@ from regard.mask import Causal, Full, Mask
 from regard.moe import MoE
 from regard.position import Alibi, RelativeBias, T5Bias
 
+Attention = GQA | MLA | DSA | DeltaRule
 ORDERS = ("pre", "post", "sandwich", "inner", "parallel")
 
 
@@ -32,7 +33,7 @@ class Tower:
 
     dim: Count
     layers: Count
-    attention: GQA | MLA | DSA | tuple[GQA | MLA | DSA, ...]
+    attention: Attention | tuple[Attention, ...]
     ffn: MLP | MoE | tuple[MLP | MoE, ...]
     cross: GQA | MLA | None = None
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
@@ -100,7 +101,7 @@ class Tower:
 class Block(nn.Module):
     """Self-attention, optional cross-attention, feed-forward; each adds itself to the stream."""
 
-    def __init__(self, config: Tower, attention: GQA | MLA | DSA, ffn: MLP | MoE):
+    def __init__(self, config: Tower, attention: Attention, ffn: MLP | MoE):
         super().__init__()
         c, dim = config, config.dim
         self.order = c.order

@@ -296,8 +296,9 @@ def _follow_dim(
     for name in [n for n in new if n in old and n not in changes and f"{path}{n}" not in changes]:
         if name == "ffn_dim" and ratio != 1:
             new[name] = max(8, 8 * math.ceil(old[name] * ratio / 8))
-        elif name in ("head_dim", "value_dim") and new[name] and ratio != 1:
-            new[name] = max(2, 2 * round(old[name] * old["heads"] * ratio / new["heads"] / 2))
+        elif name in ("head_dim", "value_dim", "key_dim") and new[name] and ratio != 1:
+            heads = next(n for n in ("heads", "value_heads", "key_heads") if new.get(n))
+            new[name] = max(2, 2 * round(old[name] * old[heads] * ratio / new[heads] / 2))
         for one, other in zip(_listed(old[name]), _listed(new[name]), strict=False):
             if isinstance(one, dict) and isinstance(other, dict):
                 _follow_dim(one, other, changes, f"{path}{name}.", ratio)

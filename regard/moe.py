@@ -33,6 +33,8 @@ class MoE:
     activation: str = "silu"
     shared: Whole = 0
     shared_bias: bool = False
+    shared_dim: Count | None = None  # of all shared experts together; default: shared * ffn_dim
+    shared_gated: bool = False  # their output by a sigmoid of x (Qwen3-Next)
     score: str = "softmax"
     normalized: bool = True
     gain: Positive = 1.0
@@ -59,7 +61,8 @@ class MoE:
     @property
     def all_shared(self) -> MLP:
         """The shared experts as one wide feed-forward."""
-        return MLP(self.shared * self.ffn_dim, self.activation, gated=True, bias=self.shared_bias)
+        width = self.shared_dim or self.shared * self.ffn_dim
+        return MLP(width, self.activation, gated=True, bias=self.shared_bias)
 
     def make(self, dim: int, add: Add | None = None) -> MixtureOfExperts:
         return MixtureOfExperts(self, dim, add)
@@ -92,6 +95,7 @@ class MixtureOfExperts(nn.Module):
             bias = nn.Parameter(torch.zeros(c.experts, width)) if c.bias else None
             self.register_parameter(name, bias)
         self.shared = FeedForward(c.all_shared, dim) if c.shared else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if c.shared and c.shared_gated else None
         self.add = add or Add()
         # Of the last forward in training: scores (n E) and choices (n a) of every token.
         self.routed: tuple[Tensor, Tensor] | None = None
@@ -148,7 +152,12 @@ class MixtureOfExperts(nn.Module):
             y = self.expert(flat[token], e) * weight[token, place, None]
             out.index_add_(0, token, y.to(out.dtype))
         out = out.view_as(x)
-        return self.add(out if self.shared is None else out + self.shared(x), residual)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = self.sigmoid(self.shared_gate(x)) * shared
+            out = out + shared
+        return self.add(out, residual)
 
     def expert(self, x: Tensor, e: int) -> Tensor:
         gate, up = self.project(x, e, "gate"), self.project(x, e, "up")

@@ -13,7 +13,7 @@ TINY = dict(
     layers=2, dim=24, vocab=50, source_vocab=50, max_len=40, heads=6, kv_heads=2, head_dim=8
 )
 TINY |= dict(ffn_dim=20, size=12, patch=4, experts=16, active=2, latent=16, query_latent=12, topk=5)
-TINY |= dict(window=5, labels=5)
+TINY |= dict(window=5, labels=5, key_heads=2, value_heads=4, shared_dim=20)
 
 
 def set_somewhere(data: Any) -> set[str]:
@@ -29,10 +29,12 @@ def set_somewhere(data: Any) -> set[str]:
 def tiny(name: str, **more: Any) -> regard.Model:
     has = set_somewhere(to_dict(PRESETS[name][1]()))
     changes = {key: value for key, value in TINY.items() if key in has}
-    if "deepseek" in name:
-        changes["layers"] = 4  # dense ones first
+    # Dense ones first, attention last.
+    if "deepseek" in name or "next" in name:
+        changes["layers"] = 4
+    # Of heads of 4.
     if "pythia" in name:
-        changes["partial"] = 0.5  # of heads of 4
+        changes["partial"] = 0.5
     torch.manual_seed(0)
     return regard.build(name, **changes, **more)
 

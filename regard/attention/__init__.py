@@ -2,13 +2,14 @@
 
 from regard.attention.context import Context
 from regard.attention.core import BACKENDS, Terms, attend, check_backend, softmax, weights
+from regard.attention.delta import DeltaRule
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.ordered import ordered
 from regard.attention.sparse import DSA
 
 BACKENDS["ordered"] = ordered
-ATTENTION: dict[str, type] = {"gqa": GQA, "mla": MLA, "dsa": DSA}
+ATTENTION: dict[str, type] = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule}
 
 __all__ = [
     "ATTENTION",
@@ -17,6 +18,7 @@ __all__ = [
     "GQA",
     "MLA",
     "Context",
+    "DeltaRule",
     "Terms",
     "attend",
     "check_backend",

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 from regard.attention.core import Probe
+from regard.cache.base import Past
 from regard.mask import Full, Mask, Span, Visible, Window
 from regard.position import Rope, rotate
 
 
 class Store(Protocol):
     """One layer's view of a cache: keeps the new tokens' entries, gives all of them back with their
-    positions. `window`: how far back a token may look, whatever the layer says."""
+    positions. `window`: how far back a token may look, whatever the layer says. `state`: what a recurrent
+    layer left behind, until it puts another; `past` (rows, n) gives it as it was after n tokens of the call."""
 
     @property
     def window(self) -> int | None: ...
+
+    @property
+    def state(self) -> dict[str, Tensor]: ...
+
+    def put(self, state: dict[str, Tensor], past: Past) -> None: ...
 
     def keep(self, **entries: Tensor) -> tuple[dict[str, Tensor], Span]: ...
 

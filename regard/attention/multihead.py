@@ -42,6 +42,7 @@ class GQA:
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
     softcap: Positive | None = None
     sinks: bool = False
+    gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
     kind: str = "gqa"
 
     def __post_init__(self) -> None:
@@ -88,6 +89,7 @@ class GroupedQueryAttention(Mechanism):
         self.wq = nn.Linear(dim, self.h * d, bias=c.bias)
         self.wk = nn.Linear(source, self.g * d, bias=c.bias)
         self.wv = nn.Linear(source, self.g * e, bias=c.bias)
+        self.wg = nn.Linear(dim, self.h * e, bias=c.bias) if c.gated else None
         self.wo = nn.Linear(self.h * e, dim, bias=c.out_bias)
         self.q_norm, self.k_norm = self._norm(self.h), self._norm(self.g)
         self.sinks = nn.Parameter(torch.zeros(self.h)) if c.sinks else None
@@ -156,3 +158,9 @@ class GroupedQueryAttention(Mechanism):
             probe=ctx.watch(),
             backend=ctx.backend,
         )  # b t h e
+
+    def weigh(self, o: Tensor, x: Tensor) -> Tensor:
+        return o if self.wg is None else o * self.sigmoid(self.wg(x)).view_as(o)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)

@@ -33,7 +33,7 @@ class Mechanism(nn.Module):
     add: Add
 
     def forward(self, x: Tensor, ctx: Context, residual: Tensor | None = None) -> Tensor:
-        return self.leave(self.look(x, ctx), residual)
+        return self.leave(self.weigh(self.look(x, ctx), x), residual)
 
     def look(self, x: Tensor, ctx: Context) -> Tensor:
         q, new = self.enter(x, ctx)
@@ -73,6 +73,10 @@ class Mechanism(nn.Module):
     ) -> Tensor:
         """`mix` where every query has keys of its own: the batch is of single queries."""
         return self.mix(q, kept, mask, ctx, bias)
+
+    def weigh(self, o: Tensor, x: Tensor) -> Tensor:
+        """What was seen, by how much of it x lets through, where a mechanism has such a gate."""
+        return o
 
     def leave(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
         """Output projection, and what a block adds to its stream."""

@@ -247,6 +247,9 @@ class SparseAttention(Mechanism):
             return self.attention.mix(queries, kept, mask, ctx, bias)
         return self.sparse(x, queries, self.indexer.queries(c_q, ctx), kept, mask, ctx, bias)
 
+    def weigh(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.attention.weigh(o, x)
+
     def leave(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.add(self.attention.wo(o.flatten(2)), residual)
 

@@ -1,9 +1,19 @@
 """What decoding remembers: contents (declared by each layer) times layout. LAYOUTS lists the layouts."""
 
-from regard.cache.base import Cache, CacheSpec
+from regard.cache.base import Cache, CacheSpec, taken_back
 from regard.cache.paged import OutOfPages, Paged, Pool
 from regard.cache.rows import Contiguous, Ring
 
 LAYOUTS: dict[str, type[Cache]] = {"contiguous": Contiguous, "ring": Ring, "paged": Paged}
 
-__all__ = ["LAYOUTS", "Cache", "CacheSpec", "Contiguous", "OutOfPages", "Paged", "Pool", "Ring"]
+__all__ = [
+    "LAYOUTS",
+    "Cache",
+    "CacheSpec",
+    "Contiguous",
+    "OutOfPages",
+    "Paged",
+    "Pool",
+    "Ring",
+    "taken_back",
+]

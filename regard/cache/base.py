@@ -8,7 +8,7 @@ zero before they are written: 0 * NaN is NaN, so a masked slot must hold a numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,17 +17,28 @@ from torch import Tensor
 from regard.errors import UsageError
 from regard.mask import Span
 
+State = dict[str, Tensor]
+# Of some rows (r) the state after the first n (r) tokens of the last call.
+Past = Callable[[Tensor, Tensor], State]
+
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What one layer keeps: entries for every token, and a state of fixed size."""
+    """What one layer keeps: entries for every token, and a state of fixed size, of which the last `back` tokens can be
+    taken back right after the call that fed them."""
 
     token: dict[str, tuple[int, ...]] = field(default_factory=dict)
     state: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    back: int = 0
 
     def numbers(self) -> int:
         """Numbers kept for each token."""
         return sum(torch.Size(shape).numel() for shape in self.token.values())
+
+
+def taken_back(specs: Sequence[CacheSpec]) -> float:
+    """How many of the last tokens all layers can take back: any number, but for states."""
+    return min((spec.back for spec in specs if spec.state), default=float("inf"))
 
 
 class Layer:
@@ -48,8 +59,11 @@ class Layer:
         return self.cache.frozen
 
     @property
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         return self.cache.states[self.index]
+
+    def put(self, state: State, past: Past) -> None:
+        self.cache.states[self.index], self.cache.pasts[self.index] = state, past
 
 
 class Cache:
@@ -75,6 +89,11 @@ class Cache:
             {name: self._zeros(batch, *shape) for name, shape in spec.state.items()}
             for spec in self.specs
         ]
+        # How to take tokens of the last call back: a function of each layer with a state; how many
+        # of its tokens each row still has; and which row of the call it was, if not the same.
+        self.pasts: dict[int, Past] = {}
+        self._fed = self.lengths
+        self._was: Tensor | None = None
         self._new = Span.run(0, 0, self.device)
         self._all = self._new
         self._where: tuple[Tensor, Tensor, Tensor] | None = None
@@ -102,6 +121,7 @@ class Cache:
         added = torch.full_like(old, size) if lengths is None else lengths.to(old)
         self._reserve(old, added, size)
         self.lengths = old + added
+        self.pasts, self._fed, self._was = {}, added, None
         if start is not None and (lengths is None or bool((added == size).all())):
             self.even = start + size
             self._new = Span.run(start, size, self.device)
@@ -123,10 +143,6 @@ class Cache:
     def rewind(self, tokens: int | Tensor) -> None:
         """Forget the last `tokens` of every row (or as many as the tensor says for each)."""
         drop = torch.as_tensor(tokens, device=self.device)
-        if any(spec.state for spec in self.specs) and bool((drop > 0).any()):
-            raise UsageError(
-                "a recurrent state cannot be rewound: it holds only the present; fork it before"
-            )
         if bool((drop < 0).any()):
             raise UsageError(
                 f"cannot rewind {int(drop.min())} tokens: give how many of the last to forget, 0 or more"
@@ -136,9 +152,29 @@ class Cache:
                 f"cannot rewind {int(drop.max())} tokens: the shortest row holds {int(self.lengths.min())}"
             )
         self._check_rewind(drop)
+        if any(spec.state for spec in self.specs) and bool((drop > 0).any()):
+            rows = torch.arange(self.batch, device=self.device)
+            self.states = self.past(rows, drop.expand_as(rows))
+            self._fed = self._fed - drop
         self.lengths = self.lengths - drop
         self.even = _common(self.lengths)
         self._all = self._positions()
+
+    def past(self, rows: Tensor, drop: Tensor) -> list[State]:
+        """The states of some rows as they were before their last `drop` tokens, which the last call fed."""
+        back = taken_back(self.specs)
+        if not back:
+            raise UsageError(
+                "a recurrent state cannot be rewound: it holds only the present; fork it before"
+            )
+        if not self.pasts or bool((drop > self._fed[rows].clamp(max=int(back))).any()):
+            raise UsageError(
+                f"a recurrent state cannot be rewound by {int(drop.max())} tokens: it takes back what "
+                f"the last call fed, {back} tokens at most; fork it before"
+            )
+        n, row = self._fed[rows] - drop, rows if self._was is None else self._was[rows]
+        each = enumerate(self.specs)
+        return [self.pasts[i](row, n) if spec.state else {} for i, spec in each]
 
     def fork(self, rows: Tensor) -> Cache:
         """A cache whose row i continues row rows[i]: beams, samples, a shared prefix. The old one stays as it was."""
@@ -156,6 +192,8 @@ class Cache:
         if self.even is None:
             new.even = _common(new.lengths)
         new.states = [{n: s[rows] for n, s in state.items()} for state in self.states]
+        if self.pasts:
+            new._fed, new._was = self._fed[rows], rows if self._was is None else self._was[rows]
         new.cross = None if self.cross is None else self._fork_cross(rows)
         return new
 
@@ -207,6 +245,7 @@ class Cache:
             {n: torch.cat([s, b[n]]) for n, s in a.items()}
             for a, b in zip(self.states, other.states, strict=True)
         ]
+        new.pasts = {}
         if self.cross is not None and other.cross is not None:
             a, b = self.cross, other.cross
             if (
@@ -227,6 +266,7 @@ class Cache:
         their memory for the next tokens."""
         self.lengths = torch.zeros_like(self.lengths)
         self.even, self.cross = 0, None
+        self.pasts = {}
         self.states = [{n: torch.zeros_like(s) for n, s in state.items()} for state in self.states]
         self._free()
         self._all = self._positions()

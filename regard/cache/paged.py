@@ -2,7 +2,8 @@
 
 A full page can be published under a key (a hash of all the tokens up to its end); a later row that begins with the same
 tokens takes the page over instead of computing it. Published pages that no row holds are kept until space is needed,
-the least recently used goes first.
+the least recently used goes first. Of a model with recurrent states some pages also keep the states after their last
+token, and a row begins with pages up to such a one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.cache.base import Cache, CacheSpec, check_sizes
+from regard.cache.base import Cache, CacheSpec, State, check_sizes, taken_back
 from regard.errors import UsageError
 from regard.mask import Span
 
@@ -47,6 +48,9 @@ class Pool:
         self.keys: dict[int, Hashable] = {}  # of published pages
         self.published: dict[Hashable, int] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, held by no row; oldest first
+        # States after the last token of published pages, by key, oldest first; in as much memory as the pages take.
+        self.states: OrderedDict[Hashable, list[State]] = OrderedDict()
+        self.room = sum(x.nbytes for store in self.stores for x in store.values())
 
     @property
     def available(self) -> int:
@@ -57,6 +61,7 @@ class Pool:
         self.users = [0] * len(self.users)
         self.unused = deque(range(len(self.users)))
         self.keys, self.published, self.idle = {}, {}, OrderedDict()
+        self.states.clear()
 
     def take(self, copy: int | None = None) -> int:
         """A page for one row: zeros, or a copy of another."""
@@ -102,7 +107,20 @@ class Pool:
     def withdraw(self, page: int) -> None:
         """Later rows do not find the page any more."""
         if page in self.keys:
-            del self.published[self.keys.pop(page)]
+            key = self.keys.pop(page)
+            del self.published[key]
+            self.states.pop(key, None)
+
+    def remember(self, key: Hashable, states: list[State]) -> None:
+        """Let later rows begin after the page of this key; what was not used for longest makes room."""
+        if key not in self.published:
+            return
+        self.states[key] = states
+        self.states.move_to_end(key)
+        sizes = [sum(x.nbytes for s in each for x in s.values()) for each in self.states.values()]
+        while sum(sizes) > self.room:
+            self.states.popitem(last=False)
+            del sizes[0]
 
 
 class Paged(Cache):
@@ -132,13 +150,18 @@ class Paged(Cache):
         return self.pool.users
 
     def adopt(self, row: int, keys: Sequence[Hashable]) -> int:
-        """Begin an empty row with the published pages of the longest run of `keys`; how many tokens that gives."""
-        table = self.tables[row]
+        """Begin an empty row with the published pages of the longest run of `keys`, up to one with states where the
+        model has states; how many tokens that gives."""
+        table, pool, keys = self.tables[row], self.pool, keys[: self.known(keys)]
+        if any(spec.state for spec in self.specs):
+            ends = [i for i, key in enumerate(keys, 1) if key in pool.states]
+            keys = keys[: max(ends, default=0)]
+            if keys:
+                pool.states.move_to_end(keys[-1])
+                self._begin_with(row, pool.states[keys[-1]])
         for key in keys:
-            page = self.pool.published.get(key)
-            if page is None:
-                break
-            self.pool.hold(page)
+            page = pool.published[key]
+            pool.hold(page)
             self._set(row, len(table), page)
         lengths = self.lengths.tolist()
         lengths[row] = len(table) * self.page
@@ -146,6 +169,25 @@ class Paged(Cache):
         self.even = lengths[0] if len(set(lengths)) == 1 else None
         self._all = self._positions()
         return lengths[row]
+
+    def known(self, keys: Sequence[Hashable]) -> int:
+        """How many of the first pages are published."""
+        return next((i for i, k in enumerate(keys) if k not in self.pool.published), len(keys))
+
+    def _begin_with(self, row: int, states: list[State]) -> None:
+        at = torch.tensor([row], device=self.device)
+        self.states = [
+            {name: s.to(new[name].dtype).index_copy(0, at, new[name]) for name, s in old.items()}
+            for old, new in zip(self.states, states, strict=True)
+        ]
+
+    def state_after(self, row: int, size: int) -> list[State] | None:
+        """A row's states after its first `size` tokens, if the last call gives them."""
+        drop = int(self.lengths[row]) - size
+        if not self.pasts or not 0 <= drop <= min(int(self._fed[row]), taken_back(self.specs)):
+            return None
+        rows = torch.tensor([row], device=self.device)
+        return self.past(rows, torch.full_like(rows, drop))
 
     def publish(self, row: int, keys: Sequence[Hashable]) -> None:
         """Let later rows take over this row's full pages, one key a page."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from regard.cache import Pool
+from regard.cache import Pool, taken_back
 from regard.decode.settings import Request
 from regard.errors import UsageError
 from regard.models.embedding import Tokens, context
@@ -33,7 +33,7 @@ def check(request: Request, model: Any) -> None:
             f"{longest}; shorten the prompt, or ask for at most {max(longest - len(request.ids), 0)} new tokens, "
             f"or go on with the last {longest} tokens of the text: overflow='crop' (--overflow crop)"
         )
-    if (s.lookup or s.draft) and any(spec.state for spec in model.cache_specs()):
+    if (s.lookup or s.draft) and not taken_back(model.cache_specs()):
         raise UsageError(
             "a recurrent model cannot take tokens back, so it cannot speculate; leave lookup and draft out"
         )
@@ -93,7 +93,7 @@ def check_draft(draft: Any, model: Any) -> None:
         raise UsageError(
             "an encoder-decoder cannot draft: it would need the source; give a decoder"
         )
-    if any(spec.state for spec in draft.cache_specs()):
+    if not taken_back(draft.cache_specs()):
         raise UsageError("a recurrent model cannot take tokens back, so it cannot draft")
 
 

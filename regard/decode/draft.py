@@ -42,11 +42,14 @@ class Draft:
         ids = torch.tensor([f + [0] * (width - len(f)) for f in fresh], device=device)
         said = [self.model.next_logits(ids, lengths, cache=self.cache).argmax(-1)]
         rooms = torch.tensor(room, device=device)
+        # A state takes one call back, and guessing takes several: a fork of it is led astray.
+        astray = most > 1 and any(spec.state for spec in self.cache.specs)
+        cache = self.cache.fork(torch.arange(len(room), device=device)) if astray else self.cache
         for n in range(1, most):
             more = (rooms > n).long()
-            logits = self.model.next_logits(said[-1][:, None], more, cache=self.cache)
+            logits = self.model.next_logits(said[-1][:, None], more, cache=cache)
             said.append(logits.argmax(-1))
-        if most > 1:
+        if most > 1 and not astray:
             self.cache.rewind((rooms - 1).clamp(min=0))
         guesses = torch.stack(said, 1).tolist()
         return [g[:n] for g, n in zip(guesses, room, strict=True)]

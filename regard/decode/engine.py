@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from regard.cache import Cache, Contiguous, OutOfPages, Paged, Pool
+from regard.cache import Cache, Contiguous, OutOfPages, Paged, Pool, taken_back
 from regard.decode.beam import BeamLane, candidates
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
@@ -73,7 +73,8 @@ class Engine:
         # A state needs no page.
         paged = layout == "paged" and any(spec.token for spec in self.specs)
         self.pool = Pool(self.specs, pages, page, **self.where) if paged else None
-        whole = not any(spec.state for spec in self.specs) and not model.reads_source
+        # A state that takes nothing back is known at the end of a text alone, not at the end of a page.
+        whole = taken_back(self.specs) > 0 and not model.reads_source
         self.prefix = prefix and whole and self.pool is not None
         self.waiting: deque[Request] = deque()  # oldest first, and younger than all that runs
         # Rows of preempted requests, to go on where they were.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import Cache, Paged
+from regard.cache.base import State
 from regard.decode.sample import Row, page_keys
 from regard.decode.settings import Request
 
@@ -30,6 +31,9 @@ class Prefill:
         self.texts, self.fed = texts, [0] * len(texts)
         self.last: list[Tensor | None] = [None] * len(texts)
         self._keys: list[list[bytes]] | None = None
+        # Of models with states: the pages of each text after which they are wanted, and what was found.
+        self.marks: list[list[int]] = [[] for _ in texts]
+        self.states: list[dict[bytes, list[State]]] = [{} for _ in texts]
 
     @property
     def through(self) -> bool:
@@ -50,7 +54,7 @@ class Prefill:
 
     def _keep(self, index: list[int], cache: Cache) -> None:
         self.cache = cache
-        for name in ("requests", "rows", "texts", "fed", "last"):
+        for name in ("requests", "rows", "texts", "fed", "last", "marks", "states"):
             setattr(self, name, [getattr(self, name)[i] for i in index])
         self._keys = None
 
@@ -72,7 +76,8 @@ class Prefill:
         """Feed up to `chunk` tokens over all rows, padding included; one a row at least."""
         device = self.cache.device
         size = max(1, chunk // len(self.texts))
-        parts = [text[n : n + size] for text, n in zip(self.texts, self.fed, strict=True)]
+        ends = [self._end(row, n, n + size) for row, n in enumerate(self.fed)]
+        parts = [text[n:m] for text, n, m in zip(self.texts, self.fed, ends, strict=True)]
         width = max(map(len, parts))
         lengths = torch.tensor([len(p) for p in parts], device=device)
         ids = torch.tensor([p + [0] * (width - len(p)) for p in parts], device=device)
@@ -82,6 +87,7 @@ class Prefill:
             self.fed[i] += len(part)
             if part and self.fed[i] == len(self.texts[i]):
                 self.last[i] = logits[i]
+            self._mark(i, self.fed[i] - len(part))
         if not self.split and self.last[0] is not None:
             self._part(model.shares_source)
 
@@ -110,7 +116,28 @@ class Prefill:
         """Begin with pages that earlier prompts left; at least one token stays to be fed, for its logits."""
         assert isinstance(self.cache, Paged)
         for row, (text, keys) in enumerate(zip(self.texts, self.keys(), strict=True)):
-            self.fed[row] = self.cache.adopt(row, keys[: (len(text) - 1) // self.cache.page])
+            keys = keys[: (len(text) - 1) // self.cache.page]
+            self.fed[row] = self.cache.adopt(row, keys)
+            if any(spec.state for spec in self.cache.specs):
+                # Where another text parted from this one, and before its end.
+                self.marks[row] = sorted({self.cache.known(keys), len(keys)} - {0})
+
+    def _end(self, row: int, start: int, end: int) -> int:
+        """A call ends where texts part, so that the states there are known."""
+        if len(self.marks[row]) < 2:
+            return end
+        assert isinstance(self.cache, Paged)
+        parting = self.marks[row][0] * self.cache.page
+        return parting if start < parting < end else end
+
+    def _mark(self, row: int, start: int) -> None:
+        """Take the states after the marked pages that the last call filled."""
+        for mark in self.marks[row]:
+            assert isinstance(self.cache, Paged)
+            if start < mark * self.cache.page <= self.fed[row]:
+                states = self.cache.state_after(row, mark * self.cache.page)
+                if states is not None:
+                    self.states[row][self.keys()[row][mark - 1]] = states
 
     def publish(self) -> None:
         """Leave the full pages to later prompts, if the model answered with numbers."""
@@ -119,6 +146,8 @@ class Prefill:
         for row, (good, keys) in enumerate(zip(sound.tolist(), self.keys(), strict=True)):
             if good:
                 self.cache.publish(row, keys)
+                for key, states in self.states[row].items():
+                    self.cache.pool.remember(key, states)
 
 
 def first_text(request: Request, rows: list[Row]) -> list[int]:

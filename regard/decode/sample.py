@@ -232,8 +232,14 @@ class SampleLane:
             full = (row.size - 1) // page
             if full > len(row.keys) and row.error is None:
                 text = (row.request.ids + row.ids)[: full * page]
+                answer = row.keys[len(row.request.ids) // page :]
                 row.keys = page_keys(text, page, row.request.salt, row.keys)
                 self.cache.publish(i, row.keys)
+                states = self.cache.state_after(i, len(text))
+                if states is not None:
+                    # States are large: of an answer the last are kept.
+                    self.cache.pool.states.pop(answer[-1] if answer else None, None)
+                    self.cache.pool.remember(row.keys[-1], states)
 
     def drop(self, index: list[int]) -> None:
         """These rows are over."""

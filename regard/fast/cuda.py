@@ -50,7 +50,9 @@ def why_not(model: Any) -> str:
         return "it has experts, or an activation without a kernel"
     for a in tower.each("attention"):
         if a.kind not in ("gqa", "mla") or (a.kind == "gqa" and (a.sinks or a.softcap)):
-            return "its attention selects keys, or has sinks or a softcap"
+            return "its attention selects keys, keeps a state, or has sinks or a softcap"
+        if a.kind == "gqa" and a.gated:
+            return "its attention has a gate"
         if a.kind == "gqa" and (a.qk_norm_whole or a.qk_norm_plus_one):
             return "its queries and keys have norms of another form"
         if a.rope is not None and (a.rope.wide or isinstance(a.rope.scaling, LongRope)):

@@ -182,6 +182,11 @@ class SteadyExperts(MixtureOfExperts):
         return GATE(x)
 
 
+class SteadyGrouped(GroupedQueryAttention):
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return GATE(x)
+
+
 class SteadyLatent(LatentAttention):
     """Always absorbed, the products of its heads in tiles."""
 
@@ -295,6 +300,7 @@ TABLE: dict[type, Callable[[Any, nn.Module], nn.Module]] = {
     LMHead: _steady(SteadyHead),
     LabelHead: _steady(LabelHead),
     MixtureOfExperts: _steady(SteadyExperts),
+    GroupedQueryAttention: _steady(SteadyGrouped),
     LatentAttention: _steady(SteadyLatent),
     SparseAttention: _steady(SteadySparse),
     Indexer: _steady(SteadyIndexer),
@@ -305,7 +311,6 @@ TABLE: dict[type, Callable[[Any, nn.Module], nn.Module]] = {
 }
 # Parts with weights that need no change.
 STEADY = (
-    GroupedQueryAttention,
     TokenEmbedding,
     PatchEmbedding,
     PositionVectors,

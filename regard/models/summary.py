@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,12 @@ def cache_bytes(model: Any) -> int:
     return size * sum(spec.numbers() for spec in model.cache_specs())
 
 
+def state_bytes(model: Any) -> int:
+    """Bytes of a row's states in the model's type, however long the row is."""
+    shapes = [s for spec in model.cache_specs() for s in spec.state.values()]
+    return next(model.parameters()).element_size() * sum(map(math.prod, shapes))
+
+
 def table(model: Any, context: int | None = None) -> str:
     """A plain text table; `context` is the number of keys that FLOPs are counted at (default: the longest)."""
     context = context or getattr(model.config, "max_len", None) or 1024
@@ -48,6 +55,8 @@ def table(model: Any, context: int | None = None) -> str:
     lines += [f"{'all':<12} {'':>6} {parameters(model):>16,}"]
     try:
         lines += [f"cache per token      {cache_bytes(model):>14,} bytes"]
+        states = state_bytes(model)
+        lines += [f"state per row        {states:>14,} bytes"] if states else []
     except ValueError:
         lines += ["cache per token                none (it does not decode step by step)"]
     lines += [f"FLOPs per token      {model.flops_per_token(context):>14,} at {context:,} keys"]

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attention import DSA, GQA, MLA
-from regard.block import Tower
+from regard.attention import DSA, MLA, DeltaRule
+from regard.block import Attention, Tower
 from regard.data.pictures import Pictures
 from regard.decode.generate import default_length, generate, special_of
 from regard.errors import DATA, Fault, UsageError, blaming, notice
@@ -72,12 +72,14 @@ def mechanisms(config: Any) -> dict[str, str]:
     return names | {"self": names.get("tower", ""), "cross": kind(cross) if cross else ""}
 
 
-def kind(attention: GQA | MLA | DSA) -> str:
+def kind(attention: Attention) -> str:
     match attention:
         case DSA():
             return f"{kind(attention.attention)}; dsa chooses {attention.topk} keys"
         case MLA():
             return f"mla, latent of {attention.latent}"
+        case DeltaRule():
+            return "delta rule, a state that weighs no tokens"
     groups = attention.kv_heads or attention.heads
     if groups == attention.heads:
         return "mha"

@@ -75,6 +75,10 @@ PHI = dict(pad_token_id=0, eos_token_id=2)
 ALBERT = dict(BASE, num_hidden_layers=3, embedding_size=10)
 MODERN = dict(BASE, num_hidden_layers=4, local_attention=4, pad_token_id=0)
 INDEX = dict(index_head_dim=16, index_n_heads=7)
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=5)
+DELTA |= dict(linear_value_head_dim=7, linear_conv_kernel_dim=3, head_dim=8)
+DELTA |= dict(moe_intermediate_size=12, shared_expert_intermediate_size=13, num_experts_per_tok=2)
+DELTA |= dict(num_experts=4)
 DISTIL = dict(vocab_size=50, dim=24, n_layers=2, n_heads=3, hidden_dim=20)
 DISTIL |= dict(max_position_embeddings=40)
 T5 = dict(vocab_size=50, d_model=24, d_kv=10, d_ff=20, num_layers=2, num_heads=3)
@@ -111,7 +115,8 @@ _QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 _V2, _V3, _V32 = (f"DeepseekV{v}ForCausalLM" for v in (2, 3, 32))
 _GEMMA, _OSS, _NEOX = "Gemma3ForCausalLM", "GptOssForCausalLM", "GPTNeoXForCausalLM"
 _OLMO2, _OLMO3, _PHI3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Phi3ForCausalLM"
-_SLIDE, _FULL = "sliding_attention", "full_attention"
+_NEXT = "Qwen3NextForCausalLM"
+_SLIDE, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 DECODERS = [
     case("gpt2", _GPT2, GPT),
@@ -197,6 +202,14 @@ DECODERS = [
     case("gpt-neox", _NEOX, BASE, hidden_size=48, eos_token_id=2),
     case("gpt-neox-sequential", _NEOX, BASE, rotary_pct=0.5, use_parallel_residual=False,
          attention_bias=False, hidden_act="gelu_new", tie_word_embeddings=True),
+    case("qwen3-next", _NEXT, KV, DELTA, num_hidden_layers=4, num_key_value_heads=1),
+    case("qwen3-next-dense", _NEXT, KV, DELTA, num_hidden_layers=3, mlp_only_layers=[1],
+         layer_types=[_FULL, _LINEAR, _LINEAR], attention_bias=True, tie_word_embeddings=True,
+         linear_num_value_heads=2, linear_conv_kernel_dim=1, norm_topk_prob=False, rms_norm_eps=1e-3,
+         rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)),
+    # transformers makes no cache for states alone.
+    case("qwen3-next-states-alone", _NEXT, KV, DELTA, layer_types=[_LINEAR, _LINEAR],
+         decoder_sparse_step=2, linear_num_key_heads=3, use_cache=False),
 ]  # fmt: skip
 
 LABELLED = [
@@ -287,8 +300,20 @@ SEQ2SEQ = [
 ]  # fmt: skip
 
 # Sizes by their key, for what has no case above: each architecture in the table of families gets one of itself.
-ODD: Settings = {**GPT, **DISTIL, **T5, **BART, **IMAGE, **LATENT, **EXPERTS, **INDEX, **BASE}
+ODD: Settings = {
+    **DELTA,
+    **GPT,
+    **DISTIL,
+    **T5,
+    **BART,
+    **IMAGE,
+    **LATENT,
+    **EXPERTS,
+    **INDEX,
+    **BASE,
+}
 ODD |= dict(num_key_value_heads=1, head_dim=8, num_local_experts=4, num_experts=4, sliding_window=4)
+ODD |= dict(full_attention_interval=2)
 ODD |= dict(index_topk=5, first_k_dense_replace=1, topk_group=1, pad_token_id=0, num_labels=3)
 HEADS = {name: head for family in FAMILIES.values() for name, head in family.heads.items()}
 

@@ -21,7 +21,7 @@ from regard.models import EncoderDecoderConfig, Patches, RecurrentConfig, Seq2Se
 from regard.position import Sinusoidal
 from tests.laws.mechanisms import DIM, VOCAB, decoder, stir
 
-DECODERS = ["gqa_rope", "window", "mla", "dsa_mla", "mixed"]
+DECODERS = ["gqa_rope", "window", "mla", "dsa_mla", "mixed", "delta", "delta_gqa"]
 RECURRENT = ["gru", "lstm_attention"]
 PAIRS = ["pair", "captioner", "seq2seq", "seq2seq_plain"]
 MODELS = [*DECODERS, *RECURRENT, *PAIRS]

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context
-from regard.block import Tower
+from regard.attention import DSA, GQA, MLA, Context, DeltaRule
+from regard.block import Attention, Tower
 from regard.layers import LM, MLP, Norm
 from regard.mask import Causal, Mask, Span
 from regard.models import Tokens, Transformer, TransformerConfig
@@ -25,7 +25,7 @@ _LATENT = MLA(heads=3, latent=10, head_dim=6, rope_dim=4, rope=Rope(layout="inte
 _GROUPED = GQA(heads=6, kv_heads=2, head_dim=8, rope=Rope())
 _LONG = LongRope(short=(1.0, 1.5), long=(2.0, 3.0), original_len=64, factor=4.0)
 
-MECHANISMS: dict[str, GQA | MLA | DSA] = {
+MECHANISMS: dict[str, Attention] = {
     "mha": GQA(heads=3),
     "gqa_rope": _GROUPED,
     "mqa": GQA(heads=4, kv_heads=1, head_dim=5, value_dim=3, bias=True, out_bias=True),
@@ -33,6 +33,7 @@ MECHANISMS: dict[str, GQA | MLA | DSA] = {
     "window": GQA(heads=6, kv_heads=3, head_dim=4, rope=Rope(), window=4),
     "softcap": GQA(heads=4, kv_heads=2, softcap=1.5),
     "sinks": GQA(heads=4, kv_heads=2, sinks=True, rope=Rope(), head_dim=6),
+    "gated": GQA(heads=4, kv_heads=2, head_dim=6, value_dim=5, bias=True, gated=True, rope=Rope()),
     "qk_norm": GQA(heads=3, qk_norm=1e-6, rope=Rope(), head_dim=6, scale=0.7),
     "qk_norm_whole": GQA(heads=6, kv_heads=2, head_dim=4, qk_norm=1e-6, qk_norm_whole=True),
     "qk_norm_plus_one": GQA(heads=3, qk_norm=1e-6, qk_norm_plus_one=True, rope=Rope(), head_dim=6),
@@ -47,9 +48,17 @@ MECHANISMS: dict[str, GQA | MLA | DSA] = {
     "dsa_gqa": DSA(_GROUPED, index_heads=3, index_dim=6, topk=4, rope_dim=4),
     "dsa_query_latent": DSA(MLA(3, latent=10, head_dim=6, query_latent=7), 2, 8, topk=2),
     "dsa_window_sinks": DSA(GQA(4, 2, window=6, sinks=True, rope=Rope()), 2, 8, 3, rope_dim=2),
+    "dsa_gated": DSA(GQA(4, 2, gated=True, rope=Rope()), 2, 8, 3, rope_dim=2),
     "dsa_fp8": DSA(_LATENT, 2, 16, topk=3, rope_dim=4, hadamard=True, precision="fp8"),
     "dsa_hadamard": DSA(_GROUPED, 2, 8, topk=3, rope_dim=2, hadamard=True),
+    # Norms with a large eps: where a query meets no key, a small one divides by nearly 0, so that rounding the weights
+    # alone to 8 bits turns gradients by half their size.
+    "delta": DeltaRule(key_heads=3, key_dim=9, value_dim=5, eps=0.3),
+    "delta_grouped": DeltaRule(2, value_heads=6, key_dim=10, value_dim=7, conv=2, eps=0.3),
 }
+
+# States are seen by no probe and go from left to right alone.
+STATES = [name for name, config in MECHANISMS.items() if isinstance(config, DeltaRule)]
 
 TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.items()} | {
     "gqa_t5": {"attention": GQA(4, 2), "relative": T5Bias(4, 8, 16, causal=True)},
@@ -61,6 +70,7 @@ TOWERS: dict[str, dict] = {name: {"attention": a} for name, a in MECHANISMS.item
         "attention": GQA(4, 2, softcap=2.0, sinks=True),
         "relative": T5Bias(4, 8, 16, causal=True),
     },
+    "delta_gqa": {"attention": (MECHANISMS["delta_grouped"], MECHANISMS["gqa_rope"])},
     "one_block": {"attention": MECHANISMS["gqa_rope"], "blocks": (0, 0)},
     "no_first_norm": {"attention": MECHANISMS["mha"], "first_norm": False},
     "norms_plus_one": {"attention": _GROUPED, "norm": Norm(1e-6, rms=True, plus_one=True)},
@@ -90,7 +100,7 @@ def stir(module: M) -> M:
     return module
 
 
-def layer(config: GQA | MLA | DSA, dim: int = DIM, memory_dim: int | None = None) -> nn.Module:
+def layer(config: Attention, dim: int = DIM, memory_dim: int | None = None) -> nn.Module:
     return stir(config.make(dim, memory_dim))
 
 

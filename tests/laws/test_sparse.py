@@ -40,7 +40,7 @@ def gathered(dsa: torch.nn.Module, x: Tensor, mask: Causal | Full) -> Tensor:
     kept = {**dsa.attention.entries(x, ctx), "index_k": dsa.indexer.keys(x, ctx)}
     seen = ctx.visible(ctx.pos, dsa.config.window)
     q, index_q = dsa.attention.queries(c_q, ctx), dsa.indexer.queries(c_q, ctx)
-    return dsa.attention.wo(dsa.sparse(x, q, index_q, kept, seen, ctx, None).flatten(2))
+    return dsa.leave(dsa.weigh(dsa.sparse(x, q, index_q, kept, seen, ctx, None), x))
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -54,7 +54,7 @@ def test_dsa_is_dense_attention_masked_to_its_choice(name: str) -> None:
     chosen = choose(index.masked_fill(~seen, -torch.inf), dsa.config.topk)
     mask = torch.zeros(2, 9, 9).scatter(-1, chosen, 1.0).bool() & seen
     want = dsa.attention.mix(dsa.attention.queries(c_q, ctx), kept, mask[:, None], ctx, None)
-    torch.testing.assert_close(dsa(x, ctx), dsa.attention.wo(want.flatten(2)), **TIGHT)
+    torch.testing.assert_close(dsa(x, ctx), dsa.leave(dsa.weigh(want, x)), **TIGHT)
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -310,3 +310,17 @@ def test_picture_of_patches_is_in_the_page() -> None:
     ][0]["image"]
     assert (data["size"], data["patch"], data["extra"]) == (16, 8, 1)
     assert base64.b64decode(data["pixels"]) == pixels.tobytes()
+
+
+# --- states -------------------------------------------------------------------------------------------------------
+
+
+def test_states_have_no_map_and_attention_beside_them_has() -> None:
+    """In one sentence, not a fault: a state weighs no tokens."""
+    with pytest.raises(UsageError, match="this model has no attention to look at"):
+        trace(decoder("delta"), given(7, VOCAB))
+    hybrid = decoder("delta_gqa")
+    (view,) = trace(hybrid, given(7, VOCAB))
+    assert [layer.number for layer in view.layers] == [1]
+    with pytest.raises(UsageError, match="there is no layer 0"):
+        trace(hybrid, given(7, VOCAB), layer=0)
