@@ -27,7 +27,7 @@ from regard.text.build import SPACE
 from regard.text.folder import blaming
 
 AROUND = ("none", "start", "end", "both")
-TASKS = ("lm", "seq2seq", "mlm")
+TASKS = ("lm", "seq2seq", "infill", "mlm")
 PARTS = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 _PLAIN = dict(pad="<pad>", unk="<unk>", bos="<s>", eos="</s>", cls="<s>", sep="</s>", mask="<mask>")
 _BERT = dict(pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
@@ -90,7 +90,8 @@ class Recipe:
         unk = {} if lossless else {"unk": _PLAIN["unk"]}
         if self.task == "lm":
             return {**unk, "eos": "<|endoftext|>"}
-        return {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
+        pairs = {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
+        return {**pairs, "mask": _PLAIN["mask"]} if self.task == "infill" else pairs
 
     @property
     def tokens(self) -> list[str]:
@@ -99,7 +100,7 @@ class Recipe:
     @property
     def ends(self) -> tuple[str | None, str | None]:
         """The tokens in front of a text and behind it."""
-        around = self.around or {"lm": "none", "seq2seq": "end", "mlm": "both"}[self.task]
+        around = self.around or {"lm": "none", "mlm": "both"}.get(self.task, "end")
         ends: list[str | None] = []
         for place, parts in (("start", ("cls", "bos")), ("end", ("sep", "eos"))):
             token = next((self.named[part] for part in parts if part in self.named), None)

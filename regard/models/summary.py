@@ -27,9 +27,10 @@ def weight_flops(module: nn.Module) -> int:
     return 2 * matrices
 
 
-def pair_flops(tower: Stack, context: int) -> int:
-    """Of the scores and sums of every attention for one query over `context` keys (a window or top-k bounds them)."""
-    blocks: Any = tower.blocks
+def pair_flops(tower: nn.Module, context: int) -> int:
+    """Of the scores and sums of every attention for one query over `context` keys (a window or top-k bounds them).
+    A recurrent network has none."""
+    blocks: Any = tower.blocks if isinstance(tower, Stack) else ()
     parts = (part for block in blocks for part in (block.attention, block.cross))
     return sum(part.flops(context) for part in parts if part is not None)
 

@@ -167,8 +167,8 @@ class Watch:
 
     calls: dict[str, Seen]
 
-    def enter(self, layer: Any, args: tuple[Tensor, Context]) -> None:
-        x, ctx = args
+    def enter(self, layer: Any, args: tuple[Any, ...]) -> None:
+        x, ctx = args[:2]
         self.calls[ctx.site] = Seen(layer, x.detach(), ctx, [])
 
     def at(self, site: str) -> Seen | None:

@@ -21,7 +21,7 @@ def trainer(
     checkpoints = Checkpoints(folder, lambda m, path: m.save(path), keep=2)
     made = config(**changes)
     return Trainer(
-        model(), Toy(), causal, made, checkpoints, regard.load, told.append, measure=measure
+        model(), Toy(), causal, made, checkpoints, regard.load, [told.append], measure=measure
     )
 
 
