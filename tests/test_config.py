@@ -182,7 +182,7 @@ def test_divisors_are_all_of_them() -> None:
         (lambda: DSA(GQA(4), 2, 8, 4, precision="int3"), "choose exact or fp8"),
         (lambda: DSA(GQA(4), 2, 8, 4, rope_dim=4), "rope_dim needs attention.attention.rope"),
         (lambda: Tower(8, 3, (GQA(2),) * 2, MLP(8)), "attention lists 2 layers, layers=3"),
-        (lambda: Tower(8, 1, GQA(2), MLP(8), order="middle"), "choose pre or post"),
+        (lambda: Tower(8, 1, GQA(2), MLP(8), order="middle"), "choose one of pre, post"),
         (
             lambda: Tower(8, 1, GQA(2), MLP(8), relative=Alibi(4)),
             "relative.heads=4, but .* .2. heads",
