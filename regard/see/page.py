@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import FileSystemLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from regard.see.format import visible
@@ -34,10 +35,10 @@ MODULES = (
 LARGE = 1 << 18
 
 
-def environment(*folders: Path) -> Environment:
+def environment(*folders: Path) -> SandboxedEnvironment:
     """Templates of these folders and of web/. Whatever they are given is only ever text: control
     characters are made visible, and in HTML it is escaped; Markup alone stays as it is."""
-    return Environment(
+    return SandboxedEnvironment(
         loader=FileSystemLoader([*folders, WEB]),
         autoescape=lambda name: name is None or not name.endswith(".md"),
         finalize=lambda x: x if isinstance(x, Markup) else visible(x, "\n\t"),
