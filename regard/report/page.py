@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment
+from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from regard.see.format import clip, columns, level, number, short, small, spark, visible
@@ -117,7 +117,7 @@ def style(scheme: str) -> str:
 
 
 @cache
-def templates() -> Environment:
+def templates() -> SandboxedEnvironment:
     """With filters for a coordinate, the colour of series i, a curve in letters, and text in
     Markdown."""
     env = environment(Path(__file__).parent)
