@@ -183,9 +183,8 @@ def _flex_kernel(compiled: bool) -> Callable[..., Any]:
     """Compiled on a GPU; as it is on the CPU, where compiling costs half a minute."""
     from torch.nn.attention import flex_attention as module
 
-    if (
-        compiled
-    ):  # without its variant for short queries, which has no float32 form for grouped heads
+    # Without its variant for short queries, which has no float32 form for grouped heads.
+    if compiled:
         options = {"FORCE_USE_FLEX_ATTENTION": True}
         return torch.compile(functools.partial(module.flex_attention, kernel_options=options))
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")

@@ -157,7 +157,7 @@ class GroupedQueryAttention(Mechanism):
             dropout=self.config.dropout if self.training else 0.0,
             probe=ctx.watch(),
             backend=ctx.backend,
-        )  # b t h e
+        )
 
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         return o if self.wg is None else o * self.sigmoid(self.wg(x)).view_as(o)

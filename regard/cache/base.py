@@ -248,9 +248,8 @@ class Cache:
         new.pasts = {}
         if self.cross is not None and other.cross is not None:
             a, b = self.cross, other.cross
-            if (
-                self.batch // a.batch != other.batch // b.batch
-            ):  # from here on a source for each row
+            # From here on a source for each row.
+            if self.batch // a.batch != other.batch // b.batch:
                 a, b = self._own_cross(), other._own_cross()
             new.cross = a.join(b)
         new._join_from(self, other)

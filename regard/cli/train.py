@@ -150,8 +150,7 @@ def reload(folder: Path) -> None:
 
     model = load(folder)
     say("reloaded: " + type(model).__name__)
-    written = tokenizer_of(model) is not None and hasattr(model, "cache_specs")
-    if written and not hasattr(model, "encode"):
+    if tokenizer_of(model) is not None and model.decodes and not model.reads_source:
         with contextlib.suppress(UsageError):
             (result,) = generate(model, [[0]], max_new_tokens=8)
             say(f"sample: {result.text!r}")

@@ -247,9 +247,8 @@ def _tsv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
 
 
 def _csv(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    csv.field_size_limit(
-        1 << 30
-    )  # a document may be longer than the 128 KB that csv takes at first
+    # A document may be longer than the 128 KB that csv takes at first.
+    csv.field_size_limit(1 << 30)
     reader = csv.reader((f"{line}\n" for line in lines(path)), strict=True)
 
     def rows() -> Iterator[tuple[int, list[str]]]:

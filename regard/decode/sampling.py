@@ -33,9 +33,8 @@ def top_p(logits: Tensor, p: float | Tensor) -> Tensor:
         raise UsageError(f"top_p={p} is no probability; give a number from 0 to 1")
     order = logits.argsort(dim=-1, descending=True, stable=True)
     probs = logits.softmax(-1).gather(-1, order)
-    keep = (_before(probs) < p) | (
-        torch.as_tensor(p, device=logits.device) >= 1
-    )  # 1 keeps the tail
+    # 1 keeps the tail.
+    keep = (_before(probs) < p) | (torch.as_tensor(p, device=logits.device) >= 1)
     keep[..., 0] = True
     return _only(logits, order, keep)
 

@@ -72,8 +72,8 @@ def embedded(model: Any, given: Sequence[Tensor], normalize: bool = False) -> np
     if isinstance(model, Transformer):
         vectors = model.pool(ids, lengths)
     else:
-        states = model.encode(ids, lengths)[0] if hasattr(model, "encode") else None
-        states = model.hidden(ids, lengths) if states is None else states
+        read = model.reads_source
+        states = model.encode(ids, lengths)[0] if read else model.hidden(ids, lengths)
         vectors = mean_of(states, lengths)
     vectors = vectors.float()
     return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()

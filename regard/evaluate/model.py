@@ -55,7 +55,7 @@ class Opened:
     @property
     def encodes(self) -> bool:
         """Whether it is an encoder-decoder."""
-        return hasattr(self.model, "encode")
+        return self.model.reads_source
 
     def compare(self, prompt: Any) -> str:
         """What quantization costs, in a line: perplexity of the prompt, or of the plain model's

@@ -104,7 +104,7 @@ def evaluate(
 def task_of(model: Model) -> str:
     """What a model was made for, by its kind and its head."""
     config, head = model.config, getattr(model.config, "head", None)
-    if hasattr(model, "encode"):
+    if model.reads_source:
         if isinstance(getattr(config, "source", None), Patches):
             raise UsageError("eval does not measure models that write about pictures")
         return "seq2seq"

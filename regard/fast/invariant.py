@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import Context
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ordered import agrees, cancelling, dots
@@ -34,7 +33,6 @@ from regard.fast.cpu import Prepared
 from regard.fast.specialise import replace, share
 from regard.kernels.linear import Packed, packs
 from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
-from regard.mask import Visible
 from regard.models import Model
 from regard.models.cells import Recurrence, State, hold
 from regard.models.embedding import TokenEmbedding
@@ -190,15 +188,7 @@ class SteadyGrouped(GroupedQueryAttention):
 class SteadyLatent(LatentAttention):
     """Always absorbed, the products of its heads in tiles."""
 
-    def mix(
-        self,
-        q: Tensor,
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None,
-    ) -> Tensor:
-        return self.absorbed(q, kept, mask, ctx, bias)
+    mix = LatentAttention.absorbed
 
     def by_head(self, x: Tensor, w: Tensor) -> Tensor:
         rows = x.flatten(0, 1).transpose(0, 1)  # h n i

@@ -172,9 +172,8 @@ def check_ids(ids: Tensor, vocab: int, name: str = "ids") -> None:
         raise UsageError(
             f"{name} must be whole numbers of shape (b, t), got {ids.dtype} {tuple(ids.shape)}"
         )
-    if (
-        ids.numel() and not ids.is_cuda
-    ):  # on a GPU the look-up itself checks; reading the result here would wait for it
+    # On a GPU the look-up itself checks; reading the result here would wait for it.
+    if ids.numel() and not ids.is_cuda:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab:
             raise UsageError(

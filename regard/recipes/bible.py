@@ -20,10 +20,8 @@ HEADING = re.compile(r"\s{4,}Psalm \d+.*", re.DOTALL)  # of the next psalm, behi
 PARTS = {  # label -> its last book, counted from 1
     **{"law": 5, "history": 17, "poetry": 22, "prophets": 39, "gospels": 44, "letters": 65},
 }
-CHAPTER, BOOK = (
-    1_000,
-    1_000_000,
-)  # a verse's number is book, three digits of chapter, three of verse
+# A verse's number is book, three digits of chapter, three of verse.
+CHAPTER, BOOK = 1_000, 1_000_000
 
 
 def verses(package: str) -> dict[int, str]:

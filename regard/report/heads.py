@@ -65,7 +65,7 @@ def _read(
     """Let the model read a sample; the tokens by what they are to it: source, fed, written."""
     longest = min(LONGEST, context_of(model) or LONGEST)
     source, text = sample["source"], sample["text"]
-    if not hasattr(model, "encode"):
+    if not model.reads_source:
         ids = tokenizer.encode(source + text if writes else source or text)[:longest]
         if not ids:
             raise UsageError("the last sample has no tokens")

@@ -102,7 +102,7 @@ class Input:
     compared: bool
 
     def __post_init__(self) -> None:
-        self.encodes, self.config = hasattr(self.model, "encode"), self.model.config
+        self.encodes, self.config = self.model.reads_source, self.model.config
         self.device = next(self.model.parameters()).device
         self.first = getattr(self.config, "source" if self.encodes else "embedding", None)
         sees, image = isinstance(self.first, Patches), self.image is not None

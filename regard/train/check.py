@@ -100,7 +100,7 @@ def recipe_of(config: Config) -> Recipe | None:
 
 def kind_of(model: Any) -> str:
     """What a model is, in a word."""
-    c, encodes = model.config, hasattr(model, "encode")
+    c, encodes = model.config, model.reads_source
     reads = getattr(c, "source" if encodes else "embedding", None)
     if isinstance(reads, Patches):
         return "model of pictures"

@@ -199,9 +199,8 @@ class DataParallel(SingleProcess):
         if self.heartbeat is not None and error is None:
             self.any(False)  # none is behind, and would be missed by those that wait for it
             self.heartbeat.stop()
-            self.any(
-                False
-            )  # none goes, and its store with it, before all have said that they are through
+            # None goes, and its store with it, before all have said that they are through.
+            self.any(False)
             dist.destroy_process_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -157,9 +157,8 @@ class Trainer:
             native_code(model, config.precision)
         self.inside = self.team.wrap(self.model)
         self.optimizer = Optimizer(model, config.optim)
-        ahead = Prefetch(
-            feed, self.team.data_rank, self.team.data_size
-        )  # a GPU need not wait for data
+        # A GPU need not wait for data.
+        ahead = Prefetch(feed, self.team.data_rank, self.team.data_size)
         alone = partial(feed.batch, rank=self.team.data_rank, world=self.team.data_size)
         self._batch = ahead.batch if self.device.type == "cuda" else alone
         checkpoints.keep, checkpoints.every = (
