@@ -10,7 +10,7 @@ from torch import Tensor
 
 import regard
 from regard.attention import attend
-from regard.decode.graphs import GraphDecoder
+from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
@@ -20,7 +20,7 @@ from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
-from tests.kernels.plain import BOUND, largest_gap
+from tests.kernels.plain import BOUND, largest_gap, served
 
 pytestmark = pytest.mark.skipif(
     gpu_linear.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -149,33 +149,53 @@ def test_gpu_attention_matches_attend(
 def test_gpu_latent_matches_attend(
     b: int, h: int, c: int, r: int, s: int, splits: int, dtype: torch.dtype
 ) -> None:
-    sizes = ((b, h, c + r), (b, c + r), (b, s, c + r))
-    q, entry, cache = (torch.randn(*size).to(dtype) for size in sizes)
+    page, places = 8, -(-s // 8)
+    sizes = ((b, h, c + r), (b, c + r), (b * places, page, c), (b * places, page, r))
+    q, entry, latents, ropes = (torch.randn(*size).to(dtype) for size in sizes)
+    table = torch.randperm(b * places).view(b, places).int()
     pos = torch.randint(0, s, (b,))
-    full = cache.clone()
+
+    def whole() -> torch.Tensor:
+        return torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
+
+    full = whole()
     full[torch.arange(b), pos] = entry
-    seen = (torch.arange(s) <= pos[:, None])[:, None, None]
+    seen = (torch.arange(places * page) <= pos[:, None])[:, None, None]
     keys = full[:, :, None].float()
     want = attend(q[:, None].float(), keys, keys[..., :c], seen, scale=0.1)[:, 0]
     close(gpu_latent.reference(q, full, pos + 1, c, 0.1), want, dtype)
-    got = gpu_latent.decode(q, entry, cache, pos, latent=c, scale=0.1, splits=splits)
+    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.1, splits=splits)
     close(got, want, dtype)
-    assert torch.equal(cache, full)
+    assert torch.equal(whole(), full)
 
 
+def state(rows: int, **given: list[int]) -> gpu_sample.State:
+    def numbers(name: str, default: int) -> torch.Tensor:
+        return torch.tensor(given.get(name, [default] * rows))
+
+    four = [numbers(name, 1) for name in ("ids", "pos", "count", "tick")]
+    log = torch.zeros(5, rows, dtype=torch.long)
+    return gpu_sample.State(*four, numbers("live", 1), log, torch.zeros(5, rows), 9)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_gpu_greedy_matches_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sample, "CHUNK", 64)
-    state = [torch.tensor(x) for x in ([1, 2, 3], [4, 9, 6], [0, 1, 2], [1, 1, 1])]
-    a = gpu_sample.State(*state, torch.zeros(5, 3, dtype=torch.long), 9)
+    a = state(3, ids=[1, 2, 3], pos=[4, 9, 6], count=[0, 1, 2], live=[1, 1, 0])
     b = copy.deepcopy(a)
     for _ in range(6):
         logits = (torch.randn(3, 300) * 3).round()  # with ties
-        gpu_sample.advance(a, gpu_sample.greedy(logits))
-        gpu_sample.kernels(b, logits)
+        tokens, norm = logits.argmax(-1), logits.logsumexp(-1)
+        gpu_sample.advance(a, tokens, logits.amax(-1) - norm)
+        gpu_sample.greedy_advance(b, logits)
         for x, y in zip([*a.tensors(), a.log], [*b.tensors(), b.log], strict=True):
             assert torch.equal(x, y)
+        torch.testing.assert_close(a.logp, b.logp)
+        for x, y in zip(gpu_sample.best(logits), (tokens, norm), strict=True):
+            torch.testing.assert_close(x, y)
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_gpu_greedy_chooses_nothing_without_numbers(
     value: float, monkeypatch: pytest.MonkeyPatch
@@ -184,11 +204,11 @@ def test_gpu_greedy_chooses_nothing_without_numbers(
     monkeypatch.setattr(gpu_sample, "CHUNK", 64)
     logits = torch.randn(4, 300)
     logits[0], logits[1, 5], logits[2, 299] = value, value, value
-    state = [torch.ones(4, dtype=torch.long) for _ in range(4)]
-    a = gpu_sample.State(*state, torch.zeros(3, 4, dtype=torch.long), 9)
-    gpu_sample.kernels(a, logits)
-    want = gpu_sample.greedy(logits)
+    a = state(4)
+    gpu_sample.greedy_advance(a, logits)
+    want = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
     assert torch.equal(a.ids, want) and torch.equal(a.log[1], want)
+    assert torch.equal(gpu_sample.best(logits)[0], want) and a.logp.isfinite().all()
     assert want[0] == -1 and want[3] >= 0 and (want[1] == -1) == (value != float("-inf"))
 
 
@@ -274,13 +294,15 @@ def test_gpu_loss_matches_reference(
 @pytest.mark.parametrize("turned", [True, False])
 def test_gpu_lay_matches_indexing(turned: bool) -> None:
     h, g, d, length = 6, 2, 32, 90
-    texts, rows = [[1] * 7, [2] * 40, [3] * 33], [4, 0, 2]
-    sizes = gpu_prompt.sizes_of(texts)
-    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(texts, rows, sizes)), sizes)
+    texts, page = [[1] * 7, [2] * 40, [3] * 33], 8
+    pages = torch.randperm(36).view(3, 12).tolist()
+    parts = [gpu_prompt.Part(text, 3 * i, pages[i]) for i, text in enumerate(texts)]
+    sizes = gpu_prompt.sizes_of(parts, page)
+    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(parts, sizes)), sizes)
     qkv = torch.randn(sizes[0], (h + 2 * g) * d)
     qkv[80:] = qkv[79]  # spare tokens repeat the last
     angles = (torch.rand(length, d // 2), torch.rand(length, d // 2)) if turned else None
-    keys, values = torch.zeros(2, 5, length, g, d)
+    keys, values = torch.zeros(2, 36, page, g, d)
     laid = gpu_prompt.lay_qkv(qkv, pack, keys, values, h, angles)
     q, k, v = qkv.unflatten(1, (-1, d)).split([h, g, g], 1)
     if angles is not None:
@@ -292,10 +314,8 @@ def test_gpu_lay_matches_indexing(turned: bool) -> None:
             assert not got[i, len(text) :].any()
     for cache, x in ((keys, k), (values, v)):
         want = torch.zeros_like(cache)
-        want[pack.row, pack.pos] = x
+        want[pack.table[pack.row, pack.pos // page], pack.pos % page] = x
         torch.testing.assert_close(cache, want)
-    o = gpu_prompt.attend(laid, pack, 0.2, None)
-    assert o.shape == (sizes[0], h * d) and not o.isnan().any()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -307,12 +327,12 @@ def test_gpu_decoder_gives_the_plain_tokens(
     model = small(name)
     texts = [[5, 9, 2], [7] * 20, [1, 2], [3, 4, 5, 6, 7], [8]]
     asked = [Request(ids, Settings(max_new_tokens=4)) for ids in texts]
-    want = GraphDecoder(model, 5, 48, graph=False, kernels=False).serve(asked)
+    want = served(Engine(model, runner="torch"), asked)
     monkeypatch.setitem(gpu_linear.SWITCH, "wide", wide)
     for rows in (2, 5):  # few rows, and more than MOST
-        decoder = GraphDecoder(model, rows, 48, graph=False)
-        assert [r.ids for r in decoder.serve(asked)] == [r.ids for r in want]
-        assert largest_gap(decoder, texts[:rows], 2) < BOUND
+        engine = Engine(model, runner="graph", rows=rows)
+        assert [r.ids for r in served(engine, asked)] == [r.ids for r in want]
+        assert largest_gap(engine, texts[:rows], 2) < BOUND
 
 
 def small(name: str) -> regard.Model:
