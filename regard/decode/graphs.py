@@ -26,7 +26,7 @@ from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.prompt import Pack
 from regard.kernels.triton.record import Recorder, send
-from regard.kernels.triton.sample import State, advance, greedy, greedy_advance
+from regard.kernels.triton.sample import State, advance, greedy, greedy_advance, log_prob
 from regard.mask import Causal, Span
 from regard.models.embedding import context
 
@@ -114,7 +114,8 @@ class GraphDecoder:
             return torch.zeros(*shape, dtype=torch.long, device=self.device)
 
         lines = zeros(look + 1, rows)
-        self.state = State(zeros(rows), zeros(rows), zeros(rows), zeros(rows), lines, length - 1)
+        each = (zeros(rows), zeros(rows), zeros(rows), zeros(rows), zeros(rows) + 1)
+        self.state = State(*each, lines, lines.float(), length - 1)
         idle = {name: getattr(Settings(), name) for name in ("temperature", *FILTERS, "seed")}
         self.columns = {
             name: torch.full((rows, 1), value, device=self.device)
@@ -150,7 +151,8 @@ class GraphDecoder:
         if not kind and self.kernels:
             greedy_advance(self.state, logits)
         else:
-            advance(self.state, self.choose(logits, kind))
+            tokens = self.choose(logits, kind)
+            advance(self.state, tokens, log_prob(logits, tokens))
 
     def choose(self, logits: Tensor, kind: tuple[str, ...], rows: Tensor | None = None) -> Tensor:
         """The next token of every row, or of some: as SampleLane.pick, for the filters in `kind`."""

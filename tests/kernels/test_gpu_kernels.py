@@ -10,9 +10,11 @@ from torch import Tensor
 
 import regard
 from regard.attention import attend
+from regard.decode import sampling
 from regard.decode.graphs import GraphDecoder
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import draw as gpu_draw
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import loss as gpu_loss
@@ -163,17 +165,26 @@ def test_gpu_latent_matches_attend(
     assert torch.equal(cache, full)
 
 
+def greedy_state(*rows: list[int], lines: int) -> gpu_sample.State:
+    """ids, pos, count, tick, live."""
+    log = torch.zeros(lines, len(rows[0]), dtype=torch.long)
+    return gpu_sample.State(*[torch.tensor(x) for x in rows], log, log.float(), 9)  # type: ignore[arg-type]
+
+
 def test_gpu_greedy_matches_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sample, "CHUNK", 64)
-    state = [torch.tensor(x) for x in ([1, 2, 3], [4, 9, 6], [0, 1, 2], [1, 1, 1])]
-    a = gpu_sample.State(*state, torch.zeros(5, 3, dtype=torch.long), 9)
+    a = greedy_state([1, 2, 3], [4, 9, 6], [0, 1, 2], [1, 1, 1], [1, 1, 0], lines=5)
     b = copy.deepcopy(a)
     for _ in range(6):
         logits = (torch.randn(3, 300) * 3).round()  # with ties
-        gpu_sample.advance(a, gpu_sample.greedy(logits))
+        logits[1, :64] = -torch.inf  # a chunk without any
+        tokens = gpu_sample.greedy(logits)
+        gpu_sample.advance(a, tokens, gpu_sample.log_prob(logits, tokens))
         gpu_sample.kernels(b, logits)
         for x, y in zip([*a.tensors(), a.log], [*b.tensors(), b.log], strict=True):
             assert torch.equal(x, y)
+        torch.testing.assert_close(b.logp, a.logp)
+    assert a.pos.tolist() == [9, 9, 6] and a.count.tolist() == [6, 7, 2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -184,12 +195,137 @@ def test_gpu_greedy_chooses_nothing_without_numbers(
     monkeypatch.setattr(gpu_sample, "CHUNK", 64)
     logits = torch.randn(4, 300)
     logits[0], logits[1, 5], logits[2, 299] = value, value, value
-    state = [torch.ones(4, dtype=torch.long) for _ in range(4)]
-    a = gpu_sample.State(*state, torch.zeros(3, 4, dtype=torch.long), 9)
+    a = greedy_state(*[[1] * 4] * 5, lines=3)
     gpu_sample.kernels(a, logits)
     want = gpu_sample.greedy(logits)
     assert torch.equal(a.ids, want) and torch.equal(a.log[1], want)
     assert want[0] == -1 and want[3] >= 0 and (want[1] == -1) == (value != float("-inf"))
+    torch.testing.assert_close(a.logp[1], gpu_sample.log_prob(logits, want))
+    assert not a.logp[1][want < 0].any()
+
+
+@each_dtype
+def test_gpu_norm_matches_logsumexp(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_linear.SWITCH, "interpreted", True)
+    monkeypatch.setattr(gpu_sample, "CHUNK", 64)
+    logits = (torch.randn(5, 300) * 5).to(dtype)
+    logits[0, 64:200] = -torch.inf
+    torch.testing.assert_close(gpu_sample.norm(logits), logits.float().logsumexp(-1))
+    logits[1, 7], logits[2, 299], logits[3] = torch.nan, torch.inf, -torch.inf
+    assert gpu_sample.norm(logits).isfinite().tolist() == [True, False, False, False, True]
+
+
+def filtered(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """The plain form, as SampleLane has it."""
+    kept = logits.float() / columns["temperature"].clamp(min=1e-6)
+    for name in ("top_k", "top_p", "min_p", "typical_p"):
+        if name in columns:
+            kept = getattr(sampling, name)(kept, columns[name])
+    return kept
+
+
+# Settings of six rows: idle ones among them, and a greedy row.
+HEAT = [1.0, 0.7, 0.0, 2.0, 0.25, 1.0]
+FILTERS = {
+    "top_k": [5, 0, 3, 400, 1, 5000],
+    "top_p": [0.5, 0.9, 0.3, 1.0, 0.99, 0.0],
+    "min_p": [0.1, 0.0, 0.5, 0.02, 1.0, 0.3],
+    "typical_p": [0.9, 0.3, 0.2, 0.99, 1.0, 0.05],
+}
+ALONE_AND_TOGETHER = [
+    (),
+    ("top_k",),
+    ("top_p",),
+    ("min_p",),
+    ("typical_p",),
+    ("top_k", "top_p"),
+    ("top_p", "typical_p"),
+    ("top_k", "top_p", "min_p", "typical_p"),
+]
+
+
+def settings(names: tuple[str, ...], rows: slice = slice(None)) -> dict[str, Tensor]:
+    chosen = {"temperature": HEAT, **{name: FILTERS[name] for name in names}}
+    return {name: torch.tensor(values[rows])[:, None] for name, values in chosen.items()}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="-".join)
+@pytest.mark.parametrize(
+    "vocab, chunk, levels, dtype",
+    [
+        (997, 256, 0, torch.float32),
+        (997, 256, 2, torch.float32),
+        (2500, 1024, 8, torch.float16),
+        (200, 256, 1, torch.float32),
+    ],
+)
+def test_gpu_draw_matches_sampling(
+    names: tuple[str, ...],
+    vocab: int,
+    chunk: int,
+    levels: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same token for every u that is not so near to a boundary that rounding decides. `levels` per unit: ties."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", chunk)
+    g = torch.Generator().manual_seed(vocab + levels)
+    logits = 2.5 * torch.randn(6, vocab, generator=g)
+    logits = (logits * levels).round() / levels if levels else logits
+    # Banned tokens, and zeros of both signs.
+    logits[0, ::3], logits[3, : vocab // 2], logits[5, 1::4] = -torch.inf, -torch.inf, -0.0
+    logits = logits.to(dtype)
+    columns = settings(names)
+    kept = filtered(logits, columns)
+    mass = kept.double().softmax(-1).cumsum(-1)
+    for round in range(3):
+        u = torch.rand(6, dtype=torch.float64, generator=g) if round else torch.zeros(6).double()
+        clear = (mass - u[:, None]).abs().amin(-1) > 1e-5
+        drawn = columns["temperature"][:, 0] > 0
+        want = torch.where(drawn, sampling.draw(kept, u), logits.argmax(-1))
+        got = gpu_draw.draw_filtered(logits, u, columns)
+        either = clear | ~drawn | (u == 0)
+        assert got[either].tolist() == want[either].tolist()
+        assert either.sum() >= 4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gpu_draw_keeps_the_lowest_ids_of_equals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all logits equal: the last token that can be drawn is the last that is kept."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", 256)
+    u = torch.tensor([0.0, 1 - 2**-53] * 2, dtype=torch.float64)
+    logits, heat = torch.full((4, 1000), 2.0), torch.ones(4, 1)
+    for name, value in (("top_k", 300), ("top_p", 0.2996), ("typical_p", 0.2996)):
+        columns = {"temperature": heat, name: torch.tensor([[value]] * 4)}
+        assert gpu_draw.draw_filtered(logits, u, columns).tolist() == [0, 299] * 2
+    columns = {"temperature": heat, "min_p": torch.full((4, 1), 0.5)}
+    assert gpu_draw.draw_filtered(logits, u, columns).tolist() == [0, 999] * 2
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "names", [(), *((name,) for name in FILTERS), tuple(FILTERS)], ids="-".join
+)
+def test_gpu_draw_gives_some_token_without_numbers(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the row beside them its own."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", 128)
+    g = torch.Generator().manual_seed(0)
+    u = torch.full((6,), 0.6, dtype=torch.float64)
+    columns = {
+        name: column[:1].expand(6, 1).contiguous() for name, column in settings(names).items()
+    }
+    logits = torch.randn(6, 300, generator=g)
+    for low, high in ((-torch.inf, torch.inf), (-3e38, 3e38)):
+        logits[0], logits[1], logits[2] = torch.nan, high, low
+        logits[3, 7], logits[3, 250], logits[4, 250] = torch.nan, high, low
+        got = gpu_draw.draw_filtered(logits, u, columns)
+        assert ((got >= 0) & (got < 300)).all()
+        assert got[5] == sampling.draw(
+            filtered(logits[5:], {n: c[5:] for n, c in columns.items()}), u[5:]
+        )
 
 
 @pytest.fixture
