@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from regard.decode import sampling
 from regard.decode.rows import Row
-from regard.decode.sampling import draw, min_p, repeat, top_k, top_p, typical_p, uniform
+from regard.decode.sampling import min_p, repeat, top_k, top_p, typical_p, uniform
 from regard.decode.settings import Settings
-from regard.kernels.triton.draw import draw_filtered
+from regard.kernels.triton import draw
 from regard.kernels.triton.linear import ready
 from regard.kernels.triton.record import send
 
@@ -148,24 +149,27 @@ def counts(texts: list[list[int]], blank: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    """The next token (n) from logits (n V) float32, of rows that have said `count` (n) tokens."""
+    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens."""
     logits = adjusted(logits, columns, count)
     if "temperature" not in columns:
         return logits.argmax(-1)
-    hot = columns["temperature"]
-    u = uniform(columns["seed"][:, 0], columns["key"][:, 0], count)
+    hot, which = columns["temperature"], (columns["seed"][:, 0], columns["key"][:, 0], count)
     if ready(logits):
         filters = {name: columns[name] for name in FILTERS if name in columns}
-        return draw_filtered(logits, u, {"temperature": hot, **filters})
+        filters["temperature"] = hot
+        return draw.draw_filtered(logits.contiguous(), draw.uniform(*which), filters)
+    u = uniform(*which)
     kept = logits / hot.clamp(min=1e-6)
     for name, keep in FILTERS.items():
         if name in columns:
             kept = keep(kept, columns[name])
-    return torch.where(hot[:, 0] > 0, draw(kept, u), logits.argmax(-1))
+    return torch.where(hot[:, 0] > 0, sampling.draw(kept, u), logits.argmax(-1))
 
 
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     """Bias and bans, penalties, the least length and forced tokens."""
+    if columns.keys() & {"bias", *PENALTIES}:
+        logits = logits.float()
     if "bias" in columns:
         logits = logits + columns["bias"]
     if "repetition_penalty" in columns:

@@ -106,7 +106,7 @@ class Engine:
         # A state that takes nothing back is known at the end of a text alone, not at the end of a page.
         whole = taken_back(self.specs) > 0 and not model.reads_source
         self.prefix = prefix and whole and self.pool is not None
-        self.chunk = chunk or (512 if slots is None else 8192)
+        self.chunk = chunk or (512 if slots is None else 16384)
         self.slots = None if slots is None else SlotLane(slots, self.prefix, self.chunk)
         self.waiting: deque[Request] = deque()  # oldest first, and younger than all that runs
         # Rows of preempted requests, to go on where they were.

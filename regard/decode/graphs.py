@@ -101,26 +101,22 @@ class Runner:
     def step(self, width: int, bound: int, used: frozenset[str]) -> None:
         """Logits, choice, and the state moved on by one token."""
         logits, state = self.logits(width, bound), self.state.narrow(width)
-        if used or not self.kernels:
-            tokens, logp = self.choose(logits, slice(0, width), state.count, used)
-            advance(state, tokens, logp)
+        if used:
+            tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
+            advance(state, logits, tokens, *rest)
         else:
             greedy_advance(state, logits)
 
     def choose(
         self, logits: Tensor, rows: slice | Tensor, count: Tensor, used: frozenset[str]
-    ) -> tuple[Tensor, Tensor]:
-        """The next token of some rows and its log probability; -1 where the logits are no numbers."""
-        raw = logits.float()
-        tokens, norm = best(raw)
-        if used:
-            sound = tokens >= 0
-            columns = self.columns.at(rows, used)
-            chosen = choose(raw.masked_fill(~sound[:, None], 0.0), columns, count)
-            self.columns.said(rows, chosen)
-            tokens = torch.where(sound, chosen, tokens)
-        logp = raw.gather(1, tokens.clamp(min=0)[:, None])[:, 0] - norm
-        return tokens, torch.where(tokens >= 0, logp, 0.0)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The next token of some rows; what is greatest, -1 where the logits are no numbers, and their log sum exp."""
+        tokens, norm = best(logits)
+        if not used:
+            return tokens, tokens, norm
+        chosen = choose(logits, self.columns.at(rows, used), count)
+        self.columns.said(rows, chosen)
+        return chosen, tokens, norm
 
     def read(self, pack: Pack, used: frozenset[str]) -> None:
         """Prompts into their pages; those that are through begin to write."""
@@ -128,14 +124,12 @@ class Runner:
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True)
         if not pack.sizes.ends:
             return
-        s, at = self.state, pack.rows
-        tokens, logp = self.choose(self.fast.logits(hidden.take(pack.last)), at, pack.said, used)
-        s.ids[at], s.pos[at], s.count[at], self.first[at] = (
-            tokens,
-            pack.lengths,
-            pack.said + 1,
-            logp,
-        )
+        s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
+        tokens, greatest, norm = self.choose(logits, at, pack.said, used)
+        tokens = torch.where(greatest < 0, -1, tokens)
+        own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
+        self.first[at] = torch.where(tokens < 0, 0.0, own - norm)
+        s.ids[at], s.pos[at], s.count[at] = tokens, pack.lengths, pack.said + 1
         s.live.index_fill_(0, at, 1)
 
     # --- what the host calls ---

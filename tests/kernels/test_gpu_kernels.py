@@ -10,9 +10,11 @@ from torch import Tensor
 
 import regard
 from regard.attention import attend
+from regard.decode import sampling
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import draw as gpu_draw
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import loss as gpu_loss
@@ -182,15 +184,19 @@ def state(rows: int, **given: list[int]) -> gpu_sample.State:
 def test_gpu_greedy_matches_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sample, "CHUNK", 64)
     a = state(3, ids=[1, 2, 3], pos=[4, 9, 6], count=[0, 1, 2], live=[1, 1, 0])
-    b = copy.deepcopy(a)
+    b, c = copy.deepcopy(a), copy.deepcopy(a)
     for _ in range(6):
         logits = (torch.randn(3, 300) * 3).round()  # with ties
         tokens, norm = logits.argmax(-1), logits.logsumexp(-1)
-        gpu_sample.advance(a, tokens, logits.amax(-1) - norm)
+        with monkeypatch.context() as plain:
+            plain.setitem(gpu_linear.SWITCH, "interpreted", False)
+            gpu_sample.advance(a, logits, tokens, tokens, norm)
         gpu_sample.greedy_advance(b, logits)
-        for x, y in zip([*a.tensors(), a.log], [*b.tensors(), b.log], strict=True):
-            assert torch.equal(x, y)
-        torch.testing.assert_close(a.logp, b.logp)
+        gpu_sample.advance(c, logits, tokens, tokens, norm)
+        for other in (b, c):
+            for x, y in zip([*a.tensors(), a.log], [*other.tensors(), other.log], strict=True):
+                assert torch.equal(x, y)
+            torch.testing.assert_close(a.logp, other.logp)
         for x, y in zip(gpu_sample.best(logits), (tokens, norm), strict=True):
             torch.testing.assert_close(x, y)
 
@@ -210,6 +216,116 @@ def test_gpu_greedy_chooses_nothing_without_numbers(
     assert torch.equal(a.ids, want) and torch.equal(a.log[1], want)
     assert torch.equal(gpu_sample.best(logits)[0], want) and a.logp.isfinite().all()
     assert want[0] == -1 and want[3] >= 0 and (want[1] == -1) == (value != float("-inf"))
+
+
+def filtered(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """The plain form, as SampleLane has it."""
+    kept = logits.float() / columns["temperature"].clamp(min=1e-6)
+    for name in ("top_k", "top_p", "min_p", "typical_p"):
+        if name in columns:
+            kept = getattr(sampling, name)(kept, columns[name])
+    return kept
+
+
+# Settings of six rows: idle ones among them, and a greedy row.
+HEAT = [1.0, 0.7, 0.0, 2.0, 0.25, 1.0]
+FILTERS = {
+    "top_k": [5, 0, 3, 400, 1, 5000],
+    "top_p": [0.5, 0.9, 0.3, 1.0, 0.99, 0.0],
+    "min_p": [0.1, 0.0, 0.5, 0.02, 1.0, 0.3],
+    "typical_p": [0.9, 0.3, 0.2, 0.99, 1.0, 0.05],
+}
+ALONE_AND_TOGETHER = [
+    (),
+    ("top_k",),
+    ("top_p",),
+    ("min_p",),
+    ("typical_p",),
+    ("top_k", "top_p"),
+    ("top_p", "typical_p"),
+    ("top_k", "top_p", "min_p", "typical_p"),
+]
+
+
+def settings(names: tuple[str, ...], rows: slice = slice(None)) -> dict[str, Tensor]:
+    chosen = {"temperature": HEAT, **{name: FILTERS[name] for name in names}}
+    return {name: torch.tensor(values[rows])[:, None] for name, values in chosen.items()}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="-".join)
+@pytest.mark.parametrize(
+    "vocab, chunk, levels, dtype",
+    [(997, 512, 2, torch.float32), (1300, 512, 0, torch.float32), (200, 256, 8, torch.float16)],
+)
+def test_gpu_draw_matches_sampling(
+    names: tuple[str, ...],
+    vocab: int,
+    chunk: int,
+    levels: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same token for every u that is not so near to a boundary that rounding decides. `levels` per unit: ties."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", chunk)
+    g = torch.Generator().manual_seed(vocab + len(names))
+    logits = 2.5 * torch.randn(6, vocab, generator=g)
+    logits = (logits * levels).round() / levels if levels else logits
+    # Banned tokens, and zeros of both signs.
+    logits[0, ::3], logits[3, : vocab // 2], logits[5, 1::4] = -torch.inf, -torch.inf, -0.0
+    logits, columns = logits.to(dtype), settings(names)
+    u = torch.rand(6, dtype=torch.float64, generator=g)
+    kept = filtered(logits, columns)
+    mass = kept.double().softmax(-1).cumsum(-1)
+    drawn = columns["temperature"][:, 0] > 0
+    clear = ((mass - u[:, None]).abs().amin(-1) > 1e-5) | ~drawn
+    want = torch.where(drawn, sampling.draw(kept, u), logits.argmax(-1))
+    got = gpu_draw.draw_filtered(logits, u, columns)
+    assert got[clear].tolist() == want[clear].tolist()
+    assert clear.sum() >= 5
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gpu_draw_keeps_the_lowest_ids_of_equals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all logits equal: the last token that can be drawn is the last that is kept."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", 256)
+    monkeypatch.setattr(gpu_draw, "TILE", 128)
+    u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    logits, heat = torch.full((2, 1000), 2.0), torch.ones(2, 1)
+    cases = {"top_k": (300, 299), "top_p": (0.2996, 299), "typical_p": (0.2996, 299)}
+    for name, (value, last) in {**cases, "min_p": (0.5, 999)}.items():
+        columns = {"temperature": heat, name: torch.tensor([[value]] * 2)}
+        assert gpu_draw.draw_filtered(logits, u, columns).tolist() == [0, last]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("names", [(), ("top_k",), tuple(FILTERS)], ids="-".join)
+def test_gpu_draw_gives_some_token_without_numbers(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the row beside them its own."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", 256)
+    g = torch.Generator().manual_seed(0)
+    u = torch.full((6,), 0.6, dtype=torch.float64)
+    columns = {
+        name: column[:1].expand(6, 1).contiguous() for name, column in settings(names).items()
+    }
+    logits = torch.randn(6, 300, generator=g)
+    for low, high in ((-torch.inf, torch.inf), (-3e38, 3e38)):
+        logits[0], logits[1], logits[2] = torch.nan, high, low
+        logits[3, 7], logits[3, 250], logits[4, 250] = torch.nan, high, low
+        got = gpu_draw.draw_filtered(logits, u, columns)
+        assert ((got >= 0) & (got < 300)).all()
+        assert got[5] == sampling.draw(
+            filtered(logits[5:], {n: c[5:] for n, c in columns.items()}), u[5:]
+        )
+
+
+def test_gpu_uniform_matches_sampling() -> None:
+    g = torch.Generator().manual_seed(3)
+    numbers = [torch.randint(-(2**40), 2**40, (50,), generator=g) for _ in range(3)]
+    numbers[0][:2] = torch.tensor([-(2**63), 2**63 - 1])
+    assert torch.equal(gpu_draw.uniform(*numbers), sampling.uniform(*numbers))
 
 
 @pytest.fixture

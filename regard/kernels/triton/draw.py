@@ -397,6 +397,32 @@ def _pick(
     tl.store(tokens + b, tl.minimum(chunk * CHUNK + place, V - 1).to(tl.int64))
 
 
+@jit
+def _mix(x):
+    """splitmix64's finaliser."""
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@jit
+def _uniform(seed, key, count, u, PDL: tl.constexpr):
+    _wait(PDL)
+    b = tl.program_id(0)
+    x = _mix(tl.load(seed + b).to(tl.uint64)) ^ tl.load(key + b).to(tl.uint64)
+    x = _mix(_mix(x) ^ tl.load(count + b).to(tl.uint64))
+    tl.store(u + b, (x >> 11).to(tl.float64) * 1.1102230246251565e-16)
+
+
+def uniform(seed: Tensor, key: Tensor, count: Tensor) -> Tensor:
+    """A number (n) float64 in [0, 1) for each (seed, key, count), as decode/sampling.py has it."""
+    u = torch.empty(len(seed), dtype=torch.float64, device=seed.device)
+    pdl, extra = launch(seed)
+    _uniform[(len(seed),)](seed, key, count, u, PDL=pdl, num_warps=1, **extra)
+    return u
+
+
 def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tensor:
     """Tokens (n) int64 from logits (n V), contiguous, and u (n) float64 in [0, 1). `columns` (n 1): "temperature", and
     those of top_k, top_p, min_p and typical_p that some row uses; a row with the temperature 0 takes its largest logit.

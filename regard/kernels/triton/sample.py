@@ -43,23 +43,36 @@ class State:
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of logits (b V) float32 the token of the greatest (b), of equals the lowest id, -1 where no number is
-    the greatest; and the log sum exp (b)."""
+    """Of each row of logits (b V) the token of the greatest (b), of equals the lowest id, -1 where no number is the
+    greatest; and the log sum exp (b) float32."""
+    if not ready(logits):
+        raw = logits.float()
+        sound = raw.amax(-1).isfinite()
+        return torch.where(sound, raw.argmax(-1), -1), raw.logsumexp(-1)
+    each, b = chunks(logits.contiguous()), len(logits)
+    token = torch.empty(b, dtype=torch.long, device=logits.device)
+    norm = torch.empty(b, dtype=torch.float32, device=logits.device)
+    n = each[0].shape[1]
+    pdl, extra = launch(logits)
+    size = triton.next_power_of_2(n)
+    _whole[(b,)](*each, token, norm, n, C=size, PDL=pdl, num_warps=1, **extra)
+    return token, norm
+
+
+def advance(state: State, logits: Tensor, tokens: Tensor, greatest: Tensor, norm: Tensor) -> None:
+    """Feed the chosen tokens (b) next, -1 where `greatest` is; `best` of the logits (b V) gives it and the norm."""
+    s = state
     if ready(logits):
-        top, at, total = chunks(logits.contiguous())
-        most = top.amax(1, keepdim=True)
-        token = torch.where(top == most, at.long(), 2**31 - 1).amin(1)
-        token = torch.where(most[:, 0] == -torch.inf, -1, token)
-        return token, most[:, 0] + (total * (top - most).exp()).sum(1).log()
-    most = logits.amax(-1)
-    return torch.where(most.isfinite(), logits.argmax(-1), -1), logits.logsumexp(-1)
-
-
-def advance(state: State, tokens: Tensor, logp: Tensor) -> None:
-    """Feed the chosen tokens (b) next."""
-    s, line = state, state.tick.clamp(max=len(state.log) - 1)[None]
+        pdl, extra = launch(logits)
+        where = (s.log.stride(0), len(s.log), s.last)
+        given = (logits, tokens, greatest, norm, *s.tensors(), s.live, s.log, s.logp)
+        _move[(len(tokens),)](*given, logits.stride(0), *where, PDL=pdl, num_warps=1, **extra)
+        return
+    tokens = torch.where(greatest < 0, -1, tokens)
+    own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
+    line = s.tick.clamp(max=len(s.log) - 1)[None]
     s.log.scatter_(0, line, tokens[None])
-    s.logp.scatter_(0, line, logp[None])
+    s.logp.scatter_(0, line, torch.where(tokens < 0, 0.0, own - norm)[None])
     s.ids.copy_(tokens)
     s.pos.add_(s.live).clamp_(max=s.last)
     s.count.add_(s.live)
@@ -86,6 +99,77 @@ def _best(logits, top, at, total, V, CHUNK: tl.constexpr, PDL: tl.constexpr):
 
 
 @jit
+def _merged(top, at, total, b, chunks, C: tl.constexpr):
+    """The token and the log sum exp of row b, from its chunks."""
+    c = tl.arange(0, C)
+    x = tl.load(top + b * chunks + c, mask=c < chunks, other=float("-inf"))
+    i = tl.load(at + b * chunks + c, mask=c < chunks, other=2147483647)
+    part = tl.load(total + b * chunks + c, mask=c < chunks, other=0.0)
+    best = tl.max(x, 0)
+    token = tl.min(tl.where(x == best, i, 2147483647), 0)
+    token = tl.where(best == float("-inf"), -1, token).to(tl.int64)
+    share = tl.where((token >= 0) & (x > float("-inf")), tl.exp(x - best), 0.0)
+    whole = tl.where(token >= 0, tl.sum(part * share, 0), 1.0)
+    return token, best, tl.log(whole)
+
+
+@jit
+def _whole(top, at, total, token, norm, chunks, C: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    chosen, best, log = _merged(top, at, total, b, chunks, C)
+    tl.store(token + b, chosen)
+    tl.store(norm + b, best + log)
+
+
+@jit
+def _put(token, logp, b, ids, pos, count, tick, live, log, logps, stride, lines, last):
+    """`advance` of row b."""
+    line = tl.load(tick + b)
+    to = tl.minimum(line, lines - 1) * stride + b
+    tl.store(log + to, token)
+    tl.store(logps + to, logp)
+    tl.store(ids + b, token)
+    on = tl.load(live + b)
+    tl.store(pos + b, tl.minimum(tl.load(pos + b) + on, last))
+    tl.store(count + b, tl.load(count + b) + on)
+    tl.store(tick + b, line + 1)
+
+
+@jit
+def _move(
+    logits,
+    tokens,
+    greatest,
+    norm,
+    ids,
+    pos,
+    count,
+    tick,
+    live,
+    log,
+    logps,
+    wide,
+    stride,
+    lines,
+    last,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    sound = tl.load(greatest + b) >= 0
+    token = tl.load(tokens + b)
+    own = tl.load(logits + b * wide + token).to(tl.float32)
+    logp = tl.where(sound, own - tl.load(norm + b), 0.0)
+    token = tl.where(sound, token, -1)
+    _put(token, logp, b, ids, pos, count, tick, live, log, logps, stride, lines, last)
+
+
+@jit
 def _next(
     top,
     at,
@@ -96,7 +180,7 @@ def _next(
     tick,
     live,
     log,
-    logp,
+    logps,
     chunks,
     stride,
     lines,
@@ -108,26 +192,9 @@ def _next(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    b, c = tl.program_id(0), tl.arange(0, C)
-    x = tl.load(top + b * chunks + c, mask=c < chunks, other=float("-inf"))
-    i = tl.load(at + b * chunks + c, mask=c < chunks, other=2147483647)
-    part = tl.load(total + b * chunks + c, mask=c < chunks, other=0.0)
-    best = tl.max(x, 0)
-    token = tl.min(tl.where(x == best, i, 2147483647), 0)
-    token = tl.where(best == float("-inf"), -1, token).to(tl.int64)
-    sound = token >= 0
-    # exp(x - best), 0 where there is no number to compare with.
-    share = tl.where(sound & (x > float("-inf")), tl.exp(x - best), 0.0)
-    whole = tl.where(sound, tl.sum(part * share, 0), 1.0)
-    line = tl.load(tick + b)
-    to = tl.minimum(line, lines - 1) * stride + b
-    tl.store(log + to, token)
-    tl.store(logp + to, -tl.log(whole))
-    tl.store(ids + b, token)
-    on = tl.load(live + b)
-    tl.store(pos + b, tl.minimum(tl.load(pos + b) + on, last))
-    tl.store(count + b, tl.load(count + b) + on)
-    tl.store(tick + b, line + 1)
+    b = tl.program_id(0)
+    token, best, less = _merged(top, at, total, b, chunks, C)
+    _put(token, -less, b, ids, pos, count, tick, live, log, logps, stride, lines, last)
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,10 +211,8 @@ def chunks(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def greedy_advance(state: State, logits: Tensor) -> None:
     """`advance` by the greedy choice from logits (b V); see test_gpu_greedy_matches_argmax."""
     if not ready(logits):
-        raw = logits.float()
-        tokens, norm = best(raw)
-        logp = torch.where(tokens >= 0, raw.amax(-1) - norm, 0.0)
-        return advance(state, tokens, logp)
+        tokens, norm = best(logits)
+        return advance(state, logits, tokens, tokens, norm)
     s, each = state, chunks(logits.contiguous())
     b, n = each[0].shape
     pdl, extra = launch(logits)
