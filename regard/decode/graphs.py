@@ -103,6 +103,7 @@ class Runner:
         logits, state = self.logits(width, bound), self.state.narrow(width)
         if used:
             tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
+            self.columns.said(slice(0, width), tokens, state.live)
             advance(state, logits, tokens, *rest)
         else:
             greedy_advance(state, logits)
@@ -114,9 +115,7 @@ class Runner:
         tokens, norm = best(logits)
         if not used:
             return tokens, tokens, norm
-        chosen = choose(logits, self.columns.at(rows, used), count)
-        self.columns.said(rows, chosen)
-        return chosen, tokens, norm
+        return choose(logits, self.columns.at(rows, used), count), tokens, norm
 
     def read(self, pack: Pack, used: frozenset[str]) -> None:
         """Prompts into their pages; those that are through begin to write."""
@@ -126,6 +125,7 @@ class Runner:
             return
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
         tokens, greatest, norm = self.choose(logits, at, pack.said, used)
+        self.columns.said(at, tokens)
         tokens = torch.where(greatest < 0, -1, tokens)
         own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
         self.first[at] = torch.where(tokens < 0, 0.0, own - norm)
