@@ -22,8 +22,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from regard.see.format import clip, columns, level, number, short, small, spark, visible
-from regard.see.page import environment
-from regard.see.palette import SERIES, image
+from regard.see.page import SERIES, environment, image
 
 Point = tuple[float, float]
 Row = Sequence[object]

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from regard.errors import ENVIRONMENT, Fault, UsageError
+from regard.errors import ENVIRONMENT, Fault, UsageError, notice
 from regard.see.format import clip, visible
-from regard.see.maps import links, thumbnail
-from regard.see.palette import SERIES, table
+from regard.see.look import Full, Panel, chosen
+from regard.see.page import SERIES, table
+from regard.see.probe import thumbnail
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +37,67 @@ FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"Creatio
 LONGEST, LABELS, TILE, GAP = 14, 80, 96, 0.08
 # Rows and keys up to which each weight is written out, and each row's largest is marked.
 NUMBERS, PEAKS = 12, 64
+
+
+def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
+    """All heads; the one that was asked for; where there is cross-attention, the alignment by its
+    last layer."""
+
+    def beside(word: str) -> Path:
+        return path.with_name(f"{path.stem}-{word}{path.suffix}")
+
+    maps, names = [], []
+    for view in panel.views:
+        for layer in view.layers:
+            tiles = [torch.from_numpy(head.cells) for head in layer.heads]
+            # A head in full is made as small as the pooled ones beside it.
+            for i, head in enumerate(layer.heads):
+                if isinstance(head, Full):
+                    tiles[i] = F.max_pool2d(tiles[i][None], view.step, ceil_mode=True)[0]
+            maps.append(torch.stack(tiles))
+            names.append(f"{view.name} {layer.number}" if panel.views[1:] else str(layer.number))
+    paths = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
+    view = max(panel.views, key=lambda view: view.name == "cross")
+    at, which = chosen(view, panel.layer, panel.head)
+    layer = view.layers[at]
+    title = f"{panel.name}, {view.title.lower()}, layer {layer.number}"
+    # Where a cell is a token, no head is pooled; of a long text the asked head alone is in full.
+    exact = (each for each in layer.heads if view.step == (1, 1) or isinstance(each, Full))
+    full = [torch.from_numpy(each.cells) for each in exact]
+    if not full:
+        notice("the text is too long for pictures of single heads")
+        return paths
+    single, of = full[min(which, len(full) - 1)], f"head {which}"
+    if panel.layer is not None or panel.head is not None:
+        drawn = one_head(single, view.rows, view.columns, f"{title}, {of}")
+        paths.append(save(drawn, beside("head")))
+    if view.name == "cross":
+        if panel.head is None and len(full) == len(layer.heads):
+            single, of = torch.stack(full).mean(0), f"mean of {len(full)} heads"
+        drawn = alignment(single, view.columns, view.rows, f"{title}, {of}")
+        paths.append(save(drawn, beside("alignment")))
+    return paths
+
+
+class Link(NamedTuple):
+    """Target word `target` reads source word `source` with so much weight; `best`: no other with
+    more."""
+
+    source: int
+    target: int
+    weight: float
+    best: bool
+
+
+def links(a: Tensor, least: float | None = None) -> list[Link]:
+    """Which source belongs to which target, (t s): the one that each target weighs most, the first
+    of equals, and all that weigh at least `least`."""
+    if least is not None and not 0 < least <= 1:
+        raise UsageError(f"least={least} must be a weight above 0 and at most 1; such as 0.2")
+    best = torch.zeros_like(a, dtype=torch.bool).scatter(1, a.argmax(1, keepdim=True), True)
+    best &= a > 0
+    strong = best if least is None else best | (a >= least)
+    return [Link(s, t, float(a[t, s]), bool(best[t, s])) for t, s in strong.nonzero().tolist()]
 
 
 # --- attention ----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
@@ -88,7 +89,7 @@ class Probe:
                 "a probe would change the bits of compiled code; leave compile out to look inside"
             )
         self._sites[site] = None
-        wanted = self.layers is None or not self.layers.isdisjoint((site, _number(site)))
+        wanted = self.layers is None or not self.layers.isdisjoint((site, number_of(site)))
         again = torch._C._current_graph_task_id() != -1  # a checkpointed block, computed once more
         return Recorder(self, site) if wanted and not again else None
 
@@ -110,7 +111,7 @@ class Probe:
             raise UsageError(
                 f"probe: {kind!r} was not asked for; make it Probe(what={(*self.what, kind)!r})"
             )
-        known = {*self._sites, *map(_number, self._sites)}
+        known = {*self._sites, *map(number_of, self._sites)}
         lost = [] if self.layers is None or not known else sorted(self.layers - known, key=str)
         if lost:
             raise UsageError(
@@ -261,6 +262,12 @@ class Recorder:
         return torch.tensor(inside, dtype=torch.long)
 
 
+def thumbnail(size: int = 64) -> Callable[[Tensor], Tensor]:
+    """A small picture of a map, for Probe(reduce=thumbnail()): the largest weight of each of at
+    most size x size fields. The mean would wash out a line one token wide."""
+    return lambda a: F.adaptive_max_pool2d(a, [min(size, n) for n in a.shape[-2:]])
+
+
 # --- the arithmetic -----------------------------------------------------------------------------------------------
 
 
@@ -337,6 +344,6 @@ def _part(x: Tensor | None, axis: int, index: Rows | Heads) -> Tensor | None:
     return x if x is None or x.shape[axis] == 1 else _pick(x, axis, index)
 
 
-def _number(site: str) -> int | None:
+def number_of(site: str) -> int | None:
     """The layer of a place: 3 of "decoder.3.cross"."""
     return next((int(part) for part in site.split(".") if part.isdigit()), None)
