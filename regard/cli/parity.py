@@ -49,7 +49,7 @@ def run(options: Options) -> int:
     from regard.files import resolve_model
     from regard.parity.check import check_weights, parity
     from regard.parity.ways import record, sample
-    from regard.report.runs import strict
+    from regard.report.run import strict
 
     with blaming(DATA):
         folder = resolve_model(options.model)

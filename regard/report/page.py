@@ -32,45 +32,24 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 LETTER, MOST = 7.2, 400
 
 
+@dataclass(frozen=True)
 class Block:
-    @property
-    def kind(self) -> str:
-        return type(self).__name__.lower()
+    """A part of a page: heading, text, strong (what matters most), table, code, figures beside each
+    other, or thumbnails of them. `folded`: HTML shows it on request, under this name."""
 
-
-@dataclass(frozen=True)
-class Heading(Block):
-    text: str
-
-
-@dataclass(frozen=True)
-class Text(Block):
-    """A paragraph; `strong`: what matters most on the page."""
-
-    text: str
-    strong: bool = False
-
-
-@dataclass(frozen=True)
-class Table(Block):
-    """`folded`: HTML shows it on request, under this name."""
-
-    head: Row
-    rows: Sequence[Row]
+    kind: str
+    text: str = ""
+    head: Row = ()
+    rows: Sequence[Row] = ()
+    figures: Sequence[Figure] = ()
+    language: str = ""
     folded: str = ""
 
     @cached_property
     def numeric(self) -> list[bool]:
-        """Which columns hold numbers and nothing else."""
+        """Which columns of a table hold numbers and nothing else."""
         columns = [[str(row[i]) for row in self.rows] for i in range(len(self.head))]
         return [bool(cells) and all(map(NUMBER.fullmatch, cells)) for cells in columns]
-
-
-@dataclass(frozen=True)
-class Code(Block):
-    text: str
-    language: str = ""
-    folded: str = ""
 
     @property
     def fence(self) -> str:
@@ -78,23 +57,14 @@ class Code(Block):
         return "`" * max(3, *(len(run) + 1 for run in re.findall("`+", self.text)), 0)
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A picture, what it is, and the same in numbers: a table for HTML, for Markdown curves by
     name, drawn in letters."""
 
     svg: str
     caption: str
-    table: Table | None = None
+    table: Block | None = None
     curves: Sequence[tuple[str, Sequence[float]]] = ()
-
-
-@dataclass(frozen=True)
-class Figures(Block):
-    """Pictures beside each other; `small`: thumbnails."""
-
-    items: Sequence[Figure]
-    small: bool = False
 
 
 def as_html(title: str, blocks: Sequence[Block]) -> str:

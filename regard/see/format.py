@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Control characters become their pictures in Unicode; what turns the direction of text is replaced.
@@ -102,3 +102,14 @@ def columns(text: str) -> int:
     none."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
     return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+    """A table as text, its columns two spaces apart; those in `right` end together."""
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        room = [" " * (width - columns(cell)) for cell, width in zip(row, widths)]
+        cells = (b + a if i in right else a + b for i, (a, b) in enumerate(zip(row, room)))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

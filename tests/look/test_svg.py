@@ -10,7 +10,7 @@ import pytest
 
 from regard.report import page as drawing
 from regard.report.page import Series, bars, heat, lines
-from regard.report.runs import smooth
+from regard.report.run import smooth
 from regard.see import format as show
 from regard.see.page import RAMPS, SERIES, table
 
