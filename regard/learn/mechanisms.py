@@ -1,49 +1,120 @@
-"""Topics about models: one softmax and one weighted sum, layers of attention, positions, parts, smaller weights."""
+"""The topics of `regard explain`, and the numbers behind them: one softmax and one weighted sum,
+layers of attention, positions, parts, smaller weights, training and decoding."""
 
 from __future__ import annotations
 
-from typing import cast
+import tempfile
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import GQA, MLA, Context, Terms, attend, softmax, weights
+from regard.attention import DSA, GQA, MLA, Context, Terms, attend, softmax, weights
 from regard.attention.core import scores as dot_scores
+from regard.attention.latent import LatentAttention
 from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores, to_fp8
+from regard.block import Tower
+from regard.checkpoint import load
 from regard.config import divisors
-from regard.errors import UsageError
+from regard.data.feed import Batch
+from regard.data.read import needed
+from regard.decode.sampling import beam_search, min_p, top_k, top_p
+from regard.errors import Notice, UsageError
 from regard.kernels.linear import GROUP, Int4, pack
-from regard.layers import ACTIVATIONS, MLP, Norm
-from regard.learn import numbers
-from regard.learn.topics import (
-    Matrix,
-    Numbers,
-    Table,
-    fill,
-    positive,
-    real,
-    rows_of,
-    spread,
-    topic,
-    whole,
-)
+from regard.layers import ACTIVATIONS, LM, MLP, Norm
+from regard.learn.explain import Matrix, Numbers, Table, fill, positive, real, rows_of, topic, whole
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
+from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
 from regard.models.cells import CELLS, MemoryAttention
 from regard.models.summary import parameters
-from regard.models.vision import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
+from regard.train import loss
+from regard.train.checkpoint import Checkpoints
+from regard.train.metrics import text_scores
+from regard.train.optim import SHAPES, Optim, Schedule, noam
+from regard.train.trainer import Train, Trainer
 
 ATTENTION, POOLING = "regard/attention/core.py", "regard/attention/pooling.py"
 HEADS, POSITION = "regard/attention/multihead.py", "regard/position.py"
-NUMBERS = "regard/learn/numbers.py"
+NUMBERS = "regard/learn/mechanisms.py"
 # Bytes of a number in half precision.
 HALF = 2
+SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/loss.py"
 
-# --- one softmax, one weighted sum --------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def softmax_jacobian(x: Tensor) -> Tensor:
+    """d p_i / d x_j = p_i (1[i=j] - p_j), p = softmax(x).   (... n) -> (... n n)
+
+    It vanishes as p saturates."""
+    p = softmax(x)
+    return torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+
+
+def saturation(a: Tensor) -> Tensor:
+    """The largest weight of softmax([a, a, 2a]) = 1 / (1 + 2 exp(-a)); exp(2a) itself would
+    overflow."""
+    return 1 / (1 + 2 * torch.exp(-a))
+
+
+def dot_moments(dim: int, scale: float = 1.0, *, same: bool = False) -> tuple[float, float]:
+    """Mean and variance of scale q.k over all q, k in {-1, +1}^dim, independent: 0 and scale^2 dim.
+
+    So scale = dim^-0.5 keeps the variance 1. With `same`, k is q: independence is what makes the
+    mean 0."""
+    signs = torch.tensor(list(product((-1.0, 1.0), repeat=dim)), dtype=torch.float64)
+    dots = scale * (signs.square().sum(-1) if same else signs @ signs.T)
+    return dots.mean().item(), dots.var(correction=0).item()
+
+
+def cache_numbers(attention: GQA | MLA | DSA, dim: int) -> int:
+    """Numbers that one token leaves in one layer's cache: GQA g (d + e), MLA c + r, DSA the same
+    and D."""
+    with torch.device("meta"):
+        return attention.make(dim).cache_spec().numbers()
+
+
+def mla_weights(attention: MLA, dim: int) -> tuple[int, int]:
+    """Weights one head needs for its scores: W_Q and W_UK apart, (n + c) d, and merged to W_Q
+    W_UK^T, n c.
+
+    n is the width that W_Q reads. Merging them "to save work" multiplies both storage and work."""
+    with torch.device("meta"):
+        layer = attention.make(dim)
+    assert isinstance(layer, LatentAttention)
+    n = layer.w_uq.in_features
+    return (n + layer.c) * layer.d, n * layer.c
+
+
+def dot_products(tokens: int, *, cached: bool) -> int:
+    """q.k products of one head to write `tokens` tokens one by one: step t needs t with a cache,
+    t^2 without one."""
+    return sum(t if cached else t * t for t in range(1, tokens + 1))
+
+
+def multiply_adds(attention: GQA, dim: int, tokens: int) -> tuple[int, int]:
+    """Of one layer over `tokens` tokens: projections, n times the weights, and scores and sums, n^2
+    h (d + e)."""
+    with torch.device("meta"):
+        layer = attention.make(dim)
+    weights = sum(w.weight.numel() for w in (layer.wq, layer.wk, layer.wv, layer.wo))
+    return tokens * weights, tokens**2 * layer.h * (layer.d + layer.e)
+
+
+def _numbered(letter: str, rows: Tensor) -> list[str]:
+    return [f"{letter}_{i + 1}" for i in range(rows.shape[1])]
+
+
+# --- one softmax, one weighted sum ----------------------------------------------------------------
 
 
 @topic(f"{ATTENTION}::softmax", f"{POOLING}::three_loops")
@@ -60,13 +131,13 @@ def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
 
 
 @topic(f"{NUMBERS}::saturation", f"{NUMBERS}::softmax_jacobian")
-def saturation(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> list[Table]:
+def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> list[Table]:
     """When does a softmax stop learning?
 
     softmax([a, a, 2a])_3 = 1 / (1 + 2 e^-a)   -> 1 as a grows
     The Jacobian p_i (1[i=j] - p_j) goes to 0 with it: no gradient gets through to the scores."""
-    largest = [numbers.softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
-    weights = numbers.saturation(real(a)).tolist()
+    largest = [softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
+    weights = saturation(real(a)).tolist()
     columns = ["a", "weight of 2a", "largest |dp/dx|"]
     return [Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)))]
 
@@ -77,8 +148,8 @@ def jacobian(x: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
 
     d p_i / d x_j = p_i (1[i=j] - p_j),   p = softmax(x);   as a matrix: diag(p) - p p^T
     Symmetric, and every row sums to 0: the weights share one whole."""
-    p, matrix = softmax(real(x)), numbers.softmax_jacobian(real(x))
-    rows = [[float(a), *spread(row), row.sum().item()] for a, row in zip(p, matrix)]
+    p, matrix = softmax(real(x)), softmax_jacobian(real(x))
+    rows = [[float(a), *row.tolist(), row.sum().item()] for a, row in zip(p, matrix)]
     columns = ["p_i", *(f"d/dx_{j}" for j in range(1, len(x) + 1)), "sum"]
     rows = [[round(cell, 15) for cell in row] for row in rows]
     return [Table("one row for each p_i", columns, rows)]
@@ -92,8 +163,8 @@ def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> list[Table]:
     Enumerated below over every q and k in {-1, +1}^d. With k = q the mean is d: independence is needed."""
     rows = []
     for d in (whole("dim", x, 1, 10) for x in dim):
-        (mean, variance), same = numbers.dot_moments(d), numbers.dot_moments(d, same=True)
-        rows.append([d, mean, variance, numbers.dot_moments(d, d**-0.5)[1], same[0]])
+        (mean, variance), same = dot_moments(d), dot_moments(d, same=True)
+        rows.append([d, mean, variance, dot_moments(d, d**-0.5)[1], same[0]])
     rows = [[round(cell, 12) for cell in row] for row in rows]
     columns = ["d", "mean q.k", "variance", "variance of q.k/sqrt(d)", "mean q.q"]
     return [Table("all q, k in {-1, +1}^d", columns, rows)]
@@ -124,8 +195,8 @@ def attention(
     out = attend(*(x[None, :, None] for x in (queries, keys, values)), backend="reference")
     steps = torch.stack([plain, scaled, softmax(scaled)], -1).flatten(0, 1)
     pairs = [(i + 1, j + 1) for i in range(len(queries)) for j in range(len(keys))]
-    weights = [[*pair, *spread(step)] for pair, step in zip(pairs, steps)]
-    outputs = [[i + 1, *spread(o)] for i, o in enumerate(out[0, :, 0])]
+    weights = [[*pair, *step.tolist()] for pair, step in zip(pairs, steps)]
+    outputs = [[i + 1, *o.tolist()] for i, o in enumerate(out[0, :, 0])]
     columns = ["query", "key", "q.k", "q.k/sqrt(d)", "softmax"]
     names = ["query", *_numbered("o", values)]
     first = 1 if len(queries) == 1 else 0
@@ -168,12 +239,12 @@ def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -
     last, trace = one_loop(real(x), values)
     names = ["o"] if values.shape[1] == 1 else _numbered("o", values)
     steps = [
-        [i, score, step.m, step.d, *spread(cast(Tensor, step.o))]
+        [i, score, step.m, step.d, *cast(Tensor, step.o).tolist()]
         for i, (score, step) in enumerate(zip(x, trace), 1)
     ]
     return [
         Table("after each key", ["key", "x", "m", "d", *names], steps),
-        Table("softmax(x) v, in three passes", names, [spread(softmax(real(x)) @ values)]),
+        Table("softmax(x) v, in three passes", names, [(softmax(real(x)) @ values).tolist()]),
     ]
 
 
@@ -206,7 +277,7 @@ def scores(
     keys, width = rows_of("k", k, width=len(q)), len(q)
     layers = [fill(make_score(name, width, width, width)) for name in SCORES]
     with torch.no_grad():
-        values = [spread(score(real(q)[None], keys)[0]) for score in layers]
+        values = [score(real(q)[None], keys)[0].tolist() for score in layers]
     rows = list(zip(range(1, len(keys) + 1), *values))
     return [Table("one row for each key", ["key", *SCORES], rows)]
 
@@ -229,10 +300,10 @@ def bahdanau(
         e = layer.score(real(q)[None], memory)[0]
         cached = {"h": memory[None], "k": layer.score.key(memory)[None]}
         c = layer(real(q)[None, None], cached, backend="reference")
-    rows = list(zip(range(1, tokens + 1), spread(e), spread(softmax(e))))
+    rows = list(zip(range(1, tokens + 1), e.tolist(), softmax(e).tolist()))
     return [
         Table("alignment", ["source", "score e", "weight a"], rows),
-        Table("context", _numbered("c", memory), [spread(c.flatten())]),
+        Table("context", _numbered("c", memory), [c.flatten().tolist()]),
     ]
 
 
@@ -249,7 +320,7 @@ def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> list[Table]
         raise UsageError(f"--heads {heads} does not divide --dim {dim}; try one of {divisors(dim)}")
     rows = []
     for h in divisors(heads):
-        projections, pairs = numbers.multiply_adds(GQA(h), dim, tokens)
+        projections, pairs = multiply_adds(GQA(h), dim, tokens)
         rows.append([h, dim // h, projections // tokens, projections, pairs, h * tokens**2])
     columns = ["heads", "d", "weights", "n weights", "scores and sums", "weights a, all heads"]
     return [Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows)]
@@ -274,7 +345,7 @@ def cross_attention(
         a = weights(q.transpose(1, 2), k_heads.transpose(1, 2), None, Terms(layer.scale))[0, 0]
         out = layer(states[None], ctx)[0]
     sources = [f"source {i + 1}" for i in range(len(memory))]
-    read, outputs = ([[i, *spread(row)] for i, row in enumerate(x, 1)] for x in (a, out))
+    read, outputs = ([[i, *row.tolist()] for i, row in enumerate(x, 1)] for x in (a, out))
     return [
         Table("weights", ["target", *sources], read),
         Table("output", ["target", *_numbered("o", out)], outputs),
@@ -288,10 +359,10 @@ def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> list[Table]:
     o_i = softmax(q_i k_j^T / sqrt(d)) v_j,   j = i // (h / g)
     g = h is multi-head, g = 1 multi-query. Cache per token and layer: g (d + d)."""
     chosen, dim = GQA(heads, kv_heads, head_dim), heads * head_dim
-    full = numbers.cache_numbers(GQA(heads, head_dim=head_dim), dim)
+    full = cache_numbers(GQA(heads, head_dim=head_dim), dim)
     rows = []
     for g in divisors(heads):
-        size = numbers.cache_numbers(GQA(heads, g, head_dim), dim)
+        size = cache_numbers(GQA(heads, g, head_dim), dim)
         name = "MHA" if g == heads else "MQA" if g == 1 else "GQA"
         rows.append([g, name, size, f"1/{full // size}" if size < full else "1"])
     share = heads // chosen.groups
@@ -322,9 +393,9 @@ def mla(
     config = MLA(heads, latent, head_dim, rope_dim, query_latent=rank, rope=Rope())
     plain = {f"GQA, g = {g}": GQA(heads, g, head_dim) for g in (8, 2) if heads % g == 0}
     kinds = {"MHA": GQA(heads, head_dim=head_dim), **plain, "MQA": GQA(heads, 1, head_dim)}
-    counts = {name: numbers.cache_numbers(kind, dim) for name, kind in kinds.items()}
-    counts["MLA"] = numbers.cache_numbers(config, dim)
-    weights = numbers.mla_weights(config, dim)
+    counts = {name: cache_numbers(kind, dim) for name, kind in kinds.items()}
+    counts["MLA"] = cache_numbers(config, dim)
+    weights = mla_weights(config, dim)
     return [
         Table("numbers in the cache, per token and layer", ["kind", "numbers"], [*counts.items()]),
         Table("weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[*weights]]),
@@ -347,7 +418,7 @@ def dsa(
     k = whole("topk", topk, 1, len(index))
     best = set(choose(index, k).tolist()) if k < len(index) else set(range(len(index)))
     rows = [
-        [s, *spread(dots[:, s]), float(value), "yes" if s in best else ""]
+        [s, *dots[:, s].tolist(), float(value), "yes" if s in best else ""]
         for s, value in enumerate(index)
     ]
     heads = [f"q.k head {j + 1}" for j in range(len(w))]
@@ -366,10 +437,10 @@ def kv_cache(
 
     q.k products to write n tokens: n(n+1)/2 with a cache, n(n+1)(2n+1)/6 without
     bytes = n L g (d + d) 2 in half precision. Old queries are never needed again."""
-    each = numbers.cache_numbers(GQA(heads, kv_heads, head_dim), heads * head_dim)
+    each = cache_numbers(GQA(heads, kv_heads, head_dim), heads * head_dim)
     rows = []
     for n in (whole("tokens", x) for x in tokens):
-        products = (numbers.dot_products(n, cached=cached) for cached in (True, False))
+        products = (dot_products(n, cached=cached) for cached in (True, False))
         rows.append([n, *products, n * layers * each * HALF])
     columns = ["tokens", "q.k with cache", "without", "bytes of cache"]
     return [Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows)]
@@ -389,7 +460,7 @@ def sinusoidal(
     whole("dim", dim, 1, 16)
     table = sinusoid(real(pos), dim, positive("base", base))
     columns = ["position", *(f"{('sin', 'cos')[i % 2]} w_{i // 2}" for i in range(dim))]
-    return [Table("what is added", columns, [[p, *spread(row)] for p, row in zip(pos, table)])]
+    return [Table("what is added", columns, [[p, *row.tolist()] for p, row in zip(pos, table)])]
 
 
 @topic(f"{POSITION}::rotate", f"{POSITION}::Rope")
@@ -407,11 +478,11 @@ def rope(
         return rotate(real(x).expand(1, len(places), 1, -1), *angles, layout)[0, :, 0]
 
     speeds = Rope(base).frequencies(len(x), torch.float64)
-    tables = [Table("speeds", [f"w_{i}" for i in range(len(speeds))], [spread(speeds)])]
+    tables = [Table("speeds", [f"w_{i}" for i in range(len(speeds))], [speeds.tolist()])]
     columns = ["position", *(f"x_{i}" for i in range(len(x)))]
     for layout in ("half", "interleaved"):
         vectors = turned([whole("pos", p, 0) for p in pos], layout)
-        rows = [[p, *spread(row)] for p, row in zip(pos, vectors)]
+        rows = [[p, *row.tolist()] for p, row in zip(pos, vectors)]
         tables.append(Table(f"turned, {layout}", columns, rows))
     # x with itself, one key two places further.
     pairs = [(start, start + 2) for start in (0, 10, 1000)]
@@ -458,7 +529,7 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> list[Table]:
     positive("eps", eps)
     with torch.no_grad():
         layer, rms = (Norm(eps, rms=r).make(dim).double()(given) for r in (False, True))
-    rows = [*zip(x, spread(layer), spread(rms))]
+    rows = [*zip(x, layer.tolist(), rms.tolist())]
     # Without the last bits, which another machine may have otherwise.
     mean = ["mean", *(round(y.mean().item(), 12) for y in (layer, rms))]
     variance = ["variance", *(round(y.var(correction=0).item(), 12) for y in (layer, rms))]
@@ -475,7 +546,7 @@ def feed_forward(
     The same for every position; wider inside (width f), and no token sees another."""
     names = [name for name in ACTIVATIONS if name != "tanh"]
     given = real(x)
-    curves = [spread(ACTIVATIONS[name](given)) for name in names]
+    curves = [ACTIVATIONS[name](given).tolist() for name in names]
     sizes = []
     for gated in (False, True):
         with torch.device("meta"):
@@ -559,20 +630,206 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> list[Tab
     four = cast(Int4, pack(wide, None, "int4")).dense()[: len(x), 0].float()
     q, scale = to_fp8(row)
     eighth = (q.float() * scale)[0]
-    rows = [*zip(x, spread(eight), spread(four), spread(eighth))]
+    rows = [*zip(x, eight.tolist(), four.tolist(), eighth.tolist())]
     worst = ["worst error", *(float((row[0] - y).abs().max()) for y in (eight, four, eighth))]
     bits = ["bits a weight", "8", f"{4 + 32 / GROUP:g}", "8"]
     return [Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits])]
 
 
-def _numbered(letter: str, rows: Tensor) -> list[str]:
-    return [f"{letter}_{i + 1}" for i in range(rows.shape[1])]
+# --- training and decoding ------------------------------------------------------------------------
 
 
-TOPICS = (
-    *(softmax_, saturation, jacobian, scaling, attention, masks, online_softmax),
-    *(nadaraya_watson, scores, bahdanau),
-    *(multi_head, cross_attention, gqa, mla, dsa, kv_cache),
-    *(sinusoidal, rope, alibi, t5_bias, norms, feed_forward, vit, rnn_path),
-    *(lora, quantisation),
-)
+@topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
+def decoding(
+    x: Numbers = (2.0, 1.0, 0.5, 0.0, -1.0), topk: int = 3, p: float = 0.7, temperature: float = 0.7
+) -> list[Table]:
+    """How is the next token chosen?
+
+    greedy: argmax_v x_v;   drawn: v ~ softmax(x / T) after a filter
+    top-k: the k largest;   top-p: the fewest whose mass is >= p, one at least;   min-p: p times the largest
+    What is left is renormalised. x: logits of the next token."""
+    logits = real(x)
+    if not 0 <= p <= 1:
+        raise UsageError(f"--p is {p:g}; give a probability from 0 to 1")
+    ways = {
+        "softmax": logits,
+        f"T = {temperature:g}": logits / positive("temperature", temperature),
+        f"top-k {topk}": top_k(logits, topk),
+        f"top-p {p:g}": top_p(logits, p),
+        "min-p 0.1": min_p(logits, 0.1),
+    }
+    columns = [way.softmax(-1).tolist() for way in ways.values()]
+    rows = list(zip(range(len(x)), x, *columns))
+    return [Table("probabilities", ["token", "logit", *ways], rows)]
+
+
+@topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
+def beam(
+    w: Numbers = (0.6, 0.4), x: Numbers = (0.4, 0.35, 0.25, 0.9, 0.05, 0.05), beams: int = 2
+) -> list[Table]:
+    """What does greedy decoding miss?
+
+    keep the `beams` prefixes with the largest sum_t log p(y_t | y_<t); at the end divide by length^penalty
+    w: probabilities of the first token; x: of the second, one row for each first."""
+    first, second = real(w), rows_of("x", x, count=len(w))
+    size = max(first.numel(), second.shape[1])
+    if bool((first <= 0).any() | (second <= 0).any()):
+        raise UsageError("--w and --x are probabilities; give numbers above 0")
+
+    def step(prefix: tuple[int, ...]) -> Tensor:
+        row = second[prefix[0]] if prefix else first
+        return torch.cat([(row / row.sum()).log(), row.new_full((size - len(row),), -torch.inf)])
+
+    rows = []
+    for width in sorted({1, whole("beams", beams, 1, 100)}):
+        for rank, (ids, total) in enumerate(beam_search(step, width, 2)):
+            rows.append(
+                [width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()]
+            )
+    return [Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)]
+
+
+@topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
+def label_smoothing(
+    x: Numbers = (1.0, 2.0, 3.0, 0.5, -1.0), label: int = 2, eps: float = 0.1
+) -> list[Table]:
+    """Why not ask for the right word with certainty?
+
+    loss = - sum_v q_v log softmax(x)_v;   V-1: q = 1 - eps, the others eps / (V-1)
+    V: q = 1 - eps + eps / V, the others eps / V (torch);   V-2: as V-1, and nothing on padding
+    A logit need no longer grow without end. x: logits; label: counted from 0."""
+    if len(x) < 3:
+        raise UsageError("--x needs three logits or more: one word, another and padding")
+    given, target = real(x)[None], torch.tensor([whole("label", label, 0, len(x) - 1)])
+    columns, ends = {}, ["loss", ""]
+    for name, share, over in (
+        ("one-hot", 0.0, "V"),
+        *((f"over {o}", eps, o) for o in loss.SMOOTHINGS),
+    ):
+        padding = (0 if label else len(x) - 1) if over == "V-2" else None
+        columns[f"q {name}"] = loss.smooth(target, len(x), share, over, padding)[0].tolist()
+        total = loss.smoothed_loss(given, target, share, over, padding)[0]
+        ends.append(f"{total.item():.4f}")
+    rows = [*zip(map(str, range(len(x))), x, *columns.values()), ends]
+    return [Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)]
+
+
+@topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
+def schedules(
+    steps: Numbers = (1.0, 100.0, 1000.0, 4000.0, 10000.0), dim: int = 512, warmup: int = 4000
+) -> list[Table]:
+    """How large should a step be, and when?
+
+    2017: lr = dim^-0.5 min(step^-0.5, step warmup^-1.5), largest at warmup; steps count from 1
+    cosine: (1 + cos(pi share)) / 2;   linear: 1 - share;   wsd: 1, then down at the end. All after a warm-up."""
+    at = [whole("steps", step) for step in steps]
+    last = max(*at, warmup + 2)
+    decay = {"wsd": (last - warmup) // 2}
+    plans = [Schedule(shape, last, warmup, decay=decay.get(shape, 0)) for shape in SHAPES]
+    rows = [[step, noam(step, dim, warmup), *(plan(step) for plan in plans)] for step in at]
+    columns = ["step", "lr of 2017", *(f"{shape} / peak" for shape in SHAPES)]
+    return [Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)]
+
+
+@topic("regard/train/metrics.py::text_scores")
+def bleu(
+    text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat"
+) -> list[Table]:
+    """How near is a translation to a human one?
+
+    BLEU = 100 BP exp(1/4 sum_n log p_n),   p_n: share of n-grams that the reference has
+    BP = min(1, e^(1 - r/c)): too short a text c pays. A figure of a whole corpus; of one sentence it is rough."""
+    names = ("bleu", "bleu_lc", "chrf", "exact")
+    values, _ = text_scores(names, [text], [reference])
+    metric = needed("sacrebleu.metrics", "BLEU", "sacrebleu").BLEU(force=True)
+    score = metric.corpus_score([text], [[reference]])
+    rows = [[n + 1, score.counts[n], score.totals[n], p] for n, p in enumerate(score.precisions)]
+    figures: list[list[Any]] = [[name, float(values[name])] for name in names]
+    return [
+        Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows),
+        Table("figures", ["name", "value"], figures),
+    ]
+
+
+@topic(f"{OBJECTIVE}::teacher_forcing", f"{OBJECTIVE}::causal_lm_loss")
+def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> list[Table]:
+    """What does a model learn from a text?
+
+    causal: - sum_t log p(y_{t+1} | y_<=t);   masked: - sum over selected t of log p(y_t | the rest)
+    seq2seq: - sum_t log p(y_t | source, y_<t), all t at once: the decoder reads the TRUE words, shifted by one
+    x: ids of a target, start and end included. A loss is a sum and a count."""
+    ids = torch.tensor([[whole("x", i, 0, 9999) for i in x]])
+    if ids.shape[1] < 2:
+        raise UsageError("--x needs two ids or more: one to read and one to say")
+    reads, says = loss.teacher_forcing(ids)
+    rows = list(zip(range(reads.shape[1]), reads[0].tolist(), says[0].tolist()))
+    vocab = int(ids.max()) + 1
+    logits = torch.zeros(1, ids.shape[1], vocab, dtype=torch.float64)
+    hidden = torch.where(torch.arange(ids.shape[1]) % 3 == 1, ids, -100)
+    kinds = {
+        "causal": loss.causal_lm_loss(logits, ids),
+        "masked, every third": loss.masked_lm_loss(logits, hidden),
+    }
+    losses = [
+        [name, float(total), int(count), float(total) / max(int(count), 1)]
+        for name, (total, count) in kinds.items()
+    ]
+    title = f"of a model that knows nothing: log {vocab} each"
+    return [
+        Table("teacher forcing", ["place", "reads", "must say"], rows),
+        Table(title, ["objective", "sum", "count", "mean"], losses),
+    ]
+
+
+class Count:
+    """Rows that count up; batch k is a function of k."""
+
+    fingerprint, epoch, vocab = "count", 10, 11
+
+    def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch:
+        ids = (torch.arange(9) + torch.arange(k, k + 6)[:, None]) % self.vocab
+        return Batch(ids[:, :-1], ids[:, 1:])
+
+    def evaluation(self) -> Iterator[Batch]:
+        return iter([self.batch(10**6)])
+
+    def describe(self) -> str:
+        return "counting"
+
+
+@topic("regard/train/trainer.py::Trainer.resume", "regard/train/trainer.py::Trainer")
+def resume(steps: int = 6) -> list[Table]:
+    """Does a run that was stopped come to the same bits?
+
+    batch = f(seed, k),   random numbers = f(seed, k),   lr = f(k);   state = weights, moments, k
+    A checkpoint holds the state; all else is a function of the step. Here a small model is trained twice."""
+    half = whole("steps", steps, 2, 100) // 2
+    with tempfile.TemporaryDirectory(prefix="regard-") as home:
+        straight, end = _trained(Path(home, "one"), steps, steps)
+        begun, _ = _trained(Path(home, "two"), steps, half)
+        resumed, other = _trained(Path(home, "two"), steps, steps)
+    equal = end.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in end.items())
+    pairs = enumerate(zip(straight, begun + resumed, strict=True), 1)
+    rows = [[k, f"{a:.2f}", f"{b:.2f}", "yes" if a == b else "no"] for k, (a, b) in pairs]
+    columns = ["step", "loss, straight", f"loss, stopped after {half}", "equal"]
+    result = "equal to the bit" if equal else "different"
+    return [Table(f"weights and moments at the end: {result}", columns, rows)]
+
+
+def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str, Tensor]]:
+    """A small model trained up to step `stop`, from its last checkpoint if it has one: the losses,
+    and the state at the end."""
+    torch.manual_seed(0)
+    tower = Tower(16, 1, GQA(2, dropout=0.1), MLP(32), dropout=0.1)
+    model = TransformerConfig(Tokens(Count.vocab), tower, LM(), max_len=16).make()
+    events: list[dict[str, Any]] = []
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path))
+    plan = Train(steps, optim=Optim(lr=1e-2))
+    trainer = Trainer(model, Count(), loss.causal, plan, checkpoints, load, [events.append])
+    trainer.resume()
+    with warnings.catch_warnings():
+        # The format of a checkpoint that nobody sees.
+        warnings.simplefilter("ignore", Notice)
+        trainer.run(lambda: trainer.at.step >= stop)
+    losses = [event["loss"] for event in events if event["kind"] == "step"]
+    return losses, {**trainer.model.state_dict(), **trainer.optimizer.state()}
