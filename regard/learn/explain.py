@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,27 +25,12 @@ Matrix = tuple[Numbers, ...]
 Module = TypeVar("Module", bound=nn.Module)
 # The most of a whole number that is given.
 MOST = 1_000_000
-ALIASES = {
-    "positions": "sinusoidal",
-    "mha": "multi-head",
-    "mqa": "gqa",
-    "indexer": "dsa",
-    "flash": "online-softmax",
-    "look-ahead": "masks",
-    "look-ahead-mask": "masks",
-    "scaled-dot-product": "attention",
-    "scaled-dot-product-attention": "attention",
-    "cross": "cross-attention",
-    "ffn": "feed-forward",
-    "sampling": "decoding",
-    "quantization": "quantisation",
-    "teacher-forcing": "objectives",
-    "rnn": "rnn-path",
-    "layernorm": "norms",
-    "rmsnorm": "norms",
-    "t5": "t5-bias",
-    "learning-rate": "schedules",
-}
+# Other names of topics.
+_PAIRS = """positions:sinusoidal mha:multi-head mqa:gqa indexer:dsa flash:online-softmax t5:t5-bias
+look-ahead:masks look-ahead-mask:masks scaled-dot-product:attention cross:cross-attention rnn:rnn-path
+scaled-dot-product-attention:attention ffn:feed-forward sampling:decoding layernorm:norms rmsnorm:norms
+quantization:quantisation teacher-forcing:objectives learning-rate:schedules"""
+ALIASES: dict[str, str] = dict(pair.split(":") for pair in _PAIRS.split())
 
 
 @dataclass(frozen=True)
@@ -80,6 +65,9 @@ def _cell(cell: Any, whole: bool) -> str:
     return "0.0000" if text == "-0.0000" else text
 
 
+Tables = Iterable[Table]
+
+
 @dataclass(frozen=True)
 class Topic:
     """`code`: path::name of what implements it, the most telling first. `inputs`: what may be
@@ -90,11 +78,11 @@ class Topic:
     formula: str
     code: tuple[str, ...]
     inputs: dict[str, Any]
-    compute: Callable[..., list[Table]]
+    compute: Callable[..., Tables]
 
     def tables(self, given: Mapping[str, Sequence[float | str] | str]) -> list[Table]:
         """The numbers for what is given."""
-        return self.compute(**self.read(given))
+        return list(self.compute(**self.read(given)))
 
     def read(self, given: Mapping[str, Sequence[float | str] | str]) -> dict[str, Any]:
         """What is given, and the example's values for the rest."""
@@ -112,7 +100,7 @@ class Topic:
         example, flag = self.inputs[name], _flag(name)
         if isinstance(example, str):
             return value
-        rows, text = [], " ".join(map(str, value))
+        text = " ".join(map(str, value))
         divided = _nested(example) and ";" in text
         try:
             rows = [tuple(map(float, row.split())) for row in text.split(";" if divided else None)]
@@ -139,11 +127,11 @@ class Topic:
 TOPICS: list[Topic] = []
 
 
-def topic(*code: str) -> Callable[[Callable[..., list[Table]]], Topic]:
+def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
     """A function as a topic: its name with dashes, its docstring as question and formula, its
     defaults as inputs."""
 
-    def decorate(compute: Callable[..., list[Table]]) -> Topic:
+    def decorate(compute: Callable[..., Tables]) -> Topic:
         question, _, formula = inspect.cleandoc(compute.__doc__ or "").partition("\n")
         inputs = {n: p.default for n, p in inspect.signature(compute).parameters.items()}
         name = compute.__name__.strip("_").replace("_", "-")
@@ -175,7 +163,7 @@ def explained(
             raise UsageError(f"{topic.name} takes {topic.takes()}; say each number once")
         given = {first: numbers, **given}
     values = topic.read(given)
-    tables, formula = topic.compute(**values), topic.formula.splitlines()
+    tables, formula = list(topic.compute(**values)), topic.formula.splitlines()
     if not as_json:
         said = "   ".join(f"{_flag(n)} {shown(value)}" for n, value in values.items())
         lines = [f"{topic.name}: {topic.question}", "", *(f"  {line}" for line in formula)]

@@ -29,7 +29,18 @@ from regard.decode.sampling import beam_search, min_p, top_k, top_p
 from regard.errors import Notice, UsageError
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, LM, MLP, Norm
-from regard.learn.explain import Matrix, Numbers, Table, fill, positive, real, rows_of, topic, whole
+from regard.learn.explain import (
+    Matrix,
+    Numbers,
+    Table,
+    Tables,
+    fill,
+    positive,
+    real,
+    rows_of,
+    topic,
+    whole,
+)
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
@@ -118,7 +129,7 @@ def _numbered(letter: str, rows: Tensor) -> list[str]:
 
 
 @topic(f"{ATTENTION}::softmax", f"{POOLING}::three_loops")
-def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
+def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     """How do scores become weights that sum to 1, without overflow?
 
     p_i = e^(x_i - m) / d,   m = max_j x_j,   d = sum_j e^(x_j - m)
@@ -127,11 +138,11 @@ def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
     m, d = trace[-1].m, trace[-1].d
     rows = [[a, a - m, p * d, p] for a, p in zip(x, weights.tolist())]
     total = ["sum", "", d, weights.sum().item()]
-    return [Table(f"m = {m:g}", ["x", "x - m", "e^(x - m)", "softmax"], [*rows, total])]
+    yield Table(f"m = {m:g}", ["x", "x - m", "e^(x - m)", "softmax"], [*rows, total])
 
 
 @topic(f"{NUMBERS}::saturation", f"{NUMBERS}::softmax_jacobian")
-def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> list[Table]:
+def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> Tables:
     """When does a softmax stop learning?
 
     softmax([a, a, 2a])_3 = 1 / (1 + 2 e^-a)   -> 1 as a grows
@@ -139,35 +150,33 @@ def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> list[Table]:
     largest = [softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
     weights = saturation(real(a)).tolist()
     columns = ["a", "weight of 2a", "largest |dp/dx|"]
-    return [Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)))]
+    yield Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)))
 
 
 @topic(f"{NUMBERS}::softmax_jacobian")
-def jacobian(x: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
+def jacobian(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     """How does a weight move when a score moves?
 
     d p_i / d x_j = p_i (1[i=j] - p_j),   p = softmax(x);   as a matrix: diag(p) - p p^T
     Symmetric, and every row sums to 0: the weights share one whole."""
     p, matrix = softmax(real(x)), softmax_jacobian(real(x))
-    rows = [[float(a), *row.tolist(), row.sum().item()] for a, row in zip(p, matrix)]
+    rows = torch.cat([p[:, None], matrix, matrix.sum(-1, keepdim=True)], -1)
     columns = ["p_i", *(f"d/dx_{j}" for j in range(1, len(x) + 1)), "sum"]
-    rows = [[round(cell, 15) for cell in row] for row in rows]
-    return [Table("one row for each p_i", columns, rows)]
+    yield Table("one row for each p_i", columns, rows.round(decimals=15).tolist())
 
 
 @topic(f"{NUMBERS}::dot_moments", "regard/attention/scores.py::ScaledDot")
-def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> list[Table]:
+def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> Tables:
     """Why are scores divided by sqrt(d)?
 
     q_i, k_i independent, mean 0, variance 1:   E[q.k] = 0,   Var[q.k] = d,   Var[q.k / sqrt(d)] = 1
     Enumerated below over every q and k in {-1, +1}^d. With k = q the mean is d: independence is needed."""
     rows = []
     for d in (whole("dim", x, 1, 10) for x in dim):
-        (mean, variance), same = dot_moments(d), dot_moments(d, same=True)
-        rows.append([d, mean, variance, dot_moments(d, d**-0.5)[1], same[0]])
-    rows = [[round(cell, 12) for cell in row] for row in rows]
+        moments = *dot_moments(d), dot_moments(d, d**-0.5)[1], dot_moments(d, same=True)[0]
+        rows.append([d, *(round(x, 12) for x in moments)])
     columns = ["d", "mean q.k", "variance", "variance of q.k/sqrt(d)", "mean q.q"]
-    return [Table("all q, k in {-1, +1}^d", columns, rows)]
+    yield Table("all q, k in {-1, +1}^d", columns, rows)
 
 
 @topic(f"{ATTENTION}::reference", f"{ATTENTION}::attend")
@@ -175,7 +184,7 @@ def attention(
     q: Matrix = ((1.0, 0.0),),
     k: Matrix = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)),
     v: Matrix = ((1.0,), (2.0,), (4.0,)),
-) -> list[Table]:
+) -> Tables:
     """What does a query get from keys and values?
 
     o = sum_j a_j v_j,   a = softmax(q.k_j / sqrt(d));   of all queries: softmax(Q K^T / sqrt(d)) V
@@ -200,14 +209,12 @@ def attention(
     columns = ["query", "key", "q.k", "q.k/sqrt(d)", "softmax"]
     names = ["query", *_numbered("o", values)]
     first = 1 if len(queries) == 1 else 0
-    return [
-        Table("weights", columns[first:], [row[first:] for row in weights]),
-        Table("output", names[first:], [row[first:] for row in outputs]),
-    ]
+    yield Table("weights", columns[first:], [row[first:] for row in weights])
+    yield Table("output", names[first:], [row[first:] for row in outputs])
 
 
 @topic("regard/mask.py::Causal", "regard/mask.py::Visible")
-def masks(tokens: int = 5, window: int = 3) -> list[Table]:
+def masks(tokens: int = 5, window: int = 3) -> Tables:
     """Which keys may a query see?
 
     a_ij = softmax_j(x_ij) over the visible j alone;   causal (the look-ahead mask): j <= i
@@ -226,11 +233,11 @@ def masks(tokens: int = 5, window: int = 3) -> list[Table]:
     seen = [Visible(rule, here, here).tensor()[0, 0] for rule in rules.values()]
     rows = [[i, *(" ".join(".1"[int(x)] for x in mask[i]) for mask in seen)] for i in range(n)]
     title = "1: may be seen, one row a query, one column a key"
-    return [Table(title, ["query", *rules], rows)]
+    yield Table(title, ["query", *rules], rows)
 
 
 @topic(f"{POOLING}::one_loop", f"{ATTENTION}::online")
-def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
+def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     """How can attention be computed in one pass, with no row of scores kept?
 
     m' = max(m, x_i),   d' = d e^(m - m') + e^(x_i - m'),   o' = o (d / d') e^(m - m') + (e^(x_i - m') / d') v_i
@@ -242,10 +249,8 @@ def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -
         [i, score, step.m, step.d, *cast(Tensor, step.o).tolist()]
         for i, (score, step) in enumerate(zip(x, trace), 1)
     ]
-    return [
-        Table("after each key", ["key", "x", "m", "d", *names], steps),
-        Table("softmax(x) v, in three passes", names, [(softmax(real(x)) @ values).tolist()]),
-    ]
+    yield Table("after each key", ["key", "x", "m", "d", *names], steps)
+    yield Table("softmax(x) v, in three passes", names, [(softmax(real(x)) @ values).tolist()])
 
 
 @topic(f"{POOLING}::regress", f"{POOLING}::kernel_weights")
@@ -254,7 +259,7 @@ def nadaraya_watson(
     k: Numbers = (0.0, 1.0, 2.0, 3.0),
     v: Numbers = (0.0, 0.8, 0.9, 0.1),
     width: float = 1.0,
-) -> list[Table]:
+) -> Tables:
     """What was attention before it had weights to learn?
 
     f(q) = sum_j a_j(q) v_j,   a_j(q) = K(u_j) / sum_i K(u_i),   u_j = |q - k_j| / width
@@ -263,13 +268,11 @@ def nadaraya_watson(
         raise UsageError(f"--k has {len(k)} numbers and --v {len(v)}; give as many of both")
     positive("width", width)
     estimates = [regress(real(q), real(k), real(v), kernel, width).tolist() for kernel in KERNELS]
-    return [Table("estimates; none: no key is near", ["q", *KERNELS], list(zip(q, *estimates)))]
+    yield Table("estimates; none: no key is near", ["q", *KERNELS], list(zip(q, *estimates)))
 
 
 @topic("regard/attention/scores.py::Additive", "regard/attention/scores.py::Bilinear")
-def scores(
-    q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0, 1.0)
-) -> list[Table]:
+def scores(q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0, 1.0)) -> Tables:
     """Which ways are there to compare a query with a key?
 
     dot q.k;   scaled dot q.k / sqrt(d);   bilinear q^T W k;   additive w_v^T tanh(W_q q + W_k k)
@@ -279,7 +282,7 @@ def scores(
     with torch.no_grad():
         values = [score(real(q)[None], keys)[0].tolist() for score in layers]
     rows = list(zip(range(1, len(keys) + 1), *values))
-    return [Table("one row for each key", ["key", *SCORES], rows)]
+    yield Table("one row for each key", ["key", *SCORES], rows)
 
 
 @topic("regard/models/cells.py::BahdanauStep", "regard/models/cells.py::MemoryAttention")
@@ -287,7 +290,7 @@ def bahdanau(
     q: Numbers = (1.0, -0.5),
     k: Numbers = (0.2, 0.4, -0.1, 0.5, -0.3, 0.8, -0.6, 0.1, 0.3),
     tokens: int = 3,
-) -> list[Table]:
+) -> Tables:
     """How did the first attention look back at the source?
 
     e_s = w_v^T tanh(W_q h_{t-1} + W_k m_s),   a = softmax(e),   c_t = sum_s a_s m_s
@@ -301,17 +304,15 @@ def bahdanau(
         cached = {"h": memory[None], "k": layer.score.key(memory)[None]}
         c = layer(real(q)[None, None], cached, backend="reference")
     rows = list(zip(range(1, tokens + 1), e.tolist(), softmax(e).tolist()))
-    return [
-        Table("alignment", ["source", "score e", "weight a"], rows),
-        Table("context", _numbered("c", memory), [c.flatten().tolist()]),
-    ]
+    yield Table("alignment", ["source", "score e", "weight a"], rows)
+    yield Table("context", _numbered("c", memory), [c.flatten().tolist()])
 
 
 # --- layers of attention ------------------------------------------------------------------------
 
 
 @topic(f"{HEADS}::GroupedQueryAttention", f"{NUMBERS}::multiply_adds")
-def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> list[Table]:
+def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> Tables:
     """Why several heads instead of one wide one?
 
     head_i = softmax(Q_i K_i^T / sqrt(d)) V_i,   d = m / h;   output [head_1 .. head_h] W_O
@@ -323,13 +324,13 @@ def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> list[Table]
         projections, pairs = multiply_adds(GQA(h), dim, tokens)
         rows.append([h, dim // h, projections // tokens, projections, pairs, h * tokens**2])
     columns = ["heads", "d", "weights", "n weights", "scores and sums", "weights a, all heads"]
-    return [Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows)]
+    yield Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows)
 
 
 @topic(f"{HEADS}::GroupedQueryAttention.entries", "regard/block.py::Block")
 def cross_attention(
     x: Numbers = (1.0, 0.0, 0.0, 1.0), k: Numbers = (1.0, 0.5, -0.5, 1.0, 0.0, -1.0)
-) -> list[Table]:
+) -> Tables:
     """How does a decoder read the source?
 
     Q = X W_Q,   K = M W_K,   V = M W_V;   O = softmax(Q K^T / sqrt(d)) V W_O
@@ -346,14 +347,12 @@ def cross_attention(
         out = layer(states[None], ctx)[0]
     sources = [f"source {i + 1}" for i in range(len(memory))]
     read, outputs = ([[i, *row.tolist()] for i, row in enumerate(x, 1)] for x in (a, out))
-    return [
-        Table("weights", ["target", *sources], read),
-        Table("output", ["target", *_numbered("o", out)], outputs),
-    ]
+    yield Table("weights", ["target", *sources], read)
+    yield Table("output", ["target", *_numbered("o", out)], outputs)
 
 
 @topic(f"{HEADS}::GQA", f"{HEADS}::GroupedQueryAttention.mix")
-def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> list[Table]:
+def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> Tables:
     """How many key and value heads does a model need?
 
     o_i = softmax(q_i k_j^T / sqrt(d)) v_j,   j = i // (h / g)
@@ -368,10 +367,8 @@ def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> list[Table]:
     share = heads // chosen.groups
     members = [range(j * share, (j + 1) * share) for j in range(chosen.groups)]
     groups = [[j, " ".join(map(str, each))] for j, each in enumerate(members)]
-    return [
-        Table("numbers in the cache", ["g", "name", "per token", "of MHA"], rows),
-        Table(f"g = {chosen.groups}: who shares", ["key head", "query heads"], groups),
-    ]
+    yield Table("numbers in the cache", ["g", "name", "per token", "of MHA"], rows)
+    yield Table(f"g = {chosen.groups}: who shares", ["key head", "query heads"], groups)
 
 
 @topic("regard/attention/latent.py::LatentAttention.absorbed", "regard/attention/latent.py::MLA")
@@ -382,7 +379,7 @@ def mla(
     latent: int = 512,
     rope_dim: int = 64,
     rank: int = 1536,
-) -> list[Table]:
+) -> Tables:
     """How can every head keep keys of its own while the cache stays small?
 
     c = norm(W_DKV x),   k = [W_UK c ; RoPE(W_KR x)],   v = W_UV c;   cached: c and the one rotary key
@@ -396,10 +393,8 @@ def mla(
     counts = {name: cache_numbers(kind, dim) for name, kind in kinds.items()}
     counts["MLA"] = cache_numbers(config, dim)
     weights = mla_weights(config, dim)
-    return [
-        Table("numbers in the cache, per token and layer", ["kind", "numbers"], [*counts.items()]),
-        Table("weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[*weights]]),
-    ]
+    yield Table("numbers in the cache, per token and layer", ["kind", "numbers"], [*counts.items()])
+    yield Table("weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[*weights]])
 
 
 @topic("regard/attention/sparse.py::index_scores", "regard/attention/sparse.py::choose")
@@ -407,7 +402,7 @@ def dsa(
     x: Numbers = (0.09, -0.66, -1.26, -0.39, -0.33, 0.68, -0.31, 0.56),
     w: Numbers = (0.84, 0.55),
     topk: int = 2,
-) -> list[Table]:
+) -> Tables:
     """Which k of all past tokens are worth attending to?
 
     I_ts = sum_j w_tj ReLU(q_tj . k_s);   S_t = the k largest I_ts of the visible s, ties to the earliest
@@ -422,7 +417,7 @@ def dsa(
         for s, value in enumerate(index)
     ]
     heads = [f"q.k head {j + 1}" for j in range(len(w))]
-    return [Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows)]
+    yield Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows)
 
 
 @topic("regard/cache/base.py::CacheSpec", f"{NUMBERS}::dot_products")
@@ -432,7 +427,7 @@ def kv_cache(
     heads: int = 12,
     kv_heads: int = 12,
     head_dim: int = 64,
-) -> list[Table]:
+) -> Tables:
     """What does decoding save by remembering keys and values, and what does the memory cost?
 
     q.k products to write n tokens: n(n+1)/2 with a cache, n(n+1)(2n+1)/6 without
@@ -443,16 +438,14 @@ def kv_cache(
         products = (dot_products(n, cached=cached) for cached in (True, False))
         rows.append([n, *products, n * layers * each * HALF])
     columns = ["tokens", "q.k with cache", "without", "bytes of cache"]
-    return [Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows)]
+    yield Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows)
 
 
 # --- positions and parts ------------------------------------------------------------------------
 
 
 @topic(f"{POSITION}::sinusoid", f"{POSITION}::PositionVectors")
-def sinusoidal(
-    pos: Numbers = (0.0, 1.0, 2.0, 3.0), dim: int = 4, base: float = 10000.0
-) -> list[Table]:
+def sinusoidal(pos: Numbers = (0.0, 1.0, 2.0, 3.0), dim: int = 4, base: float = 10000.0) -> Tables:
     """How does a model that sees a set of tokens learn their order?
 
     PE(p, 2i) = sin(p w_i),   PE(p, 2i+1) = cos(p w_i),   w_i = base^(-2i/d)
@@ -460,13 +453,13 @@ def sinusoidal(
     whole("dim", dim, 1, 16)
     table = sinusoid(real(pos), dim, positive("base", base))
     columns = ["position", *(f"{('sin', 'cos')[i % 2]} w_{i // 2}" for i in range(dim))]
-    return [Table("what is added", columns, [[p, *row.tolist()] for p, row in zip(pos, table)])]
+    yield Table("what is added", columns, [[p, *row.tolist()] for p, row in zip(pos, table)])
 
 
 @topic(f"{POSITION}::rotate", f"{POSITION}::Rope")
 def rope(
     x: Numbers = (1.0, 2.0, 3.0, 4.0), pos: Numbers = (0.0, 1.0, 3.0), base: float = 10000.0
-) -> list[Table]:
+) -> Tables:
     """How can a score know the distance of two tokens, and nothing else of their places?
 
     (a, b) -> (a cos pw - b sin pw, b cos pw + a sin pw) for each pair,   w_i = base^(-2i/d)
@@ -478,21 +471,18 @@ def rope(
         return rotate(real(x).expand(1, len(places), 1, -1), *angles, layout)[0, :, 0]
 
     speeds = Rope(base).frequencies(len(x), torch.float64)
-    tables = [Table("speeds", [f"w_{i}" for i in range(len(speeds))], [speeds.tolist()])]
+    yield Table("speeds", [f"w_{i}" for i in range(len(speeds))], [speeds.tolist()])
     columns = ["position", *(f"x_{i}" for i in range(len(x)))]
     for layout in ("half", "interleaved"):
-        vectors = turned([whole("pos", p, 0) for p in pos], layout)
-        rows = [[p, *row.tolist()] for p, row in zip(pos, vectors)]
-        tables.append(Table(f"turned, {layout}", columns, rows))
+        vectors = turned([whole("pos", p, 0) for p in pos], layout).tolist()
+        yield Table(f"turned, {layout}", columns, [[p, *row] for p, row in zip(pos, vectors)])
     # x with itself, one key two places further.
-    pairs = [(start, start + 2) for start in (0, 10, 1000)]
-    rows = [[*pair, float(torch.dot(*turned([*pair])))] for pair in pairs]
-    title = "the score depends on the distance alone"
-    return [*tables, Table(title, ["query at", "key at", "q.k"], rows)]
+    rows = [[p, p + 2, float(torch.dot(*turned([p, p + 2])))] for p in (0, 10, 1000)]
+    yield Table("the score depends on the distance alone", ["query at", "key at", "q.k"], rows)
 
 
 @topic(f"{POSITION}::alibi_slopes", f"{POSITION}::RelativeBias")
-def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> list[Table]:
+def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> Tables:
     """Can a score simply fall with distance?
 
     score_ij = q_i.k_j / sqrt(d) - slope_h |i - j|,   slope_h = 2^(-8h/n) for head h = 1 .. n
@@ -500,13 +490,13 @@ def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> list[Table]:
     slopes = alibi_slopes(whole("heads", heads, 1, 128)).double()
     rows = [[h + 1, float(s), *(-float(s) * abs(p) for p in pos)] for h, s in enumerate(slopes)]
     columns = ["head", "slope", *(f"at {p:g}" for p in pos)]
-    return [Table("what is added to the scores", columns, rows)]
+    yield Table("what is added to the scores", columns, rows)
 
 
 @topic(f"{POSITION}::t5_bucket", f"{POSITION}::T5Bias")
 def t5_bias(
     pos: Numbers = (-128.0, -20.0, -8.0, -1.0, 0.0, 1.0, 8.0, 20.0, 128.0), buckets: int = 32
-) -> list[Table]:
+) -> Tables:
     """How can distances share a few trained numbers?
 
     score_ij = q_i.k_j + table[bucket(j - i), head];   no 1/sqrt(d)
@@ -515,11 +505,11 @@ def t5_bias(
     distance = torch.tensor([whole("pos", p, -(10**6)) for p in pos])
     both, causal = (t5_bucket(distance, T5Bias(1, buckets, causal=c)) for c in (False, True))
     rows = list(zip(distance.tolist(), both.tolist(), causal.tolist()))
-    return [Table("buckets", ["key - query", "both ways", "causal"], rows)]
+    yield Table("buckets", ["key - query", "both ways", "causal"], rows)
 
 
 @topic("regard/layers.py::RMSNorm", "regard/layers.py::Norm", "regard/block.py::Block")
-def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> list[Table]:
+def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> Tables:
     """What do norms do to a token, and where do they stand?
 
     LayerNorm (x - mean) / sqrt(var + eps) * w + b,   RMSNorm x / sqrt(mean(x^2) + eps) * w
@@ -533,13 +523,13 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> list[Table]:
     # Without the last bits, which another machine may have otherwise.
     mean = ["mean", *(round(y.mean().item(), 12) for y in (layer, rms))]
     variance = ["variance", *(round(y.var(correction=0).item(), 12) for y in (layer, rms))]
-    return [Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance])]
+    yield Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance])
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")
 def feed_forward(
     x: Numbers = (-2.0, -1.0, 0.0, 1.0, 2.0), dim: int = 512, width: int = 2048
-) -> list[Table]:
+) -> Tables:
     """What happens to a token between two attentions?
 
     FFN(x) = W_2 act(W_1 x + b_1) + b_2;   gated: W_2 (act(W_g x) * W_1 x)
@@ -552,14 +542,12 @@ def feed_forward(
         with torch.device("meta"):
             count = parameters(MLP(whole("width", width), gated=gated, bias=False).make(dim))
         sizes.append(["gated" if gated else "plain", count, 2 * count])
-    return [
-        Table("activations", ["x", *names], list(zip(x, *curves))),
-        Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes),
-    ]
+    yield Table("activations", ["x", *names], list(zip(x, *curves)))
+    yield Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes)
 
 
 @topic("regard/models/vision.py::PatchEmbedding", "regard/models/vision.py::Patches")
-def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 768) -> list[Table]:
+def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 768) -> Tables:
     """How does an image become a sentence?
 
     x_i = W patch_i + b + position_i,   i = 1 .. (size / patch)^2;   class token in front
@@ -572,13 +560,13 @@ def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 76
         weights = dim * (config.channels * side**2 + 1 + n + config.extra)
         rows.append([side, config.count, n, weights, n * n])
     columns = ["patch", "patches", "tokens", "weights", "pairs a head"]
-    return [Table(f"images of {size} x {size}", columns, rows)]
+    yield Table(f"images of {size} x {size}", columns, rows)
 
 
 @topic("regard/models/cells.py::elman", "regard/models/cells.py::Cell")
 def rnn_path(
     x: Numbers = (0.5, 0.9, 1.0, 1.1), steps: Numbers = (1.0, 10.0, 50.0, 100.0)
-) -> list[Table]:
+) -> Tables:
     """What does a recurrent network still know of a word t steps back?
 
     h_t = tanh(W x_t + U h_{t-1});   d h_t / d h_0 = prod of diag(tanh') U  ~  lambda^t
@@ -596,11 +584,11 @@ def rnn_path(
             slopes.append(slope.item())
         rows.append([n, *slopes, n, 1])
     columns = ["steps", *(f"lambda {v:g}" for v in x), "path of the RNN", "of attention"]
-    return [Table("d h_t / d h_0", columns, rows)]
+    yield Table("d h_t / d h_0", columns, rows)
 
 
 @topic("regard/models/adapt.py::LowRank", "regard/models/adapt.py::LoRA")
-def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 16.0) -> list[Table]:
+def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 16.0) -> Tables:
     """How can a model be fine-tuned with a hundredth of its weights?
 
     y = W x + (alpha / r) B A x,   A (r, in) random, B (out, r) = 0 at first
@@ -614,11 +602,11 @@ def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 1
         full, low = dim * dim, layer.a.numel() + layer.b.numel()
         rows.append([r, full, low, f"{100 * low / full:.2f} %", config.scale])
     columns = ["rank", "weights of W", "of A and B", "share", "alpha / r"]
-    return [Table(f"one square layer of width {dim}", columns, rows)]
+    yield Table(f"one square layer of width {dim}", columns, rows)
 
 
 @topic("regard/kernels/linear.py::Int8", "regard/kernels/linear.py::Int4")
-def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> list[Table]:
+def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
     """What is lost when weights are held in 8 or 4 bits?
 
     int8: w ~ q s, s = max|w| / 127 of each output;   int4: w ~ (q - 8) s + z, s = (max - min) / 15 of 32 inputs
@@ -633,7 +621,7 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> list[Tab
     rows = [*zip(x, eight.tolist(), four.tolist(), eighth.tolist())]
     worst = ["worst error", *(float((row[0] - y).abs().max()) for y in (eight, four, eighth))]
     bits = ["bits a weight", "8", f"{4 + 32 / GROUP:g}", "8"]
-    return [Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits])]
+    yield Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits])
 
 
 # --- training and decoding ------------------------------------------------------------------------
@@ -642,7 +630,7 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> list[Tab
 @topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
 def decoding(
     x: Numbers = (2.0, 1.0, 0.5, 0.0, -1.0), topk: int = 3, p: float = 0.7, temperature: float = 0.7
-) -> list[Table]:
+) -> Tables:
     """How is the next token chosen?
 
     greedy: argmax_v x_v;   drawn: v ~ softmax(x / T) after a filter
@@ -660,13 +648,13 @@ def decoding(
     }
     columns = [way.softmax(-1).tolist() for way in ways.values()]
     rows = list(zip(range(len(x)), x, *columns))
-    return [Table("probabilities", ["token", "logit", *ways], rows)]
+    yield Table("probabilities", ["token", "logit", *ways], rows)
 
 
 @topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
 def beam(
     w: Numbers = (0.6, 0.4), x: Numbers = (0.4, 0.35, 0.25, 0.9, 0.05, 0.05), beams: int = 2
-) -> list[Table]:
+) -> Tables:
     """What does greedy decoding miss?
 
     keep the `beams` prefixes with the largest sum_t log p(y_t | y_<t); at the end divide by length^penalty
@@ -686,13 +674,13 @@ def beam(
             rows.append(
                 [width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()]
             )
-    return [Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)]
+    yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)
 
 
 @topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
 def label_smoothing(
     x: Numbers = (1.0, 2.0, 3.0, 0.5, -1.0), label: int = 2, eps: float = 0.1
-) -> list[Table]:
+) -> Tables:
     """Why not ask for the right word with certainty?
 
     loss = - sum_v q_v log softmax(x)_v;   V-1: q = 1 - eps, the others eps / (V-1)
@@ -711,13 +699,13 @@ def label_smoothing(
         total = loss.smoothed_loss(given, target, share, over, padding)[0]
         ends.append(f"{total.item():.4f}")
     rows = [*zip(map(str, range(len(x))), x, *columns.values()), ends]
-    return [Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)]
+    yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)
 
 
 @topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
 def schedules(
     steps: Numbers = (1.0, 100.0, 1000.0, 4000.0, 10000.0), dim: int = 512, warmup: int = 4000
-) -> list[Table]:
+) -> Tables:
     """How large should a step be, and when?
 
     2017: lr = dim^-0.5 min(step^-0.5, step warmup^-1.5), largest at warmup; steps count from 1
@@ -728,13 +716,11 @@ def schedules(
     plans = [Schedule(shape, last, warmup, decay=decay.get(shape, 0)) for shape in SHAPES]
     rows = [[step, noam(step, dim, warmup), *(plan(step) for plan in plans)] for step in at]
     columns = ["step", "lr of 2017", *(f"{shape} / peak" for shape in SHAPES)]
-    return [Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)]
+    yield Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)
 
 
 @topic("regard/train/metrics.py::text_scores")
-def bleu(
-    text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat"
-) -> list[Table]:
+def bleu(text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat") -> Tables:
     """How near is a translation to a human one?
 
     BLEU = 100 BP exp(1/4 sum_n log p_n),   p_n: share of n-grams that the reference has
@@ -745,14 +731,12 @@ def bleu(
     score = metric.corpus_score([text], [[reference]])
     rows = [[n + 1, score.counts[n], score.totals[n], p] for n, p in enumerate(score.precisions)]
     figures: list[list[Any]] = [[name, float(values[name])] for name in names]
-    return [
-        Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows),
-        Table("figures", ["name", "value"], figures),
-    ]
+    yield Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows)
+    yield Table("figures", ["name", "value"], figures)
 
 
 @topic(f"{OBJECTIVE}::teacher_forcing", f"{OBJECTIVE}::causal_lm_loss")
-def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> list[Table]:
+def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
     """What does a model learn from a text?
 
     causal: - sum_t log p(y_{t+1} | y_<=t);   masked: - sum over selected t of log p(y_t | the rest)
@@ -775,10 +759,8 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> list[Table]:
         for name, (total, count) in kinds.items()
     ]
     title = f"of a model that knows nothing: log {vocab} each"
-    return [
-        Table("teacher forcing", ["place", "reads", "must say"], rows),
-        Table(title, ["objective", "sum", "count", "mean"], losses),
-    ]
+    yield Table("teacher forcing", ["place", "reads", "must say"], rows)
+    yield Table(title, ["objective", "sum", "count", "mean"], losses)
 
 
 class Count:
@@ -798,7 +780,7 @@ class Count:
 
 
 @topic("regard/train/trainer.py::Trainer.resume", "regard/train/trainer.py::Trainer")
-def resume(steps: int = 6) -> list[Table]:
+def resume(steps: int = 6) -> Tables:
     """Does a run that was stopped come to the same bits?
 
     batch = f(seed, k),   random numbers = f(seed, k),   lr = f(k);   state = weights, moments, k
@@ -813,7 +795,7 @@ def resume(steps: int = 6) -> list[Table]:
     rows = [[k, f"{a:.2f}", f"{b:.2f}", "yes" if a == b else "no"] for k, (a, b) in pairs]
     columns = ["step", "loss, straight", f"loss, stopped after {half}", "equal"]
     result = "equal to the bit" if equal else "different"
-    return [Table(f"weights and moments at the end: {result}", columns, rows)]
+    yield Table(f"weights and moments at the end: {result}", columns, rows)
 
 
 def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str, Tensor]]:
