@@ -315,7 +315,7 @@ def trace(
         model.hidden(given.ids, probe=probe, **more)
         return probe
 
-    sizes = run(Sizes()).sizes
+    sizes = run(Steps(rows=())).sizes
     _check(sizes, layer, head)
     cells = sum(h * t * s for h, t, s in sizes.values())
     side = SIDE if cells > EVERY else max(max(t, s) for _, t, s in sizes.values())
@@ -372,29 +372,6 @@ def _check(sizes: dict[str, tuple[int, int, int]], layer: int | None, head: int 
         raise UsageError(f"there is no head {head}; the heads are {listed(range(heads))}")
 
 
-class Sizes(Probe):
-    """A probe that makes no map: place -> heads, queries, keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[str, tuple[int, int, int]] = {}
-
-    def at(self, site: str) -> Recorder | None:
-        return None if super().at(site) is None else SizeRecorder(self, site)
-
-
-class SizeRecorder(Recorder):
-    probe: Sizes
-
-    def see(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, terms: Terms) -> None:
-        self.probe.sizes[self.site] = (q.shape[1], q.shape[2], k.shape[2] - terms.sinks)
-
-    def gathered(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
-    ) -> None:
-        self.probe.sizes[self.site] = (q.shape[1], *where.size)
-
-
 class Pools(Probe):
     """A probe that keeps of each head, and behind them of their mean, the largest weight of each
     block of `steps` tokens down and across."""
@@ -433,10 +410,17 @@ class Pools(Probe):
 
 
 class Steps(Probe):
-    """A probe of whole heads that keeps q.k as well, and how scores were made of it."""
+    """A probe of whole heads that keeps q.k as well, how scores were made of it, and how large each
+    map is (heads, queries, keys); without rows next to nothing else."""
 
-    def __init__(self, layers: Sequence[str] | None = None, heads: Sequence[int] | None = None):
-        super().__init__(layers, heads, what=("weight", "score", "norm"))
+    def __init__(
+        self,
+        layers: Sequence[str] | None = None,
+        heads: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+    ):
+        super().__init__(layers, heads, rows, what=("weight", "score", "norm"))
+        self.sizes: dict[str, tuple[int, int, int]] = {}
         self.how: dict[str, dict[str, Any]] = {}
         self.raw: dict[str, Tensor] = {}
 
@@ -458,17 +442,6 @@ class Steps(Probe):
         heads = dict(enumerate(layer.heads)) | dict(zip(which, map(Full, *arrays)))
         return replace(layer, heads=list(heads.values()), **self.how[layer.site])
 
-    def learn(self, site: str, terms: Terms, sparse: bool = False) -> None:
-        # A sink's logit stands in its first column.
-        bias = terms.bias
-        self.how[site] = {
-            "scale": terms.scale,
-            "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
-            "capped": terms.softcap is not None,
-            "sinks": terms.sinks > 0,
-            "sparse": sparse,
-        }
-
 
 class StepRecorder(Recorder):
     probe: Steps
@@ -477,8 +450,8 @@ class StepRecorder(Recorder):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
     ) -> None:
         super().see(q, k, v, mask, terms)
-        self.probe.learn(self.site, terms)
-        if terms.score is None:
+        self.learn((q.shape[1], q.shape[2], k.shape[2] - terms.sinks), terms)
+        if terms.score is None and self.probe.rows is None:
             queries, keys = q[:1].float(), k[:1, :, terms.sinks :].float()
             if (heads := self.probe.heads) is not None:
                 share = q.shape[1] // k.shape[1]
@@ -489,7 +462,18 @@ class StepRecorder(Recorder):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
     ) -> None:
         super().gathered(q, k, v, mask, terms, where)
-        self.probe.learn(self.site, terms, sparse=True)
+        self.learn((q.shape[1], *where.size), terms, sparse=True)
+
+    def learn(self, size: tuple[int, int, int], terms: Terms, sparse: bool = False) -> None:
+        self.probe.sizes[self.site], bias = size, terms.bias
+        self.probe.how[self.site] = {
+            "scale": terms.scale,
+            # A sink's logit stands in its first column.
+            "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
+            "capped": terms.softcap is not None,
+            "sinks": terms.sinks > 0,
+            "sparse": sparse,
+        }
 
 
 # --- words that belong together -------------------------------------------------------------------
@@ -497,11 +481,11 @@ class StepRecorder(Recorder):
 
 def cross_site(model: Any) -> str:
     """The place of the last cross-attention, by the name a probe gives it."""
-    probe = Sizes()
+    probe = Probe()
     with torch.inference_mode():
         one = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
         model(one, source=one, probe=probe)
-    sites = [site for site in probe.sizes if site.endswith(".cross")]
+    sites = [site for site in probe.maps if site.endswith(".cross")]
     if not sites:
         raise UsageError(
             "--align reads cross-attention, and this model has none; leave --align out"
