@@ -31,7 +31,8 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.report.run import comparison, differing, labels, read, strict, summary, table
+    from regard.report.run import comparison, differing, labels, read, summary, table
+    from regard.see.format import strict
 
     if len(options.runs) < 2:
         raise UsageError("compare needs two runs or more: regard compare runs/a runs/b")

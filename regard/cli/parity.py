@@ -48,7 +48,7 @@ def run(options: Options) -> int:
     from regard.checkpoint import load
     from regard.files import resolve_model
     from regard.parity.check import check_weights, parity, record, sample
-    from regard.report.run import strict
+    from regard.see.format import strict
 
     with blaming(DATA):
         folder = resolve_model(options.model)

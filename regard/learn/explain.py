@@ -11,14 +11,14 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import UsageError, nearest
-from regard.see.format import aligned, number
+from regard.see.format import aligned, number, strict
 
 Numbers = tuple[float, ...]
 Matrix = tuple[Numbers, ...]
@@ -170,25 +170,15 @@ def explained(
         lines += ["", f"given: {said}", "", *(f"{table.text()}\n" for table in tables)]
         return "\n".join([*lines, *(f"code: {place}" for place in topic.code)])
 
-    def plain(cell: Any) -> Any:
-        return None if isinstance(cell, float) and not math.isfinite(cell) else cell
-
     data = {
         "topic": topic.name,
         "question": topic.question,
         "formula": formula,
         "code": topic.code,
         "given": values,
-        "tables": [
-            {
-                "title": table.title,
-                "columns": list(table.columns),
-                "rows": [[plain(cell) for cell in row] for row in table.rows],
-            }
-            for table in tables
-        ],
+        "tables": [asdict(table) for table in tables],
     }
-    return json.dumps(data, allow_nan=False)
+    return json.dumps(strict(data), allow_nan=False)
 
 
 def listed(as_json: bool = False) -> str:

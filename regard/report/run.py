@@ -18,7 +18,7 @@ from regard.checkpoint import load
 from regard.decode.generate import special_of, tokenizer_of
 from regard.errors import UsageError
 from regard.report.page import Block, Figure, Point, Series, bars, heat, lines
-from regard.see.format import aligned, clip, number, short, span, visible
+from regard.see.format import aligned, clip, number, short, span, strict, visible
 from regard.see.look import Given, named, trace
 from regard.text import needed
 from regard.train.log import settings
@@ -275,15 +275,6 @@ def smooth(points: Sequence[Point]) -> list[Point]:
             mean, weight = keep * mean + (1 - keep) * x, keep * weight + 1 - keep
         means.append((at, mean / weight if weight else math.nan))
     return means
-
-
-def strict(value: Any) -> Any:
-    """The same with None for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: strict(each) for key, each in value.items()}
-    return [strict(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _float(value: object) -> float:

@@ -6,6 +6,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Container, Sequence
+from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Control characters become their pictures in Unicode; what turns the direction of text is replaced.
@@ -113,3 +114,12 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
         cells = (b + a if i in right else a + b for i, (a, b) in enumerate(zip(row, room)))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def strict(value: Any) -> Any:
+    """The same with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: strict(each) for key, each in value.items()}
+    return [strict(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -144,7 +144,7 @@ def _view(view: View) -> dict[str, Any]:
 
 def _note(view: View) -> str:
     """What a reader must know of this view: what its rows are, and what is not there in full."""
-    notes = []
+    notes, (down, across) = [], view.step
     if view.name == "cross":
         notes.append("A row is named by the token that the model writes there.")
     if view.picture is not None:
@@ -153,25 +153,18 @@ def _note(view: View) -> str:
         )
     if view.whole:
         return " ".join(notes)
-    full = [
-        f"layer {layer.number}, head {i}"
-        for layer in view.layers
-        for i, head in enumerate(layer.heads)
-        if isinstance(head, Full)
-    ]
-    if view.step == (1, 1):
-        more = f"scores and values of {', '.join(full)} alone" if full else "scores are not"
+    heads = [(layer.number, i, h) for layer in view.layers for i, h in enumerate(layer.heads)]
+    full = ", ".join(f"layer {n}, head {i}" for n, i, h in heads if isinstance(h, Full))
+    if (down, across) == (1, 1):
+        more = f"scores and values of {full} alone" if full else "scores are not"
         notes.append(f"All weights are here; {more}.")
     else:
-        down, across = view.step
         notes.append(
             f"{len(view.rows)} × {len(view.columns)} tokens in every head are too many for one "
-            "page: heads are max-pooled, "
-            f"a cell is the largest weight of {down} × {across} tokens."
+            f"page: heads are max-pooled, a cell is the largest weight of {down} × {across} tokens."
         )
-        notes += [f"In full: {', '.join(full)}."] if full else []
-    notes.append("For another: regard look ... --layer N --head N.")
-    return " ".join(notes)
+        notes += [f"In full: {full}."] if full else []
+    return " ".join([*notes, "For another: regard look ... --layer N --head N."])
 
 
 def _layer(layer: Layer) -> dict[str, Any]:
