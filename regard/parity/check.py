@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -285,8 +286,7 @@ class Runner:
 def record(theirs: Any, ours: Model, given: Given) -> Trace:
     """The same of a model of transformers, which is not imported here: row by row, what its blocks give, by hooks,
     under our names."""
-    trace = trace_of(ours, given, next(theirs.parameters()).dtype)
-    hooks, row = [], 0
+    trace, row = trace_of(ours, given, next(theirs.parameters()).dtype), 0
 
     def noting(name: str, source: bool, first: bool) -> Any:
         def note(module: Any, args: tuple, kwargs: dict[str, Any], out: Any = None) -> None:
@@ -297,25 +297,22 @@ def record(theirs: Any, ours: Model, given: Given) -> Trace:
         return note
 
     lists = [(n, m) for n, m in theirs.named_modules() if isinstance(m, nn.ModuleList)]
-    for tower in ours.towers:
-        name, source = "" if tower == "tower" else f"{tower} ", tower == "encoder"
-        count = len(getattr(ours, tower).blocks)
-        # The outermost list of that length, of an encoder-decoder within its tower.
-        layers = next((m for n, m in lists if len(m) == count and name.strip() in n), None)
-        if layers is None:
-            kind = type(theirs).__name__
-            raise UsageError(f"{kind} of transformers has no list of {count} blocks to watch")
-        note = noting(f"{name}embedding", source, True)
-        hooks.append(layers[0].register_forward_pre_hook(note, with_kwargs=True))
-        for i, layer in enumerate(layers):
-            note = noting(f"{name}block {i} output", source, False)
-            hooks.append(layer.register_forward_hook(note, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for tower in ours.towers:
+            name, source = "" if tower == "tower" else f"{tower} ", tower == "encoder"
+            count = len(getattr(ours, tower).blocks)
+            # The outermost list of that length, of an encoder-decoder within its tower.
+            layers = next((m for n, m in lists if len(m) == count and name.strip() in n), None)
+            if layers is None:
+                kind = type(theirs).__name__
+                raise UsageError(f"{kind} of transformers has no list of {count} blocks to watch")
+            note = noting(f"{name}embedding", source, True)
+            hooks.enter_context(layers[0].register_forward_pre_hook(note, with_kwargs=True))
+            for i, layer in enumerate(layers):
+                note = noting(f"{name}block {i} output", source, False)
+                hooks.enter_context(layer.register_forward_hook(note, with_kwargs=True))
         for row in range(trace.size[0]):
             trace.put_answer(answer(theirs, given, row), Cells([row], [0], [trace.size[1]]))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return trace
 
 

@@ -158,23 +158,22 @@ def look(
     model reads the same."""
     first = getattr(model.config, "source" if model.reads_source else "embedding", None)
     sees, shown = isinstance(first, Patches), image is not None
-    kind = "pictures" if sees else "text"
-    wrong = {
-        f"--target asks how words align, and {name} has no cross-attention; leave --target out": (
-            target is not None and not model.reads_source
+    kind, alike = "pictures" if sees else "text", "give --compare two models that read the same"
+    aligns = f"--target asks how words align, and {name} has no cross-attention"
+    wrong = (
+        (target is not None and not model.reads_source, f"{aligns}; leave --target out"),
+        (compared and sees != shown and (shown or text), f"{name} reads {kind}; {alike}"),
+        (sees and not shown, f"{name} reads pictures; give one: --image FILE"),
+        (shown and not sees, f'{name} reads text; give that instead of --image: "some text"'),
+        (shown and text, f"{name} reads a picture alone; leave the text out"),
+        (
+            not shown and not text.strip(),
+            'there is no text to look at; say regard look MODEL "some text"',
         ),
-        f"{name} reads {kind}; give --compare two models that read the same": (
-            compared and sees != shown and bool(shown or text)
-        ),
-        f"{name} reads pictures; give one: --image FILE": sees and not shown,
-        f'{name} reads text; give that instead of --image: "some text"': shown and not sees,
-        f"{name} reads a picture alone; leave the text out": shown and bool(text),
-        'there is no text to look at; say regard look MODEL "some text"': (
-            not shown and not text.strip()
-        ),
-    }
-    for message in (message for message, holds in wrong.items() if holds):
-        raise UsageError(message)
+    )
+    for holds, message in wrong:
+        if holds:
+            raise UsageError(message)
     given = _given(model, tokenizer, first, text, image, target)
     views = trace(model, given, layer, head)
     count = f"{len(given.fed)} tokens"

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# (layers heads rows keys), or a layer each: (heads rows keys).
+# (layers heads rows keys), or a layer each: (heads rows keys); tokens, or numbers instead.
 Maps = Tensor | Sequence[Tensor]
+Names = Sequence[str] | None
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabic", "Noto Sans")
 FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 # Columns of a token's label, labels of an axis, cells of a tile, and the gap between tiles.
@@ -103,9 +104,7 @@ def links(a: Tensor, least: float | None = None) -> list[Link]:
 # --- attention ----------------------------------------------------------------------------------
 
 
-def head_grid(
-    maps: Maps, title: str = "", *, names: Sequence[str] | None = None, dark: bool = False
-) -> Figure:
+def head_grid(maps: Maps, title: str = "", *, names: Names = None, dark: bool = False) -> Figure:
     """Every head as a tile, a row of tiles for each layer (`names`: what they are called). Queries
     go down and keys across in a tile; a weight of exactly 0, such as of a later token, is grey."""
     layers = [_checked(layer, 3) for layer in maps]
@@ -119,8 +118,8 @@ def head_grid(
         for j, tile in enumerate(thumbnail(TILE)(layer)):
             left, right, bottom, top = j + GAP / 2, j + 1 - GAP / 2, i + 1 - GAP / 2, i + GAP / 2
             image = page.image(ax, tile, most, (left, right, bottom, top))
-            xs, ys = [left, right, right, left, left], [bottom, bottom, top, top, bottom]
-            ax.plot(xs, ys, color=page.faint, linewidth=0.8)
+            corners = [left, right, right, left, left], [bottom, bottom, top, top, bottom]
+            ax.plot(*corners, color=page.faint, linewidth=0.8)
     ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
     page.dress(ax, "head   (in each tile: keys across)", "layer   (queries down)")
     ax.tick_params(length=0)
@@ -133,12 +132,7 @@ def head_grid(
 
 
 def one_head(
-    weights: Tensor,
-    queries: Sequence[str] | None = None,
-    keys: Sequence[str] | None = None,
-    title: str = "",
-    *,
-    dark: bool = False,
+    weights: Tensor, queries: Names = None, keys: Names = None, title: str = "", dark: bool = False
 ) -> Figure:
     """One head's weights (rows keys) with its tokens. Small maps have their numbers written in,
     larger ones a ring at the largest weight of each row."""
@@ -147,15 +141,15 @@ def one_head(
     side = 0.52 if max(rows, columns) <= NUMBERS else min(0.3, 9 / max(rows, columns))
     page = sheet(max(side * columns, 2) + 2.6, max(side * rows, 1.5) + 1.9, dark=dark)
     names = ("key: the token that is read", "query: the token that reads")
-    _head(page, page.axes[0], weights, queries, keys, names)
+    _head(page, weights, (queries, keys), names)
     page.title(title or "Attention of one head")
     return page.figure
 
 
 def alignment(
     weights: Tensor,
-    source: Sequence[str] | None = None,
-    target: Sequence[str] | None = None,
+    source: Names = None,
+    target: Names = None,
     title: str = "",
     *,
     least: float = 0.2,
@@ -188,21 +182,14 @@ def alignment(
         each.spines[["top", "bottom"]].set_visible(False)
     label(ax, "y", token_labels(source, columns, "sources"), sources)
     label(right, "y", token_labels(target, rows, "targets"), targets)
-    _head(page, page.axes[0], weights, target, source, ("source", "target"))
+    _head(page, weights, (target, source), ("source", "target"))
     page.title(title or "What each target word looks at")
     return page.figure
 
 
-def _head(
-    page: Sheet,
-    ax: Axes,
-    weights: Tensor,
-    queries: Sequence[str] | None,
-    keys: Sequence[str] | None,
-    names: tuple[str, str],
-) -> None:
-    """A map in its panel, with its tokens."""
-    rows, columns = weights.shape
+def _head(page: Sheet, weights: Tensor, tokens: Sequence[Names], names: tuple[str, str]) -> None:
+    """A map in the first panel, with its queries and keys."""
+    ax, (rows, columns) = page.axes[0], weights.shape
     image = page.image(ax, weights)
     page.dress(ax, *names)
     ax.xaxis.set_label_position("top")
@@ -220,8 +207,8 @@ def _head(
         ink = [_ink(image, link.weight) for link in peaks]
         ax.scatter(*at, 20, facecolors="none", edgecolors=ink, linewidths=1.2)
     sides = {
-        "y": (token_labels(queries, rows, "queries"), range(rows)),
-        "x": (token_labels(keys, columns, "keys"), range(columns)),
+        "y": (token_labels(tokens[0], rows, "queries"), range(rows)),
+        "x": (token_labels(tokens[1], columns, "keys"), range(columns)),
     }
     # Each takes room from the other.
     for side in "yxy":
@@ -276,13 +263,7 @@ class Sheet:
         ax.tick_params(which="both", colors=self.text, labelsize=9)
         ax.spines[:].set_color(self.faint)
 
-    def image(
-        self,
-        ax: Axes,
-        weights: Tensor,
-        most: float | None = None,
-        place: tuple[float, float, float, float] | None = None,
-    ) -> Any:
+    def image(self, ax: Axes, weights: Tensor, most: float = 0.0, place: Any = None) -> Any:
         """A map in the colours of every map; `place`: left, right, bottom, top."""
         from matplotlib.colors import ListedColormap, PowerNorm
 
@@ -290,9 +271,8 @@ class Sheet:
         colours = ListedColormap(ramp).with_extremes(bad=tuple(masked))
         scale = PowerNorm(0.5, 0.0, most or weights.max().item() or 1.0)
         cells = np.ma.masked_equal(weights.numpy(), 0.0)
-        return ax.imshow(
-            cells, colours, scale, extent=place, interpolation="nearest", aspect="equal"
-        )
+        how = {"extent": place, "interpolation": "nearest", "aspect": "equal"}
+        return ax.imshow(cells, colours, scale, **how)
 
     def bar(self, image: Any, ax: Axes, label: str) -> None:
         """The scale of a heat map's colours, as high as the map."""
@@ -374,7 +354,7 @@ def shown(token: str) -> str:
     return clip("".join(letters), LONGEST)
 
 
-def token_labels(tokens: Sequence[str] | None, count: int, what: str) -> list[str]:
+def token_labels(tokens: Names, count: int, what: str) -> list[str]:
     """Labels of all tokens; numbers where there are none."""
     if tokens is None:
         return [str(i) for i in range(count)]
