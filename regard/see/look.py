@@ -2,10 +2,10 @@
 and which words of a translation belong together.
 
 A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`,
-`decoder` and `cross`. A first forward measures the maps and makes none. Of a short text the next
-one takes every head in full, with the steps to its weights. Of a longer text each head is pooled as
-soon as it is there, so that memory is bounded by one head, and one head comes in full; where there
-is room for all weights, a pool is one of them."""
+`decoder` and `cross`. The first forward pools each head as soon as it is there, so that memory is
+bounded by one head, and tells how large the maps are. Of a short text the next one takes every head
+in full, with the steps to its weights; of a longer text one head. Between short and long there is
+room for every weight: a pool is then one of them."""
 
 from __future__ import annotations
 
@@ -314,15 +314,17 @@ def trace(
         model.hidden(given.ids, probe=probe, **more)
         return probe
 
-    sizes = run(Steps(rows=())).sizes
+    pools, full, extra = run(Pools(SIDE)), None, 1
+    sizes = pools.sizes
     _check(sizes, layer, head)
     cells = sum(h * t * s for h, t, s in sizes.values())
-    side = SIDE if cells > EVERY else max(max(t, s) for _, t, s in sizes.values())
-    while cells > EVERY and sum(h for h, _, _ in sizes.values()) * side**2 > THUMBS:
-        side //= 2
-    steps = {site: (-(-t // side), -(-s // side)) for site, (_, t, s) in sizes.items()}
-    full = run(Steps()) if cells <= WHOLE else None
-    pools = run(Pools(sizes, steps)) if cells > WHOLE else None
+    if cells <= WHOLE:
+        full = run(Steps())
+    elif cells <= EVERY:
+        pools = run(Pools(max(max(t, s) for _, t, s in sizes.values())))
+    else:
+        while sum(h for h, _, _ in sizes.values()) * (SIDE // extra) ** 2 > THUMBS:
+            extra *= 2
 
     views: dict[str, View] = {}
     for site, (_, *size) in sizes.items():
@@ -334,12 +336,14 @@ def trace(
             [*names[:n], *map(str, range(len(names), n))]
             for names, n in zip(sides.get(name, (given.fed,) * 2), size)
         )
-        *heads, mean = pools.pooled(site) if pools else (None,)
-        one = Layer(int(number), site, heads, mean)
+        down, across = pools.step(site)
+        step = (1, 1) if full else (down * extra, across * extra)
         picture = None if name == "decoder" else given.picture
-        view = views.setdefault(name, View(name, rows, columns, [], steps[site], picture))
+        view = views.setdefault(name, View(name, rows, columns, [], step, picture))
+        *heads, mean = pools.pooled(site, extra)
+        one = Layer(int(number), site, heads, mean)
         view.layers.append(full.filled(one) if full else one)
-    for view in views.values() if pools else ():
+    for view in () if full else views.values():
         at, which = chosen(view, layer, head)
         if len(view.rows) * len(view.columns) <= ONE:
             view.layers[at] = run(Steps([view.layers[at].site], [which])).filled(view.layers[at])
@@ -371,60 +375,102 @@ def _check(sizes: dict[str, tuple[int, int, int]], layer: int | None, head: int 
         raise UsageError(f"there is no head {head}; the heads are {listed(range(heads))}")
 
 
-class Pools(Probe):
-    """A probe that keeps of each head, and behind them of their mean, the largest weight of each
-    block of `steps` tokens down and across."""
+class Watch(Probe):
+    """A probe that learns of each place how large its maps are (heads, queries, keys), and how
+    scores are made."""
 
-    def __init__(
-        self, sizes: dict[str, tuple[int, int, int]], steps: dict[str, tuple[int, int]]
-    ) -> None:
-        super().__init__(reduce=self._pool)
-        self.sizes, self.steps = sizes, steps
-        self.site, self.done, self.sum = "", 0, torch.empty(0)
-
-    def at(self, site: str) -> Recorder | None:
-        self.site = site
-        return super().at(site)
-
-    def pooled(self, site: str) -> list[Pooled]:
-        maps = self.maps[site][0][0].cpu().numpy()
-        return [Pooled(a[:, 1:], a[:, 0]) for a in maps]
-
-    def _pool(self, a: Tensor) -> Tensor:
-        small, count = [self._thumb(a)], self.sizes[self.site][0]
-        self.sum = self.sum.add_(a) if self.done else a
-        self.done = (self.done + 1) % count
-        if not self.done:
-            small.append(self._thumb(self.sum.div_(count)))
-        return torch.cat(small, 1)
-
-    def _thumb(self, a: Tensor) -> Tensor:
-        """(b 1 t s) -> (b 1 t' 1 + s'): pooled, behind the first column of blocks without the first
-        token."""
-        down, across = self.steps[self.site]
-        first = F.pad(a[..., 1:across], (1, 0)).amax(-1, keepdim=True)
-        columns = ((first, 1), (a, across))
-        pools = [F.max_pool2d(x, (down, wide), ceil_mode=True) for x, wide in columns]
-        return torch.cat(pools, 3).float()
-
-
-class Steps(Probe):
-    """A probe of whole heads that keeps q.k as well, how scores were made of it, and how large each
-    map is (heads, queries, keys); without rows next to nothing else."""
-
-    def __init__(
-        self,
-        layers: Sequence[str] | None = None,
-        heads: Sequence[int] | None = None,
-        rows: Sequence[int] | None = None,
-    ):
-        super().__init__(layers, heads, rows, what=("weight", "score", "norm"))
+    def __init__(self, *chosen: Sequence[Any] | None, **how: Any) -> None:
+        super().__init__(*chosen, **how)
+        self.site = ""
         self.sizes: dict[str, tuple[int, int, int]] = {}
         self.how: dict[str, dict[str, Any]] = {}
         self.raw: dict[str, Tensor] = {}
 
     def at(self, site: str) -> Recorder | None:
-        return None if super().at(site) is None else StepRecorder(self, site)
+        self.site = site
+        return None if super().at(site) is None else WatchRecorder(self, site)
+
+
+class WatchRecorder(Recorder):
+    probe: Watch
+
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
+    ) -> None:
+        self.learn((q.shape[1], q.shape[2], k.shape[2] - terms.sinks), terms)
+        super().see(q, k, v, mask, terms)
+        if terms.score is None and isinstance(self.probe, Steps):
+            queries, keys = q[:1].float(), k[:1, :, terms.sinks :].float()
+            if (heads := self.probe.heads) is not None:
+                share = q.shape[1] // k.shape[1]
+                queries, keys = queries[:, heads], keys[:, [i // share for i in heads]]
+            self.probe.raw[self.site] = scores(queries, keys, Terms(1.0))[0]
+
+    def gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
+    ) -> None:
+        self.learn((q.shape[1], *where.size), terms, sparse=True)
+        super().gathered(q, k, v, mask, terms, where)
+
+    def learn(self, size: tuple[int, int, int], terms: Terms, sparse: bool = False) -> None:
+        self.probe.sizes[self.site], bias = size, terms.bias
+        self.probe.how[self.site] = {
+            "scale": terms.scale,
+            # A sink's logit stands in its first column.
+            "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
+            "capped": terms.softcap is not None,
+            "sinks": terms.sinks > 0,
+            "sparse": sparse,
+        }
+
+
+class Pools(Watch):
+    """A probe that keeps of each head, and behind them of their mean, a thumbnail of at most `side`
+    cells down and across."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__(reduce=self._pool)
+        self.side, self.done, self.sum = side, 0, torch.empty(0)
+
+    def step(self, site: str) -> tuple[int, int]:
+        """Tokens down and across that a cell stands for."""
+        _, rows, keys = self.sizes[site]
+        return -(-rows // self.side), -(-keys // self.side)
+
+    def pooled(self, site: str, extra: int) -> list[Pooled]:
+        """The heads and their mean, pooled once more by `extra` cells."""
+        maps = self.maps[site][0]
+        maps = _largest(maps[..., :1], maps[..., 1:], extra, extra)[0].cpu().numpy()
+        return [Pooled(a[:, 1:], a[:, 0]) for a in maps]
+
+    def _pool(self, a: Tensor) -> Tensor:
+        first, count, step = (
+            a.new_zeros(*a.shape[:3], 1),
+            self.sizes[self.site][0],
+            self.step(self.site),
+        )
+        small = [_largest(first, a, *step)]
+        self.sum = self.sum.add_(a) if self.done else a
+        self.done = (self.done + 1) % count
+        if not self.done:
+            small.append(_largest(first, self.sum.div_(count), *step))
+        return torch.cat(small, 1)
+
+
+def _largest(first: Tensor, cells: Tensor, down: int, across: int) -> Tensor:
+    """Cells (b h t s) max-pooled, behind a column of the first blocks without the first token,
+    which `first` (b h t 1) has of the first cells: (b h t' 1 + s')."""
+    first = torch.cat([first, cells[..., 1:across]], -1).amax(-1, keepdim=True)
+    columns = ((first, 1), (cells, across))
+    pools = [F.max_pool2d(x, (down, wide), ceil_mode=True) for x, wide in columns]
+    return torch.cat(pools, 3).float()
+
+
+class Steps(Watch):
+    """A probe of whole heads that keeps q.k as well."""
+
+    def __init__(self, layers: Sequence[str] | None = None, heads: Sequence[int] | None = None):
+        super().__init__(layers, heads, what=("weight", "score", "norm"))
 
     def filled(self, layer: Layer) -> Layer:
         """The layer with the heads that were watched in full."""
@@ -440,39 +486,6 @@ class Steps(Probe):
         which = range(len(weight)) if self.heads is None else self.heads
         heads = dict(enumerate(layer.heads)) | dict(zip(which, map(Full, *arrays)))
         return replace(layer, heads=list(heads.values()), **self.how[layer.site])
-
-
-class StepRecorder(Recorder):
-    probe: Steps
-
-    def see(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
-    ) -> None:
-        super().see(q, k, v, mask, terms)
-        self.learn((q.shape[1], q.shape[2], k.shape[2] - terms.sinks), terms)
-        if terms.score is None and self.probe.rows is None:
-            queries, keys = q[:1].float(), k[:1, :, terms.sinks :].float()
-            if (heads := self.probe.heads) is not None:
-                share = q.shape[1] // k.shape[1]
-                queries, keys = queries[:, heads], keys[:, [i // share for i in heads]]
-            self.probe.raw[self.site] = scores(queries, keys, Terms(1.0))[0]
-
-    def gathered(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
-    ) -> None:
-        super().gathered(q, k, v, mask, terms, where)
-        self.learn((q.shape[1], *where.size), terms, sparse=True)
-
-    def learn(self, size: tuple[int, int, int], terms: Terms, sparse: bool = False) -> None:
-        self.probe.sizes[self.site], bias = size, terms.bias
-        self.probe.how[self.site] = {
-            "scale": terms.scale,
-            # A sink's logit stands in its first column.
-            "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
-            "capped": terms.softcap is not None,
-            "sinks": terms.sinks > 0,
-            "sparse": sparse,
-        }
 
 
 # --- words that belong together -------------------------------------------------------------------
