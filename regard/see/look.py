@@ -440,8 +440,8 @@ class Pools(Watch):
     def pooled(self, site: str, extra: int) -> list[Pooled]:
         """The heads and their mean, pooled once more by `extra` cells."""
         maps = self.maps[site][0]
-        maps = _largest(maps[..., :1], maps[..., 1:], extra, extra)[0].cpu().numpy()
-        return [Pooled(a[:, 1:], a[:, 0]) for a in maps]
+        small = _largest(maps[..., :1], maps[..., 1:], extra, extra)[0].cpu().numpy()
+        return [Pooled(a[:, 1:], a[:, 0]) for a in small]
 
     def _pool(self, a: Tensor) -> Tensor:
         first, count, step = (
