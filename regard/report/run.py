@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -370,8 +370,12 @@ def report(run: Run, maps: Sequence[Map] = (), note: str = "") -> list[Block]:
         Block("strong", result.verdict),
         *(Block("text", f"Note: {each}.") for each in run.notes),
         Block("table", head=("", ""), rows=list(_header(run, result))),
-        *(block for name, each in parts.items() for block in (Block("heading", name), *each)),
+        *_headed(parts),
     ]
+
+
+def _headed(parts: Mapping[str, Iterable[Block]]) -> list[Block]:
+    return [block for name, each in parts.items() for block in (Block("heading", name), *each)]
 
 
 def _header(run: Run, result: Summary) -> Iterator[tuple[str, str]]:
@@ -573,7 +577,6 @@ def comparison(runs: Sequence[Run]) -> list[Block]:
     """The page of several runs: the settings in which they differ, their figures, their curves laid
     over each other."""
     names, differ, results = labels(runs), _differing(runs), [summary(run) for run in runs]
-    same = Block("text", "The settings are the same.")
     pictures = []
     for title, unit, values in (
         ("throughput", "tok/s", [s.rate for s in results]),
@@ -582,17 +585,17 @@ def comparison(runs: Sequence[Run]) -> list[Block]:
         rows = [(n, v) for n, v in zip(names, values) if v is not None and math.isfinite(v)]
         pictures += [Figure(bars(rows, title, unit), title)] if rows else []
     commands = [(name, shlex.join(run.command)) for name, run in zip(names, runs)]
-    return [
-        Block("heading", "What differs"),
-        Block("table", head=("setting", *names), rows=differ) if differ else same,
-        Block("heading", "Figures"),
-        Block("table", head=("", *names), rows=_results(runs)),
-        Block("figures", figures=pictures),
-        Block("heading", "Curves"),
-        Block("figures", figures=curves(runs, names)),
-        Block("heading", "Commands"),
-        Block("table", head=("run", "command"), rows=commands),
-    ]
+    table = Block("table", head=("setting", *names), rows=differ)
+    parts = {
+        "What differs": [table if differ else Block("text", "The settings are the same.")],
+        "Figures": [
+            Block("table", head=("", *names), rows=_results(runs)),
+            Block("figures", figures=pictures),
+        ],
+        "Curves": [Block("figures", figures=curves(runs, names))],
+        "Commands": [Block("table", head=("run", "command"), rows=commands)],
+    }
+    return _headed(parts)
 
 
 def _differing(runs: Sequence[Run]) -> list[tuple[str, ...]]:

@@ -444,11 +444,8 @@ class Pools(Watch):
         return [Pooled(a[:, 1:], a[:, 0]) for a in small]
 
     def _pool(self, a: Tensor) -> Tensor:
-        first, count, step = (
-            a.new_zeros(*a.shape[:3], 1),
-            self.sizes[self.site][0],
-            self.step(self.site),
-        )
+        first, count = a.new_zeros(*a.shape[:3], 1), self.sizes[self.site][0]
+        step = self.step(self.site)
         small = [_largest(first, a, *step)]
         self.sum = self.sum.add_(a) if self.done else a
         self.done = (self.done + 1) % count
