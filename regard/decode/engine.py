@@ -45,8 +45,10 @@ SLOTS = "slots"  # the lane of the CUDA graph
 class Engine:
     """`submit` requests, then `step` until it is idle. Everything happens inside `step`; one thread owns an engine.
 
-    `rows` bounds the batch, `chunk` the tokens of a prefill step; `pages` of `page` tokens make the pool. The model
-    decodes in evaluation mode; after each step it is in the mode in which it was."""
+    `rows` bounds the batch, `chunk` the tokens of a prefill step (16,384 in a CUDA graph, else 512). `pages` of `page`
+    tokens make the pool; or `memory`, in bytes or as a share of what is free, says how many (see `pages_in`). `runner`:
+    auto takes a CUDA graph where the model is on a GPU and has one, torch never, graph always; `explain` says which it
+    is and why. The model decodes in evaluation mode; after each step it is in the mode in which it was."""
 
     def __init__(
         self,

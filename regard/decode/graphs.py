@@ -179,11 +179,6 @@ class Runner:
         event.record()
         return log, logp, event
 
-    @property
-    def free(self) -> bool:
-        lane = self.lane()
-        return lane is None or not lane.slots
-
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
         return min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.length)
@@ -229,7 +224,7 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
         return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
 
     kept = _kept.pop(model, None)
-    if kept is not None and kept.free and (kept.marks, kept.length) == (marks(), length):
+    if kept is not None and kept.lane() is None and (kept.marks, kept.length) == (marks(), length):
         have = len(kept.pool.users)
         enough = have == pages if exact else have >= pages
         if enough and kept.pool.page == page and kept.rows >= rows:
