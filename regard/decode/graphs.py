@@ -260,9 +260,8 @@ class Slot:
     asked: int = 0  # tokens the device was asked to choose
     fresh: bool = True  # its first token has not been read by the host
     gone: bool = False
-    siblings: list[Slot] = field(
-        default_factory=list
-    )  # samples that begin where the prompt is through
+    # Samples that begin where the prompt is through.
+    siblings: list[Slot] = field(default_factory=list)
 
     @property
     def left(self) -> int:
