@@ -68,7 +68,7 @@ def families() -> None:
 
 
 def cache(model: Any) -> str:
-    from regard.models.summary import cache_bytes
+    from regard.models.base import cache_bytes
 
     try:
         return f"{cache_bytes(model):,}" if cache_bytes(model) else "a fixed state"

@@ -32,9 +32,9 @@ from regard.learn.topics import (
 )
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
 from regard.models.adapt import LoRA, LowRank
-from regard.models.cells import CELLS, MemoryAttention
-from regard.models.summary import parameters
-from regard.models.vision import Patches
+from regard.models.base import parameters
+from regard.models.embedding import Patches
+from regard.models.recurrent import CELLS, MemoryAttention
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 
 ATTENTION, POOLING = "regard/attention/core.py", "regard/attention/pooling.py"
@@ -211,7 +211,7 @@ def scores(
     return [Table("one row for each key", ["key", *SCORES], rows)]
 
 
-@topic("regard/models/cells.py::BahdanauStep", "regard/models/cells.py::MemoryAttention")
+@topic("regard/models/recurrent.py::BahdanauStep", "regard/models/recurrent.py::MemoryAttention")
 def bahdanau(
     q: Numbers = (1.0, -0.5),
     k: Numbers = (0.2, 0.4, -0.1, 0.5, -0.3, 0.8, -0.6, 0.1, 0.3),
@@ -487,7 +487,7 @@ def feed_forward(
     ]
 
 
-@topic("regard/models/vision.py::PatchEmbedding", "regard/models/vision.py::Patches")
+@topic("regard/models/embedding.py::PatchEmbedding", "regard/models/embedding.py::Patches")
 def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 768) -> list[Table]:
     """How does an image become a sentence?
 
@@ -504,7 +504,7 @@ def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 76
     return [Table(f"images of {size} x {size}", columns, rows)]
 
 
-@topic("regard/models/cells.py::elman", "regard/models/cells.py::Cell")
+@topic("regard/models/recurrent.py::elman", "regard/models/recurrent.py::Cell")
 def rnn_path(
     x: Numbers = (0.5, 0.9, 1.0, 1.1), steps: Numbers = (1.0, 10.0, 50.0, 100.0)
 ) -> list[Table]:

@@ -18,9 +18,8 @@ from regard.errors import UsageError, nearest
 from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_head
 from regard.models.base import Model
 from regard.models.embedding import Tokens
-from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.start import initialize, start_of
-from regard.models.transformer import Transformer, TransformerConfig
+from regard.models.transformer import EncoderDecoder, Transformer, TransformerConfig
 
 # --- a new head ---------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,7 @@ from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Stack
 from regard.config import Positive, ranged
 from regard.layers import LabelHead, LMHead, RMSNorm
-from regard.models.embedding import TokenEmbedding
-from regard.models.vision import PatchEmbedding
+from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import Learned, PositionVectors
 

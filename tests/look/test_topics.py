@@ -13,8 +13,8 @@ from regard.cli.parse import names
 from regard.errors import UsageError
 from regard.learn.explain import ALIASES, TOPICS
 from regard.learn.topics import Table, Topic, fill, find
-from regard.models.summary import parameters
-from regard.models.vision import PatchEmbedding, Patches
+from regard.models.base import parameters
+from regard.models.embedding import PatchEmbedding, Patches
 from regard.position import Rope, rotate
 
 ROOT = Path(__file__).resolve().parents[2]
