@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention.context import Context
-from regard.attention.protocol import Mechanism
+from regard.attention.protocol import Context, Entries, Mechanism
 from regard.cache import CacheSpec
 from regard.config import Amount, Count, divisors, ranged
 from regard.errors import UsageError
@@ -229,7 +228,7 @@ class GatedDeltaRule(Mechanism):
 
     def past(
         self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: Tensor, s: Tensor, keep: Tensor
-    ) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    ) -> Callable[[Tensor, Tensor], Entries]:
         """A function (rows, n): their states after n tokens of this call. It holds what the last tokens wrote, one or
         two chunks of them, and the state `s` before these, and writes it once more."""
         start = torch.zeros_like(keep)
@@ -240,7 +239,7 @@ class GatedDeltaRule(Mechanism):
                 x[row, at.clamp(max=x.shape[1] - 1)] for x in (k, v, g, beta, inputs)
             )
 
-        def state(rows: Tensor, n: Tensor) -> dict[str, Tensor]:
+        def state(rows: Tensor, n: Tensor) -> Entries:
             n = n - start[rows]
             stay = (torch.arange(k.shape[1], device=k.device) < n[:, None])[..., None]
             # Keys stand in for queries: what those find is not asked for.

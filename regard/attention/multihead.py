@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.attention.context import Context
 from regard.attention.core import attend
-from regard.attention.protocol import Mechanism
+from regard.attention.protocol import Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
 from regard.config import Amount, Count, Fraction, Positive, Real, divisors, ranged
 from regard.errors import UsageError
@@ -120,23 +119,18 @@ class GroupedQueryAttention(Mechanism):
         x = x.unflatten(-1, (-1, self.d))
         return x if norm is None else norm(x)
 
-    def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def entries(self, x: Tensor, ctx: Context) -> Entries:
         if ctx.memory_pos is not None and ctx.memory is None:
             return {}
         source = x if ctx.memory is None else ctx.memory
         return self.as_entries(self.wk(source), self.wv(source), ctx)
 
-    def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
         k = ctx.turn(self.as_heads(k, self.k_norm), self.config.rope)
         return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
 
     def mix(
-        self,
-        q: Tensor,
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None,
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None
     ) -> Tensor:
         share = len(q) // len(kept["k"])
         if share > 1 and isinstance(mask, Visible):

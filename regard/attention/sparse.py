@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention.context import Context
 from regard.attention.core import Terms, softmax
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
-from regard.attention.protocol import Mechanism
+from regard.attention.protocol import Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
 from regard.config import Count, Whole, ranged
 from regard.errors import UsageError
@@ -226,21 +225,12 @@ class SparseAttention(Mechanism):
         index = 2 * context * self.indexer.h * self.indexer.d
         return index + self.attention.flops(min(context, self.config.topk))
 
-    def enter(
-        self, x: Tensor, ctx: Context
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+    def enter(self, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, Tensor, Tensor], Entries]:
         c_q = self.attention.query_input(x)
         new = {**self.attention.entries(x, ctx), "index_k": self.indexer.keys(x, ctx)}
         return (self.attention.queries(c_q, ctx), c_q, x), new
 
-    def mix(
-        self,
-        q: tuple[Tensor, Tensor, Tensor],
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None) -> Tensor:
         assert isinstance(mask, Visible)
         queries, c_q, x = q
         if self.dense(mask.k.size):
@@ -262,7 +252,7 @@ class SparseAttention(Mechanism):
         x: Tensor,
         q: Tensor,
         index_q: Tensor,
-        kept: dict[str, Tensor],
+        kept: Entries,
         mask: Visible,
         ctx: Context,
         bias: Tensor | None,
@@ -297,7 +287,7 @@ class SparseAttention(Mechanism):
     def attend_chosen(
         self,
         q: Tensor,
-        kept: dict[str, Tensor],
+        kept: Entries,
         chosen: Tensor,
         seen: Tensor,
         bias: Tensor | None,
