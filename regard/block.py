@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Context, DeltaRule
 from regard.cache import CacheSpec
-from regard.config import Count, Fraction, Whole, ranged
+from regard.config import Count, Fraction, Whole, settings
 from regard.errors import UsageError
 from regard.layers import MLP, Add, Norm
 from regard.mask import Causal, Full, Mask
@@ -21,8 +21,7 @@ Attention = GQA | MLA | DSA | DeltaRule
 ORDERS = ("pre", "post", "sandwich", "inner", "parallel")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Tower:
     """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or a tuple with one a layer.
 

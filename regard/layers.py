@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Fraction, ranged
+from regard.config import Amount, Count, Fraction, settings
 from regard.errors import UsageError, nearest
 from regard.kernels.c.train import gelu_tanh
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Norm:
     """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
     RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w. `plus_one`: it multiplies by 1 + w (Gemma)."""
@@ -104,8 +102,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MLP:
     """down(act(up x)), or down(act(gate x) * up x) when `gated` (GLU, Shazeer 2020); the same for every position."""
 
@@ -148,7 +145,7 @@ class FeedForward(nn.Module):
 # --- heads: what turns hidden states into an answer ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@settings
 class LM:
     """Logits over the vocabulary: hidden W^T, W the embedding itself when `tied`."""
 
@@ -159,8 +156,7 @@ class LM:
     kind: str = "lm"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MLM:
     """Masked language model: norm(act(W h)), then the vocabulary with a bias (BERT)."""
 
@@ -173,8 +169,7 @@ class MLM:
     kind: str = "mlm"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
     first token or as the mean of all, a causal tower at its last real one, which alone has seen all. `distilled`: the
@@ -200,8 +195,7 @@ class Classify:
             raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Tag:
     """A label for each token."""
 
@@ -210,8 +204,7 @@ class Tag:
     kind: str = "tag"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Answer:
     """Start and end of a span: two logits for each token, stacked on the last axis."""
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Positive, Whole, ranged
+from regard.config import Count, Positive, Whole, settings
 from regard.errors import UsageError
 from regard.layers import MLP, Add, FeedForward, activation
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MoE:
     """y = sum over the chosen experts e of g_e E_e(x), plus the shared experts S(x) that every token
     uses.
@@ -125,7 +123,8 @@ class MixtureOfExperts(nn.Module):
             kept = torch.zeros_like(rank).scatter(1, self.choose(rank, c.active_groups), 1.0).bool()
             wish = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         chosen = self.choose(wish, c.active)
-        self._record(score, chosen)
+        if self.training and torch.is_grad_enabled():
+            self._record(score, chosen)
         weight = score.gather(-1, chosen)
         if c.normalized:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
@@ -135,12 +134,12 @@ class MixtureOfExperts(nn.Module):
         """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
         return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
 
-    @torch.compiler.disable
+    # torch.compiler.disable, but that its import, of seconds, waits for the first call.
+    @torch._disable_dynamo
     def _record(self, score: Tensor, chosen: Tensor) -> None:
         """Keep what `balance_loss` reads; not in a backward pass, where activation checkpointing
         routes the same tokens again."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self.training and torch.is_grad_enabled() and not in_backward:
+        if torch._C._current_graph_task_id() == -1:
             self.routed = score, chosen
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -5,19 +5,17 @@ T5 buckets and ALiBi (added to scores). Everything takes positions as an argumen
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Positive, Share, Whole, ranged
+from regard.config import Amount, Count, Positive, Share, Whole, settings
 from regard.errors import UsageError
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Learned:
     """One trained vector per position. `offset` rows stand before position 0 (BART and RoBERTa: 2);
     with `skip`, tokens equal to that id (RoBERTa's padding) do not count and get the row before
@@ -29,8 +27,7 @@ class Learned:
     kind: str = "learned"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Sinusoidal:
     """PE(p, 2i) = sin(p w_i), PE(p, 2i+1) = cos(p w_i), w_i = base^(-2i/d)   (Vaswani et al. 2017, 3.5).
 
@@ -84,8 +81,7 @@ class PositionVectors(nn.Module):
 # --- RoPE ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Linear:
     """Every frequency divided by `factor` (position interpolation)."""
 
@@ -93,8 +89,7 @@ class Linear:
     kind: str = "linear"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Llama3:
     """Long waves divided by `factor`, short ones kept, a linear blend between (Llama 3.1)."""
 
@@ -105,8 +100,7 @@ class Llama3:
     kind: str = "llama3"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Yarn:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, turn up the attention."""
 
@@ -129,8 +123,7 @@ class Yarn:
         return _mscale(self.factor, 1.0)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class LongRope:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a number of its own, from `long` in
     rows that reach past `original_len`, else from `short`; the attention turned up where `factor` is more than 1."""
@@ -176,8 +169,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Rope:
     """Rotary positions (Su et al. 2021): pair i of a query or key at position p turns by p w_i, w_i = base^(-2i/r).
 
@@ -296,8 +288,7 @@ def _yarn(freq: Tensor, s: Yarn, r: int, base: float) -> Tensor:
 # --- biases added to the scores -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class T5Bias:
     """A trained number for each head and bucket of distance; near distances have a bucket each, far ones share by
     logarithm (Raffel et al. 2020). All layers share one table."""
@@ -309,8 +300,7 @@ class T5Bias:
     kind: str = "t5"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Alibi:
     """score - slope_h |q - k| (Press et al. 2022): slopes are a geometric series."""
 

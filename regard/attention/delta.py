@@ -6,7 +6,6 @@ Two forms, tested equal: `recurrent` is the definition, token by token; `chunked
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.attention.protocol import Context, Entries, Mechanism
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, divisors, ranged
+from regard.config import Amount, Count, divisors, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Causal, Documents
@@ -23,8 +22,7 @@ from regard.mask import Causal, Documents
 CHUNK, FAR = 64, range(1 << 40)  # FAR: longer than any text, so that every rule of a mask binds
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class DeltaRule:
     """Gated delta rule (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and OLMo-Hybrid.
 

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from regard.attention.core import Probe, Terms, attend
 from regard.attention.protocol import Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, Fraction, Whole, ranged
+from regard.config import Amount, Count, Fraction, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.position import Rope
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MLA:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19).
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from regard.attention.core import attend
 from regard.attention.protocol import Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, Fraction, Positive, Real, divisors, ranged
+from regard.config import Amount, Count, Fraction, Positive, Real, divisors, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Span, Visible
 from regard.position import Rope
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class GQA:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
 

@@ -16,7 +16,7 @@ from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.protocol import Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Count, Whole, ranged
+from regard.config import Count, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add
 from regard.mask import Visible
@@ -24,8 +24,7 @@ from regard.mask import Visible
 WORK = 2**21  # numbers that one chunk of queries may make; it should fit a processor's cache
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class DSA:
     """Sparse attention by a lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, eq. 1-2), over MLA or GQA.
 

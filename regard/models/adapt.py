@@ -6,14 +6,14 @@ Training makes them (train/adapt.py), checkpoints keep them apart from the body 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Fraction, Positive, ranged
+from regard.config import Count, Fraction, Positive, settings
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_head
 from regard.models.base import Model
@@ -124,8 +124,7 @@ def classes_of(model: Any) -> list[str]:
 # --- LoRA ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class LoRA:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685).   y = W x + (alpha / rank) B A x,  A (r in), B (out r)
 

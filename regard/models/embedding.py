@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Fraction, Whole, ranged
+from regard.config import Count, Fraction, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Norm
 from regard.mask import Span
 from regard.position import Learned, PositionVectors, Sinusoidal
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Tokens:
     """Token embeddings, with what is added to them: positions, segment types, a norm. With `width` they are so wide,
     and a linear layer makes them as wide as the tower (ALBERT)."""
@@ -70,8 +67,7 @@ class TokenEmbedding(nn.Module):
 # --- images -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Patches:
     """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand
     in front (1: the class token; 2: DeiT's distillation token as well)."""

@@ -20,7 +20,7 @@ from regard.attention import Context, attend
 from regard.attention.core import Probe, Terms
 from regard.attention.scores import check_score, make_score
 from regard.cache import Cache, CacheSpec
-from regard.config import Count, Fraction, ranged
+from regard.config import Count, Fraction, settings
 from regard.errors import UsageError
 from regard.layers import LM, make_head
 from regard.mask import Causal, Full, Span, Visible
@@ -278,8 +278,7 @@ class BahdanauDecoder(nn.Module):
 # --- the language model -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class RecurrentConfig:
     """A language model of stacked cells. `attention` is the score (dot, scaled_dot, bilinear, additive) by which each
     state looks back at the states so far, itself among them; None: the state is all there is."""
@@ -347,8 +346,7 @@ class Recurrent(Model):
 # --- from sequence to sequence ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Seq2SeqConfig:
     """An encoder reads the source, its last state starts the decoder. `attention` None: that is all the decoder knows
     (Sutskever et al. 2014); additive: Bahdanau's decoder; dot, scaled_dot, bilinear: Luong's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,15 +9,14 @@ from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Stack
-from regard.config import Positive, ranged
+from regard.config import Positive, settings
 from regard.layers import LabelHead, LMHead, RMSNorm
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import Learned, PositionVectors
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Start:
     """Weights are normal with deviation `std`, biases 0, norms 1. What the schemes do otherwise:
 

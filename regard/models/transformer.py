@@ -3,7 +3,7 @@ reads and a decoder that attends to it and writes: 2017, T5, BART, Marian, capti
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
 from regard.cache import Cache, CacheSpec
-from regard.config import Count, ranged
+from regard.config import Count, settings
 from regard.errors import UsageError
 from regard.layers import LM, MLM, Answer, Classify, Tag, activation, make_head
 from regard.mask import Full, Mask, Span
@@ -56,8 +56,7 @@ def embed(
 # --- one tower ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class TransformerConfig:
     """Decoder-only (tower.causal) or encoder-only, on tokens or image patches."""
 
@@ -160,8 +159,7 @@ def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
 # --- two towers ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class EncoderDecoderConfig:
     """An encoder reads the source (tokens or an image), a causal decoder attends to it and writes the target."""
 
