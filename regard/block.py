@@ -55,37 +55,30 @@ class Tower:
         if self.order not in ORDERS:
             raise UsageError(f"order is {self.order!r}; choose one of {', '.join(ORDERS)}")
         if self.order == "parallel" and self.cross is not None:
-            raise UsageError(
-                "order 'parallel' has no place for cross-attention; choose pre or post"
-            )
+            raise UsageError("order 'parallel' has no cross-attention; choose pre or post")
         for name in ("attention", "ffn"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.layers:
-                raise UsageError(
-                    f"{name} lists {len(value)} layers, layers={self.layers}; give one, or one a layer"
-                )
+                given = f"{name} lists {len(value)} layers, layers={self.layers}"
+                raise UsageError(f"{given}; give one, or one a layer")
         for name in ("rope", "window"):
             if self.cross is not None and getattr(self.cross, name) is not None:
-                raise UsageError(
-                    f"source and target have no common positions: give cross without {name}"
-                )
+                why = "source and target have no common positions"
+                raise UsageError(f"{why}: give cross without {name}")
         if not self.first_norm and (self.order != "pre" or self.blocks is not None):
             raise UsageError("first_norm=False is for order 'pre' and layers that share no block")
         if self.blocks is not None:
             used = sorted(set(self.blocks))
             if len(self.blocks) != self.layers or used != list(range(len(used))):
-                raise UsageError(
-                    f"blocks={list(self.blocks)} must give each of {self.layers} layers its block, from 0 "
-                    "on without a gap"
-                )
+                given = f"blocks={list(self.blocks)} must give each of {self.layers} layers"
+                raise UsageError(f"{given} its block, from 0 on without a gap")
             parts = set(zip(self.blocks, self.each("attention"), self.each("ffn"), strict=True))
             if len(parts) != len(used):
                 raise UsageError("layers that share a block must have one attention and one ffn")
         heads = {a.heads for a in self.each("attention")}
         if self.relative is not None and heads != {self.relative.heads}:
-            raise UsageError(
-                f"relative.heads={self.relative.heads}, but attention has {sorted(heads)} heads"
-            )
+            given = f"relative.heads={self.relative.heads}"
+            raise UsageError(f"{given}, but attention has {sorted(heads)} heads")
 
     def each(self, name: str) -> tuple:
         """The config of `name` ("attention" or "ffn") for every layer."""
@@ -104,20 +97,20 @@ class Block(nn.Module):
         super().__init__()
         c, dim = config, config.dim
         self.order = c.order
-        self.attention, self.norm1 = attention.make(dim, add=self._add(c, True)), self._norm(c)
-        self.cross = c.cross.make(dim, c.memory_dim, self._add(c, True)) if c.cross else None
-        self.norm2 = self._norm(c) if c.cross else None
-        self.ffn, self.norm3 = ffn.make(dim, self._add(c, False)), self._norm(c)
 
-    @staticmethod
-    def _norm(c: Tower) -> nn.Module | None:
-        return None if c.order == "inner" else c.norm.make(c.dim)
+        def norm() -> nn.Module | None:
+            return None if c.order == "inner" else c.norm.make(dim)
 
-    @staticmethod
-    def _add(c: Tower, attention: bool) -> Add:
-        dropped = c.attention_dropped if attention else c.ffn_dropped
-        normed = c.order in ("sandwich", "inner")
-        return Add(c.dropout if dropped else 0.0, c.norm.make(c.dim) if normed else None)
+        def add(dropped: bool) -> Add:
+            normed = c.order in ("sandwich", "inner")
+            return Add(c.dropout if dropped else 0.0, c.norm.make(dim) if normed else None)
+
+        self.attention, self.norm1 = attention.make(dim, add=add(c.attention_dropped)), norm()
+        self.cross, self.norm2 = None, None
+        if c.cross is not None:
+            self.cross = c.cross.make(dim, c.memory_dim, add(c.attention_dropped))
+            self.norm2 = norm()
+        self.ffn, self.norm3 = ffn.make(dim, add(c.ffn_dropped)), norm()
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if self.order == "parallel":
@@ -165,9 +158,9 @@ class Stack(nn.Module):
         for i, block in enumerate(self.blocks):
             if self.training and self.config.layer_drop > torch.rand([]):
                 continue
-            here = replace(ctx, store=own and own.layer(i), site=f"{ctx.site}{i}.self")
-            there = cross and replace(
-                cross, store=other and other.layer(i), site=f"{ctx.site}{i}.cross"
-            )
+            site, there = f"{ctx.site}{i}", None
+            here = replace(ctx, store=own and own.layer(i), site=f"{site}.self")
+            if cross is not None:
+                there = replace(cross, store=other and other.layer(i), site=f"{site}.cross")
             x = block(x, here, there)
         return self.dropout(x if self.norm is None else self.norm(x))

@@ -47,8 +47,7 @@ def times(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _into(x: Tensor, y: Tensor) -> bool:
-    """Whether y may take the result: no gradient needs it, and its type is wide enough (under autocast
-    y is bf16 and the stream float32)."""
+    """No gradient needs y, and its type is wide enough (under autocast y is bf16 and the stream float32)."""
     return not torch.is_grad_enabled() and torch.result_type(x, y) == y.dtype
 
 
@@ -222,10 +221,8 @@ class LMHead(nn.Module):
         c, width = config, width or dim
         self.config = c
         if width != dim and not isinstance(c, MLM):
-            raise UsageError(
-                f"embedding.width={width} is not dim={dim}: an LM head has no layer between them; "
-                "leave embedding.width out, or choose an MLM head"
-            )
+            why = f"embedding.width={width} is not dim={dim}: an LM head has no layer between them"
+            raise UsageError(f"{why}; leave embedding.width out, or choose an MLM head")
         self.dense = nn.Linear(dim, width, bias=c.dense_bias) if isinstance(c, MLM) else None
         self.act = activation(c.activation) if isinstance(c, MLM) else None
         self.norm = Norm(c.norm_eps, biased=c.norm_bias).make(width) if isinstance(c, MLM) else None
