@@ -43,10 +43,8 @@ class MLA:
 
     def __post_init__(self) -> None:
         if bool(self.rope_dim) != (self.rope is not None):
-            raise UsageError(
-                f"attention.rope_dim={self.rope_dim} and attention.rope={self.rope} belong together: "
-                "give both, such as rope_dim=32, rope=Rope(), or neither"
-            )
+            both = f"attention.rope_dim={self.rope_dim} and attention.rope={self.rope}"
+            raise UsageError(f"{both} belong together: give both (32 and Rope(), say) or neither")
 
     def make(
         self, dim: int, memory_dim: int | None = None, add: Add | None = None
@@ -65,9 +63,8 @@ class LatentAttention(Mechanism):
         super().__init__()
         c, source = config, memory_dim or dim
         if c.head_dim is None and dim % c.heads:
-            raise UsageError(
-                f"attention.heads={c.heads} does not divide dim={dim}; set attention.head_dim"
-            )
+            given = f"attention.heads={c.heads} does not divide dim={dim}"
+            raise UsageError(f"{given}; set attention.head_dim")
         self.config, self.h, self.c, self.r = c, c.heads, c.latent, c.rope_dim
         self.d = c.head_dim or dim // c.heads
         self.e = c.value_dim or self.d

@@ -43,10 +43,8 @@ class GQA:
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.heads % self.groups:
-            raise UsageError(
-                f"attention.kv_heads={self.kv_heads} must divide attention.heads={self.heads}; "
-                f"choose one of {divisors(self.heads)}"
-            )
+            given = f"attention.kv_heads={self.kv_heads} must divide attention.heads={self.heads}"
+            raise UsageError(f"{given}; choose one of {divisors(self.heads)}")
         if self.qk_norm is None and (self.qk_norm_whole or self.qk_norm_plus_one):
             raise UsageError("attention.qk_norm is off; give its eps, such as 1e-6")
 
@@ -57,10 +55,11 @@ class GQA:
     def width(self, dim: int) -> int:
         """d, the width of a query or key head in a model of width `dim`."""
         if self.head_dim is None and dim % self.heads:
-            raise UsageError(
-                f"attention.heads={self.heads} does not divide dim={dim}; choose one of {divisors(dim)} "
-                f"or set attention.head_dim"
+            given, choices = (
+                f"attention.heads={self.heads} does not divide dim={dim}",
+                divisors(dim),
             )
+            raise UsageError(f"{given}; choose one of {choices} or set attention.head_dim")
         return self.head_dim or dim // self.heads
 
     def make(
@@ -137,18 +136,10 @@ class GroupedQueryAttention(Mechanism):
             o = self.mix(q.unflatten(0, (-1, share)).flatten(1, 2), kept, seen, ctx, None)
             return o.unflatten(1, (share, -1)).flatten(0, 1)
         return attend(
-            q,
-            kept["k"],
-            kept["v"],
-            mask,
-            bias=bias,
-            scale=self.scale,
-            softcap=self.config.softcap,
-            sinks=self.sinks,
-            dropout=self.config.dropout if self.training else 0.0,
-            probe=ctx.watch(),
-            backend=ctx.backend,
-        )
+            q, kept["k"], kept["v"], mask, bias=bias, scale=self.scale, softcap=self.config.softcap,
+            sinks=self.sinks, dropout=self.config.dropout if self.training else 0.0,
+            probe=ctx.watch(), backend=ctx.backend
+        )  # fmt: skip
 
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         return o if self.wg is None else o * self.sigmoid(self.wg(x)).view_as(o)
