@@ -12,16 +12,6 @@ BACKENDS["ordered"] = ordered
 ATTENTION: dict[str, type] = {"gqa": GQA, "mla": MLA, "dsa": DSA, "delta": DeltaRule}
 
 __all__ = [
-    "ATTENTION",
-    "BACKENDS",
-    "DSA",
-    "GQA",
-    "MLA",
-    "Context",
-    "DeltaRule",
-    "Terms",
-    "attend",
-    "check_backend",
-    "softmax",
-    "weights",
-]
+    "ATTENTION", "BACKENDS", "DSA", "GQA", "MLA", "Context", "DeltaRule", "Terms", "attend", "check_backend",
+    "softmax", "weights",
+]  # fmt: skip

@@ -18,16 +18,6 @@ CONFIGS: dict[str, type] = {
 }
 
 __all__ = [
-    "CONFIGS",
-    "EncoderDecoder",
-    "EncoderDecoderConfig",
-    "Model",
-    "Patches",
-    "Recurrent",
-    "RecurrentConfig",
-    "Seq2Seq",
-    "Seq2SeqConfig",
-    "Tokens",
-    "Transformer",
-    "TransformerConfig",
-]
+    "CONFIGS", "EncoderDecoder", "EncoderDecoderConfig", "Model", "Patches", "Recurrent", "RecurrentConfig",
+    "Seq2Seq", "Seq2SeqConfig", "Tokens", "Transformer", "TransformerConfig",
+]  # fmt: skip

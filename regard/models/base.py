@@ -197,10 +197,7 @@ def positions(
     """Positions of the new tokens, after all that a user can get wrong about them was checked."""
     (b, t), size = ids.shape[:2], ids.shape[1]
     if b == 0 or t == 0:
-        shape = tuple(ids.shape)
-        raise UsageError(
-            f"empty batch: ids have shape {shape}; give at least one row and one token"
-        )
+        raise UsageError(f"empty batch: ids have shape {tuple(ids.shape)}; give at least one token")
     if lengths is not None:
         lengths = torch.as_tensor(lengths, device=ids.device)
         if lengths.shape != (b,) or bool((lengths < 0).any()) or bool((lengths > t).any()):
@@ -210,9 +207,8 @@ def positions(
             lengths = None
     if cache is not None:
         if cache.batch != b:
-            raise UsageError(
-                f"ids have {b} rows, the cache {cache.batch}; make it with model.cache({b})"
-            )
+            made = f"the cache {cache.batch}; make it with model.cache({b})"
+            raise UsageError(f"ids have {b} rows, {made}")
         if cache.even is not None and lengths is None:
             size = cache.even + t
         else:
@@ -227,10 +223,8 @@ def positions(
 def check_ids(ids: Tensor, vocab: int, name: str = "ids") -> None:
     """Whole numbers (b t) inside the vocabulary."""
     if not isinstance(ids, Tensor):
-        raise UsageError(
-            f"{name} must be a tensor of whole numbers of shape (b, t), got {type(ids).__name__}; "
-            f"such as torch.tensor([[1, 2]]); regard.generate takes text and lists"
-        )
+        what = "a tensor of whole numbers (b, t) such as torch.tensor([[1, 2]])"
+        raise UsageError(f"{name} must be {what}, got {type(ids).__name__}; generate takes text")
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         given = f"{ids.dtype} {tuple(ids.shape)}"
         raise UsageError(f"{name} must be whole numbers of shape (b, t), got {given}")
@@ -249,9 +243,7 @@ def new_source(ids: Tensor, source: Tensor | None, cache: Cache | None) -> Tenso
     """The source that is to be encoded now: that of the first call, and none with a cache that keeps it."""
     if cache is not None and cache.cross is not None:
         if source is not None:
-            raise UsageError(
-                "this cache already holds a source; leave `source` out, or make a new one"
-            )
+            raise UsageError("this cache already holds a source; leave `source` out")
         return None
     if source is None:
         raise UsageError("an encoder-decoder needs its source: model(ids, source=source_ids)")

@@ -107,10 +107,8 @@ class PatchEmbedding(nn.Module):
         c = self.config
         want = (c.channels, c.size, c.size)
         if images.dim() != 4 or images.shape[1:] != want or not images.is_floating_point():
-            raise UsageError(
-                f"images must be real numbers of shape (b, {', '.join(map(str, want))}), "
-                f"got {images.dtype} {tuple(images.shape)}"
-            )
+            shape, given = ", ".join(map(str, want)), f"{images.dtype} {tuple(images.shape)}"
+            raise UsageError(f"images must be real numbers of shape (b, {shape}), got {given}")
         if len(images) == 0:
             raise UsageError("empty batch: give at least one image")
         x = self.project(images.to(self.project.weight.dtype)).flatten(2).transpose(1, 2)  # b n m

@@ -175,7 +175,7 @@ class EncoderDecoderConfig:
     def __post_init__(self) -> None:
         if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
             raise UsageError(
-                "encoder.causal must be false, decoder.causal true, and decoder.cross given"
+                "encoder.causal must be false, decoder.causal true, decoder.cross given"
             )
         if self.shared and isinstance(self.source, Patches):
             raise UsageError("an image and a text cannot share an embedding; set shared=False")
