@@ -73,14 +73,14 @@ def read_bytes(path: Path, limit: int = FILE_BYTES) -> bytes:
     try:
         with inside(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size > limit:
-                much = f"it has {size:,} bytes, at most {limit:,} are taken"
-                raise UsageError(f"{path} cannot be read: {much}")
-            return file.read(limit)
+            if size <= limit:
+                return file.read(limit)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    much = f"it has {size:,} bytes, at most {limit:,} are taken"
+    raise UsageError(f"{path} cannot be read: {much}")
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from regard.attention import Context, attend
-from regard.attention.core import Probe, Terms
+from regard.attention.core import Terms
+from regard.attention.protocol import Entries, Seen
 from regard.attention.scores import check_score, make_score
 from regard.cache import Cache, CacheSpec
 from regard.config import Count, Fraction, settings
@@ -105,8 +106,8 @@ class Recurrence(nn.Module):
         """The same written out, for one direction: layer by layer, token by token."""
         ends = []
         for i in range(self.layers):
-            names = (f"weight_ih_l{i}", f"weight_hh_l{i}", f"bias_ih_l{i}", f"bias_hh_l{i}")
-            w, u, b, d = (getattr(self.rnn, name) for name in names)
+            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            w, u, b, d = (getattr(self.rnn, f"{name}_l{i}") for name in names)
             now, out = tuple(s[i] for s in state), []
             for token in x.unbind(1):
                 now = self.cell.step(token, now, w, u, b, d)
@@ -149,7 +150,7 @@ class MemoryAttention(nn.Module):
         keys = {} if self.score.fused else {"k": (self.key_dim,)}
         return {"h": (self.memory_dim,), **keys}
 
-    def recall(self, x: Tensor, ctx: Context) -> tuple[dict[str, Tensor], Visible]:
+    def recall(self, x: Tensor, ctx: Context) -> tuple[Entries, Visible]:
         """What can be attended to: the context's memory, what a frozen cache holds of it, or x and all before it."""
         entries = {}
         if ctx.memory_pos is None or ctx.memory is not None:
@@ -162,10 +163,10 @@ class MemoryAttention(nn.Module):
     def forward(
         self,
         q: Tensor,
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None = None,
+        kept: Entries,
+        mask: Seen = None,
         *,
-        probe: Probe | None = None,
+        probe: Any = None,
         backend: str = "sdpa",
     ) -> Tensor:
         s, (fused, scale) = self.score, (self.score.fused, self.score.scale)
@@ -207,7 +208,7 @@ class BahdanauStep(nn.Module):
         self,
         y: Tensor,
         state: State,
-        kept: dict[str, Tensor],
+        kept: Entries,
         mask: Any = None,
         backend: str = "sdpa",
     ) -> State:
