@@ -93,9 +93,8 @@ class Model(nn.Module):
             windows = self.windows()
             if None in windows:
                 raise UsageError(
-                    "a ring keeps only a window of tokens, and this model's attention sees all of "
-                    "them; use layout='contiguous' or 'paged' (window=N would let every token see "
-                    "the last N alone: other logits than the model's)"
+                    "a ring keeps only a window of tokens, and this model's attention sees all; use layout="
+                    "'contiguous' or 'paged' (window=N would show the last N alone: other logits)"
                 )
             options["window"] = max(w for w in windows if w is not None)
         weight, specs = next(self.parameters()), self.cache_specs()
@@ -135,9 +134,8 @@ class Model(nn.Module):
             lines += [f"state per row        {states:>14,} bytes"] if states else []
         else:
             lines.append("cache per token                none (it does not decode step by step)")
-        lines.append(
-            f"FLOPs per token      {self.flops_per_token(context):>14,} at {context:,} keys"
-        )
+        flops = self.flops_per_token(context)
+        lines.append(f"FLOPs per token      {flops:>14,} at {context:,} keys")
         return "\n".join(lines)
 
 

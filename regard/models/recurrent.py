@@ -89,9 +89,7 @@ class Recurrence(nn.Module):
         depth = self.layers * (2 if self.rnn.bidirectional else 1)
         return tuple(x.new_zeros(depth, len(x), self.dim) for _ in self.cell.state)
 
-    def forward(
-        self, x: Tensor, state: State, lengths: Tensor | None = None
-    ) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, lengths: Any = None) -> tuple[Tensor, State]:
         """By torch's fused layer, in both directions if `both`; `plain` says what it computes."""
         given = state if len(state) > 1 else state[0]
         if lengths is None:
@@ -223,20 +221,16 @@ class BahdanauStep(nn.Module):
 class LuongDecoder(nn.Module):
     """The cells over the whole row at once, then attention, if there is any."""
 
-    def __init__(
-        self, dim: int, memory_dim: int, cell: str, layers: int, dropout: float, score: str | None
-    ):
+    def __init__(self, c: RecurrentConfig | Seq2SeqConfig, memory_dim: int):
         super().__init__()
-        self.rnn = Recurrence(cell, dim, dim, layers, dropout)
-        self.luong = None if score is None else LuongAttention(score, dim, memory_dim)
+        self.rnn = Recurrence(c.cell, c.dim, c.dim, c.layers, c.dropout)
+        self.luong = LuongAttention(c.attention, c.dim, memory_dim) if c.attention else None
 
     @property
     def attention(self) -> MemoryAttention | None:
         return None if self.luong is None else self.luong.attention
 
-    def forward(
-        self, x: Tensor, state: State, lengths: Tensor | None, ctx: Context
-    ) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, lengths: Any, ctx: Context) -> tuple[Tensor, State]:
         h, state = self.rnn(x, state, lengths)
         return h if self.luong is None else self.luong(h, ctx), state
 
@@ -244,9 +238,9 @@ class LuongDecoder(nn.Module):
 class BahdanauDecoder(nn.Module):
     """Bahdanau's step, word after word; the memory's keys are computed once."""
 
-    def __init__(self, dim: int, memory_dim: int, cell: str, layers: int, dropout: float):
+    def __init__(self, c: RecurrentConfig | Seq2SeqConfig, memory_dim: int):
         super().__init__()
-        self.step = BahdanauStep(dim, memory_dim, cell, layers, dropout)
+        self.step = BahdanauStep(c.dim, memory_dim, c.cell, c.layers, c.dropout)
 
     @property
     def rnn(self) -> Recurrence:
@@ -256,9 +250,7 @@ class BahdanauDecoder(nn.Module):
     def attention(self) -> MemoryAttention:
         return self.step.attention
 
-    def forward(
-        self, x: Tensor, state: State, lengths: Tensor | None, ctx: Context
-    ) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, lengths: Any, ctx: Context) -> tuple[Tensor, State]:
         kept, visible = self.attention.recall(x, ctx)
         mask = None if visible.everything else visible.rows(slice(0, 1))  # b 1 1 s, for every word
         asked, out = [], []
@@ -274,6 +266,9 @@ class BahdanauDecoder(nn.Module):
             terms = Terms(1.0, score=score.join)
             watch.see(q[:, None], k[:, None], v[:, None], visible, terms)
         return torch.stack(out, 1), state
+
+
+Decoder = LuongDecoder | BahdanauDecoder
 
 
 # --- the language model -------------------------------------------------------------------------------------------
@@ -307,7 +302,7 @@ class Recurrent(Model):
         super().__init__(config)
         c = config
         self.embedding = _embedding(c.vocab, c.dim)
-        self.decoder = LuongDecoder(c.dim, c.dim, c.cell, c.layers, c.dropout, c.attention)
+        self.decoder = LuongDecoder(c, c.dim)
         self.head = make_head(LM(tied=c.tied), c.dim, c.vocab)
         self.dropout = nn.Dropout(c.dropout)
 
@@ -381,20 +376,14 @@ class Seq2Seq(Model):
 
     def __init__(self, config: Seq2SeqConfig):
         super().__init__(config)
-        c, sizes = (
-            config,
-            (config.dim, config.memory_dim, config.cell, config.layers, config.dropout),
-        )
+        c = config
         self.source = _embedding(c.source_vocab, c.dim)
         self.encoder = Recurrence(c.cell, c.dim, c.dim, c.layers, c.dropout, c.bidirectional)
         names = self.encoder.cell.state if c.bidirectional else ()
         self.bridge = nn.ModuleDict({name: nn.Linear(2 * c.dim, c.dim) for name in names})
         self.target = _embedding(c.vocab, c.dim)
-        self.decoder: BahdanauDecoder | LuongDecoder
-        if c.attention == "additive":
-            self.decoder = BahdanauDecoder(*sizes)
-        else:
-            self.decoder = LuongDecoder(*sizes, c.attention)
+        decoder = BahdanauDecoder if c.attention == "additive" else LuongDecoder
+        self.decoder: Decoder = decoder(c, c.memory_dim)
         self.head = make_head(LM(tied=c.tied), c.dim, c.vocab)
         self.dropout = nn.Dropout(c.dropout)
 
@@ -444,9 +433,8 @@ class Seq2Seq(Model):
             memory_pos = cross.span
         store = None if cross is None else cross.layer(0)
         site = f"decoder.{0 if c.attention == 'additive' else c.layers - 1}.cross"
-        ctx = Context(
-            pos, Full(), store, memory, memory_pos, probe=probe, backend=backend, site=site
-        )
+        how: Any = {"probe": probe, "backend": backend, "site": site}
+        ctx = Context(pos, Full(), store, memory, memory_pos, **how)
         x = self.dropout(self.target(ids))
         h, state = self.decoder(x, state, _tensor(lengths, ids), ctx)
         if cache is not None and cross is not None:
@@ -483,12 +471,12 @@ def _tensor(lengths: Lengths, ids: Tensor) -> Tensor | None:
     return None if lengths is None else torch.as_tensor(lengths, device=ids.device)
 
 
-def _kept(decoder: LuongDecoder | BahdanauDecoder) -> dict[str, tuple[int, ...]]:
+def _kept(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """What its attention keeps of each token."""
     return {} if decoder.attention is None else decoder.attention.tokens()
 
 
-def _flops(decoder: LuongDecoder | BahdanauDecoder, config: Any, context: int) -> int:
+def _flops(decoder: Decoder, config: Any, context: int) -> int:
     weights = sum(p.numel() for p in decoder.parameters() if p.dim() > 1)
     look = decoder.attention
     pairs = 0 if look is None else context * (look.key_dim + look.memory_dim)

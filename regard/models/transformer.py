@@ -31,15 +31,9 @@ from regard.models.embedding import PatchEmbedding, Patches, TokenEmbedding, Tok
 
 
 def embed(
-    part: TokenEmbedding | PatchEmbedding,
-    ids: Tensor,
-    lengths: Lengths = None,
-    *,
-    max_len: int | None,
-    name: str = "ids",
-    types: Tensor | None = None,
-    cache: Cache | None = None,
-) -> tuple[Tensor, Span]:
+    part: TokenEmbedding | PatchEmbedding, ids: Tensor, lengths: Lengths, max_len: int | None,
+    *, name: str = "ids", types: Tensor | None = None, cache: Cache | None = None
+) -> tuple[Tensor, Span]:  # fmt: skip
     """ids (b t) or images (b c h w) as vectors (b t m), and their positions (-1 for padding)."""
     if isinstance(part, PatchEmbedding):
         x = part(ids)
@@ -120,7 +114,7 @@ class Transformer(Model):
             raise UsageError("an image has no lengths, types or cache; call model(images)")
         if cache is not None and not c.tower.causal:
             raise UsageError("an encoder sees both ways: it cannot run with a cache; leave it out")
-        x, pos = embed(self.embedding, ids, lengths, max_len=c.max_len, types=types, cache=cache)
+        x, pos = embed(self.embedding, ids, lengths, c.max_len, types=types, cache=cache)
         probe = self.probe_of(ids, probe)
         ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
         return self.tower(x, ctx, caches=(cache, None))
@@ -174,9 +168,7 @@ class EncoderDecoderConfig:
 
     def __post_init__(self) -> None:
         if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
-            raise UsageError(
-                "encoder.causal must be false, decoder.causal true, decoder.cross given"
-            )
+            raise UsageError("encoder.causal must be false, decoder's true, decoder.cross given")
         if self.shared and isinstance(self.source, Patches):
             raise UsageError("an image and a text cannot share an embedding; set shared=False")
         both = getattr(self.source, "vocab", None), self.target.vocab
@@ -210,7 +202,7 @@ class EncoderDecoder(Model):
     ) -> tuple[Tensor, Span]:
         """source ids (b s) or images -> memory (b s m) and its positions (-1 for padding)."""
         c, probe = self.config, self.probe_of(source, probe)
-        x, pos = embed(self.source, source, lengths, max_len=c.max_len, name="source")
+        x, pos = embed(self.source, source, lengths, c.max_len, name="source")
         ctx = Context(pos, c.encoder.mask, probe=probe, backend=backend, site="encoder.")
         return self.encoder(x, ctx), pos
 
@@ -238,7 +230,7 @@ class EncoderDecoder(Model):
         memory, memory_pos = None, None if cross is None else cross.span
         if source is not None:
             memory, memory_pos = self.encode(source, source_lengths, probe=probe, backend=backend)
-        x, pos = embed(self.target, ids, lengths, max_len=c.max_len, cache=cache)
+        x, pos = embed(self.target, ids, lengths, c.max_len, cache=cache)
         if cache is not None and memory is not None and memory_pos is not None:
             cross = cross_cache(cache, self.decoder.cache_specs("cross"), memory, memory_pos)
             memory_pos = cross.span
