@@ -29,6 +29,10 @@ class Model(nn.Module):
     reads_source: ClassVar[bool] = False
     # The towers of blocks, each with the embedding that it reads; cells have none.
     towers: ClassVar[dict[str, str]] = {}
+    # The part that writes the answer, and the embedding whose table a tied head multiplies by.
+    writer: ClassVar[str]
+    words: ClassVar[str]
+    head: Any
     # What gives the probe of a call without one, from its ids: see Probe.on.
     watch: Callable[[Tensor], Any] | None = None
 
@@ -56,8 +60,10 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the head gives for hidden states: (... V)."""
-        raise NotImplementedError
+        """What the head gives for hidden states: (... V); without a head, these."""
+        if self.head is None:
+            return hidden
+        return self.head(hidden, getattr(getattr(self, self.words), "weight", None))
 
     def next_logits(self, ids: Tensor, lengths: Lengths = None, **rest: Any) -> Tensor:
         """Logits (b V) after the last real token of each row: all that decoding needs of a prompt."""
@@ -78,10 +84,15 @@ class Model(nn.Module):
         return False
 
     def cache_specs(self) -> list[CacheSpec]:
-        name = type(self.config).__name__
-        raise UsageError(f"{name} does not decode step by step: it has no cache")
+        if not self.decodes:
+            name = type(self.config).__name__
+            raise UsageError(f"{name} does not decode step by step: it has no cache")
+        return getattr(self, self.writer).cache_specs()
 
     def windows(self) -> list[int | None]:
+        part = getattr(self, self.writer)
+        if isinstance(part, Stack):
+            return [attention.window for attention in part.config.each("attention")]
         return [None] * len(self.cache_specs())
 
     def cache(self, batch: int, layout: str = "contiguous", **options: Any) -> Cache:
@@ -101,8 +112,10 @@ class Model(nn.Module):
         return LAYOUTS[layout](specs, batch, device=weight.device, dtype=weight.dtype, **options)
 
     def flops_per_token(self, context: int) -> int:
-        """Multiply-adds count two: every weight once a token, and scores and values over `context` keys."""
-        raise NotImplementedError
+        """Multiply-adds count two: every weight once a token, and scores and values over `context` keys, of a source
+        too; encoding is paid once a source token."""
+        part, words = getattr(self, self.writer), getattr(self, self.words)
+        return weight_flops(part) + pair_flops(part, context) + self.head_flops(self.head, words)
 
     @staticmethod
     def head_flops(head: nn.Module | None, embedding: nn.Module) -> int:
@@ -160,9 +173,9 @@ def weight_flops(module: nn.Module) -> int:
 
 def pair_flops(tower: nn.Module, context: int) -> int:
     """Of the scores and sums of every attention for one query over `context` keys (a window or top-k bounds them).
-    A recurrent network has none."""
-    blocks: Any = tower.blocks if isinstance(tower, Stack) else ()
-    parts = (part for block in blocks for part in (block.attention, block.cross))
+    A recurrent network may have one, or none."""
+    blocks: Any = tower.blocks if isinstance(tower, Stack) else [tower]
+    parts = (getattr(block, name, None) for block in blocks for name in ("attention", "cross"))
     return sum(part.flops(context) for part in parts if part is not None)
 
 

@@ -148,6 +148,9 @@ class MemoryAttention(nn.Module):
         keys = {} if self.score.fused else {"k": (self.key_dim,)}
         return {"h": (self.memory_dim,), **keys}
 
+    def flops(self, context: int) -> int:
+        return 2 * context * (self.key_dim + self.memory_dim)
+
     def recall(self, x: Tensor, ctx: Context) -> tuple[Entries, Visible]:
         """What can be attended to: the context's memory, what a frozen cache holds of it, or x and all before it."""
         entries = {}
@@ -298,6 +301,8 @@ class RecurrentConfig:
 class Recurrent(Model):
     """ids (b t) -> logits (b t V). Cache: the state of each layer; with attention, every state of the top one too."""
 
+    writer, words = "decoder", "embedding"
+
     def __init__(self, config: RecurrentConfig):
         super().__init__(config)
         c = config
@@ -305,9 +310,6 @@ class Recurrent(Model):
         self.decoder = LuongDecoder(c, c.dim)
         self.head = make_head(LM(tied=c.tied), c.dim, c.vocab)
         self.dropout = nn.Dropout(c.dropout)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden, self.embedding.weight)
 
     def hidden(
         self,
@@ -334,9 +336,6 @@ class Recurrent(Model):
     def cache_specs(self) -> list[CacheSpec]:
         *below, top = self.decoder.rnn.cache_specs()
         return [*below, replace(top, token=_kept(self.decoder))]
-
-    def flops_per_token(self, context: int) -> int:
-        return _flops(self.decoder, self.config, context)
 
 
 # --- from sequence to sequence ------------------------------------------------------------------------------------
@@ -373,6 +372,7 @@ class Seq2Seq(Model):
     """Target ids (b t) and source ids (b s) -> logits (b t V)."""
 
     reads_source = True
+    writer, words = "decoder", "target"
 
     def __init__(self, config: Seq2SeqConfig):
         super().__init__(config)
@@ -400,9 +400,6 @@ class Seq2Seq(Model):
             bridges = zip(self.bridge.values(), ends, strict=True)
             state = tuple(torch.tanh(w(end)) for w, end in bridges)
         return memory, pos, state
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden, self.target.weight)
 
     def hidden(
         self,
@@ -445,10 +442,6 @@ class Seq2Seq(Model):
     def cache_specs(self) -> list[CacheSpec]:
         return self.decoder.rnn.cache_specs()
 
-    def flops_per_token(self, context: int) -> int:
-        """Of a target token; encoding is paid once for each source token."""
-        return _flops(self.decoder, self.config, context)
-
 
 # --- small helpers ------------------------------------------------------------------------------------------------
 
@@ -474,10 +467,3 @@ def _tensor(lengths: Lengths, ids: Tensor) -> Tensor | None:
 def _kept(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """What its attention keeps of each token."""
     return {} if decoder.attention is None else decoder.attention.tokens()
-
-
-def _flops(decoder: Decoder, config: Any, context: int) -> int:
-    weights = sum(p.numel() for p in decoder.parameters() if p.dim() > 1)
-    look = decoder.attention
-    pairs = 0 if look is None else context * (look.key_dim + look.memory_dim)
-    return 2 * (weights + config.vocab * config.dim + pairs)

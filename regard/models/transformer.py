@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
-from regard.cache import Cache, CacheSpec
+from regard.cache import Cache
 from regard.config import Count, settings
 from regard.errors import UsageError
 from regard.layers import LM, MLM, Answer, Classify, Tag, activation, make_head
@@ -23,9 +23,7 @@ from regard.models.base import (
     cross_cache,
     last_real,
     new_source,
-    pair_flops,
     positions,
-    weight_flops,
 )
 from regard.models.embedding import PatchEmbedding, Patches, TokenEmbedding, Tokens, context
 
@@ -69,6 +67,7 @@ class Transformer(Model):
     """GPT, Llama, DeepSeek, BERT, ViT."""
 
     towers: ClassVar[dict[str, str]] = {"tower": "embedding"}
+    writer, words = "tower", "embedding"
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
@@ -89,11 +88,6 @@ class Transformer(Model):
         if isinstance(head, Classify) and head.token == "mean":
             h = mean_real(h, lengths)[:, None]
         return self.logits(h)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        if self.head is None:
-            return hidden
-        return self.head(hidden, getattr(self.embedding, "weight", None))
 
     def hidden(
         self,
@@ -129,16 +123,6 @@ class Transformer(Model):
     @property
     def decodes(self) -> bool:
         return self.config.tower.causal
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return self.tower.cache_specs() if self.decodes else super().cache_specs()
-
-    def windows(self) -> list[int | None]:
-        return [a.window for a in self.config.tower.each("attention")]
-
-    def flops_per_token(self, context: int) -> int:
-        head = self.head_flops(self.head, self.embedding)
-        return weight_flops(self.tower) + pair_flops(self.tower, context) + head
 
 
 def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
@@ -184,6 +168,7 @@ class EncoderDecoder(Model):
 
     reads_source = True
     towers: ClassVar[dict[str, str]] = {"encoder": "source", "decoder": "target"}
+    writer, words = "decoder", "target"
 
     def __init__(self, config: EncoderDecoderConfig):
         super().__init__(config)
@@ -205,9 +190,6 @@ class EncoderDecoder(Model):
         x, pos = embed(self.source, source, lengths, c.max_len, name="source")
         ctx = Context(pos, c.encoder.mask, probe=probe, backend=backend, site="encoder.")
         return self.encoder(x, ctx), pos
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden if self.head is None else self.head(hidden, self.target.weight)
 
     def hidden(
         self,
@@ -245,14 +227,3 @@ class EncoderDecoder(Model):
     def shares_source(self) -> bool:
         blocks: Any = self.decoder.blocks
         return all(block.cross.shares_rows for block in blocks)
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return self.decoder.cache_specs()
-
-    def windows(self) -> list[int | None]:
-        return [a.window for a in self.config.decoder.each("attention")]
-
-    def flops_per_token(self, context: int) -> int:
-        """Of a target token over `context` target and `context` source keys; encoding is paid once a source token."""
-        head = self.head_flops(self.head, self.target)
-        return weight_flops(self.decoder) + pair_flops(self.decoder, context) + head
