@@ -23,7 +23,7 @@ ORDERS = ("pre", "post", "sandwich", "inner", "parallel")
 
 @settings
 class Tower:
-    """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or a tuple with one a layer.
+    """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or one per layer.
 
     order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017; "sandwich": x +
     norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX).
@@ -60,7 +60,7 @@ class Tower:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.layers:
                 given = f"{name} lists {len(value)} layers, layers={self.layers}"
-                raise UsageError(f"{given}; give one, or one a layer")
+                raise UsageError(f"{given}; give one, or one per layer")
         for name in ("rope", "window"):
             if self.cross is not None and getattr(self.cross, name) is not None:
                 why = "source and target have no common positions"
@@ -153,14 +153,16 @@ class Stack(nn.Module):
         self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple = (None, None)
     ) -> Tensor:
         """`caches`: of self-attention and of cross-attention; each block gets its layer of them."""
-        own, other = caches
+        self_cache, cross_cache = caches
         ctx = replace(ctx, relative=self.relative)
         for i, block in enumerate(self.blocks):
             if self.training and self.config.layer_drop > torch.rand([]):
                 continue
-            site, there = f"{ctx.site}{i}", None
-            here = replace(ctx, store=own and own.layer(i), site=f"{site}.self")
+            store = None if self_cache is None else self_cache.layer(i)
+            self_ctx = replace(ctx, store=store, site=f"{ctx.site}{i}.self")
+            cross_ctx = None
             if cross is not None:
-                there = replace(cross, store=other and other.layer(i), site=f"{site}.cross")
-            x = block(x, here, there)
+                store = None if cross_cache is None else cross_cache.layer(i)
+                cross_ctx = replace(cross, store=store, site=f"{ctx.site}{i}.cross")
+            x = block(x, self_ctx, cross_ctx)
         return self.dropout(x if self.norm is None else self.norm(x))

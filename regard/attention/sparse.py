@@ -249,11 +249,11 @@ class SparseAttention(Mechanism):
             with torch.no_grad():
                 scores = self.indexer.scores(index_q[:, rows], index_k, x[:, rows])
                 chosen = self.choice(scores.masked_fill(~seen, -torch.inf), k, order)  # b n k
-            some = None if bias is None else bias[:, :, rows].expand(b, -1, -1, -1)
+            added = None if bias is None else bias[:, :, rows].expand(b, -1, -1, -1)
             probe = ctx.watch()
             # A context whose probe learns which queries and keys these are.
             here = ctx if probe is None else replace(ctx, probe=Spread(probe, rows, chosen, (t, s)))
-            out.append(self.attend_chosen(q[:, rows], kept, chosen, seen, some, here))
+            out.append(self.attend_chosen(q[:, rows], kept, chosen, seen, added, here))
         return torch.cat(out, 1)
 
     def choice(self, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
@@ -269,12 +269,12 @@ class SparseAttention(Mechanism):
         """Each query attends to its own k keys: (b n) becomes the batch, one query a row."""
         b, n, k = chosen.shape
         row = torch.arange(b, device=q.device)[:, None, None]
-        mine = {name: x[row, chosen].flatten(0, 1) for name, x in kept.items()}  # bn k ...
+        gathered = {name: x[row, chosen].flatten(0, 1) for name, x in kept.items()}  # bn k ...
         shown = seen.gather(-1, chosen).view(b * n, 1, 1, k)
         if bias is not None:
             at = chosen[:, None].expand(-1, bias.shape[1], -1, -1)
             bias = bias.gather(-1, at).transpose(1, 2).reshape(b * n, -1, 1, k)
-        o = self.attention.gathered(q.reshape(b * n, 1, *q.shape[2:]), mine, shown, ctx, bias)
+        o = self.attention.gathered(q.reshape(b * n, 1, *q.shape[2:]), gathered, shown, ctx, bias)
         return o.reshape(b, n, *o.shape[2:])
 
 

@@ -206,12 +206,7 @@ class BahdanauStep(nn.Module):
         self.rnn = Recurrence(cell, dim + memory_dim, dim, layers, dropout)
 
     def forward(
-        self,
-        y: Tensor,
-        state: State,
-        kept: Entries,
-        mask: Any = None,
-        backend: str = "sdpa",
+        self, y: Tensor, state: State, kept: Entries, mask: Any = None, backend: str = "sdpa"
     ) -> State:
         """Embedding y (b m) of the previous word, state before -> state after. `kept`: of `attention.recall`."""
         c = self.attention(state[0][-1][:, None], kept, mask, backend=backend)  # b 1 e

@@ -217,8 +217,8 @@ class EncoderDecoder(Model):
             cross = cross_cache(cache, self.decoder.cache_specs("cross"), memory, memory_pos)
             memory_pos = cross.span
         ctx = Context(pos, mask or c.decoder.mask, probe=probe, backend=backend, site="decoder.")
-        there = replace(ctx, mask=Full(), memory=memory, memory_pos=memory_pos, memo={})
-        h = self.decoder(x, ctx, there, (cache, cross))
+        cross_ctx = replace(ctx, mask=Full(), memory=memory, memory_pos=memory_pos, memo={})
+        h = self.decoder(x, ctx, cross_ctx, (cache, cross))
         if cross is not None:
             cross.freeze()
         return h
