@@ -23,10 +23,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 class Opened:
     """A model, or one from its folder or its run's, ready to run: packed for the CPU, or as it is
-    on a GPU.
-
-    On a GPU too it is driven by the engine, not by GraphDecoder, which serves many requests
-    together and gives no pieces, log probabilities, stop strings or beams."""
+    on a GPU, where the engine finds its graph."""
 
     def __init__(
         self,
