@@ -130,7 +130,7 @@ class MixtureOfExperts(nn.Module):
         """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
         return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
 
-    # torch.compiler.disable, but that its import, of seconds, waits for the first call.
+    # As torch.compiler.disable, but torch._dynamo, which takes seconds to import, waits for the first call.
     @torch._disable_dynamo
     def _record(self, score: Tensor, chosen: Tensor) -> None:
         """Keep what `balance_loss` reads; not in a backward pass, where activation checkpointing
