@@ -15,7 +15,7 @@ from regard.learn.mechanisms import bleu as bleu_topic
 from regard.learn.mechanisms import lora as lora_topic
 from regard.learn.mechanisms import resume as resume_topic
 from regard.learn.mechanisms import rnn_path as path_topic
-from regard.models.vision import Patches
+from regard.models.embedding import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.report import page
 from regard.train.optim import Schedule

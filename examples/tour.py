@@ -7,6 +7,7 @@ Takes about two minutes on two cores. It writes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -21,9 +22,9 @@ from regard import DSA, GQA, MLA, Rope
 from regard.models import EncoderDecoder, Seq2Seq
 
 SMALL = {
-    "dim": 48, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn_dim": 64, "vocab": 99, "max_len": 64,
+    "dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_dim": 64, "vocab": 99, "max_len": 64,
     "experts": 4, "active": 2, "groups": 2, "active_groups": 1, "latent": 16, "query_latent": 24, "rope_dim": 4,
-    "value_dim": 12, "index_heads": 4, "index_dim": 8, "topk": 6, "size": 16, "patch": 8, "window": 8,
+    "value_dim": 16, "index_heads": 4, "index_dim": 8, "topk": 6, "size": 16, "patch": 8, "window": 8,
     "source_vocab": 99,
 }  # fmt: skip
 
@@ -39,15 +40,22 @@ def main() -> None:
 
 def tiny(name: str) -> Any:
     """The preset with every size that it has made small."""
-    from regard.config import settings
-
-    present = settings(regard.PRESETS[name][1]())
+    present = sizes(regard.PRESETS[name][1]())
     kept = {k: v for k, v in SMALL.items() if k in present}
     if "kv_heads" in kept and present["kv_heads"] in (None, present["heads"]):
         kept["kv_heads"] = present["kv_heads"] and kept["heads"]
     if "topk" in kept:
         kept["tower.attention.attention.rope_dim"] = kept["rope_dim"]
     return regard.build(name, **{k: v for k, v in kept.items() if present.get(k, v) is not None})
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """Every setting of a config and of its parts, by its plain name; the first one found."""
+    found: dict[str, Any] = {}
+    for each in config if isinstance(config, tuple) else (config,):
+        for name, value in vars(each).items() if dataclasses.is_dataclass(each) else ():
+            found = {**sizes(value), name: value, **found}
+    return found
 
 
 def families() -> None:
@@ -68,7 +76,7 @@ def families() -> None:
 
 
 def cache(model: Any) -> str:
-    from regard.models.summary import cache_bytes
+    from regard.models.base import cache_bytes
 
     try:
         return f"{cache_bytes(model):,}" if cache_bytes(model) else "a fixed state"

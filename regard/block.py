@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard.attention import DSA, GQA, MLA, Context, DeltaRule
 from regard.cache import CacheSpec
-from regard.config import Count, Fraction, Whole, ranged
+from regard.config import Count, Fraction, Whole, settings
 from regard.errors import UsageError
 from regard.layers import MLP, Add, Norm
 from regard.mask import Causal, Full, Mask
@@ -21,10 +21,9 @@ Attention = GQA | MLA | DSA | DeltaRule
 ORDERS = ("pre", "post", "sandwich", "inner", "parallel")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Tower:
-    """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or a tuple with one a layer.
+    """`layers` blocks of width `dim`. `attention` and `ffn` are one config for all layers, or one per layer.
 
     order "pre": x + f(norm(x)), with a norm at the end; "post": norm(x + f(x)), as in 2017; "sandwich": x +
     norm(f(norm(x))) (Gemma); "inner": x + norm(f(x)) (OLMo 2); "parallel": x + f(norm(x)) + g(norm'(x)) (GPT-NeoX).
@@ -56,37 +55,30 @@ class Tower:
         if self.order not in ORDERS:
             raise UsageError(f"order is {self.order!r}; choose one of {', '.join(ORDERS)}")
         if self.order == "parallel" and self.cross is not None:
-            raise UsageError(
-                "order 'parallel' has no place for cross-attention; choose pre or post"
-            )
+            raise UsageError("order 'parallel' has no cross-attention; choose pre or post")
         for name in ("attention", "ffn"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != self.layers:
-                raise UsageError(
-                    f"{name} lists {len(value)} layers, layers={self.layers}; give one, or one a layer"
-                )
+                given = f"{name} lists {len(value)} layers, layers={self.layers}"
+                raise UsageError(f"{given}; give one, or one per layer")
         for name in ("rope", "window"):
             if self.cross is not None and getattr(self.cross, name) is not None:
-                raise UsageError(
-                    f"source and target have no common positions: give cross without {name}"
-                )
+                why = "source and target have no common positions"
+                raise UsageError(f"{why}: give cross without {name}")
         if not self.first_norm and (self.order != "pre" or self.blocks is not None):
             raise UsageError("first_norm=False is for order 'pre' and layers that share no block")
         if self.blocks is not None:
             used = sorted(set(self.blocks))
             if len(self.blocks) != self.layers or used != list(range(len(used))):
-                raise UsageError(
-                    f"blocks={list(self.blocks)} must give each of {self.layers} layers its block, from 0 "
-                    "on without a gap"
-                )
+                given = f"blocks={list(self.blocks)} must give each of {self.layers} layers"
+                raise UsageError(f"{given} its block, from 0 on without a gap")
             parts = set(zip(self.blocks, self.each("attention"), self.each("ffn"), strict=True))
             if len(parts) != len(used):
                 raise UsageError("layers that share a block must have one attention and one ffn")
         heads = {a.heads for a in self.each("attention")}
         if self.relative is not None and heads != {self.relative.heads}:
-            raise UsageError(
-                f"relative.heads={self.relative.heads}, but attention has {sorted(heads)} heads"
-            )
+            given = f"relative.heads={self.relative.heads}"
+            raise UsageError(f"{given}, but attention has {sorted(heads)} heads")
 
     def each(self, name: str) -> tuple:
         """The config of `name` ("attention" or "ffn") for every layer."""
@@ -105,20 +97,20 @@ class Block(nn.Module):
         super().__init__()
         c, dim = config, config.dim
         self.order = c.order
-        self.attention, self.norm1 = attention.make(dim, add=self._add(c, True)), self._norm(c)
-        self.cross = c.cross.make(dim, c.memory_dim, self._add(c, True)) if c.cross else None
-        self.norm2 = self._norm(c) if c.cross else None
-        self.ffn, self.norm3 = ffn.make(dim, self._add(c, False)), self._norm(c)
 
-    @staticmethod
-    def _norm(c: Tower) -> nn.Module | None:
-        return None if c.order == "inner" else c.norm.make(c.dim)
+        def norm() -> nn.Module | None:
+            return None if c.order == "inner" else c.norm.make(dim)
 
-    @staticmethod
-    def _add(c: Tower, attention: bool) -> Add:
-        dropped = c.attention_dropped if attention else c.ffn_dropped
-        normed = c.order in ("sandwich", "inner")
-        return Add(c.dropout if dropped else 0.0, c.norm.make(c.dim) if normed else None)
+        def add(dropped: bool) -> Add:
+            normed = c.order in ("sandwich", "inner")
+            return Add(c.dropout if dropped else 0.0, c.norm.make(dim) if normed else None)
+
+        self.attention, self.norm1 = attention.make(dim, add=add(c.attention_dropped)), norm()
+        self.cross, self.norm2 = None, None
+        if c.cross is not None:
+            self.cross = c.cross.make(dim, c.memory_dim, add(c.attention_dropped))
+            self.norm2 = norm()
+        self.ffn, self.norm3 = ffn.make(dim, add(c.ffn_dropped)), norm()
 
     def forward(self, x: Tensor, ctx: Context, cross: Context | None = None) -> Tensor:
         if self.order == "parallel":
@@ -136,9 +128,10 @@ class Block(nn.Module):
         return norm(part(x, *ctx, x)) if self.order == "post" else part(norm(x), *ctx, x)
 
 
-def _at(ctx: Context, store: Any, site: str) -> Context:
+def _at(ctx: Context, cache: Any, layer: int, site: str) -> Context:
     """The context of one layer. In a small model's step dataclasses.replace, twice as slow, would be felt."""
-    return Context(**{**vars(ctx), "store": store, "site": site})
+    store = None if cache is None else cache.layer(layer)
+    return type(ctx)(**{**vars(ctx), "store": store, "site": site})
 
 
 class Stack(nn.Module):
@@ -166,12 +159,12 @@ class Stack(nn.Module):
         self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple = (None, None)
     ) -> Tensor:
         """`caches`: of self-attention and of cross-attention; each block gets its layer of them."""
-        own, other = caches
+        self_cache, cross_cache = caches
         ctx = replace(ctx, relative=self.relative)
         for i, block in enumerate(self.blocks):
             if self.training and self.config.layer_drop > torch.rand([]):
                 continue
-            here = _at(ctx, own and own.layer(i), f"{ctx.site}{i}.self")
-            there = cross and _at(cross, other and other.layer(i), f"{ctx.site}{i}.cross")
-            x = block(x, here, there)
+            self_ctx = _at(ctx, self_cache, i, f"{ctx.site}{i}.self")
+            cross_ctx = cross and _at(cross, cross_cache, i, f"{ctx.site}{i}.cross")
+            x = block(x, self_ctx, cross_ctx)
         return self.dropout(x if self.norm is None else self.norm(x))

@@ -49,11 +49,11 @@ class Range:
         return low and high and math.isfinite(value)
 
     def __str__(self) -> str:
-        if self.high == math.inf:
-            if self.low == -math.inf:
-                return "a finite number"
-            return f"more than {self.low}" if self.above else f"{self.low} or more"
+        if self.low == -math.inf:
+            return "a finite number"
         start = f"more than {self.low}" if self.above else f"{self.low}"
+        if self.high == math.inf:
+            return start if self.above else f"{start} or more"
         return f"{start} to {'less than ' if self.below else ''}{self.high}"
 
 
@@ -102,6 +102,12 @@ def ranged(cls: type[T]) -> type[T]:
     return cls
 
 
+@typing.dataclass_transform(frozen_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose numbers are held against their ranges."""
+    return dataclasses.dataclass(frozen=True)(ranged(cls))
+
+
 # --- plain data ---------------------------------------------------------------------------------------------------
 
 
@@ -119,28 +125,25 @@ def from_dict(cls: type[T], data: dict[str, Any], path: str = "config") -> T:
     if not isinstance(data, dict):
         raise UsageError(f"{path} must be a table of settings, got {data!r}")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in data:
-        if key not in fields:
-            raise UsageError(
-                f"{path}.{key} is not a setting of {cls.__name__}; {nearest(key, fields)}"
-            )
+    unknown = next((key for key in data if key not in fields), None)
+    if unknown is not None:
+        near = nearest(unknown, fields)
+        raise UsageError(f"{path}.{unknown} is not a setting of {cls.__name__}; {near}")
     if "kind" in data and data["kind"] != fields["kind"].default:
         raise UsageError(f"{path}.kind is {data['kind']!r}, expected {fields['kind'].default!r}")
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in data
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
+    missing = [name for name in _required(cls) if name not in data]
     if missing:
-        raise UsageError(
-            f"{path}.{missing[0]} is missing; {cls.__name__} needs {', '.join(missing)}"
-        )
+        needed = ", ".join(missing)
+        raise UsageError(f"{path}.{missing[0]} is missing; {cls.__name__} needs {needed}")
     hints = type_hints(cls)  # type: ignore[arg-type]
     values = {k: _read(hints[k], v, f"{path}.{k}") for k, v in data.items()}
     _check_ranges(cls, values, path)
     return cls(**values)
+
+
+def _required(cls: Any) -> list[str]:
+    none, fields = dataclasses.MISSING, dataclasses.fields(cls)
+    return [f.name for f in fields if f.default is none and f.default_factory is none]
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:
@@ -150,15 +153,13 @@ def _read(hint: Any, value: Any, path: str) -> Any:
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_read(args[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint):
-        if isinstance(value, hint):  # type: ignore[arg-type]
-            return value
-        return from_dict(hint, value, path)  # type: ignore[arg-type]
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        kind: Any = hint
+        return value if isinstance(value, kind) else from_dict(kind, value, path)
+    boolean = isinstance(value, bool)
+    if hint is float and isinstance(value, int) and not boolean:
         return float(value)
     expected = origin or hint
-    if expected is Any or (
-        isinstance(value, expected) and not (hint is int and isinstance(value, bool))
-    ):
+    if expected is Any or (isinstance(value, expected) and not (hint is int and boolean)):
         return value
     raise UsageError(f"{path} must be {getattr(hint, '__name__', hint)}, got {value!r}")
 
@@ -175,11 +176,8 @@ def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
             raise UsageError(f"{path}.kind is {kind!r}; {nearest(str(kind), classes)}")
         return from_dict(classes[kind], value, path)
     if isinstance(value, str) and value in classes:
-        fields = dataclasses.fields(classes[value])
-        needed = "".join(f", {f.name} = ..." for f in fields if f.default is dataclasses.MISSING)
-        raise UsageError(
-            f"{path} is {value!r}, a kind without its settings; give {{kind = {value!r}{needed}}}"
-        )
+        whole = f"kind = {value!r}" + "".join(f", {n} = ..." for n in _required(classes[value]))
+        raise UsageError(f"{path} is {value!r}, a kind without its settings; give {{{whole}}}")
     rest = [a for a in args if a is not type(None) and a not in classes.values()]
     for hint in rest:
         try:
@@ -226,50 +224,46 @@ def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
     *path, key = name.split(".")
     level = [data]
     for i, part in enumerate([*path, key]):
-        where = ".".join(path[:i])
-        if not any(isinstance(each, dict) for each in level):
-            raise UsageError(
-                f"{where} is {level[0]!r}, which has no setting {part!r}; set {where} itself"
-            )
-        have = [each for each in level if isinstance(each, dict) and part in each]
+        where, tables = ".".join(path[:i]), [each for each in level if isinstance(each, dict)]
+        if not tables:
+            what = f"{where} is {level[0]!r}, which has no setting {part!r}"
+            raise UsageError(f"{what}; set {where} itself")
+        have = [each for each in tables if part in each]
         if not have or part == "kind":
-            known = set().union(*(each for each in level if isinstance(each, dict))) - {"kind"}
-            of = f" of {where}" if i else ""
+            of, known = f" of {where}" if i else "", set().union(*tables) - {"kind"}
             raise UsageError(f"no setting {part!r}{of}; {nearest(part, known)}")
-        if i < len(path):
-            level = [item for each in have for item in _listed(each[part])]
+        level = [item for each in have for item in _listed(each[part])]
     return [(each, key) for each in have]
 
 
 def _places(data: dict[str, Any], key: str) -> list[tuple[dict[str, Any], str]]:
     """Where a plain name is changed: all places in use, if one word can mean them all."""
-    places = [(path, part) for path, part in _parts(data, key) if key != "kind"]
-    used = [(path, part) for path, part in places if part[key] is not None] or places
-    if key not in EVERYWHERE and len({part.get("kind") for _, part in used}) > 1:
-        near = {
-            f"{path}{n}": None for n in _names(data) for path, _ in _parts(data, n) if _like(n, key)
-        }
+    places = [] if key == "kind" else [part for _, part in _parts(data, key)]
+    used = [part for part in places if part[key] is not None] or places
+    if key not in EVERYWHERE and len({part.get("kind") for part in used}) > 1:
+        alike = [n for n in _names(data) if n == key or n.endswith(f"_{key}")]
+        near = {f"{path}{n}" for n in alike for path, _ in _parts(data, n)}
         raise UsageError(f"{key!r} is several settings; say which: {', '.join(sorted(near))}")
-    return [(part, key) for _, part in used]
-
-
-def _like(name: str, key: str) -> bool:
-    return name == key or name.endswith(f"_{key}")
+    return [(part, key) for part in used]
 
 
 def _parts(data: dict[str, Any], key: str, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts that have a setting, each by its dotted path; what is inside such a setting is not looked at."""
     if key in data:
         yield path, data
-    for name, value in data.items():
-        for item in _listed(value):
-            if name != key and isinstance(item, dict):
-                yield from _parts(item, key, f"{path}{name}.")
+    for name, item in _inner(data):
+        if name != key:
+            yield from _parts(item, key, f"{path}{name}.")
 
 
 def _names(data: dict[str, Any]) -> set[str]:
-    inner = (item for value in data.values() for item in _listed(value))
-    return (set(data) - {"kind"}).union(*(_names(item) for item in inner if isinstance(item, dict)))
+    return (set(data) - {"kind"}).union(*(_names(item) for _, item in _inner(data)))
+
+
+def _inner(data: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The parts right inside this one, by the names of the settings that hold them."""
+    items = ((name, item) for name, value in data.items() for item in _listed(value))
+    return [(name, item) for name, item in items if isinstance(item, dict)]
 
 
 def _fit_layers(tower: dict[str, Any]) -> None:
@@ -284,11 +278,7 @@ def _fit_layers(tower: dict[str, Any]) -> None:
 
 
 def _follow_dim(
-    old: dict[str, Any],
-    new: dict[str, Any],
-    changes: Mapping[str, Any],
-    path: str = "",
-    ratio: float = 1,
+    old: dict[str, Any], new: dict[str, Any], changes: Any, path: str = "", ratio: float = 1
 ) -> None:
     """Widths inside a tower of another `dim`: of feed-forwards in multiples of 8; of heads, where
     they have one of their own, so that all heads together keep their share of the stream."""

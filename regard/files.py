@@ -33,10 +33,8 @@ def model_folder(path: str | Path) -> Path:
     text = f"{name} is not a folder; give the path of a model folder (with config.json and weights)"
     if not folder.exists() and re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
         here = name.rpartition("/")[2]
-        text += (
-            f". If it is a model on the Hugging Face Hub, bring it first: "
-            f"hf download {name} --local-dir {here}   and then give {here} instead"
-        )
+        command = f"hf download {name} --local-dir {here}"
+        text += f". If it is a model on the Hugging Face Hub: {command}   and then give {here}"
     raise UsageError(text)
 
 
@@ -52,8 +50,8 @@ def resolve_model(path: str | Path) -> Path:
 
 
 def inside(path: Path) -> Path:
-    """The regular file behind `path`, which must lie in its folder. Only in a snapshot of a hub's
-    cache may it be a link to the blobs of the same cache."""
+    """The regular file behind `path`, which must lie in its folder; only in a snapshot of a hub's cache may it be a
+    link to the blobs of the same cache."""
     home = path.parent.resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     try:
@@ -75,15 +73,14 @@ def read_bytes(path: Path, limit: int = FILE_BYTES) -> bytes:
     try:
         with inside(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size > limit:
-                raise UsageError(
-                    f"{path} cannot be read: it has {size:,} bytes, at most {limit:,} are taken"
-                )
-            return file.read(limit)
+            if size <= limit:
+                return file.read(limit)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    much = f"it has {size:,} bytes, at most {limit:,} are taken"
+    raise UsageError(f"{path} cannot be read: {much}")
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
@@ -96,12 +93,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = loads(read_bytes(path, JSON_BYTES))
     except FileNotFoundError:
-        raise UsageError(
-            f"{path} does not exist; a model folder holds config.json and model.safetensors"
-        ) from None
+        holds = "a model folder holds config.json and model.safetensors"
+        raise UsageError(f"{path} does not exist; {holds}") from None
+    except UsageError:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise UsageError(f"{path} must hold a JSON object, it holds a {type(data).__name__}")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Fraction, ranged
+from regard.config import Amount, Count, Fraction, settings
 from regard.errors import UsageError, nearest
 from regard.kernels.c.train import gelu_tanh
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Norm:
     """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
     RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w. `plus_one`: it multiplies by 1 + w (Gemma)."""
@@ -49,8 +47,7 @@ def times(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _into(x: Tensor, y: Tensor) -> bool:
-    """Whether y may take the result: no gradient needs it, and its type is wide enough (under autocast
-    y is bf16 and the stream float32)."""
+    """No gradient needs y, and its type is wide enough (under autocast y is bf16 and the stream float32)."""
     return not torch.is_grad_enabled() and torch.result_type(x, y) == y.dtype
 
 
@@ -104,8 +101,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MLP:
     """down(act(up x)), or down(act(gate x) * up x) when `gated` (GLU, Shazeer 2020); the same for every position."""
 
@@ -148,7 +144,7 @@ class FeedForward(nn.Module):
 # --- heads: what turns hidden states into an answer ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@settings
 class LM:
     """Logits over the vocabulary: hidden W^T, W the embedding itself when `tied`."""
 
@@ -159,8 +155,7 @@ class LM:
     kind: str = "lm"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MLM:
     """Masked language model: norm(act(W h)), then the vocabulary with a bias (BERT)."""
 
@@ -173,8 +168,7 @@ class MLM:
     kind: str = "mlm"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Classify:
     """One label for the whole: out(act(dense h)) of one token, or out(h) without `dense`. An encoder is read at its
     first token or as the mean of all, a causal tower at its last real one, which alone has seen all. `distilled`: the
@@ -200,8 +194,7 @@ class Classify:
             raise UsageError("head.distilled reads the first two tokens: dense=None, token='first'")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Tag:
     """A label for each token."""
 
@@ -210,8 +203,7 @@ class Tag:
     kind: str = "tag"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Answer:
     """Start and end of a span: two logits for each token, stacked on the last axis."""
 
@@ -229,10 +221,8 @@ class LMHead(nn.Module):
         c, width = config, width or dim
         self.config = c
         if width != dim and not isinstance(c, MLM):
-            raise UsageError(
-                f"embedding.width={width} is not dim={dim}: an LM head has no layer between them; "
-                "leave embedding.width out, or choose an MLM head"
-            )
+            why = f"embedding.width={width} is not dim={dim}: an LM head has no layer between them"
+            raise UsageError(f"{why}; leave embedding.width out, or choose an MLM head")
         self.dense = nn.Linear(dim, width, bias=c.dense_bias) if isinstance(c, MLM) else None
         self.act = activation(c.activation) if isinstance(c, MLM) else None
         self.norm = Norm(c.norm_eps, biased=c.norm_bias).make(width) if isinstance(c, MLM) else None

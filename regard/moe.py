@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Positive, Whole, ranged
+from regard.config import Count, Positive, Whole, settings
 from regard.errors import UsageError
 from regard.layers import MLP, Add, FeedForward, activation
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MoE:
-    """y = sum over the chosen experts e of g_e E_e(x), plus the shared experts S(x) that every token
-    uses.
+    """y = sum over the chosen experts e of g_e E_e(x), plus the shared experts S(x) that every token uses.
 
-    g = softmax or sigmoid of the router's logits at the `active` best, normalised to sum 1 if
-    `normalized`, times `gain`. With `groups`, only the best `active_groups` groups of experts are
-    looked at (a group's score: its best expert, or the sum of its two best with sigmoid).
-    `corrected` adds a bias to the choice, not to the weights (DeepSeek-V3). `bias` is on the router and inside every
-    expert; with `limit` the gate stays below it, up within it, and 1 is added to up (gpt-oss)."""
+    g = softmax or sigmoid of the router's logits at the `active` best, normalised to sum 1 if `normalized`, times
+    `gain`. With `groups`, only the best `active_groups` groups of experts are looked at (a group's score: its best
+    expert, or the sum of its two best with sigmoid). `corrected` adds a bias to the choice, not to the weights
+    (DeepSeek-V3). `bias` is on the router and inside every expert; with `limit` the gate stays below it, up within it,
+    and 1 is added to up (gpt-oss)."""
 
     experts: Count
     active: Count
@@ -49,9 +46,8 @@ class MoE:
         if self.score not in ("softmax", "sigmoid"):
             raise UsageError(f"ffn.score is {self.score!r}; choose softmax or sigmoid")
         if not 1 <= self.active <= self.experts:
-            raise UsageError(
-                f"ffn.active={self.active} must be between 1 and ffn.experts={self.experts}"
-            )
+            both = f"ffn.active={self.active} must be between 1 and ffn.experts={self.experts}"
+            raise UsageError(both)
         if self.experts % self.groups or not 1 <= self.active_groups <= self.groups:
             raise UsageError(
                 f"ffn.groups={self.groups} must divide ffn.experts={self.experts} and "
@@ -82,18 +78,16 @@ class MixtureOfExperts(nn.Module):
         c = config
         self.config, self.act = c, activation(c.activation)
         self.router = nn.Linear(dim, c.experts, bias=c.bias)
-        self.correction = (
-            nn.Parameter(torch.zeros(c.experts), requires_grad=False) if c.corrected else None
-        )
+        zeros = torch.zeros(c.experts)
+        self.correction = nn.Parameter(zeros, requires_grad=False) if c.corrected else None
         self.gate = nn.Parameter(torch.empty(c.experts, c.ffn_dim, dim))
         self.up = nn.Parameter(torch.empty(c.experts, c.ffn_dim, dim))
         self.down = nn.Parameter(torch.empty(c.experts, dim, c.ffn_dim))
         for weight in (self.gate, self.up, self.down):
             nn.init.normal_(weight, std=0.02)
-        widths = {"gate_bias": c.ffn_dim, "up_bias": c.ffn_dim, "down_bias": dim}
-        for name, width in widths.items():
+        for name, width in (("gate", c.ffn_dim), ("up", c.ffn_dim), ("down", dim)):
             bias = nn.Parameter(torch.zeros(c.experts, width)) if c.bias else None
-            self.register_parameter(name, bias)
+            self.register_parameter(f"{name}_bias", bias)
         self.shared = FeedForward(c.all_shared, dim) if c.shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if c.shared and c.shared_gated else None
         self.add = add or Add()
@@ -125,7 +119,8 @@ class MixtureOfExperts(nn.Module):
             kept = torch.zeros_like(rank).scatter(1, self.choose(rank, c.active_groups), 1.0).bool()
             wish = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         chosen = self.choose(wish, c.active)
-        self._record(score, chosen)
+        if self.training and torch.is_grad_enabled():
+            self._record(score, chosen)
         weight = score.gather(-1, chosen)
         if c.normalized:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
@@ -135,12 +130,12 @@ class MixtureOfExperts(nn.Module):
         """Places (n k) of the k largest of each row, the largest first; of equal ones the first."""
         return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
 
-    @torch.compiler.disable
+    # As torch.compiler.disable, but torch._dynamo, which takes seconds to import, waits for the first call.
+    @torch._disable_dynamo
     def _record(self, score: Tensor, chosen: Tensor) -> None:
         """Keep what `balance_loss` reads; not in a backward pass, where activation checkpointing
         routes the same tokens again."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self.training and torch.is_grad_enabled() and not in_backward:
+        if torch._C._current_graph_task_id() == -1:
             self.routed = score, chosen
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -181,13 +176,12 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance_loss(model: nn.Module, counted: Tensor | None = None) -> Tensor:
-    """E sum_e f_e P_e of the last forward in training, f_e the assignments to expert e per token and
-    P_e its mean probability, over all layers (Switch Transformer, eq. 4-6; transformers'
-    `load_balancing_loss_func`). It is least, `active`, where every expert gets as much. A sigmoid
-    router's probabilities are its scores, normalised.
+    """E sum_e f_e P_e of the last forward in training, f_e the assignments to expert e per token and P_e its mean
+    probability, over all layers (Switch Transformer, eq. 4-6; transformers' `load_balancing_loss_func`). It is least,
+    `active`, where every expert gets as much. A sigmoid router's probabilities are its scores, normalised.
 
-    `counted` (b t) marks the tokens that are not padding. The record is released, and its choices are
-    counted for `update_bias`: call it once after every forward. Without mixtures it is 0."""
+    `counted` (b t) marks the tokens that are not padding. The record is released, and its choices are counted for
+    `update_bias`: call it once after every forward. Without mixtures it is 0."""
     sums: dict[int, list[Tensor]] = {}
     for layer in _mixtures(model):
         if layer.routed is None:
@@ -208,9 +202,9 @@ def balance_loss(model: nn.Module, counted: Tensor | None = None) -> Tensor:
 def update_bias(
     model: nn.Module, speed: float, total: Callable[[Tensor], Tensor] = lambda load: load
 ) -> None:
-    """After a step: b_e += speed sign(mean load - load_e), so that the choice turns to experts that
-    got too few tokens (DeepSeek-V3, arXiv:2412.19437, 2.1.2). `total` sums the loads over processes
-    that saw other tokens. Loads start anew."""
+    """After a step: b_e += speed sign(mean load - load_e), so that the choice turns to experts that got too few tokens
+    (DeepSeek-V3, arXiv:2412.19437, 2.1.2). `total` sums the loads over processes that saw other tokens. Loads start
+    anew."""
     for layer in _mixtures(model):
         if layer.load is not None and layer.correction is not None:
             load = total(layer.load)

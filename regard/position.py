@@ -5,23 +5,21 @@ T5 buckets and ALiBi (added to scores). Everything takes positions as an argumen
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Positive, Share, Whole, ranged
+from regard.config import Amount, Count, Positive, Share, Whole, settings
 from regard.errors import UsageError
 
 # --- vectors added to the embeddings ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Learned:
-    """One trained vector per position. `offset` rows stand before position 0 (BART and RoBERTa: 2);
-    with `skip`, tokens equal to that id (RoBERTa's padding) do not count and get the row before
-    position 0. Those that came before, in a cache, all count, as in transformers."""
+    """One trained vector per position. `offset` rows stand before position 0 (BART and RoBERTa: 2); with `skip`, tokens
+    equal to that id (RoBERTa's padding) do not count and get the row before position 0. Those that came before, in a
+    cache, all count, as in transformers."""
 
     max_len: Count
     offset: Whole = 0
@@ -29,8 +27,7 @@ class Learned:
     kind: str = "learned"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Sinusoidal:
     """PE(p, 2i) = sin(p w_i), PE(p, 2i+1) = cos(p w_i), w_i = base^(-2i/d)   (Vaswani et al. 2017, 3.5).
 
@@ -84,8 +81,7 @@ class PositionVectors(nn.Module):
 # --- RoPE ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Linear:
     """Every frequency divided by `factor` (position interpolation)."""
 
@@ -93,8 +89,7 @@ class Linear:
     kind: str = "linear"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Llama3:
     """Long waves divided by `factor`, short ones kept, a linear blend between (Llama 3.1)."""
 
@@ -105,8 +100,7 @@ class Llama3:
     kind: str = "llama3"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Yarn:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, turn up the attention."""
 
@@ -129,8 +123,7 @@ class Yarn:
         return _mscale(self.factor, 1.0)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class LongRope:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a number of its own, from `long` in
     rows that reach past `original_len`, else from `short`; the attention turned up where `factor` is more than 1."""
@@ -144,9 +137,8 @@ class LongRope:
 
     def __post_init__(self) -> None:
         if len(self.short) != len(self.long):
-            raise UsageError(
-                f"rope.scaling.short has {len(self.short)} numbers, long {len(self.long)}; give as many"
-            )
+            sizes = f"short has {len(self.short)} numbers, long {len(self.long)}"
+            raise UsageError(f"rope.scaling.{sizes}; give as many")
 
     def gain(self) -> float:
         """What cos and sin are multiplied by."""
@@ -166,9 +158,7 @@ class LongRope:
                 f"this text grows past {n} tokens in a cache that holds its beginning: LongRoPE turns "
                 "every token of a longer text otherwise; give the whole text in one call"
             )
-        short, long = (
-            torch.tensor(x, dtype=dtype, device=pos.device) for x in (self.short, self.long)
-        )
+        long, short = torch.tensor([self.long, self.short], dtype=dtype, device=pos.device)
         return torch.where((last >= n)[:, None, None, None], long, short)
 
 
@@ -176,8 +166,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Rope:
     """Rotary positions (Su et al. 2021): pair i of a query or key at position p turns by p w_i, w_i = base^(-2i/r).
 
@@ -200,9 +189,7 @@ class Rope:
         """How many of `dim` features turn."""
         width = int(dim * self.partial)
         if width % 2:
-            raise UsageError(
-                f"RoPE turns pairs, but {width} of {dim} features were asked for; make it even"
-            )
+            raise UsageError(f"RoPE turns pairs, but {width} of {dim} features; make it even")
         return width
 
     def frequencies(self, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -223,10 +210,9 @@ class Rope:
         wide = torch.promote_types(dtype, torch.float32)
         freq = self.frequencies(dim, wide).to(pos.device)
         if isinstance(self.scaling, LongRope):
-            if len(self.scaling.short) != len(freq):
-                raise UsageError(
-                    f"rope.scaling.short has {len(self.scaling.short)} numbers, this RoPE turns {len(freq)} pairs"
-                )
+            given, pairs = len(self.scaling.short), len(freq)
+            if given != pairs:
+                raise UsageError(f"rope.scaling.short has {given} numbers for {pairs} pairs")
             freq = freq / self.scaling.divisors(pos, wide)
         angle = pos.clamp(min=0).to(wide)[..., None, None] * freq
         gain = self.scaling.gain() if isinstance(self.scaling, (Yarn, LongRope)) else 1.0
@@ -240,8 +226,7 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Turn the first 2 * cos.shape[-1] features of x (b t h d), pair by pair:
-    (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Turn the first 2 * cos.shape[-1] features of x (b t h d) in pairs: (a, b) -> (a cos - b sin, b cos + a sin)."""
     if not torch.is_grad_enabled():
         return _rotate_into(torch.empty_like(x), x, cos, sin, layout)
     a, b, rest = _pairs(x, 2 * cos.shape[-1], layout)
@@ -251,8 +236,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Equals `rotate` without its temporaries, which cost more than the sums;
-    see test_rotate_without_gradient_is_rotate."""
+    """Equals `rotate` without its temporaries, which cost more than the sums."""
     a, b, rest = _pairs(x, 2 * cos.shape[-1], layout)
     c, d, kept = _pairs(out, 2 * cos.shape[-1], layout)
     torch.mul(a, cos, out=c).addcmul_(b, sin, value=-1)
@@ -266,11 +250,6 @@ def _pairs(x: Tensor, r: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     if layout == "half":
         return x[..., : r // 2], x[..., r // 2 : r], x[..., r:]
     return x[..., 0:r:2], x[..., 1:r:2], x[..., r:]
-
-
-def half_order(r: int) -> Tensor:
-    """The permutation p with half(x[p]) = interleaved(x)[p]."""
-    return torch.cat([torch.arange(0, r, 2), torch.arange(1, r, 2)])
 
 
 def _llama3(freq: Tensor, s: Llama3) -> Tensor:
@@ -296,8 +275,7 @@ def _yarn(freq: Tensor, s: Yarn, r: int, base: float) -> Tensor:
 # --- biases added to the scores -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class T5Bias:
     """A trained number for each head and bucket of distance; near distances have a bucket each, far ones share by
     logarithm (Raffel et al. 2020). All layers share one table."""
@@ -309,8 +287,7 @@ class T5Bias:
     kind: str = "t5"
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Alibi:
     """score - slope_h |q - k| (Press et al. 2022): slopes are a geometric series."""
 

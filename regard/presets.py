@@ -18,13 +18,11 @@ from regard.config import customize, from_dict, to_dict
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLP
 from regard.models import (
-    EncoderDecoder,
     EncoderDecoderConfig,
     Model,
     RecurrentConfig,
     Seq2SeqConfig,
     Tokens,
-    Transformer,
     TransformerConfig,
 )
 from regard.models.start import initialize, start_of
@@ -60,10 +58,8 @@ def _captioner() -> EncoderDecoderConfig:
     image, text = (customize(PRESETS[name][1](), shape) for name in ("vit-small", "gpt2"))
     assert isinstance(image, TransformerConfig) and isinstance(text, TransformerConfig)
     decoder = replace(text.tower, cross=GQA(6, bias=True, out_bias=True))
-    words = Tokens(50257, Learned(1024))
-    return EncoderDecoderConfig(
-        image.embedding, image.tower, words, decoder, LM(), shared=False, max_len=1024
-    )
+    parts = (image.embedding, image.tower, Tokens(50257, Learned(1024)), decoder)
+    return EncoderDecoderConfig(*parts, LM(), shared=False, max_len=1024)
 
 
 # name -> (Hugging Face's family, or "" where it has none; config). A family that was made from
@@ -107,7 +103,7 @@ def build(
     config = customize(preset, changes)
     with torch.device(device or "cpu"):
         model = config.make()
-    if not next(model.parameters()).is_meta and isinstance(model, (Transformer, EncoderDecoder)):
+    if model.towers and not next(model.parameters()).is_meta:
         model.start = FAMILIES[family].start if family else start_of(config)
         initialize(model, model.start)
     model.family = family

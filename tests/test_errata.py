@@ -20,8 +20,7 @@ from regard.layers import MLM, MLP, LMHead
 from regard.learn.mechanisms import dot_products, multiply_adds
 from regard.mask import Causal, Full, Span, Visible
 from regard.models import EncoderDecoderConfig, Tokens, Transformer, TransformerConfig
-from regard.models.cells import BahdanauStep
-from regard.models.recurrent import Seq2SeqConfig
+from regard.models.recurrent import BahdanauStep, Seq2SeqConfig
 from regard.models.transformer import TokenEmbedding
 from regard.position import Rope, Sinusoidal, rotate, sinusoid
 from regard.train.loss import causal_lm_loss, teacher_forcing

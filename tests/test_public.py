@@ -33,6 +33,12 @@ def test_import_does_no_work() -> None:
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
+def test_building_does_not_import_the_compiler() -> None:
+    """torch._dynamo takes as long to import as all of torch."""
+    script = "import sys, regard.presets; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
 # --- model.summary() ----------------------------------------------------------------------------------------------
 
 

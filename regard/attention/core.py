@@ -1,9 +1,8 @@
 """The one attention: attend(q, k, v) = softmax(score(q, k) + bias) v, by whichever backend is asked for.
 
 `reference` is the specification. `online` is the same sum in one pass over the keys. `sdpa` and `flex` are torch's
-fused
-kernels, tested equal. Weights are not returned: a probe asks for the heads and rows it wants and gets them exactly,
-while the fused kernel still computes the output.
+fused kernels, tested equal. Weights are not returned: a probe asks for the heads and rows it wants and gets them
+exactly, while the fused kernel still computes the output.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class Terms:
     softcap: float | None = None
     dropout: float = 0.0
     sinks: int = 0  # leading keys that are sinks: they take weight and stand for no token
-    up: Tensor | None = (
-        None  # (h e c) turns values c wide into each head's own: only probes read it
-    )
+    # (h e c) turns values c wide into each head's own: only probes read it
+    up: Tensor | None = None
 
 
 # --- the reference ------------------------------------------------------------------------------------------------
@@ -147,14 +145,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
     """torch's flex_attention, with the mask as a rule on positions. torch has no backward for it on the CPU."""
     if terms.score is not None or terms.dropout:
         return reference(q, k, v, visible, terms)
-    if (
-        not q.is_cuda
-        and torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ):
-        raise UsageError(
-            "flex attention has no backward on the CPU; use backend sdpa, or torch.no_grad()"
-        )
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if learns and not q.is_cuda:
+        why = "flex attention has no backward on the CPU"
+        raise UsageError(f"{why}; use backend sdpa, or torch.no_grad()")
     from torch.nn.attention.flex_attention import create_block_mask
 
     b, h, t, s = *q.shape[:3], k.shape[2]
@@ -163,7 +157,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
     if isinstance(visible, Visible):
         blocks = None if visible.everything else visible.blocks(b)
     elif seen is not None:
-        blocks = create_block_mask(_by_index(seen), b, None, t, s, device=str(q.device))
+        shown = seen.expand(b, h, t, s)
+        see = lambda b, h, i, j: shown[b, h, i, j]  # noqa: E731
+        blocks = create_block_mask(see, b, None, t, s, device=str(q.device))
     bias = None if terms.bias is None else terms.bias.expand(b, h, t, s)
     cap = terms.softcap
 
@@ -189,12 +185,6 @@ def _flex_kernel(compiled: bool) -> Callable[..., Any]:
         return torch.compile(functools.partial(module.flex_attention, kernel_options=options))
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     return module.flex_attention
-
-
-def _by_index(seen: Tensor) -> Callable[..., Tensor]:
-    return lambda b, h, i, j: seen[
-        b if len(seen) > 1 else 0 * b, h if seen.shape[1] > 1 else 0 * h, i, j
-    ]
 
 
 def _tensor(visible: Visible | Tensor | None) -> Tensor | None:
@@ -238,18 +228,16 @@ def attend(
 ) -> Tensor:
     """softmax(score(q, k) + bias) v.   q (b t h d), k (b s g d), v (b s g e) -> (b t h e); g divides h.
 
-    `mask` is a bool tensor (b 1 t s), True = may be seen, or a rule bound to positions (`Visible`). Without
-    `score` it is
-    q.k * scale, scale = 1/sqrt(d). `bias` (b h t s) is added after scaling. `sinks` (h) are logits of a key that takes
-    weight and gives nothing."""
+    `mask` is a bool tensor (b 1 t s), True = may be seen, or a rule bound to positions (`Visible`). Without `score` it
+    is q.k * scale, scale = 1/sqrt(d). `bias` (b h t s) is added after scaling. `sinks` (h) are logits of a key that
+    takes weight and gives nothing."""
     check_backend(backend)
     if q.shape[2] % k.shape[2]:
         raise UsageError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads evenly")
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         raise UsageError(f"mask is {mask.dtype}; give bool (True = may be seen), or use bias=")
-    terms = Terms(
-        1 / math.sqrt(q.shape[-1]) if scale is None else scale, bias, score, softcap, dropout
-    )
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    terms = Terms(scale, bias, score, softcap, dropout)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if sinks is not None:
         k, v, mask, terms = _with_sink(q, k, v, mask, terms, sinks)
@@ -261,8 +249,7 @@ def attend(
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, terms: Terms, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Terms]:
-    """A sink is one more key in front, of zeros: its score is the sink's logit, its value zero, and
-    every row sees it."""
+    """A sink is one more key in front, of zeros: its score is the sink's logit, its value zero, every row sees it."""
     h, t, s = *q.shape[1:3], k.shape[2]
     k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
     seen = _tensor(visible)

@@ -6,17 +6,15 @@ Two forms, tested equal: `recurrent` is the definition, token by token; `chunked
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention.context import Context
-from regard.attention.protocol import Mechanism
+from regard.attention.protocol import Context, Entries, Mechanism
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, divisors, ranged
+from regard.config import Amount, Count, divisors, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Causal, Documents
@@ -24,8 +22,7 @@ from regard.mask import Causal, Documents
 CHUNK, FAR = 64, range(1 << 40)  # FAR: longer than any text, so that every rule of a mask binds
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class DeltaRule:
     """Gated delta rule (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and OLMo-Hybrid.
 
@@ -48,10 +45,9 @@ class DeltaRule:
 
     def __post_init__(self) -> None:
         if self.heads % self.key_heads:
-            raise UsageError(
-                f"attention.key_heads={self.key_heads} must divide attention.value_heads={self.heads}; "
-                f"choose one of {divisors(self.heads)}"
-            )
+            given = f"attention.key_heads={self.key_heads}"
+            choices = f"choose one of {divisors(self.heads)}"
+            raise UsageError(f"{given} must divide attention.value_heads={self.heads}; {choices}")
 
     @property
     def heads(self) -> int:
@@ -85,15 +81,9 @@ def recurrent(
 
 
 def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    s: Tensor,
-    fresh: Tensor | None = None,
-    keep: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor,
+    fresh: Tensor | None = None, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The same, and the state before chunk keep[b] of each row. With G the sum of g from the start of a chunk and u_i
     what token i writes,
         u_i + b_i sum_{j<i} e^(G_i - G_j) (k_i k_j) u_j = b_i (v_i - e^(G_i) S^T k_i),
@@ -191,15 +181,13 @@ class GatedDeltaRule(Mechanism):
         rules, limit = ctx.mask.binding(FAR, FAR), None if ctx.store is None else ctx.store.window
         packed = [rule for rule in rules if isinstance(rule, Documents)]
         if {rule for rule in rules if rule not in packed} != {Causal()}:
-            raise UsageError(
-                "the delta rule reads from left to right: its mask is Causal(), alone or with Documents"
-            )
+            order = "the delta rule reads from left to right"
+            raise UsageError(f"{order}: its mask is Causal(), alone or with Documents")
         if packed and ctx.store is not None:
             raise UsageError("the delta rule reads packed documents without a cache; leave one out")
         if limit is not None and int(ctx.pos.index.max()) >= limit:
-            raise UsageError(
-                "a ring forgets old tokens, a state does not; use layout='contiguous' or 'paged'"
-            )
+            why = "a ring forgets old tokens, a state does not"
+            raise UsageError(f"{why}; use layout='contiguous' or 'paged'")
         row, pos = torch.arange(rows, device=ctx.pos.index.device)[:, None], ctx.pos.index
         new = [~rule.see(row, pos, pos - 1) & (pos > 0) for rule in packed]
         return torch.stack(new).any(0) if new else None
@@ -229,18 +217,17 @@ class GatedDeltaRule(Mechanism):
 
     def past(
         self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inputs: Tensor, s: Tensor, keep: Tensor
-    ) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    ) -> Callable[[Tensor, Tensor], Entries]:
         """A function (rows, n): their states after n tokens of this call. It holds what the last tokens wrote, one or
         two chunks of them, and the state `s` before these, and writes it once more."""
         start = torch.zeros_like(keep)
         if k.shape[1] > 2 * CHUNK:
             start, row = keep * CHUNK, torch.arange(len(k), device=k.device)[:, None]
             at = start[:, None] + torch.arange(2 * CHUNK + self.config.conv, device=k.device)
-            k, v, g, beta, inputs = (
-                x[row, at.clamp(max=x.shape[1] - 1)] for x in (k, v, g, beta, inputs)
-            )
+            every = (k, v, g, beta, inputs)
+            k, v, g, beta, inputs = (x[row, at.clamp(max=x.shape[1] - 1)] for x in every)
 
-        def state(rows: Tensor, n: Tensor) -> dict[str, Tensor]:
+        def state(rows: Tensor, n: Tensor) -> Entries:
             n = n - start[rows]
             stay = (torch.arange(k.shape[1], device=k.device) < n[:, None])[..., None]
             # Keys stand in for queries: what those find is not asked for.

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.attention.context import Context
 from regard.attention.core import Probe, Terms, attend
-from regard.attention.protocol import Mechanism
+from regard.attention.protocol import Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, Fraction, Whole, ranged
+from regard.config import Amount, Count, Fraction, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
-from regard.mask import Visible
 from regard.position import Rope
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MLA:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19).
 
@@ -46,10 +43,8 @@ class MLA:
 
     def __post_init__(self) -> None:
         if bool(self.rope_dim) != (self.rope is not None):
-            raise UsageError(
-                f"attention.rope_dim={self.rope_dim} and attention.rope={self.rope} belong together: "
-                f"give both, such as rope_dim=32, rope=Rope(), or neither"
-            )
+            both = f"attention.rope_dim={self.rope_dim} and attention.rope={self.rope}"
+            raise UsageError(f"{both} belong together: give both (32 and Rope(), say) or neither")
 
     def make(
         self, dim: int, memory_dim: int | None = None, add: Add | None = None
@@ -68,9 +63,8 @@ class LatentAttention(Mechanism):
         super().__init__()
         c, source = config, memory_dim or dim
         if c.head_dim is None and dim % c.heads:
-            raise UsageError(
-                f"attention.heads={c.heads} does not divide dim={dim}; set attention.head_dim"
-            )
+            given = f"attention.heads={c.heads} does not divide dim={dim}"
+            raise UsageError(f"{given}; set attention.head_dim")
         self.config, self.h, self.c, self.r = c, c.heads, c.latent, c.rope_dim
         self.d = c.head_dim or dim // c.heads
         self.e = c.value_dim or self.d
@@ -94,12 +88,7 @@ class LatentAttention(Mechanism):
         return 2 * keys * self.h * (self.d + self.r + self.e)
 
     def mix(
-        self,
-        q: Tensor,
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None,
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None
     ) -> Tensor:
         """Expanding s keys costs s c d a head; absorbing t queries saves that, but attends c wide instead of d."""
         few = ctx.store is not None and q.shape[1] * (self.c - self.d) < self.c * self.d
@@ -120,13 +109,12 @@ class LatentAttention(Mechanism):
         nope, rope = q.split([self.d, self.r], -1)
         return torch.cat([nope, ctx.turn(rope, self.config.rope)], -1)
 
-    def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def entries(self, x: Tensor, ctx: Context) -> Entries:
         """What a token leaves behind: its normalised latent (b t c) and its turned rotary key (b t r)."""
         if ctx.memory_pos is not None and ctx.memory is None:
             return {}
-        latent, rope = self.w_dkv(x if ctx.memory is None else ctx.memory).split(
-            [self.c, self.r], -1
-        )
+        source = x if ctx.memory is None else ctx.memory
+        latent, rope = self.w_dkv(source).split([self.c, self.r], -1)
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         if not self.r:
             return {"latent": latent}
@@ -139,12 +127,7 @@ class LatentAttention(Mechanism):
         return {"scale": self.scale, "dropout": drop, "probe": probe, "backend": ctx.backend}
 
     def expanded(
-        self,
-        q: Tensor,
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None = None,
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None = None
     ) -> Tensor:
         """Keys and values of every head, then ordinary attention: (b t h e)."""
         k, v = self.w_ukv(kept["latent"]).unflatten(-1, (self.h, -1)).split([self.d, self.e], -1)
@@ -153,12 +136,7 @@ class LatentAttention(Mechanism):
         return attend(q, k, v, mask, bias=bias, **self.terms(ctx))
 
     def absorbed(
-        self,
-        q: Tensor,
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None = None,
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None = None
     ) -> Tensor:
         """q W_UK^T meets the latents themselves, as multi-query attention of width c + r; W_UV comes after the sum."""
         up = self.w_ukv.weight.view(self.h, self.d + self.e, self.c)
@@ -184,7 +162,5 @@ class _Lifted:
     probe: Probe
     w_uv: Tensor  # h e c
 
-    def see(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
-    ) -> None:
+    def see(self, q: Tensor, k: Tensor, v: Tensor, mask: Seen, terms: Terms) -> None:
         self.probe.see(q, k, v, mask, replace(terms, up=self.w_uv))

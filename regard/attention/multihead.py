@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
-from regard.attention.context import Context
 from regard.attention.core import attend
-from regard.attention.protocol import Mechanism
+from regard.attention.protocol import Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Amount, Count, Fraction, Positive, Real, divisors, ranged
+from regard.config import Amount, Count, Fraction, Positive, Real, divisors, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Span, Visible
 from regard.position import Rope
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class GQA:
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
 
@@ -47,10 +43,8 @@ class GQA:
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.heads % self.groups:
-            raise UsageError(
-                f"attention.kv_heads={self.kv_heads} must divide attention.heads={self.heads}; "
-                f"choose one of {divisors(self.heads)}"
-            )
+            given = f"attention.kv_heads={self.kv_heads} must divide attention.heads={self.heads}"
+            raise UsageError(f"{given}; choose one of {divisors(self.heads)}")
         if self.qk_norm is None and (self.qk_norm_whole or self.qk_norm_plus_one):
             raise UsageError("attention.qk_norm is off; give its eps, such as 1e-6")
 
@@ -61,10 +55,11 @@ class GQA:
     def width(self, dim: int) -> int:
         """d, the width of a query or key head in a model of width `dim`."""
         if self.head_dim is None and dim % self.heads:
-            raise UsageError(
-                f"attention.heads={self.heads} does not divide dim={dim}; choose one of {divisors(dim)} "
-                f"or set attention.head_dim"
+            given, choices = (
+                f"attention.heads={self.heads} does not divide dim={dim}",
+                divisors(dim),
             )
+            raise UsageError(f"{given}; choose one of {choices} or set attention.head_dim")
         return self.head_dim or dim // self.heads
 
     def make(
@@ -120,23 +115,18 @@ class GroupedQueryAttention(Mechanism):
         x = x.unflatten(-1, (-1, self.d))
         return x if norm is None else norm(x)
 
-    def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def entries(self, x: Tensor, ctx: Context) -> Entries:
         if ctx.memory_pos is not None and ctx.memory is None:
             return {}
         source = x if ctx.memory is None else ctx.memory
         return self.as_entries(self.wk(source), self.wv(source), ctx)
 
-    def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def as_entries(self, k: Tensor, v: Tensor, ctx: Context) -> Entries:
         k = ctx.turn(self.as_heads(k, self.k_norm), self.config.rope)
         return {"k": k, "v": v.unflatten(-1, (self.g, self.e))}
 
     def mix(
-        self,
-        q: Tensor,
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None,
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None
     ) -> Tensor:
         share = len(q) // len(kept["k"])
         if share > 1 and isinstance(mask, Visible):
@@ -146,18 +136,10 @@ class GroupedQueryAttention(Mechanism):
             o = self.mix(q.unflatten(0, (-1, share)).flatten(1, 2), kept, seen, ctx, None)
             return o.unflatten(1, (share, -1)).flatten(0, 1)
         return attend(
-            q,
-            kept["k"],
-            kept["v"],
-            mask,
-            bias=bias,
-            scale=self.scale,
-            softcap=self.config.softcap,
-            sinks=self.sinks,
-            dropout=self.config.dropout if self.training else 0.0,
-            probe=ctx.watch(),
-            backend=ctx.backend,
-        )
+            q, kept["k"], kept["v"], mask, bias=bias, scale=self.scale, softcap=self.config.softcap,
+            sinks=self.sinks, dropout=self.config.dropout if self.training else 0.0,
+            probe=ctx.watch(), backend=ctx.backend
+        )  # fmt: skip
 
     def weigh(self, o: Tensor, x: Tensor) -> Tensor:
         return o if self.wg is None else o * self.sigmoid(self.wg(x)).view_as(o)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +59,7 @@ def ordered(
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:
-    """q_tj . k_s in the same tiles, for the indexer of sparse attention: (b t H D), (b s D) -> (b t H s). Equals
-    `dots_exact`."""
+    """`dots_exact` of the indexer of sparse attention in the same tiles: (b t H D), (b s D) -> (b t H s)."""
     kind, (t, h), s = _wide(q.dtype), q.shape[1:3], k.shape[1]
     q, k = q.flatten(1, 2)[:, None].to(kind), _tiles(k[:, None], kind)  # b 1 tH D
     places = _rows(t * h, q.shape[-1], k)
@@ -143,9 +143,7 @@ def _paired(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _heights(
-    d: int, e: int, kind: torch.dtype, device: torch.device, threads: int
-) -> tuple[int, int]:
+def _heights(d: int, e: int, kind: torch.dtype, device: Any, threads: int) -> tuple[int, int]:
     """Between which numbers of queries both products of a tile give a query the same bits."""
     x, k, p, v = (y.to(device, kind) for y in (*cancelling(KEYS, d), *cancelling(e, KEYS)))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from regard.attention.core import softmax
 from regard.errors import UsageError
 
 INF = float("inf")
+Width = float | Tensor
 
 
 def pool(scores: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
@@ -36,9 +37,7 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {  # of u = |q - k| / width
 }
 
 
-def kernel_weights(
-    q: Tensor, k: Tensor, kernel: str = "gaussian", width: float | Tensor = 1.0
-) -> Tensor:
+def kernel_weights(q: Tensor, k: Tensor, kernel: str = "gaussian", width: Width = 1.0) -> Tensor:
     """a_ij = K(u_ij) / sum_j K(u_ij),  u_ij = |q_i - k_j| / width.   q (t) or (t d), k (s) or (s d) -> (t s).
 
     The Gaussian is computed as softmax(-u^2 / 2): far from every key, K is 0 in floating point and the ratio 0/0, but
@@ -57,13 +56,9 @@ def kernel_weights(
 
 
 def regress(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel: str = "gaussian",
-    width: float | Tensor = 1.0,
-    fallback: float = math.nan,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, kernel: str = "gaussian", width: Width = 1.0,
+    fallback: float = math.nan
+) -> Tensor:  # fmt: skip
     """Nadaraya-Watson regression (1964): f(q) = sum_j a_j(q) v_j, a = `kernel_weights`.   v (s) or (s e) -> (t ...).
 
     A query with no key in the support has no estimate: it gets `fallback`."""
@@ -72,18 +67,11 @@ def regress(
     return (a @ v).masked_fill(empty if v.dim() == 1 else empty[:, None], fallback)
 
 
-def classify(
-    q: Tensor,
-    k: Tensor,
-    labels: Tensor,
-    classes: int,
-    *,
-    kernel: str = "gaussian",
-    width: float | Tensor = 1.0,
-    fallback: float = math.nan,
-) -> Tensor:
-    """Nadaraya-Watson classification: p(c | q) = sum_j a_j(q) [label_j = c].   labels (s) -> (t classes)."""
-    return regress(q, k, F.one_hot(labels, classes).to(k.dtype), kernel, width, fallback)
+def classify(q: Tensor, k: Tensor, labels: Tensor, classes: int, **options: Any) -> Tensor:
+    """Nadaraya-Watson classification: p(c | q) = sum_j a_j(q) [label_j = c].   labels (s) -> (t classes).
+
+    The options are those of `regress`."""
+    return regress(q, k, F.one_hot(labels, classes).to(k.dtype), **options)
 
 
 # --- a memory made into one vector --------------------------------------------------------------------------------
@@ -114,9 +102,8 @@ def combine(
 ) -> Tensor:
     """c = H^T alpha.   memory H (... s m), scores (... s) -> (... m).
 
-    alpha: sum 1; average 1/s; one_hot 1 at the highest score; multi_hot 1/count at the `count`
-    highest, their mean; soft softmax(scores). The first two do not look at the scores; the hard ones
-    have no gradient to them; the soft one has."""
+    alpha: sum 1; average 1/s; one_hot 1 at the highest score; multi_hot 1/count at the `count` highest, their mean;
+    soft softmax(scores). The first two do not look at the scores; the hard ones have no gradient to them."""
     if how not in SELECTIONS:
         raise UsageError(f"how={how!r} is unknown; choose one of {', '.join(SELECTIONS)}")
     seen = torch.ones_like(scores) if visible is None else visible.to(scores.dtype)

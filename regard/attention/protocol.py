@@ -1,4 +1,4 @@
-"""What a mechanism is: everything that stands in a block and looks at other tokens.
+"""What a mechanism is: everything that stands in a block and looks at other tokens; and what it is told besides x.
 
 A mechanism is a frozen config and the module that it makes. The config says
     make(dim, memory_dim, add)   the module, in a model of this width
@@ -9,14 +9,90 @@ and the module says what is below. `forward` is written here, once: fast forms r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from regard.attention.context import Context
+from regard.attention.core import Probe
 from regard.cache import CacheSpec
+from regard.cache.base import Layer
 from regard.layers import Add
-from regard.mask import Visible
+from regard.mask import Full, Mask, Span, Visible, Window
+from regard.position import Rope, rotate
+
+Entries = dict[str, Tensor]  # what tokens leave behind, by the names of `cache_spec`
+Seen = Visible | Tensor | None
+
+
+@dataclass
+class Context:
+    """Everything a mechanism needs besides x: positions of the tokens, the mask, and (or None) the cache of this layer,
+    the memory to attend to instead of x, a bias over positions, a probe. Made anew for each call; nothing is global."""
+
+    pos: Span
+    mask: Mask = field(default_factory=Full)
+    store: Layer | None = None
+    memory: Tensor | None = None
+    memory_pos: Span | None = None
+    relative: Callable[[Tensor, Tensor], Tensor] | None = None
+    probe: Any = None
+    backend: str = "sdpa"
+    site: str = ""
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once a call for all layers."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    def angles(self, rope: Rope, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        key = (rope, dim, dtype)
+        return self.once(key, lambda: rope.angles(self.pos.index, dim, dtype))
+
+    def turn(self, x: Tensor, rope: Rope | None, layout: str | None = None) -> Tensor:
+        """x (b t h d) rotated to its positions."""
+        if rope is None:
+            return x
+        dtype = torch.promote_types(x.dtype, torch.float32) if rope.wide else x.dtype
+        cos, sin = self.angles(rope, x.shape[-1], dtype)
+        return rotate(x.to(dtype), cos, sin, layout or rope.layout).to(x.dtype)
+
+    def keep(self, **entries: Tensor) -> tuple[Entries, Span]:
+        """Every token's entries so far and their positions; without a cache, the entries as they are."""
+        if self.store is None:
+            return entries, self.memory_pos or self.pos
+        return self.store.keep(**entries)
+
+    def visible(self, k_pos: Span, window: int | None = None) -> Visible:
+        """The mask bound to these keys, within the window of the layer and of its cache; layers that
+        share positions share it."""
+        limit = None if self.store is None else self.store.window
+        window = min((w for w in (window, limit) if w is not None), default=None)
+        mask = self.mask if window is None else self.mask & Window(window)
+        return self.bound(("visible", window), k_pos, lambda: Visible(mask, self.pos, k_pos))
+
+    def bias(self, k_pos: Span) -> Tensor | None:
+        if self.relative is None:
+            return None
+        relative = self.relative
+        return self.bound("bias", k_pos, lambda: relative(self.pos.index, k_pos.index))
+
+    def bound(self, key: Any, k_pos: Span, make: Callable[[], Any]) -> Any:
+        """What `make` gives for these very keys, made once a call for all layers that read them."""
+        made = self.memo.setdefault(key, [])
+        for pos, value in made:
+            if pos is k_pos:
+                return value
+        made.append((k_pos, make()))
+        return made[-1][1]
+
+    def watch(self) -> Probe | None:
+        """The probe for this place (such as `decoder.3.self`), or None if it does not want it."""
+        return None if self.probe is None else self.probe.at(self.site)
 
 
 class Mechanism(nn.Module):
@@ -41,7 +117,7 @@ class Mechanism(nn.Module):
         mask = ctx.visible(k_pos, self.config.window)
         return self.mix(q, kept, mask, ctx, ctx.bias(k_pos))  # b t h e
 
-    def enter(self, x: Tensor, ctx: Context) -> tuple[Any, dict[str, Tensor]]:
+    def enter(self, x: Tensor, ctx: Context) -> tuple[Any, Entries]:
         """Projections, head norms, positions: queries (b t h d), and what each token leaves behind."""
         return self.queries(self.query_input(x), ctx), self.entries(x, ctx)
 
@@ -52,24 +128,17 @@ class Mechanism(nn.Module):
     def queries(self, x: Tensor, ctx: Context) -> Tensor:
         raise NotImplementedError
 
-    def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def entries(self, x: Tensor, ctx: Context) -> Entries:
         """What each token of x, or of the memory, leaves behind, by the names of `cache_spec`; nothing when a frozen
         cache already holds it."""
         raise NotImplementedError
 
-    def mix(
-        self,
-        q: Any,
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None) -> Tensor:
         """The mechanism itself: queries meet all that was kept. (b t h e)"""
         raise NotImplementedError
 
     def gathered(
-        self, q: Tensor, kept: dict[str, Tensor], mask: Tensor, ctx: Context, bias: Tensor | None
+        self, q: Tensor, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None
     ) -> Tensor:
         """`mix` where every query has keys of its own: the batch is of single queries."""
         return self.mix(q, kept, mask, ctx, bias)

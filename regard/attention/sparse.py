@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention.context import Context
 from regard.attention.core import Terms, softmax
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
-from regard.attention.protocol import Mechanism
+from regard.attention.protocol import Context, Entries, Mechanism, Seen
 from regard.cache import CacheSpec
-from regard.config import Count, Whole, ranged
+from regard.config import Count, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add
 from regard.mask import Visible
@@ -25,14 +24,12 @@ from regard.mask import Visible
 WORK = 2**21  # numbers that one chunk of queries may make; it should fit a processor's cache
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class DSA:
     """Sparse attention by a lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, eq. 1-2), over MLA or GQA.
 
-    I_ts = sum_j w_tj ReLU(q_tj . k_s / sqrt(D)) / sqrt(H),  w_t = W_w x_t;  S_t = the `topk` largest I_ts with s
-    visible,
-    ties going to the earliest position;  o_t = attention of t over S_t.   topk >= s is the dense layer itself.
+    I_ts = sum_j w_tj ReLU(q_tj . k_s / sqrt(D)) / sqrt(H),  w_t = W_w x_t;  S_t = the `topk` largest I_ts of the
+    visible s, ties going to the earliest;  o_t = attention of t over S_t.   topk >= s is the dense layer itself.
     Cache per token: the attention's own, and D.   Work per query: H D s for the index, then k instead of s.
     """
 
@@ -41,9 +38,8 @@ class DSA:
     index_dim: Count  # D
     topk: Count
     rope_dim: Whole = 0  # leading index features turned by attention.rope, half-split
-    hadamard: bool = (
-        False  # turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8
-    )
+    # Turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8.
+    hadamard: bool = False
     precision: str = "exact"  # or "fp8"
     kind: str = "dsa"
 
@@ -51,13 +47,10 @@ class DSA:
         if self.precision not in ("exact", "fp8"):
             raise UsageError(f"attention.precision is {self.precision!r}; choose exact or fp8")
         if self.hadamard and self.index_dim & (self.index_dim - 1):
-            raise UsageError(
-                f"attention.index_dim={self.index_dim} must be a power of two for hadamard=True"
-            )
+            given = f"attention.index_dim={self.index_dim}"
+            raise UsageError(f"{given} must be a power of two for hadamard=True")
         if self.rope_dim and self.attention.rope is None:
-            raise UsageError(
-                "attention.rope_dim needs attention.attention.rope; give it, or rope_dim=0"
-            )
+            raise UsageError("attention.rope_dim needs attention.attention.rope; give it too")
 
     @property
     def window(self) -> int | None:
@@ -90,8 +83,7 @@ class WideLinear(nn.Linear):
 
 
 class Indexer(nn.Module):
-    """Its own small queries, one key a token shared by its heads, and a weight for each head that depends on the
-    token."""
+    """Its own small queries, one key a token shared by its heads, and a weight per head that depends on the token."""
 
     def __init__(self, config: DSA, dim: int, query_dim: int):
         super().__init__()
@@ -111,9 +103,8 @@ class Indexer(nn.Module):
     def _place(self, x: Tensor, ctx: Context) -> Tensor:
         r = self.config.rope_dim
         if r:
-            x = torch.cat(
-                [ctx.turn(x[..., :r], self.config.attention.rope, "half"), x[..., r:]], -1
-            )
+            turned = ctx.turn(x[..., :r], self.config.attention.rope, "half")
+            x = torch.cat([turned, x[..., r:]], -1)
         return hadamard(x) if self.config.hadamard else x
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
@@ -148,15 +139,9 @@ def fp8_dots(q: Tensor, k: Tensor, dots: Callable[[Tensor, Tensor], Tensor] = do
     k8, k_scale = to_fp8(k)
     modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
     if dots is dots_exact and modern and q.shape[-1] % 16 == 0:
-        one = torch.ones((), device=q.device)
-        raw = torch.stack(
-            [
-                torch._scaled_mm(
-                    a.flatten(0, 1), b.t(), one, one, out_dtype=torch.float32
-                ).unflatten(0, a.shape[:2])
-                for a, b in zip(q8, k8, strict=True)
-            ]
-        )
+        one, pairs = torch.ones((), device=q.device), zip(q8.flatten(1, 2), k8.mT, strict=True)
+        rows = [torch._scaled_mm(a, b, one, one, out_dtype=torch.float32) for a, b in pairs]
+        raw = torch.stack(rows).unflatten(1, q.shape[1:3])
     else:
         raw = dots(q8, k8)
     return raw * q_scale * k_scale[:, None, None, :, 0]
@@ -184,9 +169,8 @@ def choose(scores: Tensor, k: int) -> Tensor:
     (Scores tie often: ReLU makes exact zeros. torch.topk alone would pick by buffer width.)"""
     values, best = scores.topk(min(k + 1, scores.shape[-1]))
     least = values[..., k - 1 : k]
-    if not (
-        (values[..., k:] == least) & (least > -torch.inf)
-    ).any():  # the set is unique but for hidden keys
+    # Unless the best that is left out ties with the last that is not, the set is unique but for hidden keys.
+    if not ((values[..., k:] == least) & (least > -torch.inf)).any():
         return best[..., :k].sort(-1).values
     above, tied = scores > least, scores == least
     room = k - above.sum(-1, keepdim=True)
@@ -226,21 +210,12 @@ class SparseAttention(Mechanism):
         index = 2 * context * self.indexer.h * self.indexer.d
         return index + self.attention.flops(min(context, self.config.topk))
 
-    def enter(
-        self, x: Tensor, ctx: Context
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+    def enter(self, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, Tensor, Tensor], Entries]:
         c_q = self.attention.query_input(x)
         new = {**self.attention.entries(x, ctx), "index_k": self.indexer.keys(x, ctx)}
         return (self.attention.queries(c_q, ctx), c_q, x), new
 
-    def mix(
-        self,
-        q: tuple[Tensor, Tensor, Tensor],
-        kept: dict[str, Tensor],
-        mask: Visible | Tensor | None,
-        ctx: Context,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None) -> Tensor:
         assert isinstance(mask, Visible)
         queries, c_q, x = q
         if self.dense(mask.k.size):
@@ -258,15 +233,9 @@ class SparseAttention(Mechanism):
         return keys <= self.config.topk
 
     def sparse(
-        self,
-        x: Tensor,
-        q: Tensor,
-        index_q: Tensor,
-        kept: dict[str, Tensor],
-        mask: Visible,
-        ctx: Context,
-        bias: Tensor | None,
-    ) -> Tensor:
+        self, x: Tensor, q: Tensor, index_q: Tensor, kept: Entries,
+        mask: Visible, ctx: Context, bias: Tensor | None
+    ) -> Tensor:  # fmt: skip
         """Chunk by chunk of queries: score all keys, choose k, gather them, attend to them: (b t h e)."""
         kept = dict(kept)
         index_k, (b, t, s) = kept.pop("index_k"), (*q.shape[:2], mask.k.size)
@@ -280,11 +249,11 @@ class SparseAttention(Mechanism):
             with torch.no_grad():
                 scores = self.indexer.scores(index_q[:, rows], index_k, x[:, rows])
                 chosen = self.choice(scores.masked_fill(~seen, -torch.inf), k, order)  # b n k
-            some = None if bias is None else bias[:, :, rows].expand(b, -1, -1, -1)
-            part = self.attend_chosen(
-                q[:, rows], kept, chosen, seen, some, self._watch(ctx, rows, chosen, (t, s))
-            )
-            out.append(part)
+            added = None if bias is None else bias[:, :, rows].expand(b, -1, -1, -1)
+            probe = ctx.watch()
+            # A context whose probe learns which queries and keys these are.
+            here = ctx if probe is None else replace(ctx, probe=Spread(probe, rows, chosen, (t, s)))
+            out.append(self.attend_chosen(q[:, rows], kept, chosen, seen, added, here))
         return torch.cat(out, 1)
 
     def choice(self, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
@@ -295,29 +264,18 @@ class SparseAttention(Mechanism):
         return order.gather(-1, choose(scores.gather(-1, order), k))
 
     def attend_chosen(
-        self,
-        q: Tensor,
-        kept: dict[str, Tensor],
-        chosen: Tensor,
-        seen: Tensor,
-        bias: Tensor | None,
-        ctx: Context,
+        self, q: Tensor, kept: Entries, chosen: Tensor, seen: Tensor, bias: Any, ctx: Context
     ) -> Tensor:
         """Each query attends to its own k keys: (b n) becomes the batch, one query a row."""
         b, n, k = chosen.shape
         row = torch.arange(b, device=q.device)[:, None, None]
-        mine = {name: x[row, chosen].flatten(0, 1) for name, x in kept.items()}  # bn k ...
+        gathered = {name: x[row, chosen].flatten(0, 1) for name, x in kept.items()}  # bn k ...
         shown = seen.gather(-1, chosen).view(b * n, 1, 1, k)
         if bias is not None:
             at = chosen[:, None].expand(-1, bias.shape[1], -1, -1)
             bias = bias.gather(-1, at).transpose(1, 2).reshape(b * n, -1, 1, k)
-        o = self.attention.gathered(q.reshape(b * n, 1, *q.shape[2:]), mine, shown, ctx, bias)
+        o = self.attention.gathered(q.reshape(b * n, 1, *q.shape[2:]), gathered, shown, ctx, bias)
         return o.reshape(b, n, *o.shape[2:])
-
-    def _watch(self, ctx: Context, rows: slice, chosen: Tensor, size: tuple[int, int]) -> Context:
-        """A context whose probe learns which queries and keys these are."""
-        probe = ctx.watch()
-        return ctx if probe is None else replace(ctx, probe=Spread(probe, rows, chosen, size))
 
 
 @dataclass

@@ -82,7 +82,7 @@ def print_rows(rows: list[Row]) -> None:
 
 
 def rows(f: Forecast) -> list[Row]:
-    from regard.models.summary import parameters
+    from regard.models.base import parameters
     from regard.train.build import notices
     from regard.train.plan import EFFICIENCY, duration, number, size, trainable
 
@@ -133,7 +133,7 @@ def hint(f: Forecast) -> list[Row]:
 
 
 def facts(f: Forecast) -> dict[str, Any]:
-    from regard.models.summary import parameters
+    from regard.models.base import parameters
     from regard.train.forecast import cache_bytes
     from regard.train.plan import trainable
 
@@ -161,7 +161,7 @@ def show_folder(options: Options, device: torch.device) -> int:
     """What a model needs to run: its weights, and what it keeps of each token."""
     from regard.checkpoint import load
     from regard.files import resolve_model
-    from regard.models.summary import parameters
+    from regard.models.base import parameters
     from regard.train.forecast import cache_bytes
     from regard.train.measure import context_of
     from regard.train.plan import free_memory, number, size

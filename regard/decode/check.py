@@ -9,8 +9,7 @@ import torch
 from regard.cache import Pool, taken_back
 from regard.decode.settings import Request
 from regard.errors import UsageError
-from regard.models.embedding import Tokens, context
-from regard.models.vision import Patches
+from regard.models.embedding import Patches, Tokens, context
 
 
 def check(request: Request, model: Any) -> None:

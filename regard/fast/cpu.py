@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention.context import Context
 from regard.attention.core import Terms
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.protocol import Context
 from regard.block import Block
 from regard.cache import Contiguous
 from regard.cache.base import Layer

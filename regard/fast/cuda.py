@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention.context import Context
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
+from regard.attention.protocol import Context
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention

@@ -34,9 +34,8 @@ from regard.fast.specialise import replace, share
 from regard.kernels.linear import Packed, packs
 from regard.layers import FeedForward, LabelHead, LMHead, RMSNorm
 from regard.models import Model
-from regard.models.cells import Recurrence, State, hold
-from regard.models.embedding import TokenEmbedding
-from regard.models.vision import PatchEmbedding
+from regard.models.embedding import PatchEmbedding, TokenEmbedding
+from regard.models.recurrent import Recurrence, State, hold
 from regard.moe import MixtureOfExperts
 from regard.position import PositionVectors, RelativeBias
 

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from regard.attention.context import Context
-from regard.attention.protocol import Mechanism
+from regard.attention.protocol import Context, Mechanism
 from regard.attention.sparse import SparseAttention
 from regard.fast.specialise import Row, Specialise, mixed, share
 from regard.layers import Add

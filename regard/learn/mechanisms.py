@@ -44,8 +44,8 @@ from regard.learn.explain import (
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
-from regard.models.cells import CELLS, MemoryAttention
-from regard.models.summary import parameters
+from regard.models.base import parameters
+from regard.models.recurrent import CELLS, MemoryAttention
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.train import loss
 from regard.train.checkpoint import Checkpoints
@@ -285,7 +285,7 @@ def scores(q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0
     yield Table("one row for each key", ["key", *SCORES], rows)
 
 
-@topic("regard/models/cells.py::BahdanauStep", "regard/models/cells.py::MemoryAttention")
+@topic("regard/models/recurrent.py::BahdanauStep", "regard/models/recurrent.py::MemoryAttention")
 def bahdanau(
     q: Numbers = (1.0, -0.5),
     k: Numbers = (0.2, 0.4, -0.1, 0.5, -0.3, 0.8, -0.6, 0.1, 0.3),
@@ -546,7 +546,7 @@ def feed_forward(
     yield Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes)
 
 
-@topic("regard/models/vision.py::PatchEmbedding", "regard/models/vision.py::Patches")
+@topic("regard/models/embedding.py::PatchEmbedding", "regard/models/embedding.py::Patches")
 def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 768) -> Tables:
     """How does an image become a sentence?
 
@@ -563,7 +563,7 @@ def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 76
     yield Table(f"images of {size} x {size}", columns, rows)
 
 
-@topic("regard/models/cells.py::elman", "regard/models/cells.py::Cell")
+@topic("regard/models/recurrent.py::elman", "regard/models/recurrent.py::Cell")
 def rnn_path(
     x: Numbers = (0.5, 0.9, 1.0, 1.1), steps: Numbers = (1.0, 10.0, 50.0, 100.0)
 ) -> Tables:

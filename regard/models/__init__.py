@@ -1,11 +1,14 @@
-"""Models: three flows of data (transformer, vision, recurrent); what differs between families is their config."""
+"""Models: towers of blocks (transformer) or of cells (recurrent); what differs between families is their config."""
 
 from regard.models.base import Model
-from regard.models.embedding import Tokens
-from regard.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from regard.models.embedding import Patches, Tokens
 from regard.models.recurrent import Recurrent, RecurrentConfig, Seq2Seq, Seq2SeqConfig
-from regard.models.transformer import Transformer, TransformerConfig
-from regard.models.vision import Patches
+from regard.models.transformer import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    Transformer,
+    TransformerConfig,
+)
 
 CONFIGS: dict[str, type] = {
     "transformer": TransformerConfig,
@@ -15,16 +18,6 @@ CONFIGS: dict[str, type] = {
 }
 
 __all__ = [
-    "CONFIGS",
-    "EncoderDecoder",
-    "EncoderDecoderConfig",
-    "Model",
-    "Patches",
-    "Recurrent",
-    "RecurrentConfig",
-    "Seq2Seq",
-    "Seq2SeqConfig",
-    "Tokens",
-    "Transformer",
-    "TransformerConfig",
-]
+    "CONFIGS", "EncoderDecoder", "EncoderDecoderConfig", "Model", "Patches", "Recurrent", "RecurrentConfig",
+    "Seq2Seq", "Seq2SeqConfig", "Tokens", "Transformer", "TransformerConfig",
+]  # fmt: skip

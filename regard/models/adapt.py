@@ -6,21 +6,20 @@ Training makes them (train/adapt.py), checkpoints keep them apart from the body 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Fraction, Positive, ranged
+from regard.config import Count, Fraction, Positive, settings
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_head
 from regard.models.base import Model
 from regard.models.embedding import Tokens
-from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.start import initialize, start_of
-from regard.models.transformer import Transformer, TransformerConfig
+from regard.models.transformer import EncoderDecoder, Transformer, TransformerConfig
 
 # --- a new head ---------------------------------------------------------------------------------------------------
 
@@ -36,16 +35,17 @@ def with_head(model: Model, head: Head) -> Model:
     CPU: torch.manual_seed decides them. A pooler becomes the dense layer of a head that has the same."""
     if isinstance(model, EncoderDecoder) and not isinstance(head, LM):
         model = _encoder_of(model)
-    if not isinstance(model, (Transformer, EncoderDecoder)):
-        raise UsageError(
-            "a recurrent model keeps the head it was made with; a new one goes on a Transformer or an encoder-decoder"
-        )
-    dim, vocab, width = _sizes(model)
+    if not model.towers:
+        raise UsageError("a recurrent model keeps the head it was made with; use a Transformer")
     if isinstance(model, Transformer):
         head = _suited(head, model)
-    if isinstance(head, (LM, MLM)) and not vocab:
+    tower, words = (getattr(model.config, name) for name in [*model.towers.items()][-1])
+    if isinstance(words, Tokens):
+        made = make_head(head, tower.dim, words.vocab, words.width)
+    elif isinstance(head, (LM, MLM)):
         raise UsageError("an image has no vocabulary: put a Classify or Tag head on this model")
-    made = make_head(head, dim, vocab, width)
+    else:
+        made = make_head(head, tower.dim, 0)
     start = getattr(model.origin, "start", None) or model.start or start_of(model.config)
     initialize(made, start)
     made = made.to(next(model.parameters())).train(model.training)
@@ -62,13 +62,6 @@ def with_head(model: Model, head: Head) -> Model:
     return model
 
 
-def _sizes(model: Transformer | EncoderDecoder) -> tuple[int, int, int | None]:
-    c = model.config
-    two = isinstance(model, EncoderDecoder)
-    dim, words = (c.decoder.dim, c.target) if two else (c.tower.dim, c.embedding)
-    return (dim, words.vocab, words.width) if isinstance(words, Tokens) else (dim, 0, None)
-
-
 def _encoder_of(model: EncoderDecoder) -> Transformer:
     """The encoder as a model of its own, with the same weights."""
     c = model.config
@@ -81,39 +74,36 @@ def _encoder_of(model: EncoderDecoder) -> Transformer:
 def _suited(head: Head, model: Transformer) -> Head:
     """The form and the dropout of a head for this body, where only its labels are said: those of its folder, or its
     family's."""
+    tower = model.config.tower
     if isinstance(head, (LM, MLM)):
         return head
-    tower = model.config.tower
-    if head == type(head)(head.labels):
-        family = getattr(model.origin, "family", "") or model.family
-        known = getattr(model.origin, "heads", {}).get(head.kind)
-        if known is not None:
-            return replace(known, labels=head.labels)
-        if isinstance(head, Answer):
-            return replace(head, dropout=0.1) if family == "distilbert" else head
-        if isinstance(head, Tag):
-            return replace(head, dropout=0.1 if tower.causal else tower.dropout)
-        if tower.causal:
-            return Classify(head.labels, None, "last", bias=False)
-        if not isinstance(model.config.embedding, Tokens):
-            return Classify(head.labels, None)
-        if family == "distilbert":
-            return replace(head, dense="relu", dropout=0.2)
-        return replace(head, dropout=tower.dropout, dropped_twice=family == "roberta")
-    if isinstance(head, Classify) and tower.causal and head.token == "first":
-        raise UsageError(
-            "the first token of a causal tower has seen nothing else; say Classify(labels, token='last')"
-        )
-    return head
+    if head != type(head)(head.labels):
+        if isinstance(head, Classify) and tower.causal and head.token == "first":
+            why = "the first token of a causal tower has seen nothing else"
+            raise UsageError(f"{why}; say Classify(labels, token='last')")
+        return head
+    family = getattr(model.origin, "family", "") or model.family
+    known = getattr(model.origin, "heads", {}).get(head.kind)
+    if known is not None:
+        return replace(known, labels=head.labels)
+    if isinstance(head, Answer):
+        return replace(head, dropout=0.1) if family == "distilbert" else head
+    if isinstance(head, Tag):
+        return replace(head, dropout=0.1 if tower.causal else tower.dropout)
+    if tower.causal:
+        return Classify(head.labels, None, "last", bias=False)
+    if not isinstance(model.config.embedding, Tokens):
+        return Classify(head.labels, None)
+    if family == "distilbert":
+        return replace(head, dense="relu", dropout=0.2)
+    return replace(head, dropout=tower.dropout, dropped_twice=family == "roberta")
 
 
 def labels(classes: Iterable[str]) -> dict[str, Any]:
     """The names of labels as config.json has them, for `model.origin.config`; nothing where there are none."""
-    names = list(classes)
-    if not names:
-        return {}
-    pairs = list(enumerate(names))
-    return {"id2label": {str(i): n for i, n in pairs}, "label2id": {n: i for i, n in pairs}}
+    pairs = list(enumerate(classes))
+    both = {"id2label": {str(i): n for i, n in pairs}, "label2id": {n: i for i, n in pairs}}
+    return both if pairs else {}
 
 
 def classes_of(model: Any) -> list[str]:
@@ -125,8 +115,7 @@ def classes_of(model: Any) -> list[str]:
 # --- LoRA ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class LoRA:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685).   y = W x + (alpha / rank) B A x,  A (r in), B (out r)
 
@@ -148,11 +137,10 @@ class LowRank(nn.Module):
         super().__init__()
         self.base, self.config = base, config
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
-        bound = base.in_features**-0.5
-        a = torch.empty(config.rank, base.in_features, dtype=dtype).uniform_(-bound, bound)
-        self.a = nn.Parameter(a.to(base.weight.device))
-        b = torch.zeros(base.out_features, config.rank, dtype=dtype)
-        self.b = nn.Parameter(b.to(base.weight.device))
+        rank, bound, device = config.rank, base.in_features**-0.5, base.weight.device
+        a = torch.empty(rank, base.in_features, dtype=dtype).uniform_(-bound, bound)
+        self.a = nn.Parameter(a.to(device))
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=dtype, device=device))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,8 +181,7 @@ def inject(model: nn.Module, names: Iterable[str], config: LoRA) -> None:
 
 
 def merge(model: Model) -> Model:
-    """The model with LoRA's products added to the weights, in place: plain linear layers again. What was frozen stays
-    so."""
+    """The model with LoRA's products added to the weights, in place; what was frozen stays so."""
     for name, low in low_ranks(model).items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, low.merged())

@@ -1,21 +1,19 @@
-"""Token embeddings, with what is added to them."""
+"""What a tower reads: tokens as vectors, and images as tokens (ViT, DeiT)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.config import Count, Fraction, Whole, ranged
+from regard.config import Count, Fraction, Whole, settings
+from regard.errors import UsageError
 from regard.layers import Norm
 from regard.mask import Span
 from regard.position import Learned, PositionVectors, Sinusoidal
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Tokens:
     """Token embeddings, with what is added to them: positions, segment types, a norm. With `width` they are so wide,
     and a linear layer makes them as wide as the tower (ALBERT)."""
@@ -28,6 +26,9 @@ class Tokens:
     dropout: Fraction = 0.0
     width: Count | None = None
     kind: str = "tokens"
+
+    def make(self, dim: int) -> TokenEmbedding:
+        return TokenEmbedding(self, dim)
 
 
 def context(max_len: int | None, tokens: Tokens) -> int | None:
@@ -61,3 +62,55 @@ class TokenEmbedding(nn.Module):
             x = x + self.position(pos.index, ids).to(x.dtype)
         x = self.dropout(x if self.norm is None else self.norm(x))
         return x if self.project is None else self.project(x)
+
+
+# --- images -------------------------------------------------------------------------------------------------------
+
+
+@settings
+class Patches:
+    """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand
+    in front (1: the class token; 2: DeiT's distillation token as well)."""
+
+    size: Count = 224
+    patch: Count = 16
+    channels: Count = 3
+    extra: Whole = 1
+    bias: bool = True
+    dropout: Fraction = 0.0
+    kind: str = "patches"
+
+    def __post_init__(self) -> None:
+        if self.size % self.patch:
+            raise UsageError(f"patch={self.patch} must divide the image size={self.size}")
+
+    def make(self, dim: int) -> PatchEmbedding:
+        return PatchEmbedding(self, dim)
+
+    @property
+    def count(self) -> int:
+        return (self.size // self.patch) ** 2
+
+
+class PatchEmbedding(nn.Module):
+    """images (b c h w) -> (b n m): x_i = W patch_i + b, class tokens in front, a learned vector for each place."""
+
+    def __init__(self, config: Patches, dim: int):
+        super().__init__()
+        c = self.config = config
+        self.project = nn.Conv2d(c.channels, dim, c.patch, stride=c.patch, bias=c.bias)
+        self.extra = nn.Parameter(torch.zeros(c.extra, dim))
+        self.position = nn.Parameter(torch.empty(c.extra + c.count, dim).normal_(std=0.02))
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        c = self.config
+        want = (c.channels, c.size, c.size)
+        if images.dim() != 4 or images.shape[1:] != want or not images.is_floating_point():
+            shape, given = ", ".join(map(str, want)), f"{images.dtype} {tuple(images.shape)}"
+            raise UsageError(f"images must be real numbers of shape (b, {shape}), got {given}")
+        if len(images) == 0:
+            raise UsageError("empty batch: give at least one image")
+        x = self.project(images.to(self.project.weight.dtype)).flatten(2).transpose(1, 2)  # b n m
+        x = torch.cat([self.extra.expand(len(x), -1, -1), x], 1) + self.position
+        return self.dropout(x)

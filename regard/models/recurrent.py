@@ -1,31 +1,278 @@
 """Recurrent language models and seq2seq, with or without attention over a memory of states.
 
-Their parts (cells, Luong's and Bahdanau's attention) are in cells.py; here are the two flows of data around them.
+First the parts: Elman, GRU and LSTM cells, Luong's and Bahdanau's attention, their decoders. The cells' equations are
+the specification; torch's fused layers run the same weights and are tested equal to them. A state has a fixed size,
+(h,) or (h, c), and padding never moves it. Then the two flows of data around them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from regard.attention import Context
-from regard.attention.scores import check_score
-from regard.cache import Cache, CacheSpec, Contiguous
-from regard.config import Count, Fraction, ranged
+from regard.attention import Context, attend
+from regard.attention.core import Terms
+from regard.attention.protocol import Entries, Seen
+from regard.attention.scores import check_score, make_score
+from regard.cache import Cache, CacheSpec
+from regard.config import Count, Fraction, settings
 from regard.errors import UsageError
 from regard.layers import LM, make_head
-from regard.mask import Causal, Full, Span
-from regard.models.base import Model, check_ids, check_source, positions
-from regard.models.cells import CELLS, BahdanauDecoder, LuongDecoder, Recurrence, State
+from regard.mask import Causal, Full, Span, Visible
+from regard.models.base import Lengths, Model, check_ids, cross_cache, new_source, positions
+
+State = tuple[Tensor, ...]  # (h,) or (h, c): (b m) of one cell, (layers b m) of a stack
+Gate = Callable[[Tensor], Tensor]
+
+
+# x is W x + b of the token and h is U h + d of the state before it; `gate` is the sigmoid
+
+
+def elman(x: Tensor, h: Tensor, state: State, gate: Gate = torch.sigmoid) -> State:
+    """h' = tanh(W x + b + U h + d) (Elman 1990)."""
+    return (torch.tanh(x + h),)
+
+
+def gru(x: Tensor, h: Tensor, state: State, gate: Gate = torch.sigmoid) -> State:
+    """r, z = sigmoid(W x + b + U h + d), n = tanh(W x + b + r (U h + d)), h' = (1 - z) n + z h (Cho et al. 2014)."""
+    x_r, x_z, x_n = x.chunk(3, -1)
+    h_r, h_z, h_n = h.chunk(3, -1)
+    r, z = gate(x_r + h_r), gate(x_z + h_z)
+    n = torch.tanh(x_n + r * h_n)
+    return ((1 - z) * n + z * state[0],)
+
+
+def lstm(x: Tensor, h: Tensor, state: State, gate: Gate = torch.sigmoid) -> State:
+    """i, f, o = sigmoid(...), g = tanh(W x + b + U h + d),  c' = f c + i g,  h' = o tanh(c') (Gers et al. 2000)."""
+    i, f, g, o = (x + h).chunk(4, -1)
+    c = gate(f) * state[1] + gate(i) * torch.tanh(g)
+    return gate(o) * torch.tanh(c), c
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell's equations, torch's layer with the same weights, and the names of what its state holds."""
+
+    gates: Callable[..., State]
+    fast: Callable[..., nn.RNNBase]
+    state: tuple[str, ...]
+
+    def step(self, x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
+        return self.gates(F.linear(x, w, b), F.linear(state[0], u, d), state)
+
+
+CELLS: dict[str, Cell] = {
+    "elman": Cell(elman, nn.RNN, ("h",)),
+    "gru": Cell(gru, nn.GRU, ("h",)),
+    "lstm": Cell(lstm, nn.LSTM, ("h", "c")),
+}
+
+
+class Recurrence(nn.Module):
+    """Cells on top of each other: x (b t i) -> the top's h (b t m), and the state after each row's last real token."""
+
+    def __init__(
+        self, cell: str, inputs: int, dim: int, layers: int, dropout: float, both: bool = False
+    ):
+        super().__init__()
+        self.cell, self.dim, self.layers = CELLS[cell], dim, layers
+        options = {"dropout": dropout if layers > 1 else 0.0, "bidirectional": both}
+        self.rnn = self.cell.fast(inputs, dim, layers, batch_first=True, **options)
+
+    def start(self, x: Tensor) -> State:
+        depth = self.layers * (2 if self.rnn.bidirectional else 1)
+        return tuple(x.new_zeros(depth, len(x), self.dim) for _ in self.cell.state)
+
+    def forward(self, x: Tensor, state: State, lengths: Any = None) -> tuple[Tensor, State]:
+        """By torch's fused layer, in both directions if `both`; `plain` says what it computes."""
+        given = state if len(state) > 1 else state[0]
+        if lengths is None:
+            y, new = self.rnn(x, given)
+            return y, new if len(state) > 1 else (new,)
+        n = lengths.clamp(min=1).cpu()  # torch packs no empty row; `hold` undoes its one step
+        y, new = self.rnn(pack_padded_sequence(x, n, True, enforce_sorted=False), given)
+        y, _ = pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])
+        return y, hold(new if len(state) > 1 else (new,), state, lengths > 0)
+
+    def plain(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """The same written out, for one direction: layer by layer, token by token."""
+        ends = []
+        for i in range(self.layers):
+            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            w, u, b, d = (getattr(self.rnn, f"{name}_l{i}") for name in names)
+            now, out = tuple(s[i] for s in state), []
+            for token in x.unbind(1):
+                now = self.cell.step(token, now, w, u, b, d)
+                out.append(now[0])
+            x = torch.stack(out, 1)
+            ends.append(now)
+        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [CacheSpec(state={n: (self.dim,) for n in self.cell.state})] * self.layers
+
+    def load(self, cache: Cache) -> State:
+        return tuple(torch.stack([s[name] for s in cache.states]) for name in self.cell.state)
+
+    def store(self, cache: Cache, state: State) -> None:
+        for i, old in enumerate(cache.states):
+            named = zip(self.cell.state, state, strict=True)
+            cache.states[i] = {name: s[i].to(old[name]) for name, s in named}
+
+
+def hold(new: State, old: State, real: Tensor) -> State:
+    """The new state where the token was real (b), the old one where it was padding."""
+    return tuple(torch.where(real[:, None], a, b) for a, b in zip(new, old, strict=True))
+
+
+# --- attention over a memory --------------------------------------------------------------------------------------
+
+
+class MemoryAttention(nn.Module):
+    """c_t = sum_s a_ts m_s,  a_t = softmax_s score(q_t, m_s).   q (b t m), memory (b s e) -> (b t e).
+
+    Cache per token: the state m_s; for the additive score W_k m_s too, so that it is computed once."""
+
+    def __init__(self, score: str, dim: int, memory_dim: int):
+        super().__init__()
+        self.score = make_score(score, dim, memory_dim, hidden=dim)
+        self.memory_dim, self.key_dim = memory_dim, memory_dim if self.score.fused else dim
+
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        keys = {} if self.score.fused else {"k": (self.key_dim,)}
+        return {"h": (self.memory_dim,), **keys}
+
+    def flops(self, context: int) -> int:
+        return 2 * context * (self.key_dim + self.memory_dim)
+
+    def recall(self, x: Tensor, ctx: Context) -> tuple[Entries, Visible]:
+        """What can be attended to: the context's memory, what a frozen cache holds of it, or x and all before it."""
+        entries = {}
+        if ctx.memory_pos is None or ctx.memory is not None:
+            memory = entries["h"] = x if ctx.memory is None else ctx.memory
+            if not self.score.fused:
+                entries["k"] = self.score.key(memory)
+        kept, pos = ctx.keep(**entries)
+        return kept, ctx.visible(pos)
+
+    def forward(
+        self,
+        q: Tensor,
+        kept: Entries,
+        mask: Seen = None,
+        *,
+        probe: Any = None,
+        backend: str = "sdpa",
+    ) -> Tensor:
+        s, (fused, scale) = self.score, (self.score.fused, self.score.scale)
+        q, k, v = (x[:, :, None] for x in (s.query(q), kept["h" if fused else "k"], kept["h"]))
+        score = None if fused else s.join
+        o = attend(q, k, v, mask, score=score, scale=scale, probe=probe, backend=backend)
+        return o[:, :, 0]  # b t e
+
+
+class LuongAttention(nn.Module):
+    """Attention after the cell (Luong et al. 2015, eq. 5): the CURRENT state asks, h~_t = tanh(W [c_t; h_t]).
+
+    h (b t m) -> (b t m). Where the context carries no memory, the memory is the states so far, h_1 .. h_t."""
+
+    def __init__(self, score: str, dim: int, memory_dim: int):
+        super().__init__()
+        self.attention = MemoryAttention(score, dim, memory_dim)
+        self.combine = nn.Linear(memory_dim + dim, dim, bias=False)
+
+    def forward(self, h: Tensor, ctx: Context) -> Tensor:
+        kept, mask = self.attention.recall(h, ctx)
+        c = self.attention(h, kept, mask, probe=ctx.watch(), backend=ctx.backend)  # b t e
+        return torch.tanh(self.combine(torch.cat([c, h], -1)))
+
+
+class BahdanauStep(nn.Module):
+    """Attention before the cell (Bahdanau et al. 2015, A.2): the PREVIOUS state asks, and the previous word is fed.
+
+    c_t = sum_s softmax_s(w_v^T tanh(W_q h_{t-1} + W_k m_s)) m_s,   h_t = cell([y_{t-1}; c_t], h_{t-1})."""
+
+    def __init__(
+        self, dim: int, memory_dim: int, cell: str = "gru", layers: int = 1, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.attention = MemoryAttention("additive", dim, memory_dim)
+        self.rnn = Recurrence(cell, dim + memory_dim, dim, layers, dropout)
+
+    def forward(
+        self, y: Tensor, state: State, kept: Entries, mask: Any = None, backend: str = "sdpa"
+    ) -> State:
+        """Embedding y (b m) of the previous word, state before -> state after. `kept`: of `attention.recall`."""
+        c = self.attention(state[0][-1][:, None], kept, mask, backend=backend)  # b 1 e
+        return self.rnn(torch.cat([y[:, None], c], -1), state)[1]
+
+
+# --- decoders: x (b t m), state -> h (b t m), state ---------------------------------------------------------------
+
+
+class LuongDecoder(nn.Module):
+    """The cells over the whole row at once, then attention, if there is any."""
+
+    def __init__(self, c: RecurrentConfig | Seq2SeqConfig, memory_dim: int):
+        super().__init__()
+        self.rnn = Recurrence(c.cell, c.dim, c.dim, c.layers, c.dropout)
+        self.luong = LuongAttention(c.attention, c.dim, memory_dim) if c.attention else None
+
+    @property
+    def attention(self) -> MemoryAttention | None:
+        return None if self.luong is None else self.luong.attention
+
+    def forward(self, x: Tensor, state: State, lengths: Any, ctx: Context) -> tuple[Tensor, State]:
+        h, state = self.rnn(x, state, lengths)
+        return h if self.luong is None else self.luong(h, ctx), state
+
+
+class BahdanauDecoder(nn.Module):
+    """Bahdanau's step, word after word; the memory's keys are computed once."""
+
+    def __init__(self, c: RecurrentConfig | Seq2SeqConfig, memory_dim: int):
+        super().__init__()
+        self.step = BahdanauStep(c.dim, memory_dim, c.cell, c.layers, c.dropout)
+
+    @property
+    def rnn(self) -> Recurrence:
+        return self.step.rnn
+
+    @property
+    def attention(self) -> MemoryAttention:
+        return self.step.attention
+
+    def forward(self, x: Tensor, state: State, lengths: Any, ctx: Context) -> tuple[Tensor, State]:
+        kept, visible = self.attention.recall(x, ctx)
+        mask = None if visible.everything else visible.rows(slice(0, 1))  # b 1 1 s, for every word
+        asked, out = [], []
+        for i, y in enumerate(x.unbind(1)):
+            asked.append(state[0][-1])
+            new = self.step(y, state, kept, mask, ctx.backend)
+            state = new if lengths is None else hold(new, state, lengths > i)
+            out.append(state[0][-1])
+        watch = ctx.watch()
+        if watch is not None:  # all words at once, as every other layer shows them
+            score = self.attention.score
+            q, k, v = score.query(torch.stack(asked, 1)), kept["k"], kept["h"]
+            terms = Terms(1.0, score=score.join)
+            watch.see(q[:, None], k[:, None], v[:, None], visible, terms)
+        return torch.stack(out, 1), state
+
+
+Decoder = LuongDecoder | BahdanauDecoder
+
 
 # --- the language model -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class RecurrentConfig:
     """A language model of stacked cells. `attention` is the score (dot, scaled_dot, bilinear, additive) by which each
     state looks back at the states so far, itself among them; None: the state is all there is."""
@@ -49,33 +296,20 @@ class RecurrentConfig:
 class Recurrent(Model):
     """ids (b t) -> logits (b t V). Cache: the state of each layer; with attention, every state of the top one too."""
 
+    writer, words = "decoder", "embedding"
+
     def __init__(self, config: RecurrentConfig):
         super().__init__(config)
         c = config
         self.embedding = _embedding(c.vocab, c.dim)
-        self.decoder = LuongDecoder(c.dim, c.dim, c.attention, c.cell, c.layers, c.dropout)
+        self.decoder = LuongDecoder(c, c.dim)
         self.head = make_head(LM(tied=c.tied), c.dim, c.vocab)
         self.dropout = nn.Dropout(c.dropout)
-
-    def forward(
-        self,
-        ids: Tensor,
-        lengths: Tensor | list[int] | None = None,
-        *,
-        cache: Cache | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
-        h = self.hidden(ids, lengths, cache=cache, probe=probe, backend=backend)
-        return self.logits(h)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden, self.embedding.weight)
 
     def hidden(
         self,
         ids: Tensor,
-        lengths: Tensor | list[int] | None = None,
+        lengths: Lengths = None,
         *,
         cache: Cache | None = None,
         probe: Any = None,
@@ -96,18 +330,13 @@ class Recurrent(Model):
 
     def cache_specs(self) -> list[CacheSpec]:
         *below, top = self.decoder.rnn.cache_specs()
-        look = self.decoder.attention
-        return [*below, replace(top, token={} if look is None else look.tokens())]
-
-    def flops_per_token(self, context: int) -> int:
-        return _flops(self.decoder, self.config, context)
+        return [*below, replace(top, token=_kept(self.decoder))]
 
 
 # --- from sequence to sequence ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Seq2SeqConfig:
     """An encoder reads the source, its last state starts the decoder. `attention` None: that is all the decoder knows
     (Sutskever et al. 2014); additive: Bahdanau's decoder; dot, scaled_dot, bilinear: Luong's."""
@@ -138,6 +367,7 @@ class Seq2Seq(Model):
     """Target ids (b t) and source ids (b s) -> logits (b t V)."""
 
     reads_source = True
+    writer, words = "decoder", "target"
 
     def __init__(self, config: Seq2SeqConfig):
         super().__init__(config)
@@ -147,19 +377,12 @@ class Seq2Seq(Model):
         names = self.encoder.cell.state if c.bidirectional else ()
         self.bridge = nn.ModuleDict({name: nn.Linear(2 * c.dim, c.dim) for name in names})
         self.target = _embedding(c.vocab, c.dim)
-        self.decoder: BahdanauDecoder | LuongDecoder
-        if c.attention == "additive":
-            self.decoder = BahdanauDecoder(c.dim, c.memory_dim, c.cell, c.layers, c.dropout)
-        else:
-            self.decoder = LuongDecoder(
-                c.dim, c.memory_dim, c.attention, c.cell, c.layers, c.dropout
-            )
+        decoder = BahdanauDecoder if c.attention == "additive" else LuongDecoder
+        self.decoder: Decoder = decoder(c, c.memory_dim)
         self.head = make_head(LM(tied=c.tied), c.dim, c.vocab)
         self.dropout = nn.Dropout(c.dropout)
 
-    def encode(
-        self, source: Tensor, lengths: Tensor | list[int] | None = None
-    ) -> tuple[Tensor, Span, State]:
+    def encode(self, source: Tensor, lengths: Lengths = None) -> tuple[Tensor, Span, State]:
         """source (b s) -> memory (b s e), its positions (-1 for padding), and the state the decoder starts from:
         the encoder's last, or with both directions tanh(W [forward; backward]) (Bahdanau et al. 2015, A.2.2)."""
         check_ids(source, self.config.source_vocab, "source")
@@ -167,106 +390,52 @@ class Seq2Seq(Model):
         x = self.dropout(self.source(source))
         memory, state = self.encoder(x, self.encoder.start(x), _tensor(lengths, source))
         if self.config.bidirectional:
-            ends = [
-                s.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) for s in state
-            ]  # layers b 2m
-            state = tuple(
-                torch.tanh(w(end)) for w, end in zip(self.bridge.values(), ends, strict=True)
-            )
+            # layers b 2m
+            ends = [s.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) for s in state]
+            bridges = zip(self.bridge.values(), ends, strict=True)
+            state = tuple(torch.tanh(w(end)) for w, end in bridges)
         return memory, pos, state
-
-    def forward(
-        self,
-        ids: Tensor,
-        lengths: Tensor | list[int] | None = None,
-        *,
-        source: Tensor | None = None,
-        source_lengths: Tensor | list[int] | None = None,
-        cache: Cache | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
-        """With a cache the source is needed on the first call only: its memory is kept, frozen, in `cache.cross`."""
-        h = self.hidden(
-            ids,
-            lengths,
-            source=source,
-            source_lengths=source_lengths,
-            cache=cache,
-            probe=probe,
-            backend=backend,
-        )
-        return self.logits(h)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden, self.target.weight)
 
     def hidden(
         self,
         ids: Tensor,
-        lengths: Tensor | list[int] | None = None,
+        lengths: Lengths = None,
         *,
         source: Tensor | None = None,
-        source_lengths: Tensor | list[int] | None = None,
+        source_lengths: Lengths = None,
         cache: Cache | None = None,
         probe: Any = None,
         backend: str = "sdpa",
     ) -> Tensor:
-        """What the head reads (b t m)."""
-        c = self.config
+        """What the head reads (b t m). With a cache the source is needed on the first call only: its memory is kept,
+        frozen, in `cache.cross`."""
+        c, rnn = self.config, self.decoder.rnn
         check_ids(ids, c.vocab)
         probe = self.probe_of(ids, probe)
-        memory, memory_pos, state = self._begin(ids, source, source_lengths, cache)
+        source, memory = new_source(ids, source, cache), None
+        cross = None if cache is None else cache.cross
+        if source is not None:
+            memory, memory_pos, state = self.encode(source, source_lengths)
+        elif cache is not None and cross is not None:
+            memory_pos, state = cross.span, rnn.load(cache)
         pos = positions(ids, lengths, None, cache)
-        cross = self._cross(memory, memory_pos, cache)
-        there = Context(
-            pos,
-            Full(),
-            None if cross is None else cross.layer(0),
-            memory,
-            memory_pos if cross is None else cross.span,
-            probe=probe,
-            backend=backend,
-            site=f"decoder.{0 if c.attention == 'additive' else c.layers - 1}.cross",
-        )
+        if cache is not None and memory is not None:
+            spec = CacheSpec(token=_kept(self.decoder))
+            cross = cross_cache(cache, [spec], memory, memory_pos)
+            memory_pos = cross.span
+        store = None if cross is None else cross.layer(0)
+        site = f"decoder.{0 if c.attention == 'additive' else c.layers - 1}.cross"
+        how: Any = {"probe": probe, "backend": backend, "site": site}
+        ctx = Context(pos, Full(), store, memory, memory_pos, **how)
         x = self.dropout(self.target(ids))
-        h, state = self.decoder(x, state, _tensor(lengths, ids), there)
+        h, state = self.decoder(x, state, _tensor(lengths, ids), ctx)
         if cache is not None and cross is not None:
             cross.freeze()
-            self.decoder.rnn.store(cache, state)
+            rnn.store(cache, state)
         return self.dropout(h)
-
-    def _begin(
-        self,
-        ids: Tensor,
-        source: Tensor | None,
-        lengths: Tensor | list[int] | None,
-        cache: Cache | None,
-    ) -> tuple[Tensor | None, Span, State]:
-        """The source's memory and the decoder's first state, or where the cache left off."""
-        if check_source(ids, source, cache):
-            assert source is not None
-            return self.encode(source, lengths)
-        assert cache is not None and cache.cross is not None
-        return None, cache.cross.span, self.decoder.rnn.load(cache)
-
-    def _cross(self, memory: Tensor | None, pos: Span, cache: Cache | None) -> Cache | None:
-        if cache is None or memory is None:
-            return cache and cache.cross
-        look = self.decoder.attention
-        spec = CacheSpec(token={} if look is None else look.tokens())
-        b, s = memory.shape[:2]
-        cross = Contiguous([spec], b, capacity=s, device=cache.device, dtype=cache.dtype)
-        cross.begin(s, None if pos.start == 0 else (pos.index >= 0).sum(-1))
-        cache.cross = cross
-        return cross
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.decoder.rnn.cache_specs()
-
-    def flops_per_token(self, context: int) -> int:
-        """Of a target token; encoding is paid once for each source token."""
-        return _flops(self.decoder, self.config, context)
 
 
 # --- small helpers ------------------------------------------------------------------------------------------------
@@ -286,12 +455,10 @@ def _embedding(vocab: int, dim: int) -> nn.Embedding:
     return table
 
 
-def _tensor(lengths: Tensor | list[int] | None, ids: Tensor) -> Tensor | None:
+def _tensor(lengths: Lengths, ids: Tensor) -> Tensor | None:
     return None if lengths is None else torch.as_tensor(lengths, device=ids.device)
 
 
-def _flops(decoder: LuongDecoder | BahdanauDecoder, config: Any, context: int) -> int:
-    weights = sum(p.numel() for p in decoder.parameters() if p.dim() > 1)
-    look = decoder.attention
-    pairs = 0 if look is None else context * (look.key_dim + look.memory_dim)
-    return 2 * (weights + config.vocab * config.dim + pairs)
+def _kept(decoder: Decoder) -> dict[str, tuple[int, ...]]:
+    """What its attention keeps of each token."""
+    return {} if decoder.attention is None else decoder.attention.tokens()

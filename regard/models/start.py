@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,16 +9,14 @@ from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Stack
-from regard.config import Positive, ranged
+from regard.config import Positive, settings
 from regard.layers import LabelHead, LMHead, RMSNorm
-from regard.models.embedding import TokenEmbedding
-from regard.models.vision import PatchEmbedding
+from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.moe import MixtureOfExperts
 from regard.position import Learned, PositionVectors
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Start:
     """Weights are normal with deviation `std`, biases 0, norms 1. What the schemes do otherwise:
 
@@ -57,16 +54,19 @@ def initialize(model: nn.Module, start: Start) -> None:
         elif isinstance(part, LMHead) and part.weight is not None:
             wide = start.scheme == "uniform"
             nn.init.normal_(part.weight, std=part.weight.shape[1] ** -0.5 if wide else start.std)
-        elif isinstance(part, Stack):
-            _stack(part, start)
+        elif isinstance(part, Stack) and part.relative is not None:
+            for weight in part.relative.parameters():
+                inputs = part.config.dim if start.scheme == "t5" else 1
+                nn.init.normal_(weight, std=start.std / inputs**0.5)
         if isinstance(part, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and part.bias is not None:
             nn.init.zeros_(part.bias)
     layers = max((len(p.blocks) for p in model.modules() if isinstance(p, Stack)), default=1)
     # after the matrices inside them
     for part in model.modules():
         if isinstance(part, Stack) and start.scheme in ("gpt2", "modernbert"):
-            for block in part.blocks:
-                _into_stream(block, start.std / (2 * len(part.blocks)) ** 0.5)
+            for name, weight in (x for block in part.blocks for x in block.named_parameters()):
+                if name.endswith(("wo.weight", "down.weight", "ffn.down")):
+                    nn.init.normal_(weight, std=start.std / (2 * len(part.blocks)) ** 0.5)
         if isinstance(part, (LMHead, LabelHead)) and start.scheme == "modernbert":
             _modern_head(part, start.std / (2 * layers) ** 0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
@@ -97,26 +97,9 @@ def _tables(part: TokenEmbedding | PositionVectors | PatchEmbedding, start: Star
             nn.init.zeros_(table)
         if isinstance(part, TokenEmbedding) and name == "weight" and start.scheme == "uniform":
             nn.init.normal_(table, std=table.shape[1] ** -0.5 if part.config.scaled else std)
-    config = part.config
-    if (
-        isinstance(part, PositionVectors)
-        and isinstance(config, Learned)
-        and config.skip is not None
-    ):
-        # of padding
-        part.weight[config.offset - 1].zero_()
-
-
-def _stack(stack: Stack, start: Start) -> None:
-    inputs = stack.config.dim if start.scheme == "t5" else 1
-    for weight in [] if stack.relative is None else stack.relative.parameters():
-        nn.init.normal_(weight, std=start.std / inputs**0.5)
-
-
-def _into_stream(block: nn.Module, std: float) -> None:
-    for name, weight in block.named_parameters():
-        if name.endswith(("wo.weight", "down.weight", "ffn.down")):
-            nn.init.normal_(weight, std=std)
+    c = part.config
+    if isinstance(part, PositionVectors) and isinstance(c, Learned) and c.skip is not None:
+        part.weight[c.offset - 1].zero_()  # of padding
 
 
 def _modern_head(head: LMHead | LabelHead, std: float) -> None:

@@ -1,8 +1,9 @@
-"""One tower on tokens or patches, with a head: GPT, Llama, DeepSeek, BERT, ViT. What differs is in the config."""
+"""Models of towers, on tokens or patches. One tower with a head: GPT, Llama, DeepSeek, BERT, ViT. Two, an encoder that
+reads and a decoder that attends to it and writes: 2017, T5, BART, Marian, captioners. What differs is in the config."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,28 +11,51 @@ from torch import Tensor, nn
 
 from regard.attention import Context, check_backend
 from regard.block import Stack, Tower
-from regard.cache import Cache, CacheSpec
-from regard.config import Count, ranged
+from regard.cache import Cache
+from regard.config import Count, settings
 from regard.errors import UsageError
 from regard.layers import LM, MLM, Answer, Classify, Tag, activation, make_head
-from regard.mask import Mask, Span
-from regard.models.base import Model, check_ids, positions
-from regard.models.embedding import TokenEmbedding, Tokens, context
-from regard.models.summary import pair_flops, weight_flops
-from regard.models.vision import PatchEmbedding, Patches
+from regard.mask import Full, Mask, Span
+from regard.models.base import (
+    Lengths,
+    Model,
+    check_ids,
+    cross_cache,
+    last_real,
+    new_source,
+    positions,
+)
+from regard.models.embedding import PatchEmbedding, Patches, TokenEmbedding, Tokens, context
 
 
-@dataclass(frozen=True)
-@ranged
+def embed(
+    part: TokenEmbedding | PatchEmbedding, ids: Tensor, lengths: Lengths, max_len: int | None,
+    *, name: str = "ids", types: Tensor | None = None, cache: Cache | None = None
+) -> tuple[Tensor, Span]:  # fmt: skip
+    """ids (b t) or images (b c h w) as vectors (b t m), and their positions (-1 for padding)."""
+    if isinstance(part, PatchEmbedding):
+        x = part(ids)
+        return x, Span.run(0, x.shape[1], x.device)
+    check_ids(ids, part.config.vocab, name)
+    if types is not None:
+        if not part.config.types:
+            raise UsageError("this model has no segment types; leave `types` out")
+        check_ids(types, part.config.types, "types")
+    pos = positions(ids, lengths, context(max_len, part.config), cache)
+    return part(ids, pos, types), pos
+
+
+# --- one tower ----------------------------------------------------------------------------------------------------
+
+
+@settings
 class TransformerConfig:
     """Decoder-only (tower.causal) or encoder-only, on tokens or image patches."""
 
     embedding: Tokens | Patches
     tower: Tower
     head: LM | MLM | Classify | Tag | Answer | None = None
-    pooler: str | None = (
-        None  # activation of a dense layer on the first token (BERT's pooled vector)
-    )
+    pooler: str | None = None  # activation of a dense layer on the first token (BERT's)
     max_len: Count | None = None
     kind: str = "transformer"
 
@@ -43,52 +67,32 @@ class Transformer(Model):
     """GPT, Llama, DeepSeek, BERT, ViT."""
 
     towers: ClassVar[dict[str, str]] = {"tower": "embedding"}
+    writer, words = "tower", "embedding"
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
         c, dim = config, config.tower.dim
-        if isinstance(c.embedding, Tokens):
-            self.embedding: TokenEmbedding | PatchEmbedding = TokenEmbedding(c.embedding, dim)
-        else:
-            self.embedding = PatchEmbedding(c.embedding, dim)
+        self.embedding = c.embedding.make(dim)
         self.tower = Stack(c.tower)
         self.pooler = nn.Linear(dim, dim) if c.pooler else None
         words = c.embedding if isinstance(c.embedding, Tokens) else None
         vocab, width = (words.vocab, words.width) if words else (0, None)
         self.head = make_head(c.head, dim, vocab, width) if c.head else None
 
-    def forward(
-        self,
-        ids: Tensor,
-        lengths: Tensor | list[int] | None = None,
-        *,
-        types: Tensor | None = None,
-        cache: Cache | None = None,
-        mask: Mask | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
-        """ids (b t) or images (b c h w) -> what the head gives: (b t V), (b labels), (b t labels), or hidden states."""
-        h = self.hidden(
-            ids, lengths, types=types, cache=cache, mask=mask, probe=probe, backend=backend
-        )
-        head = self.config.head
-        if isinstance(head, Classify) and head.token == "last" and lengths is not None:
-            last = torch.as_tensor(lengths, device=h.device).clamp(min=1) - 1
-            h = h[torch.arange(len(h), device=h.device), last][:, None]  # b 1 m
+    def forward(self, ids: Tensor, lengths: Lengths = None, **options: Any) -> Tensor:
+        """ids (b t) or images (b c h w) -> what the head gives: (b t V), (b labels), (b t labels), or hidden states.
+        The options are those of `hidden`."""
+        h, head = self.hidden(ids, lengths, **options), self.config.head
+        if isinstance(head, Classify) and head.token == "last":
+            h = last_real(h, lengths)[:, None]  # b 1 m
         if isinstance(head, Classify) and head.token == "mean":
-            h = _mean(h, lengths)[:, None]
+            h = mean_real(h, lengths)[:, None]
         return self.logits(h)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        if self.head is None:
-            return hidden
-        return self.head(hidden, getattr(self.embedding, "weight", None))
 
     def hidden(
         self,
         ids: Tensor,
-        lengths: Tensor | list[int] | None = None,
+        lengths: Lengths = None,
         *,
         types: Tensor | None = None,
         cache: Cache | None = None,
@@ -99,60 +103,127 @@ class Transformer(Model):
         """The tower's last hidden states (b t m). `mask` replaces the tower's own (documents, prefix, ...)."""
         c = self.config
         check_backend(backend)
-        if isinstance(self.embedding, PatchEmbedding):
-            if lengths is not None or types is not None or cache is not None:
-                raise UsageError("an image has no lengths, types or cache; call model(images)")
-            x = self.embedding(ids)
-            pos = Span.run(0, x.shape[1], x.device)
-        else:
-            check_ids(ids, c.embedding.vocab)
-            if types is not None:
-                if not c.embedding.types:
-                    raise UsageError("this model has no segment types; leave `types` out")
-                check_ids(types, c.embedding.types, "types")
-            if cache is not None and not c.tower.causal:
-                raise UsageError(
-                    "an encoder sees both ways: it cannot run with a cache; leave `cache` out"
-                )
-            pos = positions(ids, lengths, context(c.max_len, c.embedding), cache)
-            x = self.embedding(ids, pos, types)
+        images = isinstance(self.embedding, PatchEmbedding)
+        if images and not (lengths is None and types is None and cache is None):
+            raise UsageError("an image has no lengths, types or cache; call model(images)")
+        if cache is not None and not c.tower.causal:
+            raise UsageError("an encoder sees both ways: it cannot run with a cache; leave it out")
+        x, pos = embed(self.embedding, ids, lengths, c.max_len, types=types, cache=cache)
         probe = self.probe_of(ids, probe)
         ctx = Context(pos, mask or c.tower.mask, probe=probe, backend=backend)
         return self.tower(x, ctx, caches=(cache, None))
 
-    def pool(
-        self,
-        ids: Tensor,
-        lengths: Tensor | list[int] | None = None,
-        *,
-        types: Tensor | None = None,
-    ) -> Tensor:
-        """One vector per row (b m): the pooler's, or the mean of the real tokens where the model has
-        none."""
+    def pool(self, ids: Tensor, lengths: Lengths = None, *, types: Tensor | None = None) -> Tensor:
+        """One vector per row (b m): the pooler's, or the mean of the real tokens where the model has none."""
         h = self.hidden(ids, lengths, types=types)
         if self.pooler is not None:
             return activation(self.config.pooler)(self.pooler(h[:, 0]))
-        return _mean(h, lengths)
+        return mean_real(h, lengths)
 
     @property
     def decodes(self) -> bool:
         return self.config.tower.causal
 
-    def cache_specs(self) -> list[CacheSpec]:
-        return self.tower.cache_specs() if self.decodes else super().cache_specs()
 
-    def windows(self) -> list[int | None]:
-        return [a.window for a in self.config.tower.each("attention")]
-
-    def flops_per_token(self, context: int) -> int:
-        head = self.head_flops(self.head, self.embedding)
-        return weight_flops(self.tower) + pair_flops(self.tower, context) + head
-
-
-def _mean(h: Tensor, lengths: Tensor | list[int] | None) -> Tensor:
-    """Of the real tokens: (b t m) -> (b m)."""
+def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
+    """The mean of each row's real tokens: (b t m) -> (b m)."""
     if lengths is None:
         return h.mean(1)
     n = torch.as_tensor(lengths, device=h.device)[:, None]
     real = torch.arange(h.shape[1], device=h.device)[None] < n
     return (h * real[..., None]).sum(1) / n.clamp(min=1)
+
+
+# --- two towers ---------------------------------------------------------------------------------------------------
+
+
+@settings
+class EncoderDecoderConfig:
+    """An encoder reads the source (tokens or an image), a causal decoder attends to it and writes the target."""
+
+    source: Tokens | Patches
+    encoder: Tower
+    target: Tokens
+    decoder: Tower
+    head: LM | None = LM()
+    shared: bool = True  # one embedding table for source and target
+    max_len: Count | None = None
+    kind: str = "encoder_decoder"
+
+    def __post_init__(self) -> None:
+        if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
+            raise UsageError("encoder.causal must be false, decoder's true, decoder.cross given")
+        if self.shared and isinstance(self.source, Patches):
+            raise UsageError("an image and a text cannot share an embedding; set shared=False")
+        both = getattr(self.source, "vocab", None), self.target.vocab
+        if self.shared and both[0] != both[1]:
+            raise UsageError(f"shared=True needs one vocabulary, got {both[0]} and {both[1]}")
+
+    def make(self) -> EncoderDecoder:
+        return EncoderDecoder(self)
+
+
+class EncoderDecoder(Model):
+    """The 2017 Transformer, T5, BART, Marian, captioners."""
+
+    reads_source = True
+    towers: ClassVar[dict[str, str]] = {"encoder": "source", "decoder": "target"}
+    writer, words = "decoder", "target"
+
+    def __init__(self, config: EncoderDecoderConfig):
+        super().__init__(config)
+        c, words = config, config.target
+        self.source = c.source.make(c.encoder.dim)
+        self.encoder = Stack(c.encoder)
+        self.target = words.make(c.decoder.dim)
+        self.decoder = Stack(c.decoder)
+        self.head = make_head(c.head, c.decoder.dim, words.vocab, words.width) if c.head else None
+        if c.shared:
+            assert isinstance(self.source, TokenEmbedding)
+            self.source.weight = self.target.weight
+
+    def encode(
+        self, source: Tensor, lengths: Lengths = None, *, probe: Any = None, backend: str = "sdpa"
+    ) -> tuple[Tensor, Span]:
+        """source ids (b s) or images -> memory (b s m) and its positions (-1 for padding)."""
+        c, probe = self.config, self.probe_of(source, probe)
+        x, pos = embed(self.source, source, lengths, c.max_len, name="source")
+        ctx = Context(pos, c.encoder.mask, probe=probe, backend=backend, site="encoder.")
+        return self.encoder(x, ctx), pos
+
+    def hidden(
+        self,
+        ids: Tensor,
+        lengths: Lengths = None,
+        *,
+        source: Tensor | None = None,
+        source_lengths: Lengths = None,
+        cache: Cache | None = None,
+        mask: Mask | None = None,
+        probe: Any = None,
+        backend: str = "sdpa",
+    ) -> Tensor:
+        """Target ids (b t) and source (b s) -> the decoder's last hidden states (b t m). With a cache the source is
+        needed on the first call only: its keys and values are kept, frozen, in `cache.cross`."""
+        c = self.config
+        check_backend(backend)
+        probe = self.probe_of(ids, probe)
+        cross, source = None if cache is None else cache.cross, new_source(ids, source, cache)
+        memory, memory_pos = None, None if cross is None else cross.span
+        if source is not None:
+            memory, memory_pos = self.encode(source, source_lengths, probe=probe, backend=backend)
+        x, pos = embed(self.target, ids, lengths, c.max_len, cache=cache)
+        if cache is not None and memory is not None and memory_pos is not None:
+            cross = cross_cache(cache, self.decoder.cache_specs("cross"), memory, memory_pos)
+            memory_pos = cross.span
+        ctx = Context(pos, mask or c.decoder.mask, probe=probe, backend=backend, site="decoder.")
+        cross_ctx = replace(ctx, mask=Full(), memory=memory, memory_pos=memory_pos, memo={})
+        h = self.decoder(x, ctx, cross_ctx, (cache, cross))
+        if cross is not None:
+            cross.freeze()
+        return h
+
+    @property
+    def shares_source(self) -> bool:
+        blocks: Any = self.decoder.blocks
+        return all(block.cross.shares_rows for block in blocks)

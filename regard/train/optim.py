@@ -15,8 +15,7 @@ from regard.config import Amount, Count, Fraction, Positive, Share, Whole, range
 from regard.data.feed import Batch, Objective
 from regard.errors import UsageError, nearest
 from regard.layers import LabelHead, LMHead
-from regard.models.embedding import TokenEmbedding
-from regard.models.vision import PatchEmbedding
+from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.position import PositionVectors, RelativeBias
 from regard.train.loss import table
 

@@ -27,8 +27,8 @@ from regard.data.feed import IGNORE, Feed
 from regard.errors import ENVIRONMENT, Fault, UsageError
 from regard.layers import LMHead
 from regard.models import EncoderDecoderConfig, Patches, TransformerConfig
+from regard.models.base import pair_flops, weight_flops
 from regard.models.embedding import context
-from regard.models.summary import pair_flops, weight_flops
 from regard.moe import MixtureOfExperts
 from regard.train.checkpoint import SPARE
 from regard.train.loss import CHUNK, table

@@ -6,7 +6,7 @@ import torch
 from regard.cache import Paged, Pool
 from regard.decode.engine import Engine
 from regard.decode.settings import Settings
-from regard.models.summary import cache_bytes
+from regard.models.base import cache_bytes
 from tests.decode.tiny import DECODERS, model, prompts, request
 from tests.laws.mechanisms import decoder
 

@@ -14,8 +14,8 @@ from regard.data.feed import Batch
 from regard.errors import UsageError
 from regard.fast.train import checkpointed, joined, precision
 from regard.models import EncoderDecoder
+from regard.models.embedding import PatchEmbedding
 from regard.models.recurrent import Seq2Seq
-from regard.models.vision import PatchEmbedding
 from regard.see.probe import Probe
 from regard.train.loss import causal, seq2seq
 from tests.checkpoint.test_native import tiny

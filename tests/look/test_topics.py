@@ -12,8 +12,8 @@ from regard.cli.explain import Options
 from regard.cli.parse import names
 from regard.errors import UsageError
 from regard.learn.explain import ALIASES, TOPICS, Table, Topic, fill, find
-from regard.models.summary import parameters
-from regard.models.vision import PatchEmbedding, Patches
+from regard.models.base import parameters
+from regard.models.embedding import PatchEmbedding, Patches
 from regard.position import Rope, rotate
 
 ROOT = Path(__file__).resolve().parents[2]

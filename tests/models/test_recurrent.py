@@ -10,8 +10,15 @@ from regard.attention import Context, weights
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
-from regard.models.cells import CELLS, BahdanauStep, LuongAttention, MemoryAttention, Recurrence
-from regard.models.recurrent import RecurrentConfig, Seq2SeqConfig
+from regard.models.recurrent import (
+    CELLS,
+    BahdanauStep,
+    LuongAttention,
+    MemoryAttention,
+    Recurrence,
+    RecurrentConfig,
+    Seq2SeqConfig,
+)
 
 LOOKS = [None, "dot", "scaled_dot", "bilinear", "additive"]
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8], [9, 7, 9, 3, 2, 3]])
