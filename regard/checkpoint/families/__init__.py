@@ -21,13 +21,14 @@ with changes:
         ),
         # Keys that decide nothing.
         inert="use_bias pretraining_note",
-        # Their names -> ours; {i} is a layer, {e} an expert, * weight and bias.
+        # Their names -> ours; {i} is a layer, {e} an expert, * weight and bias, {a,b} both. A table
+        # inside is of a layer.
         tensors={
-            **FRAME_TENSORS,
-            **block("model.layers.{i}.", {
-                "self_attn.qkv_proj.*": To("attention.wq.* attention.wk.* attention.wv.*", JOINED),
-                "mlp.experts.{e}.up.weight": To("ffn.up", STACKED),
-            }),
+            **EMBEDDING,
+            "model.layers.{i}.": NORMS | {
+                "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", JOINED),
+                "mlp.experts.{e}.{gate,up}.weight": To("ffn.{gate,up}", STACKED),
+            },
         },
         # Known sizes, in their keys.
         presets={"olmo-2-7b": sizes(100352, 4096, 32, 32, 11008, 4096)},

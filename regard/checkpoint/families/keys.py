@@ -202,13 +202,14 @@ def by_layer(
     words: Sequence[str],
     kinds_of: Callable[[Data, int], list[str]],
     which: Callable[[Data], int],
-    write: Callable[[list[str], list[Data | None], Data], None],
+    write: Callable[[list[str], list[Data | None], Data], None] | None = None,
 ) -> Group:
     """A `part` of the tower ("attention" or "ffn") of which the blank lists one config for each of `words`: rules fill
     in `tower.attention.0` and `tower.attention.1`, or both as `tower.attention`. Out goes one per layer.
 
     `kinds_of`: the word for each layer, from their keys and the number of layers; `which` word a config of ours is;
-    `write`: those words, and our config for each (None where no layer is of it), into their keys."""
+    `write`: those words, and our config for each (None where no layer is of it), into their keys; without it the first
+    of `names` lists the words."""
 
     def read(theirs: Data, ours: Data) -> None:
         tower = ours["tower"]
@@ -221,12 +222,22 @@ def by_layer(
         kinds = [words[which(one)] for one in each]
         first = dict(zip(reversed(kinds), reversed(each), strict=True))
         tower[part] = [first.get(word) for word in words]
-        write(kinds, tower[part], theirs)
+        if write is not None:
+            write(kinds, tower[part], theirs)
+        elif not _says(theirs, names[0], kinds, kinds_of):
+            theirs[names[0]] = kinds
 
     return Group(tuple(names), read, write_back, last=True)
 
 
-def _listed(theirs: Data, key: str, words: Sequence[str], layers: int, default: list[str]) -> Any:
+def _says(theirs: Data, key: str, kinds: list[str], kinds_of: Callable[..., list[str]]) -> bool:
+    """Whether their keys mean these kinds already."""
+    layers = len(kinds)
+    return len(theirs.get(key) or kinds) == layers and kinds_of(theirs, layers) == kinds
+
+
+def listed(theirs: Data, key: str, words: Sequence[str], layers: int, default: list[str]) -> Any:
+    """The kinds of layers as their `key` lists them, or by default."""
     kinds = theirs.get(key) or default
     if len(kinds) != layers or set(kinds) - set(words):
         raise UsageError(
@@ -248,24 +259,23 @@ def sliding_layers(
     sliding_window means; `switch`: the key that turns it on, if there is one; `key`: where it is not sliding_window;
     `both_ways`: it counts the tokens on either side together, without the query's own."""
     words = ("full_attention", "sliding_attention")
+    keys = [key, *([switch] if switch else [])]
 
     def window_of(theirs: Data) -> int | None:
         size = theirs.get(key, window) if theirs.get(switch, not switch) else None
         return size // 2 + 1 if both_ways and size is not None else size
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
-        kinds = [words[slides] for slides in default(theirs, layers)]
-        if window_of(theirs) is None:
-            kinds = ["full_attention"] * layers
-        kinds = _listed(theirs, "layer_types", words, layers, kinds)
-        if "sliding_attention" in kinds and window_of(theirs) is None:
+        on = window_of(theirs) is not None
+        kinds = [words[on and slides] for slides in default(theirs, layers)]
+        kinds = listed(theirs, "layer_types", words, layers, kinds)
+        if words[1] in kinds and not on:
             raise UsageError(f"config.json: layer_types slides, but {' or '.join(keys)} is off")
         return kinds
 
     def write(kinds: list[str], variants: list[Data | None], theirs: Data) -> None:
         size = variants[1] and variants[1]["window"]
-        same = len(theirs.get("layer_types") or kinds) == len(kinds)
-        if same and kinds_of(theirs, len(kinds)) == kinds and size in (None, window_of(theirs)):
+        if _says(theirs, "layer_types", kinds, kinds_of) and size in (None, window_of(theirs)):
             return
         theirs["layer_types"] = kinds
         if switch:
@@ -273,14 +283,9 @@ def sliding_layers(
         if switch or size is not None:
             theirs[key] = 2 * (size - 1) if both_ways and size else size
 
-    keys = [key, *([switch] if switch else [])]
+    names = ["layer_types", *keys, *more.split()]
     group = by_layer(
-        "attention",
-        ["layer_types", *keys, *more.split()],
-        words,
-        kinds_of,
-        lambda attention: need(attention, "window") is not None,
-        write,
+        "attention", names, words, kinds_of, lambda one: need(one, "window") is not None, write
     )
 
     def read(theirs: Data, ours: Data) -> None:
@@ -298,7 +303,7 @@ def experts_by_layer(first_dense: int) -> Group:
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         first = min(theirs.get("first_k_dense_replace", first_dense) or 0, layers)
         default = ["dense"] * first + ["sparse"] * (layers - first)
-        return _listed(theirs, "mlp_layer_types", words, layers, default)
+        return listed(theirs, "mlp_layer_types", words, layers, default)
 
     def write(kinds: list[str], variants: list[Data | None], theirs: Data) -> None:
         theirs["first_k_dense_replace"] = [*kinds, "sparse"].index("sparse")
