@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from regard.checkpoint.store import (
     INDEX,
     PICKLED,
     WEIGHTS,
+    Progress,
     Weights,
     check_room,
     replacing,
@@ -41,7 +42,6 @@ UNREADABLE = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".mlmodel")
 # How long the process that reads pickles may say nothing: files of the old format are read whole
 # before a word comes.
 QUIET_SECONDS, SLOW_DISK = 600, 20e6
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

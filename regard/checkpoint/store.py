@@ -30,6 +30,8 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF = ".gguf"
 # The largest models have some 150,000 tensors, a few hundred bytes of table each, in many files.
 TENSORS, HEADER_BYTES = 500_000, 32 * 2**20
+# Called with how many tensors are done, and how many there are.
+Progress = Callable[[int, int], None]
 DTYPES = {f"F{n}": getattr(torch, f"float{n}") for n in (64, 32, 16)}
 DTYPES |= {f"I{n}": getattr(torch, f"int{n}") for n in (64, 32, 16, 8)}
 DTYPES |= {"BF16": torch.bfloat16, "U8": torch.uint8, "BOOL": torch.bool}
