@@ -101,12 +101,8 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         _name_unknown(theirs, INERT, "Regard's own format")
     else:
         if not isinstance(kind, str) or kind not in FAMILIES:
-            what = (
-                "has no model_type"
-                if kind is None
-                else f"has model_type {kind!r}, which is not known"
-            )
-            raise UsageError(f"config.json {what}; known: {', '.join([*FAMILIES, NATIVE])}")
+            what = "no model_type" if kind is None else f"model_type {kind!r}, which is not known"
+            raise UsageError(f"config.json has {what}; known: {', '.join([*FAMILIES, NATIVE])}")
         family = FAMILIES[kind]
         # Their keys under their first names: GPT-2's n_layer may be called num_hidden_layers.
         first = {old: new for old, new in family.aliases.items() if new not in theirs}
@@ -152,7 +148,10 @@ def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
     unknown = [key for key in theirs if key not in known]
     if not unknown:
         return
-    names = [repr(key)[1:-1] + _meant(key, known) for key in unknown[:20]]
+    names = []
+    for key in unknown[:20]:
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        names.append(repr(key)[1:-1] + "".join(f" (did you mean {name}?)" for name in close))
     names += [f"{len(unknown) - 20} more"] if len(unknown) > 20 else []
     text = (
         f"config.json: {', '.join(names)}: no such key in {what}, so nothing depends on it; "
@@ -161,11 +160,6 @@ def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
     if "auto_map" in unknown:
         text += ". auto_map names code that comes with the model: Regard runs its own, never that"
     notice(text)
-
-
-def _meant(key: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[Data, Source]:
@@ -255,13 +249,10 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
     if family.pooler and ours["head"] is None and family.pooler in source:
         put(ours, "pooler", "tanh")
     for name, twins, switch in family.twins:
-        if name not in source:
+        if name not in source or (switch and get(ours, switch) is False):
             continue
-        twin = next((t for t in twins if t in source), None)
-        if switch and get(ours, switch) is False:
-            continue
-        same = twin is not None and source.shape(name) == source.shape(twin)
-        if same and torch.equal(*source.borrow([name, str(twin)])):
+        twin = next((t for t in twins if t in source and source.shape(t) == source.shape(name)), "")
+        if twin and torch.equal(*source.borrow([name, twin])):
             skip.add(name)
         elif switch:
             put(ours, switch, False)
@@ -297,11 +288,7 @@ def plan(model: Model, family: Family | None) -> list[Step]:
 
 def _check(steps: list[Step], source: Source) -> list[str]:
     """Every tensor is there and has its shape; returns those that no rule names."""
-    wanted = {
-        name: shape
-        for step in steps
-        for name, shape in zip(step.theirs, step.their_shapes(), strict=True)
-    }
+    wanted = {n: shape for s in steps for n, shape in zip(s.theirs, s.their_shapes(), strict=True)}
     left = [name for name in source if name not in wanted]
     for name, shape in wanted.items():
         if name not in source:
@@ -385,11 +372,6 @@ def _fill(
 ) -> None:
     """Read tensor by tensor into the empty model: at no time is more than one tensor held twice. What needs no change
     is read to its place; anything else is borrowed, and what comes of it copied."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                owners.setdefault(id(p), []).append((module, name))
     wide = wide_names(model)
     for step in steps:
         plain = step.op is SAME and device is None and dtype is None
@@ -403,9 +385,8 @@ def _fill(
                 value = value.new_empty(tensor.shape).copy_(tensor)
             else:
                 value = tensor.to(value)
-            new = nn.Parameter(value, requires_grad=old.requires_grad)
-            for module, attribute in owners[id(old)]:
-                setattr(module, attribute, new)
+            # In every module that has it: what is tied stays so.
+            torch.utils.swap_tensors(old, nn.Parameter(value, requires_grad=old.requires_grad))
 
 
 # --- saving -------------------------------------------------------------------------------------------------------
@@ -422,24 +403,23 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     family, theirs, why = _express(model, origin)
     if family is None:
         notice(f"saved in Regard's own format, which transformers does not read: {why}")
-    dtype = dtype_name(next(model.parameters()).dtype)
-    theirs = {**theirs, "dtype": dtype}
+        theirs = {**theirs, "config": to_dict(model.config)}
+    theirs = {**theirs, "dtype": dtype_name(next(model.parameters()).dtype)}
     theirs.pop("torch_dtype", None)
-    if family is None:
-        theirs["config"] = to_dict(model.config)
     tensors: dict[str, Tensor] = {}
     for step in plan(model, family):
         ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
         for name, tensor in zip(step.theirs, step.save(ours), strict=True):
             tensors[name] = tensor.contiguous()
-    if family is not None and family.apart and theirs.get("tie_word_embeddings") is False:
-        for name, (first, *_), switch in family.twins:
-            if switch == "shared" and name not in tensors:
+    if family is not None:
+        for name, (first, *_), switch in family.twins if family.apart else ():
+            untied = switch == "shared" and theirs.get("tie_word_embeddings") is False
+            if untied and name not in tensors:
                 tensors[name] = tensors[first].clone()
-    if family is not None and family.name == origin.family:
-        tensors.update(origin.tensors)
-    if family is not None and family.heads[theirs["architectures"][0]] is None:
-        tensors = {name.removeprefix(family.base): tensor for name, tensor in tensors.items()}
+        if family.name == origin.family:
+            tensors.update(origin.tensors)
+        if family.heads[theirs["architectures"][0]] is None:
+            tensors = {name.removeprefix(family.base): x for name, x in tensors.items()}
     with replacing(path) as folder:
         write_json(folder / "config.json", theirs)
         write_weights(folder, tensors, shard_bytes)
