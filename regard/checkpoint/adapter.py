@@ -52,9 +52,8 @@ class Base:
         """SHA-256 of the configuration and of every file of weights, computed once."""
         digests = {}
         for path in sorted(self.folder.iterdir()):
-            if path.is_file() and (
-                path.name in ("config.json", RECORD) or path.suffix == ".safetensors"
-            ):
+            decides = path.name in ("config.json", RECORD) or path.suffix == ".safetensors"
+            if decides and path.is_file():
                 with path.open("rb") as file:
                     digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         return digests
@@ -90,10 +89,10 @@ def load(
     folder = Path(path)
     if not any((folder / name).exists() for name in (RECORD, "config.json")):
         check_converted(folder)
-    if not (folder / RECORD).is_file():
-        model = hf.load(folder, device, dtype)
-    else:
+    if (folder / RECORD).is_file():
         model = hf.cast(merge(_joined(folder)), dtype).to(device=device)
+    else:
+        model = hf.load(folder, device, dtype)
     model.origin.base = Base(folder)
     return model
 
@@ -216,12 +215,11 @@ def _copy(tensors: dict[str, Tensor], model: Model, wanted: Iterable[str]) -> Mo
     parameters, wanted = dict(model.named_parameters()), set(wanted)
     for name in sorted(wanted ^ tensors.keys()):
         what = "is missing from" if name in wanted else "has no place in the model, but is in"
-        raise UsageError(
-            f"tensor {name} {what} {TENSORS}; {nearest(name, wanted | tensors.keys())}"
-        )
+        hint = nearest(name, wanted | tensors.keys())
+        raise UsageError(f"tensor {name} {what} {TENSORS}; {hint}")
     for name, x in tensors.items():
-        if name not in parameters or parameters[name].shape != x.shape:
-            shape = tuple(parameters[name].shape) if name in parameters else "no such tensor"
+        shape = tuple(parameters[name].shape) if name in parameters else "no such tensor"
+        if shape != tuple(x.shape):
             raise UsageError(
                 f"tensor {name} of {TENSORS} has shape {tuple(x.shape)}, the model {shape}"
             )
