@@ -11,51 +11,31 @@ from typing import Any
 from regard.checkpoint.rules import ABSENT, Data, Group, get, need, put
 from regard.errors import UsageError
 
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
+# Several of theirs may mean one of ours; the first of them is written.
+ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh")}
+ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+ACTIVATIONS |= {"gelu_python": "gelu", "swish": "silu"}
 
 # --- RoPE ---------------------------------------------------------------------------------------------------------
 
-_ORIGINAL = ("original_len", "max_position_embeddings")
-# rope_type -> their key -> (our field, default)
-_SCALING: dict[str, dict[str, tuple[str, Any]]] = {
-    "linear": {"factor": ("factor", None)},
-    "llama3": {
-        "factor": ("factor", None),
-        "low_freq_factor": ("low", None),
-        "high_freq_factor": ("high", None),
-        "original_max_position_embeddings": _ORIGINAL,
-    },
-    "yarn": {
-        "factor": ("factor", None),
-        "original_max_position_embeddings": _ORIGINAL,
-        "beta_fast": ("fast", 32.0),
-        "beta_slow": ("slow", 1.0),
-        "attention_factor": ("attention_factor", ABSENT),
-        "mscale": ("mscale", ABSENT),
-        "mscale_all_dim": ("mscale_all", ABSENT),
-        "truncate": ("truncated", True),
-    },
-    "longrope": {
-        "short_factor": ("short", None),
-        "long_factor": ("long", None),
-        "factor": ("factor", ABSENT),
-        "original_max_position_embeddings": _ORIGINAL,
-        "attention_factor": ("attention_factor", ABSENT),
-    },
+_ORIGINAL = "original_max_position_embeddings"
+# rope_type -> their key -> our field
+_SCALING: dict[str, dict[str, str]] = {
+    "linear": dict(factor="factor"),
+    "llama3": dict(factor="factor", low_freq_factor="low", high_freq_factor="high")
+    | {_ORIGINAL: "original_len"},
+    "yarn": dict(factor="factor", beta_fast="fast", beta_slow="slow", truncate="truncated")
+    | dict(attention_factor="attention_factor", mscale="mscale", mscale_all_dim="mscale_all")
+    | {_ORIGINAL: "original_len"},
+    "longrope": dict(factor="factor", short_factor="short", long_factor="long")
+    | {"attention_factor": "attention_factor", _ORIGINAL: "original_len"},
 }
+# What may be missing, and what it means then.
+_OPTIONAL: Data = dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
+_OPTIONAL |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"))
 
 
-def _rope_of(theirs: Data) -> Data:
+def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(theirs.get(key), dict | None):
@@ -64,27 +44,27 @@ def _rope_of(theirs: Data) -> Data:
     base = given.pop("rope_theta", None) or theirs.get("rope_theta")
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
+    kind = renamed.get(kind, kind)
     share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
-    scaling = None
+    scaling: Data | None = None
     if kind != "default":
         if kind not in _SCALING:
             raise UsageError(
                 f"config.json: rope_type is {kind!r}; known: default, {', '.join(_SCALING)}"
             )
         scaling = {"kind": kind}
-        for key, (name, default) in _SCALING[kind].items():
+        whole = theirs.get("max_position_embeddings")
+        original = given.get(_ORIGINAL) or theirs.get(_ORIGINAL) or whole
+        missing = {**_OPTIONAL, _ORIGINAL: original}
+        if kind == "longrope":
+            missing["factor"] = whole and whole / original
+        for key, name in _SCALING[kind].items():
             value = given.pop(key, None)
-            if value is None and default is None:
+            if value is None and key not in missing:
                 raise UsageError(
                     f"config.json: rope_parameters.{key} is missing; {kind} scaling needs it"
                 )
-            if value is None and default == "max_position_embeddings":
-                value = theirs.get("original_max_position_embeddings") or theirs[default]
-            elif value is None:
-                value = None if default is ABSENT else default
-            scaling[name] = value
-        if kind == "longrope" and scaling["factor"] is None:
-            scaling["factor"] = theirs["max_position_embeddings"] / scaling["original_len"]
+            scaling[name] = missing[key] if value is None else value
     if given:
         raise UsageError(
             f"config.json: rope_parameters.{next(iter(given))} is not known for {kind} RoPE"
@@ -99,7 +79,7 @@ def _rope_words(rope: Data) -> Data:
     out: Data = {"rope_type": scaling["kind"], "rope_theta": rope["base"]}
     if rope["partial"] != 1:
         out["partial_rotary_factor"] = rope["partial"]
-    for key, (name, _) in _SCALING.get(scaling["kind"], {}).items():
+    for key, name in _SCALING.get(scaling["kind"], {}).items():
         if scaling[name] is not None:
             out[key] = scaling[name]
     return out
@@ -121,12 +101,9 @@ def rope_at(
 
     def words(theirs: Data) -> Data:
         said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
-        out = _rope_of(
-            said
-            | {"rope_theta": said.get(base)}
-            | ({"partial_rotary_factor": said.get(share)} if share else {})
-            | {k: _renamed(said.get(k), renamed or {}) for k in ("rope_parameters", "rope_scaling")}
-        )
+        said |= {"rope_theta": said.get(base)}
+        said |= {"partial_rotary_factor": said.get(share)} if share else {}
+        out = _rope_of(said, renamed or {})
         if not share and out.get("partial", 1) != 1:
             raise UsageError(
                 f"config.json: partial_rotary_factor is {out['partial']}, this family turns whole heads"
@@ -150,12 +127,6 @@ def rope_at(
     return Group((*names, "original_max_position_embeddings"), read, write)
 
 
-def _renamed(given: Any, names: Mapping[str, str]) -> Any:
-    if not isinstance(given, dict):
-        return given
-    return {k: names.get(v, v) if k in ("type", "rope_type") else v for k, v in given.items()}
-
-
 def ropes_by_layer(
     full: tuple[str, float], sliding: tuple[str, float], scaled: str = "full_attention"
 ) -> Group:
@@ -170,9 +141,8 @@ def ropes_by_layer(
         older = theirs.get("rope_scaling") if word in scaled and nested is None else None
         key, default = bases[word]
         base = theirs.get(key) or default
-        return _rope_of(
-            {**theirs, "rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
-        )
+        said = {"rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
+        return _rope_of(theirs | said, {})
 
     def read(theirs: Data, ours: Data) -> None:
         for word, place in places.items():
