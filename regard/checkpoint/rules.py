@@ -59,19 +59,30 @@ def need(data: Any, path: str) -> Any:
     return value
 
 
+def choices(name: str) -> list[str]:
+    """a.{b,c} is a.b and a.c"""
+    choice = re.search(r"\{([^{}]*,[^{}]*)\}", name)
+    if choice is None:
+        return [name]
+    return [c for part in choice[1].split(",") for c in choices(name.replace(choice[0], part, 1))]
+
+
 # --- config -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of theirs that fills one place of ours, or several (`places`, apart by spaces). `default` stands in for a
-    missing key, and for a null one unless `null` says otherwise; a function makes it from the other keys. `words`
-    translates values; several of theirs may mean one of ours."""
+    """A key of theirs that fills one place of ours, or several (`places`, apart by spaces, or as {a,b}). `default` stands
+    in for a missing key, and for a null one unless `null` says otherwise; a function makes it from the other keys.
+    `words` translates values; several of theirs may mean one of ours."""
 
     places: str
     default: Any = REQUIRED
     words: Mapping[Any, Any] | None = None
     null: Any = ABSENT
+
+    def _each(self) -> list[str]:
+        return [place for places in self.places.split() for place in choices(places)]
 
     def value(self, name: str, theirs: Data) -> Any:
         value = theirs.get(name)
@@ -90,11 +101,11 @@ class Key:
         return self.words[value]
 
     def read(self, name: str, theirs: Data, ours: Data) -> None:
-        for place in self.places.split():
+        for place in self._each():
             put(ours, place, self.value(name, theirs))
 
     def write(self, name: str, ours: Data, theirs: Data) -> None:
-        values = (get(ours, place) for place in self.places.split())
+        values = (get(ours, place) for place in self._each())
         value = next((v for v in values if v is not ABSENT), ABSENT)
         if value is ABSENT or (name in theirs and self.value(name, theirs) == value):
             return
@@ -132,6 +143,11 @@ class Group:
 
     def write(self, name: str, ours: Data, theirs: Data) -> None:
         self.writer(ours, theirs)
+
+
+def fixed(**only: Any) -> dict[str, ConfigRule]:
+    """A `Fixed` for each key."""
+    return {name: Fixed(value) for name, value in only.items()}
 
 
 ConfigRule = Key | Fixed | Group
@@ -246,18 +262,10 @@ def written_out(table: Weights) -> dict[str, To]:
             out |= written_out(under(key, "tower.blocks.{i}.", row))
             continue
         to = To(row) if isinstance(row, str) else row
-        names, places = _choices(key), _choices(to.ours)
+        names, places = choices(key), choices(to.ours)
         places = [" ".join(places)] if len(names) == 1 else places
         out |= {n: replace(to, ours=place) for n, place in zip(names, places, strict=True)}
     return out
-
-
-def _choices(name: str) -> list[str]:
-    """a.{b,c} is a.b and a.c"""
-    choice = re.search(r"\{([^{}]*,[^{}]*)\}", name)
-    if choice is None:
-        return [name]
-    return [c for part in choice[1].split(",") for c in _choices(name.replace(choice[0], part, 1))]
 
 
 @dataclass(frozen=True)

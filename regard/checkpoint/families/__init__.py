@@ -11,13 +11,13 @@ with changes:
         heads=decoder_heads("Olmo2"),
         # Our config with the choices that no key of theirs makes.
         blank=decoder(GQA(1, 1, 1, rope=Rope()), SWIGLU),
-        # Their keys; a name that KEYS has is replaced. The place of ours (or several: "a.b c.d"),
-        # what a missing key means, and their words for our values. Fixed: no other value is
+        # Their keys; a name that KEYS has is replaced. The place of ours (or several: "a.b c.{d,e}"),
+        # what a missing key means, and their words for our values. fixed: no other value is
         # possible.
         config=KEYS | dict(
             rms_norm_eps=Key("tower.norm.eps", 1e-5),
             hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
-            clip_qkv=Fixed(None),
+            **fixed(clip_qkv=None),
         ),
         # Keys that decide nothing.
         inert="use_bias pretraining_note",

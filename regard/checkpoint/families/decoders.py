@@ -30,13 +30,13 @@ from regard.checkpoint.rules import (
     TRANSPOSED,
     Data,
     Family,
-    Fixed,
     Group,
     Key,
     Keys,
     To,
     Weights,
     by_head,
+    fixed,
     get,
     put,
     transposed,
@@ -94,8 +94,7 @@ FRAME_KEYS: Keys = dict(
     classifier_dropout=head_dropout(tag=("classifier_dropout", 0.1)),
     id2label=LABELS,
     is_causal=CAUSAL,
-    token_classification_bias=Fixed(True),
-    per_layer_config=Fixed(None),
+    **fixed(token_classification_bias=True, per_layer_config=None),
 )
 # Grouped-query attention with RoPE, a gated feed-forward.
 KEYS: Keys = FRAME_KEYS | dict(
@@ -110,7 +109,7 @@ KEYS: Keys = FRAME_KEYS | dict(
     hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
 )
 EIGHT_KV = Key("tower.attention.kv_heads", 8, null=lambda hf: hf["num_attention_heads"])
-BIASED = Key("tower.attention.bias tower.attention.out_bias", False)
+BIASED = Key("tower.attention.{bias,out_bias}", False)
 NORM_EPS = Key("tower.norm.eps", 1e-5)
 
 LAYER = "model.layers.{i}."
@@ -170,9 +169,8 @@ GPT2 = Family(
         resid_pdrop=Key("tower.dropout", 0.1),
         embd_pdrop=Key("embedding.dropout", 0.1),
         attn_pdrop=Key("tower.attention.dropout", 0.1),
-        scale_attn_weights=Fixed(True),
-        scale_attn_by_inverse_layer_idx=Fixed(False),
-        add_cross_attention=Fixed(False),
+        **fixed(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
+        **fixed(add_cross_attention=False),
     ),
     inert="""n_ctx n_special predict_special_tokens reorder_and_upcast_attn summary_activation
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj""",
@@ -428,8 +426,7 @@ GEMMA3 = replace(
             window=4096,
             more="sliding_window_pattern",
         ),
-        final_logit_softcapping=Fixed(None),
-        use_bidirectional_attention=Fixed(False),
+        **fixed(final_logit_softcapping=None, use_bidirectional_attention=False),
     ),
     # transformers' Gemma 3 reads no cap on scores.
     inert="attn_logit_softcapping _sliding_window_pattern",
@@ -494,8 +491,7 @@ GPT_OSS = replace(
         attention_bias=replace(BIASED, default=True),
         num_local_experts=Key("tower.ffn.experts", 128),
         num_experts_per_tok=Key("tower.ffn.active", 4),
-        hidden_act=Fixed("silu"),
-        swiglu_limit=Fixed(7.0),
+        **fixed(hidden_act="silu", swiglu_limit=7.0),
         rope_parameters=rope_at(
             "tower.attention.rope",
             rope_scaling={**_YARN, "original_max_position_embeddings": 4096},
@@ -535,7 +531,7 @@ def _latent_keys(at: str, shared: int, gain: float) -> Keys:
         qk_nope_head_dim=Key(f"{at}.head_dim"),
         qk_rope_head_dim=Key(f"{at}.rope_dim tower.attention.rope_dim"),
         v_head_dim=Key(f"{at}.value_dim"),
-        attention_bias=Key(f"{at}.bias {at}.out_bias", False),
+        attention_bias=Key(at + ".{bias,out_bias}", False),
         attention_dropout=Key(f"{at}.dropout", 0.0),
         rope_parameters=rope_at(f"{at}.rope"),
         intermediate_size=Key("tower.ffn.0.ffn_dim"),
@@ -545,7 +541,7 @@ def _latent_keys(at: str, shared: int, gain: float) -> Keys:
         num_experts_per_tok=Key("tower.ffn.1.active"),
         n_shared_experts=Key("tower.ffn.1.shared", shared),
         routed_scaling_factor=Key("tower.ffn.1.gain", gain),
-        moe_layer_freq=Fixed(1),
+        **fixed(moe_layer_freq=1),
     )
 
 
@@ -555,7 +551,7 @@ seq_aux"""
 _V3: Keys = dict(
     norm_topk_prob=Key("tower.ffn.1.normalized", True),
     n_group=expert_groups(None, (8, 4)),
-    scoring_func=Fixed("sigmoid"),
+    **fixed(scoring_func="sigmoid"),
     mlp_layer_types=experts_by_layer(3),
 )
 
@@ -598,7 +594,7 @@ DEEPSEEK_V2 = replace(
     | dict(
         mlp_bias=_SHARED_BIAS,
         n_group=expert_groups("group_limited_greedy", (1, 1)),
-        scoring_func=Fixed("softmax"),
+        **fixed(scoring_func="softmax"),
         mlp_layer_types=experts_by_layer(0),
     ),
     # Whatever norm_topk_prob says, transformers never normalises for V2.
@@ -718,7 +714,7 @@ QWEN3_NEXT = replace(
             lambda attention: attention["kind"] == "delta",
         ),
         # The convolution's too.
-        hidden_act=Fixed("silu"),
+        **fixed(hidden_act="silu"),
         intermediate_size=Key("tower.ffn.0.ffn_dim", 5632),
         moe_intermediate_size=Key("tower.ffn.1.ffn_dim", 512),
         num_experts=Key("tower.ffn.1.experts", 512),

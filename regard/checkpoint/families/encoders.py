@@ -22,13 +22,13 @@ from regard.checkpoint.rules import (
     TOKENS,
     Data,
     Family,
-    Fixed,
     Group,
     Key,
     Keys,
     To,
     Twin,
     Weights,
+    fixed,
     need,
     put,
     under,
@@ -71,13 +71,10 @@ BERT_KEYS: Keys = _SHAPE_KEYS | dict(
     hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.1),
     attention_probs_dropout_prob=Key("tower.attention.dropout", 0.1),
     classifier_dropout=head_dropout(
-        classify=("classifier_dropout", "hidden_dropout_prob"),
-        tag=("classifier_dropout", "hidden_dropout_prob"),
+        **dict.fromkeys(("classify", "tag"), ("classifier_dropout", "hidden_dropout_prob"))
     ),
     tie_word_embeddings=Key("head.tied", True),
-    position_embedding_type=Fixed("absolute"),
-    is_decoder=Fixed(False),
-    add_cross_attention=Fixed(False),
+    **fixed(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False),
     id2label=LABELS,
     max_position_embeddings=Key("max_len embedding.position.max_len"),
     hidden_act=Key("tower.ffn.activation head.activation", "gelu", ACTIVATIONS),
@@ -272,7 +269,7 @@ ALBERT = replace(
     | dict(
         embedding_size=Key("embedding.width", 128),
         num_hidden_groups=Group(("num_hidden_groups",), _read_groups, _write_groups, last=True),
-        inner_group_num=Fixed(1),
+        **fixed(inner_group_num=1),
         hidden_act=Key("tower.ffn.activation head.activation", "gelu_new", ACTIVATIONS),
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
@@ -331,10 +328,8 @@ MODERNBERT = Family(
         vocab_size=Key("embedding.vocab"),
         max_position_embeddings=Key("max_len"),
         hidden_activation=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
-        norm_eps=Key("tower.norm.eps embedding.norm.eps head.norm_eps head.norm.eps", 1e-5),
-        norm_bias=Key(
-            "tower.norm.biased embedding.norm.biased head.norm_bias head.norm.biased", False
-        ),
+        norm_eps=Key("{tower,embedding,head}.norm.eps head.norm_eps", 1e-5),
+        norm_bias=Key("{tower,embedding,head}.norm.biased head.norm_bias", False),
         attention_bias=BIASED,
         mlp_bias=Key("tower.ffn.bias", False),
         attention_dropout=Key("tower.attention.dropout tower.dropout", 0.0),
@@ -424,7 +419,7 @@ VIT = Family(
         qkv_bias=Key("tower.attention.bias", True),
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
-        pooler_act=Fixed("tanh"),
+        **fixed(pooler_act="tanh"),
         id2label=LABELS,
     ),
     inert="encoder_stride pooler_output_size",
@@ -458,11 +453,6 @@ DEIT = replace(
 )
 
 # --- an encoder and a decoder: T5 -------------------------------------------------------------------------------------
-
-
-def both(field: str) -> str:
-    """The places of a setting that rules both towers."""
-    return f"encoder.{field} decoder.{field}"
 
 
 def _frame(base: str) -> Weights:
@@ -576,19 +566,19 @@ T5 = Family(
     blank=EncoderDecoderConfig(Tokens(1), _T5_ENCODER, Tokens(1), _T5_DECODER),
     heads={"T5ForConditionalGeneration": LM(), "T5Model": None},
     config=dict(
-        vocab_size=Key("source.vocab target.vocab"),
-        d_model=Key(both("dim")),
+        vocab_size=Key("{source,target}.vocab"),
+        d_model=Key("{encoder,decoder}.dim"),
         num_layers=Key("encoder.layers"),
         num_decoder_layers=Key("decoder.layers", lambda hf: hf["num_layers"]),
-        num_heads=Key(f"{both('attention.heads')} decoder.cross.heads {both('relative.heads')}"),
-        d_kv=Key(f"{both('attention.head_dim')} decoder.cross.head_dim", 64),
-        d_ff=Key(both("ffn.ffn_dim")),
-        relative_attention_num_buckets=Key(both("relative.buckets"), 32),
-        relative_attention_max_distance=Key(both("relative.max_distance"), 128),
-        layer_norm_epsilon=Key(both("norm.eps"), 1e-6),
+        num_heads=Key("{encoder,decoder}.{attention,relative}.heads decoder.cross.heads"),
+        d_kv=Key("{encoder,decoder}.attention.head_dim decoder.cross.head_dim", 64),
+        d_ff=Key("{encoder,decoder}.ffn.ffn_dim"),
+        relative_attention_num_buckets=Key("{encoder,decoder}.relative.buckets", 32),
+        relative_attention_max_distance=Key("{encoder,decoder}.relative.max_distance", 128),
+        layer_norm_epsilon=Key("{encoder,decoder}.norm.eps", 1e-6),
         dropout_rate=Key(
-            f"{both('dropout')} source.dropout target.dropout {both('ffn.dropout')} "
-            f"{both('attention.dropout')} decoder.cross.dropout",
+            "{encoder,decoder,source,target,encoder.ffn,decoder.ffn}.dropout "
+            "{encoder.attention,decoder.attention,decoder.cross}.dropout",
             0.1,
         ),
         feed_forward_proj=Group(
@@ -599,8 +589,7 @@ T5 = Family(
             lambda theirs, ours: put(ours, "head.scaled", _t5_scale_of(theirs)),
             _write_t5_scale,
         ),
-        is_decoder=Fixed(False),
-        is_causal=Fixed(True),
+        **fixed(is_decoder=False, is_causal=True),
     ),
     inert="n_positions classifier_dropout",
     aliases=dict(
@@ -639,26 +628,23 @@ def _bart(words: Tokens) -> EncoderDecoderConfig:
 
 
 _BART_KEYS: Keys = dict(
-    d_model=Key(both("dim")),
+    d_model=Key("{encoder,decoder}.dim"),
     encoder_layers=Key("encoder.layers"),
     decoder_layers=Key("decoder.layers"),
     encoder_attention_heads=Key("encoder.attention.heads"),
-    decoder_attention_heads=Key("decoder.attention.heads decoder.cross.heads"),
+    decoder_attention_heads=Key("decoder.{attention,cross}.heads"),
     encoder_ffn_dim=Key("encoder.ffn.ffn_dim"),
     decoder_ffn_dim=Key("decoder.ffn.ffn_dim"),
-    max_position_embeddings=Key("max_len source.position.max_len target.position.max_len"),
-    activation_function=Key(both("ffn.activation"), "gelu", ACTIVATIONS),
-    activation_dropout=Key(both("ffn.dropout"), 0.0),
-    dropout=Key(f"{both('dropout')} source.dropout target.dropout", 0.1),
-    attention_dropout=Key(f"{both('attention.dropout')} decoder.cross.dropout", 0.0),
+    max_position_embeddings=Key("max_len {source,target}.position.max_len"),
+    activation_function=Key("{encoder,decoder}.ffn.activation", "gelu", ACTIVATIONS),
+    activation_dropout=Key("{encoder,decoder}.ffn.dropout", 0.0),
+    dropout=Key("{encoder,decoder,source,target}.dropout", 0.1),
+    attention_dropout=Key("{encoder.attention,decoder.attention,decoder.cross}.dropout", 0.0),
     encoder_layerdrop=Key("encoder.layer_drop", 0.0),
     decoder_layerdrop=Key("decoder.layer_drop", 0.0),
-    scale_embedding=Key("source.scaled target.scaled", False),
+    scale_embedding=Key("{source,target}.scaled", False),
     tie_word_embeddings=Key("head.tied", True),
-    is_decoder=Fixed(False),
-    is_causal=Fixed(True),
-    normalize_before=Fixed(False),
-    add_final_layer_norm=Fixed(False),
+    **fixed(is_decoder=False, is_causal=True, normalize_before=False, add_final_layer_norm=False),
 )
 
 
@@ -689,9 +675,8 @@ BART = Family(
     heads={"BartForConditionalGeneration": _BART_HEAD, "BartModel": None},
     config=_BART_KEYS
     | dict(
-        vocab_size=Key("source.vocab target.vocab"),
-        normalize_embedding=Fixed(True),
-        static_position_embeddings=Fixed(False),
+        vocab_size=Key("{source,target}.vocab"),
+        **fixed(normalize_embedding=True, static_position_embeddings=False),
     ),
     inert="""classifier_dropout classif_dropout add_bias_logits extra_pos_embeddings
     force_bos_token_to_be_generated""",
@@ -750,8 +735,7 @@ MARIAN = replace(
             ("pad_token_id", "decoder_start_token_id"), lambda *_: None, _write_padding
         ),
         **_BART_KEYS,
-        normalize_embedding=Fixed(False),
-        static_position_embeddings=Fixed(True),
+        **fixed(normalize_embedding=False, static_position_embeddings=True),
     ),
     derived=(*BART.derived, r"model\.(encoder|decoder)\.embed_positions\.weight"),
     presets={
