@@ -72,9 +72,9 @@ def choices(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of theirs that fills one place of ours, or several (`places`, apart by spaces, or as {a,b}). `default` stands
-    in for a missing key, and for a null one unless `null` says otherwise; a function makes it from the other keys.
-    `words` translates values; several of theirs may mean one of ours."""
+    """A key of theirs that fills one place of ours, or several (`places`, apart by spaces, or as {a,b}). `default`
+    stands in for a missing key, and for a null one unless `null` says otherwise; a function makes it from the other
+    keys. `words` translates values; several of theirs may mean one of ours."""
 
     places: str
     default: Any = REQUIRED
