@@ -123,15 +123,11 @@ def save_adapter(model: Model, path: str | Path) -> Path:
     path = Path(path)
     base = getattr(model.origin, "base", None)
     if base is None:
-        raise UsageError(
-            "an adapter stands on a model folder, and this model comes from none: use model.save"
-        )
+        raise UsageError("adapters stand on a folder, this model comes from none: use model.save")
     tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     inner, low = {n for n in tensors if not n.startswith("head.")}, low_ranks(model)
     if inner != set(_lora_names(model)):
-        raise UsageError(
-            "weights of the body itself are trained: use model.save, which keeps all of them"
-        )
+        raise UsageError("weights of the body itself are trained: use model.save")
     record = Record(
         Stand(str(base.folder), os.path.relpath(base.folder, path.resolve()), base.files),
         hf.dtype_name(next(model.parameters()).dtype),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.checkpoint.families import FAMILIES, INERT
-from regard.checkpoint.rules import SAME, Data, Family, Step, get, put, steps
+from regard.checkpoint.rules import SAME, Data, Family, Step, get, put, steps, wrong
 from regard.checkpoint.store import (
     SHARD_BYTES,
     Memory,
@@ -77,7 +77,7 @@ def from_hf(module: nn.Module) -> Model:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         raise UsageError(
-            "from_hf needs transformers >= 5; or save the model and use regard.load(folder)"
+            "from_hf needs transformers >= 5; or save it and regard.load(folder)"
         ) from None
     theirs = json.loads(module.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
     theirs["architectures"] = [type(module).__name__]
@@ -138,9 +138,7 @@ def _check_counts(data: Any, keys: Collection[str], tensors: int) -> None:
         if isinstance(value, (dict, list)):
             _check_counts(value, keys, tensors)
         elif key in keys and isinstance(value, int) and value > tensors:
-            raise UsageError(
-                f"config.json: {key} is {value:,}, but the weights hold {tensors:,} tensors in all"
-            )
+            raise wrong(f"{key} is {value:,}, but the weights hold {tensors:,} tensors in all")
 
 
 def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
@@ -171,8 +169,8 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
     block: Any = settings.get("weight_block_size")
     valid = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
     if settings.get("quant_method") != "fp8" or not valid:
-        raise UsageError(
-            f"config.json: quantization_config has quant_method {settings.get('quant_method')!r} and weight_block_size "
+        raise wrong(
+            f"quantization_config has quant_method {settings.get('quant_method')!r} and weight_block_size "
             f"{block!r}; Regard reads plain weights and fp8 in blocks. Bring the model as it was before, or unpack it "
             "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
         )
@@ -184,7 +182,7 @@ def read_native(theirs: Data) -> Any:
     data = theirs.get("config")
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in CONFIGS:
-        raise UsageError(f"config.json: config.kind is {kind!r}; known: {', '.join(CONFIGS)}")
+        raise wrong(f"config.kind is {kind!r}; known: {', '.join(CONFIGS)}")
     with _blaming("these settings do not fit together"):
         return from_dict(CONFIGS[kind], data)  # type: ignore[arg-type]
 
@@ -217,16 +215,14 @@ def _blaming(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise UsageError(f"config.json: {what} ({e!r})") from None
+        raise wrong(f"{what} ({e!r})") from None
 
 
 def _architecture(theirs: Data, family: Family) -> str:
     named = theirs.get("architectures") or [next(iter(family.heads))]
     name = named[0] if isinstance(named, list) else named
     if not isinstance(name, str) or name not in family.heads:
-        raise UsageError(
-            f"config.json: architecture {name!r}; of {family.name}, known: {', '.join(family.heads)}"
-        )
+        raise wrong(f"architecture {name!r}; of {family.name}, known: {', '.join(family.heads)}")
     return name
 
 
@@ -396,9 +392,7 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
     path = Path(path)
     if low_ranks(model):
-        raise UsageError(
-            "this model has LoRA: save_adapter keeps it small, merge(model).save whole"
-        )
+        raise UsageError("this model has LoRA: save_adapter keeps it, or merge(model).save")
     origin = model.origin or Origin(model.family)
     family, theirs, why = _express(model, origin)
     if family is None:

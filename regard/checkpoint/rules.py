@@ -23,6 +23,10 @@ REQUIRED: Any = object()
 ABSENT: Any = object()
 
 
+def wrong(text: str) -> UsageError:
+    return UsageError(f"config.json: {text}")
+
+
 def get(data: Any, path: str) -> Any:
     """The value at a dotted path, or ABSENT. A number picks from a list; a name asks the first item that has it."""
     name, _, rest = path.partition(".")
@@ -90,14 +94,12 @@ class Key:
             value = self.default if name not in theirs or self.null is ABSENT else self.null
             value = value(theirs) if callable(value) else value
             if value is REQUIRED:
-                raise UsageError(
-                    f"config.json: {name} is missing; a {theirs.get('model_type')} model needs it"
-                )
+                raise wrong(f"{name} is missing; a {theirs.get('model_type')} model needs it")
         if self.words is None or value is None:
             return value
         if value not in self.words:
             known = ", ".join(map(str, self.words))
-            raise UsageError(f"config.json: {name} is {value!r}; known: {known}")
+            raise wrong(f"{name} is {value!r}; known: {known}")
         return self.words[value]
 
     def read(self, name: str, theirs: Data, ours: Data) -> None:
@@ -123,7 +125,7 @@ class Fixed:
     def read(self, name: str, theirs: Data, ours: Data) -> None:
         value = theirs.get(name)
         if value is not None and value != self.only:
-            raise UsageError(f"config.json: {name} is {value!r}, Regard can only do {self.only!r}")
+            raise wrong(f"{name} is {value!r}, Regard can only do {self.only!r}")
 
     def write(self, name: str, ours: Data, theirs: Data) -> None: ...
 

@@ -77,9 +77,8 @@ class Weights(Source):
             start, entries = header(path)
             for name, entry in entries.items():
                 if name in self.headers:
-                    raise UsageError(
-                        f"{path} repeats the tensor {name} of {self.headers[name][0].name}"
-                    )
+                    other = self.headers[name][0].name
+                    raise UsageError(f"{path} repeats the tensor {name} of {other}")
                 self.headers[name] = (path, start, entry)
             if len(self.headers) > TENSORS:
                 raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is not a model")

@@ -32,8 +32,8 @@ from regard.checkpoint.rules import (
     need,
     put,
     under,
+    wrong,
 )
-from regard.errors import UsageError
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import EncoderDecoderConfig, Patches, Tokens, TransformerConfig
 from regard.models.start import Start
@@ -518,9 +518,7 @@ def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
     name = word.removeprefix("gated-")
     name = "gelu_new" if word == "gated-gelu" else name
     if name not in ACTIVATIONS:
-        raise UsageError(
-            f"config.json: feed_forward_proj is {word!r}; known: relu, gated-gelu, gated-silu, ..."
-        )
+        raise wrong(f"feed_forward_proj is {word!r}; known: relu, gated-gelu, gated-silu, ...")
     return ACTIVATIONS[name], word.startswith("gated-")
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from regard.checkpoint.rules import ABSENT, Data, Group, get, need, put
-from regard.errors import UsageError
+from regard.checkpoint.rules import ABSENT, Data, Group, get, need, put, wrong
 
 # Several of theirs may mean one of ours; the first of them is written.
 ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh")}
@@ -39,7 +38,7 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(theirs.get(key), dict | None):
-            raise UsageError(f"config.json: {key} is {theirs[key]!r}; it must be an object")
+            raise wrong(f"{key} is {theirs[key]!r}; it must be an object")
     given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
     base = given.pop("rope_theta", None) or theirs.get("rope_theta")
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
@@ -49,9 +48,7 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     scaling: Data | None = None
     if kind != "default":
         if kind not in _SCALING:
-            raise UsageError(
-                f"config.json: rope_type is {kind!r}; known: default, {', '.join(_SCALING)}"
-            )
+            raise wrong(f"rope_type is {kind!r}; known: default, {', '.join(_SCALING)}")
         scaling = {"kind": kind}
         whole = theirs.get("max_position_embeddings")
         original = given.get(_ORIGINAL) or theirs.get(_ORIGINAL) or whole
@@ -61,14 +58,10 @@ def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
         for key, name in _SCALING[kind].items():
             value = given.pop(key, None)
             if value is None and key not in missing:
-                raise UsageError(
-                    f"config.json: rope_parameters.{key} is missing; {kind} scaling needs it"
-                )
+                raise wrong(f"rope_parameters.{key} is missing; {kind} scaling needs it")
             scaling[name] = missing[key] if value is None else value
     if given:
-        raise UsageError(
-            f"config.json: rope_parameters.{next(iter(given))} is not known for {kind} RoPE"
-        )
+        raise wrong(f"rope_parameters.{next(iter(given))} is not known for {kind} RoPE")
     said = {"base": base and float(base), "partial": share}
     return {name: value for name, value in said.items() if value} | {"scaling": scaling}
 
@@ -105,9 +98,7 @@ def rope_at(
         said |= {"partial_rotary_factor": said.get(share)} if share else {}
         out = _rope_of(said, renamed or {})
         if not share and out.get("partial", 1) != 1:
-            raise UsageError(
-                f"config.json: partial_rotary_factor is {out['partial']}, this family turns whole heads"
-            )
+            raise wrong(f"partial_rotary_factor is {out['partial']}, this family turns whole heads")
         return out
 
     def read(theirs: Data, ours: Data) -> None:
@@ -210,9 +201,7 @@ def listed(theirs: Data, key: str, words: Sequence[str], layers: int, default: l
     """The kinds of layers as their `key` lists them, or by default."""
     kinds = theirs.get(key) or default
     if len(kinds) != layers or set(kinds) - set(words):
-        raise UsageError(
-            f"config.json: {key} must list {layers} times {' or '.join(words)}, got {kinds}"
-        )
+        raise wrong(f"{key} must list {layers} times {' or '.join(words)}, got {kinds}")
     return kinds
 
 
@@ -240,7 +229,7 @@ def sliding_layers(
         kinds = [words[on and slides] for slides in default(theirs, layers)]
         kinds = listed(theirs, "layer_types", words, layers, kinds)
         if words[1] in kinds and not on:
-            raise UsageError(f"config.json: layer_types slides, but {' or '.join(keys)} is off")
+            raise wrong(f"layer_types slides, but {' or '.join(keys)} is off")
         return kinds
 
     def write(kinds: list[str], variants: list[Data | None], theirs: Data) -> None:
@@ -309,7 +298,7 @@ def _count(theirs: Data, key: str, default: int) -> int:
     """A number of groups; null is one."""
     value = theirs.get(key, default)
     if value is not None and (type(value) is not int or value < 1):
-        raise UsageError(f"config.json: {key} is {value!r}; it must be a whole number from 1 on")
+        raise wrong(f"{key} is {value!r}; it must be a whole number from 1 on")
     return value or 1
 
 
@@ -319,9 +308,7 @@ def _count(theirs: Data, key: str, default: int) -> int:
 def _read_causal(theirs: Data, ours: Data) -> None:
     ours["tower"]["causal"] = theirs.get("is_causal") is not False
     if not ours["tower"]["causal"] and theirs.get("sliding_window"):
-        raise UsageError(
-            "config.json: is_causal is False; with sliding_window Regard can only do True"
-        )
+        raise wrong("is_causal is False; with sliding_window Regard can only do True")
 
 
 def _write_causal(ours: Data, theirs: Data) -> None:
