@@ -397,9 +397,10 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     family, theirs, why = _express(model, origin)
     if family is None:
         notice(f"saved in Regard's own format, which transformers does not read: {why}")
-        theirs = {**theirs, "config": to_dict(model.config)}
     theirs = {**theirs, "dtype": dtype_name(next(model.parameters()).dtype)}
     theirs.pop("torch_dtype", None)
+    if family is None:
+        theirs["config"] = to_dict(model.config)
     tensors: dict[str, Tensor] = {}
     for step in plan(model, family):
         ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
