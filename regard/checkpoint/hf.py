@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -368,6 +369,11 @@ def _fill(
 ) -> None:
     """Read tensor by tensor into the empty model: at no time is more than one tensor held twice. What needs no change
     is read to its place; anything else is borrowed, and what comes of it copied."""
+    # What is tied has several.
+    owners: dict[Any, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            owners[p].append((module, name))
     wide = wide_names(model)
     for step in steps:
         plain = step.op is SAME and device is None and dtype is None
@@ -381,8 +387,9 @@ def _fill(
                 value = value.new_empty(tensor.shape).copy_(tensor)
             else:
                 value = tensor.to(value)
-            # In every module that has it: what is tied stays so.
-            torch.utils.swap_tensors(old, nn.Parameter(value, requires_grad=old.requires_grad))
+            new = nn.Parameter(value, requires_grad=old.requires_grad)
+            for module, attribute in owners[old]:
+                setattr(module, attribute, new)
 
 
 # --- saving -------------------------------------------------------------------------------------------------------
