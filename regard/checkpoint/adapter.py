@@ -214,12 +214,10 @@ def _copy(tensors: dict[str, Tensor], model: Model, wanted: Iterable[str]) -> Mo
         hint = nearest(name, wanted | tensors.keys())
         raise UsageError(f"tensor {name} {what} {TENSORS}; {hint}")
     for name, x in tensors.items():
-        shape = tuple(parameters[name].shape) if name in parameters else "no such tensor"
-        if shape != tuple(x.shape):
+        shape = tuple(parameters[name].shape) if name in parameters else None
+        if shape != tuple(x.shape) or x.dtype not in hf.FLOATS:
             raise UsageError(
-                f"tensor {name} of {TENSORS} has shape {tuple(x.shape)}, the model {shape}"
+                f"tensor {name} of {TENSORS} is {x.dtype} of shape {tuple(x.shape)}; the model has floats of {shape}"
             )
-        if x.dtype not in hf.FLOATS:
-            raise UsageError(f"tensor {name} of {TENSORS} is stored as {x.dtype}, not as a float")
         parameters[name].copy_(x)
     return model

@@ -204,8 +204,7 @@ def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Entry]]:
         why = f"version {version}" if version & 0xFFFF else "big-endian"
         raise ValueError(f"it is {why}; little-endian versions 2 and 3 are read")
     tensors, pairs = cursor.number("Q"), cursor.number("Q")
-    # Of a pair: the length of its name, its type, one byte; of a tensor: length, rank, size, type,
-    # offset.
+    # Of a pair: the length of its name, type, one byte; of a tensor: length, rank, size, type, offset.
     cursor.need(13 * pairs + 32 * tensors)
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
@@ -270,8 +269,7 @@ _LLAMA_TENSORS = written_out(
     {
         "{token_embd,output_norm}.weight": "model.{embed_tokens,norm}.weight",
         "output.weight": "lm_head.weight",
-        "blk.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
-        "blk.{i}.ffn_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "blk.{i}.{attn,ffn}_norm.weight": "model.layers.{i}.{input,post_attention}_layernorm.weight",
         "blk.{i}.attn_{q,k,v,output}.*": "model.layers.{i}.self_attn.{q,k,v,o}_proj.*",
         "blk.{i}.attn_{q,k}_norm.weight": "model.layers.{i}.self_attn.{q,k}_norm.weight",
         "blk.{i}.ffn_{gate,up,down}.*": "model.layers.{i}.mlp.{gate,up,down}_proj.*",
@@ -294,12 +292,8 @@ _FREQUENCIES = "rope_freqs.weight"
 # Keys that repeat what tensors say, or that decide nothing.
 _INERT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 # Keys that must have the value that Hugging Face's family takes for granted.
-_NEUTRAL = {
-    "attention.causal": True,
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "rope.scaling.attn_factor": 1.0,
-}
+_NEUTRAL: Data = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0}
+_NEUTRAL |= {"rope.scaling.attn_factor": 1.0}
 
 
 @dataclass(frozen=True)

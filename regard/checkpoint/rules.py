@@ -78,11 +78,11 @@ def choices(name: str) -> list[str]:
 class Key:
     """A key of theirs that fills one place of ours, or several (`places`, apart by spaces, or as {a,b}). `default`
     stands in for a missing key, and for a null one unless `null` says otherwise; a function makes it from the other
-    keys. `words` translates values; several of theirs may mean one of ours."""
+    keys. `words` translates values, several of theirs may mean one of ours; or it is a function and its inverse."""
 
     places: str
     default: Any = REQUIRED
-    words: Mapping[Any, Any] | None = None
+    words: Mapping[Any, Any] | tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
     null: Any = ABSENT
 
     def _each(self) -> list[str]:
@@ -97,6 +97,8 @@ class Key:
                 raise wrong(f"{name} is missing; a {theirs.get('model_type')} model needs it")
         if self.words is None or value is None:
             return value
+        if isinstance(self.words, tuple):
+            return self.words[0](value)
         if value not in self.words:
             known = ", ".join(map(str, self.words))
             raise wrong(f"{name} is {value!r}; known: {known}")
@@ -111,7 +113,9 @@ class Key:
         value = next((v for v in values if v is not ABSENT), ABSENT)
         if value is ABSENT or (name in theirs and self.value(name, theirs) == value):
             return
-        if self.words is not None:
+        if isinstance(self.words, tuple):
+            value = None if value is None else self.words[1](value)
+        elif self.words is not None:
             value = next((k for k, v in self.words.items() if v == value), value)
         theirs[name] = value
 

@@ -30,15 +30,12 @@ from regard.checkpoint.rules import (
     TRANSPOSED,
     Data,
     Family,
-    Group,
     Key,
     Keys,
     To,
     Weights,
     by_head,
     fixed,
-    get,
-    put,
     transposed,
 )
 from regard.layers import LM, MLP, Classify, Norm, Tag
@@ -378,16 +375,6 @@ PHI3 = replace(
 # --- other places for the norms: Gemma 3 and OLMo -----------------------------------------------------------------
 
 
-def _read_scale(theirs: Data, ours: Data) -> None:
-    put(ours, "tower.attention.scale", theirs.get("query_pre_attn_scalar", 256) ** -0.5)
-
-
-def _write_scale(ours: Data, theirs: Data) -> None:
-    scale = get(ours, "tower.attention.scale")
-    if isinstance(scale, float) and scale != theirs.get("query_pre_attn_scalar", 256) ** -0.5:
-        theirs["query_pre_attn_scalar"] = round(scale**-2)
-
-
 # Norms of what attention and feed-forward add, before it is added.
 _ADDED_NORMS = {
     "post_{attention,feedforward}_layernorm.weight": "{attention,ffn}.add.norm.weight",
@@ -417,7 +404,9 @@ GEMMA3 = replace(
         tie_word_embeddings=Key("head.tied", True),
         num_key_value_heads=Key("tower.attention.kv_heads", 4),
         head_dim=Key("tower.attention.head_dim", 256),
-        query_pre_attn_scalar=Group(("query_pre_attn_scalar",), _read_scale, _write_scale),
+        query_pre_attn_scalar=Key(
+            "tower.attention.scale", 256, (lambda n: n**-0.5, lambda scale: round(scale**-2))
+        ),
         attention_bias=BIASED,
         hidden_activation=Key("tower.ffn.activation", "gelu_pytorch_tanh", ACTIVATIONS),
         rope_parameters=ropes_by_layer(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
