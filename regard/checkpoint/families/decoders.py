@@ -171,12 +171,8 @@ GPT2 = Family(
     ),
     inert="""n_ctx n_special predict_special_tokens reorder_and_upcast_attn summary_activation
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj""",
-    aliases=dict(
-        hidden_size="n_embd",
-        max_position_embeddings="n_positions",
-        num_attention_heads="n_head",
-        num_hidden_layers="n_layer",
-    ),
+    aliases=dict(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
+    | dict(max_position_embeddings="n_positions"),
     tensors={
         "transformer.{wte,wpe}.weight": "embedding.{weight,position.weight}",
         "transformer.ln_f.*": "tower.norm.*",

@@ -590,12 +590,8 @@ T5 = Family(
         **fixed(is_decoder=False, is_causal=True),
     ),
     inert="n_positions classifier_dropout",
-    aliases=dict(
-        hidden_size="d_model",
-        num_attention_heads="num_heads",
-        num_hidden_layers="num_layers",
-        head_dim="d_kv",
-    ),
+    aliases=dict(hidden_size="d_model", num_attention_heads="num_heads", head_dim="d_kv")
+    | dict(num_hidden_layers="num_layers"),
     tensors={**_frame(""), **_t5_tower("encoder", 1), **_t5_tower("decoder", 2)},
     head_tensors={"lm": {"lm_head.weight": "head.weight"}},
     twins=_twins(""),
@@ -614,9 +610,7 @@ T5 = Family(
 
 # --- BART and Marian ----------------------------------------------------------------------------------------------
 
-_BART_ENCODER = Tower(
-    1, 1, _BIASED, MLP(1, "gelu", dropout=0.0), order="post", final_norm=False, causal=False
-)
+_BART_ENCODER = replace(POST_NORM, ffn=MLP(1, "gelu", dropout=0.0))
 _BART_DECODER = replace(_BART_ENCODER, cross=_BIASED, causal=True)
 _BART_HEAD = LM(bias=True, trained=False)
 
