@@ -233,7 +233,7 @@ def _modern(source: Source, family: Family) -> Source:
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
-        heads = {n.split(".")[0] for table in family.head_tensors.values() for n in table}
+        heads = {n.split(".")[0] for table in family.head_rows.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}
         names = {n: family.base + new if n in bare else new for n, new in names.items()}
     return Source(source, {new: n for n, new in names.items()})
@@ -276,7 +276,7 @@ def plan(model: Model, family: Family | None) -> list[Step]:
     if family is None:
         return [Step([name], [name], [shape]) for name, shape in shapes.items()]
     head = model.config.head
-    tables = [family.tensors, family.head_tensors[head.kind] if head is not None else {}]
+    tables = [family.rows, family.head_rows[head.kind] if head is not None else {}]
     rows = [step for table in tables for step in steps(table, shapes, model.config)]
     covered = [name for step in rows for name in step.ours]
     assert sorted(covered) == sorted(shapes), set(covered) ^ set(shapes)

@@ -357,10 +357,13 @@ class Family:
     derived: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        heads = {kind: written_out(table) for kind, table in self.head_tensors.items()}
-        object.__setattr__(self, "tensors", written_out(self.tensors))
-        object.__setattr__(self, "head_tensors", heads)
+    @cached_property
+    def rows(self) -> dict[str, To]:
+        return written_out(self.tensors)
+
+    @cached_property
+    def head_rows(self) -> dict[str, dict[str, To]]:
+        return {kind: written_out(table) for kind, table in self.head_tensors.items()}
 
     @cached_property
     def rules(self) -> list[tuple[str, ConfigRule]]:
