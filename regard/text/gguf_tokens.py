@@ -70,9 +70,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list
     if first or last:
         core.post_processor = around(first, last)
     tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": _ends(vocab)}
-    files = {
-        name: json.dumps(table, indent=2, ensure_ascii=False) for name, table in tables.items()
-    }
+    files = {n: json.dumps(table, indent=2, ensure_ascii=False) for n, table in tables.items()}
     files["tokenizer.json"] = core.to_str(pretty=True)
     return {name: text.encode() for name, text in files.items()}, notices
 
@@ -93,10 +91,8 @@ class Vocabulary:
         kinds = self.entries("token_type", int) or [spm.NORMAL] * len(tokens)
         if not tokens or len(kinds) != len(tokens):
             raise UsageError(f"{KEY}tokens has {len(tokens)} entries, token_type {len(kinds)}")
-        ids = {
-            name: self.id(name, len(tokens))
-            for name in ("bos", "eos", "eot", "eom", "padding", "unknown")
-        }
+        names = ("bos", "eos", "eot", "eom", "padding", "unknown")
+        ids = {name: self.id(name, len(tokens)) for name in names}
         self.ids = {name: index for name, index in ids.items() if index is not None}
         while kinds and kinds[-1] == spm.UNUSED:
             kinds.pop()
@@ -148,10 +144,8 @@ def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _settings(vocab: Vocabulary) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["clean_up_tokenization_spaces"] = False
     for theirs, ours in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
         settings[f"{ours}_token"] = (vocab.named(theirs) or (None,))[0]
     # The usual template, and others with a name behind a dot.
@@ -167,12 +161,8 @@ def _settings(vocab: Vocabulary) -> dict[str, Any]:
 
 def _ends(vocab: Vocabulary) -> dict[str, Any]:
     """Every token that ends an answer, not only the text's end."""
-    ends = list(
-        dict.fromkeys(vocab.ids[name] for name in ("eos", "eot", "eom") if name in vocab.ids)
-    )
-    ids = {
-        "bos_token_id": vocab.ids.get("bos"),
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": vocab.ids.get("padding"),
-    }
-    return {name: value for name, value in ids.items() if value is not None}
+    ids = vocab.ids
+    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
+    end = ends[0] if len(ends) == 1 else ends or None
+    table = dict(bos_token_id=ids.get("bos"), eos_token_id=end, pad_token_id=ids.get("padding"))
+    return {name: value for name, value in table.items() if value is not None}
