@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.config import Count, Fraction, Share, Whole, ranged
-from regard.data.feed import Base, Batching, ImageFeed, LabelFeed, PairFeed, TextFeed
-from regard.data.pack import OVERLONG
+from regard.data.feed import OVERLONG, Base, Batching, ImageFeed, LabelFeed, PairFeed, TextFeed
 from regard.data.read import ARRAYS, ROLES, DataError, Source, format_of
 from regard.data.shards import Column, Shards, prepare, sha256
 from regard.data.tokens import (

@@ -16,8 +16,7 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from regard.config import Amount, Positive, Share, ranged
-from regard.data.feed import IGNORE, Batch, Feed
-from regard.data.pack import drawing
+from regard.data.feed import IGNORE, Batch, Feed, drawing
 from regard.errors import UsageError
 
 Corruption = Callable[[Batch, Generator], Batch]

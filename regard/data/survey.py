@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from regard.data.config import Data, text_roles
-from regard.data.images import SUFFIXES, pictures
-from regard.data.read import Source, format_of, opened, records
+from regard.data.read import SUFFIXES, Source, format_of, opened, pictures, records
 from regard.data.shards import MANIFEST, open_shards, read_manifest, sha256
 from regard.data.tokens import Coder, classes_of
 from regard.data.train_tokenizer import Recipe

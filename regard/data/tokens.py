@@ -15,8 +15,7 @@ import tokenizers
 from tokenizers import decoders
 
 from regard.data.feed import IGNORE, UNANSWERED
-from regard.data.images import pictures
-from regard.data.read import DataError, Record, Source, records
+from regard.data.read import DataError, Record, Source, pictures, records
 from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
 from regard.text.build import plain_copy

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import Count, ranged
-from regard.data import unigram
 from regard.errors import UsageError, nearest
 from regard.text.build import SPACE
 from regard.text.folder import blaming
@@ -38,6 +39,13 @@ INSIDE = "##"
 PRIVATE = 0xF0000
 # Characters of a text that are read at once, and of a word: longer ones are learned from in parts.
 PART, LONG = 1 << 20, 128
+# Characters of a piece.
+LONGEST = 16
+SEEDS = 1_000_000
+# Characters of different words that are learned from, the most frequent words first.
+MUCH = 1_000_000
+# How many of the pieces stay after each round, and rounds of expectation maximisation between.
+SHRINK, ROUNDS = 0.75, 2
 
 
 @dataclass(frozen=True)
@@ -256,7 +264,7 @@ def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
 
 
 def _unigram(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
-    """The pieces that make the texts most probable, with SentencePiece's mark for a space: see regard.data.unigram."""
+    """The pieces that make the texts most probable, with SentencePiece's mark for a space: see `learn`."""
     core = tokenizers.Tokenizer(models.Unigram())
     steps: list[Any] = [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
     core.normalizer = normalizers.Sequence(steps + [normalizers.Lowercase()] * recipe.lower)
@@ -267,7 +275,7 @@ def _unigram(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
         for word in _words(core, text):
             counts.update(word[i : i + LONG] for i in range(0, len(word), LONG))
     unk = _unknown(recipe)
-    learned = unigram.learn(counts, recipe.vocab - len(recipe.tokens))
+    learned = learn(counts, recipe.vocab - len(recipe.tokens))
     pieces = [(token, 0.0) for token in recipe.tokens]
     pieces += [item for item in learned if item[0] not in recipe.tokens]
     core.model = models.Unigram(pieces, recipe.tokens.index(unk))
@@ -309,3 +317,172 @@ KINDS: dict[str, Callable[[Iterator[str], Recipe], tokenizers.Tokenizer]] = {
     "chars": _chars,
     "bytes": _bytes,
 }
+
+
+# --- the unigram model --------------------------------------------------------------------------------------------
+
+
+def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
+    """`size` pieces with log p, best first, that make the words most probable (Kudo 2018, arXiv:1804.10959):
+
+        P(word) = sum over all ways to cut it of prod p(piece)
+
+    Start from every substring that occurs twice; then in turn, find p by expectation maximisation and drop the pieces
+    that are missed least. All single characters stay. The library's trainer sums in the order of a hash table, which is
+    another one each time; here the same words give the same pieces."""
+    counts = _frequent(counts)
+    words = sorted(counts)
+    weight = np.array([counts[word] for word in words], np.float64)
+    pieces, start = _seeds(words, counts)
+    score = np.log(start) - np.log(start.sum())
+    lattice, inside = lattice_of(words, pieces), lattice_of(pieces, pieces, whole=False)
+    single = np.array([len(piece) == 1 for piece in pieces])
+    # The numbers of the pieces that are left.
+    left = np.arange(len(pieces))
+    while True:
+        for _ in range(ROUNDS):
+            expected = lattice.expected(score, weight)[left]
+            score[left] = _digamma(np.maximum(expected, 0.5)) - _digamma(expected.sum())
+        if len(left) <= size:
+            break
+        missed = np.where(single[left], np.inf, expected * (score - inside.best(score))[left])
+        count = max(int(len(left) * SHRINK), size, int(single.sum()))
+        left = left[np.sort(np.argsort(-missed, kind="stable")[:count])]
+        stays = np.isin(np.arange(len(pieces)), left)
+        lattice = lattice.only(stays[lattice.piece])
+        inside = inside.only(stays[inside.piece] & stays[inside.word])
+    order = sorted(left.tolist(), key=lambda i: (-score[i], pieces[i]))
+    return [(pieces[i], float(score[i])) for i in order]
+
+
+def _digamma(x: Any) -> np.ndarray:
+    """d log Gamma(x) / dx for x > 0: psi(x) = psi(x + 1) - 1 / x until x is large, then its series."""
+    x = np.array(x, np.float64)
+    total = np.zeros_like(x)
+    for _ in range(7):
+        total -= 1 / x
+        x = x + 1
+    y = 1 / (x * x)
+    return total + np.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y / 252))
+
+
+def _frequent(counts: Mapping[str, int]) -> Mapping[str, int]:
+    """The most frequent words; of the others only the characters, so that all can be written."""
+    order = sorted(counts, key=lambda word: (-counts[word], word))
+    sizes = np.cumsum([len(word) for word in order])
+    enough = int(np.searchsorted(sizes, MUCH, side="right"))
+    frequent = Counter({word: counts[word] for word in order[:enough]})
+    frequent.update({c for word in order[enough:] for c in word})
+    return frequent
+
+
+def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
+    seen: Counter[str] = Counter()
+    for word in words:
+        count, n = counts[word], len(word)
+        for a in range(n):
+            for b in range(a + 1, min(a + LONGEST, n) + 1):
+                seen[word[a:b]] += count
+    # Never seen but inside one longer substring, which is the better piece.
+    inner = set()
+    for text, count in seen.items():
+        inner |= {part for part in (text[1:], text[:-1]) if seen[part] == count}
+    singles = [text for text in seen if len(text) == 1]
+    others = [t for t, count in seen.items() if len(t) > 1 < count and t not in inner]
+    others.sort(key=lambda text: (-seen[text] * len(text), text))
+    pieces = sorted([*singles, *others[:SEEDS]])
+    return pieces, np.array([seen[piece] for piece in pieces], np.float64)
+
+
+def lattice_of(words: Iterable[str], pieces: Iterable[str], whole: bool = True) -> Lattice:
+    """All ways to cut words into pieces. Without `whole`, no word may be one piece."""
+    number = {piece: i for i, piece in enumerate(pieces)}
+    leaves, reaches, piece, lasts, arcs = (array("q") for _ in range(5))
+    first = 0
+    for word in words:
+        n, before = len(word), len(piece)
+        for a in range(n):
+            for b in range(a + 1, min(a + LONGEST, n) + 1):
+                index = number.get(word[a:b])
+                if index is not None and (whole or b - a < n):
+                    leaves.append(first + a)
+                    reaches.append(first + b)
+                    piece.append(index)
+        arcs.append(len(piece) - before)
+        lasts.append(first + n)
+        first += n + 1
+    word_of = np.repeat(np.arange(len(arcs)), np.array(arcs))
+    ends, starts, stops, numbers = map(np.array, (lasts, leaves, reaches, piece))
+    return Lattice(ends, starts, stops, numbers, word_of)
+
+
+@dataclass(eq=False)
+class Lattice:
+    """Arcs from node to node, a node being a place in a word: the last node of each word; where each arc leaves and
+    what it reaches, its piece and its word."""
+
+    lasts: np.ndarray
+    leaves: np.ndarray
+    reaches: np.ndarray
+    piece: np.ndarray
+    word: np.ndarray
+
+    def __post_init__(self) -> None:
+        self.nodes = int(self.lasts[-1]) + 1
+        self.firsts = np.concatenate([[0], self.lasts[:-1] + 1])
+        self.forward = _groups(self.reaches - self.firsts[self.word], self.reaches)
+        self.backward = _groups(self.lasts[self.word] - self.leaves, self.leaves)
+
+    def only(self, arcs: np.ndarray) -> Lattice:
+        """With some of the arcs."""
+        parts = (x[arcs] for x in (self.leaves, self.reaches, self.piece, self.word))
+        return Lattice(self.lasts, *parts)
+
+    def expected(self, score: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """How often each piece occurs, over all ways to cut the words, which occur `weight` times."""
+        arc = score[self.piece]
+        before = self._sweep(arc, self.firsts, self.forward, self.leaves, self.reaches)
+        after = self._sweep(arc, self.lasts, self.backward, self.reaches, self.leaves)
+        whole = before[self.lasts][self.word]
+        share = np.exp(before[self.leaves] + arc + after[self.reaches] - whole)
+        return np.bincount(self.piece, share * weight[self.word], minlength=len(score))
+
+    def best(self, score: np.ndarray) -> np.ndarray:
+        """log p of the best way to cut each word; -inf where there is none."""
+        arc = score[self.piece]
+        ends = self._sweep(arc, self.firsts, self.forward, self.leaves, self.reaches, best=True)
+        return ends[self.lasts]
+
+    def _sweep(
+        self,
+        arc: np.ndarray,
+        begin: np.ndarray,
+        groups: list[tuple[np.ndarray, np.ndarray]],
+        leaves: np.ndarray,
+        reaches: np.ndarray,
+        best: bool = False,
+    ) -> np.ndarray:
+        """log of the sum (or the largest) of the products over all paths from `begin` to each node."""
+        total = np.full(self.nodes, -np.inf)
+        total[begin] = 0.0
+        for arcs, starts in groups:
+            x = total[leaves[arcs]] + arc[arcs]
+            top = np.maximum.reduceat(x, starts)
+            node = reaches[arcs[starts]]
+            if best:
+                total[node] = top
+                continue
+            size = np.diff(np.append(starts, len(x)))
+            total[node] = top + np.log(np.add.reduceat(np.exp(x - np.repeat(top, size)), starts))
+        return total
+
+
+def _groups(place: np.ndarray, node: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Arcs by place, and inside by node: (arcs, where each node's begin) for each place in turn."""
+    order = np.lexsort((node, place))
+    cuts = np.flatnonzero(np.diff(place[order])) + 1
+    groups = []
+    for arcs in np.split(order, cuts) if len(order) else []:
+        starts = np.flatnonzero(np.diff(node[arcs])) + 1
+        groups.append((arcs, np.concatenate([[0], starts])))
+    return groups

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.attention import DSA, MLA, DeltaRule
 from regard.block import Attention, Tower
-from regard.data.pictures import Pictures
+from regard.data.read import Pictures
 from regard.decode.generate import default_length, generate, special_of
 from regard.errors import DATA, Fault, UsageError, blaming, notice
 from regard.models import Patches
