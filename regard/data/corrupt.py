@@ -230,10 +230,10 @@ def spans(
             f"{len(ids)} tokens make {count} spans, and the tokenizer has {len(sentinels)} sentinels; "
             f"shorten the rows or add sentinels"
         )
+    # Every way to share `taken` tokens out is equally likely.
     drawn = torch.randperm(max(taken - 1, 0), generator=generator)[: max(count - 1, 0)]
-    cuts = drawn.sort().values + 1
-    edges = torch.cat([_tensor((0,)), cuts, _tensor((taken,))])
-    sizes = edges.diff()[:count]  # every way to share `taken` tokens out is equally likely
+    edges = torch.cat([_tensor((0,)), drawn.sort().values + 1, _tensor((taken,))])
+    sizes = edges.diff()[:count]
     marks = _tensor(sentinels[:count])
     source, noise = _replace(ids, sizes, marks, generator)
     target = ids.new_empty(taken + count)
@@ -255,7 +255,8 @@ def infill(
     sizes = sizes[: int((total < wanted).sum()) + 1] if wanted else sizes
     if wanted:
         sizes[-1] -= sizes.sum() - wanted
-    sizes = sizes[: len(ids) - wanted + 1]  # no two side by side
+    # No two side by side.
+    sizes = sizes[: len(ids) - wanted + 1]
     return _replace(ids, sizes, torch.full_like(sizes, mask), generator)[0]
 
 

@@ -356,6 +356,13 @@ class Base:
     batching: Batching
     held: Base | None
     fingerprint: str
+    # Tokens of each row, of its longer side; None where rows have none.
+    sizes: np.ndarray | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row, padding included, of a side."""
+        return None if self.sizes is None else self.batching.width(self.sizes)
 
     @property
     def epoch(self) -> int:
@@ -449,12 +456,14 @@ class TextFeed(Base):
             raise DataError(f"{len(self.values)} tokens are too few to learn from; give more text")
         length = b.length or 1
         rows = b.rows or max((b.tokens or 0) // length, 1)
+        self.sizes = np.array([length])
         if self.flat:
             random = pack == "windows"
             self.order = Tiles(len(self.values), length, self.extra, rows, b.seed, random)
         else:
             self._cut()
             if pack == "none":
+                self.sizes = self.size
                 self.order = Buckets(b.padded(self.size), b.tokens, b.rows, b.seed)
             else:
                 self.packed, self.bins = best_fit(self.size, length)
@@ -586,8 +595,8 @@ class PairFeed(Base):
         self.note = cut(widest, b.length, b.overlong, "pair").note
         limit = b.length or widest.max()
         self.source_sizes, self.target_sizes = (np.minimum(n[kept], limit) for n in sizes)
-        widths = b.padded(np.minimum(widest[kept], limit))
-        self.order = Buckets(widths, b.tokens, b.rows, b.seed)
+        self.sizes = np.minimum(widest[kept], limit)
+        self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         read, written = self.source_sizes[numbers], self.target_sizes[numbers]
@@ -642,7 +651,8 @@ class LabelFeed(Base):
         self.cut = cut(self.texts.lengths + ends, b.length, b.overlong, "text")
         if not len(self.cut.row):
             raise DataError(f"every text is longer than {b.length} tokens, and was dropped")
-        self.order = Buckets(b.padded(self.cut.size), b.tokens, b.rows, b.seed)
+        self.sizes = self.cut.size
+        self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         whole = self.cut.size[numbers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -18,8 +18,7 @@ from regard.data.feed import IGNORE, UNANSWERED
 from regard.data.read import DataError, Record, Source, pictures, records
 from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
-from regard.text.build import plain_copy
-from regard.text.folder import blaming
+from regard.text.build import blaming, plain_copy
 from regard.text.tokenizer import Tokenizer, check_unicode
 
 # Ids, and the characters each comes from.
@@ -67,21 +66,31 @@ class Coder:
 
     def encode(self, texts: Sequence[str], *, target: bool = False) -> list[list[int]]:
         tokenizer = self.target if target else self.source
-        plain = self._plain.get(id(tokenizer))
         # Marian cuts each side by another model.
-        if plain is None:
+        if id(tokenizer) not in self._plain:
             cut = tokenizer.encode_target if target else tokenizer.encode
             return [cut(text, special=False, literal=True) for text in texts]
-        return [encoding.ids for encoding in _many(plain, texts, fast=True)]
+        return [encoding.ids for encoding in self._many(tokenizer, texts, fast=True)]
 
     def located(self, texts: Sequence[str]) -> list[Located]:
         """The same with the first character of each token and the one behind its last."""
-        plain = self._plain.get(id(self.source))
-        if plain is None:
+        if id(self.source) not in self._plain:
             raise UsageError(
                 "a tokenizer of two sides does not tell which characters a token is made of"
             )
-        return [(encoding.ids, encoding.offsets) for encoding in _many(plain, texts, fast=False)]
+        return [(e.ids, e.offsets) for e in self._many(self.source, texts, fast=False)]
+
+    def _many(
+        self, tokenizer: Tokenizer, texts: Sequence[str], fast: bool
+    ) -> list[tokenizers.Encoding]:
+        core = self._plain[id(tokenizer)]
+        encode = core.encode_batch_fast if fast else core.encode_batch
+        try:
+            return encode(list(texts), add_special_tokens=False)
+        except (TypeError, UnicodeError):
+            for text in texts:
+                check_unicode(text, f"the text {text!r:.40}")
+            raise
 
     def tokens(self, ids: Sequence[int], *, target: bool = False) -> list[str]:
         """The pieces, one per id; those of a byte-level vocabulary as the text they stand for, if it is whole."""
@@ -91,18 +100,6 @@ class Coder:
             return pieces
         texts = [core.decode([i], skip_special_tokens=False) for i in ids]
         return [text if text and "\ufffd" not in text else raw for text, raw in zip(texts, pieces)]
-
-
-def _many(
-    core: tokenizers.Tokenizer, texts: Sequence[str], fast: bool
-) -> list[tokenizers.Encoding]:
-    encode = core.encode_batch_fast if fast else core.encode_batch
-    try:
-        return encode(list(texts), add_special_tokens=False)
-    except (TypeError, UnicodeError):
-        for text in texts:
-            check_unicode(text, f"the text {text!r:.40}")
-        raise
 
 
 def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -146,16 +143,21 @@ class Filling:
         for record in records(self.source, roles):
             self.count["records"] += 1
             more = sum(len(v) for v in record.values() if isinstance(v, str)) + 1
-            if chunk and more > 2 * PIECE:
+            long = more > 2 * PIECE
+            if long and chunk:
                 yield chunk
                 chunk, size = [], 0
             chunk.append(record)
             size += more
-            if size > CHUNK or more > 2 * PIECE:
+            if long or size > CHUNK:
                 yield chunk
                 chunk, size = [], 0
         if chunk:
             yield chunk
+
+    def numbers(self, classes: Callable[[], list[str]]) -> Numbers:
+        """Of the training data's classes, or of those found here."""
+        return Numbers((name, i) for i, name in enumerate(self.classes or classes()))
 
     def texts(self, chunk: list[Record], role: str) -> list[str]:
         for record in chunk:
@@ -242,10 +244,10 @@ def fill_pairs(filling: Filling) -> None:
 def fill_classified(filling: Filling) -> None:
     """One or two texts, and their class."""
     more = ["second"] if "second" in filling.source.columns else []
-    number = _numbers(filling, "label")
+    number = filling.numbers(lambda: classes_of(filling.source, "label"))
     labels: list[int] = []
     for chunk in filling.chunks("text", "label", *more):
-        chosen = [_number(name_of(record["label"]), number) for record in chunk]
+        chosen = [number[name_of(record["label"])] for record in chunk]
         parts = [filling.coder.encode(filling.texts(chunk, role)) for role in ("text", *more)]
         between = [*filling.coder.between] if more else []
         rows = [[*one, *between, *chain(*rest)] if one else [] for one, *rest in zip(*parts)]
@@ -256,7 +258,7 @@ def fill_classified(filling: Filling) -> None:
 
 def fill_tagged(filling: Filling) -> None:
     """Words and a tag for each: the first token of a word has its tag, the others are not counted."""
-    number = _numbers(filling, "tags")
+    number = filling.numbers(lambda: classes_of(filling.source, "tags"))
     for chunk in filling.chunks("words", "tags"):
         ids, labels = [], []
         for record in chunk:
@@ -266,7 +268,7 @@ def fill_tagged(filling: Filling) -> None:
         texts = [" ".join(map(str, record["words"])) for record in chunk]
         for record, (row, spans) in zip(chunk, filling.coder.located(texts)):
             ends = np.cumsum([len(str(word)) + 1 for word in record["words"]]).tolist()
-            tags = [_number(name_of(tag), number) for tag in record["tags"]]
+            tags = [number[name_of(tag)] for tag in record["tags"]]
             label, word = [IGNORE] * len(row), -1
             for i, (_, end) in enumerate(spans):
                 here = int(np.searchsorted(ends, end - 1, side="right"))
@@ -293,7 +295,12 @@ def fill_answers(filling: Filling) -> None:
             if record["start"] is None and record["end"] is None:
                 labels.append((UNANSWERED, UNANSWERED))
                 continue
-            start, end = (_place(record, role) for role in ("start", "end"))
+            try:
+                start, end = int(record["start"]), int(record["end"])
+            except (TypeError, ValueError):
+                raise DataError(
+                    f"start and end of an answer are numbers of characters, counted from 0; got {record!r:.80}"
+                ) from None
             inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
             span = (len(head) + inside[0], len(head) + inside[-1]) if inside else (IGNORE, IGNORE)
             labels.append(span)
@@ -302,27 +309,21 @@ def fill_answers(filling: Filling) -> None:
     filling.done()
 
 
-def _place(record: Record, role: str) -> int:
-    try:
-        return int(record[role])
-    except (TypeError, ValueError):
-        raise DataError(
-            f"the {role} of an answer is a character's number, counted from 0; got {record[role]!r}"
-        ) from None
-
-
 def fill_pictures(filling: Filling) -> None:
     images, names = pictures(filling.source)
-    classes = filling.classes or ordered(set(names))
-    number = {name: i for i, name in enumerate(classes)}
+    number = filling.numbers(lambda: ordered(set(names)))
     filling.writer.array("images", images)
-    filling.writer.array("labels", np.array([_number(n, number) for n in names], np.int64))
-    filling.writer.notes = {"records": len(images), "empty": 0, "classes": classes}
+    filling.writer.array("labels", np.array([number[name] for name in names], np.int64))
+    filling.writer.notes = {"records": len(images), "empty": 0, "classes": list(number)}
 
 
-def _numbers(filling: Filling, role: str) -> dict[str, int]:
-    """The classes, each with its number."""
-    return {n: i for i, n in enumerate(filling.classes or classes_of(filling.source, role))}
+class Numbers(dict[str, int]):
+    """The classes of the training data, each with its number."""
+
+    def __missing__(self, name: str) -> int:
+        raise DataError(
+            f"label {name!r} is not among the classes of the training data: {', '.join(self)[:200]}"
+        )
 
 
 def classes_of(source: Source, role: str) -> list[str]:
@@ -347,11 +348,3 @@ def name_of(label: Any) -> str:
     if not isinstance(label, str | int):
         raise DataError(f"a label must be a name or a whole number, one is {label!r:.60}")
     return str(label)
-
-
-def _number(name: str, number: dict[str, int]) -> int:
-    if name not in number:
-        raise DataError(
-            f"label {name!r} is not among the classes of the training data: {', '.join(number)[:200]}"
-        )
-    return number[name]

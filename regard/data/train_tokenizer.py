@@ -8,12 +8,11 @@ tokenizer, or train one for each side.
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,21 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import Count, ranged
+from regard.data.shards import sync
 from regard.errors import UsageError, nearest
-from regard.text.build import SPACE
-from regard.text.folder import blaming
+from regard.text.build import SPACE, blaming
 
 AROUND = ("none", "start", "end", "both")
-TASKS = ("lm", "seq2seq", "infill", "mlm")
+# Task -> its usual special tokens.
+TASKS = {
+    "lm": "unk eos",
+    "seq2seq": "pad unk bos eos",
+    "infill": "pad unk bos eos mask",
+    "mlm": "pad unk cls sep mask",
+}
 PARTS = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 _PLAIN = dict(pad="<pad>", unk="<unk>", bos="<s>", eos="</s>", cls="<s>", sep="</s>", mask="<mask>")
 _BERT = dict(pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
-BYTES = 256
 # Before a piece that does not begin a word.
 INSIDE = "##"
 # The first of 131,000 characters that no text should have.
@@ -70,7 +74,7 @@ class Recipe:
     min_count: Count = 2
 
     def __post_init__(self) -> None:
-        choices = {"kind": KINDS, "task": TASKS, "around": (*AROUND, None)}
+        choices: dict[str, Any] = {"kind": KINDS, "task": TASKS, "around": (*AROUND, None)}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -91,15 +95,12 @@ class Recipe:
         """Special tokens by their part."""
         if self.special is not None:
             return self.special
-        if self.task == "mlm":
-            tokens = _BERT if self.kind == "wordpiece" else _PLAIN
-            return {part: tokens[part] for part in ("pad", "unk", "cls", "sep", "mask")}
-        lossless = self.kind in ("bpe", "bytes")
-        unk = {} if lossless else {"unk": _PLAIN["unk"]}
-        if self.task == "lm":
-            return {**unk, "eos": "<|endoftext|>"}
-        pairs = {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
-        return {**pairs, "mask": _PLAIN["mask"]} if self.task == "infill" else pairs
+        tokens = _BERT if (self.task, self.kind) == ("mlm", "wordpiece") else _PLAIN
+        tokens = {**tokens, "eos": "<|endoftext|>"} if self.task == "lm" else tokens
+        # Bytes leave nothing unknown.
+        known = self.kind in ("bpe", "bytes") and self.task != "mlm"
+        parts = TASKS[self.task].split()
+        return {part: tokens[part] for part in parts if part != "unk" or not known}
 
     @property
     def tokens(self) -> list[str]:
@@ -127,19 +128,22 @@ def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
     if one is None:
         raise UsageError("there are no texts to learn a tokenizer from")
     parts = (part for text in chain([one], stream) for part in _parts(text))
-    with blaming("no tokenizer can be learned from these texts"), _one_thread():
+    with blaming("no tokenizer can be learned from these texts"):
         core = KINDS[recipe.kind](parts, recipe)
-    _check(core, recipe)
-    template = processors.TemplateProcessing(
-        single=" ".join(x for x in (first, "$A", last) if x),
-        pair=" ".join(x for x in (first, "$A", last, "$B", last) if x),
-        special_tokens=[(t, core.token_to_id(t)) for t in dict.fromkeys((first, last)) if t],
-    )
+    for i, token in enumerate(recipe.tokens):
+        if core.token_to_id(token) != i:
+            raise UsageError(
+                f"special token {token!r} is also a piece of text; choose another string"
+            )
     if first or last:
-        core.post_processor = template
+        core.post_processor = processors.TemplateProcessing(
+            single=" ".join(x for x in (first, "$A", last) if x),
+            pair=" ".join(x for x in (first, "$A", last, "$B", last) if x),
+            special_tokens=[(t, core.token_to_id(t)) for t in dict.fromkeys((first, last)) if t],
+        )
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {f"{part}_token": text for part, text in recipe.named.items()}
-    settings |= {"clean_up_tokenization_spaces": False}
+    settings["clean_up_tokenization_spaces"] = False
     if recipe.more:
         settings["additional_special_tokens"] = list(recipe.more)
     return {
@@ -165,34 +169,10 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         new = folder / f".{name}.new"
-        with open(new, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        new.write_bytes(data)
+        sync(new)
         new.replace(folder / name)
     return folder
-
-
-def _check(core: tokenizers.Tokenizer, recipe: Recipe) -> None:
-    for i, token in enumerate(recipe.tokens):
-        if core.token_to_id(token) != i:
-            raise UsageError(
-                f"special token {token!r} is also a piece of text; choose another string"
-            )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums of several threads would depend on who comes first."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 # --- the kinds ----------------------------------------------------------------------------------------------------
@@ -200,7 +180,7 @@ def _one_thread() -> Iterator[None]:
 
 def _bpe(texts: Iterator[str], recipe: Recipe, merges: bool = True) -> tokenizers.Tokenizer:
     """Bytes, and the pairs of them that are seen most (Sennrich et al. 2016; GPT-2's cut into words)."""
-    smallest = BYTES + len(recipe.tokens)
+    smallest = 256 + len(recipe.tokens)
     if merges and recipe.vocab < smallest:
         raise UsageError(
             f"vocab = {recipe.vocab} is too small: 256 bytes and {len(recipe.tokens)} special tokens are {smallest}"
@@ -218,10 +198,6 @@ def _bpe(texts: Iterator[str], recipe: Recipe, merges: bool = True) -> tokenizer
     )
     core.train_from_iterator(texts if merges else iter(()), trainer)
     return core
-
-
-def _bytes(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
-    return _bpe(texts, recipe, merges=False)
 
 
 def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
@@ -245,14 +221,8 @@ def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
     lines = (" ".join([written(word)] * count) for word, count in counts.items())
     pairs = tokenizers.Tokenizer(models.BPE())
     pairs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pairs.train_from_iterator(
-        lines,
-        trainers.BpeTrainer(
-            vocab_size=recipe.vocab - len(recipe.tokens),
-            min_frequency=recipe.min_count,
-            show_progress=False,
-        ),
-    )
+    sizes = dict(vocab_size=recipe.vocab - len(recipe.tokens), min_frequency=recipe.min_count)
+    pairs.train_from_iterator(lines, trainers.BpeTrainer(**sizes, show_progress=False))  # type: ignore[arg-type]
     read = {stand: mark for mark, stand in stands.items()}
     vocabulary = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
     marks = [[read[c] for c in piece] for piece, _ in vocabulary]
@@ -315,7 +285,7 @@ KINDS: dict[str, Callable[[Iterator[str], Recipe], tokenizers.Tokenizer]] = {
     "wordpiece": _wordpiece,
     "unigram": _unigram,
     "chars": _chars,
-    "bytes": _bytes,
+    "bytes": partial(_bpe, merges=False),
 }
 
 
