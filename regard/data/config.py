@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.config import Count, Fraction, Share, Whole, ranged
+from regard.data import tokens
 from regard.data.feed import OVERLONG, Base, Batching, ImageFeed, LabelFeed, PairFeed, TextFeed
 from regard.data.read import (
     ARRAYS,
@@ -37,17 +38,7 @@ from regard.data.shards import (
     read_manifest,
     sha256,
 )
-from regard.data.tokens import (
-    Coder,
-    Filling,
-    classes_of,
-    fill_answers,
-    fill_classified,
-    fill_documents,
-    fill_pairs,
-    fill_pictures,
-    fill_tagged,
-)
+from regard.data.tokens import Coder, Filling
 from regard.data.train_tokenizer import Recipe
 from regard.errors import UsageError, nearest
 from regard.files import read_files
@@ -66,13 +57,13 @@ class Kind(NamedTuple):
 
 _DOCUMENTS = ("text", "source", "target")
 KINDS: dict[str, Kind] = {
-    "lm": Kind(_DOCUMENTS, fill_documents, ("text",)),
-    "mlm": Kind(_DOCUMENTS, partial(fill_documents, masked=True), ("text",)),
-    "seq2seq": Kind(("source", "target"), fill_pairs, ("source", "target")),
-    "classify": Kind(("text", "second", "label"), fill_classified, ("text",)),
-    "tag": Kind(("words", "tags"), fill_tagged, ("words",)),
-    "answer": Kind(("text", "second", "start", "end"), fill_answers, ("text", "second")),
-    "image": Kind(("image", "label"), fill_pictures),
+    "lm": Kind(_DOCUMENTS, tokens.fill_documents, ("text",)),
+    "mlm": Kind(_DOCUMENTS, partial(tokens.fill_documents, masked=True), ("text",)),
+    "seq2seq": Kind(("source", "target"), tokens.fill_pairs, ("source", "target")),
+    "classify": Kind(("text", "second", "label"), tokens.fill_classified, ("text",)),
+    "tag": Kind(("words", "tags"), tokens.fill_tagged, ("words",)),
+    "answer": Kind(("text", "second", "start", "end"), tokens.fill_answers, ("text", "second")),
+    "image": Kind(("image", "label"), tokens.fill_pictures),
 }
 # Kinds whose documents may share a row; those that hold text.
 ROWED = ("lm", "mlm")
@@ -393,7 +384,7 @@ def survey(
     classes = 0
     if reads in ("classify", "tag"):
         named = "tags" if reads == "tag" else "label"
-        classes = len(classes_of(source, named)) if total <= WHOLE else 2
+        classes = len(tokens.classes_of(source, named)) if total <= WHOLE else 2
     if total <= WHOLE:
         guessed = _guessed(_read(source, roles), count, limit, reads)
         return replace(guessed, vocab=vocab, classes=classes)

@@ -164,19 +164,15 @@ def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
 
 def format_of(path: Path, format: str) -> str:
     """The format that is given, else that of the name; one that tells nothing means text."""
-    if format != "auto":
-        if format not in READERS and format not in ARRAYS:
-            raise UsageError(
-                f"format = {format!r} is unknown; {nearest(format, [*READERS, *ARRAYS])}"
-            )
-        return format
-    if path.is_dir():
-        return "images"
+    known = {*READERS, *ARRAYS}
+    if format not in known | {"auto"}:
+        raise UsageError(f"format = {format!r} is unknown; {nearest(format, known)}")
+    if format != "auto" or path.is_dir():
+        return "images" if format == "auto" else format
     name = path.name.lower().removesuffix(".gz").removesuffix(".xz")
     ending = name.rpartition(".")[2] if not name.endswith("-ubyte") else "idx"
-    return {"ndjson": "jsonl", "json": "squad"}.get(
-        ending, ending if ending in {*READERS, *ARRAYS} - {"hub"} else "text"
-    )
+    ending = {"ndjson": "jsonl", "json": "squad"}.get(ending, ending)
+    return ending if ending in known - {"hub"} else "text"
 
 
 # --- plain text ---------------------------------------------------------------------------------------------------

@@ -30,76 +30,68 @@ AROUND, CUTS = 200, 32
 
 
 class Coder:
-    """Texts -> ids, without special tokens; a text that spells one is text. `other` is the target's
-    tokenizer, where that is another one.
+    """Texts -> ids, without special tokens; a text that spells one is text.
 
-    A model that reads one text expects `before` text `after`, of two: `before` text `between` text
-    `after`. A decoder begins with `start` and ends with `end`; None is what the tokenizer does not
-    have. `reserved` are all special tokens."""
+    A model that reads one text expects `before` text `after`, of two: `before` text `between` text `after`. A decoder
+    begins with `start` and ends with `end`; None is what the tokenizer does not have. `reserved` are all special
+    tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, other: Tokenizer | None = None):
-        self.source, self.target = tokenizer, other or tokenizer
-        self.vocab = max(self.source.vocab, self.target.vocab)
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
+        core, special = tokenizer.core, tokenizer.special
         self.before, self.between, self.after = _template(tokenizer)
-        special = self.target.special
         self.end = special.eos[0] if special.eos else None
         starts = (special.start, special.bos, special.pad, self.end)
         self.start = next((i for i in starts if i is not None), None)
         self.pad = special.pad if special.pad is not None else self.end or 0
-        self.unknown = tokenizer.special.unk
+        self.unknown = special.unk
         mask = tokenizer.tokens.get("mask_token")
-        self.mask = None if mask is None else tokenizer.core.token_to_id(mask)
-        added = self.source.core.get_added_tokens_decoder().items()
+        self.mask = None if mask is None else core.token_to_id(mask)
+        added = core.get_added_tokens_decoder().items()
         self.reserved = tuple(sorted(i for i, token in added if token.special))
-        self._plain = {
-            id(t): plain_copy(t.core) for t in (self.source, self.target) if t.parts.source is None
-        }
+        # Marian cuts each side by another model.
+        self._plain = None if tokenizer.parts.source else plain_copy(core)
 
     @property
     def fingerprint(self) -> str:
-        whole = hashlib.sha256()
-        for tokenizer in (self.source, self.target):
-            sides = (tokenizer.core, tokenizer.parts.source, tokenizer.parts.target)
-            for core in sides:
-                whole.update(b"" if core is None else core.to_str().encode())
-        return whole.hexdigest()
+        parts = self.tokenizer.parts
+        sides = [
+            core.to_str().encode() for core in (parts.core, parts.source, parts.target) if core
+        ]
+        # Twice, source and target: so it was when the shards were made that runs go on with.
+        return hashlib.sha256(b"".join(sides * 2)).hexdigest()
 
     def encode(self, texts: Sequence[str], *, target: bool = False) -> list[list[int]]:
-        tokenizer = self.target if target else self.source
-        # Marian cuts each side by another model.
-        if id(tokenizer) not in self._plain:
-            cut = tokenizer.encode_target if target else tokenizer.encode
+        if self._plain is None:
+            cut = self.tokenizer.encode_target if target else self.tokenizer.encode
             return [cut(text, special=False, literal=True) for text in texts]
-        return [encoding.ids for encoding in self._many(tokenizer, texts, fast=True)]
+        return [encoding.ids for encoding in _many(self._plain.encode_batch_fast, texts)]
 
     def located(self, texts: Sequence[str]) -> list[Located]:
         """The same with the first character of each token and the one behind its last."""
-        if id(self.source) not in self._plain:
+        if self._plain is None:
             raise UsageError(
                 "a tokenizer of two sides does not tell which characters a token is made of"
             )
-        return [(e.ids, e.offsets) for e in self._many(self.source, texts, fast=False)]
+        return [(e.ids, e.offsets) for e in _many(self._plain.encode_batch, texts)]
 
-    def _many(
-        self, tokenizer: Tokenizer, texts: Sequence[str], fast: bool
-    ) -> list[tokenizers.Encoding]:
-        core = self._plain[id(tokenizer)]
-        encode = core.encode_batch_fast if fast else core.encode_batch
-        try:
-            return encode(list(texts), add_special_tokens=False)
-        except (TypeError, UnicodeError):
-            for text in texts:
-                check_unicode(text, f"the text {text!r:.40}")
-            raise
-
-    def tokens(self, ids: Sequence[int], *, target: bool = False) -> list[str]:
+    def tokens(self, ids: Sequence[int]) -> list[str]:
         """The pieces, one per id; those of a byte-level vocabulary as the text they stand for, if it is whole."""
-        core = (self.target if target else self.source).core
+        core = self.tokenizer.core
         pieces = [core.id_to_token(i) or f"<{i}>" for i in ids]
         if not isinstance(core.decoder, decoders.ByteLevel):
             return pieces
         texts = [core.decode([i], skip_special_tokens=False) for i in ids]
         return [text if text and "\ufffd" not in text else raw for text, raw in zip(texts, pieces)]
+
+
+def _many(encode: Callable[..., list[tokenizers.Encoding]], texts: Sequence[str]) -> list[Any]:
+    try:
+        return encode(list(texts), add_special_tokens=False)
+    except (TypeError, UnicodeError):
+        for text in texts:
+            check_unicode(text, f"the text {text!r:.40}")
+        raise
 
 
 def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -17,23 +17,8 @@ from tokenizers import AddedToken
 
 from regard.errors import UsageError
 from regard.files import TOKENIZER_FILES, model_folder, read_files
-from regard.text.build import (
-    WANTED,
-    Files,
-    Parts,
-    Settings,
-    around,
-    blaming,
-    build,
-    check_unicode,
-    content,
-    names,
-    plain_copy,
-    read_json,
-    special_ids,
-    style,
-    templates,
-)
+from regard.text import build
+from regard.text.build import Files, Parts, Settings, blaming, check_unicode, content, read_json
 from regard.text.decoder import Detokenizer, steps
 
 
@@ -45,7 +30,9 @@ class Tokenizer:
 
     def __init__(self, parts: Parts, files: Files, settings: Settings, config: Settings):
         self.parts, self.core = parts, parts.core
-        self.tokens: dict[str, str] = names(files, settings, parts.kind, self.core.token_to_id)
+        self.tokens: dict[str, str] = build.names(
+            files, settings, parts.kind, self.core.token_to_id
+        )
         _add_tokens(self.core, files, settings, self.tokens)
         ids = {f"{name}_id": self.core.token_to_id(text) for name, text in self.tokens.items()}
         if {"add_bos_token", "add_eos_token"} & set(settings):
@@ -55,9 +42,9 @@ class Tokenizer:
                 return None if index is None else (self.tokens[f"{name}_token"], index)
 
             # These stand above tokenizer.json.
-            self.core.post_processor = around(end("bos"), end("eos"))
-        self.special = special_ids(files, config, ids)
-        self.templates = templates(files, settings)
+            self.core.post_processor = build.around(end("bos"), end("eos"))
+        self.special = build.special_ids(files, config, ids)
+        self.templates = build.templates(files, settings)
         self.vocab = max(self.core.get_vocab().values(), default=-1) + 1
         added = self.core.get_added_tokens_decoder().items()
         self._skipped = frozenset(index for index, token in added if token.special)
@@ -71,8 +58,8 @@ class Tokenizer:
         None. `config` is the content of config.json, where it is not among the files."""
         settings = read_json(files, "tokenizer_config.json")
         config = config or read_json(files, "config.json")
-        kind, class_name = style(settings, config)
-        parts = build(files, settings, kind, class_name)
+        kind, class_name = build.style(settings, config)
+        parts = build.build(files, settings, kind, class_name)
         return None if parts is None else cls(parts, files, settings, config)
 
     @classmethod
@@ -151,7 +138,7 @@ class Tokenizer:
         """A copy that knows no special tokens (a switch on the one object would not be thread-safe)."""
         with self._lock:
             if id(core) not in self._copies:
-                self._copies[id(core)] = plain_copy(core)
+                self._copies[id(core)] = build.plain_copy(core)
             return self._copies[id(core)]
 
 
@@ -236,7 +223,8 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
     """The tokenizer, or the error for a text given to a model that has none."""
     if tokenizer is None:
         raise UsageError(
-            f"this model folder carries no tokenizer; give ids, or put tokenizer.json into it (a tokenizer is {WANTED})"
+            "this model folder carries no tokenizer; give ids, or put tokenizer.json into it (a tokenizer is "
+            f"{build.WANTED})"
         )
     return tokenizer
 
@@ -265,25 +253,19 @@ def _add_tokens(
             )
     special = {t.content for t in core.get_added_tokens_decoder().values() if t.special}
     with blaming("a special token in tokenizer_config.json or special_tokens_map.json is odd"):
-        tables = [read_json(files, "special_tokens_map.json"), settings]
-        declared = [*(token for table in tables for token in table.values()), *_more(settings)]
+        # Those that have no name: a list, or a table.
+        more: list[Any] = []
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            each = settings.get(key) or []
+            more += each.values() if isinstance(each, dict) else each
+        tables = (read_json(files, "special_tokens_map.json"), settings)
+        declared = [*(token for table in tables for token in table.values()), *more]
         flags = {content(t): _flags(t) for t in declared if isinstance(t, dict)}
-        wanted = [*tokens.values(), *(text for text in map(content, _more(settings)) if text)]
+        wanted = [*tokens.values(), *(text for text in map(content, more) if text)]
         for text in dict.fromkeys(wanted):
             if text not in special:
-                core.add_special_tokens(
-                    [AddedToken(text, special=True, **flags.get(text, _flags({})))]
-                )
-
-
-def _more(settings: Settings) -> list[Any]:
-    """Special tokens without a name."""
-    lists = [
-        settings.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens")
-    ]
-    return [
-        token for each in lists for token in (each.values() if isinstance(each, dict) else each)
-    ]
+                token = AddedToken(text, special=True, **flags.get(text, _flags({})))
+                core.add_special_tokens([token])
 
 
 def _flags(token: Settings) -> dict[str, bool]:
@@ -293,9 +275,7 @@ def _flags(token: Settings) -> dict[str, bool]:
 def _numbered(files: Files, settings: Settings, named: set[str]) -> list[tuple[int, AddedToken]]:
     """(id, token) of added_tokens.json and of added_tokens_decoder, in the order of the ids."""
     tokens: dict[int, AddedToken] = {}
-    with blaming(
-        "added_tokens.json or added_tokens_decoder of tokenizer_config.json is not as it should be"
-    ):
+    with blaming("added_tokens.json or added_tokens_decoder of tokenizer_config.json is odd"):
         for text, index in read_json(files, "added_tokens.json").items():
             tokens[int(index)] = AddedToken(text, normalized=False, special=text in named)
         for index, token in (settings.get("added_tokens_decoder") or {}).items():
