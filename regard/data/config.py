@@ -29,15 +29,7 @@ from regard.data.read import (
     pictures,
     records,
 )
-from regard.data.shards import (
-    MANIFEST,
-    Column,
-    Shards,
-    open_shards,
-    prepare,
-    read_manifest,
-    sha256,
-)
+from regard.data.shards import MANIFEST, Column, Shards, open_shards, prepare, read_manifest, sha256
 from regard.data.tokens import Coder, Filling
 from regard.data.train_tokenizer import Recipe
 from regard.errors import UsageError, nearest
@@ -177,9 +169,7 @@ def check_used(data: Data, task: str, name: str = "") -> None:
     if task == "image" and "target" in given and not kinds & {"npy", "idx"}:
         raise UsageError(f"target is for npy and idx files in the task {name}; leave it out")
     if data.columns and not kinds & set(TABLES):
-        raise UsageError(
-            f"columns are not used by the task {name} for {here} files; leave them out"
-        )
+        raise UsageError(f"columns are not used by the task {name} for {here} files; omit them")
     # Settings of which one says all: what is passed over, because of what, and why.
     clashes = [
         ("held", "valid", "one of the two says what is held out"),
@@ -194,7 +184,7 @@ def check_used(data: Data, task: str, name: str = "") -> None:
     for one, other, why in clashes:
         if {one, other} <= given:
             raise UsageError(
-                f"{one} is not used beside {other} by the task {name}, {why}; leave {one} out"
+                f"{one} is not used beside {other} by the task {name}, {why}; leave it out"
             )
     if "valid_target" in given and "valid" not in given:
         raise UsageError("valid_target is the other side of valid; name valid too")
@@ -273,13 +263,15 @@ def shards_of(
     made_of["tokenizer"] = None if coder is None else coder.fingerprint
     if coder is not None:
         made_of["special"] = [coder.before, coder.between, coder.after, coder.start, coder.end]
-    if source.format == "hub":
-        made_of["sources"] = list(source.paths)
-    else:
-        made_of["sources"] = [sha256(p) for p in source.files()]
+    made_of["sources"] = _sources(source)
+    if source.format != "hub":
         made_of["beside"] = [sha256(p) for p in source.beside_files()]
     fill = KINDS[task].fill
     return prepare(folder, made_of, lambda writer: fill(Filling(writer, source, coder, classes)))
+
+
+def _sources(source: Source) -> list[str]:
+    return list(source.paths) if source.format == "hub" else [sha256(p) for p in source.files()]
 
 
 def feed_of(
@@ -398,7 +390,7 @@ def _counted(folder: Path, source: Source, limit: float) -> Survey | None:
     """From the shards, if they were made of these files."""
     if not (folder / MANIFEST).is_file():
         return None
-    if read_manifest(folder)["made_of"]["sources"] != [sha256(path) for path in source.files()]:
+    if read_manifest(folder)["made_of"]["sources"] != _sources(source):
         return None
     shards = open_shards(folder)
     sides = [shards.columns[n].lengths for n in ("ids", "source", "target") if n in shards.columns]

@@ -554,11 +554,9 @@ def ends_of(around: Around, batching: Batching, what: str) -> tuple[tuple[int, .
     if batching.overlong == "split":
         raise UsageError(f"{what} cannot be split; say overlong = error, truncate or drop")
     before, after = map(tuple, around)
-    special = len(before) + len(after)
-    if batching.length is not None and batching.length <= special:
-        raise UsageError(
-            f"length = {batching.length} leaves no room beside {special} special tokens"
-        )
+    special, length = len(before) + len(after), batching.length
+    if length is not None and length <= special:
+        raise UsageError(f"length = {length} leaves no room beside {special} special tokens")
     return before, after
 
 

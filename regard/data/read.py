@@ -129,9 +129,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
-            raise UsageError(
-                f"unit = {self.unit!r} is no unit of text; {nearest(self.unit, UNITS)}"
-            )
+            raise UsageError(f"unit = {self.unit!r} is unknown; {nearest(self.unit, UNITS)}")
         for role in self.columns:
             if role not in ROLES:
                 raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
@@ -311,9 +309,7 @@ def _jsonl(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
         except (ValueError, RecursionError) as error:
             raise DataError(f"line {number} of {path} is no JSON: {error}") from None
         if not isinstance(row, dict):
-            raise DataError(
-                f"line {number} of {path} is no JSON object {{...}} but {type(row).__name__}: {line:.40}"
-            )
+            raise DataError(f"line {number} of {path} is no JSON object but {type(row).__name__}")
         yield _picked(row, source, roles, f"line {number} of {path}")
 
 
@@ -411,9 +407,7 @@ def _arrays(path: Path, source: Source, beside: list[Path]) -> tuple[np.ndarray,
             f"{x.shape}"
         )
     if y.ndim != 1 or y.dtype.kind not in "iuU":
-        raise DataError(
-            f"the classes of {path} must be n numbers or names, got {y.dtype} {y.shape}"
-        )
+        raise DataError(f"classes of {path} must be n numbers or names, got {y.dtype} {y.shape}")
     if len(x) != len(y):
         raise DataError(f"{path} has {len(x):,} pictures and {len(y):,} classes")
     if len(x) == 0:
@@ -462,9 +456,7 @@ def _folder(path: Path, size: int | None) -> tuple[np.ndarray, list[str]]:
     classes = sorted(p for p in path.iterdir() if p.is_dir())
     files = [f for p in classes for f in sorted(p.iterdir()) if f.suffix.lower() in SUFFIXES]
     if not files:
-        raise DataError(
-            f"{path} has no pictures: make a folder in it for each class, with PNG or JPEG"
-        )
+        raise DataError(f"{path} has no pictures: make a folder for each class, with PNG or JPEG")
     images: list[np.ndarray] = []
     for file in files:
         # All are grey or coloured as the first one is.

@@ -70,9 +70,7 @@ class Coder:
     def located(self, texts: Sequence[str]) -> list[Located]:
         """The same with the first character of each token and the one behind its last."""
         if self._plain is None:
-            raise UsageError(
-                "a tokenizer of two sides does not tell which characters a token is made of"
-            )
+            raise UsageError("a tokenizer of two sides does not tell which characters a token has")
         return [(e.ids, e.offsets) for e in _many(self._plain.encode_batch, texts)]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
@@ -329,9 +327,7 @@ def classes_of(source: Source, role: str) -> list[str]:
 
 def ordered(names: set[str]) -> list[str]:
     if len(names) < 2:
-        raise DataError(
-            f"every label is {next(iter(names), '')!r}; give data with two classes or more"
-        )
+        raise DataError(f"every label is {min(names, default='')!r}; give data with two classes")
     numbers = all(name.isdecimal() for name in names)
     return sorted(names, key=lambda name: (int(name), name) if numbers else (0, name))
 

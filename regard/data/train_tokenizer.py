@@ -132,9 +132,7 @@ def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
         core = KINDS[recipe.kind](parts, recipe)
     for i, token in enumerate(recipe.tokens):
         if core.token_to_id(token) != i:
-            raise UsageError(
-                f"special token {token!r} is also a piece of text; choose another string"
-            )
+            raise UsageError(f"special token {token!r} is also a piece of text; choose another")
     if first or last:
         core.post_processor = processors.TemplateProcessing(
             single=" ".join(x for x in (first, "$A", last) if x),
@@ -386,6 +384,9 @@ def lattice_of(words: Iterable[str], pieces: Iterable[str], whole: bool = True) 
     return Lattice(ends, starts, stops, numbers, word_of)
 
 
+Way = tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[np.ndarray, np.ndarray]]]
+
+
 @dataclass(eq=False)
 class Lattice:
     """Arcs from node to node, a node being a place in a word: the last node of each word; where each arc leaves and
@@ -398,10 +399,12 @@ class Lattice:
     word: np.ndarray
 
     def __post_init__(self) -> None:
-        self.nodes = int(self.lasts[-1]) + 1
         self.firsts = np.concatenate([[0], self.lasts[:-1] + 1])
-        self.forward = _groups(self.reaches - self.firsts[self.word], self.reaches)
-        self.backward = _groups(self.lasts[self.word] - self.leaves, self.leaves)
+        # Where a sweep begins, the node before and behind each arc, and the arcs in the order that it takes them.
+        order = _groups(self.reaches - self.firsts[self.word], self.reaches)
+        self.forward = (self.firsts, self.leaves, self.reaches, order)
+        order = _groups(self.lasts[self.word] - self.leaves, self.leaves)
+        self.backward = (self.lasts, self.reaches, self.leaves, order)
 
     def only(self, arcs: np.ndarray) -> Lattice:
         """With some of the arcs."""
@@ -411,39 +414,27 @@ class Lattice:
     def expected(self, score: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """How often each piece occurs, over all ways to cut the words, which occur `weight` times."""
         arc = score[self.piece]
-        before = self._sweep(arc, self.firsts, self.forward, self.leaves, self.reaches)
-        after = self._sweep(arc, self.lasts, self.backward, self.reaches, self.leaves)
+        before, after = self._sweep(arc, self.forward), self._sweep(arc, self.backward)
         whole = before[self.lasts][self.word]
         share = np.exp(before[self.leaves] + arc + after[self.reaches] - whole)
         return np.bincount(self.piece, share * weight[self.word], minlength=len(score))
 
     def best(self, score: np.ndarray) -> np.ndarray:
         """log p of the best way to cut each word; -inf where there is none."""
-        arc = score[self.piece]
-        ends = self._sweep(arc, self.firsts, self.forward, self.leaves, self.reaches, best=True)
-        return ends[self.lasts]
+        return self._sweep(score[self.piece], self.forward, best=True)[self.lasts]
 
-    def _sweep(
-        self,
-        arc: np.ndarray,
-        begin: np.ndarray,
-        groups: list[tuple[np.ndarray, np.ndarray]],
-        leaves: np.ndarray,
-        reaches: np.ndarray,
-        best: bool = False,
-    ) -> np.ndarray:
-        """log of the sum (or the largest) of the products over all paths from `begin` to each node."""
-        total = np.full(self.nodes, -np.inf)
+    def _sweep(self, arc: np.ndarray, way: Way, best: bool = False) -> np.ndarray:
+        """log of the sum (or the largest) of the products over all paths from the beginning to each node."""
+        begin, leaves, reaches, groups = way
+        total = np.full(int(self.lasts[-1]) + 1, -np.inf)
         total[begin] = 0.0
         for arcs, starts in groups:
             x = total[leaves[arcs]] + arc[arcs]
             top = np.maximum.reduceat(x, starts)
-            node = reaches[arcs[starts]]
-            if best:
-                total[node] = top
-                continue
-            size = np.diff(np.append(starts, len(x)))
-            total[node] = top + np.log(np.add.reduceat(np.exp(x - np.repeat(top, size)), starts))
+            if not best:
+                size = np.diff(np.append(starts, len(x)))
+                top = top + np.log(np.add.reduceat(np.exp(x - np.repeat(top, size)), starts))
+            total[reaches[arcs[starts]]] = top
         return total
 
 

@@ -474,9 +474,7 @@ def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> to
     if kind == "t5":
         extra = settings.get("extra_ids", 100)
         if type(extra) is not int or not 0 <= extra <= 100_000:
-            raise UsageError(
-                f"tokenizer_config.json: extra_ids must be a small number, got {extra!r}"
-            )
+            raise UsageError(f"tokenizer_config.json: extra_ids is {extra!r}, not a small number")
         scores += [(f"<extra_id_{i}>", 0.0) for i in reversed(range(extra))]
     elif kind == "xlmroberta":
         ends = [(text, 0.0) for text in ("<s>", "<pad>", "</s>", "<unk>")]
@@ -563,14 +561,10 @@ def _declared(model: SentencePiece) -> list[AddedToken]:
 def _marian(files: Files, settings: Settings) -> Parts:
     """Two SentencePiece models cut source and target text; vocab.json numbers the pieces of both."""
     if settings.get("separate_vocabs"):
-        raise UsageError(
-            "separate_vocabs in tokenizer_config.json: two lists of ids are not known; give ids"
-        )
+        raise UsageError("separate_vocabs in tokenizer_config.json is not supported; give ids")
     vocab = _vocab(files)
     if "<unk>" not in vocab or "</s>" not in vocab:
-        raise UsageError(
-            "vocab.json has no '<unk>' or no '</s>', which every Marian vocabulary has"
-        )
+        raise UsageError("vocab.json lacks '<unk>' or '</s>', which every Marian vocabulary has")
     with blaming("vocab.json does not make a tokenizer"):
         core = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     ends = [text for text in STYLES["marian"].values() if text in vocab]

@@ -89,16 +89,13 @@ def render_chat(
     answer = WORKER.ask(request, max_seconds)
     if "text" in answer:
         return answer["text"]
-    if "long" in answer:
-        raise UsageError(
-            f"the chat template made more than {max_length:,} characters; send less, or pass max_length"
-        )
-    if "late" in answer:
-        raise UsageError(
-            f"the chat template ran longer than {max_seconds:g} s; it has a loop without end"
-        )
-    why = answer.get("error") or f"it took more than {MEMORY >> 30} GiB of memory"
-    raise UsageError(f"the model folder's chat template refuses these messages or fails: {why}")
+    why = {
+        "long": f"made more than {max_length:,} characters; send less, or pass max_length",
+        "late": f"ran longer than {max_seconds:g} s: an endless loop",
+        "memory": f"took more than {MEMORY >> 30} GiB of memory",
+        "error": f"refuses these messages or fails: {answer.get('error')}",
+    }
+    raise UsageError(f"the model folder's chat template {why[next(iter(answer))]}")
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -116,9 +116,7 @@ class Tokenizer:
         self, text: str, cutter: tokenizers.Tokenizer | None, special: bool, literal: bool
     ) -> list[int]:
         if not isinstance(text, str):
-            raise UsageError(
-                f"a prompt is text or a list of ids, got {type(text).__name__}: {text!r:.60}"
-            )
+            raise UsageError(f"a prompt is text or a list of ids, got {text!r:.60}")
         check_unicode(text, "the text")
         with blaming("this text cannot be encoded"):
             core = self._plain(cutter or self.core) if literal else cutter or self.core
@@ -212,9 +210,7 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for s in strings:
         if not isinstance(s, str) or not s:
-            raise UsageError(
-                f"stop must be texts of one character or more, got {s!r}; leave it out for none"
-            )
+            raise UsageError(f"stop must be texts of one character or more, got {s!r}")
         check_unicode(s, "stop")
     return strings
 
