@@ -460,15 +460,16 @@ class TextFeed(Base):
         if self.flat:
             random = pack == "windows"
             self.order = Tiles(len(self.values), length, self.extra, rows, b.seed, random)
+        elif pack == "none":
+            self._cut()
+            self.sizes = self.filled = self.size
+            self.packed, self.bins = np.arange(len(self.size)), np.arange(len(self.size) + 1)
+            self.order = Buckets(b.padded(self.size), b.tokens, b.rows, b.seed)
         else:
             self._cut()
-            if pack == "none":
-                self.sizes = self.size
-                self.order = Buckets(b.padded(self.size), b.tokens, b.rows, b.seed)
-            else:
-                self.packed, self.bins = best_fit(self.size, length)
-                self.filled = np.add.reduceat(self.size[self.packed], self.bins[:-1])
-                self.order = Deck(len(self.bins) - 1, rows, b.seed)
+            self.packed, self.bins = best_fit(self.size, length)
+            self.filled = np.add.reduceat(self.size[self.packed], self.bins[:-1])
+            self.order = Deck(len(self.bins) - 1, rows, b.seed)
         settings = {"pack": pack, "shift": self.shift, "pad": self.pad}
         asked = None if prompts is None else Column(prompts).fingerprint
         self.sign({"documents": self.documents}, **settings, prompts=asked)
@@ -499,16 +500,10 @@ class TextFeed(Base):
             ids = framed(self.values, chosen, sizes, length, self.pad)
             labels = framed(self.values, chosen + self.extra, sizes, length, IGNORE)
             return tensors(ids, labels, sizes, whole)
-        if self.pack == "none":
-            whole = self.size[numbers]
-            width = self.batching.width(whole)
-            return self._laid(chosen, np.ones(len(chosen), np.int64), width, whole)
-        counts = self.bins[chosen + 1] - self.bins[chosen]
+        # Rows of `width`, row i with counts[i] pieces side by side.
+        whole, counts = self.filled[numbers], self.bins[chosen + 1] - self.bins[chosen]
+        width = length if self.pack == "documents" else self.batching.width(whole)
         pieces = self.packed[ranges(self.bins[chosen], counts)]
-        return self._laid(pieces, counts, length, self.filled[numbers])
-
-    def _laid(self, pieces: np.ndarray, counts: np.ndarray, width: int, whole: np.ndarray) -> Batch:
-        """Rows of `width`, row i with the next counts[i] pieces side by side."""
         size, inside = self.size[pieces], self.inside[pieces]
         row = np.repeat(np.arange(len(counts)), counts)
         # Of a piece in its row: its number, and how many tokens stand before it.
