@@ -168,7 +168,7 @@ class Peek:
         if self.coder is None:
             return row
         ids = b.ids[i, : None if b.lengths is None else int(b.lengths[i])].tolist()
-        row |= {"ids": ids, "tokens": self.coder.tokens(ids, target=True)}
+        row |= {"ids": ids, "tokens": self.coder.tokens(ids)}
         if b.labels.shape == b.ids.shape:
             row["labels"] = row["labels"][: len(ids)]
             row["counted"] = [label >= 0 for label in row["labels"]]
@@ -225,11 +225,7 @@ class Peek:
         if "counted" in row:
             labels = [max(label, 0) for label in row["labels"]]
             tags = self.task == "tag"
-            names = (
-                [self.loaded.classes[i] for i in labels]
-                if tags
-                else self.coder.tokens(labels, target=True)
-            )
+            names = [self.loaded.classes[i] for i in labels] if tags else self.coder.tokens(labels)
             table["label"] = [x if yes else "." for x, yes in zip(names, row["counted"])]
         doc = row.get("doc", [])
         borders = [k for k in range(1, len(doc)) if doc[k] != doc[k - 1]]

@@ -19,8 +19,7 @@ from regard.checkpoint import load
 from regard.data.config import Data, check_used, feed_of, shards_of
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
 from regard.data.feed import IGNORE, Base, Batch, Batching, Feed, ImageFeed
-from regard.data.pictures import normal_of
-from regard.data.read import Record, Source, records
+from regard.data.read import Record, Source, normal_of, records
 from regard.data.shards import Column
 from regard.data.tokens import Coder
 from regard.decode.generate import tokenizer_of

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 
 from regard.errors import UsageError
-from regard.text import spm
+from regard.text import build
 from regard.text.build import QWEN_WORDS, SPACE, around, byte_level, cutter, piece_decoder
 
 KEY = "tokenizer.ggml."
@@ -88,13 +88,13 @@ class Vocabulary:
     def __init__(self, metadata: Mapping[str, Any]):
         self.metadata = metadata
         tokens = self.entries("tokens", str)
-        kinds = self.entries("token_type", int) or [spm.NORMAL] * len(tokens)
+        kinds = self.entries("token_type", int) or [build.NORMAL] * len(tokens)
         if not tokens or len(kinds) != len(tokens):
             raise UsageError(f"{KEY}tokens has {len(tokens)} entries, token_type {len(kinds)}")
         names = ("bos", "eos", "eot", "eom", "padding", "unknown")
         ids = {name: self.id(name, len(tokens)) for name in names}
         self.ids = {name: index for name, index in ids.items() if index is not None}
-        while kinds and kinds[-1] == spm.UNUSED:
+        while kinds and kinds[-1] == build.UNUSED:
             kinds.pop()
         self.tokens, self.kinds = tokens[: len(kinds)], kinds
         self.numbers = {token: i for i, token in enumerate(self.tokens)}
@@ -122,9 +122,9 @@ class Vocabulary:
         """Tokens that text never makes by merging (control), or always is where it spells them (user-defined)."""
         named = set(self.ids.values()) - {self.ids.get("unknown")}
         return [
-            AddedToken(token, normalized=False, special=kind == spm.CONTROL or i in named)
+            AddedToken(token, normalized=False, special=kind == build.CONTROL or i in named)
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
-            if kind in (spm.CONTROL, spm.USER_DEFINED) or i in named
+            if kind in (build.CONTROL, build.USER_DEFINED) or i in named
         ]
 
 
@@ -132,9 +132,9 @@ def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
     scores = vocab.entries("scores", float)[: len(vocab.tokens)]
     if len(scores) != len(vocab.tokens):
         raise UsageError(f"{KEY}scores has {len(scores)} entries for {len(vocab.tokens)} tokens")
-    pieces = tuple(map(spm.Piece, vocab.tokens, scores, vocab.kinds))
+    pieces = tuple(map(build.Piece, vocab.tokens, scores, vocab.kinds))
     unk = vocab.ids.get("unknown", 0)
-    model = spm.SentencePiece(pieces, spm.BPE, unk)
+    model = build.SentencePiece(pieces, build.BPE, unk)
     core = cutter(model, [(piece.text, piece.score) for piece in pieces], unk, f"{KEY}tokens")
     prefix = bool(vocab.metadata.get(KEY + "add_space_prefix", True))
     steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []

@@ -293,7 +293,7 @@ def notices(config: Config, model: Any) -> list[str]:
 def marks(coder: Coder | None) -> Marks | None:
     if coder is None:
         return None
-    numbers = [coder.source.core.token_to_id(name) for name in SENTINELS]
+    numbers = [coder.tokenizer.core.token_to_id(name) for name in SENTINELS]
     sentinels = tuple(i for i in numbers if i is not None)
     ends = (coder.start, coder.end, coder.pad)
     return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)

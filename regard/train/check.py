@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.config import from_dict
-from regard.data.config import Data, Loaded, check_used, longest
+from regard.data.config import Data, Loaded, check_used
 from regard.data.feed import ImageFeed, TextFeed
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe
@@ -169,7 +169,7 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
             "a recurrent model carries its state on, so documents cannot share a row; say data.pack = stream or none"
         )
     most, limit = context_of(model), data.length
-    size = max((n for part in (feed, feed.held) if (n := longest(part)) is not None), default=0)
+    size = max(part.longest or 0 for part in (feed, feed.held) if part is not None)
     if most is not None and size > most:
         if limit is not None and limit > most:
             what = f"data.length = {limit}, but the model's context is {most} tokens"

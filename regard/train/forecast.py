@@ -16,11 +16,10 @@ import torch
 
 from regard.attention import DSA
 from regard.checkpoint import load
-from regard.data.config import feed_of
+from regard.data.config import Survey, bytes_of, feed_of, survey
 from regard.data.corrupt import Marks
 from regard.data.feed import Feed
 from regard.data.shards import Column
-from regard.data.survey import Survey, bytes_of, survey
 from regard.errors import DATA, UsageError, blaming
 from regard.fast.train import masters
 from regard.files import resolve_model

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
-from regard.data.feed import Feed, Objective, Prefetch
-from regard.data.pack import seed_of
+from regard.data.feed import Feed, Objective, Prefetch, seed_of
 from regard.errors import UsageError, nearest
 from regard.fast.train import (
     checkpointed,
