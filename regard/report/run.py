@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from regard.report.page import (
 )
 from regard.report.runs import Run, Summary, smooth, summary
 from regard.see.format import clip, columns, number, short, span, visible
-from regard.train.log import settings
+from regard.train.config import toml
 from regard.train.trainer import flat
 
 # Evaluations, sources of samples, their steps, tokens of a large map, columns of a value in a terminal.
@@ -245,15 +245,6 @@ def words(run: Run) -> list[str]:
 
 def command(run: Run) -> str:
     return shlex.join(words(run))
-
-
-def toml(config: Mapping[str, Any]) -> str:
-    """Settings as TOML; what is None has no line."""
-    tables = {name: table for name, table in config.items() if isinstance(table, dict)}
-    lines = settings({name: value for name, value in config.items() if name not in tables})
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *settings(table)]
-    return "\n".join(lines)
 
 
 # --- runs side by side --------------------------------------------------------------------------

@@ -20,6 +20,8 @@ method = "lora"          # with a model folder: full (the default), frozen or lo
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -27,11 +29,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from regard.config import from_dict
+from regard.config import from_dict, to_dict
 from regard.data.config import ROWED, Data
 from regard.data.corrupt import Corrupted, Marks
 from regard.data.feed import Feed, Objective
-from regard.errors import UsageError, nearest, notice
+from regard.errors import VERSION, UsageError, nearest, notice
 from regard.models import Model
 from regard.train.adapt import Adapt, adapted
 from regard.train.index import indexers
@@ -195,3 +197,40 @@ def _put(data: dict[str, Any], names: list[str], value: Any, whole: str) -> None
         if not isinstance(data, dict):
             raise UsageError(f"--{whole}: {name} is a value, not a table")
     data[names[-1]] = value
+
+
+# --- written --------------------------------------------------------------------------------------
+
+
+def as_toml(config: Config) -> str:
+    """Every setting of a run as a file that can be trained from anywhere: paths begin at the root."""
+    here = Path.cwd()
+
+    def placed(table: dict[str, Any]) -> dict[str, Any]:
+        return {n: str(here / x) if n == "folder" else x for n, x in table.items()}
+
+    model, tokenizer = placed(config.model), placed(config.tokenizer)
+    whole = replace(config, data=config.data.under(here), model=model, tokenizer=tokenizer)
+    return f"# regard {VERSION}: the settings of this run\n{toml(to_dict(whole))}\n"
+
+
+def toml(config: Mapping[str, Any]) -> str:
+    """Tables of settings as TOML; what is None has no line."""
+    tables = {name: table for name, table in config.items() if isinstance(table, dict)}
+    lines = _settings({name: x for name, x in config.items() if name not in tables})
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *_settings(table)]
+    return "\n".join(lines)
+
+
+def _settings(table: Mapping[str, Any]) -> list[str]:
+    bare = {n: n if re.fullmatch("[A-Za-z0-9_-]+", n) else _written(n) for n in table}
+    return [f"{bare[n]} = {_written(x)}" for n, x in table.items() if x is not None]
+
+
+def _written(x: Any) -> str:
+    if isinstance(x, bool | str):
+        return json.dumps(x, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(x, dict):
+        return f"{{ {', '.join(_settings(x))} }}" if x else "{}"
+    return f"[{', '.join(map(_written, x))}]" if isinstance(x, list | tuple) else repr(x)
