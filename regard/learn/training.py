@@ -31,7 +31,7 @@ from regard.train.loss import (
     smoothed_loss,
     teacher_forcing,
 )
-from regard.train.metrics import text_scores
+from regard.train.measure import text_scores
 from regard.train.optim import SHAPES, Optim, Schedule, noam
 from regard.train.trainer import Train, Trainer
 
@@ -128,7 +128,7 @@ def schedules(
     return [Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)]
 
 
-@topic("regard/train/metrics.py::text_scores")
+@topic("regard/train/measure.py::text_scores")
 def bleu(
     text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat"
 ) -> list[Table]:

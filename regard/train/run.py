@@ -29,10 +29,9 @@ from regard.data.config import Data
 from regard.errors import DATA, ENVIRONMENT, RUN, VERSION, Fault, UsageError, blaming, notice
 from regard.files import write_whole
 from regard.train.build import Assembly, assemble
-from regard.train.check import check
 from regard.train.checkpoint import clean, locked
 from regard.train.config import Config as RunConfig
-from regard.train.config import as_toml, configure, read
+from regard.train.config import as_toml, check, configure, read
 from regard.train.log import Log, parse, tracker
 from regard.train.optim import Schedule
 from regard.train.parallel import Lost, team_of

@@ -19,8 +19,9 @@ import torch
 from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
 from regard.data.feed import Feed, Objective, Prefetch
 from regard.data.pack import seed_of
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, check_choice, nearest
 from regard.fast.train import (
+    PRECISIONS,
     checkpointed,
     compiled,
     joined,
@@ -33,7 +34,7 @@ from regard.kernels.c import native
 from regard.moe import update_bias
 from regard.train.checkpoint import Checkpoints
 from regard.train.loss import balanced, mixtures
-from regard.train.metrics import METRICS, better
+from regard.train.measure import METRICS, better
 from regard.train.optim import Optim, Optimizer, Schedule, accumulate, average, clip
 from regard.train.parallel import Parallel, SingleProcess
 
@@ -81,12 +82,9 @@ class Train:
     parallel: Parallel = Parallel()
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise UsageError(
-                f"train.metric = {self.metric!r} is unknown; {nearest(self.metric, METRICS)}"
-            )
-        if self.nan not in POLICIES:
-            raise UsageError(f"train.nan = {self.nan!r} is unknown; {nearest(self.nan, POLICIES)}")
+        check_choice("train.metric", self.metric, METRICS)
+        check_choice("train.nan", self.nan, POLICIES)
+        check_choice("train.precision", self.precision, PRECISIONS)
         if self.epochs is None:
             self.schedule.over(self.steps)
 
@@ -426,12 +424,12 @@ def differences(changes: dict[str, list[Any]]) -> str:
     return "; ".join(f"{name} was {was}, now it is {now}" for name, (was, now) in shown.items())
 
 
-def flat(settings: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Settings by dotted names."""
+def flat(settings: dict[str, Any], where: str = "", parts: bool = False) -> dict[str, Any]:
+    """Settings by dotted names. `parts`: a table with a `kind` is a whole part, and stays one."""
     named: dict[str, Any] = {}
     for name, value in settings.items():
-        inner = isinstance(value, dict)
-        named |= flat(value, f"{where}{name}.") if inner else {f"{where}{name}": value}
+        inner = isinstance(value, dict) and not (parts and "kind" in value)
+        named |= flat(value, f"{where}{name}.", parts) if inner else {f"{where}{name}": value}
     return named
 
 

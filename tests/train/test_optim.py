@@ -20,7 +20,7 @@ from regard.models import Patches, Tokens, Transformer, TransformerConfig
 from regard.moe import MoE
 from regard.position import Learned, Rope
 from regard.train import loss
-from regard.train.index import dense_index, sparse_index
+from regard.train.loss import dense_index, sparse_index
 from regard.train.optim import (
     OPTIMIZERS,
     Muon,
