@@ -63,14 +63,8 @@ class Checkpoints:
         new = self.folder / f".{target.name}.new-{os.getpid()}"
         if target.exists() and not fault(target):
             return target
-        make(self.folder)
         need = self.size(model) + sum(x.nbytes for x in tensors.values()) + SPARE
-        free = shutil.disk_usage(self.folder).free
-        if free < need:
-            raise UsageError(
-                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has "
-                f"{free / 1e6:,.0f} MB free; make room, then go on with --resume; {self._last()}"
-            )
+        self._check_room(need, target)
         shutil.rmtree(new, ignore_errors=True)
         try:
             self.save(model, new)
@@ -147,6 +141,15 @@ class Checkpoints:
         for path in old:
             if path not in stay and (best is None or path != self.path(best)):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _check_room(self, need: int, target: Path) -> None:
+        make(self.folder)
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise UsageError(
+                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has "
+                f"{free / 1e6:,.0f} MB free; make room, then go on with --resume; {self._last()}"
+            )
 
     def _last(self) -> str:
         steps = self.steps()

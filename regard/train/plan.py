@@ -13,6 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.attention import DSA, sparse
-from regard.block import Block, Tower
 from regard.data.config import feed_of
 from regard.data.corrupt import Marks
 from regard.data.feed import IGNORE, Feed
@@ -170,29 +170,88 @@ def _measured(config: Any, run: Pass) -> Activations:
         return (_of_towers if towers else _of_states)(config, run)
 
 
-class Watch(TorchDispatchMode):
-    """Counts what autograd saves, each storage once, by the place in which it is saved first; parameters and their
-    copies in bf16 are not counted.
+def _of_towers(config: Any, run: Pass) -> Activations:
+    """A block takes what one more of its kind adds to a model with one block of each kind: what blocks
+    share, such as an encoder's memory, is then around them."""
+    sides = {"tower": run.length}
+    if isinstance(config, EncoderDecoderConfig):
+        sides = {"encoder": run.source, "decoder": run.length}
+    towers = {name: getattr(config, name) for name in sides}
+    layers = {n: list(zip(t.each("attention"), t.each("ffn"))) for n, t in towers.items()}
+    kinds = [(name, kind) for name in towers for kind in dict.fromkeys(layers[name])]
 
-    Tensors under it may be fake, which have a size and no numbers. What a model asks of numbers is answered with 0 or
-    no; all choices of a mixture fall on one expert, which takes as much as if they fell on several."""
+    def kept(*more: Any) -> int:
+        short = {}
+        for name, tower in towers.items():
+            attention, ffn = zip(*(kind for n, kind in (*kinds, *more) if n == name))
+            few = {"layers": len(ffn), "attention": attention, "ffn": ffn, "blocks": None}
+            short[name] = replace(tower, **few, layer_drop=0.0)
+        return _kept(replace(config, **short), run, fake=True)
+
+    base = kept()
+    each = {kind: kept(kind) - base for kind in kinds}
+    inputs = [
+        4 * run.rows * n * towers[name].dim for name, n in sides.items() for _ in layers[name]
+    ]
+    blocks = [each[name, kind] for name in towers for kind in layers[name]]
+    return Activations(tuple(blocks), tuple(inputs), base - sum(each.values()))
+
+
+def _of_states(config: Any, run: Pass) -> Activations:
+    """Of a recurrent model, whose fused layers keep what they like: real tensors, without padding. Long rows are told
+    by shorter ones: what is kept grows with the length and, by attention, with its square."""
+    small = replace(config, **{n: 2 for n in ("vocab", "source_vocab") if hasattr(config, n)})
+    longest = max(run.length, run.source)
+
+    def kept(tokens: float) -> int:
+        share = tokens / longest
+        length, source = (max(1, round(n * share)) if n else 0 for n in (run.length, run.source))
+        return _kept(small, Pass(run.rows, length, source), fake=False)
+
+    if longest <= SHORT:
+        return Activations((), (), kept(longest))
+    half, whole = kept(SHORT / 2), kept(SHORT)
+    # a x + b x^2 through both.
+    b = 2 * (whole - 2 * half)
+    x = longest / SHORT
+    return Activations((), (), round((whole - b) * x + b * x * x) if b > 0 else round(whole * x))
+
+
+def _kept(config: Any, run: Pass, fake: bool) -> int:
+    """Bytes that autograd saves of `hidden`: each storage once, without parameters and their copies in bf16. Fake
+    tensors take no memory."""
+    device = run.device if fake and torch.cuda.is_available() else "cpu"
+    fakes = Fakes()
+    saved: dict[int, Tensor] = {}
+
+    def save(x: Tensor) -> Tensor:
+        saved.setdefault(_storage(x), x)
+        return x
+
+    with ExitStack() as stack:
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            # Sparse attention need not go through its queries in parts: fake ones fit any cache.
+            stack.enter_context(mock.patch.object(sparse, "WORK", 1 << 62))
+            stack.enter_context(fakes)
+        stack.enter_context(torch.device(device))
+        model = config.make().train()
+        fakes.weights |= {_storage(p): p for p in model.parameters()}
+        ids, more = _inputs(model, run)
+        stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=run.bf16))
+        stack.enter_context(saved_tensors_hooks(save, lambda x: x))
+        model.hidden(ids, **more)
+    return sum(x.untyped_storage().nbytes() for i, x in saved.items() if i not in fakes.weights)
+
+
+class Fakes(TorchDispatchMode):
+    """Lets a model run on tensors that have a size and no numbers: what it asks of numbers is answered with 0 or no;
+    all choices of a mixture fall on one expert, which takes as much as if they fell on several. `weights` are the
+    storages of parameters and, once they are made, of their copies."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = -1
-        self.saved: dict[int, tuple[int, Tensor]] = {}
         self.weights: dict[int, Tensor] = {}
-
-    def add(self, model: nn.Module) -> None:
-        self.weights |= {_storage(p): p for p in model.parameters()}
-
-    def hear(self, x: Tensor) -> Tensor:
-        if _storage(x) not in self.weights:
-            self.saved.setdefault(_storage(x), (self.place, x))
-        return x
-
-    def size(self, place: int) -> int:
-        return sum(x.untyped_storage().nbytes() for at, x in self.saved.values() if at == place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None
@@ -212,60 +271,6 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _of_towers(config: Any, run: Pass) -> Activations:
-    """Of fake tensors, which take no memory. Each kind of block stands there twice: what all share,
-    such as an encoder's memory, is saved by the first alone, and is counted around the blocks."""
-    towers = ("tower",) if isinstance(config, TransformerConfig) else ("encoder", "decoder")
-    short = {name: _shortened(getattr(config, name)) for name in towers}
-    device = run.device if torch.cuda.is_available() else "cpu"
-    watch, inputs = Watch(), []
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        torch.device(device),
-        # Sparse attention need not go through its queries in parts: fake ones fit any cache.
-        mock.patch.object(sparse, "WORK", 1 << 62),
-        watch,
-    ):
-        model = replace(config, **{name: tower for name, (tower, _) in short.items()}).make()
-        watch.add(model.train())
-        blocks = [m for m in model.modules() if isinstance(m, Block)]
-
-        def enter(block: Any, args: Any) -> None:
-            watch.place = blocks.index(block)
-            inputs.append(args[0].nbytes)
-
-        def leave(block: Any, args: Any, out: Any) -> None:
-            watch.place = -1
-
-        for block in blocks:
-            block.register_forward_pre_hook(enter)
-            block.register_forward_hook(leave)
-        ids, more = _inputs(model, run)
-        with (
-            saved_tensors_hooks(watch.hear, lambda x: x),
-            torch.autocast(device, torch.bfloat16, enabled=run.bf16),
-        ):
-            model.hidden(ids, **more)
-        sizes = [watch.size(i) for i in range(len(blocks))]
-        around = watch.size(-1) + sum(sizes[::2]) - sum(sizes[1::2])
-        first, order = 0, []
-        for tower, kinds in short.values():
-            order += [first + 2 * kind + 1 for kind in kinds]
-            first += tower.layers
-        return Activations(tuple(sizes[i] for i in order), tuple(inputs[i] for i in order), around)
-
-
-def _shortened(tower: Tower) -> tuple[Tower, list[int]]:
-    """A tower with every kind of layer twice, and the kind of each layer."""
-    pairs = list(zip(tower.each("attention"), tower.each("ffn"), strict=True))
-    kinds: list[Any] = []
-    for pair in pairs:
-        kinds += [] if pair in kinds else [pair]
-    attention, ffn = zip(*(pair for pair in kinds for _ in range(2)), strict=True)
-    short = replace(tower, layers=2 * len(kinds), attention=attention, ffn=ffn)
-    return short, [kinds.index(pair) for pair in pairs]
-
-
 def _inputs(model: Any, run: Pass) -> tuple[Tensor, dict[str, Any]]:
     """What a model is given in such a pass, with nothing in it; no more tokens than it can read."""
 
@@ -281,31 +286,6 @@ def _inputs(model: Any, run: Pass) -> tuple[Tensor, dict[str, Any]]:
         source = {"source": read(sides[0], run.source), "source_lengths": lengths}
         return read(sides[-1], run.length), source
     return read(sides[0], run.length), {} if lengths is None else {"lengths": lengths}
-
-
-def _of_states(config: Any, run: Pass) -> Activations:
-    """Of a recurrent model, whose fused layers keep what they like: real tensors, without padding. Long rows are told
-    by shorter ones: what is kept grows with the length and, by attention, with its square."""
-    small = {n: 2 for n in ("vocab", "source_vocab") if hasattr(config, n)}
-    model = replace(config, **small).make().train()
-    longest = max(run.length, run.source)
-
-    def kept(share: float) -> int:
-        watch = Watch()
-        watch.add(model)
-        length, source = (max(1, round(n * share)) if n else 0 for n in (run.length, run.source))
-        ids, more = _inputs(model, Pass(run.rows, length, source))
-        with saved_tensors_hooks(watch.hear, lambda x: x):
-            model.hidden(ids, **more)
-        return watch.size(-1)
-
-    if longest <= SHORT:
-        return Activations((), (), kept(1.0))
-    half, whole = (kept(n / longest) for n in (SHORT / 2, SHORT))
-    # a x + b x^2 through both.
-    b = 2 * (whole - 2 * half)
-    x = longest / SHORT
-    return Activations((), (), round((whole - b) * x + b * x * x) if b > 0 else round(whole * x))
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
