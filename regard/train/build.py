@@ -4,7 +4,7 @@ is kept."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,11 @@ from regard.train.trainer import Figures, Measure, Trainer, flat
 CARRIED = ("tokenizer.json", "tokenizer_config.json")
 
 
-@dataclass(eq=False)
-class Assembly:
-    """A trainer, and what it was made of."""
-
-    trainer: Trainer
-    files: dict[str, bytes]  # the tokenizer's
-    classes: list[str]
-    notices: list[str]  # what the user should know of this run
-
-
 def assemble(
     config: Config, folder: Path, device: torch.device, keep: int, team: SingleProcess
-) -> Assembly:
-    """All that `config` names, joined. The first process prepares tokenizer and data, the others
-    read them."""
+) -> tuple[Trainer, list[str], list[str]]:
+    """All that `config` names, joined: a trainer, the classes, and what the user should know of this
+    run. The first process prepares tokenizer and data, the others read them."""
     start = start_of(config)
     with blaming(2, files=DATA):
         files, coder, loaded = team.first(lambda: read_data(config, start, folder))
@@ -63,11 +53,21 @@ def assemble(
     model = make_model(config, start, coder, loaded.classes)
     check_fits(model, loaded, config.data)
     model.origin.files = {**model.origin.files, **files}
-    tokens, saved = special(coder), model.origin.config
+    tokens, saved = {}, model.origin.config
+    if coder is not None:
+        # One that the tokenizer lacks is null: a family's own number, which readers take where there
+        # is none, would mean another token.
+        tokens = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
+        tokens["decoder_start_token_id"] = coder.start
     # A model that brings its tokenizer knows its special tokens.
     brought = start is not None and "folder" not in config.tokenizer
     saved = {**tokens, **saved} if brought else {**saved, **tokens}
-    model.origin.config = {**saved, **labels(loaded.classes), **trained_on(config, start)}
+    # A folder that does not say its longest row was trained elsewhere, on rows nobody knows.
+    before = 0 if start is None else start.origin.config.get(TRAINED)
+    length = config.data.length
+    if before is not None and length is not None:
+        saved[TRAINED] = max(before, length)
+    model.origin.config = {**saved, **labels(loaded.classes)}
     texts, stored = notices(config, model), str(next(model.parameters()).dtype)
     model = config.learning(model.to(device))
     small = config.adapt.method == "lora"
@@ -80,10 +80,9 @@ def assemble(
         model, feed, config.objective, config.train, checkpoints, load, measure=figures, team=team
     )
     if stored != str(next(model.parameters()).dtype):
-        texts.append(
-            f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
-        )
-    return Assembly(trainer, files, loaded.classes, texts)
+        why = f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
+        texts.append(why)
+    return trainer, loaded.classes, texts
 
 
 def start_of(config: Config, **how: Any) -> Any:
@@ -198,24 +197,13 @@ def measuring(
     words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
     names = ["loss", *words, config.train.metric]
     tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
+    what = (config.task, feed, tokenizer, config.objective, names)
+    how: Any = {"classes": classes, "precision": config.train.precision, "device": device}
 
     def figures(model: Any, between: Callable[[], None]) -> Figures:
-        result = measure(
-            model,
-            config.task,
-            feed,
-            tokenizer,
-            config.objective,
-            names,
-            classes=classes,
-            precision=config.train.precision,
-            device=device,
-            between=between,
-        )
-        more: dict[str, Any] = {"samples": result.samples}
-        if result.signatures:
-            more["signatures"] = result.signatures
-        return result.values, more
+        result = measure(model, *what, **how, between=between)
+        signed = {"signatures": result.signatures} if result.signatures else {}
+        return result.values, {"samples": result.samples, **signed}
 
     return figures
 
@@ -224,8 +212,7 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
     """The tokenizer that is named, the model's own, or one that is learned now and kept in the
     run's folder."""
     if "folder" in config.tokenizer:
-        home = Path(config.tokenizer["folder"])
-        return read_files(home, CARRIED)
+        return read_files(Path(config.tokenizer["folder"]), CARRIED)
     if start is not None and CARRIED[0] in start.origin.files:
         if config.tokenizer:
             raise UsageError(
@@ -254,15 +241,6 @@ def texts_of(config: Config) -> Iterator[str]:
             yield text
 
 
-def trained_on(config: Config, start: Any) -> dict[str, Any]:
-    """The longest row a model was trained on from its beginning, as config.json keeps it; a folder
-    that does not say it was trained elsewhere, on rows nobody knows."""
-    before = 0 if start is None else start.origin.config.get(TRAINED)
-    if before is None or config.data.length is None:
-        return {}
-    return {TRAINED: max(before, config.data.length)}
-
-
 def notices(config: Config, model: Any) -> list[str]:
     """What a config does that its user may not expect."""
     texts = []
@@ -287,15 +265,6 @@ def marks(coder: Coder | None) -> Marks | None:
     sentinels = tuple(i for i in numbers if i is not None)
     ends = (coder.start, coder.end, coder.pad)
     return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)
-
-
-def special(coder: Coder | None) -> dict[str, Any]:
-    """Token ids as config.json names them. One that the tokenizer lacks is null: a family's own
-    number, which readers take where there is none, would mean another token."""
-    if coder is None:
-        return {}
-    ids = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
-    return {**ids, "decoder_start_token_id": coder.start}
 
 
 # --- does the model suit task, tokenizer and data ---------------------------------------------------

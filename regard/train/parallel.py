@@ -205,9 +205,8 @@ class DataParallel(SingleProcess):
         # Some parameters get no gradient, for which DDP would wait: a pooler beside a head, an indexer.
         pooler = getattr(model, "pooler", None) is not None and model.head is not None
         idle = pooler or bool(sparse_layers(model))
-        self.inside = nn.parallel.DistributedDataParallel(
-            Inside(model), find_unused_parameters=idle
-        )
+        wrapper = nn.parallel.DistributedDataParallel
+        self.inside = wrapper(Inside(model), find_unused_parameters=idle)
         self.inside.register_comm_hook(None, lambda state, bucket: added(bucket))
         return self.inside
 
@@ -422,25 +421,22 @@ def check(model: nn.Module, degree: int) -> None:
     blocks = [m for m in model.modules() if isinstance(m, Block)]
     looks = [a for block in blocks for a in attentions(block)]
     grouped = [a for a in looks if type(a) is GroupedQueryAttention]
+    mixed = [block for block in blocks if type(block.ffn) is not FeedForward]
+    stacks = [m for m in model.modules() if isinstance(m, Stack)]
     reasons = {
         "it has no blocks": not blocks,
         "its attention is not multi-head or grouped-query": len(grouped) < len(looks),
-        "its feed-forward is a mixture of experts": any(
-            type(block.ffn) is not FeedForward for block in blocks
-        ),
+        "its feed-forward is a mixture of experts": bool(mixed),
         "its attention has sinks": any(a.sinks is not None for a in grouped),
         "its queries have a norm over all heads": any(a.config.qk_norm_whole for a in grouped),
-        "it has relative position biases": any(
-            m.relative is not None for m in model.modules() if isinstance(m, Stack)
-        ),
+        "it has relative position biases": any(stack.relative is not None for stack in stacks),
     }
-    for why in (why for why, true in reasons.items() if true):
+    why = [reason for reason, holds in reasons.items() if holds]
+    if why:
         raise UsageError(
-            f"train.parallel.mode = tensor cannot split this model: {why}; choose ddp or fsdp"
+            f"train.parallel.mode = tensor cannot split this model: {why[0]}; choose ddp or fsdp"
         )
-    counts = {block.ffn.config.ffn_dim for block in blocks} | {
-        n for a in grouped for n in (a.h, a.g)
-    }
+    counts = {n for a in grouped for n in (a.h, a.g)} | {b.ffn.config.ffn_dim for b in blocks}
     if any(n % degree for n in counts):
         fit = divisors(math.gcd(*counts))
         raise UsageError(

@@ -28,7 +28,7 @@ from regard.config import to_dict
 from regard.data.config import Data
 from regard.errors import DATA, ENVIRONMENT, RUN, VERSION, Fault, UsageError, blaming, notice
 from regard.files import write_whole
-from regard.train.build import Assembly, assemble
+from regard.train.build import assemble
 from regard.train.checkpoint import clean, locked
 from regard.train.config import Config as RunConfig
 from regard.train.config import as_toml, check, configure, read
@@ -122,7 +122,16 @@ def train(
     command = _command(path, folder, changes or {})
     launch = Launch(home, command, changes or {}, resume, overwrite, force, options)
     with blaming(2):
-        settings = _read(path or config, changes)
+        if path is not None:
+            settings = read(path, changes)
+        elif not isinstance(config, RunConfig):
+            settings = configure(config, changes)  # type: ignore[arg-type]
+        elif changes:
+            raise UsageError(
+                "a RunConfig is taken as it is; give its tables as a dict to change some"
+            )
+        else:
+            settings = config
     with blaming(2, files=DATA):
         check(settings)
     if smoke:
@@ -135,8 +144,8 @@ def train(
         team.once(lambda: _claim(settings, launch, stack))
         parts = assemble(settings, home, team.device(chosen), options["keep"], team)
         # Now the steps of its epochs are known.
-        settings = replace(settings, train=parts.trainer.config)
-        return _run(parts, settings, launch, callbacks, stop)
+        settings = replace(settings, train=parts[0].config)
+        return _run(*parts, settings, launch, callbacks, stop)
 
 
 def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path | None, Path]:
@@ -165,26 +174,13 @@ def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path 
     return path / "config.toml", path
 
 
-def _read(config: Any, changes: Mapping[str, Any] | None) -> RunConfig:
-    if isinstance(config, Path):
-        return read(config, changes)
-    if isinstance(config, RunConfig):
-        if changes:
-            raise UsageError(
-                "a RunConfig is taken as it is; give its tables as a dict to change some"
-            )
-        return config
-    return configure(config, changes)
-
-
 def _command(path: Path | None, folder: str | Path | None, changes: Mapping[str, Any]) -> list[str]:
     """What begins this run anew on a command line."""
     if path is None:
         return ["regard", "train", str(Path(folder or "") / "config.toml")]
-    words = ["regard", "train", str(path)]
-    if folder is not None:
-        words += ["--output-dir", str(folder)]
-    return [*words, *(word for name, x in changes.items() for word in (f"--{name}", str(x)))]
+    place = [] if folder is None else ["--output-dir", str(folder)]
+    flags = [word for name, x in changes.items() for word in (f"--{name}", str(x))]
+    return ["regard", "train", str(path), *place, *flags]
 
 
 def again(folder: Path) -> str:
@@ -195,20 +191,29 @@ def again(folder: Path) -> str:
 
 
 def _run(
-    parts: Assembly,
+    trainer: Trainer,
+    classes: list[str],
+    notices: list[str],
     config: RunConfig,
     launch: Launch,
     callbacks: Sequence[Callback],
     stop: Callable[[], bool],
 ) -> RunResult:
     """Run the trainer, and write down how it went."""
-    trainer, folder = parts.trainer, launch.folder
-    resumed = _resume(trainer, callbacks) if launch.resume else False
+    folder, resumed = launch.folder, False
+    if launch.resume:
+        trainer.callbacks = list(callbacks)
+        resumed = trainer.resume()
+        # If all checkpoints there are broke, nothing is begun over them.
+        broken = "" if resumed else trainer.team.agree("".join(trainer.checkpoints.broken[:1]))
+        if broken:
+            text = f"no checkpoint is sound ({broken}); put a copy back, or start anew with --overwrite"
+            raise Fault(text, DATA)
     if trainer.team.rank:
         return _result(trainer.run(stop), trainer, folder, {})
     if not launch.force and (why := refusal(config, trainer, trainer.checkpoints.keep)):
         raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
-    info, start = run_info(launch, config, trainer, parts.classes), time.monotonic()
+    info, start = run_info(launch, config, trainer, classes), time.monotonic()
     listeners: list[Callback] = [*tracker(launch.options["log_to"], folder, info), *callbacks]
     write_whole(folder / "config.toml", as_toml(config))
     figures: dict[str, float] = {}
@@ -236,7 +241,7 @@ def _run(
         "kind": "begin",
         "steps": config.train.steps,
         "about": f"{trainer.feed.describe()}; {how}, {folder}",
-        "notices": parts.notices,
+        "notices": notices,
     }
     if launch.resume:
         other = f"; {differences(trainer.changes)}" if trainer.changes else ""
@@ -270,24 +275,6 @@ def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, floa
     best = folder / "best" if at.averaged or at.best is not None else None
     last = trainer.checkpoints.path(at.step)
     return RunResult(folder, status, at.step, metrics, last, best, at.best, at.best_value)
-
-
-def _resume(trainer: Trainer, callbacks: Sequence[Callback]) -> bool:
-    """Resume; whether there is a checkpoint to go on from. If all there are broke, nothing is begun
-    over them."""
-    trainer.callbacks = list(callbacks)
-    resumed = trainer.resume()
-
-    def look() -> None:
-        if not resumed and trainer.checkpoints.broken:
-            raise Fault(
-                f"no checkpoint is sound ({trainer.checkpoints.broken[0]}); put a copy back, or start anew "
-                "with --overwrite",
-                DATA,
-            )
-
-    trainer.team.once(look)
-    return resumed
 
 
 # --- the folder -----------------------------------------------------------------------------------
