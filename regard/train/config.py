@@ -176,7 +176,13 @@ def configure(
     """The tables of a config file as a config; folders and files are named from where `path` lies."""
     data: dict[str, Any] = _plain(dict(tables))
     for name, text in (changes or {}).items():
-        _put(data, name.replace("-", "_").split("."), _value(text), name)
+        *path_to, last = name.replace("-", "_").split(".")
+        table = data
+        for part in path_to:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise UsageError(f"--{name}: {part} is a value, not a table")
+        table[last] = _value(text)
     train = data.get("train")
     if isinstance(train, dict):
         for old, new in RENAMED.items():
@@ -213,14 +219,6 @@ def _value(text: Any) -> Any:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _put(data: dict[str, Any], names: list[str], value: Any, whole: str) -> None:
-    for name in names[:-1]:
-        data = data.setdefault(name, {})
-        if not isinstance(data, dict):
-            raise UsageError(f"--{whole}: {name} is a value, not a table")
-    data[names[-1]] = value
 
 
 # --- what can be wrong: found before a run's folder is touched, and before a step is made ----------

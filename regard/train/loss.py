@@ -330,9 +330,7 @@ def answer(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     counted."""
     logits = model(batch.ids, batch.lengths)  # b t 2
     if batch.lengths is not None:
-        place = torch.arange(logits.shape[1], device=logits.device)
-        padding = place >= batch.lengths[:, None]
-        logits = logits.masked_fill(padding[..., None], -torch.inf)
+        logits = logits.masked_fill(padding(logits, batch.lengths)[..., None], -torch.inf)
     return masked_lm_loss(logits.transpose(1, 2), batch.labels)
 
 
@@ -373,8 +371,12 @@ def _real(batch: Batch) -> Tensor | None:
         return batch.doc >= 0
     if batch.lengths is None or batch.source is not None:
         return None
-    place = torch.arange(batch.ids.shape[1], device=batch.ids.device)
-    return place < batch.lengths[:, None]
+    return ~padding(batch.ids, batch.lengths)
+
+
+def padding(x: Tensor, lengths: Tensor) -> Tensor:
+    """Which tokens (b t) of x (b t ...) stand behind the real ones."""
+    return torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
 
 
 # --- how the indexer of sparse attention is trained -----------------------------------------------

@@ -27,6 +27,7 @@ from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
+from regard.train.loss import padding
 from regard.train.tasks import TASKS
 
 LABELLED = ("classify", "image", "tag", "answer")
@@ -196,8 +197,7 @@ def _spans(logits: Tensor, lengths: Tensor | None) -> Tensor:
     """(b t 2) -> (b 2): of all first <= last tokens the pair whose logits sum to the most. A row's first token stands
     for no answer: it is no part of another span."""
     if lengths is not None:
-        place = torch.arange(logits.shape[1], device=logits.device)
-        logits = logits.masked_fill((place >= lengths[:, None])[..., None], -torch.inf)
+        logits = logits.masked_fill(padding(logits, lengths)[..., None], -torch.inf)
     start, end = logits.unbind(-1)
     highest, first = start[:, 1:].cummax(-1)
     best, last = (highest + end[:, 1:]).max(-1, keepdim=True)
@@ -259,14 +259,9 @@ def _said(
     if taken.task == "lm":
         return [_continued(model, ids, tokenizer, between) for ids, _ in pairs]
     texts = translations(model, [source for source, _ in pairs], beams=beams, between=between)
-    return [
-        {
-            "source": tokenizer.decode(a),
-            "text": tokenizer.decode(b),
-            "reference": tokenizer.decode(c),
-        }
-        for (a, c), b in zip(pairs, texts, strict=True)
-    ]
+    sides = ([a for a, _ in pairs], texts, [c for _, c in pairs])
+    names, decode = ("source", "text", "reference"), tokenizer.decode
+    return [dict(zip(names, map(decode, row))) for row in zip(*sides, strict=True)]
 
 
 def context_of(model: Model) -> int | None:
