@@ -82,18 +82,12 @@ def from_config(options: Options, folder: Path) -> Peek:
             f"{options.files[0]} says how data is read: give it alone, with --batch and --json; other settings belong "
             "into it"
         )
-    from regard.checkpoint import load
-    from regard.files import resolve_model
-    from regard.train.build import marks, read_data
-    from regard.train.check import check
-    from regard.train.config import read
+    from regard.train.build import marks, read_data, start_of
+    from regard.train.config import check, read
 
     config = read(Path(options.files[0]))
     check(config)
-    start = None
-    if "folder" in config.model:
-        start = load(resolve_model(config.model["folder"]), device="meta")
-    _, coder, loaded = read_data(config, start, folder)
+    _, coder, loaded = read_data(config, start_of(config, device="meta"), folder)
     feed = config.fed(loaded.feed, marks(coder))
     return Peek(replace(options, seed=config.train.seed), config.task, loaded, coder, feed)
 

@@ -32,8 +32,17 @@ from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
 from regard.text import needed
 from regard.train.loss import masked_lm_loss
-from regard.train.measure import LABELLED, ROWS, context_of, measure, translations
-from regard.train.metrics import known, perplexity, suited, text_scores
+from regard.train.measure import (
+    LABELLED,
+    ROWS,
+    context_of,
+    known,
+    measure,
+    perplexity,
+    suited,
+    text_scores,
+    translations,
+)
 from regard.train.plan import pick_device
 from regard.train.tasks import TASKS
 
