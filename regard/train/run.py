@@ -323,10 +323,12 @@ def begun(folder: Path) -> bool:
 def _clear(folder: Path, full: bool) -> None:
     """Remove the run, if there is one; and a tokenizer in any case, which other settings may have
     made."""
-    shutil.rmtree(folder / ".tokenizer", ignore_errors=True)
+    old = folder / ".tokenizer"
+    shutil.rmtree(old, ignore_errors=True)
     # Whole or not at all.
     with contextlib.suppress(FileNotFoundError):
-        (folder / "tokenizer").rename(folder / ".tokenizer")
+        (folder / "tokenizer").rename(old)
+    shutil.rmtree(old, ignore_errors=True)
     for path in (folder / name for name in (*WRITTEN, "last", "best") if full):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
