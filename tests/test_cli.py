@@ -16,7 +16,7 @@ import torch
 
 import regard
 from regard.cli import generate as cli_generate
-from regard.cli import parse as cli_parse
+from regard.cli import shared as cli_parse
 from regard.cli.main import COMMANDS, main
 from regard.evaluate import model
 from tests.text import tiny
@@ -107,7 +107,7 @@ def put(path: Path, files: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["--version"], [], ["bench", "--help"]]
-    + [[name, "--help"] for name in COMMANDS if name != "bench"]
+    + [[*name.split(), "--help"] for name in COMMANDS if name != "bench"]
     + [["generate", "--max-new-tokns", "3"], ["generat"]],
     ids=" ".join,
 )

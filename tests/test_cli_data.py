@@ -14,7 +14,7 @@ from regard.cli import data as peeking
 from regard.cli import tokenizer as training
 from regard.cli.data import Options as Peek
 from regard.cli.data import breadth, columns, picture, visible
-from regard.cli.parse import parse
+from regard.cli.shared import parse
 from regard.cli.tokenizer import Options as Train
 from regard.errors import UsageError
 from regard.text import Tokenizer, needed
@@ -50,7 +50,7 @@ def test_help_and_options_do_not_import_torch() -> None:
     script = """
 import sys
 from regard.cli.data import Options as Peek
-from regard.cli.parse import parse
+from regard.cli.shared import parse
 from regard.cli.tokenizer import Options as Train
 assert parse(Peek, "data peek", ["--help"]) is None and parse(Train, "tokenizer train", ["--help"]) is None
 assert parse(Peek, "data peek", ["a", "b", "--rows", "2"]).files == ("a", "b")

@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[list[Any], int, str]] = {
     "encoder": (["generate", "bert", "5", "--ids"], 2, "does not decode"),
     "image": (["generate", "captioner", "5", "--ids"], 2, "this model reads images"),
     "translate what": (["translate", GPT2], 2, "translate needs an encoder-decoder"),
-    "translate file": (["translate", "t5", "nowhere.txt"], 4, "'nowhere.txt' cannot be read: No such"),
+    "translate file": (["translate", "t5", "nowhere.txt"], 4, "nowhere.txt does not exist; give a file"),
     "translate folder": (["translate", "t5", "."], 4, "'.' cannot be read: Is a directory"),
     "translate no name": (["translate", "t5", ""], 4, "'' cannot be read: No such"),
     "translate image": (["translate", "captioner"], 2, "this model reads images"),
@@ -264,7 +264,7 @@ def test_lines_that_fail_are_named_and_the_others_are_translated(
 
 def test_missing_package_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
-    for name in ("generate", "parse"):
+    for name in ("generate", "shared"):
         monkeypatch.delitem(sys.modules, f"regard.cli.{name}", raising=False)
     done = call("generate", folder("gpt2"), "a")
     assert done.code == 3 and done.err == "error: the package tyro is missing; pip install tyro\n"

@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
-
-from tyro.conf import UseAppendAction as Many
-from tyro.conf import arg
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from regard.cli.generate import settings_of, write
-from regard.cli.parse import Count, Folder, Machine, values
-from regard.cli.shared import Rate, compare, fail, open_model, read_lines
+from regard.cli.main import tell
+from regard.cli.shared import (
+    Count,
+    Folder,
+    Machine,
+    Rate,
+    Text,
+    Texts,
+    compare,
+    open_model,
+    read_lines,
+)
 from regard.errors import DATA, UsageError, blaming
 
 if TYPE_CHECKING:
@@ -31,19 +38,13 @@ class Options:
     """
 
     model: Folder
-    system: Annotated[str | None, arg(metavar="TEXT")] = None
-    """what the model is told first"""
-    max_new_tokens: Count = None
-    """of an answer; default: what the context leaves, at most 1024"""
-    temperature: float = 0.0
-    """0: always the most probable token"""
-    top_p: float = 1.0
-    """draw from the most probable tokens that make up this probability"""
-    seed: int = 0
-    """another number, another text"""
-    stop: Annotated[Many[tuple[str, ...]], arg(metavar="TEXT")] = ()
-    """end an answer before this text"""
-    machine: Machine = field(default_factory=Machine)
+    system: Text = None  # what the model is told first
+    max_new_tokens: Count = None  # of an answer; default: what the context leaves, at most 1024
+    temperature: float = 0.0  # 0: always the most probable token
+    top_p: float = 1.0  # draw from the most probable tokens that make up this probability
+    seed: int = 0  # another number, another text
+    stop: Texts = ()  # end an answer before this text
+    machine: Machine = Machine()
 
 
 def run(options: Options) -> int:
@@ -51,9 +52,7 @@ def run(options: Options) -> int:
     from regard.evaluate.model import check_reads_text
     from regard.text.tokenizer import check_unicode
 
-    given = settings_of(values(options))
-    if options.max_new_tokens is None:
-        del given["max_new_tokens"]
+    given = settings_of(options)
     Settings.of(given)
     check_unicode(options.system or "", "--system")
     opened = open_model(options.model, options.machine, rows=1)
@@ -71,7 +70,7 @@ def run(options: Options) -> int:
             except UsageError as error:
                 if not sys.stdin.isatty():
                     raise
-                fail(f"{error} (/clear forgets the conversation)", 2)
+                tell("error", f"{error} (/clear forgets the conversation)")
     return 0
 
 
@@ -81,7 +80,7 @@ def lines() -> Iterator[str]:
         with contextlib.suppress(ImportError):
             # input() then has a history and can be edited.
             import readline  # noqa: F401
-        # What is no UTF-8 is then told as a mistake in the message.
+        # What is not UTF-8 is then told as a mistake in the message.
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
         while True:
             try:

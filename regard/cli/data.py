@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from regard.cli.parse import Count, DataFiles, Files, Reading, Switch
+from regard.cli.shared import Count, DataFiles, Files, Reading, Switch
 from regard.errors import UsageError
 from regard.see.format import columns as breadth
 
@@ -36,31 +36,26 @@ class Options:
     regard data peek reviews.tsv --columns text=1 --columns label=0 --task classify --tokenizer MODEL
     """
 
+    # data files; * and ? are understood; .gz and .xz too; or a training config (.toml), which says
+    # all the rest
     files: DataFiles
-    """data files; * and ? are understood; .gz and .xz too; or a training config (.toml), which says all the rest"""
-    target: Files = ()
-    """files with the other side, line by line; classes of npy and idx files"""
+    target: Files = ()  # files with the other side, line by line; classes of npy and idx files
+    # a model folder, a run's folder, or what regard tokenizer train wrote
     tokenizer: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """a model folder, a run's folder, or what regard tokenizer train wrote"""
+    # auto: seq2seq with a target, image for pictures, classify with a label, else lm
     task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag", "answer", "image"] = "auto"
-    """auto: seq2seq with a target, image for pictures, classify with a label, else lm"""
+    # tokens of a row; default: 128 where documents are packed, else as long as the data
     length: Count = None
-    """tokens of a row; default: 128 where documents are packed, else as long as the data"""
-    rows: Count = None
-    """rows of a batch; default: 4"""
-    tokens: Count = None
-    """tokens of a batch (of each side), padding included"""
+    rows: Count = None  # rows of a batch; default: 4
+    tokens: Count = None  # tokens of a batch (of each side), padding included
+    # how documents of a language model share rows
     pack: Literal["documents", "stream", "windows", "none"] = "documents"
-    """how documents of a language model share rows"""
+    # what happens to examples that are longer than a row
     overlong: Literal["error", "truncate", "drop", "split"] = "error"
-    """what happens to examples that are longer than a row"""
-    seed: int = 0
-    """another number, another order"""
-    batch: int = 0
-    """which batch"""
-    json: Switch = False
-    """one JSON object"""
-    reading: Reading = field(default_factory=Reading)
+    seed: int = 0  # another number, another order
+    batch: int = 0  # which batch
+    json: Switch = False  # one JSON object
+    reading: Reading = Reading()
 
 
 def run(options: Options) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.parse import Switch
+from regard.cli.shared import Switch
 from regard.errors import RUN, VERSION, Fault
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ class Options:
     regard doctor
     """
 
-    json: Switch = False
-    """one JSON object"""
+    json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import arg
 
-from regard.cli.parse import File, Folder, Machine, Overlong, Switch, check_counts
-from regard.cli.shared import check_file, line_blocks, open_model, rows_at_once
+from regard.cli.shared import (
+    File,
+    Folder,
+    Machine,
+    Overlong,
+    Switch,
+    check_counts,
+    check_file,
+    is_typed,
+    line_blocks,
+    open_model,
+)
 from regard.errors import RUN, Fault, UsageError
 
 
@@ -25,20 +35,18 @@ class Options:
     """
 
     model: Folder
-    file: File = "-"
-    """text file, one example a line; - is stdin"""
+    file: File = "-"  # text file, one example a line; - is stdin
+    # write a NumPy array (lines, width) instead of JSON lines on stdout
     output: Annotated[str | None, arg(metavar="FILE.npy")] = None
-    """write a NumPy array (lines, width) instead of JSON lines on stdout"""
-    normalize: Switch = False
-    """vectors of length 1"""
-    rows: int = 32
-    """lines in a batch"""
-    overlong: Overlong = "error"
-    """what happens to a line that is longer than the model's context"""
-    machine: Machine = field(default_factory=Machine)
+    normalize: Switch = False  # vectors of length 1
+    rows: int = 32  # lines in a batch
+    overlong: Overlong = "error"  # what happens to a line that is longer than the model's context
+    machine: Machine = Machine()
 
 
 def run(options: Options) -> int:
+    import numpy as np
+
     from regard.evaluate.embed import Embedder, stacked
 
     check_counts(options, "rows")
@@ -48,32 +56,23 @@ def run(options: Options) -> int:
     opened = open_model(options.model, options.machine, options.rows)
     embedder = Embedder(opened, options.normalize, options.overlong)
     whole = []
-    for block in line_blocks(options.file, rows_at_once(options)):
+    for block in line_blocks(options.file, 1 if is_typed(options.file) else options.rows):
         vectors = embedder(*block)
         if options.output is not None:
             whole += vectors
-        else:
-            sys.stdout.write("".join(as_json(vector) + "\n" for vector in vectors))
+            continue
+        for vector in vectors:
+            # float32 in the fewest digits that tell it; null for an empty line
+            numbers = None if vector is None else [float(str(x)) for x in vector]
+            sys.stdout.write(json.dumps({"embedding": numbers}) + "\n")
         sys.stdout.flush()
     if options.output is not None:
-        write(Path(options.output), stacked(whole))
+        path = Path(options.output)
+        new = path.with_name(f".{path.name}.new")
+        try:
+            with new.open("wb") as file:
+                np.save(file, stacked(whole), allow_pickle=False)
+            os.replace(new, path)
+        except OSError as error:
+            raise Fault(f"cannot write {path}: {error.strerror}", RUN) from None
     return 0
-
-
-def as_json(vector: Any) -> str:
-    """float32 in the fewest digits that tell it; null for an empty line."""
-    numbers = None if vector is None else [float(str(x)) for x in vector]
-    return json.dumps({"embedding": numbers})
-
-
-def write(path: Path, vectors: Any) -> None:
-    """An array (lines, width), whole or not at all."""
-    import numpy as np
-
-    new = path.with_name(f".{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            np.save(file, vectors, allow_pickle=False)
-        os.replace(new, path)
-    except OSError as error:
-        raise Fault(f"cannot write {path}: {error.strerror}", RUN) from None

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from tyro.conf import UseAppendAction as Many
 from tyro.conf import arg
 
-from regard.cli.parse import Count, Files, Folder, Machine, Overlong, Reading, Switch
-from regard.cli.shared import aligned, talk
+from regard.cli.shared import (
+    Count,
+    Files,
+    Folder,
+    Machine,
+    Overlong,
+    Reading,
+    Switch,
+    aligned,
+    talk,
+)
 from regard.errors import CHECK, Fault, UsageError
 
 
@@ -25,28 +34,26 @@ class Options:
     """
 
     model: Folder
-    data: Files
-    """text, tsv, csv, jsonl, also gz and xz; an image folder or npz"""
-    target: Files = ()
-    """the other side of parallel files; classes of npy and idx files"""
+    data: Files  # text, tsv, csv, jsonl, also gz and xz; an image folder or npz
+    target: Files = ()  # the other side of parallel files; classes of npy and idx files
+    # loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task
     metric: Annotated[Many[tuple[str, ...]], arg(metavar="NAME")] = ()
-    """loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task"""
+    # exit 5 if the first metric is worse than this
     min: Annotated[float | None, arg(metavar="VALUE")] = None
-    """exit 5 if the first metric is worse than this"""
-    beams: int = 4
-    """of translation; 1 is greedy"""
+    beams: int = 4  # of translation; 1 is greedy
+    # tokens of a row; default: as in training, else the model's context, of a language model 1024
+    # at most
     length: Count = None
-    """tokens of a row; default: as in training, else the model's context, of a language model 1024 at most"""
+    # what happens to examples that are longer; text of a language model is cut into rows
     overlong: Overlong = "error"
-    """what happens to examples that are longer; text of a language model is cut into rows"""
-    json: Switch = False
-    """one JSON object"""
-    reading: Reading = field(default_factory=Reading)
-    machine: Machine = field(default_factory=Machine)
+    json: Switch = False  # one JSON object
+    reading: Reading = Reading()
+    machine: Machine = Machine()
 
 
 def run(options: Options) -> int:
     from regard.evaluate.run import evaluate
+    from regard.report.runs import strict
     from regard.train.metrics import METRICS, better
 
     if options.min is not None and not math.isfinite(options.min):
@@ -64,8 +71,7 @@ def run(options: Options) -> int:
     )
     talk(f"{result.task}: {result.data}")
     if options.json:
-        finite = {n: v if math.isfinite(v) else None for n, v in result.metrics.items()}
-        print(json.dumps({**asdict(result), "metrics": finite}, ensure_ascii=False))
+        print(json.dumps(strict(asdict(result)), ensure_ascii=False))
     else:
         rows = [(n, f"{v:.4f}", result.signatures.get(n, "")) for n, v in result.metrics.items()]
         print(aligned([("metric", "value", "signature"), *rows], right=(1,)))

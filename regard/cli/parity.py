@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.parse import Folder, Switch
-from regard.cli.shared import aligned, talk
+from regard.cli.shared import Folder, Switch, aligned, talk
 from regard.errors import CHECK, DATA, blaming
 
 if TYPE_CHECKING:
@@ -32,14 +31,10 @@ class Options:
     """
 
     model: Folder
-    rows: int = 3
-    """rows of random tokens (or images)"""
-    tokens: int = 16
-    """tokens in a row"""
-    seed: int = 0
-    """other tokens"""
-    json: Switch = False
-    """one JSON object"""
+    rows: int = 3  # rows of random tokens (or images)
+    tokens: int = 16  # tokens in a row
+    seed: int = 0  # other tokens
+    json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from regard.cli.parse import Changes, Switch, check_counts
+from regard.cli.shared import Changes, Switch, check_counts
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, blaming
 
 if TYPE_CHECKING:
@@ -31,18 +31,16 @@ class Options:
     regard plan MODEL                                what a model folder needs to run
     """
 
+    # a TOML file as for regard train, or a model folder
     config: Annotated[Positional[str], arg(metavar="CONFIG|MODEL")]
-    """a TOML file as for regard train, or a model folder"""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N"""
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    # the run's folder, whose data and tokenizer are used if they are there; default: runs/ and the
+    # config's name
     output_dir: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """the run's folder, whose data and tokenizer are used if they are there; default: runs/ and the config's name"""
-    keep: int = 2
-    """checkpoints that stay, beside the best"""
-    json: Switch = False
-    """one JSON object"""
+    keep: int = 2  # checkpoints that stay, beside the best
+    json: Switch = False  # one JSON object
+    # settings of the config, changed: the same as --NAME VALUE with a dot in NAME
     changes: Changes = field(default_factory=dict)
-    """settings of the config, changed: the same as --NAME VALUE with a dot in NAME"""
 
 
 def run(options: Options) -> int:

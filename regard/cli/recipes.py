@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from regard.cli.parse import Switch
-from regard.cli.shared import aligned
+from regard.cli.shared import Switch, aligned
 from regard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,14 +26,12 @@ class Options:
     regard recipes copy dates my-dates       writes my-dates.toml and its data
     """
 
+    # list, show or copy
     action: Annotated[Positional[Literal["list", "show", "copy"]], arg(metavar="ACTION")] = "list"
-    """list, show or copy"""
-    name: Annotated[Positional[str | None], arg(metavar="[RECIPE]")] = None
-    """which recipe"""
+    name: Annotated[Positional[str | None], arg(metavar="[RECIPE]")] = None  # which recipe
+    # copy: name of the new file, without .toml; default: the recipe's
     to: Annotated[Positional[str | None], arg(metavar="[TO]")] = None
-    """copy: name of the new file, without .toml; default: the recipe's"""
-    json: Switch = False
-    """one JSON object"""
+    json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import UseAppendAction as Many
 from tyro.conf import arg
 
-from regard.cli.parse import DataFiles, Files, Pairs, Reading, Switch, pairs
+from regard.cli.shared import DataFiles, Files, Pairs, Reading, Switch, pairs
 from regard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,33 +25,24 @@ class Options:
     regard tokenizer train in.de --target in.en --task seq2seq --sides --out tok     tok/source and tok/target
     """
 
-    files: DataFiles
-    """data files; * and ? are understood; .gz and .xz too"""
-    out: Annotated[str, arg(metavar="FOLDER")]
-    """the folder to write"""
+    files: DataFiles  # data files; * and ? are understood; .gz and .xz too
+    out: Annotated[str, arg(metavar="FOLDER")]  # the folder to write
+    # bpe is byte-level and loses nothing
     kind: Literal["bpe", "wordpiece", "unigram", "chars", "bytes"] = "bpe"
-    """bpe is byte-level and loses nothing"""
-    vocab: int = 8000
-    """tokens at most, special ones among them"""
+    vocab: int = 8000  # tokens at most, special ones among them
+    # which special tokens are usual: an end; begin and end; class, separator and mask
     task: Literal["lm", "seq2seq", "mlm"] = "lm"
-    """which special tokens are usual: an end; begin and end; class, separator and mask"""
+    # special tokens instead: pad=<pad>; parts: pad, unk, bos, eos, cls, sep, mask
     special: Pairs = ()
-    """special tokens instead: pad=<pad>; parts: pad, unk, bos, eos, cls, sep, mask"""
-    more: Annotated[Many[tuple[str, ...]], arg(metavar="TOKEN")] = ()
-    """one more special token"""
+    more: Annotated[Many[tuple[str, ...]], arg(metavar="TOKEN")] = ()  # one more special token
+    # which of beginning and end are put around a text
     around: Literal["auto", "none", "start", "end", "both"] = "auto"
-    """which of beginning and end are put around a text"""
-    lower: Switch = False
-    """all letters small"""
-    min_count: int = 2
-    """pairs that are seen less often are not joined"""
-    target: Files = ()
-    """files with the other side"""
-    sides: Switch = False
-    """a tokenizer for each side"""
-    overwrite: Switch = False
-    """replace the tokenizer that is there"""
-    reading: Reading = field(default_factory=Reading)
+    lower: Switch = False  # all letters small
+    min_count: int = 2  # pairs that are seen less often are not joined
+    target: Files = ()  # files with the other side
+    sides: Switch = False  # a tokenizer for each side
+    overwrite: Switch = False  # replace the tokenizer that is there
+    reading: Reading = Reading()
 
 
 def run(options: Options) -> int:

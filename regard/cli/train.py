@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 from tyro.conf import UseAppendAction as Many
 
-from regard.cli.parse import Changes, Count, Switch
+from regard.cli.shared import Changes, Count, Switch
 
 EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -30,28 +30,21 @@ class Options:
     regard train story.toml --smoke --output-dir try      three steps, an evaluation, a save, a reload
     """
 
+    # a TOML file with task, [model], [data], [tokenizer], [train]; with --resume the run's folder
     config: Annotated[Positional[str], arg(metavar="CONFIG")]
-    """a TOML file with task, [model], [data], [tokenizer], [train]; with --resume the run's folder"""
+    # the run's folder; default: runs/ and the config's name
     output_dir: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """the run's folder; default: runs/ and the config's name"""
-    resume: Switch = False
-    """go on from the newest sound checkpoint, with the run's own settings"""
-    overwrite: Switch = False
-    """start anew in a folder that has a run"""
-    smoke: Switch = False
-    """three steps, to find at once what would fail later"""
-    keep: Count = None
-    """checkpoints that stay, beside the best; default: 2"""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N"""
-    quiet: Switch = False
-    """no progress lines"""
-    force: Switch = False
-    """start although the plan says that memory or disk will not do"""
+    resume: Switch = False  # go on from the newest sound checkpoint, with the run's own settings
+    overwrite: Switch = False  # start anew in a folder that has a run
+    smoke: Switch = False  # three steps, to find at once what would fail later
+    keep: Count = None  # checkpoints that stay, beside the best; default: 2
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    quiet: Switch = False  # no progress lines
+    force: Switch = False  # start although the plan says that memory or disk will not do
+    # tensorboard, wandb or trackio, where they are installed
     log_to: Annotated[Many[tuple[str, ...]], arg(metavar="TRACKER")] = ()
-    """tensorboard, wandb or trackio, where they are installed"""
+    # settings of the config, changed: the same as --NAME VALUE with a dot in NAME
     changes: Changes = field(default_factory=dict)
-    """settings of the config, changed: the same as --NAME VALUE with a dot in NAME"""
 
 
 def run(options: Options) -> int:
