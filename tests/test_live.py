@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from regard.cli import live
-from regard.cli.live import Live, Meter, Plain, Trail, evaluation_line, view
+from regard.cli import train as live
+from regard.cli.train import Live, Meter, Plain, Trail, evaluation_line, view
 from regard.errors import Fault, Notice, UsageError
 from regard.train.track import tracker
 
@@ -255,7 +255,7 @@ import sys
 import warnings
 sys.modules["rich"] = sys.modules["rich.console"] = None
 sys.stderr.isatty = lambda: True
-from regard.cli.live import view
+from regard.cli.train import view
 print(type(view(3, False)).__name__, "torch" in sys.modules)
 """
     env = {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PATH": ""}

@@ -44,10 +44,9 @@ class Options:
     output: Annotated[str, arg(metavar="FILE")] = "look.html"
     # what an encoder-decoder writes; default: what it writes by itself, greedily
     target: Text = None
-    # the picture that a vision model reads
+    image: FileName = None  # the picture that a vision model reads
     # a second model that reads the same, beside the first
     compare: Annotated[str | None, arg(metavar="MODEL")] = None
-    image: FileName = None
     layer: Count = None  # show this layer first; of a long text its head is on the page in full
     head: Count = None  # show this head first
     machine: Machine = Machine()

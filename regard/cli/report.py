@@ -33,8 +33,7 @@ class Options:
     run: Annotated[Positional[str], arg(metavar="RUN")]  # the folder of a run
     # default: report.html in the run's folder; a name that ends in .md gives Markdown
     output: FileName = None
-    # what the report says, as one JSON object on stdout; nothing is written
-    json: Switch = False
+    json: Switch = False  # what the report says, as one JSON object on stdout; nothing is written
 
 
 @dataclass(frozen=True)
