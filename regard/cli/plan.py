@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from regard.cli.shared import Changes, Switch, check_counts
+from regard.cli.shared import Changes, FolderName, Switch, check_counts
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, blaming
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Options:
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     # the run's folder, whose data and tokenizer are used if they are there; default: runs/ and the
     # config's name
-    output_dir: Annotated[str | None, arg(metavar="FOLDER")] = None
+    output_dir: FolderName = None
     keep: int = 2  # checkpoints that stay, beside the best
     json: Switch = False  # one JSON object
     # settings of the config, changed: the same as --NAME VALUE with a dot in NAME
@@ -53,30 +53,43 @@ def run(options: Options) -> int:
     if Path(options.config).is_dir():
         if options.changes:
             raise UsageError(f"{options.config} is a model folder, which has no settings to change")
-        return show_folder(options, device)
-    with blaming(2):
-        config = read(Path(options.config), options.changes)
-    folder = Path(options.output_dir or Path("runs") / Path(options.config).stem)
-    return show(options, forecast(config, folder, device, options.keep))
-
-
-def show(options: Options, f: Forecast) -> int:
-    from regard.train.plan import size
-
-    print_rows(rows(f)) if not options.json else print(json.dumps(facts(f)))
-    if f.short:
-        enough = any(change.total <= f.free for change in f.less)
-        what = "change what `less` names" if enough else "take a smaller model"
-        need = f"about {size(f.plan.memory.total)} of memory, {size(f.free)} are free"
-        raise Fault(f"this run does not fit: it needs {need}; {what}", ENVIRONMENT)
-    if f.full:
-        need = f"{size(f.plan.disk)}, {size(f.room)} are free"
-        raise Fault(f"its checkpoints do not fit: they need {need}; make room", ENVIRONMENT)
+        table, facts, lacks = folder_needs(options.config, device)
+    else:
+        with blaming(2):
+            config = read(Path(options.config), options.changes)
+        folder = Path(options.output_dir or Path("runs") / Path(options.config).stem)
+        f = forecast(config, folder, device, options.keep)
+        table, facts, lacks = rows(f), figures(f), lacking(f)
+    if options.json:
+        print(json.dumps(facts))
+    else:
+        print("\n".join(f"{name:<8}{text}" for name, text in table))
+    if lacks:
+        raise Fault(lacks, ENVIRONMENT)
     return 0
 
 
-def print_rows(rows: list[Row]) -> None:
-    print("\n".join(f"{name:<8}{text}" for name, text in rows))
+def folder_needs(path: str, device: torch.device) -> tuple[list[Row], dict[str, Any], str]:
+    """What a model needs to run: its weights, and what it keeps of each token."""
+    from regard.checkpoint import load
+    from regard.files import resolve_model
+    from regard.models.summary import parameters
+    from regard.train.forecast import cache_bytes
+    from regard.train.measure import context_of
+    from regard.train.plan import free_memory, number, size
+
+    with blaming(DATA):
+        model = load(resolve_model(path), device="meta")
+    weights, free = sum(p.nbytes for p in model.parameters()), free_memory(device)
+    table = [
+        ("model", f"{number(parameters(model))} parameters: {describe(model)}"),
+        ("memory", f"weights {size(weights)} of {size(free)} free on {device.type}"),
+        *kv_row(model, context_of(model) or 1024),
+    ]
+    facts: dict[str, Any] = {"parameters": parameters(model), "weights": weights, "free": free}
+    facts |= {"kv": cache_bytes(model), "fits": weights <= free}
+    lacks = f"the weights need {size(weights)}, {size(free)} are free" if weights > free else ""
+    return table, facts, lacks
 
 
 def rows(f: Forecast) -> list[Row]:
@@ -93,44 +106,48 @@ def rows(f: Forecast) -> list[Row]:
     parts = " + ".join(f"{called.get(name, name)} {size(n)}" for name, n in needs if n)
     names = f"{train.steps:,} steps x {f.tokens:,} tokens"
     share = train.steps * f.tokens / max(count, 1)
-    passes = f"{f.passes:.3g} passes over the data, {share:.3g} tokens a parameter"
-    speed = f"{number(f.speed)}FLOP/s on {f.device.type}, {train.precision}"
-    part = f"{EFFICIENCY[f.kind]:.0%} of what products were just measured at"
-    how = f"if it runs at {speed} ({part})"
-    if f.step is not None:
-        how = f"{train.steps:,} steps of {short_time(f.step)}, as just measured"
+    passes = f"{f.passes:.3g} passes over the data, {share:.3g} tokens per parameter"
+    if f.step is None:
+        speed = f"{number(f.speed)}FLOP/s on {f.device.type}, {train.precision}"
+        part = f"{EFFICIENCY[f.kind]:.0%} of what products were just measured at"
+        how = f"if it runs at {speed} ({part})"
+    else:
+        each = f"{f.step:.2g} s" if f.step >= 0.1 else f"{1000 * f.step:.2g} ms"
+        how = f"{train.steps:,} steps of {each}, as just measured"
     if f.held:
-        how += (
-            f", and {f.evaluations:,} evaluations" if f.evaluations > 1 else ", and an evaluation"
-        )
+        many = f"{f.evaluations:,} evaluations" if f.evaluations > 1 else "an evaluation"
+        how += f", and {many}"
     keep = plan.disk // plan.checkpoint - 2
-    table = [
+    disk = f"{keep} that stay, the best and a new one: {size(plan.disk)} of {size(f.room)} free"
+    aside = "the tokenizer, samples and checkpoints not counted"
+    return [
         ("model", f"{number(count)} parameters{only}: {describe(model)}"),
         ("data", f.facts.describe()),
         ("run", f"{names} ({passes}), {number(f.flops)}FLOP"),
         ("memory", f"{parts} = about {size(plan.memory.total)} of {size(f.free)} free"),
-        ("disk", f"{size(plan.checkpoint)} a checkpoint; {keep} that stay, the best and a new one: "
-                 f"{size(plan.disk)} of {size(f.room)} free"),
-        ("time", f"about {duration(f.seconds)}: {how}; the tokenizer, samples and checkpoints not counted"),
-    ]  # fmt: skip
-    table += kv_row(model, f.plan.job.step.length)
-    table += [("notice", text) for text in notices(f.config, model)]
-    return table + [("less", str(change)) for change in f.less] + hint(f)
+        ("disk", f"{size(plan.checkpoint)} per checkpoint; {disk}"),
+        ("time", f"about {duration(f.seconds)}: {how}; {aside}"),
+        *kv_row(model, plan.job.step.length),
+        *(("notice", text) for text in notices(f.config, model)),
+        *(("less", str(change)) for change in f.less),
+        *(("hint", text) for text in hints(f)[:1]),
+    ]
 
 
-def hint(f: Forecast) -> list[Row]:
-    data, over = f.config.data, f.facts.over
+def hints(f: Forecast) -> list[str]:
+    """What to change, the most urgent first."""
+    data, over, texts = f.config.data, f.facts.over, []
     if over and data.overlong == "error" and data.pack not in ("stream", "windows"):
         longer = f"{over:,} examples are longer than {data.length} tokens, so training would stop"
-        return [("hint", f"{longer}; say data.overlong = truncate, drop or split")]
+        texts += [f"{longer}; say data.overlong = truncate, drop or split"]
     if f.seconds > SLOW and f.device.type == "cpu":
-        return [("hint", "regard recipes list shows configs that train in minutes")]
+        texts += ["regard recipes list shows configs that train in minutes"]
     if f.passes > OFTEN:
-        return [("hint", "the data is read often: it may be learned by heart, so hold some out")]
-    return []
+        texts += ["the data is read often: it may be learned by heart, so hold some out"]
+    return texts
 
 
-def facts(f: Forecast) -> dict[str, Any]:
+def figures(f: Forecast) -> dict[str, Any]:
     from regard.models.summary import parameters
     from regard.train.forecast import cache_bytes
     from regard.train.plan import trainable
@@ -155,36 +172,17 @@ def facts(f: Forecast) -> dict[str, Any]:
     }
 
 
-def show_folder(options: Options, device: torch.device) -> int:
-    """What a model needs to run: its weights, and what it keeps of each token."""
-    from regard.checkpoint import load
-    from regard.files import resolve_model
-    from regard.models.summary import parameters
-    from regard.train.forecast import cache_bytes
-    from regard.train.measure import context_of
-    from regard.train.plan import free_memory, number, size
+def lacking(f: Forecast) -> str:
+    """Why this machine cannot do it; empty where it can."""
+    from regard.train.plan import size
 
-    with blaming(DATA):
-        model = load(resolve_model(options.config), device="meta")
-    weights, free = sum(p.nbytes for p in model.parameters()), free_memory(device)
-    if options.json:
-        needs = {"parameters": parameters(model), "weights": weights, "free": free}
-        print(json.dumps({**needs, "kv": cache_bytes(model), "fits": weights <= free}))
-    else:
-        rows = [("model", f"{number(parameters(model))} parameters: {describe(model)}")]
-        rows += [("memory", f"weights {size(weights)} of {size(free)} free on {device.type}")]
-        print_rows(rows + kv_row(model, context_of(model) or 1024))
-    if weights > free:
-        raise Fault(f"the weights need {size(weights)}, {size(free)} are free", ENVIRONMENT)
-    return 0
-
-
-# --- words for numbers ----------------------------------------------------------------------------
-
-
-def short_time(seconds: float) -> str:
-    """0.21 s, 3.4 ms."""
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
+    if f.short:
+        enough = any(change.total <= f.free for change in f.less)
+        what = "change what `less` names" if enough else "take a smaller model"
+        need = f"about {size(f.plan.memory.total)} of memory, {size(f.free)} are free"
+        return f"this run does not fit: it needs {need}; {what}"
+    need = f"{size(f.plan.disk)}, {size(f.room)} are free"
+    return f"its checkpoints do not fit: they need {need}; make room" if f.full else ""
 
 
 def describe(model: Any) -> str:
@@ -198,24 +196,22 @@ def describe(model: Any) -> str:
     if not towers:
         looks = f", {c.attention} attention" if c.attention else ""
         return f"{c.layers} layers of {c.cell} x {c.dim}{looks}"
-    layers = " and ".join(f"{tower.layers} layers x {tower.dim}" for tower in towers)
-    first = towers[-1].each("attention")[-1]
+    last = towers[-1]
+    first, ffn = last.each("attention")[-1], last.each("ffn")[-1]
     inner = first.attention if isinstance(first, DSA) else first
     groups = getattr(inner, "groups", inner.heads)
-    heads = (
-        f"{inner.heads} heads"
-        if groups == inner.heads
-        else f"{inner.heads} query / {groups} kv heads"
-    )
-    place = "rope" if inner.rope is not None else towers[-1].relative and towers[-1].relative.kind
+    heads = f"{inner.heads} " + (f"query / {groups} kv " if groups != inner.heads else "")
     vectors = getattr(getattr(c, "embedding", None) or getattr(c, "target", None), "position", None)
-    place = place or (vectors.kind if vectors is not None else "")
-    ffn = towers[-1].each("ffn")[-1]
+    place = last.relative or vectors
     kind = f"{'gated ' if ffn.gated else ''}{ffn.activation}" if isinstance(ffn, MLP) else "experts"
-    tied = "tied embeddings" if getattr(getattr(c, "head", None), "tied", False) else ""
-    return ", ".join(
-        text for text in (layers, f"{heads} ({first.kind})", place, kind, tied) if text
+    words = (
+        " and ".join(f"{tower.layers} layers x {tower.dim}" for tower in towers),
+        f"{heads}heads ({first.kind})",
+        "rope" if inner.rope is not None else place.kind if place is not None else "",
+        kind,
+        "tied embeddings" if getattr(getattr(c, "head", None), "tied", False) else "",
     )
+    return ", ".join(word for word in words if word)
 
 
 def kv_row(model: Any, length: int) -> list[Row]:
@@ -227,9 +223,5 @@ def kv_row(model: Any, length: int) -> list[Row]:
         return []
     token, full = cache["token"], cache["mha"]
     beside = "" if token == full else f" (mha would be {size(full)}, {full / token:.1f} x)"
-    return [
-        (
-            "kv",
-            f"{size(token)} a token in bf16{beside}, {size(token * length)} at {length:,} tokens",
-        )
-    ]
+    whole = f"{size(token * length)} at {length:,} tokens"
+    return [("kv", f"{size(token)} per token in bf16{beside}, {whole}")]
