@@ -25,7 +25,7 @@ from regard.cli.shared import (
 from regard.errors import DATA, Fault
 
 if TYPE_CHECKING:
-    from regard.evaluate.classify import Classifier, Ranking
+    from regard.evaluate.model import Classifier, Ranking
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.evaluate.classify import Classifier
+    from regard.evaluate.model import Classifier
 
     check_counts(options, "top", "rows")
     check_file(options.file)

@@ -47,7 +47,7 @@ class Options:
 def run(options: Options) -> int:
     import numpy as np
 
-    from regard.evaluate.embed import Embedder, stacked
+    from regard.evaluate.model import Embedder, stacked
 
     check_counts(options, "rows")
     if options.output is not None and not options.output.endswith(".npy"):
