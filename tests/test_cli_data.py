@@ -71,7 +71,7 @@ def test_tokenizer_is_written_and_described(
     out = tmp_path / "tok"
     assert command(Train, text, "--out", out, "--kind", "chars", "--unit", "line") == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{out}: chars, ") and "1.00 characters a token" in said
+    assert said.startswith(f"{out}: chars, ") and "1.00 characters per token" in said
     assert "learned from 5 texts" in said
     tokenizer = needed(Tokenizer.from_folder(out))
     assert tokenizer.decode(tokenizer.encode(LINES[3])) == LINES[3]

@@ -10,18 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.shared import (
-    File,
-    Folder,
-    Machine,
-    Overlong,
-    Switch,
-    check_counts,
-    check_file,
-    is_typed,
-    line_blocks,
-    open_model,
-)
+from regard.cli import shared as cli
 from regard.errors import DATA, Fault
 
 if TYPE_CHECKING:
@@ -36,29 +25,29 @@ class Options:
     echo "a fine film" | regard classify MODEL --json
     """
 
-    model: Folder
+    model: cli.Folder
     # text file, one example a line; a picture, a folder of pictures, npz or npy; - is stdin: lines,
     # or names of pictures
-    file: File = "-"
+    file: cli.File = "-"
     top: int = 1  # this many labels a line, the most probable first
     rows: int = 32  # examples in a batch
-    overlong: Overlong = "error"  # what happens to a line that is longer than the model's context
-    json: Switch = False  # one JSON object a line: label, probability, all probabilities
-    machine: Machine = Machine()
+    overlong: cli.Overlong = "error"  # what happens to a line longer than the model's context
+    json: cli.Switch = False  # one JSON object a line: label, probability, all probabilities
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
     from regard.evaluate.model import Classifier
 
-    check_counts(options, "top", "rows")
-    check_file(options.file)
-    opened = open_model(options.model, options.machine, options.rows)
+    cli.check_counts(options, "top", "rows")
+    cli.check_file(options.file)
+    opened = cli.open_model(options.model, options.machine, options.rows)
     classifier = Classifier(opened, options.overlong, options.model)
-    rows = 1 if is_typed(options.file) else options.rows
+    rows = 1 if cli.is_typed(options.file) else options.rows
     if classifier.pictures is not None and options.file != "-":
         blocks: Iterable[Any] = picture_blocks(classifier, options.file, rows)
     else:
-        lines = line_blocks(options.file, rows)
+        lines = cli.line_blocks(options.file, rows)
         blocks = (([""] * len(block[0]), classifier.read(*block)) for block in lines)
     for names, examples in blocks:
         for name, ranking in zip(names, classifier(examples), strict=True):

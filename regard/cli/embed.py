@@ -11,18 +11,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from regard.cli.shared import (
-    File,
-    Folder,
-    Machine,
-    Overlong,
-    Switch,
-    check_counts,
-    check_file,
-    is_typed,
-    line_blocks,
-    open_model,
-)
+from regard.cli import shared as cli
 from regard.errors import RUN, Fault, UsageError
 
 
@@ -34,14 +23,14 @@ class Options:
     regard embed MODEL lines.txt --output vectors.npy --normalize
     """
 
-    model: Folder
-    file: File = "-"  # text file, one example a line; - is stdin
+    model: cli.Folder
+    file: cli.File = "-"  # text file, one example a line; - is stdin
     # write a NumPy array (lines, width) instead of JSON lines on stdout
     output: Annotated[str | None, arg(metavar="FILE.npy")] = None
-    normalize: Switch = False  # vectors of length 1
+    normalize: cli.Switch = False  # vectors of length 1
     rows: int = 32  # lines in a batch
-    overlong: Overlong = "error"  # what happens to a line that is longer than the model's context
-    machine: Machine = Machine()
+    overlong: cli.Overlong = "error"  # what happens to a line longer than the model's context
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
@@ -49,14 +38,14 @@ def run(options: Options) -> int:
 
     from regard.evaluate.model import Embedder, stacked
 
-    check_counts(options, "rows")
+    cli.check_counts(options, "rows")
     if options.output is not None and not options.output.endswith(".npy"):
         raise UsageError(f"--output {options.output}: give a name that ends in .npy")
-    check_file(options.file)
-    opened = open_model(options.model, options.machine, options.rows)
+    cli.check_file(options.file)
+    opened = cli.open_model(options.model, options.machine, options.rows)
     embedder = Embedder(opened, options.normalize, options.overlong)
     whole = []
-    for block in line_blocks(options.file, 1 if is_typed(options.file) else options.rows):
+    for block in cli.line_blocks(options.file, 1 if cli.is_typed(options.file) else options.rows):
         vectors = embedder(*block)
         if options.output is not None:
             whole += vectors

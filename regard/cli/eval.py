@@ -10,17 +10,7 @@ from typing import Annotated
 from tyro.conf import UseAppendAction as Many
 from tyro.conf import arg
 
-from regard.cli.shared import (
-    Count,
-    Files,
-    Folder,
-    Machine,
-    Overlong,
-    Reading,
-    Switch,
-    aligned,
-    talk,
-)
+from regard.cli import shared as cli
 from regard.errors import CHECK, Fault, UsageError
 
 
@@ -33,9 +23,9 @@ class Options:
     regard eval MODEL --data test.tsv --metric accuracy --min 0.9    exit 5 if it is less
     """
 
-    model: Folder
-    data: Files  # text, tsv, csv, jsonl, also gz and xz; an image folder or npz
-    target: Files = ()  # the other side of parallel files; classes of npy and idx files
+    model: cli.Folder
+    data: cli.Files  # text, tsv, csv, jsonl, also gz and xz; an image folder or npz
+    target: cli.Files = ()  # the other side of parallel files; classes of npy and idx files
     # loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task
     metric: Annotated[Many[tuple[str, ...]], arg(metavar="NAME")] = ()
     # exit 5 if the first metric is worse than this
@@ -43,12 +33,12 @@ class Options:
     beams: int = 4  # of translation; 1 is greedy
     # tokens of a row; default: as in training, else the model's context, of a language model 1024
     # at most
-    length: Count = None
+    length: cli.Count = None
     # what happens to examples that are longer; text of a language model is cut into rows
-    overlong: Overlong = "error"
-    json: Switch = False  # one JSON object
-    reading: Reading = Reading()
-    machine: Machine = Machine()
+    overlong: cli.Overlong = "error"
+    json: cli.Switch = False  # one JSON object
+    reading: cli.Reading = cli.Reading()
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
@@ -69,12 +59,12 @@ def run(options: Options) -> int:
         reading=options.reading.settings(),
         **asdict(options.machine),
     )
-    talk(f"{result.task}: {result.data}")
+    cli.talk(f"{result.task}: {result.data}")
     if options.json:
         print(json.dumps(strict(asdict(result)), ensure_ascii=False))
     else:
         rows = [(n, f"{v:.4f}", result.signatures.get(n, "")) for n, v in result.metrics.items()]
-        print(aligned([("metric", "value", "signature"), *rows], right=(1,)))
+        print(cli.aligned([("metric", "value", "signature"), *rows], right=(1,)))
     name, value = next(iter(result.metrics.items()))
     if options.min is not None and better(name, options.min, value):
         kind = "at least" if METRICS[name].higher else "at most"

@@ -15,19 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from regard.cli import shared as cli
 from regard.cli.main import tell
-from regard.cli.shared import (
-    Folder,
-    FolderName,
-    Machine,
-    Rate,
-    Switch,
-    Texts,
-    compare,
-    open_model,
-    read_stdin,
-    values,
-)
 from regard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +52,7 @@ class Search:
     groups: int = 1  # groups of beams that avoid each other's tokens
     diversity: float = 0.0  # how much they avoid them
     # a small model of the same vocabulary that guesses tokens ahead; changes no greedy token
-    draft_model: FolderName = None
+    draft_model: cli.FolderName = None
     draft: int = 0  # how many it guesses at once; 0: 4
     # guess this many tokens at once by looking the last ones up in the text; changes no token
     lookup: int = 0
@@ -90,7 +79,7 @@ class Options:
     echo "Once" | regard generate MODEL --json                    prompt from stdin; ids, log-probabilities, score
     """
 
-    model: Folder
+    model: cli.Folder
     # the text; stdin if left out or -
     prompt: Annotated[Positional[str | None], arg(metavar="[PROMPT]")] = None
     max_new_tokens: int = 64  # end after this many tokens
@@ -100,13 +89,13 @@ class Options:
     temperature: float = 0.0
     top_p: float = 1.0  # draw from the most probable tokens that make up this probability
     seed: int = 0  # another number, another text
-    stop: Texts = ()  # end before this text
-    ids: Switch = False  # the prompt is token ids: "5 9 2"
-    json: Switch = False  # one JSON object for each answer: text, ids, logprobs, score, finish
+    stop: cli.Texts = ()  # end before this text
+    ids: cli.Switch = False  # the prompt is token ids: "5 9 2"
+    json: cli.Switch = False  # one JSON object for each answer: text, ids, logprobs, score, finish
     sampling: Sampling = Sampling()
     search: Search = Search()
     tokens: Rules = Rules()
-    machine: Machine = Machine()
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
@@ -123,19 +112,19 @@ def run(options: Options) -> int:
     # A wrong setting is told before the model is read.
     rows = Settings.of(given).rows
     prompt = read_prompt(options)
-    opened = open_model(options.model, options.machine, rows)
+    opened = cli.open_model(options.model, options.machine, rows)
     check_reads_text(opened.model)
-    compare(opened, prompt)
+    cli.compare(opened, prompt)
     model, tokenizer, ids = opened.model, opened.tokenizer, prompt
     if isinstance(prompt, str):
         ids = needed(tokenizer).encode(prompt)
         if lost := unread(needed(tokenizer), prompt):
             tell("note", lost)
     if drafted is not None:
-        given["draft_model"] = open_model(drafted, options.machine, rows).model
+        given["draft_model"] = cli.open_model(drafted, options.machine, rows).model
     given["stop"] = options.stop
     as_it_comes = rows == 1 and not options.json and tokenizer is not None
-    rate = Rate(streaming=as_it_comes)
+    rate = cli.Rate(streaming=as_it_comes)
     if as_it_comes:
         results = [write(stream(model, prompt, **given), rate, [])]
         print()
@@ -158,7 +147,7 @@ def settings_of(options: Any) -> dict[str, Any]:
     the default."""
     from regard.decode.settings import Settings
 
-    flat, known = values(options), {f.name for f in dataclasses.fields(Settings)}
+    flat, known = cli.values(options), {f.name for f in dataclasses.fields(Settings)}
     given = {n: x for n, x in flat.items() if n in known and x is not None and x != ()}
     if "logit_bias" in given:
         given["logit_bias"] = tuple(map(bias, given["logit_bias"]))
@@ -175,7 +164,7 @@ def bias(text: str) -> tuple[int, float]:
 
 
 def read_prompt(options: Options) -> Any:
-    text = read_stdin() if options.prompt in (None, "-") else options.prompt
+    text = cli.read_stdin() if options.prompt in (None, "-") else options.prompt
     if not options.ids:
         return text
     try:
@@ -186,7 +175,7 @@ def read_prompt(options: Options) -> Any:
         ) from None
 
 
-def write(pieces: Generator[str, None, Result], rate: Rate, written: list[str]) -> Result:
+def write(pieces: Generator[str, None, Result], rate: cli.Rate, written: list[str]) -> Result:
     """Write an answer to stdout while it is made; `written` gets it too, should it be
     interrupted."""
     while True:

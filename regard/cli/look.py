@@ -10,16 +10,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from regard.cli.shared import (
-    Count,
-    FileName,
-    Folder,
-    Machine,
-    Text,
-    open_model,
-    output_file,
-    read_stdin,
-)
+from regard.cli import shared as cli
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError
 from regard.see.format import clip, visible
 
@@ -36,20 +27,20 @@ class Options:
     regard look MODEL "the king" --compare OTHER                two models side by side
     """
 
-    model: Folder
+    model: cli.Folder
     # what the model reads; - is stdin
     text: Annotated[Positional[str | None], arg(metavar="[TEXT]")] = None
     # .html: one page; .png, .svg or .pdf: pictures of all heads, of the head asked for, and of the
     # alignment
     output: Annotated[str, arg(metavar="FILE")] = "look.html"
     # what an encoder-decoder writes; default: what it writes by itself, greedily
-    target: Text = None
-    image: FileName = None  # the picture that a vision model reads
+    target: cli.Text = None
+    image: cli.FileName = None  # the picture that a vision model reads
     # a second model that reads the same, beside the first
     compare: Annotated[str | None, arg(metavar="MODEL")] = None
-    layer: Count = None  # show this layer first; of a long text its head is on the page in full
-    head: Count = None  # show this head first
-    machine: Machine = Machine()
+    layer: cli.Count = None  # show this layer first; of a long text its head is on the page in full
+    head: cli.Count = None  # show this head first
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
@@ -58,12 +49,12 @@ def run(options: Options) -> int:
     from regard.see.page import page
 
     path = checked(options)
-    text = read_stdin() if options.text == "-" else options.text or ""
+    text = cli.read_stdin() if options.text == "-" else options.text or ""
     names = [options.model] if options.compare is None else [options.model, options.compare]
     asked = {name: getattr(options, name) for name in ("image", "target", "layer", "head")}
     panels = []
     for folder, title in zip(names, titles(names)):
-        opened = open_model(folder, options.machine, 1)
+        opened = cli.open_model(folder, options.machine, 1)
         how: Any = {"precision": opened.precision, "compared": options.compare is not None}
         panels.append(look(opened.model, opened.tokenizer, title, text, **asked, **how))
     what = clip(visible(text), 80) if text else Path(options.image or "").name
@@ -78,7 +69,9 @@ def run(options: Options) -> int:
 
 def checked(options: Options) -> Path:
     """The file to write, before any work is done for it."""
-    path = output_file(options.output, (*PAGES, *PICTURES), f".html, or in {', '.join(PICTURES)}")
+    path = cli.output_file(
+        options.output, (*PAGES, *PICTURES), f".html, or in {', '.join(PICTURES)}"
+    )
     if path.suffix.lower() in PICTURES:
         if options.compare is not None:
             raise UsageError(

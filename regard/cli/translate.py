@@ -8,21 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from regard.cli import shared as cli
 from regard.cli.generate import as_json, settings_of
-from regard.cli.shared import (
-    Count,
-    File,
-    Folder,
-    Machine,
-    Rate,
-    Switch,
-    check_counts,
-    check_file,
-    compare,
-    is_typed,
-    line_blocks,
-    open_model,
-)
 from regard.errors import DATA, Fault, UsageError
 
 
@@ -34,21 +21,21 @@ class Options:
     echo "guten Morgen" | regard translate MODEL --align          good morning <tab> 0-0 1-1
     """
 
-    model: Folder
-    file: File = "-"  # text file, UTF-8; - is stdin
+    model: cli.Folder
+    file: cli.File = "-"  # text file, UTF-8; - is stdin
     beams: int = 4  # 1 is greedy
-    max_new_tokens: Count = None  # default: twice the longest source line and ten
+    max_new_tokens: cli.Count = None  # default: twice the longest source line and ten
     length_penalty: float = 1.0  # a text scores log probability / length ** penalty
     # when beam search may stop
     early_stopping: Literal["heuristic", "never", "first"] = "heuristic"
     # after a tab: word pairs source-target, by the last layer's cross-attention
-    align: Switch = False
+    align: cli.Switch = False
     # one JSON object per line: text, ids, logprobs, score, finish; with --align, align
-    json: Switch = False
+    json: cli.Switch = False
     # lines that are read before they are translated; default: 512, on a terminal 1
-    block: Count = None
+    block: cli.Count = None
     rows: int = 128  # beams in the batch at most
-    machine: Machine = Machine()
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
@@ -57,12 +44,12 @@ def run(options: Options) -> int:
 
     given = settings_of(options)
     Settings.of(given)
-    check_counts(options, "rows", "block")
-    check_file(options.file)
-    block = options.block or (1 if is_typed(options.file) else 512)
+    cli.check_counts(options, "rows", "block")
+    cli.check_file(options.file)
+    block = options.block or (1 if cli.is_typed(options.file) else 512)
     translator = Translator(options, given, min(options.rows, block * options.beams))
-    done, rate = 0, Rate(streaming=False)
-    for lines, before, name in line_blocks(options.file, block):
+    done, rate = 0, cli.Rate(streaming=False)
+    for lines, before, name in cli.line_blocks(options.file, block):
         for text in translator(lines, before, name):
             sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -87,7 +74,7 @@ class Translator:
         self.options, self.settings, self.tokens = options, settings, 0
         # A sentence for each line that ended with an error.
         self.failed: list[str] = []
-        self.opened = open_model(options.model, options.machine, rows)
+        self.opened = cli.open_model(options.model, options.machine, rows)
         self.model = self.opened.model
         if not self.opened.encodes:
             raise UsageError(
@@ -109,7 +96,7 @@ class Translator:
         sources = [self.read(line, where) for line, where in zip(lines, places)]
         results: Iterator[Any] = iter(())
         if full := [source for source in sources if source]:
-            compare(self.opened, full[0])
+            cli.compare(self.opened, full[0])
             limit = {"max_new_tokens": default_length(self.model, full), **self.settings}
             groups = answers(self.model, full, rows=self.options.rows, **limit)
             results = (group[0] for group in groups)
