@@ -107,8 +107,8 @@ def put(path: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], [], ["bench", "--help"]]
-    + [[*name.split(), "--help"] for name in COMMANDS if name != "bench"]
+    [["--help"], ["--version"], []]
+    + [[*name.split(), "--help"] for name in COMMANDS]
     + [["generate", "--max-new-tokns", "3"], ["generat"]],
     ids=" ".join,
 )

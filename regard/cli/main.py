@@ -8,12 +8,9 @@ talk to stderr.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 from regard.errors import ENVIRONMENT, RUN, VERSION, Fault, Notice, UsageError, nearest
@@ -40,7 +37,6 @@ COMMANDS = {
     "tokenizer train": "learn a tokenizer from files",
     "explain": "a mechanism as formula, numbers and code; without a topic, the list of them",
     "doctor": "what this machine has and can do",
-    "bench": "compare the speed of decoding with other libraries (from a source checkout)",
 }
 HELP = f"""Regard: train and run Transformers of every family, on this machine.
 
@@ -62,9 +58,6 @@ GUESTS = {
     "compare": ("report", "CompareOptions", "compare"),
     "merge": ("convert", "MergeOptions", "merge"),
 }
-BENCHES = {"decode": ("decode", "invariant", "gpu_decode")}  # name -> scripts in bench/
-BENCH_HELP = """regard bench decode [--quick]              every comparison of decoding that this machine can run
-regard bench decode --part gpt2 ...        the options of bench/decode.py, which then runs alone"""
 FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try --dtype bf16 or --quantize int8"
 
 
@@ -161,8 +154,6 @@ def dispatch(arguments: list[str]) -> int:
     if name not in WORDS:
         what = "option" if name.startswith("-") else "command"
         raise UsageError(f"there is no {what} {name!r}; {nearest(name, WORDS)}")
-    if name == "bench":
-        return bench(rest)
     called = name
     if word := WORDS[name]:
         if rest[:1] != [word]:
@@ -181,38 +172,3 @@ def dispatch(arguments: list[str]) -> int:
         wait_asleep()
         use_threads()
     return getattr(command, function)(options)
-
-
-def bench(arguments: list[str]) -> int:
-    """Run scripts of the source checkout's bench/; the exit code is the first that is not 0."""
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        print(BENCH_HELP)
-        return 0
-    if name not in BENCHES:
-        raise UsageError(f"there is no bench {name!r}; {nearest(name, BENCHES)}")
-    home = Path(__file__).resolve().parents[2] / "bench"
-    if not (home / f"{name}.py").is_file():
-        raise Fault(
-            f"{home / name}.py is not there: benches are part of the source checkout, not of the installed package; "
-            "run this inside a clone, installed with pip install -e .",
-            ENVIRONMENT,
-        )
-    if importlib.util.find_spec("transformers") is None:
-        raise Fault("the package transformers is missing; pip install transformers", ENVIRONMENT)
-    code = 0
-    for script in BENCHES[name] if rest in ([], ["--quick"]) else (name,):
-        if script.startswith("gpu_") and not has_cuda():
-            print(f"--- bench/{script}.py: left out, torch finds no CUDA device here", flush=True)
-            continue
-        print(f"--- bench/{script}.py", flush=True)
-        command = [sys.executable, str(home / f"{script}.py"), *rest]
-        ended = subprocess.run(command).returncode
-        code = code or ended
-    return code
-
-
-def has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
