@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -24,7 +24,7 @@ EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 EVERY = 10.0  # seconds between plain lines
 RATE = 4  # pictures per second
 KEEP = 0.98  # of the smoothed loss, each step
-TRAIL = 256  # values that stand for the whole curve
+TRAIL = 256  # values that stand for the whole curve at most
 SHOWN = 2  # samples
 SHOW: dict[str, Callable[[float], str]] = {"loss": "{:.4f}".format, "perplexity": "{:.2f}".format}
 Event = dict[str, Any]
@@ -162,25 +162,6 @@ def view(steps: int, quiet: bool) -> Plain | Live:
     return Plain(steps, quiet)
 
 
-class Trail:
-    """A curve of any length in few values: when they are too many, neighbours become their mean."""
-
-    def __init__(self, most: int = TRAIL):
-        self.values: list[float] = []
-        self.most, self.each = most, 1
-        self.total, self.count = 0.0, 0
-
-    def add(self, value: float) -> None:
-        self.total, self.count = self.total + value, self.count + 1
-        if self.count < self.each:
-            return
-        self.values.append(self.total / self.count)
-        self.total, self.count = 0.0, 0
-        if len(self.values) == self.most:
-            pairs = zip(self.values[::2], self.values[1::2])
-            self.values, self.each = [(a + b) / 2 for a, b in pairs], 2 * self.each
-
-
 class Meter:
     """Where a run stands, from its events, which it only notes: they come in the loop's own time."""
 
@@ -192,7 +173,15 @@ class Meter:
         self.tokens, self.seconds = 0, 0.0
         self.evaluation, self.best = "", ""
         self.samples: list[str] = []
-        self.trail = Trail()
+        # The smoothed loss of every so many steps: the whole run in a few values.
+        self.curve: list[float] = []
+        self.each = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def hear(self, event: Event) -> None:
         kind = event["kind"]
@@ -202,7 +191,10 @@ class Meter:
             self.seconds += event["seconds"]
             self.mean = KEEP * self.mean + (1 - KEEP) * event["loss"]
             self.weight = KEEP * self.weight + 1 - KEEP
-            self.trail.add(event["loss"])
+            if self.done % self.each == 0:
+                self.curve.append(self.ema)
+            if len(self.curve) == TRAIL:
+                self.curve, self.each = self.curve[1::2], 2 * self.each
         elif kind == "evaluation":
             self.evaluation = evaluation_line(event)
             self.best = self.evaluation if event["best"] else self.best
@@ -260,12 +252,6 @@ class Plain(Meter):
         super().__init__(steps, now)
         self.quiet, self.last = quiet, now()
 
-    def __enter__(self) -> Plain:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def __call__(self, event: Event) -> None:
         self.hear(event)
         kind = event["kind"]
@@ -293,16 +279,12 @@ class Live(Meter):
         super().__init__(steps)
         self.console, self.lock = console, threading.Lock()
         self.renewed, self.shown_rate = self.now(), 0.0
-        self.block = Block(
-            console=console,
-            get_renderable=self.picture,
-            refresh_per_second=RATE,
-            vertical_overflow="crop",
-            # stdout may be a file, and it is for data
-            redirect_stdout=False,
-        )
+        # stdout may be a file, and it is for data
+        how: Any = {"vertical_overflow": "crop", "redirect_stdout": False}
+        show = self.picture
+        self.block = Block(console=console, get_renderable=show, refresh_per_second=RATE, **how)
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> Self:
         self.block.start(refresh=False)
         return self
 
@@ -338,7 +320,7 @@ class Live(Meter):
         head = f"step {self.step}/{self.steps}  {bar}  {100 * share:.0f} %  left {self.left()}"
         loss, lr = f"{at['loss']:.4f} (mean {self.ema:.4f})", small(format(at["lr"], ".2e"))
         figures = f"loss {loss}  lr {lr}  grad {at['norm']:.2f}  {short(speed)} tok/s"
-        curve = spark(self.trail.values, max(min(width - 6, 60), 0))
+        curve = spark(self.curve, max(min(width - 6, 60), 0))
         best = self.best if self.best != self.evaluation else ""
         lines = [(head, "bold"), (figures, ""), (f"loss  {curve}" if curve else "", "cyan")]
         lines += [(self.evaluation, "green"), (best, "green")]
