@@ -123,7 +123,7 @@ class Conversation:
         longest = getattr(self.opened.model.config, "max_len", None)
         if longest is None:
             return LONGEST
-        used = 1 if self.opened.encodes else used
+        used = 1 if self.opened.model.reads_source else used
         if used >= longest:
             raise UsageError(
                 f"the conversation has {used} tokens, the model's context is {longest}; start a new one"

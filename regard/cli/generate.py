@@ -135,7 +135,7 @@ def run(options: Options) -> int:
             plain = " ".join(map(str, result.ids)) if result.text is None else result.text
             print(as_json(result) if options.json else plain)
     written = max((len(result.ids) for result in results), default=0)
-    notice_length(model, max(len(ids), written) if opened.encodes else len(ids) + written)
+    notice_length(model, max(len(ids), written) if model.reads_source else len(ids) + written)
     rate.done(f", ended by {', '.join(dict.fromkeys(r.finish for r in results))}")
     if failed(results):
         raise Unanswered(failed(results))

@@ -76,7 +76,7 @@ class Translator:
         self.failed: list[str] = []
         self.opened = cli.open_model(options.model, options.machine, rows)
         self.model = self.opened.model
-        if not self.opened.encodes:
+        if not self.model.reads_source:
             raise UsageError(
                 "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
             )

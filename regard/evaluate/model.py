@@ -102,11 +102,6 @@ class Opened:
             self.plain = self.model
         self.about = f"{place} ({why}), {self.precision}"
 
-    @property
-    def encodes(self) -> bool:
-        """Whether it is an encoder-decoder."""
-        return self.model.reads_source
-
     def compare(self, prompt: Any) -> str:
         """What quantization costs, in a line: perplexity of the prompt, or of the plain model's
         answer to it where the prompt is a source; nothing where nothing is quantized. Then the
@@ -120,7 +115,7 @@ class Opened:
             return ""
         place = next(plain.parameters()).device
         what, source, ids = "the prompt", None, given
-        if self.encodes:
+        if plain.reads_source:
             what, source = "the plain model's answer", torch.tensor([given], device=place)
             start = special_of(plain).start or 0
             ids = [start, *generate(plain, [given], max_new_tokens=32)[0].ids]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.data.config import Data, check_used, feed_of, shards_of
+from regard.data.config import SETTINGS, Data, check_used, feed_of, shards_of, text_roles
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
 from regard.data.feed import IGNORE, Base, Batch, Feed, ImageFeed
 from regard.data.pictures import normal_of
@@ -45,16 +45,8 @@ SEED = 0  # of the masks of a masked language model
 ROW = 1024  # tokens of a language model's row, if its context is longer
 BATCH, TOKENS = 32, 8192  # rows and tokens of a batch
 CUT = ("lm", "mlm")  # texts longer than a row become several
-ROLES = {
-    "classify": ("text", "second"),
-    "tag": ("words",),
-    "answer": ("text", "second"),
-    "seq2seq": ("source", "target"),
-}
 # Settings of [data] that say how files are read, and their defaults.
-READING: dict[str, Any] = dict(
-    format="auto", unit="file", marker="", columns={}, header=None, size=None
-)
+READING = {name: getattr(Data(()), name) for name in SETTINGS}
 
 
 @dataclass(frozen=True)
@@ -114,9 +106,7 @@ def task_of(model: Model) -> str:
     if isinstance(head, Classify):
         return "image" if isinstance(config.embedding, Patches) else "classify"
     if head is None and not hasattr(config, "cell"):
-        raise Fault(
-            "this model has no head, so it answers nothing; regard embed gives vectors", DATA
-        )
+        raise Fault("this model has no head, so it answers nothing; embed gives vectors", DATA)
     return {Tag: "tag", Answer: "answer", MLM: "mlm"}.get(type(head), "lm")
 
 
@@ -243,8 +233,7 @@ class Judge:
         more = {"ids": ends, "source": ends, "target": 1}
         if all((x.lengths + more[n]).max() <= longest for n, x in columns.items() if n in more):
             return
-        second = self.task == "answer" or "second" in source.columns
-        used = [role for role in ROLES[self.task] if second or role != "second"]
+        used = text_roles(self.task, self.data)
         for number, record in enumerate(records(source, used), 1):
             sides = record.values()
             texts = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in sides]
