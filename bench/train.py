@@ -104,7 +104,7 @@ def ours(precision: str, compile: bool, folder: Path) -> Run:
         config,
         Checkpoints(folder, lambda m, path: m.save(path)),
         regard.load,
-        lambda event: losses.append(event["loss"]) if event["kind"] == "step" else None,
+        [lambda event: losses.append(event["loss"]) if event["kind"] == "step" else None],
     )
 
     def run(steps: int) -> list[float]:

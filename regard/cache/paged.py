@@ -38,11 +38,13 @@ class Pool:
         self.page = page
         self.stores = [
             {
-                name: torch.zeros(pages + 1, page, *shape, device=device, dtype=dtype)
+                name: torch.zeros(pages + 2, page, *shape, device=device, dtype=dtype)
                 for name, shape in spec.token.items()
             }
             for spec in specs
-        ]  # the last page stays zero: short rows point there
+        ]
+        # Two pages are nobody's: one stays zero, short rows point there; the other is written to and never read.
+        self.blank, self.scratch = pages, pages + 1
         self.users = [0] * pages  # rows that hold a page, over all forks
         self.unused = deque(range(pages))
         self.keys: dict[int, Hashable] = {}  # of published pages
@@ -50,7 +52,7 @@ class Pool:
         self.idle: OrderedDict[int, None] = OrderedDict()  # published, held by no row; oldest first
         # States after the last token of published pages, by key, oldest first; in as much memory as the pages take.
         self.states: OrderedDict[Hashable, list[State]] = OrderedDict()
-        self.room = sum(x.nbytes for store in self.stores for x in store.values())
+        self.room = self.nbytes
 
     @property
     def available(self) -> int:
@@ -63,8 +65,8 @@ class Pool:
         self.keys, self.published, self.idle = {}, {}, OrderedDict()
         self.states.clear()
 
-    def take(self, copy: int | None = None) -> int:
-        """A page for one row: zeros, or a copy of another."""
+    def take(self, copy: int | None = None, clean: bool = True) -> int:
+        """A page for one row: zeros, or a copy of another, or (not clean) as it was left."""
         if self.unused:
             page = self.unused.popleft()
         elif self.idle:
@@ -75,10 +77,14 @@ class Pool:
                 f"all {len(self.users)} pages of {self.page} tokens are in use; free a row, or make more pages"
             )
         self.users[page] = 1
+        if copy is not None or clean:
+            self.copy(self.blank if copy is None else copy, page)
+        return page
+
+    def copy(self, source: int, target: int) -> None:
         for store in self.stores:
             for x in store.values():
-                x[page] = 0 if copy is None else x[copy]
-        return page
+                x[target] = x[source]
 
     def hold(self, page: int) -> None:
         self.users[page] += 1
@@ -103,6 +109,10 @@ class Pool:
         """Let later rows find a full page; the first to publish a key keeps it."""
         if key not in self.published and page not in self.keys:
             self.published[key], self.keys[page] = page, key
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for store in self.stores for x in store.values())
 
     def withdraw(self, page: int) -> None:
         """Later rows do not find the page any more."""
@@ -223,7 +233,7 @@ class Paged(Cache):
             table = self.tables[row]
             while len(table) > -(-length // self.page):
                 self.pool.drop(table.pop())
-                self._edits.append((row, len(table), len(self.users)))
+                self._edits.append((row, len(table), self.pool.blank))
 
     def _set(self, row: int, place: int, page: int) -> None:
         self.tables[row][place:] = [page]  # the last page, or one more
@@ -235,7 +245,7 @@ class Paged(Cache):
             return
         width, have = max(len(t) for t in self.tables), self._table.shape[1]
         if width > have:
-            self._table = _padded(self._table, max(width, 2 * have), len(self.users))
+            self._table = _padded(self._table, max(width, 2 * have), self.pool.blank)
         last = {(row, place): page for row, place, page in self._edits}
         at = [(*k, page) for k, page in last.items() if k[1] < self._table.shape[1]]
         row, place, page = torch.tensor(at, dtype=torch.long, device=self.device).view(-1, 3).T
@@ -290,7 +300,7 @@ class Paged(Cache):
     def _join_from(self, a: Cache, b: Cache) -> None:
         assert isinstance(a, Paged) and isinstance(b, Paged) and a.pool is b.pool
         self.tables, self._edits = a.tables + b.tables, []
-        width, blank = max(a._table.shape[1], b._table.shape[1]), len(self.users)
+        width, blank = max(a._table.shape[1], b._table.shape[1]), self.pool.blank
         self._table = torch.cat([_padded(x._table, width, blank) for x in (a, b)])
 
     def release(self) -> None:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.cache import Cache
-from regard.decode.sample import BROKEN, PENALTIES, constrained, counts, forced
+from regard.decode.columns import PENALTIES, counts, forced, held
+from regard.decode.rows import BROKEN
 from regard.decode.sampling import repeat
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.kernels.c.rows import choose
@@ -245,6 +246,10 @@ class BeamLane:
         """The places of requests that are done."""
         return [i for i, closed in enumerate(self.closed) if closed]
 
+    @property
+    def batch(self) -> int:
+        return self.cache.batch
+
     def requests(self) -> list[Request]:
         return self.requests_
 
@@ -263,7 +268,7 @@ class Best:
         s, each = rules.each[0], rules.each
         changed = s.groups > 1 or rules.seen is not None
         changed = changed or any(x.logit_bias or x.banned != s.banned for x in each)
-        if changed or any(map(constrained, each, b.count.tolist())):
+        if changed or any(map(held, each, b.count.tolist(), b.count.tolist())):
             return Best(choose(logits, 1)[0])
         free = logits.shape[1] - len(s.banned)
         return Best(*choose(logits, min(candidates(s), free), s.banned))

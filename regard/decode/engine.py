@@ -1,14 +1,18 @@
 """The one decoding loop: requests come in, lanes of rows advance, events come out.
 
 A request is prefilled in a small lane of its own, in chunks, and then joins the lane of its kind (one for all sampling,
-one for each width of beam search), so that every step serves whatever is there. With a paged cache rows come and go
-freely, texts that begin alike share pages, and when pages run out the youngest request is put back into the queue and
-goes on later: with the same text, because choices depend on (seed, request, position) alone. The oldest is never put
-back, so there is always progress. A step is all or nothing: one that raises puts everything back in the same way.
+one for each width of beam search), so that every step serves whatever is there. On a GPU what needs no beams and no
+guesses goes into the slots of a CUDA graph instead (graphs.py), if the model has one.
+
+With a paged cache rows come and go freely, texts that begin alike share pages, and when pages run out the youngest
+request is put back into the queue and goes on later: with the same text, because choices depend on (seed, request,
+position) alone. The oldest is never put back, so there is always progress. A step is all or nothing: one that raises
+puts everything back in the same way.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,21 +22,24 @@ from typing import Any
 
 import torch
 
-from regard.cache import Cache, Contiguous, OutOfPages, Paged, Pool, taken_back
+from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, taken_back
 from regard.decode.beam import BeamLane, candidates
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
+from regard.decode.graphs import SlotLane, runner_of, why_plain
 from regard.decode.prefill import Prefill, first_text
-from regard.decode.sample import Row, SampleLane, page_keys
+from regard.decode.rows import Row, page_keys
+from regard.decode.sample import SampleLane
 from regard.decode.settings import Event, Request, Result
 from regard.decode.window import WindowLane
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
 
-Lane = SampleLane | BeamLane
+Lane = SampleLane | BeamLane | SlotLane
 ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 WINDOW = "window"  # the lane of rows that have outgrown the context
+SLOTS = "slots"  # the lane of the CUDA graph
 
 
 class Engine:
@@ -45,21 +52,27 @@ class Engine:
         self,
         model: Any,
         *,
+        runner: str = "auto",
         layout: str = "paged",
         rows: int = 64,
-        chunk: int = 512,
-        pages: int = 1024,
+        chunk: int | None = None,
+        pages: int | None = None,
         page: int = 16,
+        memory: float | None = None,
         prefix: bool = True,
         backend: str = "sdpa",
         draft: Any = None,
     ):
-        if layout not in ("paged", "contiguous"):
-            raise UsageError(f"an engine has no layout {layout!r}; choose paged or contiguous")
+        for name, value, known in (
+            ("layout", layout, ("paged", "contiguous")),
+            ("runner", runner, ("auto", "torch", "graph")),
+        ):
+            if value not in known:
+                raise UsageError(f"an engine has no {name} {value!r}; choose {' or '.join(known)}")
         for name, n in (("rows", rows), ("chunk", chunk), ("pages", pages), ("page", page)):
-            if n < 1:
+            if n is not None and n < 1:
                 raise UsageError(f"{name} is {n}; give 1 or more")
-        self.model, self.rows, self.chunk, self.backend = model, rows, chunk, backend
+        self.model, self.rows, self.backend = model, rows, backend
         if draft is not None:
             check_draft(draft, model)
         self.draft, self.longest = draft, context_of(model)
@@ -70,12 +83,31 @@ class Engine:
         # Packed weights are no parameters; models worth packing are worth all threads.
         packed = isinstance(model, Prepared)
         self.weights = SHARED if packed else sum(p.numel() for p in model.parameters())
+        # Why there is no graph; nothing where there is one.
+        asked = {"runner": (runner, "torch"), "layout": (layout, "contiguous")}
+        self.plain = next((f"{k}={v!r} was asked for" for k, (v, x) in asked.items() if v == x), "")
+        self.plain = self.plain or why_plain(model, backend, draft, runner == "graph")
+        if self.plain and runner == "graph":
+            raise UsageError(f"this model has no CUDA graph: {self.plain}; leave runner out")
         # A state needs no page.
         paged = layout == "paged" and any(spec.token for spec in self.specs)
-        self.pool = Pool(self.specs, pages, page, **self.where) if paged else None
+        exact = pages is not None
+        if paged and pages is None:
+            pages = pages_in(
+                memory, weight.device, self.specs, page, weight.dtype, rows, self.longest
+            )
+        self.pool: Pool | None = None
+        slots = None
+        if not self.plain and pages is not None:
+            slots = runner_of(model, rows, pages, page, self.longest or pages * page, exact)
+            self.pool = slots.pool
+        elif paged and pages is not None:
+            self.pool = Pool(self.specs, pages, page, **self.where)
         # A state that takes nothing back is known at the end of a text alone, not at the end of a page.
         whole = taken_back(self.specs) > 0 and not model.reads_source
         self.prefix = prefix and whole and self.pool is not None
+        self.chunk = chunk or (512 if slots is None else 16384)
+        self.slots = None if slots is None else SlotLane(slots, self.prefix, self.chunk)
         self.waiting: deque[Request] = deque()  # oldest first, and younger than all that runs
         # Rows of preempted requests, to go on where they were.
         self.resumed: dict[int, list[Row]] = {}
@@ -86,6 +118,18 @@ class Engine:
         self.count = 0
 
     # --- what a user calls ---
+
+    def explain(self) -> str:
+        """Which runner serves, which parts are fast, which are not, and why."""
+        if self.slots is not None:
+            runner, pool = self.slots.runner, self.slots.pool
+            how = "CUDA graphs" if runner.graph else "steps as in a CUDA graph"
+            size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
+            first = f"runner graph: {how} of {runner.rows} slots over {size}"
+            more = "beam search, guesses and texts past the context: runner torch"
+            return f"{first}\n{runner.fast.explain()}\n{more}"
+        name = "native" if isinstance(self.model, Prepared) else "torch"
+        return f"runner {name}: no CUDA graph, as {self.plain}\n{self.model.explain()}"
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number names it in events."""
@@ -118,7 +162,7 @@ class Engine:
 
         If it raises (out of memory, Ctrl-C, a fault of the model), no event was lost: every request is as it was before
         the step, and is read again when the engine is stepped again."""
-        rows = sum(lane.cache.batch for lane in self.lanes.values()) or 1
+        rows = sum(lane.batch for lane in self.lanes.values()) or 1
         threads = threads_for(
             self.weights * rows if self.loading is None else self.weights * self.chunk
         )
@@ -146,7 +190,7 @@ class Engine:
         finished = {number: dict(done) for number, done in self.finished.items()}
         active = {r.number: r for r in self._active()}
         for lane in self.lanes.values():
-            for row in lane.rows if isinstance(lane, SampleLane) else ():
+            for row in () if isinstance(lane, BeamLane) else lane.rows:
                 resumed.setdefault(row.request.number, []).append(row)
         said = [(row, len(row.ids)) for rows in resumed.values() for row in rows]
         try:
@@ -157,6 +201,8 @@ class Engine:
             self.waiting = deque([*(active[n] for n in sorted(active)), *waiting, *new])
             if self.pool is not None:
                 self.pool.clear()
+            if self.slots is not None:
+                self.slots.clear()
             for row, size in said:
                 row.back(size)
             raise
@@ -171,12 +217,15 @@ class Engine:
 
     def _admit(self) -> None:
         """Start prefilling the next requests of one kind, as many as fit."""
-        running = sum(lane.cache.batch for lane in self.lanes.values())
+        running = sum(lane.batch for lane in self.lanes.values())
         room = self.rows - running
         # Every row that runs will soon want a page: what is left is for those that come.
         pages = 0 if self.pool is None else self.pool.available - running
         batch: list[Request] = []
-        coming: set[bytes] = set()  # keys of the pages that the batch will publish
+        # Keys of the pages that others will publish.
+        coming = (
+            set(self.slots.coming()) if self.slots is not None and self.prefix else set[bytes]()
+        )
         for request in list(self.waiting):
             times, need = self._times(request), 0
             long = self._outgrown(self.resumed.get(request.number) or self._rows(request))
@@ -185,6 +234,13 @@ class Engine:
             fits = times <= room and need <= pages
             if not fits and (batch or self.lanes):  # alone it may enter however large
                 break
+            if self.slots is not None and not long and self.slots.takes(request):
+                if not (self.prefix and self._shares(request, coming)):
+                    self.waiting.remove(request)
+                    self.slots.admit(self.resumed.pop(request.number, []) or self._rows(request))
+                    self.lanes[SLOTS] = self.slots
+                    room, pages = room - times, pages - need
+                continue
             if long:
                 self.waiting.remove(request)
                 self._crop(self.resumed.pop(request.number, []) or self._rows(request))
@@ -197,6 +253,8 @@ class Engine:
             self.waiting.remove(request)
             batch.append(request)
             room, pages = room - times, pages - need
+        if self.slots is not None:
+            self.slots.waiting = bool(self.waiting)
         if batch:
             self.loading = Prefill(batch, self.resumed, self._cache(batch))
             if self.prefix:
@@ -260,7 +318,7 @@ class Engine:
                 row for r in job.requests for row in self.resumed.pop(r.number, []) or self._rows(r)
             ]
             draft = None if self.draft is None else Draft(self.draft)
-            lane: Lane = SampleLane(cache, rows, draft)
+            lane: SampleLane | BeamLane = SampleLane(cache, rows, draft)
         else:
             lane = BeamLane(cache, job.requests)
         events = lane.choose(logits)
@@ -272,9 +330,9 @@ class Engine:
     def _rows(self, request: Request) -> list[Row]:
         return [Row(request, i, window=self.longest) for i in range(request.settings.samples)]
 
-    def _join(self, key: Any, lane: Lane) -> None:
+    def _join(self, key: Any, lane: SampleLane | BeamLane) -> None:
         if key in self.lanes:
-            self.lanes[key].join(lane)  # type: ignore[arg-type]
+            self.lanes[key].join(lane)  # type: ignore[arg-type,union-attr]
         else:
             self.lanes[key] = lane
 
@@ -301,7 +359,7 @@ class Engine:
     # --- decoding ---
 
     def _advance(self, key: Any, lane: Lane) -> list[Event]:
-        if isinstance(lane, SampleLane) and key != WINDOW:
+        if key is None and isinstance(lane, SampleLane):
             self._outgrow(lane)
         events: list[Event] = []
         while lane.requests():
@@ -359,7 +417,7 @@ class Engine:
         key, lane = next((k, x) for k, x in self.lanes.items() if request in x.requests())
         rows: list[Row] = []
         results: list[Result] = []
-        if isinstance(lane, SampleLane):
+        if not isinstance(lane, BeamLane):
             rows = [row for row in lane.rows if row.request is request]
             lane.drop([i for i, row in enumerate(lane.rows) if row.request is request])
         else:
@@ -423,6 +481,37 @@ def evaluation(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def pages_in(
+    memory: float | None,
+    device: torch.device,
+    specs: Sequence[CacheSpec],
+    page: int,
+    dtype: torch.dtype,
+    rows: int,
+    longest: int | None,
+) -> int:
+    """How many pages a memory holds: so many bytes, or (up to 1) a share of what is free; 0.9 on a GPU, and 1,024 pages
+    elsewhere, if it is not said. No more than `rows` texts as long as the context need."""
+    if memory is not None and not memory > 0:
+        raise UsageError(f"memory is {memory}; give bytes, or a share of what is free such as 0.9")
+    most = None if longest is None else rows * -(-longest // page)
+    if memory is None and device.type != "cuda":
+        return 1024
+    share = 0.9 if memory is None else memory
+    if share <= 1:
+        share *= free_memory(device)
+    have = int(share) // (page * dtype.itemsize * max(1, sum(spec.numbers() for spec in specs)))
+    if have < 1:
+        raise UsageError(f"{int(share):,} bytes hold no page of {page} tokens; give more memory")
+    return have if most is None else min(have, most)
+
+
+def free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _kind(request: Request) -> Any:

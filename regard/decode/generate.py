@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from regard.decode.check import check_tokens, written
-from regard.decode.engine import Engine
+from regard.decode.engine import Engine, free_memory
+from regard.decode.graphs import why_plain
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError, notice
 from regard.fast.invariant import invariant as steady
@@ -21,6 +22,8 @@ from regard.text.folder import read_json
 from regard.text.stream import check_stop
 
 Prompt = str | Sequence[int] | Tensor
+PAGE = 16  # tokens
+LEAST = 2**28  # bytes of pages on a GPU
 
 
 class Unanswered(UsageError):
@@ -35,7 +38,7 @@ def generate(
     *,
     stop: str | Sequence[str] = (),
     rows: int = 64,
-    layout: str = "contiguous",
+    layout: str | None = None,
     invariant: bool = False,
     draft_model: Any = None,
     **settings: Any,
@@ -43,9 +46,10 @@ def generate(
     """Answers to prompts, which are texts or lists of ids (an encoder-decoder's source; images for a captioner).
 
     settings: see regard.decode.settings.Settings. With n_best or samples above 1 a prompt's results follow each other.
-    `rows` bounds the batch; more prompts than fit are served as rows become free. `invariant`: an answer has the same
-    bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a small model of the same
-    vocabulary that guesses tokens ahead (`draft` of them, 4 if not said).
+    `rows` bounds the batch; more prompts than fit are served as rows become free. `layout`: paged or contiguous; if it
+    is not said, paged in a CUDA graph, where the model is on a GPU and has one, and contiguous elsewhere. `invariant`:
+    an answer has the same bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a
+    small model of the same vocabulary that guesses tokens ahead (`draft` of them, 4 if not said).
 
     An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
     text are what it had; the others are as ever, and a warning counts the failed ones."""
@@ -66,6 +70,26 @@ def generate(
     return results
 
 
+def engine_for(
+    model: Any, requests: list[Request], rows: int, layout: str | None, draft: Any
+) -> Engine:
+    """An engine for just these requests: in a CUDA graph if they and the model can be, with pages for all that run
+    together."""
+    s = requests[0].settings
+    rows = min(rows, len(requests) * s.rows)
+    plain = s.beams > 1 or s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
+    if plain:
+        return Engine(model, layout=layout or "contiguous", runner="torch", rows=rows, draft=draft)
+    sizes = sorted((len(r.ids) + s.max_new_tokens for r in requests), reverse=True)
+    pages = s.samples * sum(-(-size // PAGE) for size in sizes[: -(-rows // s.samples)])
+    numbers = sum(spec.numbers() for spec in model.cache_specs()) * PAGE
+    weight = next(model.parameters())
+    wanted = max(LEAST, (1 << pages.bit_length()) * numbers * weight.element_size())
+    return Engine(
+        model, rows=rows, page=PAGE, memory=min(wanted, free_memory(weight.device) * 9 // 10)
+    )
+
+
 def failed(results: Sequence[Result]) -> str:
     """A sentence about the answers that ended with an error; empty where none did."""
     errors = [r.error for r in results if r.finish == "error"]
@@ -80,7 +104,7 @@ def answers(
     *,
     stop: str | Sequence[str] = (),
     rows: int = 64,
-    layout: str = "contiguous",
+    layout: str | None = None,
     invariant: bool = False,
     draft_model: Any = None,
     **settings: Any,
@@ -90,9 +114,13 @@ def answers(
         settings.setdefault("draft", 4)
     job = Job(model, stop, settings)
     many = job.requests(prompts)
-    backend = "ordered" if invariant else "sdpa"
-    runner = steady(model) if invariant else model
-    engine = Engine(runner, layout=layout, rows=rows, backend=backend, draft=draft_model)
+    if invariant:
+        layout = layout or "contiguous"
+        engine = Engine(
+            steady(model), layout=layout, rows=rows, backend="ordered", draft=draft_model
+        )
+    else:
+        engine = engine_for(model, many, rows, layout, draft_model)
     results: dict[int, list[Result]] = {}
     numbers = {}
     for i in sorted(range(len(many)), key=lambda i: -_size(many[i])):
@@ -119,7 +147,7 @@ def stream(
     if job.settings.rows > 1:
         raise UsageError("a stream is one answer; leave beams and samples out")
     (request,) = job.requests(prompt)
-    engine = Engine(model, layout="contiguous", rows=1, draft=draft_model)
+    engine = engine_for(model, [request], 1, None, draft_model)
     engine.submit(request)
     pieces = []
     for event in engine.run():

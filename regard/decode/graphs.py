@@ -1,338 +1,506 @@
-"""Decoding on one GPU without waiting: a step of static shape as a CUDA graph, tokens chosen on the device, requests in
-slots that are refilled as they come free.
+"""The runner `graph`: rows in fixed slots over pages, a step of one token for each of them recorded as a CUDA graph.
 
-`GraphDecoder(model, rows, length)` takes a decoder of plain blocks (grouped-query or latent attention, MLPs) and
-computes what the model computes. With graph=False the same step runs eagerly, on any device. The host looks at the
-tokens once in up to `look` steps, one round late, so that the device always has work.
+The choice stays on the device, and the host reads a round of up to `look` steps one round late, so that the device
+always has work. Prompts are read packed end to end, a chunk of them a step. A row whose answer has ended goes on until
+the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's scratch page.
+Off a GPU the same steps run as they are.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.decode.sample import BROKEN
-from regard.decode.sampling import draw, min_p, top_k, top_p, uniform
-from regard.decode.settings import Request, Result, Settings
-from regard.errors import UsageError
+from regard.cache import OutOfPages, Pool
+from regard.decode.columns import MOST_ENDS, Columns, choose, held, uses
+from regard.decode.rows import BROKEN, Row, page_keys
+from regard.decode.settings import Event, Request
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, SlotContext, Slots, Stream, slotted, why_not
-from regard.kernels.triton import prompt as gpu_prompt
+from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, why_not
 from regard.kernels.triton.linear import MOST
-from regard.kernels.triton.prompt import Pack
+from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of
 from regard.kernels.triton.record import Recorder, send
-from regard.kernels.triton.sample import State, advance, greedy, greedy_advance
+from regard.kernels.triton.sample import State, advance, best, greedy_advance
 from regard.mask import Causal, Span
-from regard.models.embedding import context
+from regard.models.base import Model
 
-FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-KNOWN = {"max_new_tokens", "temperature", "eos", "seed", *FILTERS}
+SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
-BUDGET = 16384  # tokens of prompts prefilled in one pass
-RECORDED = 4096  # and in a pass that is recorded
+RECORDED = 4096  # tokens of a pass over prompts that is recorded
+KEPT = 32  # recorded passes over prompts
+PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
-# --- requests -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Slot:
-    """A request in the making."""
-
-    index: int  # of its result
-    request: Request
-    left: int  # tokens the device has not been asked for
-    fresh: bool = True  # its first token, from the prefill, has not been logged
-    ids: list[int] = field(default_factory=list)  # tokens the host has seen
-    finish: str = ""
-
-    def take(self, tokens: Sequence[int]) -> None:
-        s = self.request.settings
-        for token in tokens:
-            if self.finish:
-                return
-            if token < 0:
-                self.finish = "error"
-            elif token in s.eos:
-                self.finish = "eos"
-            else:
-                self.ids.append(token)
-                self.finish = "length" if len(self.ids) >= s.max_new_tokens else ""
+Flight = tuple[
+    Tensor, Tensor, Any, list[tuple["Slot", int, int]]
+]  # tokens, log probabilities, event, lines
 
 
-Flight = tuple[Tensor, Any, list[tuple[int, Slot, int, int]]]  # log, event, (row, slot, lines)
-
-
-def kinds(settings: Sequence[Settings]) -> tuple[str, ...]:
-    """What some row draws by; nothing where all are greedy."""
-    if not any(s.temperature > 0 for s in settings):
-        return ()
-    idle = Settings()
-    used = [n for n in FILTERS if any(getattr(s, n) != getattr(idle, n) for s in settings)]
-    return ("temperature", *used)
-
-
-class GraphDecoder:
-    """`serve` requests in `rows` slots of at most `length` tokens, prompt and answer together. kernels=False is torch
-    alone."""
+class Runner:
+    """A model's fast parts, the memory of `rows` slots over a pool, and the graphs recorded for them."""
 
     def __init__(
         self,
-        model: Any,
-        rows: int = 1,
-        length: int = 1024,
+        model: Model,
+        pool: Pool,
+        rows: int,
+        length: int,
         *,
-        graph: bool | None = None,
         kernels: bool = True,
         look: int = 16,
     ):
-        if isinstance(model, Prepared):
-            raise UsageError(
-                f"this model was prepared in {model.precision}, its weights are packed for products that a graph does "
-                "not use; give the original"
-            )
-        why = why_not(model)
-        if why:
-            raise UsageError(f"this model has no CUDA graph: {why}. Use regard.generate")
-        most = context(model.config.max_len, model.config.embedding)
-        if most is not None and length > most:
-            raise UsageError(f"length={length}, but the model's context is {most}")
-        weight = model.embedding.weight
-        self.model, self.rows, self.length, self.look = model, rows, length, look
-        self.device, self.kernels = weight.device, kernels
-        self.graph = weight.is_cuda if graph is None else graph
-        if self.graph and not weight.is_cuda:
-            raise UsageError(f"the model is on {self.device}; use model.cuda(), or graph=False")
-        with torch.no_grad():
-            self.fast, self.slots = slotted(model, rows, length, kernels)
+        weight: Tensor = model.embedding.weight  # type: ignore[union-attr,assignment]
+        self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
+        self.graph = weight.is_cuda
+        self.fast, self.pool = decoder(model, kernels), pool
+        places = -(-length // pool.page)
+        table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
+        self.pages = Pages(pool.stores, table, length)
+        self.length = length
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.long, device=self.device)
+        def zeros(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(*shape, dtype=kind, device=self.device)
 
-        lines = zeros(look + 1, rows)
-        self.state = State(zeros(rows), zeros(rows), zeros(rows), zeros(rows), lines, length - 1)
-        idle = {name: getattr(Settings(), name) for name in ("temperature", *FILTERS, "seed")}
-        self.columns = {
-            name: torch.full((rows, 1), value, device=self.device)
-            for name, value in {**idle, "key": 0}.items()
-        }
-        self.held = Recorder()
-        self.rooms: dict[Any, Tensor] = {}  # what recorded prefills read, by their sizes
-        self.drew = [False] * rows  # whose columns are not idle
+        self.state = State(
+            ids=zeros(rows),
+            pos=zeros(rows),
+            count=zeros(rows),
+            tick=zeros(rows),
+            live=zeros(rows),
+            log=zeros(look + 1, rows),
+            logp=zeros(look + 1, rows, kind=torch.float32),
+            last=length - 1,
+        )
+        # The log probability of the first token of a row, which its prompt's pass chose.
+        self.first = zeros(rows, kind=torch.float32)
+        self.columns = Columns(rows, model.config.embedding.vocab, self.device)
+        self.recorder = Recorder()
+        self.marks: list[tuple[int, int]] = []
+        self.lane: Any = lambda: None  # a weak reference to who has it
+        self.rooms: dict[Any, Tensor] = {}  # what recorded passes over prompts read, by their sizes
 
-    # --- one step ---
+    # --- what a graph holds ---
 
-    def logits(self, bound: int) -> Tensor:
-        """Feed every row's token; (rows V). No row that counts is longer than `bound`."""
-        s = self.state
-        wide = self.kernels and self.rows > MOST
-        slots = replace(self.slots, pos=s.pos, bound=bound)
-        return self.scores(self.hidden(s.ids.clamp(min=0)[:, None], s.pos[:, None], slots, wide))
-
-    def hidden(self, ids: Tensor, pos: Tensor, slots: Slots, wide: bool) -> Normed:
+    def hidden(self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool) -> Normed:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
         span = Span(pos)
         x = self.fast.embedding(ids, span).flatten(0, 1).contiguous()
-        ctx = SlotContext(span, Causal())
-        return self.fast.tower(Stream(x, wide), ctx, caches=(slots, None))
+        return self.fast.tower(Stream(x, wide), SlotContext(span, Causal()), caches=(pages, None))
 
-    def scores(self, hidden: Normed) -> Tensor:
-        """Logits (n V)."""
-        return self.fast.logits(hidden)
+    def logits(self, width: int, bound: int) -> Tensor:
+        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`."""
+        s = self.state
+        pages = replace(self.pages, table=self.pages.table[:width], pos=s.pos[:width], bound=bound)
+        ids, pos = s.ids[:width].clamp(min=0)[:, None], s.pos[:width, None]
+        return self.fast.logits(self.hidden(ids, pos, pages, self.kernels and width > MOST))
 
-    def step(self, bound: int, kind: tuple[str, ...]) -> None:
-        """What a graph holds: logits, choice, and the state moved on by one token."""
-        logits = self.logits(bound)
-        if not kind and self.kernels:
-            greedy_advance(self.state, logits)
+    def step(self, width: int, bound: int, used: frozenset[str]) -> None:
+        """Logits, choice, and the state moved on by one token."""
+        logits, state = self.logits(width, bound), self.state.narrow(width)
+        if used:
+            tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
+            advance(state, logits, tokens, *rest)
         else:
-            advance(self.state, self.choose(logits, kind))
+            greedy_advance(state, logits)
 
-    def choose(self, logits: Tensor, kind: tuple[str, ...], rows: Tensor | None = None) -> Tensor:
-        """The next token of every row, or of some: as SampleLane.pick, for the filters in `kind`."""
-        raw = logits.float()
-        best = greedy(raw)
-        if not kind:
-            return best
-        count = self.state.count if rows is None else self.state.count[rows]
-        at = {n: c if rows is None else c[rows] for n, c in self.columns.items()}
-        kept = raw / at["temperature"].clamp(min=1e-6)
-        for name, keep in FILTERS.items():
-            if name in kind:
-                kept = keep(kept, at[name])
-        u = uniform(at["seed"][:, 0], at["key"][:, 0], count)
-        drawn = draw(kept.nan_to_num(0.0, neginf=-torch.inf), u)
-        return torch.where((at["temperature"][:, 0] > 0) & (best >= 0), drawn, best)
+    def choose(
+        self, logits: Tensor, rows: slice | Tensor, count: Tensor, used: frozenset[str]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The next token of some rows; what is greatest, -1 where the logits are no numbers, and their log sum exp."""
+        tokens, norm = best(logits)
+        if not used:
+            return tokens, tokens, norm
+        chosen = choose(logits, self.columns.at(rows, used), count)
+        self.columns.said(rows, chosen)
+        return chosen, tokens, norm
 
-    @torch.no_grad()
-    def run(self, steps: int, bound: int, kind: tuple[str, ...] = ()) -> None:
-        """Advance every row by `steps` <= look tokens; the log holds what they were fed first, then what they chose."""
-        if self.graph:
-            self.capture(bound, kind)
-        with self.held.timed("decode"):
-            self.state.log[0].copy_(self.state.ids)
-            self.state.tick.fill_(1)
-            for _ in range(steps):
-                self.held.graphs[bound, kind].replay() if self.graph else self.step(bound, kind)
+    def read(self, pack: Pack, used: frozenset[str]) -> None:
+        """Prompts into their pages; those that are through begin to write."""
+        pages = replace(self.pages, pack=pack)
+        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True)
+        if not pack.sizes.ends:
+            return
+        s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
+        tokens, greatest, norm = self.choose(logits, at, pack.said, used)
+        tokens = torch.where(greatest < 0, -1, tokens)
+        own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
+        self.first[at] = torch.where(tokens < 0, 0.0, own - norm)
+        s.ids[at], s.pos[at], s.count[at] = tokens, pack.lengths, pack.said + 1
+        s.live.index_fill_(0, at, 1)
 
-    @torch.no_grad()
-    def capture(self, bound: int, kind: tuple[str, ...] = ()) -> None:
-        """Record the step for this bucket, once. What trying it writes to the caches is written over before it is
-        seen."""
-        if (bound, kind) not in self.held.graphs:
-            state = self.state.tensors()
-            self.held.try_and_record((bound, kind), lambda: self.step(bound, kind), state)
+    # --- what the host calls ---
+
+    def prefill(self, parts: Sequence[Part], used: frozenset[str]) -> None:
+        """Read prompts without waiting for the device. Sizes that come again are recorded as a graph; large ones keep
+        the device busy without."""
+        sizes = sizes_of(parts, self.pool.page)
+        numbers = send(flat(parts, sizes), self.device)
+        key = (sizes, used)
+        again = key in self.rooms
+        small = self.graph and sizes.tokens <= RECORDED and not sizes.whole
+        if small and len(self.rooms) < KEPT:
+            self.rooms.setdefault(key, torch.empty_like(numbers))
+        if not (again and small):
+            return self.read(Pack.of(numbers, sizes), used)
+        room = self.rooms[key]
+        if key not in self.recorder.graphs:
+            self.recorder.record(key, lambda: self.read(Pack.of(room, sizes), used))
+        room.copy_(numbers)
+        self.recorder.graphs[key].replay()
+
+    def run(
+        self, steps: int, width: int, bound: int, used: frozenset[str]
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Advance the first `width` rows by `steps` <= look tokens. What they were fed first and what they chose then,
+        with its log probability (steps + 1, width), on its way to the host; and what tells that it has arrived."""
+        s, key = self.state, (width, bound, used)
+        if self.graph and steps and key not in self.recorder.graphs:
+            changed = [
+                *s.tensors(),
+                *([said] if (said := self.columns.values.get("said")) is not None else []),
+            ]
+            self.recorder.try_and_record(key, lambda: self.step(*key), changed)
+        s.log[0].copy_(s.ids)
+        s.logp[0].copy_(self.first)
+        s.tick.fill_(1)
+        for _ in range(steps):
+            self.recorder.graphs[key].replay() if self.graph else self.step(*key)
+        both = s.log[: steps + 1, :width], s.logp[: steps + 1, :width]
+        if not self.graph:
+            return both[0].clone(), both[1].clone(), None
+        log, logp = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in both)
+        log.copy_(both[0], non_blocking=True)
+        logp.copy_(both[1], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return log, logp, event
+
+    @property
+    def free(self) -> bool:
+        lane = self.lane()
+        return lane is None or not lane.slots
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
         return min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.length)
 
-    # --- prompts ---
+    def place(self, edits: list[tuple[int, int, int]], idle: list[int]) -> None:
+        """Pages into the block table, as (row, place, page); and rows that stay where they are from now on."""
+        if edits:
+            row, place, page = send(edits, self.device).T
+            self.pages.table[row, place] = page.int()
+        if idle:
+            at = send(idle, self.device)
+            self.state.live.index_fill_(0, at, 0)
+            self.state.pos.index_fill_(0, at, 0)
 
-    @torch.no_grad()
-    def prefill(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Read prompts into slots and choose their first tokens, without waiting for the device. Sizes that come again
-        are recorded as a graph; large ones keep the device busy without."""
-        texts = [r.ids for r in requests]
-        sizes, kind = gpu_prompt.sizes_of(texts), kinds([r.settings for r in requests])
-        numbers = send(gpu_prompt.flat(texts, slots, sizes), self.device)
-        with self.held.timed("prefill"):
-            self.tell(slots, requests)
-            key = (sizes, kind)
-            again = key in self.rooms
-            room = self.rooms.setdefault(key, torch.empty_like(numbers))
-            if not (again and self.graph and sizes[0] <= RECORDED):
-                return self.read(Pack.of(numbers, sizes), kind)
-            if key not in self.held.graphs:
-                self.held.record(key, lambda: self.read(Pack.of(room, sizes), kind))
-            room.copy_(numbers)
-            self.held.graphs[key].replay()
+    def reset(self) -> None:
+        """No row is in use."""
+        self.pages.table.fill_(self.pool.scratch)
+        self.state.live.zero_()
+        self.state.pos.zero_()
 
-    def read(self, pack: Pack, kind: tuple[str, ...]) -> None:
-        """What a prompts' graph holds: caches filled, first tokens chosen, the state set."""
-        # What an earlier request left: a mask weighs it with 0, and 0 * NaN is NaN. Kernels do not read it.
-        for block, memory in zip(self.fast.tower.blocks, self.slots.memory, strict=True):
-            if not block.attention.fast(memory[0]):
-                for each in memory:
-                    each.index_fill_(0, pack.rows, 0)
-        slots = replace(self.slots, pack=pack)
-        hidden = self.hidden(pack.ids[None], pack.pos[None], slots, True).take(pack.last)
-        self.state.count.index_fill_(0, pack.rows, 0)
-        self.state.pos[pack.rows] = pack.lengths
-        self.state.ids[pack.rows] = self.choose(self.scores(hidden), kind, pack.rows)
-        self.state.count.index_fill_(0, pack.rows, 1)
 
-    def tell(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Settings into the columns; greedy after greedy has none to tell."""
-        draws = [r.settings.temperature > 0 for r in requests]
-        if not any(draws) and not any(self.drew[i] for i in slots):
-            return
-        rows = send(list(slots), self.device)
-        for name, column in self.columns.items():
-            key = [(r.key or 0) * 1024 for r in requests]
-            values = key if name == "key" else [getattr(r.settings, name) for r in requests]
-            column[rows] = send(values, self.device).to(column.dtype)[:, None]
-        for i, drew in zip(slots, draws, strict=True):
-            self.drew[i] = drew
+_kept: weakref.WeakKeyDictionary[Model, Runner] = weakref.WeakKeyDictionary()
 
-    # --- many requests ---
 
-    def serve(
-        self, requests: Sequence[Request], *, refill: bool = True, few: int | None = None
-    ) -> list[Result]:
-        """Answers in the order of the requests, without log probabilities. Slots are refilled when `few` (an eighth)
-        are free, the longest answers first, so that none is left alone at the end; refill=False is static batching: all
-        slots are filled together, in order."""
-        asked = [self.check(i, r) for i, r in enumerate(requests)]
-        waiting = deque(sorted(asked, key=lambda s: -s.left) if refill else asked)
-        slots: list[Slot | None] = [None] * self.rows
-        results: dict[int, Result] = {}
-        flying: Flight | None = None
-        few = min(few or max(1, self.rows // 8), self.rows)
-        while len(results) < len(requests):
-            free = [i for i, s in enumerate(slots) if s is None or s.finish or not s.left]
-            enough = min(few, len(waiting)) if refill else self.rows
-            if waiting and (len(free) >= enough):
-                self.admit(free, slots, waiting)
-            launched = self.launch(slots, few if refill and waiting else self.rows)
-            if flying is not None:  # this round runs while the last one is read
-                land(flying, results)
-            flying = launched
-        return [results[i] for i in range(len(requests))]
+def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bool = False) -> str:
+    """What keeps a model from a CUDA graph, or nothing. `anywhere`: off a GPU too, where its steps run as they are."""
+    if isinstance(model, Prepared):
+        return f"it was prepared in {model.precision} for a CPU"
+    device = next(model.parameters()).device
+    if device.type != "cuda" and not anywhere:
+        return f"it is on {device}, not on a GPU"
+    if backend != "sdpa":
+        return f"backend={backend!r} was asked for"
+    return "a draft model guesses ahead" if draft is not None else why_not(model)
 
-    def admit(self, free: list[int], slots: list[Slot | None], waiting: deque[Slot]) -> None:
-        """Fill free slots from the queue, in as few passes as the budget allows."""
-        while free and waiting:
-            group: list[Slot] = []
-            size = 0
-            while waiting and len(group) < len(free):
-                size = max(size, len(waiting[0].request.ids))
-                if group and size * (len(group) + 1) > BUDGET:
-                    break
-                group.append(waiting.popleft())
-            rows, free = free[: len(group)], free[len(group) :]
-            self.prefill(rows, [s.request for s in group])
-            for i, slot in zip(rows, group, strict=True):
-                slots[i] = slot
 
-    def launch(self, slots: list[Slot | None], few: int) -> Flight | None:
-        """Start the next round: until `few` of the rows are through, or for `look` steps."""
-        live = [(i, s) for i, s in enumerate(slots) if s and not s.finish and (s.left or s.fresh)]
+def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact: bool) -> Runner:
+    """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
+    enough. A weight that changes in place is seen by views of it, but not by MLA's copies."""
+    copied = any(a.kind == "mla" for a in model.config.tower.each("attention"))
+
+    def marks() -> list[tuple[int, int]]:
+        return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
+
+    kept = _kept.pop(model, None)
+    if kept is not None and kept.free and (kept.marks, kept.length) == (marks(), length):
+        have = len(kept.pool.users)
+        enough = have == pages if exact else have >= pages
+        if enough and kept.pool.page == page and kept.rows >= rows:
+            kept.pool.clear()
+            kept.reset()
+            _kept[model] = kept
+            return kept
+    # Its memory first.
+    del kept
+    weight = next(model.parameters())
+    pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
+    slots = 1 << (rows - 1).bit_length()
+    new = Runner(model, pool, max(slots, SLOTS) if weight.is_cuda else slots, length)
+    if new.graph:
+        # Joining has moved weights.
+        new.marks, _kept[model] = marks(), new
+    return new
+
+
+# --- rows in slots ------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Slot:
+    """A row and its place."""
+
+    row: Row
+    index: int
+    text: list[int]  # what is read before the first choice
+    pages: list[int] = field(default_factory=list)
+    fed: int = 0  # tokens of the text
+    asked: int = 0  # tokens the device was asked to choose
+    fresh: bool = True  # its first token has not been read by the host
+    gone: bool = False
+    siblings: list[Slot] = field(
+        default_factory=list
+    )  # samples that begin where the prompt is through
+
+    @property
+    def left(self) -> int:
+        """Tokens the device has not been asked for."""
+        return self.row.request.settings.max_new_tokens - self.said - self.asked
+
+    @property
+    def said(self) -> int:
+        """Tokens that the row had said when it came here."""
+        return len(self.text) - len(self.row.request.ids)
+
+
+class SlotLane:
+    """Rows of any sampling settings in the slots of a runner: what the engine calls a lane."""
+
+    def __init__(self, runner: Runner, prefix: bool, chunk: int):
+        self.runner, self.pool, self.prefix, self.chunk = runner, runner.pool, prefix, chunk
+        self.free = list(range(runner.rows))  # the lowest first
+        self.slots: list[Slot] = []  # in the order in which they came
+        self.edits: list[tuple[int, int, int]] = []
+        self.idle: list[int] = []
+        self.flying: Flight | None = None
+        self.waiting = False  # whether others wait for a slot
+        runner.lane = weakref.ref(self)
+
+    def takes(self, request: Request) -> bool:
+        s = request.settings
+        plain = s.beams == 1 and not (s.lookup or s.draft) and request.source is None
+        fits = len(request.ids) + s.max_new_tokens <= self.runner.length
+        return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
+
+    # --- membership ---
+
+    @property
+    def rows(self) -> list[Row]:
+        return [slot.row for slot in self.slots]
+
+    @property
+    def batch(self) -> int:
+        return len(self.slots)
+
+    def requests(self) -> list[Request]:
+        return list({id(row.request): row.request for row in self.rows}.values())
+
+    def admit(self, rows: Sequence[Row]) -> None:
+        """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once."""
+        first: Slot | None = None
+        for row in rows:
+            slot = Slot(row, self.free.pop(0), row.request.ids + row.ids)
+            self.slots.append(slot)
+            if first is not None and not row.ids:
+                first.siblings.append(slot)
+                continue
+            first = first or (slot if not row.ids else None)
+            if self.prefix:
+                self._adopt(slot)
+        self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
+
+    def _adopt(self, slot: Slot) -> None:
+        """Begin with pages that others left; at least one token stays to be fed, for its logits."""
+        row, page = slot.row, self.pool.page
+        for key in page_keys(slot.text, page, row.request.salt)[: (len(slot.text) - 1) // page]:
+            if key not in self.pool.published:
+                break
+            slot.pages.append(self.pool.published[key])
+            self.pool.hold(slot.pages[-1])
+            row.keys.append(key)
+        slot.fed = len(slot.pages) * page
+
+    def drop(self, index: list[int]) -> None:
+        """These rows are over."""
+        for slot in [self.slots[i] for i in index]:
+            self.slots.remove(slot)
+            slot.gone = True
+            self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
+            while slot.pages:
+                self.pool.drop(slot.pages.pop())
+            self.idle.append(slot.index)
+            self.free.append(slot.index)
+            # Another sample reads the prompt instead.
+            if slot.fed < len(slot.text) and slot.siblings:
+                heir, *rest = [s for s in slot.siblings if not s.gone] or [slot]
+                heir.siblings = rest
+        self.free.sort()
+
+    def clear(self) -> None:
+        """After a fault: no row, and nothing on its way."""
+        self.free, self.slots, self.edits, self.idle = list(range(self.runner.rows)), [], [], []
+        self.flying = None
+        self.runner.reset()
+
+    def over(self) -> list[int]:
+        return [i for i, slot in enumerate(self.slots) if slot.row.finish]
+
+    # --- one step ---
+
+    def step(self, model: Any, backend: str) -> list[Event]:
+        """Start the next chunk of prompts and the next round; read the round before while they run."""
+        self._feed()
+        launched = self._launch()
+        events, self.flying = self._land(), launched
+        return events
+
+    def _reserve(self, slot: Slot, tokens: int) -> None:
+        """Pages for so many tokens of a slot."""
+        while len(slot.pages) * self.pool.page < tokens:
+            page = self.pool.take(clean=False)
+            if slot.asked:
+                self.edits.append((slot.index, len(slot.pages), page))
+            slot.pages.append(page)
+
+    def _feed(self) -> None:
+        """Up to a chunk of tokens of the prompts that are not through, oldest first."""
+        room, longest = self.chunk, 0
+        group: list[tuple[Slot, int]] = []
+        readers = {id(s) for slot in self.slots for s in slot.siblings if slot.fed < len(slot.text)}
+        for slot in self.slots:
+            size = min(room, len(slot.text) - slot.fed)
+            if not size or slot.asked or id(slot) in readers:
+                continue
+            self._reserve(slot, slot.fed + size)
+            if group and max(longest, size) * (len(group) + 1) > PADDED * self.chunk:
+                self._read(group)
+                group, longest = [], 0
+            group.append((slot, size))
+            longest, room = max(longest, size), room - size
+        if group:
+            self._read(group)
+
+    def _read(self, group: list[tuple[Slot, int]]) -> None:
+        parts, through = [], []
+        for slot, size in group:
+            end = slot.fed + size
+            writers = [slot, *slot.siblings] if end == len(slot.text) else []
+            writers = [s for s in writers if not s.gone]
+            ends = [(s.index, s.said) for s in writers]
+            parts.append(Part(slot.text[slot.fed : end], slot.fed, slot.pages, ends))
+            through += [(slot, s) for s in writers]
+        own = [s for slot, s in through if s is not slot and len(slot.text) % self.pool.page]
+        if self.pool.available < len(own):
+            raise OutOfPages(f"{len(own)} samples need a page each; free a row, or make more pages")
+        copies = [self._share(slot, s) for slot, s in through if s is not slot]
+        now = [(s.row.request.settings, s.said) for _, s in through]
+        used = frozenset().union(*(_used(s, n, n) for s, n in now))
+        self.runner.prefill(parts, used)
+        for source, target in copies:
+            self.pool.copy(source, target)
+        for slot, size in group:
+            slot.fed += size
+        for _, s in through:
+            s.fed, s.asked = len(s.text), 1
+            self.edits += [(s.index, i, page) for i, page in enumerate(s.pages)]
+
+    def _share(self, slot: Slot, other: Slot) -> tuple[int, int]:
+        """A sample's pages: those of the prompt that are full, and one of its own for the rest."""
+        full, rest = divmod(len(slot.text), self.pool.page)
+        for page in slot.pages[:full]:
+            self.pool.hold(page)
+        other.pages = list(slot.pages[:full])
+        if rest:
+            other.pages.append(self.pool.take(clean=False))
+        return (slot.pages[-1], other.pages[-1])
+
+    def _launch(self) -> Flight | None:
+        """The next round: until an eighth of the rows are through where others wait, or for `look` steps."""
+        live = [s for s in self.slots if s.asked and (s.left or s.fresh)]
         if not live:
+            self._place()
             return None
-        lefts = sorted(s.left for _, s in live)
-        steps = min(self.look, lefts[min(few, len(lefts)) - 1])
-        lines, longest = [], 1
-        for i, s in live:
-            took = min(steps, s.left)
-            lines.append((i, s, 0 if s.fresh else 1, 1 + took))
-            s.left, s.fresh = s.left - took, False
-            total = len(s.request.ids) + s.request.settings.max_new_tokens - s.left
-            longest = max(longest, total)
-        kind = kinds([s.request.settings for _, s in live])
-        self.run(steps, self.bucket(longest), kind)
-        log = self.state.log[: steps + 1]
-        if self.device.type != "cuda":
-            return log.clone(), None, lines
-        host = torch.empty(log.shape, dtype=log.dtype, pin_memory=True)
-        host.copy_(log, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return host, event, lines
+        lefts = sorted(s.left for s in live)
+        few = max(1, len(live) // 8) if self.waiting else len(live)
+        steps = min(self.runner.look, lefts[few - 1])
+        lines, longest, used = [], 1, frozenset[str]()
+        for slot in live:
+            took, said = min(steps, slot.left), slot.said + slot.asked
+            self._reserve(slot, len(slot.text) + slot.asked + took - 1)
+            used |= _used(slot.row.request.settings, said, said + took - 1)
+            longest = max(longest, len(slot.text) + slot.asked + took)
+            lines.append((slot, 0 if slot.fresh else 1, 1 + took))
+        self._place()
+        for slot, _, last in lines:
+            slot.asked, slot.fresh = slot.asked + last - 1, False
+        width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
+        flight = self.runner.run(steps, width, self.runner.bucket(longest), used)
+        return *flight, lines
 
-    def check(self, index: int, request: Request) -> Slot:
-        """A request that can be served, keyed by its place."""
-        s, vocab = request.settings, self.model.config.embedding.vocab
-        for f in fields(s):
-            if f.name not in KNOWN and getattr(s, f.name) != f.default:
-                raise UsageError(f"{f.name} is not decoded in graphs; use regard.generate")
-        if request.stop or request.source is not None or request.deadline is not None:
-            raise UsageError("stop, source and deadline are not known here; use regard.generate")
-        wrong = next((i for i in [*request.ids, *s.eos] if not 0 <= i < vocab), None)
-        if wrong is not None or not request.ids:
-            what = f"token {wrong} is not in 0..{vocab - 1}"
-            raise UsageError(f"request {index}: {what if request.ids else 'the prompt is empty'}")
-        if len(request.ids) + s.max_new_tokens > self.length:
-            raise UsageError(
-                f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones do not fit length={self.length}"
-            )
-        key = index if request.key is None else request.key
-        return Slot(index, replace(request, key=key), s.max_new_tokens - 1)
+    def _place(self) -> None:
+        busy = {slot.index for slot in self.slots if slot.asked}
+        last = {(row, place): page for row, place, page in self.edits}
+        edits = [(*at, page) for at, page in last.items()]
+        self.runner.place(edits, [i for i in self.idle if i not in busy])
+        self.edits, self.idle = [], []
+
+    def _land(self) -> list[Event]:
+        """Read the round before; what a row said after its end is dropped."""
+        if self.flying is None:
+            return []
+        log, logp, event, lines = self.flying
+        if event is not None:
+            event.synchronize()
+        tokens, logprobs = log.T.tolist(), logp.T.tolist()
+        events: list[Event | None] = []
+        for slot, first, last in lines:
+            row, index = slot.row, slot.index
+            for token, logprob in zip(
+                tokens[index][first:last], logprobs[index][first:last], strict=True
+            ):
+                if slot.gone or row.finish:
+                    break
+                if token < 0:
+                    row.finish, row.error = "error", BROKEN
+                else:
+                    events.append(row.say(token, logprob))
+            if self.prefix and not slot.gone and row.error is None:
+                self._publish(slot)
+        return [e for e in events if e is not None]
+
+    def _publish(self, slot: Slot) -> None:
+        """Leave the pages that a text has filled to later prompts. The last token has been said, not fed."""
+        row, page = slot.row, self.pool.page
+        full = (row.size - 1) // page
+        if full > len(row.keys):
+            text = (row.request.ids + row.ids)[: full * page]
+            row.keys = page_keys(text, page, row.request.salt, row.keys)
+            for number, key in zip(slot.pages, row.keys, strict=False):
+                self.pool.publish(number, key)
+
+    def coming(self) -> Iterable[bytes]:
+        """Keys of the pages that prompts here will publish."""
+        for slot in self.slots:
+            if slot.fresh:
+                yield from page_keys(slot.text, self.pool.page, slot.row.request.salt)
 
 
-def land(flight: Flight, results: dict[int, Result]) -> None:
-    """Read a round's tokens; those of a slot that had ended are dropped."""
-    host, event, lines = flight
-    if event is not None:
-        event.synchronize()
-    columns = host.t().tolist()
-    for row, slot, first, last in lines:
-        if not slot.finish:
-            slot.take(columns[row][first:last])
-            if slot.finish:
-                error = BROKEN if slot.finish == "error" else None
-                results[slot.index] = Result(slot.ids, [], 0.0, slot.finish, error=error)
+def _used(s: Any, first: int, last: int) -> frozenset[str]:
+    """What the tokens from number `first` to `last` of a row depend on."""
+    return uses(s) if held(s, first, last) else uses(s) - {"held"}

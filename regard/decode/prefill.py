@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.cache import Cache, Paged
 from regard.cache.base import State
-from regard.decode.sample import Row, page_keys
+from regard.decode.rows import Row, page_keys
 from regard.decode.settings import Request
 
 

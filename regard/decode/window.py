@@ -11,7 +11,8 @@ import torch
 
 from regard.cache import Cache
 from regard.decode.prefill import sources
-from regard.decode.sample import Row, SampleLane
+from regard.decode.rows import Row
+from regard.decode.sample import SampleLane
 from regard.decode.settings import Event
 
 

@@ -74,10 +74,7 @@ def embed(
 
 class Opened:
     """A model, or one from its folder or its run's, ready to run: packed for the CPU, or as it is
-    on a GPU.
-
-    On a GPU too it is driven by the engine, not by GraphDecoder, which serves many requests
-    together and gives no pieces, log probabilities, stop strings or beams."""
+    on a GPU, where the engine finds its graph."""
 
     def __init__(
         self,

@@ -1,14 +1,15 @@
-"""Target cuda: parts for a step of one token per row, or for prompts laid end to end, over memory that stays where it
-is, as a CUDA graph must have it. Block and Stack run as they are; what flows through them is a `Stream`.
+"""Target cuda: parts for a step of one token per row, or for prompts laid end to end, over pages of memory that stay
+where they are, as a CUDA graph must have it. Block and Stack run as they are; what flows through them is a `Stream`.
 
-Matrices that read the same input are one matrix (q|k|v, gate|up, and MLA's two down-projections). A norm is left to the
-product that reads it, and of many rows a sum is left to the norm that reads it. Where kernels are off, or a shape has
-none, everything is torch; test_graphs_give_the_engine_tokens holds both against the model itself.
+Matrices that read the same input are one matrix (q|k|v, gate|up, and MLA's two down-projections), of which the plain
+model's are views from then on: nothing is held twice. A norm is left to the product that reads it, and of many rows a
+sum is left to the norm that reads it. Where kernels are off, or a shape has none, everything is torch;
+test_graphs_give_the_engine_tokens holds both against the model itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -57,9 +58,17 @@ def why_not(model: Any) -> str:
             return "its queries and keys have norms of another form"
         if a.rope is not None and (a.rope.wide or isinstance(a.rope.scaling, LongRope)):
             return "its RoPE turns in float32, or long texts otherwise"
-    if model.watch is not None:
-        return "a probe watches it"
-    return "it is being trained; call model.eval()" if model.training else ""
+    if any(type(m) is not nn.Linear for m in _products(model.tower)):
+        return "its linear layers are packed, or have adapters: merge them first"
+    if any(type(p.data) is not Tensor for p in model.parameters()):
+        return "its weights are spread over several devices"
+    return "a probe watches it" if model.watch is not None else ""
+
+
+def _products(tower: nn.Module) -> list[nn.Module]:
+    names = ("wq", "wk", "wv", "wo", "w_dq", "w_uq", "w_dkv", "w_ukv", "gate", "up", "down")
+    each = tower.named_modules()
+    return [m for name, m in each if name.rpartition(".")[2] in names]
 
 
 # --- what flows through the blocks --------------------------------------------------------------------------------
@@ -132,15 +141,14 @@ class Product:
     @classmethod
     def of(cls, modules: list[Any], **more: Any) -> Product:
         """Linear layers that read the same x, as one."""
-        if len(modules) == 1:
-            return cls(modules[0].weight, modules[0].bias, **more)
         bias = None
         if any(m.bias is not None for m in modules):
             each = [
                 m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules
             ]
-            bias = torch.cat(each)
-        return cls(torch.cat([m.weight for m in modules]), bias, **more)
+            bias = joined(each, [m.bias for m in modules])
+        weights = [m.weight for m in modules]
+        return cls(joined(weights, weights), bias, **more)
 
     def __call__(
         self, x: Tensor | Normed, split: bool = False, residual: Tensor | None = None
@@ -169,12 +177,33 @@ class Product:
         return ACTIVATIONS[self.act](product(x, self.weight, self.bias, self.fast, split))
 
 
-@dataclass
-class Slots:
-    """The caches of all layers: fixed memory for `rows` requests of at most `length` tokens, and what is asked now: a
-    step at positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`."""
+def joined(parts: Sequence[Tensor], owners: Sequence[Tensor | None]) -> Tensor:
+    """Matrices, or biases, one under the other. What owns them owns a view of the whole from now on."""
+    first = parts[0].detach()
+    if len(parts) == 1:
+        return first
+    size = (sum(map(len, parts)), *first.shape[1:])
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    if all(end == part.data_ptr() for end, part in zip(ends, parts[1:], strict=False)) and all(
+        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for part in parts
+    ):
+        # They were joined before.
+        return first.as_strided(size, first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    views = whole.split([len(part) for part in parts])
+    for owner, view in zip(owners, views, strict=True):
+        if owner is not None:
+            owner.data = view
+    return whole
 
-    memory: list[tuple[Tensor, ...]]
+
+@dataclass
+class Pages:
+    """The caches of all layers, pages that are named by a block table (b places), and what is asked now: a step at
+    positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`."""
+
+    stores: list[dict[str, Tensor]]  # of each layer: (pages page ...)
+    table: Tensor
     length: int
     pos: Tensor | None = None
     bound: int = 0
@@ -182,22 +211,39 @@ class Slots:
     index: int = 0
     memo: dict[Any, Any] = field(default_factory=dict)
 
-    def layer(self, index: int) -> Slots:
+    def layer(self, index: int) -> Pages:
         return replace(self, index=index)
 
     @property
     def mine(self) -> tuple[Tensor, ...]:
-        return self.memory[self.index]
+        return tuple(self.stores[self.index].values())
 
     def store(self, *new: Tensor) -> None:
-        """What each token (n ...) leaves behind, at its row and position."""
-        if self.pack is not None:
-            row, pos = self.pack.row, self.pack.pos
+        """What each token (n ...) leaves behind, in its page."""
+        pack, size = self.pack, self.mine[0].shape[1]
+        if pack is not None:
+            table, row, pos = pack.table, pack.row, pack.pos
         else:
             assert self.pos is not None
-            row, pos = torch.arange(len(self.pos), device=self.pos.device), self.pos
+            table, pos = self.table, self.pos
+            row = torch.arange(len(pos), device=pos.device)
+        page = table[row, pos // size].long()
         for memory, x in zip(self.mine, new, strict=True):
-            memory[row, pos] = x
+            memory[page, pos % size] = x
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """What every token so far left behind, (b s ...): of the first `bound` places in a step, of whole texts in a
+        pack. Zero where no token is: what others left there may be no number."""
+        pack, size = self.pack, self.mine[0].shape[1]
+        if pack is not None:
+            table, s, lengths = pack.table, pack.sizes.whole, pack.totals
+        else:
+            assert self.pos is not None
+            table, s, lengths = self.table, self.bound, self.pos + 1
+        pages = table[:, : -(-s // size)].long()
+        real = torch.arange(s, device=lengths.device) < lengths[:, None]
+        each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
+        return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
     def seen(self, window: int | None) -> Tensor:
         """Which of the first `bound` places a step may see: (b 1 1 bound)."""
@@ -276,16 +322,17 @@ class Cuda(Specialise):
     }
 
 
-def slotted(model: Model, rows: int, length: int, kernels: bool) -> tuple[Any, Slots]:
-    """The model out of these parts, and empty memory for it. It shares the weights that are not joined."""
+@torch.inference_mode(False)
+@torch.no_grad()
+def decoder(model: Model, kernels: bool = True) -> Any:
+    """The model out of these parts. It shares the model's weights, but for MLA's, which are laid out anew by head."""
     plain: Any = model
     maker, head, weight = Cuda(kernels), plain.head, plain.embedding.weight
     new = maker.copy(model, head=maker.copy(head, SlotHead))
     own = weight if head.weight is None else head.weight
     new.head.product = Product(own, head.bias, fast=kernels)
     new.parts = dict(maker.rows)
-    memory = [block.attention.memory(rows, length, weight) for block in new.tower.blocks]
-    return new, Slots(memory, length)
+    return new
 
 
 class SlotHead(LMHead):
@@ -311,15 +358,10 @@ class SlotFeedForward(FeedForward):
 
 
 class SlotAttention(GroupedQueryAttention):
-    """Grouped-query attention; its memory is k (b s g d) and v (b s g e)."""
+    """Grouped-query attention; its pages hold k (g d) and v (g e)."""
 
     first: Product
     out: Product
-
-    def memory(self, rows: int, length: int, like: Tensor) -> tuple[Tensor, ...]:
-        return like.new_zeros(rows, length, self.g, self.d), like.new_zeros(
-            rows, length, self.g, self.e
-        )
 
     def fast(self, k: Tensor) -> bool:
         return (
@@ -348,14 +390,16 @@ class SlotAttention(GroupedQueryAttention):
                 q, *new = self.turned(qkv, ctx)
                 slots.store(*new)
                 laid = gpu_prompt.lay(slots.pack, q, *new)
+            if slots.pack.sizes.whole:
+                laid = laid[0], *slots.kept()
             return gpu_prompt.attend(laid, slots.pack, self.scale, window)
         if not ours:
             q, *new = self.turned(qkv, ctx)
             if not fast:
                 slots.store(*new)
-                kept = k[:, : slots.bound], v[:, : slots.bound]
                 seen = ctx.once(("seen", window), lambda: slots.seen(window))
-                return attend(q, *kept, seen, self.scale).flatten(1)
+                kept_k, kept_v = slots.kept()
+                return attend(q, kept_k, kept_v, seen, self.scale).flatten(1)
             qkv = torch.cat([q.flatten(1), *(y.flatten(1) for y in new)], 1)
         o = gpu_attention.decode(
             qkv,
@@ -366,6 +410,7 @@ class SlotAttention(GroupedQueryAttention):
             scale=self.scale,
             angles=angles,
             window=window,
+            table=slots.table,
             bound=slots.bound,
         )
         return o.flatten(1)
@@ -383,45 +428,53 @@ class SlotAttention(GroupedQueryAttention):
 
 
 class SlotLatent(LatentAttention):
-    """MLA, absorbed: queries meet the latents themselves; its memory is [latent | rotary key], (b s c+r)."""
+    """MLA, absorbed: queries meet the latents themselves; its pages hold latents (c) and rotary keys (r)."""
 
     first: Product
     second: Product | None
     out: Product
     up: tuple[Tensor, Tensor]
 
-    def memory(self, rows: int, length: int, like: Tensor) -> tuple[Tensor, ...]:
-        return (like.new_zeros(rows, length, self.c + self.r),)
-
-    def fast(self, memory: Tensor) -> bool:
-        suits = self.config.window is None and gpu_latent.suits(self.c, self.r, memory)
+    def fast(self, latents: Tensor) -> bool:
+        suits = self.config.window is None and gpu_latent.suits(self.c, self.r, latents)
         return self.first.fast and suits
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         nope, rope, entry = self.parts(self.first(x), ctx)
-        (memory,), (w_uk, w_uv) = slots.mine, self.up
+        w_uk, w_uv = self.up
+        new = entry.split([self.c, self.r], -1)[: len(slots.mine)]
         if slots.pack is not None:
             # Heads of their own, from the latents: cheaper than to attend c wide.
-            slots.store(entry)
-            latent, key = entry.split([self.c, self.r], -1)
-            k = torch.einsum("tc,hdc->thd", latent, w_uk)
-            k = torch.cat([k, key[:, None].expand(-1, self.h, -1)], -1)
-            v = torch.einsum("tc,hec->the", latent, w_uv)
-            laid = gpu_prompt.lay(slots.pack, torch.cat([nope, rope], -1), k, v)
+            slots.store(*new)
+            q = torch.cat([nope, rope], -1)
+            laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
+            if slots.pack.sizes.whole:
+                laid = laid[0], *self.heads(slots.kept())
             return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
-        if self.fast(memory):
+        if self.fast(slots.mine[0]):
+            latents, ropes = slots.mine
+            table, pos, bound = slots.table, slots.pos, slots.bound
             o = gpu_latent.decode(
-                q, entry, memory, slots.pos, latent=self.c, scale=self.scale, bound=slots.bound
+                q, entry, latents, ropes, table, pos, scale=self.scale, bound=bound
             )
         else:
-            slots.store(entry)
-            kept = memory[:, : slots.bound, None]
-            window = self.config.window
-            seen = ctx.once(("seen", window), lambda: slots.seen(window))
-            o = attend(q, kept, kept[..., : self.c], seen, self.scale)
+            slots.store(*new)
+            kept = slots.kept()
+            seen = ctx.once(("seen", self.config.window), lambda: slots.seen(self.config.window))
+            k = torch.cat(kept, -1)[:, :, None]
+            o = attend(q, k, kept[0][:, :, None], seen, self.scale)
         return torch.einsum("bhc,hec->bhe", o, w_uv).flatten(1)
+
+    def heads(self, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Every head's keys (... h d+r) and values (... h e) from latents (... c) and rotary keys (... r)."""
+        w_uk, w_uv = self.up
+        k = torch.einsum("...c,hdc->...hd", kept[0], w_uk)
+        if self.r:
+            turned = kept[1].unsqueeze(-2)
+            k = torch.cat([k, turned.expand(*k.shape[:-1], -1)], -1)
+        return k, torch.einsum("...c,hec->...he", kept[0], w_uv)
 
     def parts(self, both: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token the heads' (n h d) and turned (n h r) features, and [latent | rotary key] (n c+r)."""

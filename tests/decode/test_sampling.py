@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from regard.cache import Contiguous
-from regard.decode.sample import Row, SampleLane
+from regard.decode.columns import adjusted, uses
+from regard.decode.rows import Row
+from regard.decode.sample import SampleLane
 from regard.decode.sampling import (
     draw,
     greedy,
@@ -330,8 +332,6 @@ def test_small_temperature_approaches_greedy() -> None:
 
 def test_presence_and_frequency_penalties_are_openai_s() -> None:
     """mu_j - c_j * frequency - [c_j > 0] * presence, c_j counting what was said, not the prompt."""
-    from regard.decode.sample import adjust
-
     logits = random_logits(1, 9)
     made = lane([Settings(presence_penalty=0.7, frequency_penalty=0.3)], [[0, 1, 1, 5]])
     for token in (2, 4, 2, 2):
@@ -340,7 +340,9 @@ def test_presence_and_frequency_penalties_are_openai_s() -> None:
     expect = logits.clone()
     expect[0, 2] -= 3 * 0.3 + 0.7
     expect[0, 4] -= 1 * 0.3 + 0.7
-    torch.testing.assert_close(adjust(logits, made.rows, made.columns(logits)), expect)
+    assert made._columns is not None
+    columns = made._columns.at(slice(None), uses(made.rows[0].request.settings))
+    torch.testing.assert_close(adjusted(logits, columns, torch.tensor([4])), expect)
 
 
 def test_repetition_penalty_counts_prompt_and_answer() -> None:
@@ -365,7 +367,7 @@ def test_counts_of_said_tokens_survive_rows_that_come_and_go() -> None:
         steady.choose(logits)
         moving.choose(logits)
         if step % 2:
-            moving._columns = {}
+            moving._columns = None
     assert [r.ids for r in steady.rows] == [r.ids for r in moving.rows]
 
 

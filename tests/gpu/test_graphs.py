@@ -1,4 +1,4 @@
-"""GraphDecoder as CUDA graphs with Triton kernels: the plain model's logits, each within a bound,
+"""The runner `graph` as CUDA graphs with Triton kernels: the plain model's logits, each within a bound,
 and its tokens but for ties within that bound. Skipped without a GPU; on any machine
 tests/kernels/test_gpu_graphs.py does the same without kernels."""
 
@@ -6,14 +6,16 @@ import pytest
 import torch
 
 import regard
-from regard.decode.graphs import GraphDecoder
+from regard.decode import graphs
+from regard.decode.engine import Engine
+from regard.decode.graphs import Runner, SlotLane
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
-from tests.kernels.plain import BOUND, FEW, largest_gap, ties
+from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: there is none here"
@@ -52,6 +54,16 @@ def requests(count: int = 12, **settings: object) -> list[Request]:
     ]
 
 
+def made(model: regard.Model, rows: int, kernels: bool) -> Engine:
+    """An engine with or without kernels."""
+    engine = Engine(model, rows=rows)
+    assert engine.slots is not None and engine.pool is not None
+    if not kernels:
+        runner = Runner(model, engine.pool, rows, 512, kernels=False)
+        engine.slots = SlotLane(runner, True, engine.chunk)
+    return engine
+
+
 def texts(rows: int) -> list[list[int]]:
     return [r.ids for r in requests(rows)]
 
@@ -63,18 +75,14 @@ def test_kernels_give_the_logits_of_the_plain_model(
     name: str, rows: int, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(gpu_linear.SWITCH, "wide", wide)
-    decoder = GraphDecoder(build(name), rows, 512, graph=False)
-    assert largest_gap(decoder, texts(rows), 20) < BOUND
+    assert largest_gap(Engine(build(name), rows=rows), texts(rows), 20) < BOUND
 
 
 @pytest.mark.parametrize("rows", [3, 16])
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_kernels_in_bf16_are_as_near_to_the_plain_model_as_torchs(name: str, rows: int) -> None:
     model = build(name, torch.bfloat16)
-    ours, theirs = (
-        largest_gap(GraphDecoder(model, rows, 512, graph=False, kernels=k), texts(rows), 20)
-        for k in (True, False)
-    )
+    ours, theirs = (largest_gap(made(model, rows, k), texts(rows), 20) for k in (True, False))
     assert ours < 2 * theirs, f"{ours:.3f}, torch {theirs:.3f}"
 
 
@@ -83,24 +91,71 @@ def test_kernels_in_bf16_are_as_near_to_the_plain_model_as_torchs(name: str, row
 def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
     model, asked = build(name), requests()
     for kernels in (False, True):
-        decoder = GraphDecoder(model, rows, 512, kernels=kernels)
-        assert ties(model, asked, decoder.serve(asked)) <= FEW
-        assert ties(model, asked, decoder.serve(asked, refill=False)) <= FEW
+        assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8}, {"min_p": 0.05}, {}])
 def test_graph_draws_on_the_device(settings: dict) -> None:
     model, asked = build("gqa"), requests(temperature=1.0, seed=5, **settings)
-    assert ties(model, asked, GraphDecoder(model, 4, 512).serve(asked)) <= FEW
+    assert ties(model, asked, answer(model, asked, 4)) <= FEW
+
+
+OTHERS = [
+    {"typical_p": 0.7, "temperature": 0.9},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.5},
+    {"logit_bias": ((3, 5.0), (9, -4.0)), "banned": (1, 2), "temperature": 0.8},
+    {"min_new_tokens": 1, "eos": (5, 7, 11, 20, 33, 34)},
+    {"forced_first": 8, "forced_last": 13, "eos": (13,)},
+    {"temperature": 1.2, "samples": 3, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("settings", OTHERS)
+def test_every_setting_is_the_same_in_a_graph(settings: dict) -> None:
+    """As the runner `torch` has it on the same device, but for ties."""
+    model, asked = build("gqa"), [*requests(8, **settings), *requests(3)]
+    got = answer(model, asked, 4)
+    want = served(Engine(model, runner="torch", rows=4), asked)
+    same = sum(a.ids == b.ids and a.finish == b.finish for a, b in zip(got, want, strict=True))
+    assert same >= len(asked) - 1, f"{same} of {len(asked)}"
+    for a, b in zip(got, want, strict=True):
+        if a.ids == b.ids:
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+
+
+def test_generate_uses_the_graph_and_keeps_it() -> None:
+    model, ids = build("gqa"), [[1, 2, 3], [4, 5]]
+    first = regard.generate(model, ids, max_new_tokens=20)
+    kept = graphs._kept[model]
+    recorded = set(kept.recorder.graphs)
+    again = regard.generate(model, ids, max_new_tokens=20)
+    assert [r.ids for r in again] == [r.ids for r in first] and graphs._kept[model] is kept
+    assert recorded <= set(kept.recorder.graphs)
+    with torch.no_grad():
+        model.tower.blocks[0].attention.wq.weight.mul_(-1)
+    changed = regard.generate(model, ids, max_new_tokens=20)
+    plain = regard.generate(model, ids, max_new_tokens=20, layout="contiguous")
+    assert [r.ids for r in changed] == [r.ids for r in plain] != [r.ids for r in first]
+    assert graphs._kept[model] is kept
+    pieces = regard.stream(model, [1, 2, 3], max_new_tokens=8)
+    assert list(pieces) == []
+
+
+def test_out_of_memory_is_an_error_and_the_engine_goes_on() -> None:
+    model, asked = build("gqa"), requests(4)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        Engine(model, memory=10**15, rows=10**7)
+    assert ties(model, asked, answer(model, asked, 4)) <= FEW
 
 
 def test_dependent_launch_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = build("gqa", torch.bfloat16), requests()
     for rows in (2, 16):
         monkeypatch.setitem(gpu_linear.SWITCH, "pdl", False)
-        want = GraphDecoder(model, rows, 512).serve(asked)
+        want = answer(model, asked, rows)
+        graphs._kept.clear()
         monkeypatch.setitem(gpu_linear.SWITCH, "pdl", True)
-        got = GraphDecoder(model, rows, 512).serve(asked)
+        got = answer(model, asked, rows)
         assert [r.ids for r in got] == [r.ids for r in want]
 
 
@@ -108,14 +163,14 @@ def test_dependent_launch_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> N
 def test_our_products_give_the_plain_tokens(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = build("gqa"), requests()
     monkeypatch.setitem(gpu_linear.SWITCH, "wide", wide)
-    assert ties(model, asked, GraphDecoder(model, 16, 512).serve(asked)) <= FEW
+    assert ties(model, asked, answer(model, asked, 16)) <= FEW
 
 
 def test_recorded_prefill_gives_the_same_tokens() -> None:
     model, asked = build("gqa"), requests()
-    decoder = GraphDecoder(model, 4, 512)
-    first, second, third = (decoder.serve(asked) for _ in range(3))  # eager, recorded, replayed
-    assert len(decoder.held.graphs) > 1
+    engine = Engine(model, rows=4, prefix=False)
+    first, second, third = (served(engine, asked) for _ in range(3))  # eager, recorded, replayed
+    assert engine.slots is not None and len(engine.slots.runner.recorder.graphs) > 1
     assert [r.ids for r in third] == [r.ids for r in second]
     assert all(ties(model, asked, answers) <= FEW for answers in (first, second))
 
@@ -161,9 +216,12 @@ def test_attention_on_cuda(b: int, h: int, g: int, d: int, s: int) -> None:
 
 @pytest.mark.parametrize("h", [16, 32, 128])
 def test_latent_on_cuda(h: int) -> None:
-    q, entry, cache = (
-        torch.randn(*n).cuda().bfloat16() for n in ((2, h, 576), (2, 576), (2, 2000, 576))
+    q, entry, latents, ropes = (
+        torch.randn(*n).cuda().bfloat16()
+        for n in ((2, h, 576), (2, 576), (250, 16, 512), (250, 16, 64))
     )
     pos = torch.tensor([1999, 777]).cuda()
-    got = gpu_latent.decode(q, entry, cache, pos, latent=512, scale=0.05)
+    table = torch.randperm(250).view(2, 125).int().cuda()
+    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+    cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
     close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))

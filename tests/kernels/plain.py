@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.decode.graphs import FILTERS, GraphDecoder
+from regard.decode.columns import FILTERS
+from regard.decode.engine import Engine
 from regard.decode.sampling import draw, uniform
 from regard.decode.settings import Request, Result, Settings
-from regard.fast.cuda import Normed
+from regard.kernels.triton.prompt import Pack
 
 # Per logit of the small models here, whose logits have a deviation of 0.7; float32 rounds them by
 # up to 7e-6.
@@ -27,29 +28,49 @@ def exact(model: regard.Model) -> regard.Model:
     return copy.deepcopy(model).cpu().double()
 
 
+def answer(
+    model: regard.Model, asked: Sequence[Request], rows: int, **options: object
+) -> list[Result]:
+    """By an engine with the runner `graph`, in the order of the requests."""
+    return served(Engine(model, runner="graph", rows=rows, **options), asked)  # type: ignore[arg-type]
+
+
+def served(engine: Engine, asked: Sequence[Request]) -> list[Result]:
+    numbers = [engine.submit(replace(r, number=-1, key=i)) for i, r in enumerate(asked)]
+    done = {event.request: event.done[0] for event in engine.run() if event.done is not None}
+    return [done[n] for n in numbers]
+
+
 @torch.no_grad()
-def largest_gap(decoder: GraphDecoder, texts: Sequence[list[int]], steps: int) -> float:
+def largest_gap(engine: Engine, texts: Sequence[list[int]], steps: int) -> float:
     """How far a logit of any step is from the plain model's, fed the same tokens: texts that fill
     the rows, read together and then continued greedily. Without a graph, which keeps its logits to
     itself."""
-    seen: list[Tensor] = []
-    real = decoder.scores
+    assert engine.slots is not None
+    runner, seen = engine.slots.runner, {}
+    runner.graph = False
+    logits_of, read = runner.fast.logits, runner.read
+    rows: list[int] = list(range(len(texts)))
 
-    def scores(hidden: Normed) -> Tensor:
-        seen.append(real(hidden))
-        return seen[-1]
+    def logits(hidden: object) -> Tensor:
+        found = logits_of(hidden)
+        for row, x in zip(rows, found, strict=False):
+            seen.setdefault(row, []).append(x)
+        return found
 
-    decoder.scores = scores  # type: ignore[method-assign]
-    assert len(texts) == decoder.rows and not decoder.graph
-    decoder.prefill(range(len(texts)), [Request(ids, Settings()) for ids in texts])
-    fed = [decoder.state.ids.tolist()]
-    for _ in range(steps):
-        decoder.step(decoder.bucket(max(map(len, texts)) + steps), ())
-        fed.append(decoder.state.ids.tolist())
-    plain, gaps = exact(decoder.model), []
-    for i, ids in enumerate(texts):
-        want = plain(torch.tensor([ids + [row[i] for row in fed[:-1]]]))[0, len(ids) - 1 :]
-        got = torch.stack([logits[i] for logits in seen]).cpu().double()
+    def reads(pack: Pack, used: frozenset[str]) -> None:
+        nonlocal rows
+        # Spare prompts repeat the last one.
+        rows = list(dict.fromkeys(pack.rows.tolist()))
+        read(pack, used)
+        rows = list(range(len(texts)))
+
+    runner.fast.logits, runner.read = logits, reads
+    answers = served(engine, [Request(ids, Settings(max_new_tokens=steps)) for ids in texts])
+    plain, gaps = exact(engine.model), []
+    for i, (ids, result) in enumerate(zip(texts, answers, strict=True)):
+        want = plain(torch.tensor([ids + result.ids]))[0, len(ids) - 1 : -1]
+        got = torch.stack(seen[i][:steps]).cpu().double()
         gaps.append((got - want).abs().max().item())
     return max(gaps)
 

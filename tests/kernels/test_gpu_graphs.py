@@ -1,18 +1,20 @@
-"""GraphDecoder off the GPU: the eager form of its step gives the engine's tokens, in any slots, and
-the plain model's logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
+"""The runner `graph` off the GPU: its steps give the tokens of the runner `torch`, in any slots, and the plain model's
+logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import regard
 from regard.decode.engine import Engine
-from regard.decode.graphs import GraphDecoder
-from regard.decode.settings import Request, Settings
+from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
 from regard.models import Tokens, TransformerConfig
-from tests.kernels.plain import BOUND, FEW, largest_gap, ties
+from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
 
 ROPE = regard.Rope()
 ODD = regard.Rope(layout="interleaved", partial=0.5)
@@ -58,98 +60,220 @@ def requests(count: int = 9, **settings: object) -> list[Request]:
     ]
 
 
-def by_engine(model: regard.Model, asked: list[Request]) -> list[tuple[list[int], str]]:
-    engine = Engine(model, rows=4)
-    numbers = [engine.submit(Request(list(r.ids), r.settings)) for r in asked]
-    done: dict[int, tuple[list[int], str]] = {}
-    while len(done) < len(asked):
-        for event in engine.step():
-            if event.done:
-                done[event.request] = event.done[0].ids, event.done[0].finish
-    return [done[n] for n in numbers]
+def same(found: list[Result], wanted: list[Result]) -> None:
+    assert [(r.ids, r.finish, r.error) for r in found] == [
+        (r.ids, r.finish, r.error) for r in wanted
+    ]
+    for a, b in zip(found, wanted, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert a.score == pytest.approx(b.score, abs=1e-3)
+
+
+def by_torch(model: regard.Model, asked: list[Request], **options: Any) -> list[Result]:
+    return served(Engine(model, runner="torch", rows=4, **options), asked)
 
 
 @pytest.mark.parametrize("name", [*MECHANISMS, "gpt2"])
 @pytest.mark.parametrize("settings", [{}, {"eos": (5, 7, 11, 20)}], ids=["length", "eos"])
 def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
     model, asked = build(name), requests(**settings)
-    decoder = GraphDecoder(model, 3, 96, graph=False, look=8)
-    want = by_engine(model, asked)
-    assert [(r.ids, r.finish) for r in decoder.serve(asked)] == want
-    assert [(r.ids, r.finish) for r in decoder.serve(asked, refill=False)] == want
-    decoder = GraphDecoder(model, 7, 96, graph=False)  # more rows: sums are left to the norms
-    assert [(r.ids, r.finish) for r in decoder.serve(asked, few=2)] == want
+    want = by_torch(model, asked)
+    same(answer(model, asked, 3), want)
+    same(answer(model, asked, 7), want)  # more rows: sums are left to the norms
+    same(answer(model, asked, 16, chunk=24, page=8), want)  # prompts in several chunks
+    same(answer(model, asked, 4, pages=12, page=8, prefix=False), want)  # rows are put back
 
 
 @pytest.mark.parametrize("rows", [2, 6])
 @pytest.mark.parametrize("name", [*MECHANISMS, "gpt2"])
 def test_graphs_give_the_logits_of_the_plain_model(name: str, rows: int) -> None:
-    decoder = GraphDecoder(build(name), rows, 96, graph=False)
-    assert largest_gap(decoder, [r.ids for r in requests(rows)], 6) < BOUND
+    engine = Engine(build(name), runner="graph", rows=rows)
+    assert largest_gap(engine, [r.ids for r in requests(rows)], 6) < BOUND
 
 
 DRAWN = [{"top_k": 20, "top_p": 0.8, "seed": 3}, {"min_p": 0.05}, {}]
+OTHERS = [
+    {"typical_p": 0.7, "temperature": 0.9},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"presence_penalty": 0.5, "temperature": 1.0},
+    {"logit_bias": ((3, 5.0), (9, -4.0)), "banned": (1, 2)},
+    {"min_new_tokens": 1, "eos": (5, 7, 11, 20, 33, 34)},
+    {"forced_first": 8, "forced_last": 13, "eos": (13,)},
+    {"temperature": 1.2, "samples": 3, "top_p": 0.9},
+]
 
 
 @pytest.mark.parametrize("settings", DRAWN)
 def test_graphs_draw_as_the_engine_draws(settings: dict) -> None:
     model, asked = build("gqa"), requests(temperature=1.1, **settings)
-    decoder = GraphDecoder(model, 4, 96, graph=False)
-    answers = decoder.serve(asked)
-    assert [(r.ids, r.finish) for r in answers] == by_engine(model, asked)
+    answers = answer(model, asked, 4)
+    same(answers, by_torch(model, asked))
     assert ties(model, asked, answers) <= FEW
+
+
+@pytest.mark.parametrize("settings", OTHERS)
+def test_every_setting_is_the_same_in_slots(settings: dict) -> None:
+    model, asked = build("gqa"), [*requests(**settings), *requests(3)]
+    same(answer(model, asked, 4), by_torch(model, asked))
+
+
+def test_samples_read_their_prompt_once_and_part_after_it() -> None:
+    model = build("gqa")
+    asked = [
+        Request([5] * n, Settings(max_new_tokens=9, samples=3, temperature=1.0))
+        for n in (7, 16, 33)
+    ]
+    found = {}
+    for runner in ("graph", "torch"):
+        engine = Engine(model, runner=runner, rows=8, prefix=False)
+        for i, r in enumerate(asked):
+            engine.submit(replace(r, key=i))
+        done = [e for e in engine.run() if e.done is not None]
+        found[runner] = sorted((e.request, [r.ids for r in e.done or ()]) for e in done)
+        assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
+    assert found["graph"] == found["torch"]
+
+
+def test_texts_that_begin_alike_are_read_once_in_slots() -> None:
+    """Arriving together, and as the next turn of a chat: pages of answers are found too."""
+    model, fed = build("gqa"), []
+    engine = Engine(model, runner="graph", rows=8, page=8)
+    assert engine.slots is not None
+    read = engine.slots.runner.read
+
+    def counted(pack: Any, used: Any) -> None:
+        fed.append(int(pack.totals.sum() - pack.starts.sum()) if len(pack.totals) == 1 else -1)
+        read(pack, used)
+
+    engine.slots.runner.read = counted  # type: ignore[method-assign]
+    shared = [(i * 7) % 97 for i in range(40)]
+    first = served(engine, [Request([*shared, 3], Settings(max_new_tokens=20))])[0]
+    later = [*shared, 3, *first.ids, 9]
+    again = served(engine, [Request(later, Settings(max_new_tokens=4))])[0]
+    assert fed == [41, len(later) - 56]
+    want = by_torch(model, [Request(later, Settings(max_new_tokens=4))], prefix=False)[0]
+    assert again.ids == want.ids
+    four = [Request([*shared, i, 50], Settings(max_new_tokens=4)) for i in range(4)]
+    same(served(engine, four), by_torch(model, four, prefix=False))
+    assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
 
 
 @pytest.mark.parametrize("settings", [{}, *({"temperature": 1.1} | s for s in DRAWN)])
 def test_decoder_that_is_a_little_wrong_is_noticed(settings: dict) -> None:
     model, asked = build("gqa"), requests(**settings)
-    decoder = GraphDecoder(model, 4, 96, graph=False)
-    answers = decoder.serve(asked)
+    engine = Engine(model, runner="graph", rows=4)
+    answers = served(engine, asked)
     assert ties(model, asked, answers) <= FEW
-    for block in decoder.fast.tower.blocks:
+    assert engine.slots is not None
+    for block in engine.slots.runner.fast.tower.blocks:
         block.attention.scale *= 1.01
-    assert largest_gap(decoder, [r.ids for r in asked[:4]], 6) > 10 * BOUND
+    assert largest_gap(engine, [r.ids for r in asked[:4]], 6) > 10 * BOUND
     answers[3].ids[0] = (answers[3].ids[0] + 48) % 97
     with pytest.raises(AssertionError, match="request 3: token 0"):
         ties(model, asked, answers)
 
 
-def test_graphs_refuse_what_they_cannot_do() -> None:
-    model = build("gqa")
-    with pytest.raises(UsageError, match="on a GPU|on cpu"):
-        GraphDecoder(model, 1, 96, graph=True)
-    with pytest.raises(UsageError, match="context is 96"):
-        GraphDecoder(model, 1, 97, graph=False)
-    with pytest.raises(UsageError, match="no CUDA graph"):
-        GraphDecoder(regard.build("t5-small", layers=1), graph=False)
-    decoder = GraphDecoder(model, 1, 64, graph=False)
-    for wrong, words in (
-        (Request([1] * 60, Settings(max_new_tokens=5)), "do not fit"),
-        (Request([97]), "not in 0..96"),
-        (Request([]), "empty"),
-        (Request([1], Settings(max_new_tokens=2, beams=2)), "beams"),
+def test_what_has_no_graph_says_why() -> None:
+    for model, words in (
+        (regard.build("t5-small", layers=1), "not one tower on tokens"),
+        (regard.Probe().on(build("gqa")), "a probe watches it"),
+        (regard.prepare(build("gqa"), "bf16"), "prepared in bf16"),
     ):
-        with pytest.raises(UsageError, match=words):
-            decoder.serve([wrong])
+        with pytest.raises(UsageError, match=f"no CUDA graph: .*{words}"):
+            Engine(model, runner="graph")
+        assert f"runner {'native' if 'bf16' in words else 'torch'}: no" in Engine(model).explain()
+    model = build("gqa")
+    assert "it is on cpu, not on a GPU" in Engine(model).explain()
+    told = Engine(model, runner="graph", rows=5).explain()
+    assert "8 slots over 1,024 pages of 16 tokens" in told and "SlotAttention" in told
+
+
+def test_joined_weights_are_held_once_and_still_learn() -> None:
+    model = build("gqa")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = Engine(model, runner="graph")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    attention = model.tower.blocks[0].attention
+    assert engine.slots is not None
+    product = engine.slots.runner.fast.tower.blocks[0].attention.first
+    assert product.weight.data_ptr() == attention.wq.weight.data_ptr()
+    again = Engine(model, runner="graph").slots
+    assert again is not None
+    assert (
+        again.runner.fast.tower.blocks[0].attention.first.weight.data_ptr()
+        == product.weight.data_ptr()
+    )
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+    with torch.no_grad():
+        attention.wk.weight.add_(1.0)
+    # What changes in place is seen.
+    assert torch.equal(product.weight[attention.wq.out_features :][:1], attention.wk.weight[:1])
+
+
+@pytest.mark.parametrize("k", range(1, 12, 2))
+def test_fault_in_a_step_costs_no_other_answer_and_no_page(k: int) -> None:
+    model, asked = build("gqa"), requests(7)
+    want = by_torch(model, asked)
+    engine = Engine(model, runner="graph", rows=3, prefix=False)
+    assert engine.slots is not None and engine.pool is not None
+    runner, calls = engine.slots.runner, 0
+    hidden = runner.hidden
+
+    def faulty(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % (7 + k) == 0:
+            raise RuntimeError("out of memory")
+        return hidden(*args)
+
+    runner.hidden = faulty  # type: ignore[method-assign]
+    runner.look = 3
+    numbers = [engine.submit(replace(r, number=-1, key=i)) for i, r in enumerate(asked)]
+    done: dict[int, Result] = {}
+    for _ in range(2000):
+        if engine.idle:
+            break
+        try:
+            for event in engine.step():
+                if event.done is not None:
+                    done[event.request] = event.done[0]
+        except RuntimeError:
+            continue
+    assert [done[n].ids for n in numbers] == [r.ids for r in want]
+    assert engine.pool.available == len(engine.pool.users)
+
+
+def test_cancelled_rows_and_deadlines_free_their_slots() -> None:
+    engine = Engine(build("gqa"), runner="graph", rows=2)
+    first = engine.submit(Request([1, 2, 3], Settings(max_new_tokens=60)))
+    late = engine.submit(Request([4, 5], Settings(max_new_tokens=60), deadline=0.0))
+    others = [engine.submit(Request([7, i], Settings(max_new_tokens=3))) for i in range(3)]
+    events = [*engine.step(), *engine.step(), *engine.cancel(first), *engine.run()]
+    done = {e.request: e.done[0] for e in events if e.done is not None}
+    assert done[first].finish == "cancelled" and 0 < len(done[first].ids) < 60
+    assert done[late].finish == "deadline"
+    assert all(done[n].finish == "length" for n in others)
+    assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
 
 
 def test_packs_hold_every_token_once() -> None:
-    texts, rows = [[4, 5, 6], [7] * 70, [8]], [5, 0, 3]
-    t, n, s = sizes = gpu_prompt.sizes_of(texts)
-    assert (t, n, s) == (128, 4, 96)
-    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(texts, rows, sizes)), sizes)
-    assert pack.ids[pack.last].tolist() == [6, 7, 8, 8] and pack.rows.tolist() == [5, 0, 3, 3]
+    texts = [[4, 5, 6], [7] * 70, [8]]
+    ends = [[(5, 0)], [(0, 0), (1, 0)], [(3, 2)]]
+    parts = [
+        gpu_prompt.Part(text, 0, range(10 * i, 10 * i + 9), end)
+        for i, (text, end) in enumerate(zip(texts, ends, strict=True))
+    ]
+    sizes = gpu_prompt.sizes_of(parts, 8)
+    assert sizes == (128, 4, 96, 0, 12, 4)
+    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(parts, sizes)), sizes)
+    assert pack.ids[pack.last].tolist() == [6, 7, 7, 8] and pack.rows.tolist() == [5, 0, 1, 3]
+    assert pack.said.tolist() == [0, 0, 0, 2] and pack.lengths.tolist() == [3, 70, 70, 1]
     assert torch.equal(pack.grid.flatten()[pack.back][:74], torch.arange(74))
-    assert (pack.row[73:] == 3).all() and (pack.pos[73:] == 0).all() and (pack.ids[73:] == 8).all()
+    assert (pack.row[73:] == 2).all() and (pack.pos[73:] == 0).all() and (pack.ids[73:] == 8).all()
+    assert pack.table[1].tolist() == [*range(10, 19), 18, 18, 18]
     for wide in range(1, 5000):
         up = gpu_prompt.up(wide)
         assert wide <= up <= max(wide + 63, wide * 5 // 4)
-
-
-def test_watched_model_is_not_decoded_where_no_probe_can_see() -> None:
-    watched = regard.Probe().on(build("gqa"))
-    with pytest.raises(UsageError, match="a probe watches it. Use regard.generate"):
-        GraphDecoder(watched, 1, 32, graph=False)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}], ids=["greedy", "drawn"])
@@ -168,22 +292,17 @@ def test_graphs_end_a_request_without_numbers_as_the_engine_does(
     spoilt += [Request([3, 4, 5, bad], Settings(max_new_tokens=1, **settings))]
     asked = [*clean[:2], *spoilt, *clean[2:4], *spoilt, *clean[4:]]
     for rows in (1, 3):
-        found = GraphDecoder(model, rows, 96, graph=False, look=2).serve(asked, refill=False)
-        assert [(r.ids, r.finish) for r in found] == by_engine(model, asked)
-        for r, answer in zip(asked, found, strict=True):
+        found = answer(model, asked, rows)
+        same(found, by_torch(model, asked))
+        for r, result in zip(asked, found, strict=True):
             # The last token of a whole answer is written and not read.
-            read = [*r.ids, *answer.ids][: len(r.ids) + r.settings.max_new_tokens - 1]
-            assert answer.finish == ("error" if bad in read else "length")
-            assert (answer.finish == "error") == ("not a number" in str(answer.error))
+            read = [*r.ids, *result.ids][: len(r.ids) + r.settings.max_new_tokens - 1]
+            assert result.finish == ("error" if bad in read else "length")
+            assert (result.finish == "error") == ("not a number" in str(result.error))
         assert sum(r.finish == "length" for r in found) >= 3
 
 
 def test_greedy_choice_without_a_greatest_number_is_none() -> None:
     inf, nan = float("inf"), float("nan")
     rows = [[1.0, 3.0, 3.0], [nan, 1.0, 2.0], [-inf] * 3, [inf, 0.0, 1.0], [-inf, -5.0, -inf]]
-    assert gpu_sample.greedy(torch.tensor(rows)).tolist() == [1, -1, -1, -1, 1]
-
-
-def test_prepared_model_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UsageError, match="prepared in bf16.*give the original"):
-        GraphDecoder(regard.prepare(build("gqa"), "bf16"), 1, 32, graph=False)
+    assert gpu_sample.best(torch.tensor(rows))[0].tolist() == [1, -1, -1, -1, 1]

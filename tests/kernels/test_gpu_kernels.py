@@ -10,9 +10,11 @@ from torch import Tensor
 
 import regard
 from regard.attention import attend
-from regard.decode.graphs import GraphDecoder
+from regard.decode import sampling
+from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import draw as gpu_draw
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import loss as gpu_loss
@@ -20,7 +22,7 @@ from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
-from tests.kernels.plain import BOUND, largest_gap
+from tests.kernels.plain import BOUND, largest_gap, served
 
 pytestmark = pytest.mark.skipif(
     gpu_linear.triton is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -149,33 +151,57 @@ def test_gpu_attention_matches_attend(
 def test_gpu_latent_matches_attend(
     b: int, h: int, c: int, r: int, s: int, splits: int, dtype: torch.dtype
 ) -> None:
-    sizes = ((b, h, c + r), (b, c + r), (b, s, c + r))
-    q, entry, cache = (torch.randn(*size).to(dtype) for size in sizes)
+    page, places = 8, -(-s // 8)
+    sizes = ((b, h, c + r), (b, c + r), (b * places, page, c), (b * places, page, r))
+    q, entry, latents, ropes = (torch.randn(*size).to(dtype) for size in sizes)
+    table = torch.randperm(b * places).view(b, places).int()
     pos = torch.randint(0, s, (b,))
-    full = cache.clone()
+
+    def whole() -> torch.Tensor:
+        return torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
+
+    full = whole()
     full[torch.arange(b), pos] = entry
-    seen = (torch.arange(s) <= pos[:, None])[:, None, None]
+    seen = (torch.arange(places * page) <= pos[:, None])[:, None, None]
     keys = full[:, :, None].float()
     want = attend(q[:, None].float(), keys, keys[..., :c], seen, scale=0.1)[:, 0]
     close(gpu_latent.reference(q, full, pos + 1, c, 0.1), want, dtype)
-    got = gpu_latent.decode(q, entry, cache, pos, latent=c, scale=0.1, splits=splits)
+    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.1, splits=splits)
     close(got, want, dtype)
-    assert torch.equal(cache, full)
+    assert torch.equal(whole(), full)
 
 
+def state(rows: int, **given: list[int]) -> gpu_sample.State:
+    def numbers(name: str, default: int) -> torch.Tensor:
+        return torch.tensor(given.get(name, [default] * rows))
+
+    four = [numbers(name, 1) for name in ("ids", "pos", "count", "tick")]
+    log = torch.zeros(5, rows, dtype=torch.long)
+    return gpu_sample.State(*four, numbers("live", 1), log, torch.zeros(5, rows), 9)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_gpu_greedy_matches_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sample, "CHUNK", 64)
-    state = [torch.tensor(x) for x in ([1, 2, 3], [4, 9, 6], [0, 1, 2], [1, 1, 1])]
-    a = gpu_sample.State(*state, torch.zeros(5, 3, dtype=torch.long), 9)
-    b = copy.deepcopy(a)
+    a = state(3, ids=[1, 2, 3], pos=[4, 9, 6], count=[0, 1, 2], live=[1, 1, 0])
+    b, c = copy.deepcopy(a), copy.deepcopy(a)
     for _ in range(6):
         logits = (torch.randn(3, 300) * 3).round()  # with ties
-        gpu_sample.advance(a, gpu_sample.greedy(logits))
-        gpu_sample.kernels(b, logits)
-        for x, y in zip([*a.tensors(), a.log], [*b.tensors(), b.log], strict=True):
-            assert torch.equal(x, y)
+        tokens, norm = logits.argmax(-1), logits.logsumexp(-1)
+        with monkeypatch.context() as plain:
+            plain.setitem(gpu_linear.SWITCH, "interpreted", False)
+            gpu_sample.advance(a, logits, tokens, tokens, norm)
+        gpu_sample.greedy_advance(b, logits)
+        gpu_sample.advance(c, logits, tokens, tokens, norm)
+        for other in (b, c):
+            for x, y in zip([*a.tensors(), a.log], [*other.tensors(), other.log], strict=True):
+                assert torch.equal(x, y)
+            torch.testing.assert_close(a.logp, other.logp)
+        for x, y in zip(gpu_sample.best(logits), (tokens, norm), strict=True):
+            torch.testing.assert_close(x, y)
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_gpu_greedy_chooses_nothing_without_numbers(
     value: float, monkeypatch: pytest.MonkeyPatch
@@ -184,12 +210,122 @@ def test_gpu_greedy_chooses_nothing_without_numbers(
     monkeypatch.setattr(gpu_sample, "CHUNK", 64)
     logits = torch.randn(4, 300)
     logits[0], logits[1, 5], logits[2, 299] = value, value, value
-    state = [torch.ones(4, dtype=torch.long) for _ in range(4)]
-    a = gpu_sample.State(*state, torch.zeros(3, 4, dtype=torch.long), 9)
-    gpu_sample.kernels(a, logits)
-    want = gpu_sample.greedy(logits)
+    a = state(4)
+    gpu_sample.greedy_advance(a, logits)
+    want = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
     assert torch.equal(a.ids, want) and torch.equal(a.log[1], want)
+    assert torch.equal(gpu_sample.best(logits)[0], want) and a.logp.isfinite().all()
     assert want[0] == -1 and want[3] >= 0 and (want[1] == -1) == (value != float("-inf"))
+
+
+def filtered(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """The plain form, as SampleLane has it."""
+    kept = logits.float() / columns["temperature"].clamp(min=1e-6)
+    for name in ("top_k", "top_p", "min_p", "typical_p"):
+        if name in columns:
+            kept = getattr(sampling, name)(kept, columns[name])
+    return kept
+
+
+# Settings of six rows: idle ones among them, and a greedy row.
+HEAT = [1.0, 0.7, 0.0, 2.0, 0.25, 1.0]
+FILTERS = {
+    "top_k": [5, 0, 3, 400, 1, 5000],
+    "top_p": [0.5, 0.9, 0.3, 1.0, 0.99, 0.0],
+    "min_p": [0.1, 0.0, 0.5, 0.02, 1.0, 0.3],
+    "typical_p": [0.9, 0.3, 0.2, 0.99, 1.0, 0.05],
+}
+ALONE_AND_TOGETHER = [
+    (),
+    ("top_k",),
+    ("top_p",),
+    ("min_p",),
+    ("typical_p",),
+    ("top_k", "top_p"),
+    ("top_p", "typical_p"),
+    ("top_k", "top_p", "min_p", "typical_p"),
+]
+
+
+def settings(names: tuple[str, ...], rows: slice = slice(None)) -> dict[str, Tensor]:
+    chosen = {"temperature": HEAT, **{name: FILTERS[name] for name in names}}
+    return {name: torch.tensor(values[rows])[:, None] for name, values in chosen.items()}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("names", ALONE_AND_TOGETHER, ids="-".join)
+@pytest.mark.parametrize(
+    "vocab, chunk, levels, dtype",
+    [(997, 512, 2, torch.float32), (1300, 512, 0, torch.float32), (200, 256, 8, torch.float16)],
+)
+def test_gpu_draw_matches_sampling(
+    names: tuple[str, ...],
+    vocab: int,
+    chunk: int,
+    levels: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same token for every u that is not so near to a boundary that rounding decides. `levels` per unit: ties."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", chunk)
+    g = torch.Generator().manual_seed(vocab + len(names))
+    logits = 2.5 * torch.randn(6, vocab, generator=g)
+    logits = (logits * levels).round() / levels if levels else logits
+    # Banned tokens, and zeros of both signs.
+    logits[0, ::3], logits[3, : vocab // 2], logits[5, 1::4] = -torch.inf, -torch.inf, -0.0
+    logits, columns = logits.to(dtype), settings(names)
+    u = torch.rand(6, dtype=torch.float64, generator=g)
+    kept = filtered(logits, columns)
+    mass = kept.double().softmax(-1).cumsum(-1)
+    drawn = columns["temperature"][:, 0] > 0
+    clear = ((mass - u[:, None]).abs().amin(-1) > 1e-5) | ~drawn
+    want = torch.where(drawn, sampling.draw(kept, u), logits.argmax(-1))
+    got = gpu_draw.draw_filtered(logits, u, columns)
+    assert got[clear].tolist() == want[clear].tolist()
+    assert clear.sum() >= 5
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gpu_draw_keeps_the_lowest_ids_of_equals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all logits equal: the last token that can be drawn is the last that is kept."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", 256)
+    monkeypatch.setattr(gpu_draw, "TILE", 128)
+    u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    logits, heat = torch.full((2, 1000), 2.0), torch.ones(2, 1)
+    cases = {"top_k": (300, 299), "top_p": (0.2996, 299), "typical_p": (0.2996, 299)}
+    for name, (value, last) in {**cases, "min_p": (0.5, 999)}.items():
+        columns = {"temperature": heat, name: torch.tensor([[value]] * 2)}
+        assert gpu_draw.draw_filtered(logits, u, columns).tolist() == [0, last]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("names", [(), ("top_k",), tuple(FILTERS)], ids="-".join)
+def test_gpu_draw_gives_some_token_without_numbers(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the row beside them its own."""
+    monkeypatch.setattr(gpu_draw, "CHUNK", 256)
+    g = torch.Generator().manual_seed(0)
+    u = torch.full((6,), 0.6, dtype=torch.float64)
+    columns = {
+        name: column[:1].expand(6, 1).contiguous() for name, column in settings(names).items()
+    }
+    logits = torch.randn(6, 300, generator=g)
+    for low, high in ((-torch.inf, torch.inf), (-3e38, 3e38)):
+        logits[0], logits[1], logits[2] = torch.nan, high, low
+        logits[3, 7], logits[3, 250], logits[4, 250] = torch.nan, high, low
+        got = gpu_draw.draw_filtered(logits, u, columns)
+        assert ((got >= 0) & (got < 300)).all()
+        assert got[5] == sampling.draw(
+            filtered(logits[5:], {n: c[5:] for n, c in columns.items()}), u[5:]
+        )
+
+
+def test_gpu_uniform_matches_sampling() -> None:
+    g = torch.Generator().manual_seed(3)
+    numbers = [torch.randint(-(2**40), 2**40, (50,), generator=g) for _ in range(3)]
+    numbers[0][:2] = torch.tensor([-(2**63), 2**63 - 1])
+    assert torch.equal(gpu_draw.uniform(*numbers), sampling.uniform(*numbers))
 
 
 @pytest.fixture
@@ -274,13 +410,15 @@ def test_gpu_loss_matches_reference(
 @pytest.mark.parametrize("turned", [True, False])
 def test_gpu_lay_matches_indexing(turned: bool) -> None:
     h, g, d, length = 6, 2, 32, 90
-    texts, rows = [[1] * 7, [2] * 40, [3] * 33], [4, 0, 2]
-    sizes = gpu_prompt.sizes_of(texts)
-    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(texts, rows, sizes)), sizes)
+    texts, page = [[1] * 7, [2] * 40, [3] * 33], 8
+    pages = torch.randperm(36).view(3, 12).tolist()
+    parts = [gpu_prompt.Part(text, 3 * i, pages[i]) for i, text in enumerate(texts)]
+    sizes = gpu_prompt.sizes_of(parts, page)
+    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(parts, sizes)), sizes)
     qkv = torch.randn(sizes[0], (h + 2 * g) * d)
     qkv[80:] = qkv[79]  # spare tokens repeat the last
     angles = (torch.rand(length, d // 2), torch.rand(length, d // 2)) if turned else None
-    keys, values = torch.zeros(2, 5, length, g, d)
+    keys, values = torch.zeros(2, 36, page, g, d)
     laid = gpu_prompt.lay_qkv(qkv, pack, keys, values, h, angles)
     q, k, v = qkv.unflatten(1, (-1, d)).split([h, g, g], 1)
     if angles is not None:
@@ -292,10 +430,8 @@ def test_gpu_lay_matches_indexing(turned: bool) -> None:
             assert not got[i, len(text) :].any()
     for cache, x in ((keys, k), (values, v)):
         want = torch.zeros_like(cache)
-        want[pack.row, pack.pos] = x
+        want[pack.table[pack.row, pack.pos // page], pack.pos % page] = x
         torch.testing.assert_close(cache, want)
-    o = gpu_prompt.attend(laid, pack, 0.2, None)
-    assert o.shape == (sizes[0], h * d) and not o.isnan().any()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -307,12 +443,12 @@ def test_gpu_decoder_gives_the_plain_tokens(
     model = small(name)
     texts = [[5, 9, 2], [7] * 20, [1, 2], [3, 4, 5, 6, 7], [8]]
     asked = [Request(ids, Settings(max_new_tokens=4)) for ids in texts]
-    want = GraphDecoder(model, 5, 48, graph=False, kernels=False).serve(asked)
+    want = served(Engine(model, runner="torch"), asked)
     monkeypatch.setitem(gpu_linear.SWITCH, "wide", wide)
     for rows in (2, 5):  # few rows, and more than MOST
-        decoder = GraphDecoder(model, rows, 48, graph=False)
-        assert [r.ids for r in decoder.serve(asked)] == [r.ids for r in want]
-        assert largest_gap(decoder, texts[:rows], 2) < BOUND
+        engine = Engine(model, runner="graph", rows=rows)
+        assert [r.ids for r in served(engine, asked)] == [r.ids for r in want]
+        assert largest_gap(engine, texts[:rows], 2) < BOUND
 
 
 def small(name: str) -> regard.Model:

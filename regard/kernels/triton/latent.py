@@ -1,4 +1,4 @@
-"""Latent attention (MLA, absorbed) of one new token a row over a cache of [latent | rotary key] rows on a GPU.
+"""Latent attention (MLA, absorbed) of one new token a row over pages of latents and of rotary keys on a GPU.
 
     python bench/gpu_kernels.py --part k      checks it
     python bench/gpu_decode.py --part e      times it against GQA and MHA
@@ -37,7 +37,9 @@ def reference(q: Tensor, cache: Tensor, lengths: Tensor, latent: int, scale: flo
 def _latent(
     q,
     entry,
-    cache,
+    latents,
+    ropes,
+    table,
     pos,
     part,
     stat,
@@ -51,6 +53,7 @@ def _latent(
     BLOCK_S: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    PAGE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -66,7 +69,7 @@ def _latent(
     c, r = tl.arange(0, C), tl.arange(0, R)
     mine = q + (b * H + head[:, None]) * W
     qc, qr = tl.load(mine + c[None, :]), tl.load(mine + C + r[None, :])
-    home = cache + b * row * W
+    home = table + b * row
 
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
@@ -74,8 +77,9 @@ def _latent(
     if split == 0:  # the new row: stored by one program, counted by each block of heads
         nc, nr = tl.load(entry + b * W + c), tl.load(entry + b * W + C + r)
         if tl.program_id(1) == 0:
-            tl.store(home + length.to(tl.int64) * W + c, nc)
-            tl.store(home + length.to(tl.int64) * W + C + r, nr)
+            spot = tl.load(home + length // PAGE).to(tl.int64) * PAGE + length % PAGE
+            tl.store(latents + spot * C + c, nc)
+            tl.store(ropes + spot * R + r, nr)
         own = tl.sum(qc.to(tl.float32) * nc.to(tl.float32)[None, :], 1)
         top = (own + tl.sum(qr.to(tl.float32) * nr.to(tl.float32)[None, :], 1)) * scale
         total = tl.full([BLOCK_H], 1.0, tl.float32)
@@ -87,9 +91,10 @@ def _latent(
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
         at = s0 + tl.arange(0, BLOCK_S)
         valid = at < end
-        here = home + at.to(tl.int64)[:, None] * W
-        kc = tl.load(here + c[None, :], mask=valid[:, None], other=0.0)
-        kr = tl.load(here + C + r[None, :], mask=valid[:, None], other=0.0)
+        page = tl.load(home + tl.minimum(at, length - 1) // PAGE).to(tl.int64)
+        spot = (page * PAGE + at % PAGE)[:, None]
+        kc = tl.load(latents + spot * C + c[None, :], mask=valid[:, None], other=0.0)
+        kr = tl.load(ropes + spot * R + r[None, :], mask=valid[:, None], other=0.0)
         x = tl.dot(qc, tl.trans(kc), input_precision=precision)
         x = tl.dot(qr, tl.trans(kr), x, input_precision=precision) * scale
         x = tl.where(valid[None, :], x, float("-inf"))
@@ -120,22 +125,26 @@ def suits(latent: int, rope: int, x: Tensor) -> bool:
 def decode(
     q: Tensor,
     entry: Tensor,
-    cache: Tensor,
+    latents: Tensor,
+    ropes: Tensor,
+    table: Tensor,
     pos: Tensor,
     *,
-    latent: int,
     scale: float,
     bound: int | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Store `entry` (b c+r) at `pos` (b) of the cache (b s c+r) and attend to all up to it: q (b h c+r) -> (b h c).
-    Equals `reference`; see test_gpu_latent_matches_attend."""
-    b, h, wide = q.shape
+    """Store `entry` (b c+r) at `pos` (b) and attend to all up to it: q (b h c+r) -> (b h c). latents (pages page c),
+    ropes (pages page r), and a block table (b places) of each row's pages. Equals `reference`; see
+    test_gpu_latent_matches_attend."""
+    (b, h, wide), (page, latent) = q.shape, latents.shape[1:]
     block = 16 if h <= 16 else 32 if h <= 32 else 64
     tile, warps, stages = TILES[block]
     blocks = -(-h // block)
     if splits is None:
-        most = max(1, min(64, PROGRAMS // (b * blocks), (bound or cache.shape[1]) // (2 * tile)))
+        most = max(
+            1, min(64, PROGRAMS // (b * blocks), (bound or table.shape[1] * page) // (2 * tile))
+        )
         splits = 1 << (most.bit_length() - 1)
     out = torch.empty(b, h, latent, dtype=q.dtype, device=q.device)
     one = splits == 1
@@ -145,12 +154,14 @@ def decode(
     _latent[(b, blocks, splits)](
         q,
         entry,
-        cache,
+        latents,
+        ropes,
+        table,
         pos,
         part,
         stat,
         out,
-        cache.shape[1],
+        table.shape[1],
         scale * math.log2(math.e),
         H=h,
         C=latent,
@@ -159,6 +170,7 @@ def decode(
         BLOCK_S=tile,
         SPLITS=splits,
         STAGES=stages,
+        PAGE=page,
         EXACT=q.dtype == torch.float32,
         PDL=pdl,
         num_warps=warps,

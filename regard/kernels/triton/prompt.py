@@ -1,8 +1,9 @@
 """Prompts laid end to end, (t ...), so that no matrix product sees padding; only attention lays them out in rows (n s).
 
 Sizes are rounded up, so that a few CUDA graphs hold every pass: spare tokens repeat the last one, spare prompts the
-last prompt, and both write again what it wrote. One kernel turns queries and keys, stores keys and values in the cache,
-and lays all three out for torch's attention; `lay` is that in torch.
+last prompt, and both write again what it wrote. One kernel turns queries and keys, stores keys and values in the pages
+of a cache, and lays all three out for torch's attention; `lay` is that in torch. A prompt whose beginning is in the
+cache already attends to its pages instead.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +22,27 @@ from regard.kernels.triton.linear import jit, triton
 if triton is not None:
     import triton.language as tl
 
-Laid = tuple[Tensor, Tensor, Tensor]  # q, k, v in rows (n s . d)
-Sizes = tuple[int, int, int]  # tokens, prompts, tokens of the longest
+Laid = tuple[Tensor, Tensor, Tensor]  # q (n s h d), k and v (n s g d)
+
+
+@dataclass
+class Part:
+    """Tokens of a prompt that are read now, after `start` that the cache has, into the pages of the whole text."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    # What begins to write when the prompt is through: rows of the decoder, and how many tokens each has said.
+    ends: Sequence[tuple[int, int]] = ()
+
+
+class Sizes(NamedTuple):
+    tokens: int
+    prompts: int
+    longest: int  # tokens of a prompt
+    whole: int  # tokens of a text, what is in the cache among them; 0 where nothing is
+    places: int  # pages of a text
+    ends: int
 
 
 def up(n: int, least: int = 64) -> int:
@@ -30,57 +51,81 @@ def up(n: int, least: int = 64) -> int:
     return -(-n // step) * step
 
 
-def sizes_of(texts: Sequence[Sequence[int]]) -> Sizes:
-    longest = max(map(len, texts))
-    return up(sum(map(len, texts))), 1 << (len(texts) - 1).bit_length(), up(longest, 32)
+def two(n: int) -> int:
+    """The smallest power of two from n on; 0 of 0."""
+    return 1 << (n - 1).bit_length() if n else 0
 
 
-def flat(texts: Sequence[Sequence[int]], rows: Sequence[int], sizes: Sizes) -> list[int]:
+def sizes_of(parts: Sequence[Part], page: int) -> Sizes:
+    longest = up(max(len(p.tokens) for p in parts), 32)
+    whole = up(max(p.start + len(p.tokens) for p in parts)) if any(p.start for p in parts) else 0
+    return Sizes(
+        up(sum(len(p.tokens) for p in parts)),
+        two(len(parts)),
+        longest,
+        whole,
+        -(-max(whole, longest) // page),
+        two(sum(len(p.ends) for p in parts)),
+    )
+
+
+def flat(parts: Sequence[Part], sizes: Sizes) -> list[int]:
     """All the numbers of a Pack, in its order, for one copy to the device."""
-    t, n, s = sizes
+    s, places = sizes.longest, sizes.places
     ids: list[int] = []
     pos: list[int] = []
     row: list[int] = []
     back: list[int] = []
     grid: list[int] = []
-    last: list[int] = []
-    for i, (text, r) in enumerate(zip(texts, rows, strict=True)):
-        first, size = len(ids), len(text)
-        ids += text
-        pos += range(size)
-        row += [r] * size
+    table: list[int] = []
+    ends: list[tuple[int, int, int, int]] = []
+    for i, part in enumerate(parts):
+        first, size = len(ids), len(part.tokens)
+        ids += part.tokens
+        pos += range(part.start, part.start + size)
+        row += [i] * size
         back += range(i * s, i * s + size)
-        last.append(first + size - 1)
         grid += range(first, first + size)
         grid += [first + size - 1] * (s - size)
+        pages = list(part.pages[:places])
+        table += pages + pages[-1:] * (places - len(pages))
+        ends += [(first + size - 1, *end, part.start + size) for end in part.ends]
     for x in (ids, pos, row, back):
-        x += x[-1:] * (t - len(x))
-    spare = n - len(texts)
-    grid += grid[-1:] * (spare * s)
-    lengths = [len(text) for text in texts]
-    ends = [x + x[-1:] * spare for x in (last, list(rows), lengths)]
-    return [*ids, *pos, *row, *back, *grid, *ends[0], *ends[1], *ends[2]]
+        x += x[-1:] * (sizes.tokens - len(x))
+    spare = sizes.prompts - len(parts)
+    starts, totals = [p.start for p in parts], [p.start + len(p.tokens) for p in parts]
+    for x, width in ((grid, s), (table, places), (starts, 1), (totals, 1)):
+        x += x[len(x) - width :] * spare
+    ends += ends[-1:] * (sizes.ends - len(ends))
+    columns = [x for column in zip(*ends, strict=True) for x in column]
+    return [*ids, *pos, *row, *back, *grid, *table, *starts, *totals, *columns]
 
 
 @dataclass
 class Pack:
     """Prompts on the device, int64."""
 
+    sizes: Sizes
     ids: Tensor  # (t) tokens,
     pos: Tensor  # (t) their positions,
-    row: Tensor  # (t) the rows of the cache they go to
+    row: Tensor  # (t) their prompts
     back: Tensor  # (t) and their places in (n s)
     grid: Tensor  # (n s) the token at each place
-    last: Tensor  # (n) where each prompt ends,
-    rows: Tensor  # (n) its row of the cache
-    lengths: Tensor  # (n) and its length
+    table: Tensor  # (n places) each prompt's pages,
+    starts: Tensor  # (n) how much of its text the cache has
+    totals: Tensor  # (n) and will have
+    last: Tensor  # (e) the last token of those that are through,
+    rows: Tensor  # (e) where each goes on,
+    said: Tensor  # (e) what it has said
+    lengths: Tensor  # (e) and the length of its text
     laid: dict[tuple[int, ...], Laid] = field(default_factory=dict)
 
     @classmethod
     def of(cls, numbers: Tensor, sizes: Sizes) -> Pack:
-        t, n, s = sizes
-        ids, pos, row, back, grid, *ends = numbers.split([t, t, t, t, n * s, n, n, n])
-        return cls(ids, pos, row, back, grid.view(n, s), *ends)
+        t, n, s, _, places, e = sizes
+        each = numbers.split([t, t, t, t, n * s, n * places, n, n, e, e, e, e])
+        ids, pos, row, back, grid, table, *rest = each
+        return cls(sizes, ids, pos, row, back, grid.view(n, s), table.view(n, places), *rest)
 
     def rooms(self, like: Tensor, heads: int, groups: int, d: int) -> Laid:
         """Zeros for q, k and v, the same for every layer: what no token is written to stays zero."""
@@ -108,22 +153,25 @@ def _lay(
     pos,
     row,
     back,
+    table,
     q,
     k,
     v,
     keys,
     values,
-    length,
+    places,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
     ROPE: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
     t = tl.program_id(0).to(tl.int64)
     r, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    at, home = tl.load(pos + t), tl.load(row + t)
+    at = tl.load(pos + t)
+    page = tl.load(table + tl.load(row + t) * places + at // PAGE)
     to = tl.load(back + t)
     mine = qkv + t * ((H + 2 * G) * D) + r * D + half
     a = tl.load(mine, mask=r < H + 2 * G, other=0.0).to(tl.float32)
@@ -133,7 +181,7 @@ def _lay(
         s = tl.where(r < H + G, tl.load(sin + at * HALF + half).to(tl.float32), 0.0)
         a, b = a * c - b * s, b * c + a * s
     a, b = a.to(q.dtype.element_ty), b.to(q.dtype.element_ty)
-    spot = (home * length + at) * G
+    spot = (page * PAGE + at % PAGE) * G
     is_q, is_k, is_v = r < H, (r >= H) & (r < H + G), (r >= H + G) & (r < H + 2 * G)
     to_q = q + (to * H + r) * D + half
     tl.store(to_q, a, mask=is_q)
@@ -158,9 +206,9 @@ def lay_qkv(
     heads: int,
     angles: tuple[Tensor, Tensor] | None,
 ) -> Laid:
-    """qkv (t, (h + 2g) d) before RoPE: keys and values into the caches (b s g d), and q, k, v in rows (n s . d).
-    Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
-    length, g, d = keys.shape[1:]
+    """qkv (t, (h + 2g) d) before RoPE: keys and values into their pages (pages page g d), and q, k, v in rows
+    (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
+    page, g, d = keys.shape[1:]
     rooms = pack.rooms(qkv, heads, g, d)
     cos, sin = (qkv, qkv) if angles is None else angles
     _lay[(len(qkv),)](
@@ -170,14 +218,16 @@ def lay_qkv(
         pack.pos,
         pack.row,
         pack.back,
+        pack.table,
         *rooms,
         keys,
         values,
-        length,
+        pack.table.shape[1],
         H=heads,
         G=g,
         D=d,
         HEADS=triton.next_power_of_2(heads + 2 * g),
+        PAGE=page,
         ROPE=angles is not None,
         num_warps=4,
     )
@@ -185,13 +235,17 @@ def lay_qkv(
 
 
 def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
-    """Causal attention of q (n s h d) over k (n s g d), v (n s g e), back as tokens (t, h e)."""
+    """Causal attention of q (n s h d) over k, v of the same tokens, or of whole texts (n S g d) where some of them was
+    in the cache; back as tokens (t, h e)."""
     q, k, v = laid
     mask = None
-    if window is not None:
-        at = torch.arange(q.shape[1], device=q.device)
-        gap = at[:, None] - at
-        mask = (gap >= 0) & (gap < window)
+    if pack.sizes.whole or window is not None:
+        at = torch.arange(q.shape[1], device=q.device)[None]
+        if pack.sizes.whole:
+            at = at + pack.starts[:, None]
+        gap = at[:, :, None] - torch.arange(k.shape[1], device=q.device)
+        mask = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
+        mask = mask[:, None]
     o = fused(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -1,9 +1,8 @@
-"""Calls on a GPU recorded as CUDA graphs that share their memory, marks of time around them, and numbers sent there."""
+"""Calls on a GPU recorded as CUDA graphs that share their memory, and numbers sent there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ class Recorder:
     def __init__(self) -> None:
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
-        self.spans: list[tuple[str, Any, Any]] | None = None  # a list: device times, for a bench
 
     def record(self, key: Any, call: Callable[[], Any]) -> None:
         """`call` has run before, so that nothing is compiled or chosen now."""
@@ -38,18 +36,6 @@ class Recorder:
         self.record(key, call)
         for x, old in zip(state, before, strict=True):
             x.copy_(old)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Marks on the device around what it does, where someone asked."""
-        if self.spans is None:
-            yield
-            return
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        yield
-        last.record()
-        self.spans.append((name, first, last))
 
 
 def send(values: list[Any], device: torch.device) -> Tensor:

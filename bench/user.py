@@ -1,0 +1,278 @@
+"""What a user types, timed: regard.generate with its defaults on a GPU, against transformers' generate, in one run.
+
+    python bench/user.py                    all parts; about four minutes on an H200
+    python bench/user.py --quick            tiny sizes: whether it runs at all
+    python bench/user.py --part a           one part
+
+a  a Llama-3.2-1B shape, random weights in bf16, batch 1, 8 and 64 (128 tokens of prompt, or 96 to 160; 256 new),
+   greedy, drawn by top-p, and transformers warm, prefill included; the share of the memory's speed
+b  every token that was chosen, scored by the model itself over the whole text: how far below the best it was
+c  512 requests that arrive by and by (Poisson), prompts of 16 to 2,048 tokens, answers of 16 to 256, by
+   regard.Engine, against as many tokens in static batches; how long a request waits for its first token
+d  the first token: a process of its own from `regard.load` on, with kernels compiled anew and from their cache
+e  chats: 64 of 8 turns with one system prompt, by regard.Engine: how many tokens of the prompts are not read again
+
+Nothing but torch, triton and transformers must be installed. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from typing import Any
+
+import torch
+from gpu_measure import BF16, VOCAB, bandwidth, prompts, run_parts, seconds
+
+import regard
+from regard.decode.engine import Engine
+from regard.decode.settings import Request, Settings
+
+TOP_P = {"temperature": 1.0, "top_p": 0.9, "seed": 1}
+
+
+@cache
+def llama(layers: int) -> Any:
+    torch.manual_seed(0)
+    return regard.build("llama-3.2-1b", layers=layers, device="cuda", dtype=BF16)
+
+
+def layers_of(args: argparse.Namespace) -> int:
+    return 2 if args.quick else 16
+
+
+def texts_of(batch: int) -> list[list[int]]:
+    """What both sides are given: 128 tokens, or 96 to 160 where there are several rows."""
+    low, high = (128, 128) if batch == 1 else (96, 160)
+    return prompts(batch, low, high, batch)
+
+
+@cache
+def peer(layers: int) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    try:
+        with torch.device("cuda"):
+            return transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def theirs(model: Any, batch: int, new: int) -> float:
+    """New tokens a second of transformers on the same prompts, padded on the left."""
+    texts = texts_of(batch)
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(t)) + t for t in texts], device="cuda")
+    mask = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in texts], device="cuda")
+    asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        return batch * new / seconds(lambda: model.generate(ids, attention_mask=mask, **asked))
+
+
+def part_a(args: argparse.Namespace) -> None:
+    layers, new = layers_of(args), 32 if args.quick else 256
+    model, hf = llama(layers), None
+    try:
+        hf = peer(layers)
+        theirs(hf, 1, 4)
+    except Exception as error:
+        print(f"  transformers is left out: {type(error).__name__}: {error}")
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    speed = bandwidth()
+    print(f"  copy {speed / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}")
+    print("  batch     greedy   of limit      top-p  of greedy   transformers   greedy by")
+    for batch in (1, 8) if args.quick else (1, 8, 64):
+        texts = texts_of(batch)
+
+        def ours(texts: list[list[int]] = texts, **settings: Any) -> float:
+            took = seconds(lambda: regard.generate(model, texts, max_new_tokens=new, **settings))
+            return len(texts) * new / took
+
+        for _ in range(3):
+            # What a second call finds recorded.
+            ours(), ours(**TOP_P)
+        greedy, drawn, other = [], [], []
+        for _ in range(3):
+            greedy.append(ours())
+            drawn.append(ours(**TOP_P))
+            if hf is not None:
+                other.append(theirs(hf, batch, new if batch < 64 else min(new, 64)))
+        rate, top, peers = (statistics.median(x) if x else 0.0 for x in (greedy, drawn, other))
+        cached = batch * (128 + new // 2) * layers * 2 * 8 * 64 * 2  # halfway
+        limit = batch / ((weights + cached) / speed)
+        times = f"{rate / peers:.1f} times" if peers else "-"
+        print(
+            f"  {batch:5d} {rate:10,.0f} {100 * rate / limit:8.1f} % {top:10,.0f} {100 * top / rate:8.1f} %"
+            f" {peers:14,.0f}   {times}",
+            flush=True,
+        )
+    print("  " + Engine(model, rows=64, memory=2**30).explain().replace("\n", "\n  "))
+
+
+def part_b(args: argparse.Namespace) -> None:
+    model = llama(layers_of(args))
+    for batch in (1, 4, 8, 64):
+        texts = texts_of(batch)
+        for _ in range(3):
+            out = regard.generate(model, texts, max_new_tokens=64)
+        gaps, off = [], []
+        for ids, result in zip(texts, out, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids + result.ids], device="cuda"))[0].float()
+            logits = logits[len(ids) - 1 : -1]
+            chosen = torch.tensor(result.ids, device="cuda")[:, None]
+            picked = logits.gather(-1, chosen)[:, 0]
+            gaps += (logits.amax(-1) - picked).tolist()
+            said = torch.tensor(result.logprobs, device="cuda")
+            off += (picked - logits.logsumexp(-1) - said).abs().tolist()
+        other = sum(gap > 0 for gap in gaps)
+        print(
+            f"  batch {batch}: {len(gaps)} tokens, {other} other than the model's own argmax, largest logit gap "
+            f"{max(gaps):.4f}, largest difference of a log probability {max(off):.4f} "
+            f"{'ok' if max(gaps) < 0.1 and max(off) < 0.1 else 'LOOK'}"
+        )
+
+
+def part_c(args: argparse.Namespace) -> None:
+    r, count = random.Random(1), 24 if args.quick else 512
+    model = llama(layers_of(args))
+    sizes = [round(16 * 128 ** r.random()) for _ in range(count)]
+    asked = [
+        Request(prompts(1, n, n, i)[0], Settings(max_new_tokens=round(16 * 16 ** r.random())))
+        for i, n in enumerate(sizes)
+    ]
+    total = sum(q.settings.max_new_tokens for q in asked)
+
+    def static() -> None:
+        for i in range(0, count, 64):
+            regard.generate(model, [q.ids for q in asked[i : i + 64]], max_new_tokens=256)
+
+    static(), static()
+    base = count * 256 / seconds(static)
+    gaps, took = [r.expovariate(1.0) for _ in asked], 0.0
+    for load in (0.0, 0.8):
+        # All at once; then at a rate of four fifths of what the first run could serve.
+        for _ in range(2):
+            engine = Engine(model, rows=64, memory=2**34)
+            span = took / load if load else 0.0
+            arrive = [span * sum(gaps[: i + 1]) / sum(gaps) for i in range(count)]
+            waits, longest, queue = {}, 0.0, list(enumerate(asked))
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            born: dict[int, float] = {}
+            done = 0
+            while done < count:
+                now = time.perf_counter() - start
+                while queue and arrive[queue[0][0]] <= now:
+                    i, q = queue.pop(0)
+                    born[engine.submit(q)] = arrive[i]
+                if engine.idle:
+                    continue
+                before = time.perf_counter()
+                events = engine.step()
+                longest = max(longest, time.perf_counter() - before)
+                now = time.perf_counter() - start
+                for e in events:
+                    if e.done is not None:
+                        done += 1
+                    if e.token is not None:
+                        waits.setdefault(e.request, now - born[e.request])
+            wall = time.perf_counter() - start
+            if load == 0:
+                took = wall
+        first = sorted(waits.values())
+        median, late = (1e3 * first[int(share * len(first))] for share in (0.5, 0.95))
+        print(
+            f"  {'Poisson, 80 % load' if load else 'all at once'}: {total:,} tokens in {wall:.2f} s, "
+            f"{total / wall:,.0f} tokens/s, {100 * total / wall / base:.0f} % of static batches ({base:,.0f}); "
+            f"first token after {median:.0f} ms (median), {late:.0f} ms (95 %); longest step {1e3 * longest:.0f} ms"
+        )
+
+
+COLD = """
+import sys, time
+import torch
+import regard
+model = regard.load(sys.argv[1], device="cuda", dtype=torch.bfloat16)
+torch.cuda.synchronize()
+start = time.perf_counter()
+pieces = regard.generate(model, [list(range(1, 100))], max_new_tokens=1)
+print(time.perf_counter() - start)
+start = time.perf_counter()
+regard.generate(model, [list(range(1, 100))], max_new_tokens=64)
+print(time.perf_counter() - start)
+"""
+
+
+def part_d(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        llama(layers_of(args)).save(f"{folder}/model")
+        for name in ("compiled anew", "from the cache"):
+            done = subprocess.run(
+                [sys.executable, "-c", COLD, f"{folder}/model"],
+                env={**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton"},
+                capture_output=True,
+                text=True,
+            )
+            first, next_ = map(float, done.stdout.split()[-2:]) if done.stdout else (0.0, 0.0)
+            print(
+                f"  kernels {name}: first token {first:.2f} s after loading, 64 more {next_:.2f} s"
+            )
+            if done.returncode:
+                print(done.stderr[-2000:])
+
+
+def part_e(args: argparse.Namespace) -> None:
+    r, model = random.Random(2), llama(layers_of(args))
+    chats, turns = (8, 3) if args.quick else (64, 8)
+    engine = Engine(model, rows=64, memory=2**34)
+    system = prompts(1, 512, 512, 7)[0]
+    texts = [list(system) for _ in range(chats)]
+    asked = read = 0
+    runner = engine.slots.runner  # type: ignore[union-attr]
+    prefill = runner.prefill
+
+    def counted(parts: Any, used: Any) -> None:
+        nonlocal read
+        read += sum(len(p.tokens) for p in parts)
+        prefill(parts, used)
+
+    runner.prefill = counted
+    start = time.perf_counter()
+    for _ in range(turns):
+        numbers = {}
+        for i, text in enumerate(texts):
+            text += [r.randrange(VOCAB) for _ in range(r.randrange(16, 48))]
+            asked += len(text)
+            numbers[engine.submit(Request(list(text), Settings(max_new_tokens=64)))] = i
+        for event in engine.run():
+            if event.done is not None:
+                texts[numbers[event.request]] += event.done[0].ids
+    took = time.perf_counter() - start
+    runner.prefill = prefill
+    print(
+        f"  {chats} chats of {turns} turns, a system prompt of {len(system)} tokens: {asked:,} tokens of prompts, "
+        f"{read:,} read, {100 * (1 - read / asked):.1f} % were not read again; {took:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs at all")
+    parts = {"a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e}
+    run_parts(parser, parts, "a,b,c,d,e")

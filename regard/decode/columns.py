@@ -1,0 +1,191 @@
+"""One sampler for every runner: the settings of rows as columns, and each row's next token from them.
+
+Everything here is tensors of fixed shape, so that a CUDA graph can hold it; what the host must know (which settings
+are in use, whether a token is prescribed) it knows before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from regard.decode import sampling
+from regard.decode.rows import Row
+from regard.decode.sampling import min_p, repeat, top_k, top_p, typical_p, uniform
+from regard.decode.settings import Settings
+from regard.kernels.triton import draw
+from regard.kernels.triton.linear import ready
+from regard.kernels.triton.record import send
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+IDLE = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, **PENALTIES}
+MOST_ENDS = 16  # end tokens of a row that may have to go on
+
+
+@functools.lru_cache(4096)
+def uses(s: Settings) -> frozenset[str]:
+    """What a row's choice depends on besides its logits: nothing where it is simply greedy."""
+    found = {name for name, idle in IDLE.items() if getattr(s, name) != idle}
+    if not s.temperature:
+        found -= {*FILTERS}
+    if s.logit_bias or s.banned:
+        found.add("bias")
+    if s.min_new_tokens or s.forced_first is not None or s.forced_last is not None:
+        found.add("held")
+    return frozenset(found)
+
+
+def held(s: Settings, first: int, last: int) -> bool:
+    """Whether one of the tokens from number `first` to `last` may not end the text, or is prescribed."""
+    return (
+        first < s.min_new_tokens
+        or forced(s, first) is not None
+        or (s.forced_last is not None and first < s.max_new_tokens <= last + 1)
+    )
+
+
+def forced(s: Settings, said: int) -> int | None:
+    """The token that must come now, if any."""
+    if said == 0 and s.forced_first is not None:
+        return s.forced_first
+    return s.forced_last if said == s.max_new_tokens - 1 else None
+
+
+class Columns:
+    """Settings of n rows as columns (n 1), and what they say of single tokens (n V): made when some row first uses
+    them, and from then on where they are."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device):
+        self.rows, self.vocab, self.device = rows, vocab, device
+        self.values: dict[str, Tensor] = {}
+
+    def put(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+        """The settings of some rows, each at its place."""
+        each = [row.request.settings for row in rows]
+        new = frozenset().union(*map(uses, each))
+        if not new and not self.values:
+            return
+        at = send(list(places), self.device)
+        for name, idle in IDLE.items():
+            if name in new or name in self.values:
+                self._set(name, at, [getattr(s, name) for s in each], idle)
+        if "temperature" in self.values:
+            self._set("seed", at, [s.seed for s in each], 0)
+            self._set("key", at, [row.key for row in rows], 0)
+        if new & PENALTIES.keys():
+            for name, texts in (
+                ("seen", [row.request.ids for row in rows]),
+                ("said", [row.ids for row in rows]),
+            ):
+                blank = torch.zeros(len(rows), self.vocab, device=self.device)
+                self._table(name)[at] = counts(texts, blank)
+        if "bias" in new or "bias" in self.values:
+            self._table("bias")[at] = 0.0
+            for i, s in zip(places, each, strict=True):
+                if s.logit_bias:
+                    ids, bias = (
+                        send(list(x), self.device) for x in zip(*s.logit_bias, strict=True)
+                    )
+                    self._table("bias")[i].index_add_(0, ids, bias.float())
+                if s.banned:
+                    self._table("bias")[i, send(list(s.banned), self.device)] = -torch.inf
+        if "held" in new or "held" in self.values:
+            # The least and the most tokens, the first and the last one, and the end tokens.
+            if "held" not in self.values:
+                width = 4 + max(MOST_ENDS, *(len(s.eos) for s in each))
+                self.values["held"] = torch.full((self.rows, width), -1, device=self.device)
+            table = self.values["held"]
+            lines = [
+                [
+                    s.min_new_tokens,
+                    s.max_new_tokens,
+                    _or(s.forced_first),
+                    _or(s.forced_last),
+                    *s.eos,
+                ]
+                for s in each
+            ]
+            filled = [(line + line[-1:] * table.shape[1])[: table.shape[1]] for line in lines]
+            table[at] = send(filled, self.device)
+
+    def _set(self, name: str, at: Tensor, values: list[float], idle: float) -> None:
+        if name not in self.values:
+            self.values[name] = torch.full((self.rows, 1), idle, device=self.device)
+        column = self.values[name]
+        column[at] = send(values, self.device).to(column.dtype)[:, None]
+
+    def _table(self, name: str) -> Tensor:
+        if name not in self.values:
+            self.values[name] = torch.zeros(self.rows, self.vocab, device=self.device)
+        return self.values[name]
+
+    def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
+        """What is used, of some rows."""
+        names = {*used, *(("seed", "key") if "temperature" in used else ())}
+        if used & PENALTIES.keys():
+            names |= {"said", "seen"}
+        return {name: self.values[name][rows] for name in sorted(names)}
+
+    def said(self, rows: slice | Tensor, tokens: Tensor) -> None:
+        """Count tokens that some rows have just said."""
+        if "said" in self.values:
+            at = torch.arange(self.rows, device=self.device)[rows]
+            self.values["said"][at, tokens] += 1
+
+
+def _or(token: int | None) -> int:
+    return -1 if token is None else token
+
+
+def counts(texts: list[list[int]], blank: Tensor) -> Tensor:
+    """How often each text has each token, added to zeros (n V)."""
+    for i, ids in enumerate(texts):
+        at = torch.tensor(ids, dtype=torch.long, device=blank.device)
+        blank[i].scatter_add_(0, at, torch.ones_like(at, dtype=blank.dtype))
+    return blank
+
+
+def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
+    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens."""
+    logits = adjusted(logits, columns, count)
+    if "temperature" not in columns:
+        return logits.argmax(-1)
+    hot, which = columns["temperature"], (columns["seed"][:, 0], columns["key"][:, 0], count)
+    if ready(logits):
+        filters = {name: columns[name] for name in FILTERS if name in columns}
+        filters["temperature"] = hot
+        return draw.draw_filtered(logits.contiguous(), draw.uniform(*which), filters)
+    u = uniform(*which)
+    kept = logits / hot.clamp(min=1e-6)
+    for name, keep in FILTERS.items():
+        if name in columns:
+            kept = keep(kept, columns[name])
+    return torch.where(hot[:, 0] > 0, sampling.draw(kept, u), logits.argmax(-1))
+
+
+def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
+    """Bias and bans, penalties, the least length and forced tokens."""
+    if columns.keys() & {"bias", *PENALTIES}:
+        logits = logits.float()
+    if "bias" in columns:
+        logits = logits + columns["bias"]
+    if "repetition_penalty" in columns:
+        logits = repeat(logits, columns["said"] + columns["seen"], columns["repetition_penalty"])
+    if "presence_penalty" in columns:
+        logits = logits - columns["presence_penalty"] * (columns["said"] > 0)
+    if "frequency_penalty" in columns:
+        logits = logits - columns["frequency_penalty"] * columns["said"]
+    if "held" not in columns:
+        return logits
+    least, most, first, last, *_ = columns["held"].T
+    ends = columns["held"][:, 4:]
+    early = (count < least)[:, None] & (ends >= 0)
+    ends = ends.clamp(min=0)
+    logits = logits.scatter(1, ends, logits.gather(1, ends).masked_fill(early, -torch.inf))
+    must = torch.where(count == 0, first, -1)
+    must = torch.where((must < 0) & (count == most - 1), last, must)[:, None]
+    only = torch.full_like(logits, -torch.inf).scatter(1, must.clamp(min=0), 0.0)
+    return torch.where(must >= 0, only, logits)

@@ -1,0 +1,480 @@
+"""The next token drawn on a GPU without sorting the vocabulary: temperature, top-k, top-p, min-p and typical-p in this
+order, then the inverse of the cumulative probability. decode/sampling.py has the plain form.
+
+Each token has a rank in its row, an int64 with the bits of its score above those of its id, so that no two are equal
+and of equal scores the lowest id comes first. A filter keeps the ranks from one number per row upwards, the cut: the
+largest rank at which the probability (top-k: the number) of the tokens from there upwards reaches the goal. It is found
+in four launches. Two rounds of `_split` weigh what lies above each of 16 scores, so that the cut is known to a 256th of
+the range; `_gather` lists the tokens in between, a few hundred; `_settle` bisects them.
+
+Shapes are static, nothing waits for the host, and sums have a fixed order: equal inputs give equal tokens, in a CUDA
+graph or outside.
+"""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from regard.kernels.triton.linear import jit, launch, triton
+
+if triton is not None:
+    import triton.language as tl
+
+CHUNK = 4096  # tokens per program
+WIDTH = 256  # of them at a time in `_split`, one per thread
+TILE = 2048  # listed tokens at a time in `_settle`
+ROUNDS = 2  # of `_split`
+BINS = 16  # scores per round
+
+
+# --- what a program reads -----------------------------------------------------------------------------------------
+
+
+@jit
+def _wait(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def _rank(score, i):
+    """Sorts as the score; of equal scores the lowest id is highest."""
+    # -0.0 equals 0.0.
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 24) + (0xFFFFFF - i)
+
+
+@jit
+def _score(x, top, log_sum, entropy, KIND: tl.constexpr):
+    """What tokens are sorted by: x itself, or how near its surprise is to the entropy."""
+    if KIND == "typical_p":
+        return -tl.abs(-((x - top) - log_sum) - entropy)
+    else:
+        return x
+
+
+@jit
+def _kept(logits, heat, cuts, stat, b, i, V, CUT: tl.constexpr, TYPICAL: tl.constexpr):
+    """Logits over the temperature at the ids i of row b, -inf where a filter has dropped them. NaN counts as dropped;
+    the temperature 0 counts as 1, see `_pick`."""
+    x = tl.load(logits + b * V + i, mask=i < V, other=float("-inf")).to(tl.float32)
+    t = tl.load(heat + b).to(tl.float32)
+    t = tl.where(t > 0, tl.maximum(t, 1e-6), 1.0)
+    x = tl.minimum(tl.div_rn(tl.where(x == x, x, float("-inf")), t), 3e38)
+    if CUT:
+        x = tl.where(_rank(x, i) >= tl.load(cuts + 2 * b), x, float("-inf"))
+    if TYPICAL:
+        top, log_sum, entropy, _ = _stat(stat, b)
+        near = _rank(_score(x, top, log_sum, entropy, "typical_p"), i)
+        x = tl.where(near >= tl.load(cuts + 2 * b + 1), x, float("-inf"))
+    return x
+
+
+@jit
+def _stat(stat, b):
+    """What a search knows of row b: the largest x, log sum exp(x - largest), the entropy, the goal."""
+    at = stat + 4 * b
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@jit
+def _active(heat, want, b, V, KIND: tl.constexpr):
+    """Whether row b is drawn, and by a filter that can drop something."""
+    w = tl.load(want + b)
+    if KIND == "top_k":
+        active = (w > 0) & (w < V)
+    else:
+        active = w < 1
+    return active & (tl.load(heat + b) > 0)
+
+
+# --- the mass of what is kept -------------------------------------------------------------------------------------
+
+
+@jit
+def _mass(
+    logits,
+    heat,
+    cuts,
+    stat,
+    parts,
+    V,
+    FIRST: tl.constexpr,
+    CUT: tl.constexpr,
+    TYPICAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of a chunk: the largest x, sum exp(x - largest), sum exp(x - largest) (x - largest), the smallest x."""
+    _wait(PDL)
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    i = c * CHUNK + tl.arange(0, CHUNK)
+    x = _kept(logits, heat, cuts, stat, b, i, V, CUT, TYPICAL)
+    top = tl.max(x, 0)
+    under = x - tl.maximum(top, -3e38)
+    mass = tl.exp(under)
+    to = parts + b * 4 * chunks + c
+    tl.store(to, top)
+    tl.store(to + chunks, tl.sum(mass, 0))
+    tl.store(to + 2 * chunks, tl.sum(tl.where(mass > 0, mass * under, 0.0), 0))
+    tl.store(to + 3 * chunks, tl.min(tl.where(x == float("-inf"), 3e38, x), 0))
+    if FIRST & (c == 0):
+        # Nothing is dropped yet.
+        tl.store(cuts + 2 * b, -9223372036854775807)
+        tl.store(cuts + 2 * b + 1, -9223372036854775807)
+
+
+@jit
+def _part(parts, b, chunks, which, other, C: tl.constexpr):
+    c = tl.arange(0, C)
+    return tl.load(parts + (b * 4 + which) * chunks + c, mask=c < chunks, other=other)
+
+
+@jit
+def _floor(want, cuts, parts, chunks, C: tl.constexpr, PDL: tl.constexpr):
+    """min_p: x >= largest + log p."""
+    _wait(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    top = tl.max(_part(parts, b, chunks, 0, float("-inf"), C), 0)
+    p = tl.load(want + b).to(tl.float32)
+    if p > 0:
+        # The lowest rank with that score.
+        rank = _rank(top + tl.log(tl.minimum(p, 1.0)), 0xFFFFFF)
+        tl.store(cuts + 2 * b, tl.maximum(tl.load(cuts + 2 * b), rank))
+
+
+# --- the search for a cut -----------------------------------------------------------------------------------------
+
+
+@jit
+def _start(parts, want, b, V, chunks, KIND: tl.constexpr, C: tl.constexpr):
+    """The range of scores in which the cut lies, and `_stat`."""
+    tops = _part(parts, b, chunks, 0, float("-inf"), C)
+    mass = _part(parts, b, chunks, 1, 0.0, C)
+    under = _part(parts, b, chunks, 2, 0.0, C)
+    low = tl.min(_part(parts, b, chunks, 3, 3e38, C), 0)
+    top = tl.maximum(tl.max(tops, 0), -3e38)
+    share = tl.exp(tops - top)
+    whole = tl.sum((mass * share).to(tl.float64), 0)
+    log_sum = tl.log(whole.to(tl.float32))
+    # Where nothing of a chunk is kept, its largest x is -inf.
+    under = tl.where(mass > 0, share * (under + mass * (tops - top)), 0.0)
+    entropy = log_sum - (tl.sum(under.to(tl.float64), 0) / whole).to(tl.float32)
+    goal = tl.load(want + b).to(tl.float32)
+    high = top
+    if KIND != "top_k":
+        # Tokens less probable than (1 - p) / V have less than 1 - p in sum, so the cut lies above them.
+        rare = tl.log((1 - goal) / V) - 0.01
+        if KIND == "top_p":
+            low = tl.maximum(low, top + log_sum + rare)
+        else:
+            low = -tl.maximum(entropy, -rare - entropy)
+            high = top * 0.0
+        # One token at least.
+        goal = (tl.maximum(goal, 1e-12) * whole).to(tl.float32)
+    # Just above the largest.
+    high = high + (tl.abs(high) + 1) * 1e-6
+    return low, high, top, log_sum, entropy, goal
+
+
+@jit
+def _narrow(sums, marks, goal, b, chunks, BINS: tl.constexpr, C: tl.constexpr):
+    """Between which two scores the cut lies, low <= score < high, and the weight from `high` upwards."""
+    c, j = tl.arange(0, C)[None, :], tl.arange(0, BINS)
+    at = sums + (b * chunks + c) * BINS + j[:, None]
+    weight = tl.sum(tl.load(at, mask=c < chunks, other=0.0).to(tl.float64), 1)
+    bin = tl.sum((weight >= goal).to(tl.int32), 0) - 1
+    mark = marks + b * (BINS + 2)
+    low = tl.load(mark + bin, mask=bin >= 0, other=float("-inf"))
+    high = tl.load(mark + bin + 1)
+    above = tl.sum(tl.where(j == bin + 1, weight, 0.0), 0).to(tl.float32)
+    above = tl.where(bin == BINS - 1, tl.load(mark + BINS + 1), above)
+    return low, high, above
+
+
+@jit
+def _split(
+    logits,
+    heat,
+    want,
+    cuts,
+    stat,
+    parts,
+    sums,
+    marks,
+    new_sums,
+    new_marks,
+    V,
+    KIND: tl.constexpr,
+    FIRST: tl.constexpr,
+    CUT: tl.constexpr,
+    BINS: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The weight of a chunk's tokens above each of BINS scores, the marks: of the whole range, or of the bin in which
+    the round before has found the cut."""
+    _wait(PDL)
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    if _active(heat, want, b, V, KIND):
+        if FIRST:
+            low, high, top, log_sum, entropy, goal = _start(parts, want, b, V, chunks, KIND, C)
+            above = goal * 0.0
+            if c == 0:
+                tl.store(stat + 4 * b, top)
+                tl.store(stat + 4 * b + 1, log_sum)
+                tl.store(stat + 4 * b + 2, entropy)
+                tl.store(stat + 4 * b + 3, goal)
+        else:
+            top, log_sum, entropy, goal = _stat(stat, b)
+            low, high, above = _narrow(sums, marks, goal, b, chunks, BINS, C)
+        j = tl.arange(0, BINS)
+        mark = low + (high - low) * (j / BINS)
+        if c == 0:
+            to = new_marks + b * (BINS + 2)
+            tl.store(to + j, mark)
+            tl.store(to + BINS, high)
+            tl.store(to + BINS + 1, above)
+        weight = tl.zeros([BINS, WIDTH], tl.float32)
+        for start in tl.static_range(0, CHUNK, WIDTH):
+            i = c * CHUNK + start + tl.arange(0, WIDTH)
+            x = _kept(logits, heat, cuts, stat, b, i, V, CUT, False)
+            score = _score(x, top, log_sum, entropy, KIND)
+            w = tl.exp(x - top) if KIND != "top_k" else tl.full([WIDTH], 1.0, tl.float32)
+            weight += tl.where(score[None, :] >= mark[:, None], w[None, :], 0.0)
+        tl.store(new_sums + (b * chunks + c) * BINS + j, tl.sum(weight, 1))
+
+
+@jit
+def _gather(
+    logits,
+    heat,
+    want,
+    cuts,
+    stat,
+    sums,
+    marks,
+    counts,
+    ranks,
+    weights,
+    V,
+    KIND: tl.constexpr,
+    CUT: tl.constexpr,
+    BINS: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """List the tokens of a chunk among which the cut lies."""
+    _wait(PDL)
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    if _active(heat, want, b, V, KIND):
+        top, log_sum, entropy, goal = _stat(stat, b)
+        low, high, _ = _narrow(sums, marks, goal, b, chunks, BINS, C)
+        i = c * CHUNK + tl.arange(0, CHUNK)
+        x = _kept(logits, heat, cuts, stat, b, i, V, CUT, False)
+        score = _score(x, top, log_sum, entropy, KIND)
+        # `high` is NaN where the range was too large for a number: then nothing lies above.
+        found = (x > float("-inf")) & (score >= low) & ((score >= high) == 0)
+        count = tl.sum(found.to(tl.int32), 0)
+        tl.store(counts + b * chunks + c, count)
+        if count > 0:
+            to = (b * chunks + c) * CHUNK + tl.cumsum(found.to(tl.int32), 0) - 1
+            w = tl.exp(x - top) if KIND != "top_k" else tl.full([CHUNK], 1.0, tl.float32)
+            tl.store(ranks + to, _rank(score, i), mask=found)
+            tl.store(weights + to, w, mask=found)
+
+
+@jit
+def _settle(
+    heat,
+    want,
+    cuts,
+    stat,
+    sums,
+    marks,
+    counts,
+    ranks,
+    weights,
+    V,
+    chunks,
+    KIND: tl.constexpr,
+    BINS: tl.constexpr,
+    C: tl.constexpr,
+    EACH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Bisect the listed tokens, EACH of every chunk at a time, for the largest rank that reaches the goal."""
+    _wait(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    if _active(heat, want, b, V, KIND):
+        _, _, _, goal = _stat(stat, b)
+        _, _, above = _narrow(sums, marks, goal, b, chunks, BINS, C)
+        c, slot = tl.arange(0, C * EACH) // EACH, tl.arange(0, C * EACH) % EACH
+        count = tl.load(counts + b * chunks + c, mask=c < chunks, other=0)
+        at = (b * chunks + c) * CHUNK + slot
+        most = tl.max(count, 0)
+        low = tl.full([], 9223372036854775807, tl.int64)
+        high = tl.full([], -9223372036854775807, tl.int64)
+        for start in range(0, most, EACH):
+            here = slot + start < count
+            rank = tl.load(ranks + at + start, mask=here, other=0)
+            low = tl.minimum(low, tl.min(tl.where(here, rank, 9223372036854775807), 0))
+            high = tl.maximum(high, tl.max(tl.where(here, rank, -9223372036854775807), 0))
+        # The ranks low <= high are listed, and the cut is one of those from low to high.
+        while low < high:
+            middle = low + (high - low) // 2 + 1
+            weight = tl.full([], 0.0, tl.float64)
+            next_low, next_high = high, low
+            for start in range(0, most, EACH):
+                here = slot + start < count
+                rank = tl.load(ranks + at + start, mask=here, other=0)
+                w = tl.load(weights + at + start, mask=here, other=0.0)
+                upper = rank >= middle
+                weight += tl.sum(tl.where(upper, w, 0.0), 0).to(tl.float64)
+                next_low = tl.minimum(next_low, tl.min(tl.where(here & upper, rank, high), 0))
+                next_high = tl.maximum(next_high, tl.max(tl.where(here & ~upper, rank, low), 0))
+            enough = above + weight >= goal
+            low, high = tl.where(enough, next_low, low), tl.where(enough, high, next_high)
+        if most > 0:
+            tl.store(cuts + 2 * b + (KIND == "typical_p"), low)
+
+
+# --- the draw -----------------------------------------------------------------------------------------------------
+
+
+@jit
+def _pick(
+    logits,
+    heat,
+    cuts,
+    stat,
+    parts,
+    u,
+    tokens,
+    V,
+    chunks,
+    CUT: tl.constexpr,
+    TYPICAL: tl.constexpr,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token at which the cumulative mass passes u times the whole: first the chunk, then the place in it. With the
+    temperature 0 the largest."""
+    _wait(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    greedy = (tl.load(heat + b) > 0) == 0
+    c = tl.arange(0, C)
+    tops = _part(parts, b, chunks, 0, float("-inf"), C)
+    top = tl.maximum(tl.max(tops, 0), -3e38)
+    mass = (_part(parts, b, chunks, 1, 0.0, C) * tl.exp(tops - top)).to(tl.float64)
+    upto = tl.cumsum(mass, 0)
+    goal = tl.load(u + b) * tl.max(upto, 0)
+    # Rounding must not lead behind the last that has any mass.
+    chunk = tl.minimum(tl.sum((upto <= goal).to(tl.int32), 0), tl.max(tl.where(mass > 0, c, 0), 0))
+    chunk = tl.where(greedy, tl.min(tl.where(tops == top, c, chunks - 1), 0), chunk)
+    i = tl.arange(0, CHUNK)
+    x = _kept(logits, heat, cuts, stat, b, chunk * CHUNK + i, V, CUT, TYPICAL)
+    here = tl.maximum(tl.max(x, 0), -3e38)
+    goal = (goal - tl.sum(tl.where(c < chunk, mass, 0.0), 0)) / tl.exp(here - top)
+    mass = tl.exp(x - here).to(tl.float64)
+    upto = tl.cumsum(mass, 0)
+    place = tl.minimum(tl.sum((upto <= goal).to(tl.int32), 0), tl.max(tl.where(mass > 0, i, 0), 0))
+    place = tl.where(greedy, tl.min(tl.where(x == here, i, CHUNK - 1), 0), place)
+    tl.store(tokens + b, tl.minimum(chunk * CHUNK + place, V - 1).to(tl.int64))
+
+
+@jit
+def _mix(x):
+    """splitmix64's finaliser."""
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@jit
+def _uniform(seed, key, count, u, PDL: tl.constexpr):
+    _wait(PDL)
+    b = tl.program_id(0)
+    x = _mix(tl.load(seed + b).to(tl.uint64)) ^ tl.load(key + b).to(tl.uint64)
+    x = _mix(_mix(x) ^ tl.load(count + b).to(tl.uint64))
+    tl.store(u + b, (x >> 11).to(tl.float64) * 1.1102230246251565e-16)
+
+
+def uniform(seed: Tensor, key: Tensor, count: Tensor) -> Tensor:
+    """A number (n) float64 in [0, 1) for each (seed, key, count), as decode/sampling.py has it."""
+    u = torch.empty(len(seed), dtype=torch.float64, device=seed.device)
+    pdl, extra = launch(seed)
+    _uniform[(len(seed),)](seed, key, count, u, PDL=pdl, num_warps=1, **extra)
+    return u
+
+
+def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """Tokens (n) int64 from logits (n V), contiguous, and u (n) float64 in [0, 1). `columns` (n 1): "temperature", and
+    those of top_k, top_p, min_p and typical_p that some row uses; a row with the temperature 0 takes its largest logit.
+    A row with NaN or infinity gets some token. See test_gpu_draw_matches_sampling."""
+    n, vocab = logits.shape
+    assert logits.is_contiguous() and u.dtype is torch.float64 and vocab <= 1 << 24
+    chunks = triton.cdiv(vocab, CHUNK)
+    padded = triton.next_power_of_2(chunks)
+    pdl, extra = launch(logits)
+    per_chunk = {"CHUNK": CHUNK, "PDL": pdl, "num_warps": 8, **extra}
+    new = partial(torch.empty, device=logits.device)
+    heat = columns["temperature"]
+    cuts, stat = new(n, 2, dtype=torch.int64), new(n, 4)
+    parts, tokens = new(n, 4, chunks), new(n, dtype=torch.int64)
+    shared = (logits, heat, cuts, stat)
+    _mass[n, chunks](*shared, parts, vocab, FIRST=True, CUT=False, TYPICAL=False, **per_chunk)
+    # A cut in the order of x, and one in the order of typical_p.
+    cut = typical = False
+    for kind in ("top_k", "top_p", "min_p", "typical_p"):
+        if kind not in columns:
+            continue
+        want = columns[kind]
+        if kind == "min_p":
+            _floor[(n,)](want, cuts, parts, chunks, C=padded, PDL=pdl, num_warps=1, **extra)
+        else:
+            search = {"KIND": kind, "BINS": BINS, "C": padded, **per_chunk}
+            rounds = [(new(n, chunks, BINS), new(n, BINS + 2)) for _ in range(ROUNDS)]
+            before = rounds[0]
+            for i, now in enumerate(rounds):
+                _split[n, chunks](
+                    *(logits, heat, want, cuts, stat, parts, *before, *now, vocab),
+                    FIRST=i == 0,
+                    CUT=cut,
+                    WIDTH=min(WIDTH, CHUNK),
+                    **search,
+                )
+                before = now
+            listed = (
+                new(n, chunks, dtype=torch.int32),
+                new(n, chunks, CHUNK, dtype=torch.int64),
+                new(n, chunks, CHUNK),
+            )
+            _gather[n, chunks](
+                logits, heat, want, cuts, stat, *before, *listed, vocab, CUT=cut, **search
+            )
+            each = max(1, TILE // padded)
+            _settle[(n,)](
+                heat, want, cuts, stat, *before, *listed, vocab, chunks, EACH=each, **search
+            )
+        cut, typical = cut or kind != "typical_p", kind == "typical_p"
+        _mass[n, chunks](*shared, parts, vocab, FIRST=False, CUT=cut, TYPICAL=typical, **per_chunk)
+    _pick[(n,)](
+        *(*shared, parts, u, tokens, vocab, chunks), CUT=cut, TYPICAL=typical, C=padded, **per_chunk
+    )
+    return tokens
