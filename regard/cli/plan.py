@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 SLOW = 3600  # seconds after which a quicker config is pointed at
 OFTEN = 30  # passes over the data after which it is known by heart
+ASIDE = "the tokenizer, samples and checkpoints not counted"
 Row = tuple[str, str]
+# A table for people, figures for programs, and what this machine lacks; nothing where it can.
+Needs = tuple[list[Row], dict[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,7 @@ def run(options: Options) -> int:
         with blaming(2):
             config = read(Path(options.config), options.changes)
         folder = Path(options.output_dir or Path("runs") / Path(options.config).stem)
-        f = forecast(config, folder, device, options.keep)
-        table, facts, lacks = rows(f), figures(f), lacking(f)
+        table, facts, lacks = run_needs(forecast(config, folder, device, options.keep))
     if options.json:
         print(json.dumps(facts))
     else:
@@ -69,7 +71,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def folder_needs(path: str, device: torch.device) -> tuple[list[Row], dict[str, Any], str]:
+def folder_needs(path: str, device: torch.device) -> Needs:
     """What a model needs to run: its weights, and what it keeps of each token."""
     from regard.checkpoint import load
     from regard.files import resolve_model
@@ -81,29 +83,31 @@ def folder_needs(path: str, device: torch.device) -> tuple[list[Row], dict[str, 
     with blaming(DATA):
         model = load(resolve_model(path), device="meta")
     weights, free = sum(p.nbytes for p in model.parameters()), free_memory(device)
+    count, cache = parameters(model), cache_bytes(model)
     table = [
-        ("model", f"{number(parameters(model))} parameters: {describe(model)}"),
+        ("model", f"{number(count)} parameters: {describe(model)}"),
         ("memory", f"weights {size(weights)} of {size(free)} free on {device.type}"),
-        *kv_row(model, context_of(model) or 1024),
+        *kv_row(cache, context_of(model) or 1024),
     ]
-    facts: dict[str, Any] = {"parameters": parameters(model), "weights": weights, "free": free}
-    facts |= {"kv": cache_bytes(model), "fits": weights <= free}
+    facts: dict[str, Any] = {"parameters": count, "weights": weights, "free": free}
+    facts |= {"kv": cache, "fits": weights <= free}
     lacks = f"the weights need {size(weights)}, {size(free)} are free" if weights > free else ""
     return table, facts, lacks
 
 
-def rows(f: Forecast) -> list[Row]:
+def run_needs(f: Forecast) -> Needs:
+    """What a run needs: figures for people, figures for programs, and why it cannot be begun."""
     from regard.models.summary import parameters
     from regard.train.build import notices
+    from regard.train.forecast import cache_bytes
     from regard.train.plan import EFFICIENCY, duration, number, size, trainable
 
-    plan, train, model = f.plan, f.config.train, f.model
-    count, learns = parameters(model), trainable(model)
+    plan, train, model, cache = f.plan, f.config.train, f.model, cache_bytes(f.model)
+    count, learns, memory = parameters(model), trainable(model), asdict(plan.memory)
     only = f", {learns:,} are trained" if learns < count else ""
     kind = "AdamW" if train.optim.name == "adamw" else "Muon and AdamW"
     called = {"optimizer": kind, "copies": "bf16 copies"}
-    needs = asdict(plan.memory).items()
-    parts = " + ".join(f"{called.get(name, name)} {size(n)}" for name, n in needs if n)
+    parts = " + ".join(f"{called.get(name, name)} {size(n)}" for name, n in memory.items() if n)
     names = f"{train.steps:,} steps x {f.tokens:,} tokens"
     share = train.steps * f.tokens / max(count, 1)
     passes = f"{f.passes:.3g} passes over the data, {share:.3g} tokens per parameter"
@@ -117,21 +121,43 @@ def rows(f: Forecast) -> list[Row]:
     if f.held:
         many = f"{f.evaluations:,} evaluations" if f.evaluations > 1 else "an evaluation"
         how += f", and {many}"
-    keep = plan.disk // plan.checkpoint - 2
+    keep, total = plan.disk // plan.checkpoint - 2, plan.memory.total
     disk = f"{keep} that stay, the best and a new one: {size(plan.disk)} of {size(f.room)} free"
-    aside = "the tokenizer, samples and checkpoints not counted"
-    return [
+    table = [
         ("model", f"{number(count)} parameters{only}: {describe(model)}"),
         ("data", f.facts.describe()),
         ("run", f"{names} ({passes}), {number(f.flops)}FLOP"),
-        ("memory", f"{parts} = about {size(plan.memory.total)} of {size(f.free)} free"),
+        ("memory", f"{parts} = about {size(total)} of {size(f.free)} free"),
         ("disk", f"{size(plan.checkpoint)} per checkpoint; {disk}"),
-        ("time", f"about {duration(f.seconds)}: {how}; {aside}"),
-        *kv_row(model, plan.job.step.length),
+        ("time", f"about {duration(f.seconds)}: {how}; {ASIDE}"),
+        *kv_row(cache, plan.job.step.length),
         *(("notice", text) for text in notices(f.config, model)),
         *(("less", str(change)) for change in f.less),
         *(("hint", text) for text in hints(f)[:1]),
     ]
+    facts = {
+        "parameters": count,
+        "trained": learns,
+        "data": asdict(f.facts),
+        "steps": train.steps,
+        **{name: getattr(f, name) for name in ("tokens", "passes", "flops", "seconds", "speed")},
+        "memory": {**memory, "total": total, "free": f.free},
+        "disk": {"checkpoint": plan.checkpoint, "total": plan.disk, "free": f.room},
+        "measured": f.step,
+        "kv": cache,
+        "fits": not (f.short or f.full),
+        "changes": [asdict(change) for change in f.less],
+    }
+    lacks = ""
+    if f.short:
+        enough = any(change.total <= f.free for change in f.less)
+        what = "change what `less` names" if enough else "take a smaller model"
+        need = f"about {size(total)} of memory, {size(f.free)} are free"
+        lacks = f"this run does not fit: it needs {need}; {what}"
+    elif f.full:
+        need = f"{size(plan.disk)}, {size(f.room)} are free"
+        lacks = f"its checkpoints do not fit: they need {need}; make room"
+    return table, facts, lacks
 
 
 def hints(f: Forecast) -> list[str]:
@@ -145,44 +171,6 @@ def hints(f: Forecast) -> list[str]:
     if f.passes > OFTEN:
         texts += ["the data is read often: it may be learned by heart, so hold some out"]
     return texts
-
-
-def figures(f: Forecast) -> dict[str, Any]:
-    from regard.models.summary import parameters
-    from regard.train.forecast import cache_bytes
-    from regard.train.plan import trainable
-
-    plan = f.plan
-    return {
-        "parameters": parameters(f.model),
-        "trained": trainable(f.model),
-        "data": asdict(f.facts),
-        "steps": f.config.train.steps,
-        "tokens": f.tokens,
-        "passes": f.passes,
-        "flops": f.flops,
-        "memory": {**asdict(plan.memory), "total": plan.memory.total, "free": f.free},
-        "disk": {"checkpoint": plan.checkpoint, "total": plan.disk, "free": f.room},
-        "seconds": f.seconds,
-        "measured": f.step,
-        "speed": f.speed,
-        "kv": cache_bytes(f.model),
-        "fits": not (f.short or f.full),
-        "changes": [asdict(change) for change in f.less],
-    }
-
-
-def lacking(f: Forecast) -> str:
-    """Why this machine cannot do it; empty where it can."""
-    from regard.train.plan import size
-
-    if f.short:
-        enough = any(change.total <= f.free for change in f.less)
-        what = "change what `less` names" if enough else "take a smaller model"
-        need = f"about {size(f.plan.memory.total)} of memory, {size(f.free)} are free"
-        return f"this run does not fit: it needs {need}; {what}"
-    need = f"{size(f.plan.disk)}, {size(f.room)} are free"
-    return f"its checkpoints do not fit: they need {need}; make room" if f.full else ""
 
 
 def describe(model: Any) -> str:
@@ -214,11 +202,9 @@ def describe(model: Any) -> str:
     return ", ".join(word for word in words if word)
 
 
-def kv_row(model: Any, length: int) -> list[Row]:
-    from regard.train.forecast import cache_bytes
+def kv_row(cache: dict[str, int] | None, length: int) -> list[Row]:
     from regard.train.plan import size
 
-    cache = cache_bytes(model)
     if cache is None:
         return []
     token, full = cache["token"], cache["mha"]
