@@ -26,13 +26,13 @@ class Options:
     """
 
     model: cli.Folder
-    # text file, one example a line; a picture, a folder of pictures, npz or npy; - is stdin: lines,
+    # text file, one example per line; a picture, a folder of pictures, npz or npy; - is stdin: lines,
     # or names of pictures
     file: cli.File = "-"
-    top: int = 1  # this many labels a line, the most probable first
+    top: int = 1  # this many labels per line, the most probable first
     rows: int = 32  # examples in a batch
     overlong: cli.Overlong = "error"  # what happens to a line longer than the model's context
-    json: cli.Switch = False  # one JSON object a line: label, probability, all probabilities
+    json: cli.Switch = False  # one JSON object per line: label, probability, all probabilities
     machine: cli.Machine = cli.Machine()
 
 

@@ -1,4 +1,4 @@
-"""regard embed: one vector a line."""
+"""regard embed: one vector per line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from regard.errors import RUN, Fault, UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """One vector a line: the model's pooled vector, or the mean of its last hidden states.
+    """One vector per line: the model's pooled vector, or the mean of its last hidden states.
 
     regard embed MODEL lines.txt > vectors.jsonl
     regard embed MODEL lines.txt --output vectors.npy --normalize
     """
 
     model: cli.Folder
-    file: cli.File = "-"  # text file, one example a line; - is stdin
+    file: cli.File = "-"  # text file, one example per line; - is stdin
     # write a NumPy array (lines, width) instead of JSON lines on stdout
     output: Annotated[str | None, arg(metavar="FILE.npy")] = None
     normalize: cli.Switch = False  # vectors of length 1

@@ -22,7 +22,7 @@ class Options:
 
     regard explain                                            the topics
     regard explain softmax 1 2 3                              numbers: the first thing that a topic takes
-    regard explain online-softmax --x 1 3 2 --v 1 2 3         one step a key
+    regard explain online-softmax --x 1 3 2 --v 1 2 3         one step per key
     regard explain attention --q "1 0; 0 1" --k "1 0; 0 1; 1 1" --v "1; 2; 4"
     regard explain kv-cache --tokens 4096 --kv-heads 2
     """
