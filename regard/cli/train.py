@@ -62,8 +62,9 @@ def run(options: Options) -> int:
 
     given = dict(vars(options))
     config, folder, quiet = (given.pop(name) for name in ("config", "output_dir", "quiet"))
-    with signals() as received, Screen(quiet) as screen:
-        result = train(config, folder, **given, callbacks=[screen], stop=lambda: bool(received))
+    with signals() as received, contextlib.ExitStack() as stack:
+        shown, stop = Screen(quiet, stack), lambda: bool(received)
+        result = train(config, folder, **given, callbacks=[shown], stop=stop)
     first = os.environ.get("RANK", "0") == "0"
     if result.status == "asked":
         if first:
@@ -123,15 +124,9 @@ def reload(folder: Path) -> None:
 class Screen:
     """Shows the events of a run: what it is, then its progress."""
 
-    def __init__(self, quiet: bool):
-        self.quiet, self.stack = quiet, contextlib.ExitStack()
+    def __init__(self, quiet: bool, stack: contextlib.ExitStack):
+        self.quiet, self.stack = quiet, stack
         self.view: Any = None
-
-    def __enter__(self) -> Screen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
 
     def __call__(self, event: Event) -> None:
         match event["kind"]:
