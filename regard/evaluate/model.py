@@ -23,7 +23,7 @@ from regard.kernels.linear import packs
 from regard.layers import Classify
 from regard.models import Model, Patches, Transformer
 from regard.models.adapt import classes_of
-from regard.models.transformer import mean_of_tokens
+from regard.models.transformer import mean_real
 from regard.text import needed
 from regard.train.measure import context_of
 from regard.train.plan import pick_device
@@ -296,7 +296,7 @@ def embedded(model: Any, given: Sequence[Tensor], normalize: bool = False) -> np
     else:
         read = model.reads_source
         states = model.encode(ids, lengths)[0] if read else model.hidden(ids, lengths)
-        vectors = mean_of_tokens(states, lengths)
+        vectors = mean_real(states, lengths)
     vectors = vectors.float()
     return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()
 

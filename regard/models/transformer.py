@@ -77,7 +77,7 @@ class Transformer(Model):
             last = torch.as_tensor(lengths, device=h.device).clamp(min=1) - 1
             h = h[torch.arange(len(h), device=h.device), last][:, None]  # b 1 m
         if isinstance(head, Classify) and head.token == "mean":
-            h = mean_of_tokens(h, lengths)[:, None]
+            h = mean_real(h, lengths)[:, None]
         return self.logits(h)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Transformer(Model):
         h = self.hidden(ids, lengths, types=types)
         if self.pooler is not None:
             return activation(self.config.pooler)(self.pooler(h[:, 0]))
-        return mean_of_tokens(h, lengths)
+        return mean_real(h, lengths)
 
     @property
     def decodes(self) -> bool:
@@ -149,7 +149,7 @@ class Transformer(Model):
         return weight_flops(self.tower) + pair_flops(self.tower, context) + head
 
 
-def mean_of_tokens(h: Tensor, lengths: Tensor | list[int] | None) -> Tensor:
+def mean_real(h: Tensor, lengths: Tensor | list[int] | None) -> Tensor:
     """Of the real tokens: (b t m) -> (b m)."""
     if lengths is None:
         return h.mean(1)
