@@ -259,6 +259,7 @@ class Slot:
     row: Row
     index: int
     text: list[int]  # what is read before the first choice
+    keys: list[bytes] = field(default_factory=list)  # of its full pages
     pages: list[int] = field(default_factory=list)
     fed: int = 0  # tokens of the text
     asked: int = 0  # tokens the device was asked to choose
@@ -311,8 +312,9 @@ class SlotLane:
     def requests(self) -> list[Request]:
         return list({id(row.request): row.request for row in self.rows}.values())
 
-    def admit(self, rows: Sequence[Row]) -> None:
-        """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once."""
+    def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
+        """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once. `keys`: of
+        the prompt's pages, if they are known."""
         first: Slot | None = None
         for row in rows:
             slot = Slot(row, self.free.pop(0), row.request.ids + row.ids)
@@ -322,13 +324,15 @@ class SlotLane:
                 continue
             first = first or (slot if not row.ids else None)
             if self.prefix:
+                salt = row.request.salt
+                slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
                 self._adopt(slot)
         self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
 
     def _adopt(self, slot: Slot) -> None:
         """Begin with pages that others left; at least one token stays to be fed, for its logits."""
         row, page = slot.row, self.pool.page
-        for key in page_keys(slot.text, page, row.request.salt)[: (len(slot.text) - 1) // page]:
+        for key in slot.keys[: (len(slot.text) - 1) // page]:
             if key not in self.pool.published:
                 break
             slot.pages.append(self.pool.published[key])
@@ -498,7 +502,7 @@ class SlotLane:
         """Keys of the pages that prompts here will publish."""
         for slot in self.slots:
             if slot.fresh:
-                yield from page_keys(slot.text, self.pool.page, slot.row.request.salt)
+                yield from slot.keys
 
 
 def _used(s: Any, first: int, last: int) -> frozenset[str]:

@@ -41,6 +41,7 @@ from regard.models import Model
 from regard.models.adapt import LowRank
 from regard.moe import MixtureOfExperts
 
+CAUSAL = Causal()
 WORTH = 10_000_000  # parameters for which the C code is compiled if it is not yet
 
 
@@ -417,15 +418,16 @@ class NativeAttention(_Native, JoinedAttention):
 
     def look(self, x: Tensor, ctx: Context) -> Tensor:
         layer = _step(ctx)
-        if layer is None or not self.bare or self.q_norm is not None or ctx.mask != Causal():
+        if layer is None or not self.bare or self.q_norm is not None or ctx.mask != CAUSAL:
             return super().look(x, ctx)
-        qkv, c, cache = self.wqkv(x)[:, 0], self.config, layer.cache
+        qkv, c, cache = self.wqkv(x).squeeze(1), self.config, layer.cache
         k, v, place = _memory(layer)
         pos = ctx.once("rows", lambda: ctx.pos.index[:, 0].expand(len(qkv)).contiguous())
         cos, sin = ctx.angles(c.rope, self.d, torch.float32) if c.rope else (None, None)
         layout = c.rope.layout if c.rope else ""
         enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, pos)
-        q, bias = qkv[:, : self.h * self.d].unflatten(-1, (self.h, self.d)), ctx.bias(cache.span)
+        q = qkv.narrow(1, 0, self.h * self.d).view(-1, self.h, self.d)
+        bias = ctx.bias(cache.span)
         if bias is not None:
             given = bias
             bias = ctx.once("bias of rows", lambda: given[:, :, 0].float().contiguous())
@@ -433,7 +435,7 @@ class NativeAttention(_Native, JoinedAttention):
         if ctx.probe is not None:
             terms = Terms(self.scale, None if bias is None else bias[:, :, None])
             _show(ctx, layer, q[:, None], ctx.visible(cache.span, c.window), terms)
-        return o[:, None]
+        return o.unsqueeze(1)
 
 
 class NativeCrossAttention(_Native, JoinedCrossAttention):

@@ -70,23 +70,23 @@ def attend_one(
     """
     call, half = call_of("attend_one"), HALF.get(k.dtype)
     by_q, by_k, by_v = q.stride(), k.stride(), v.stride()
+    r, h, d = q.shape
     if (
         call is None
         or half is None
         or not (q.is_cpu and q.dtype is torch.float32 and v.dtype is k.dtype)
         or not (by_q[2] == by_k[3] == by_v[3] == 1)
-        or not (_readable(pos, torch.int64) and len(pos) == len(q))
-        or not (place is None or (_readable(place, torch.int32) and len(place) == len(q)))
-        or not (bias is None or (_readable(bias) and len(bias) in (1, len(q))))
+        or not (_readable(pos, torch.int64) and pos.shape[0] == r)
+        or not (place is None or (_readable(place, torch.int32) and place.shape[0] == r))
+        or not (bias is None or (_readable(bias) and bias.shape[0] in (1, r)))
         or learns(q, k, v)
     ):
         return plain_attend_one(
             q, k, v, pos, scale=scale, place=place, share=share, window=window, bias=bias
         )
-    r, h, d = q.shape
     stored, slots, g, _ = k.shape
     e = v.shape[3]
-    out = q.new_empty(r, h, e)
+    out = q.new_empty((r, h, e))
     extra, places = (0, 0, 0), (0, 0)
     if bias is not None:
         slots = min(slots, bias.shape[2])
@@ -153,12 +153,12 @@ def enter(
     (r or 1, 1, 1, n), and writes k to k_store[i, pos_i] (R S g d), v to v_store (R S g e); nothing where pos_i is -1.
 
     n = cos.shape[-1] pairs of each head turn, none without cos; `layout` is "half" or "interleaved"."""
-    call, r = call_of("enter"), len(qkv)
+    call, r = call_of("enter"), qkv.shape[0]
     half = HALF.get(k_store.dtype)
     if (
         call is None
         or half is None
-        or not (_readable(qkv) and _readable(pos, torch.int64) and len(pos) == r)
+        or not (_readable(qkv) and _readable(pos, torch.int64) and pos.shape[0] == r)
         or not (_readable(k_store, k_store.dtype) and _readable(v_store, k_store.dtype))
         or not (cos is None or (_readable(cos) and cos.is_contiguous()))
         or not (sin is None or (_readable(sin) and sin.is_contiguous()))
@@ -174,7 +174,7 @@ def enter(
     outside = call(
         ENTER.pack(
             *sizes,
-            *(len(k_store), k_store.shape[1], *angles),
+            *(*k_store.shape[:2], *angles),
             *(qkv.data_ptr(), qkv.stride(0)),
             *(k_store.data_ptr(), *k_store.stride()[:3]),
             *(v_store.data_ptr(), *v_store.stride()[:3]),
