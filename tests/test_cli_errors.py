@@ -108,9 +108,7 @@ def test_mistake_is_one_line_and_an_exit_code(name: str) -> None:
 )
 def test_missing_device_is_the_environments_fault(name: str, model: str, device: str) -> None:
     done = call(name, folder(model), "--device", device, stdin="a")
-    text = (
-        f"--device {device}: this machine has 0 cuda devices that torch can use; try --device cpu"
-    )
+    text = f"device {device}: this machine has 0 cuda devices that torch can use; take device cpu"
     assert done == Done(3, "", f"error: {text}\n")
 
 
