@@ -29,8 +29,7 @@ import torch
 from measure import child, growth, header, medians
 
 import regard
-from regard.see.maps import thumbnail
-from regard.see.probe import Probe, Recorder
+from regard.see.probe import Probe, Recorder, thumbnail
 
 TOKENS = 1024
 WAYS: dict[str, Callable[[], Probe | None]] = {

@@ -33,8 +33,7 @@ import pictures  # noqa: E402, F401  (these two fill drawing.PICTURES)
 import pictures_parts  # noqa: E402, F401
 from drawing import PICTURES, draw  # noqa: E402
 
-from regard.learn.explain import ALIASES, TOPICS, explained  # noqa: E402
-from regard.learn.topics import Topic, find  # noqa: E402
+from regard.learn.explain import explained, find  # noqa: E402
 
 SECTIONS = ["Formula", "Code", "Example", "Cost", "Proof", "Common mistakes"]
 UP = "../.."  # from a page to the root
@@ -44,15 +43,11 @@ class Drift(Exception):
     """A source that asks for what is not there, or a page that is not what it should be."""
 
 
-def topic_of(name: str) -> Topic:
-    return find(name, TOPICS, ALIASES)
-
-
 # --- what the lines with @ become ---------------------------------------------------------------
 
 
 def question(name: str) -> str:
-    return f"> **{topic_of(name).question}**"
+    return f"> **{find(name).question}**"
 
 
 def picture(text: str) -> str:
@@ -63,7 +58,7 @@ def picture(text: str) -> str:
 
 
 def formula(name: str) -> str:
-    return f"```text\n{topic_of(name).formula}\n```"
+    return f"```text\n{find(name).formula}\n```"
 
 
 def code(place: str) -> str:
@@ -169,7 +164,7 @@ def index(sources: dict[str, str]) -> str:
     rows = ["| mechanism | formula | code |", "|---|---|---|"]
     for name, text in sources.items():
         title = text.splitlines()[0].removeprefix("# ")
-        topic = topic_of(re.findall(r"^@formula (.+)$", text, re.M)[0])
+        topic = find(re.findall(r"^@formula (.+)$", text, re.M)[0])
         short = topic.formula.splitlines()[0].replace("|", "\\|")
         path = re.findall(r"^@code (.+?)::", text, re.M)[0]
         rows.append(f"| [{title}]({name}.md) | `{short}` | [{path}]({UP}/{path}) |")

@@ -11,7 +11,7 @@ import torch
 from markupsafe import Markup
 
 from regard.report import page
-from regard.see.palette import levels, table
+from regard.see.page import levels, table
 
 CELL = 22
 QUERIES = "row: query, column: key"

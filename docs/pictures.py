@@ -9,9 +9,9 @@ from regard.attention import GQA, MLA, Context, Terms, weights
 from regard.attention.pooling import KERNELS, one_loop, regress
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores
+from regard.learn.explain import fill, real
+from regard.learn.mechanisms import cache_numbers, dot_products, saturation, softmax_jacobian
 from regard.learn.mechanisms import cross_attention as cross_topic
-from regard.learn.numbers import cache_numbers, dot_products, saturation, softmax_jacobian
-from regard.learn.topics import fill, real
 from regard.mask import Causal, Full, Mask, Prefix, Span, Visible, Window
 from regard.position import Rope, sinusoid
 from regard.report import page

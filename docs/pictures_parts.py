@@ -10,11 +10,11 @@ from drawing import grids, picture, series, steps
 
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, Norm
+from regard.learn.explain import real
+from regard.learn.mechanisms import bleu as bleu_topic
 from regard.learn.mechanisms import lora as lora_topic
+from regard.learn.mechanisms import resume as resume_topic
 from regard.learn.mechanisms import rnn_path as path_topic
-from regard.learn.topics import real
-from regard.learn.training import bleu as bleu_topic
-from regard.learn.training import resume as resume_topic
 from regard.models.embedding import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.report import page

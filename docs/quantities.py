@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.attention import DSA, GQA, MLA, softmax
 from regard.attention.pooling import one_loop
 from regard.attention.sparse import choose
-from regard.learn.numbers import cache_numbers, multiply_adds, softmax_jacobian
+from regard.learn.mechanisms import cache_numbers, multiply_adds, softmax_jacobian
 from regard.position import Rope, alibi_slopes, rotate, sinusoid
 from regard.presets import PRESETS
 

@@ -14,7 +14,7 @@ import torch
 
 import regard
 from regard.decode.generate import tokenizer_of
-from regard.see import trace
+from regard.see import look as trace
 from regard.see.probe import Probe
 from tests.test_cli import SMALL, call, folder, process, put
 from tests.text import tiny

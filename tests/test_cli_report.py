@@ -11,8 +11,7 @@ from regard.checkpoint.hf import Origin
 from regard.cli.main import main
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import Recipe, train_tokenizer
-from regard.report.heads import look
-from regard.report.runs import read
+from regard.report.run import look, read
 from regard.text import Tokenizer, needed
 from tests.look.synthetic import events, make
 
@@ -114,7 +113,10 @@ def test_maps_name_the_tokens_that_look_and_are_seen(
 def test_model_without_attention_is_said(tmp_path: Path) -> None:
     folder = make(tmp_path / "run")
     checkpoint(folder, "gru-lm", "lm", **CELLS)
-    assert look(read(folder)) == ([], "No attention is shown: this model has no attention.")
+    assert look(read(folder)) == (
+        [],
+        "No attention is shown: this model has no attention to look at.",
+    )
 
 
 def test_broken_checkpoint_costs_the_pictures_alone(home: Path) -> None:

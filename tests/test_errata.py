@@ -17,7 +17,7 @@ from regard.block import Stack, Tower
 from regard.decode.generate import generate
 from regard.errors import UsageError
 from regard.layers import MLM, MLP, LMHead
-from regard.learn.numbers import dot_products, multiply_adds
+from regard.learn.mechanisms import dot_products, multiply_adds
 from regard.mask import Causal, Full, Span, Visible
 from regard.models import EncoderDecoderConfig, Tokens, Transformer, TransformerConfig
 from regard.models.recurrent import BahdanauStep, Seq2SeqConfig

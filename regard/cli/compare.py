@@ -31,8 +31,8 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.report.run import aligned, comparison, differing, labels
-    from regard.report.runs import read, strict, summary
+    from regard.report.run import comparison, differing, labels, read, summary, table
+    from regard.see.format import strict
 
     if len(options.runs) < 2:
         raise UsageError("compare needs two runs or more: regard compare runs/a runs/b")
@@ -47,7 +47,7 @@ def run(options: Options) -> int:
         facts = {"schema": SCHEMA, "differs": strict(differing(runs)), "runs": rows}
         print(json.dumps(facts, ensure_ascii=False))
     else:
-        print(aligned(runs))
+        print(table(runs))
     if path is not None:
         save(path, "Compared: " + ", ".join(labels(runs)), comparison(runs))
         print(f"wrote {path}", file=sys.stderr)

@@ -49,7 +49,7 @@ class Options:
 
 def run(options: Options) -> int:
     from regard.report.run import write
-    from regard.see.look import look, pictures
+    from regard.see.look import look
     from regard.see.page import page
 
     path = checked(options)
@@ -76,6 +76,8 @@ def run(options: Options) -> int:
         write(path, page(f"What is attended to in “{what}”", panels))
         print(path)
         return 0
+    from regard.see.plots import pictures
+
     for name in pictures(path, panels[0], what):
         print(name)
     return 0

@@ -47,9 +47,8 @@ def run(options: Options) -> int:
 
     from regard.checkpoint import load
     from regard.files import resolve_model
-    from regard.parity.check import check_weights, parity
-    from regard.parity.ways import record, sample
-    from regard.report.runs import strict
+    from regard.parity.check import check_weights, parity, record, sample
+    from regard.see.format import strict
 
     with blaming(DATA):
         folder = resolve_model(options.model)
@@ -84,7 +83,7 @@ def verdict(checks: Sequence[Check]) -> str:
 def packed(model: Model, given: Given) -> Trace:
     """The model as it runs here: packed, a prompt and then token by token where it can."""
     from regard.fast.cpu import prepare
-    from regard.parity.ways import Runner
+    from regard.parity.check import Runner
 
     runner = Runner(prepare(model), given)
     if not model.decodes:

@@ -33,9 +33,8 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.report.heads import look
-    from regard.report.run import report
-    from regard.report.runs import read, strict, summary
+    from regard.report.run import look, read, report, summary
+    from regard.see.format import strict
 
     path = checked(options.output)
     record = read(options.run)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from regard.errors import DATA, Fault, UsageError, blaming
+from regard.see.format import aligned as aligned
 from regard.see.format import visible
 
 if TYPE_CHECKING:
@@ -40,17 +41,6 @@ def compare(opened: Opened, prompt: Any) -> None:
 def check_new_folder(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out} is there already and not an empty folder; name another")
-
-
-def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
-    """A table as text, its columns two spaces apart; those in `right` end together."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        sides = (("<", ">")[i in right] for i in range(len(row)))
-        cells = (f"{x:{side}{w}}" for x, side, w in zip(row, sides, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 # --- text in --------------------------------------------------------------------------------------

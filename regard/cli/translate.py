@@ -80,7 +80,7 @@ class Translator:
 
     def __init__(self, options: Options, settings: dict[str, Any], rows: int):
         from regard.evaluate.model import check_reads_text
-        from regard.see.align import cross_site
+        from regard.see.look import cross_site
         from regard.text import needed
 
         self.options, self.settings = options, settings
@@ -140,7 +140,7 @@ class Translator:
 
     def show(self, line: str, result: Any) -> str:
         from regard.decode.settings import Result
-        from regard.see.align import align
+        from regard.see.look import align
 
         if result is None and not self.options.json:
             return ""

@@ -129,11 +129,11 @@ class Columns:
             names |= {"said", "seen"}
         return {name: self.values[name][rows] for name in sorted(names)}
 
-    def said(self, rows: slice | Tensor, tokens: Tensor) -> None:
-        """Count tokens that some rows have just said."""
+    def said(self, rows: slice | Tensor, tokens: Tensor, live: Tensor | int = 1) -> None:
+        """Count tokens that some rows have just said, those that are live."""
         if "said" in self.values:
             at = torch.arange(self.rows, device=self.device)[rows]
-            self.values["said"][at, tokens] += 1
+            self.values["said"][at, tokens] += live
 
 
 def _or(token: int | None) -> int:

@@ -45,8 +45,10 @@ SLOTS = "slots"  # the lane of the CUDA graph
 class Engine:
     """`submit` requests, then `step` until it is idle. Everything happens inside `step`; one thread owns an engine.
 
-    `rows` bounds the batch, `chunk` the tokens of a prefill step; `pages` of `page` tokens make the pool. The model
-    decodes in evaluation mode; after each step it is in the mode in which it was."""
+    `rows` bounds the batch, `chunk` the tokens of a prefill step (16,384 in a CUDA graph, else 512). `pages` of `page`
+    tokens make the pool; or `memory`, in bytes or as a share of what is free, says how many (see `pages_in`). `runner`:
+    auto takes a CUDA graph where the model is on a GPU and has one, torch never, graph always; `explain` says which it
+    is and why. The model decodes in evaluation mode; after each step it is in the mode in which it was."""
 
     def __init__(
         self,
@@ -235,9 +237,11 @@ class Engine:
             if not fits and (batch or self.lanes):  # alone it may enter however large
                 break
             if self.slots is not None and not long and self.slots.takes(request):
-                if not (self.prefix and self._shares(request, coming)):
+                keys = self._keys(request) if self.prefix else []
+                if not (self.prefix and self._shares(request, keys, coming)):
                     self.waiting.remove(request)
-                    self.slots.admit(self.resumed.pop(request.number, []) or self._rows(request))
+                    rows = self.resumed.pop(request.number, []) or self._rows(request)
+                    self.slots.admit(rows, keys)
                     self.lanes[SLOTS] = self.slots
                     room, pages = room - times, pages - need
                 continue
@@ -248,7 +252,7 @@ class Engine:
                 continue
             if batch and not self._alike(request, batch[0]):
                 break
-            if self.prefix and self._shares(request, coming):
+            if self.prefix and self._shares(request, self._keys(request), coming):
                 continue
             self.waiting.remove(request)
             batch.append(request)
@@ -260,13 +264,18 @@ class Engine:
             if self.prefix:
                 self.loading.adopt()
 
-    def _shares(self, request: Request, coming: set[bytes]) -> bool:
+    def _keys(self, request: Request) -> list[bytes]:
+        """Of the full pages of what a waiting request is fed first."""
+        assert self.pool is not None
+        text = first_text(request, self.resumed.get(request.number, []))
+        return page_keys(text, self.pool.page, request.salt)
+
+    def _shares(self, request: Request, keys: list[bytes], coming: set[bytes]) -> bool:
         """Whether the next page that a request lacks is about to be read for another: then it waits, and takes the page
         over. If not, its own pages are coming."""
         assert self.pool is not None
-        text = first_text(request, self.resumed.get(request.number, []))
-        keys = page_keys(text, self.pool.page, request.salt)
-        wanted = keys[: (len(text) - 1) // self.pool.page]
+        size = len(first_text(request, self.resumed.get(request.number, [])))
+        wanted = keys[: (size - 1) // self.pool.page]
         if next((key for key in wanted if key not in self.pool.published), None) in coming:
             return True
         coming.update(keys)

@@ -361,6 +361,8 @@ def _many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _ids(prompt: Any) -> list[int]:
     ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if isinstance(ids, list) and set(map(type, ids)) == {int}:
+        return list(ids)
     whole = isinstance(ids, Sequence) or hasattr(ids, "__array__")
     if not whole or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
         raise UsageError(f"a prompt is text or a list of whole numbers, got {prompt!r:.60}")

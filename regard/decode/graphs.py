@@ -103,6 +103,7 @@ class Runner:
         logits, state = self.logits(width, bound), self.state.narrow(width)
         if used:
             tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
+            self.columns.said(slice(0, width), tokens, state.live)
             advance(state, logits, tokens, *rest)
         else:
             greedy_advance(state, logits)
@@ -114,9 +115,7 @@ class Runner:
         tokens, norm = best(logits)
         if not used:
             return tokens, tokens, norm
-        chosen = choose(logits, self.columns.at(rows, used), count)
-        self.columns.said(rows, chosen)
-        return chosen, tokens, norm
+        return choose(logits, self.columns.at(rows, used), count), tokens, norm
 
     def read(self, pack: Pack, used: frozenset[str]) -> None:
         """Prompts into their pages; those that are through begin to write."""
@@ -126,6 +125,7 @@ class Runner:
             return
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
         tokens, greatest, norm = self.choose(logits, at, pack.said, used)
+        self.columns.said(at, tokens)
         tokens = torch.where(greatest < 0, -1, tokens)
         own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
         self.first[at] = torch.where(tokens < 0, 0.0, own - norm)
@@ -179,11 +179,6 @@ class Runner:
         event.record()
         return log, logp, event
 
-    @property
-    def free(self) -> bool:
-        lane = self.lane()
-        return lane is None or not lane.slots
-
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
         return min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.length)
@@ -229,7 +224,7 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
         return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
 
     kept = _kept.pop(model, None)
-    if kept is not None and kept.free and (kept.marks, kept.length) == (marks(), length):
+    if kept is not None and kept.lane() is None and (kept.marks, kept.length) == (marks(), length):
         have = len(kept.pool.users)
         enough = have == pages if exact else have >= pages
         if enough and kept.pool.page == page and kept.rows >= rows:
@@ -259,14 +254,14 @@ class Slot:
     row: Row
     index: int
     text: list[int]  # what is read before the first choice
+    keys: list[bytes] = field(default_factory=list)  # of its full pages
     pages: list[int] = field(default_factory=list)
     fed: int = 0  # tokens of the text
     asked: int = 0  # tokens the device was asked to choose
     fresh: bool = True  # its first token has not been read by the host
     gone: bool = False
-    siblings: list[Slot] = field(
-        default_factory=list
-    )  # samples that begin where the prompt is through
+    # Samples that begin where the prompt is through.
+    siblings: list[Slot] = field(default_factory=list)
 
     @property
     def left(self) -> int:
@@ -311,8 +306,9 @@ class SlotLane:
     def requests(self) -> list[Request]:
         return list({id(row.request): row.request for row in self.rows}.values())
 
-    def admit(self, rows: Sequence[Row]) -> None:
-        """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once."""
+    def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
+        """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once. `keys`: of
+        the prompt's pages, if they are known."""
         first: Slot | None = None
         for row in rows:
             slot = Slot(row, self.free.pop(0), row.request.ids + row.ids)
@@ -322,13 +318,15 @@ class SlotLane:
                 continue
             first = first or (slot if not row.ids else None)
             if self.prefix:
+                salt = row.request.salt
+                slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
                 self._adopt(slot)
         self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
 
     def _adopt(self, slot: Slot) -> None:
         """Begin with pages that others left; at least one token stays to be fed, for its logits."""
         row, page = slot.row, self.pool.page
-        for key in page_keys(slot.text, page, row.request.salt)[: (len(slot.text) - 1) // page]:
+        for key in slot.keys[: (len(slot.text) - 1) // page]:
             if key not in self.pool.published:
                 break
             slot.pages.append(self.pool.published[key])
@@ -498,7 +496,7 @@ class SlotLane:
         """Keys of the pages that prompts here will publish."""
         for slot in self.slots:
             if slot.fresh:
-                yield from page_keys(slot.text, self.pool.page, slot.row.request.salt)
+                yield from slot.keys
 
 
 def _used(s: Any, first: int, last: int) -> frozenset[str]:

@@ -1,89 +1,249 @@
-"""Every topic of `regard explain`, as text or as JSON; docs/mechanisms has the same tables."""
+"""What `regard explain` and the pages of docs/mechanisms tell of a mechanism: question, formula,
+code, numbers; as text or as JSON.
+
+A topic is a function with a docstring (the question, then the formula) whose parameters are the
+numbers a reader may change and whose defaults are the example. It computes by the library's own
+functions, in float64. The topics are in mechanisms.py."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
-from regard.errors import UsageError
-from regard.learn import mechanisms, training
-from regard.learn.topics import Table, Topic, find, shown
+import torch
+from torch import Tensor, nn
 
-TOPICS: tuple[Topic, ...] = (*mechanisms.TOPICS, *training.TOPICS)
-ALIASES = {
-    "positions": "sinusoidal",
-    "mha": "multi-head",
-    "mqa": "gqa",
-    "indexer": "dsa",
-    "flash": "online-softmax",
-    "look-ahead": "masks",
-    "look-ahead-mask": "masks",
-    "scaled-dot-product": "attention",
-    "scaled-dot-product-attention": "attention",
-    "cross": "cross-attention",
-    "ffn": "feed-forward",
-    "sampling": "decoding",
-    "quantization": "quantisation",
-    "teacher-forcing": "objectives",
-    "rnn": "rnn-path",
-    "layernorm": "norms",
-    "rmsnorm": "norms",
-    "t5": "t5-bias",
-    "learning-rate": "schedules",
-}
+from regard.errors import UsageError, nearest
+from regard.see.format import aligned, number, strict
+
+Numbers = tuple[float, ...]
+Matrix = tuple[Numbers, ...]
+Module = TypeVar("Module", bound=nn.Module)
+# The most of a whole number that is given.
+MOST = 1_000_000
+# Other names of topics.
+_PAIRS = """positions:sinusoidal mha:multi-head mqa:gqa indexer:dsa flash:online-softmax t5:t5-bias
+look-ahead:masks look-ahead-mask:masks scaled-dot-product:attention cross:cross-attention rnn:rnn-path
+scaled-dot-product-attention:attention ffn:feed-forward sampling:decoding layernorm:norms rmsnorm:norms
+quantization:quantisation teacher-forcing:objectives learning-rate:schedules"""
+ALIASES: dict[str, str] = dict(pair.split(":") for pair in _PAIRS.split())
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under named columns. A cell is a number, a text, or None where there is no number."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def text(self) -> str:
+        """In one form per column: whole numbers as they are, others with four places, tiny ones
+        with a power."""
+        columns = []
+        for name, cells in zip(self.columns, zip(*self.rows)):
+            finite = (c for c in cells if isinstance(c, float) and math.isfinite(c))
+            whole = all(c == int(c) for c in finite)
+            columns.append([name, *(_cell(c, whole) for c in cells)])
+        return f"{self.title}\n{aligned(list(zip(*columns)), range(len(columns)))}"
+
+
+def _cell(cell: Any, whole: bool) -> str:
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return "none"
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, int) or whole:
+        return f"{int(cell):,}" if math.isfinite(cell) else str(cell)
+    if cell and abs(cell) < 1e-3:
+        return f"{cell:.3e}"
+    text = f"{cell:.4f}"
+    return "0.0000" if text == "-0.0000" else text
+
+
+Tables = Iterable[Table]
+
+
+@dataclass(frozen=True)
+class Topic:
+    """`code`: path::name of what implements it, the most telling first. `inputs`: what may be
+    given, with the example's values: a tuple of numbers, a tuple of rows, one number, or a text."""
+
+    name: str
+    question: str
+    formula: str
+    code: tuple[str, ...]
+    inputs: dict[str, Any]
+    compute: Callable[..., Tables]
+
+    def tables(self, given: Mapping[str, Sequence[float | str] | str]) -> list[Table]:
+        """The numbers for what is given."""
+        return list(self.compute(**self.read(given)))
+
+    def read(self, given: Mapping[str, Sequence[float | str] | str]) -> dict[str, Any]:
+        """What is given, and the example's values for the rest."""
+        for name in given:
+            if name not in self.inputs:
+                raise UsageError(f"{self.name} has no {_flag(name)}; it takes {self.takes()}")
+        return {**self.inputs, **{name: self._read(name, value) for name, value in given.items()}}
+
+    def takes(self) -> str:
+        return ", ".join(map(_flag, self.inputs))
+
+    def _read(self, name: str, value: Any) -> Any:
+        """A value as the example has it: rows, a tuple, a whole number, a number or a text. Rows
+        may be given without semicolons, as one tuple that the topic divides."""
+        example, flag = self.inputs[name], _flag(name)
+        if isinstance(example, str):
+            return value
+        text = " ".join(map(str, value))
+        divided = _nested(example) and ";" in text
+        try:
+            rows = [tuple(map(float, row.split())) for row in text.split(";" if divided else None)]
+        except ValueError as error:
+            word = str(error).partition(": ")[2]
+            raise UsageError(f"{word:.40} is no number; give numbers such as 1 -2.5 3e4") from None
+        finite = all(math.isfinite(x) for row in rows for x in row)
+        if divided:
+            rows = [row for row in rows if row]
+            if len({len(row) for row in rows}) != 1 or not finite:
+                such = f'such as {flag} "1 0; 0 1"'
+                raise UsageError(f"{flag} needs rows of as many numbers each, {such}")
+            return tuple(rows)
+        numbers = tuple(x for row in rows for x in row)
+        if not numbers or not finite:
+            raise UsageError(f"{flag} needs numbers, such as {flag} {shown(example)}")
+        if isinstance(example, tuple):
+            return numbers
+        if len(numbers) > 1:
+            raise UsageError(f"{self.name} takes one number for {flag}, got {len(numbers)}")
+        return whole(name, numbers[0]) if isinstance(example, int) else numbers[0]
+
+
+TOPICS: list[Topic] = []
+
+
+def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
+    """A function as a topic: its name with dashes, its docstring as question and formula, its
+    defaults as inputs."""
+
+    def decorate(compute: Callable[..., Tables]) -> Topic:
+        question, _, formula = inspect.cleandoc(compute.__doc__ or "").partition("\n")
+        inputs = {n: p.default for n, p in inspect.signature(compute).parameters.items()}
+        name = compute.__name__.strip("_").replace("_", "-")
+        TOPICS.append(Topic(name, question, formula.strip("\n"), code, inputs, compute))
+        return TOPICS[-1]
+
+    return decorate
+
+
+def find(name: str) -> Topic:
+    """The topic of this name; the nearest one is named where there is none."""
+    known = {each.name: each for each in TOPICS}
+    plain = name.strip().lower().replace("_", "-").replace(" ", "-")
+    plain = ALIASES.get(plain, plain)
+    if plain not in known:
+        hint = nearest(plain, [*known, *ALIASES])
+        raise UsageError(f"there is no topic {name!r:.60}; {hint} (regard explain lists them all)")
+    return known[plain]
 
 
 def explained(
     name: str, numbers: tuple[str, ...], given: dict[str, Any], *, as_json: bool = False
 ) -> str:
     """The topic with the numbers of one call."""
-    topic = find(name, TOPICS, ALIASES)
+    topic = find(name)
     if numbers:
         first = next(iter(topic.inputs))
         if first in given or isinstance(topic.inputs[first], str):
             raise UsageError(f"{topic.name} takes {topic.takes()}; say each number once")
         given = {first: numbers, **given}
     values = topic.read(given)
-    tables = topic.compute(**values)
-    if as_json:
-        return json.dumps(_data(topic, values, tables), allow_nan=False)
-    return "\n".join([f"{topic.name}: {topic.question}", "", *_lines(topic, values, tables)])
+    tables, formula = list(topic.compute(**values)), topic.formula.splitlines()
+    if not as_json:
+        said = "   ".join(f"{_flag(n)} {shown(value)}" for n, value in values.items())
+        lines = [f"{topic.name}: {topic.question}", "", *(f"  {line}" for line in formula)]
+        lines += ["", f"given: {said}", "", *(f"{table.text()}\n" for table in tables)]
+        return "\n".join([*lines, *(f"code: {place}" for place in topic.code)])
 
-
-def _lines(topic: Topic, values: dict[str, Any], tables: list[Table]) -> list[str]:
-    given = "   ".join(f"--{n.replace('_', '-')} {shown(value)}" for n, value in values.items())
-    lines = [*(f"  {line}" for line in topic.formula.splitlines()), "", f"given: {given}", ""]
-    for table in tables:
-        lines += [*table.text().splitlines(), ""]
-    return [*lines, *(f"code: {place}" for place in topic.code)]
-
-
-def _data(topic: Topic, values: dict[str, Any], tables: list[Table]) -> dict[str, Any]:
-    def plain(cell: Any) -> Any:
-        return None if isinstance(cell, float) and not math.isfinite(cell) else cell
-
-    return {
+    data = {
         "topic": topic.name,
         "question": topic.question,
-        "formula": topic.formula.splitlines(),
-        "code": list(topic.code),
+        "formula": formula,
+        "code": topic.code,
         "given": values,
-        "tables": [
-            {
-                "title": table.title,
-                "columns": list(table.columns),
-                "rows": [[plain(cell) for cell in row] for row in table.rows],
-            }
-            for table in tables
-        ],
+        "tables": [asdict(table) for table in tables],
     }
+    return json.dumps(strict(data), allow_nan=False)
 
 
 def listed(as_json: bool = False) -> str:
     """Every topic with its question."""
     if as_json:
         return json.dumps([{"topic": t.name, "question": t.question} for t in TOPICS])
-    width = max(len(t.name) for t in TOPICS)
-    lines = [f"{t.name:<{width}}  {t.question}" for t in TOPICS]
-    return "\n".join([*lines, "", "regard explain TOPIC, with numbers of your own or without"])
+    table = aligned([(t.name, t.question) for t in TOPICS])
+    return f"{table}\n\nregard explain TOPIC, with numbers of your own or without"
+
+
+# --- what topics share ----------------------------------------------------------------------------
+
+
+def real(x: Sequence[float] | Matrix) -> Tensor:
+    return torch.tensor(tuple(x), dtype=torch.float64)
+
+
+def rows_of(name: str, x: Sequence[float] | Matrix, *, width: int = 0, count: int = 0) -> Tensor:
+    """Numbers as a matrix: `width` numbers per row, or `count` rows."""
+    what = f"rows of {width}" if width else f"{count} rows"
+    if _nested(x):
+        if (width or count) != (len(x[0]) if width else len(x)):  # type: ignore[arg-type]
+            raise UsageError(f"--{name} {shown(x)} are not {what}; rows are divided by semicolons")
+        return real(x)
+    if len(x) % (width or count):
+        raise UsageError(f"--{name} has {len(x)} numbers, which are not {what}")
+    return real(x).view(-1, width) if width else real(x).view(count, -1)
+
+
+def whole(name: str, value: float, least: int = 1, most: int = MOST) -> int:
+    if value != int(value) or not least <= value <= most:
+        wanted = f"give a whole number from {least} to {most:,}"
+        raise UsageError(f"{_flag(name)} is {number(value)}; {wanted}")
+    return int(value)
+
+
+def positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise UsageError(f"{_flag(name)} is {number(value)}; give a number above 0")
+    return value
+
+
+@torch.no_grad()
+def fill(module: Module) -> Module:
+    """Every weight by one rule, ((3i + 5j + n) mod 13 - 6) / 10 in row i and column j of the n-th:
+    no randomness, and no symmetry that would hide a mistake."""
+    module.double()
+    for n, weight in enumerate(module.parameters()):
+        i, j = (torch.arange(size) for size in weight.reshape(len(weight), -1).shape)
+        weight.copy_((((3 * i[:, None] + 5 * j + n) % 13 - 6) / 10).view_as(weight))
+    return module
+
+
+def shown(value: Any) -> str:
+    """A value of an input as one would type it."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if _nested(value):
+        return f'"{"; ".join(map(shown, value))}"'
+    return " ".join(f"{x:.10g}" for x in (value if isinstance(value, tuple) else (value,)))
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], tuple)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,53 +1,135 @@
-"""Topics about models: one softmax and one weighted sum, layers of attention, positions, parts, smaller weights."""
+"""The topics of `regard explain`, and the numbers behind them: one softmax and one weighted sum,
+layers of attention, positions, parts, smaller weights, training and decoding."""
 
 from __future__ import annotations
 
-from typing import cast
+import tempfile
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import GQA, MLA, Context, Terms, attend, softmax, weights
+from regard.attention import DSA, GQA, MLA, Context, Terms, attend, softmax, weights
 from regard.attention.core import scores as dot_scores
+from regard.attention.latent import LatentAttention
 from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores, to_fp8
+from regard.block import Tower
+from regard.checkpoint import load
 from regard.config import divisors
-from regard.errors import UsageError
+from regard.data.feed import Batch
+from regard.data.read import needed
+from regard.decode.sampling import beam_search, min_p, top_k, top_p
+from regard.errors import Notice, UsageError
 from regard.kernels.linear import GROUP, Int4, pack
-from regard.layers import ACTIVATIONS, MLP, Norm
-from regard.learn import numbers
-from regard.learn.topics import (
+from regard.layers import ACTIVATIONS, LM, MLP, Norm
+from regard.learn.explain import (
     Matrix,
     Numbers,
     Table,
+    Tables,
     fill,
     positive,
     real,
     rows_of,
-    spread,
     topic,
     whole,
 )
 from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Visible, Window
+from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
 from regard.models.base import parameters
-from regard.models.embedding import Patches
 from regard.models.recurrent import CELLS, MemoryAttention
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
+from regard.train import loss
+from regard.train.checkpoint import Checkpoints
+from regard.train.metrics import text_scores
+from regard.train.optim import SHAPES, Optim, Schedule, noam
+from regard.train.trainer import Train, Trainer
 
 ATTENTION, POOLING = "regard/attention/core.py", "regard/attention/pooling.py"
 HEADS, POSITION = "regard/attention/multihead.py", "regard/position.py"
-NUMBERS = "regard/learn/numbers.py"
+NUMBERS = "regard/learn/mechanisms.py"
 # Bytes of a number in half precision.
 HALF = 2
+SAMPLING, OBJECTIVE = "regard/decode/sampling.py", "regard/train/loss.py"
 
-# --- one softmax, one weighted sum --------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def softmax_jacobian(x: Tensor) -> Tensor:
+    """d p_i / d x_j = p_i (1[i=j] - p_j), p = softmax(x).   (... n) -> (... n n)
+
+    It vanishes as p saturates."""
+    p = softmax(x)
+    return torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+
+
+def saturation(a: Tensor) -> Tensor:
+    """The largest weight of softmax([a, a, 2a]) = 1 / (1 + 2 exp(-a)); exp(2a) itself would
+    overflow."""
+    return 1 / (1 + 2 * torch.exp(-a))
+
+
+def dot_moments(dim: int, scale: float = 1.0, *, same: bool = False) -> tuple[float, float]:
+    """Mean and variance of scale q.k over all q, k in {-1, +1}^dim, independent: 0 and scale^2 dim.
+
+    So scale = dim^-0.5 keeps the variance 1. With `same`, k is q: independence is what makes the
+    mean 0."""
+    signs = torch.tensor(list(product((-1.0, 1.0), repeat=dim)), dtype=torch.float64)
+    dots = scale * (signs.square().sum(-1) if same else signs @ signs.T)
+    return dots.mean().item(), dots.var(correction=0).item()
+
+
+def cache_numbers(attention: GQA | MLA | DSA, dim: int) -> int:
+    """Numbers that one token leaves in one layer's cache: GQA g (d + e), MLA c + r, DSA the same
+    and D."""
+    with torch.device("meta"):
+        return attention.make(dim).cache_spec().numbers()
+
+
+def mla_weights(attention: MLA, dim: int) -> tuple[int, int]:
+    """Weights one head needs for its scores: W_Q and W_UK apart, (n + c) d, and merged to W_Q
+    W_UK^T, n c.
+
+    n is the width that W_Q reads. Merging them "to save work" multiplies both storage and work."""
+    with torch.device("meta"):
+        layer = attention.make(dim)
+    assert isinstance(layer, LatentAttention)
+    n = layer.w_uq.in_features
+    return (n + layer.c) * layer.d, n * layer.c
+
+
+def dot_products(tokens: int, *, cached: bool) -> int:
+    """q.k products of one head to write `tokens` tokens one by one: step t needs t with a cache,
+    t^2 without one."""
+    return sum(t if cached else t * t for t in range(1, tokens + 1))
+
+
+def multiply_adds(attention: GQA, dim: int, tokens: int) -> tuple[int, int]:
+    """Of one layer over `tokens` tokens: projections, n times the weights, and scores and sums, n^2
+    h (d + e)."""
+    with torch.device("meta"):
+        layer = attention.make(dim)
+    weights = sum(w.weight.numel() for w in (layer.wq, layer.wk, layer.wv, layer.wo))
+    return tokens * weights, tokens**2 * layer.h * (layer.d + layer.e)
+
+
+def _numbered(letter: str, rows: Tensor) -> list[str]:
+    return [f"{letter}_{i + 1}" for i in range(rows.shape[1])]
+
+
+# --- one softmax, one weighted sum ----------------------------------------------------------------
 
 
 @topic(f"{ATTENTION}::softmax", f"{POOLING}::three_loops")
-def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
+def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     """How do scores become weights that sum to 1, without overflow?
 
     p_i = e^(x_i - m) / d,   m = max_j x_j,   d = sum_j e^(x_j - m)
@@ -56,47 +138,45 @@ def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
     m, d = trace[-1].m, trace[-1].d
     rows = [[a, a - m, p * d, p] for a, p in zip(x, weights.tolist())]
     total = ["sum", "", d, weights.sum().item()]
-    return [Table(f"m = {m:g}", ["x", "x - m", "e^(x - m)", "softmax"], [*rows, total])]
+    yield Table(f"m = {m:g}", ["x", "x - m", "e^(x - m)", "softmax"], [*rows, total])
 
 
 @topic(f"{NUMBERS}::saturation", f"{NUMBERS}::softmax_jacobian")
-def saturation(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> list[Table]:
+def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> Tables:
     """When does a softmax stop learning?
 
     softmax([a, a, 2a])_3 = 1 / (1 + 2 e^-a)   -> 1 as a grows
     The Jacobian p_i (1[i=j] - p_j) goes to 0 with it: no gradient gets through to the scores."""
-    largest = [numbers.softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
-    weights = numbers.saturation(real(a)).tolist()
+    largest = [softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
+    weights = saturation(real(a)).tolist()
     columns = ["a", "weight of 2a", "largest |dp/dx|"]
-    return [Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)))]
+    yield Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)))
 
 
 @topic(f"{NUMBERS}::softmax_jacobian")
-def jacobian(x: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
+def jacobian(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     """How does a weight move when a score moves?
 
     d p_i / d x_j = p_i (1[i=j] - p_j),   p = softmax(x);   as a matrix: diag(p) - p p^T
     Symmetric, and every row sums to 0: the weights share one whole."""
-    p, matrix = softmax(real(x)), numbers.softmax_jacobian(real(x))
-    rows = [[float(a), *spread(row), row.sum().item()] for a, row in zip(p, matrix)]
+    p, matrix = softmax(real(x)), softmax_jacobian(real(x))
+    rows = torch.cat([p[:, None], matrix, matrix.sum(-1, keepdim=True)], -1)
     columns = ["p_i", *(f"d/dx_{j}" for j in range(1, len(x) + 1)), "sum"]
-    rows = [[round(cell, 15) for cell in row] for row in rows]
-    return [Table("one row for each p_i", columns, rows)]
+    yield Table("one row for each p_i", columns, rows.round(decimals=15).tolist())
 
 
 @topic(f"{NUMBERS}::dot_moments", "regard/attention/scores.py::ScaledDot")
-def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> list[Table]:
+def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> Tables:
     """Why are scores divided by sqrt(d)?
 
     q_i, k_i independent, mean 0, variance 1:   E[q.k] = 0,   Var[q.k] = d,   Var[q.k / sqrt(d)] = 1
     Enumerated below over every q and k in {-1, +1}^d. With k = q the mean is d: independence is needed."""
     rows = []
     for d in (whole("dim", x, 1, 10) for x in dim):
-        (mean, variance), same = numbers.dot_moments(d), numbers.dot_moments(d, same=True)
-        rows.append([d, mean, variance, numbers.dot_moments(d, d**-0.5)[1], same[0]])
-    rows = [[round(cell, 12) for cell in row] for row in rows]
+        moments = *dot_moments(d), dot_moments(d, d**-0.5)[1], dot_moments(d, same=True)[0]
+        rows.append([d, *(round(x, 12) for x in moments)])
     columns = ["d", "mean q.k", "variance", "variance of q.k/sqrt(d)", "mean q.q"]
-    return [Table("all q, k in {-1, +1}^d", columns, rows)]
+    yield Table("all q, k in {-1, +1}^d", columns, rows)
 
 
 @topic(f"{ATTENTION}::reference", f"{ATTENTION}::attend")
@@ -104,7 +184,7 @@ def attention(
     q: Matrix = ((1.0, 0.0),),
     k: Matrix = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)),
     v: Matrix = ((1.0,), (2.0,), (4.0,)),
-) -> list[Table]:
+) -> Tables:
     """What does a query get from keys and values?
 
     o = sum_j a_j v_j,   a = softmax(q.k_j / sqrt(d));   of all queries: softmax(Q K^T / sqrt(d)) V
@@ -124,19 +204,17 @@ def attention(
     out = attend(*(x[None, :, None] for x in (queries, keys, values)), backend="reference")
     steps = torch.stack([plain, scaled, softmax(scaled)], -1).flatten(0, 1)
     pairs = [(i + 1, j + 1) for i in range(len(queries)) for j in range(len(keys))]
-    weights = [[*pair, *spread(step)] for pair, step in zip(pairs, steps)]
-    outputs = [[i + 1, *spread(o)] for i, o in enumerate(out[0, :, 0])]
+    weights = [[*pair, *step.tolist()] for pair, step in zip(pairs, steps)]
+    outputs = [[i + 1, *o.tolist()] for i, o in enumerate(out[0, :, 0])]
     columns = ["query", "key", "q.k", "q.k/sqrt(d)", "softmax"]
     names = ["query", *_numbered("o", values)]
     first = 1 if len(queries) == 1 else 0
-    return [
-        Table("weights", columns[first:], [row[first:] for row in weights]),
-        Table("output", names[first:], [row[first:] for row in outputs]),
-    ]
+    yield Table("weights", columns[first:], [row[first:] for row in weights])
+    yield Table("output", names[first:], [row[first:] for row in outputs])
 
 
 @topic("regard/mask.py::Causal", "regard/mask.py::Visible")
-def masks(tokens: int = 5, window: int = 3) -> list[Table]:
+def masks(tokens: int = 5, window: int = 3) -> Tables:
     """Which keys may a query see?
 
     a_ij = softmax_j(x_ij) over the visible j alone;   causal (the look-ahead mask): j <= i
@@ -155,11 +233,11 @@ def masks(tokens: int = 5, window: int = 3) -> list[Table]:
     seen = [Visible(rule, here, here).tensor()[0, 0] for rule in rules.values()]
     rows = [[i, *(" ".join(".1"[int(x)] for x in mask[i]) for mask in seen)] for i in range(n)]
     title = "1: may be seen, one row a query, one column a key"
-    return [Table(title, ["query", *rules], rows)]
+    yield Table(title, ["query", *rules], rows)
 
 
 @topic(f"{POOLING}::one_loop", f"{ATTENTION}::online")
-def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -> list[Table]:
+def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     """How can attention be computed in one pass, with no row of scores kept?
 
     m' = max(m, x_i),   d' = d e^(m - m') + e^(x_i - m'),   o' = o (d / d') e^(m - m') + (e^(x_i - m') / d') v_i
@@ -168,13 +246,11 @@ def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -
     last, trace = one_loop(real(x), values)
     names = ["o"] if values.shape[1] == 1 else _numbered("o", values)
     steps = [
-        [i, score, step.m, step.d, *spread(cast(Tensor, step.o))]
+        [i, score, step.m, step.d, *cast(Tensor, step.o).tolist()]
         for i, (score, step) in enumerate(zip(x, trace), 1)
     ]
-    return [
-        Table("after each key", ["key", "x", "m", "d", *names], steps),
-        Table("softmax(x) v, in three passes", names, [spread(softmax(real(x)) @ values)]),
-    ]
+    yield Table("after each key", ["key", "x", "m", "d", *names], steps)
+    yield Table("softmax(x) v, in three passes", names, [(softmax(real(x)) @ values).tolist()])
 
 
 @topic(f"{POOLING}::regress", f"{POOLING}::kernel_weights")
@@ -183,7 +259,7 @@ def nadaraya_watson(
     k: Numbers = (0.0, 1.0, 2.0, 3.0),
     v: Numbers = (0.0, 0.8, 0.9, 0.1),
     width: float = 1.0,
-) -> list[Table]:
+) -> Tables:
     """What was attention before it had weights to learn?
 
     f(q) = sum_j a_j(q) v_j,   a_j(q) = K(u_j) / sum_i K(u_i),   u_j = |q - k_j| / width
@@ -192,13 +268,11 @@ def nadaraya_watson(
         raise UsageError(f"--k has {len(k)} numbers and --v {len(v)}; give as many of both")
     positive("width", width)
     estimates = [regress(real(q), real(k), real(v), kernel, width).tolist() for kernel in KERNELS]
-    return [Table("estimates; none: no key is near", ["q", *KERNELS], list(zip(q, *estimates)))]
+    yield Table("estimates; none: no key is near", ["q", *KERNELS], list(zip(q, *estimates)))
 
 
 @topic("regard/attention/scores.py::Additive", "regard/attention/scores.py::Bilinear")
-def scores(
-    q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0, 1.0)
-) -> list[Table]:
+def scores(q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0, 1.0)) -> Tables:
     """Which ways are there to compare a query with a key?
 
     dot q.k;   scaled dot q.k / sqrt(d);   bilinear q^T W k;   additive w_v^T tanh(W_q q + W_k k)
@@ -206,9 +280,9 @@ def scores(
     keys, width = rows_of("k", k, width=len(q)), len(q)
     layers = [fill(make_score(name, width, width, width)) for name in SCORES]
     with torch.no_grad():
-        values = [spread(score(real(q)[None], keys)[0]) for score in layers]
+        values = [score(real(q)[None], keys)[0].tolist() for score in layers]
     rows = list(zip(range(1, len(keys) + 1), *values))
-    return [Table("one row for each key", ["key", *SCORES], rows)]
+    yield Table("one row for each key", ["key", *SCORES], rows)
 
 
 @topic("regard/models/recurrent.py::BahdanauStep", "regard/models/recurrent.py::MemoryAttention")
@@ -216,7 +290,7 @@ def bahdanau(
     q: Numbers = (1.0, -0.5),
     k: Numbers = (0.2, 0.4, -0.1, 0.5, -0.3, 0.8, -0.6, 0.1, 0.3),
     tokens: int = 3,
-) -> list[Table]:
+) -> Tables:
     """How did the first attention look back at the source?
 
     e_s = w_v^T tanh(W_q h_{t-1} + W_k m_s),   a = softmax(e),   c_t = sum_s a_s m_s
@@ -229,18 +303,16 @@ def bahdanau(
         e = layer.score(real(q)[None], memory)[0]
         cached = {"h": memory[None], "k": layer.score.key(memory)[None]}
         c = layer(real(q)[None, None], cached, backend="reference")
-    rows = list(zip(range(1, tokens + 1), spread(e), spread(softmax(e))))
-    return [
-        Table("alignment", ["source", "score e", "weight a"], rows),
-        Table("context", _numbered("c", memory), [spread(c.flatten())]),
-    ]
+    rows = list(zip(range(1, tokens + 1), e.tolist(), softmax(e).tolist()))
+    yield Table("alignment", ["source", "score e", "weight a"], rows)
+    yield Table("context", _numbered("c", memory), [c.flatten().tolist()])
 
 
 # --- layers of attention ------------------------------------------------------------------------
 
 
 @topic(f"{HEADS}::GroupedQueryAttention", f"{NUMBERS}::multiply_adds")
-def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> list[Table]:
+def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> Tables:
     """Why several heads instead of one wide one?
 
     head_i = softmax(Q_i K_i^T / sqrt(d)) V_i,   d = m / h;   output [head_1 .. head_h] W_O
@@ -249,16 +321,16 @@ def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> list[Table]
         raise UsageError(f"--heads {heads} does not divide --dim {dim}; try one of {divisors(dim)}")
     rows = []
     for h in divisors(heads):
-        projections, pairs = numbers.multiply_adds(GQA(h), dim, tokens)
+        projections, pairs = multiply_adds(GQA(h), dim, tokens)
         rows.append([h, dim // h, projections // tokens, projections, pairs, h * tokens**2])
     columns = ["heads", "d", "weights", "n weights", "scores and sums", "weights a, all heads"]
-    return [Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows)]
+    yield Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows)
 
 
 @topic(f"{HEADS}::GroupedQueryAttention.entries", "regard/block.py::Block")
 def cross_attention(
     x: Numbers = (1.0, 0.0, 0.0, 1.0), k: Numbers = (1.0, 0.5, -0.5, 1.0, 0.0, -1.0)
-) -> list[Table]:
+) -> Tables:
     """How does a decoder read the source?
 
     Q = X W_Q,   K = M W_K,   V = M W_V;   O = softmax(Q K^T / sqrt(d)) V W_O
@@ -274,33 +346,29 @@ def cross_attention(
         a = weights(q.transpose(1, 2), k_heads.transpose(1, 2), None, Terms(layer.scale))[0, 0]
         out = layer(states[None], ctx)[0]
     sources = [f"source {i + 1}" for i in range(len(memory))]
-    read, outputs = ([[i, *spread(row)] for i, row in enumerate(x, 1)] for x in (a, out))
-    return [
-        Table("weights", ["target", *sources], read),
-        Table("output", ["target", *_numbered("o", out)], outputs),
-    ]
+    read, outputs = ([[i, *row.tolist()] for i, row in enumerate(x, 1)] for x in (a, out))
+    yield Table("weights", ["target", *sources], read)
+    yield Table("output", ["target", *_numbered("o", out)], outputs)
 
 
 @topic(f"{HEADS}::GQA", f"{HEADS}::GroupedQueryAttention.mix")
-def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> list[Table]:
+def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> Tables:
     """How many key and value heads does a model need?
 
     o_i = softmax(q_i k_j^T / sqrt(d)) v_j,   j = i // (h / g)
     g = h is multi-head, g = 1 multi-query. Cache per token and layer: g (d + d)."""
     chosen, dim = GQA(heads, kv_heads, head_dim), heads * head_dim
-    full = numbers.cache_numbers(GQA(heads, head_dim=head_dim), dim)
+    full = cache_numbers(GQA(heads, head_dim=head_dim), dim)
     rows = []
     for g in divisors(heads):
-        size = numbers.cache_numbers(GQA(heads, g, head_dim), dim)
+        size = cache_numbers(GQA(heads, g, head_dim), dim)
         name = "MHA" if g == heads else "MQA" if g == 1 else "GQA"
         rows.append([g, name, size, f"1/{full // size}" if size < full else "1"])
     share = heads // chosen.groups
     members = [range(j * share, (j + 1) * share) for j in range(chosen.groups)]
     groups = [[j, " ".join(map(str, each))] for j, each in enumerate(members)]
-    return [
-        Table("numbers in the cache", ["g", "name", "per token", "of MHA"], rows),
-        Table(f"g = {chosen.groups}: who shares", ["key head", "query heads"], groups),
-    ]
+    yield Table("numbers in the cache", ["g", "name", "per token", "of MHA"], rows)
+    yield Table(f"g = {chosen.groups}: who shares", ["key head", "query heads"], groups)
 
 
 @topic("regard/attention/latent.py::LatentAttention.absorbed", "regard/attention/latent.py::MLA")
@@ -311,7 +379,7 @@ def mla(
     latent: int = 512,
     rope_dim: int = 64,
     rank: int = 1536,
-) -> list[Table]:
+) -> Tables:
     """How can every head keep keys of its own while the cache stays small?
 
     c = norm(W_DKV x),   k = [W_UK c ; RoPE(W_KR x)],   v = W_UV c;   cached: c and the one rotary key
@@ -322,13 +390,11 @@ def mla(
     config = MLA(heads, latent, head_dim, rope_dim, query_latent=rank, rope=Rope())
     plain = {f"GQA, g = {g}": GQA(heads, g, head_dim) for g in (8, 2) if heads % g == 0}
     kinds = {"MHA": GQA(heads, head_dim=head_dim), **plain, "MQA": GQA(heads, 1, head_dim)}
-    counts = {name: numbers.cache_numbers(kind, dim) for name, kind in kinds.items()}
-    counts["MLA"] = numbers.cache_numbers(config, dim)
-    weights = numbers.mla_weights(config, dim)
-    return [
-        Table("numbers in the cache, per token and layer", ["kind", "numbers"], [*counts.items()]),
-        Table("weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[*weights]]),
-    ]
+    counts = {name: cache_numbers(kind, dim) for name, kind in kinds.items()}
+    counts["MLA"] = cache_numbers(config, dim)
+    weights = mla_weights(config, dim)
+    yield Table("numbers in the cache, per token and layer", ["kind", "numbers"], [*counts.items()])
+    yield Table("weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[*weights]])
 
 
 @topic("regard/attention/sparse.py::index_scores", "regard/attention/sparse.py::choose")
@@ -336,7 +402,7 @@ def dsa(
     x: Numbers = (0.09, -0.66, -1.26, -0.39, -0.33, 0.68, -0.31, 0.56),
     w: Numbers = (0.84, 0.55),
     topk: int = 2,
-) -> list[Table]:
+) -> Tables:
     """Which k of all past tokens are worth attending to?
 
     I_ts = sum_j w_tj ReLU(q_tj . k_s);   S_t = the k largest I_ts of the visible s, ties to the earliest
@@ -347,11 +413,11 @@ def dsa(
     k = whole("topk", topk, 1, len(index))
     best = set(choose(index, k).tolist()) if k < len(index) else set(range(len(index)))
     rows = [
-        [s, *spread(dots[:, s]), float(value), "yes" if s in best else ""]
+        [s, *dots[:, s].tolist(), float(value), "yes" if s in best else ""]
         for s, value in enumerate(index)
     ]
     heads = [f"q.k head {j + 1}" for j in range(len(w))]
-    return [Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows)]
+    yield Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows)
 
 
 @topic("regard/cache/base.py::CacheSpec", f"{NUMBERS}::dot_products")
@@ -361,27 +427,25 @@ def kv_cache(
     heads: int = 12,
     kv_heads: int = 12,
     head_dim: int = 64,
-) -> list[Table]:
+) -> Tables:
     """What does decoding save by remembering keys and values, and what does the memory cost?
 
     q.k products to write n tokens: n(n+1)/2 with a cache, n(n+1)(2n+1)/6 without
     bytes = n L g (d + d) 2 in half precision. Old queries are never needed again."""
-    each = numbers.cache_numbers(GQA(heads, kv_heads, head_dim), heads * head_dim)
+    each = cache_numbers(GQA(heads, kv_heads, head_dim), heads * head_dim)
     rows = []
     for n in (whole("tokens", x) for x in tokens):
-        products = (numbers.dot_products(n, cached=cached) for cached in (True, False))
+        products = (dot_products(n, cached=cached) for cached in (True, False))
         rows.append([n, *products, n * layers * each * HALF])
     columns = ["tokens", "q.k with cache", "without", "bytes of cache"]
-    return [Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows)]
+    yield Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows)
 
 
 # --- positions and parts ------------------------------------------------------------------------
 
 
 @topic(f"{POSITION}::sinusoid", f"{POSITION}::PositionVectors")
-def sinusoidal(
-    pos: Numbers = (0.0, 1.0, 2.0, 3.0), dim: int = 4, base: float = 10000.0
-) -> list[Table]:
+def sinusoidal(pos: Numbers = (0.0, 1.0, 2.0, 3.0), dim: int = 4, base: float = 10000.0) -> Tables:
     """How does a model that sees a set of tokens learn their order?
 
     PE(p, 2i) = sin(p w_i),   PE(p, 2i+1) = cos(p w_i),   w_i = base^(-2i/d)
@@ -389,13 +453,13 @@ def sinusoidal(
     whole("dim", dim, 1, 16)
     table = sinusoid(real(pos), dim, positive("base", base))
     columns = ["position", *(f"{('sin', 'cos')[i % 2]} w_{i // 2}" for i in range(dim))]
-    return [Table("what is added", columns, [[p, *spread(row)] for p, row in zip(pos, table)])]
+    yield Table("what is added", columns, [[p, *row.tolist()] for p, row in zip(pos, table)])
 
 
 @topic(f"{POSITION}::rotate", f"{POSITION}::Rope")
 def rope(
     x: Numbers = (1.0, 2.0, 3.0, 4.0), pos: Numbers = (0.0, 1.0, 3.0), base: float = 10000.0
-) -> list[Table]:
+) -> Tables:
     """How can a score know the distance of two tokens, and nothing else of their places?
 
     (a, b) -> (a cos pw - b sin pw, b cos pw + a sin pw) for each pair,   w_i = base^(-2i/d)
@@ -407,21 +471,18 @@ def rope(
         return rotate(real(x).expand(1, len(places), 1, -1), *angles, layout)[0, :, 0]
 
     speeds = Rope(base).frequencies(len(x), torch.float64)
-    tables = [Table("speeds", [f"w_{i}" for i in range(len(speeds))], [spread(speeds)])]
+    yield Table("speeds", [f"w_{i}" for i in range(len(speeds))], [speeds.tolist()])
     columns = ["position", *(f"x_{i}" for i in range(len(x)))]
     for layout in ("half", "interleaved"):
-        vectors = turned([whole("pos", p, 0) for p in pos], layout)
-        rows = [[p, *spread(row)] for p, row in zip(pos, vectors)]
-        tables.append(Table(f"turned, {layout}", columns, rows))
+        vectors = turned([whole("pos", p, 0) for p in pos], layout).tolist()
+        yield Table(f"turned, {layout}", columns, [[p, *row] for p, row in zip(pos, vectors)])
     # x with itself, one key two places further.
-    pairs = [(start, start + 2) for start in (0, 10, 1000)]
-    rows = [[*pair, float(torch.dot(*turned([*pair])))] for pair in pairs]
-    title = "the score depends on the distance alone"
-    return [*tables, Table(title, ["query at", "key at", "q.k"], rows)]
+    rows = [[p, p + 2, float(torch.dot(*turned([p, p + 2])))] for p in (0, 10, 1000)]
+    yield Table("the score depends on the distance alone", ["query at", "key at", "q.k"], rows)
 
 
 @topic(f"{POSITION}::alibi_slopes", f"{POSITION}::RelativeBias")
-def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> list[Table]:
+def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> Tables:
     """Can a score simply fall with distance?
 
     score_ij = q_i.k_j / sqrt(d) - slope_h |i - j|,   slope_h = 2^(-8h/n) for head h = 1 .. n
@@ -429,13 +490,13 @@ def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> list[Table]:
     slopes = alibi_slopes(whole("heads", heads, 1, 128)).double()
     rows = [[h + 1, float(s), *(-float(s) * abs(p) for p in pos)] for h, s in enumerate(slopes)]
     columns = ["head", "slope", *(f"at {p:g}" for p in pos)]
-    return [Table("what is added to the scores", columns, rows)]
+    yield Table("what is added to the scores", columns, rows)
 
 
 @topic(f"{POSITION}::t5_bucket", f"{POSITION}::T5Bias")
 def t5_bias(
     pos: Numbers = (-128.0, -20.0, -8.0, -1.0, 0.0, 1.0, 8.0, 20.0, 128.0), buckets: int = 32
-) -> list[Table]:
+) -> Tables:
     """How can distances share a few trained numbers?
 
     score_ij = q_i.k_j + table[bucket(j - i), head];   no 1/sqrt(d)
@@ -444,11 +505,11 @@ def t5_bias(
     distance = torch.tensor([whole("pos", p, -(10**6)) for p in pos])
     both, causal = (t5_bucket(distance, T5Bias(1, buckets, causal=c)) for c in (False, True))
     rows = list(zip(distance.tolist(), both.tolist(), causal.tolist()))
-    return [Table("buckets", ["key - query", "both ways", "causal"], rows)]
+    yield Table("buckets", ["key - query", "both ways", "causal"], rows)
 
 
 @topic("regard/layers.py::RMSNorm", "regard/layers.py::Norm", "regard/block.py::Block")
-def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> list[Table]:
+def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> Tables:
     """What do norms do to a token, and where do they stand?
 
     LayerNorm (x - mean) / sqrt(var + eps) * w + b,   RMSNorm x / sqrt(mean(x^2) + eps) * w
@@ -458,37 +519,35 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> list[Table]:
     positive("eps", eps)
     with torch.no_grad():
         layer, rms = (Norm(eps, rms=r).make(dim).double()(given) for r in (False, True))
-    rows = [*zip(x, spread(layer), spread(rms))]
+    rows = [*zip(x, layer.tolist(), rms.tolist())]
     # Without the last bits, which another machine may have otherwise.
     mean = ["mean", *(round(y.mean().item(), 12) for y in (layer, rms))]
     variance = ["variance", *(round(y.var(correction=0).item(), 12) for y in (layer, rms))]
-    return [Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance])]
+    yield Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance])
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")
 def feed_forward(
     x: Numbers = (-2.0, -1.0, 0.0, 1.0, 2.0), dim: int = 512, width: int = 2048
-) -> list[Table]:
+) -> Tables:
     """What happens to a token between two attentions?
 
     FFN(x) = W_2 act(W_1 x + b_1) + b_2;   gated: W_2 (act(W_g x) * W_1 x)
     The same for every position; wider inside (width f), and no token sees another."""
     names = [name for name in ACTIVATIONS if name != "tanh"]
     given = real(x)
-    curves = [spread(ACTIVATIONS[name](given)) for name in names]
+    curves = [ACTIVATIONS[name](given).tolist() for name in names]
     sizes = []
     for gated in (False, True):
         with torch.device("meta"):
             count = parameters(MLP(whole("width", width), gated=gated, bias=False).make(dim))
         sizes.append(["gated" if gated else "plain", count, 2 * count])
-    return [
-        Table("activations", ["x", *names], list(zip(x, *curves))),
-        Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes),
-    ]
+    yield Table("activations", ["x", *names], list(zip(x, *curves)))
+    yield Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes)
 
 
 @topic("regard/models/embedding.py::PatchEmbedding", "regard/models/embedding.py::Patches")
-def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 768) -> list[Table]:
+def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 768) -> Tables:
     """How does an image become a sentence?
 
     x_i = W patch_i + b + position_i,   i = 1 .. (size / patch)^2;   class token in front
@@ -501,13 +560,13 @@ def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 76
         weights = dim * (config.channels * side**2 + 1 + n + config.extra)
         rows.append([side, config.count, n, weights, n * n])
     columns = ["patch", "patches", "tokens", "weights", "pairs a head"]
-    return [Table(f"images of {size} x {size}", columns, rows)]
+    yield Table(f"images of {size} x {size}", columns, rows)
 
 
 @topic("regard/models/recurrent.py::elman", "regard/models/recurrent.py::Cell")
 def rnn_path(
     x: Numbers = (0.5, 0.9, 1.0, 1.1), steps: Numbers = (1.0, 10.0, 50.0, 100.0)
-) -> list[Table]:
+) -> Tables:
     """What does a recurrent network still know of a word t steps back?
 
     h_t = tanh(W x_t + U h_{t-1});   d h_t / d h_0 = prod of diag(tanh') U  ~  lambda^t
@@ -525,11 +584,11 @@ def rnn_path(
             slopes.append(slope.item())
         rows.append([n, *slopes, n, 1])
     columns = ["steps", *(f"lambda {v:g}" for v in x), "path of the RNN", "of attention"]
-    return [Table("d h_t / d h_0", columns, rows)]
+    yield Table("d h_t / d h_0", columns, rows)
 
 
 @topic("regard/models/adapt.py::LowRank", "regard/models/adapt.py::LoRA")
-def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 16.0) -> list[Table]:
+def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 16.0) -> Tables:
     """How can a model be fine-tuned with a hundredth of its weights?
 
     y = W x + (alpha / r) B A x,   A (r, in) random, B (out, r) = 0 at first
@@ -543,11 +602,11 @@ def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 1
         full, low = dim * dim, layer.a.numel() + layer.b.numel()
         rows.append([r, full, low, f"{100 * low / full:.2f} %", config.scale])
     columns = ["rank", "weights of W", "of A and B", "share", "alpha / r"]
-    return [Table(f"one square layer of width {dim}", columns, rows)]
+    yield Table(f"one square layer of width {dim}", columns, rows)
 
 
 @topic("regard/kernels/linear.py::Int8", "regard/kernels/linear.py::Int4")
-def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> list[Table]:
+def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
     """What is lost when weights are held in 8 or 4 bits?
 
     int8: w ~ q s, s = max|w| / 127 of each output;   int4: w ~ (q - 8) s + z, s = (max - min) / 15 of 32 inputs
@@ -559,20 +618,200 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> list[Tab
     four = cast(Int4, pack(wide, None, "int4")).dense()[: len(x), 0].float()
     q, scale = to_fp8(row)
     eighth = (q.float() * scale)[0]
-    rows = [*zip(x, spread(eight), spread(four), spread(eighth))]
+    rows = [*zip(x, eight.tolist(), four.tolist(), eighth.tolist())]
     worst = ["worst error", *(float((row[0] - y).abs().max()) for y in (eight, four, eighth))]
     bits = ["bits a weight", "8", f"{4 + 32 / GROUP:g}", "8"]
-    return [Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits])]
+    yield Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits])
 
 
-def _numbered(letter: str, rows: Tensor) -> list[str]:
-    return [f"{letter}_{i + 1}" for i in range(rows.shape[1])]
+# --- training and decoding ------------------------------------------------------------------------
 
 
-TOPICS = (
-    *(softmax_, saturation, jacobian, scaling, attention, masks, online_softmax),
-    *(nadaraya_watson, scores, bahdanau),
-    *(multi_head, cross_attention, gqa, mla, dsa, kv_cache),
-    *(sinusoidal, rope, alibi, t5_bias, norms, feed_forward, vit, rnn_path),
-    *(lora, quantisation),
-)
+@topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
+def decoding(
+    x: Numbers = (2.0, 1.0, 0.5, 0.0, -1.0), topk: int = 3, p: float = 0.7, temperature: float = 0.7
+) -> Tables:
+    """How is the next token chosen?
+
+    greedy: argmax_v x_v;   drawn: v ~ softmax(x / T) after a filter
+    top-k: the k largest;   top-p: the fewest whose mass is >= p, one at least;   min-p: p times the largest
+    What is left is renormalised. x: logits of the next token."""
+    logits = real(x)
+    if not 0 <= p <= 1:
+        raise UsageError(f"--p is {p:g}; give a probability from 0 to 1")
+    ways = {
+        "softmax": logits,
+        f"T = {temperature:g}": logits / positive("temperature", temperature),
+        f"top-k {topk}": top_k(logits, topk),
+        f"top-p {p:g}": top_p(logits, p),
+        "min-p 0.1": min_p(logits, 0.1),
+    }
+    columns = [way.softmax(-1).tolist() for way in ways.values()]
+    rows = list(zip(range(len(x)), x, *columns))
+    yield Table("probabilities", ["token", "logit", *ways], rows)
+
+
+@topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
+def beam(
+    w: Numbers = (0.6, 0.4), x: Numbers = (0.4, 0.35, 0.25, 0.9, 0.05, 0.05), beams: int = 2
+) -> Tables:
+    """What does greedy decoding miss?
+
+    keep the `beams` prefixes with the largest sum_t log p(y_t | y_<t); at the end divide by length^penalty
+    w: probabilities of the first token; x: of the second, one row for each first."""
+    first, second = real(w), rows_of("x", x, count=len(w))
+    size = max(first.numel(), second.shape[1])
+    if bool((first <= 0).any() | (second <= 0).any()):
+        raise UsageError("--w and --x are probabilities; give numbers above 0")
+
+    def step(prefix: tuple[int, ...]) -> Tensor:
+        row = second[prefix[0]] if prefix else first
+        return torch.cat([(row / row.sum()).log(), row.new_full((size - len(row),), -torch.inf)])
+
+    rows = []
+    for width in sorted({1, whole("beams", beams, 1, 100)}):
+        for rank, (ids, total) in enumerate(beam_search(step, width, 2)):
+            rows.append(
+                [width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()]
+            )
+    yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)
+
+
+@topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
+def label_smoothing(
+    x: Numbers = (1.0, 2.0, 3.0, 0.5, -1.0), label: int = 2, eps: float = 0.1
+) -> Tables:
+    """Why not ask for the right word with certainty?
+
+    loss = - sum_v q_v log softmax(x)_v;   V-1: q = 1 - eps, the others eps / (V-1)
+    V: q = 1 - eps + eps / V, the others eps / V (torch);   V-2: as V-1, and nothing on padding
+    A logit need no longer grow without end. x: logits; label: counted from 0."""
+    if len(x) < 3:
+        raise UsageError("--x needs three logits or more: one word, another and padding")
+    given, target = real(x)[None], torch.tensor([whole("label", label, 0, len(x) - 1)])
+    columns, ends = {}, ["loss", ""]
+    for name, share, over in (
+        ("one-hot", 0.0, "V"),
+        *((f"over {o}", eps, o) for o in loss.SMOOTHINGS),
+    ):
+        padding = (0 if label else len(x) - 1) if over == "V-2" else None
+        columns[f"q {name}"] = loss.smooth(target, len(x), share, over, padding)[0].tolist()
+        total = loss.smoothed_loss(given, target, share, over, padding)[0]
+        ends.append(f"{total.item():.4f}")
+    rows = [*zip(map(str, range(len(x))), x, *columns.values()), ends]
+    yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)
+
+
+@topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
+def schedules(
+    steps: Numbers = (1.0, 100.0, 1000.0, 4000.0, 10000.0), dim: int = 512, warmup: int = 4000
+) -> Tables:
+    """How large should a step be, and when?
+
+    2017: lr = dim^-0.5 min(step^-0.5, step warmup^-1.5), largest at warmup; steps count from 1
+    cosine: (1 + cos(pi share)) / 2;   linear: 1 - share;   wsd: 1, then down at the end. All after a warm-up."""
+    at = [whole("steps", step) for step in steps]
+    last = max(*at, warmup + 2)
+    decay = {"wsd": (last - warmup) // 2}
+    plans = [Schedule(shape, last, warmup, decay=decay.get(shape, 0)) for shape in SHAPES]
+    rows = [[step, noam(step, dim, warmup), *(plan(step) for plan in plans)] for step in at]
+    columns = ["step", "lr of 2017", *(f"{shape} / peak" for shape in SHAPES)]
+    yield Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)
+
+
+@topic("regard/train/metrics.py::text_scores")
+def bleu(text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat") -> Tables:
+    """How near is a translation to a human one?
+
+    BLEU = 100 BP exp(1/4 sum_n log p_n),   p_n: share of n-grams that the reference has
+    BP = min(1, e^(1 - r/c)): too short a text c pays. A figure of a whole corpus; of one sentence it is rough."""
+    names = ("bleu", "bleu_lc", "chrf", "exact")
+    values, _ = text_scores(names, [text], [reference])
+    metric = needed("sacrebleu.metrics", "BLEU", "sacrebleu").BLEU(force=True)
+    score = metric.corpus_score([text], [[reference]])
+    rows = [[n + 1, score.counts[n], score.totals[n], p] for n, p in enumerate(score.precisions)]
+    figures: list[list[Any]] = [[name, float(values[name])] for name in names]
+    yield Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows)
+    yield Table("figures", ["name", "value"], figures)
+
+
+@topic(f"{OBJECTIVE}::teacher_forcing", f"{OBJECTIVE}::causal_lm_loss")
+def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
+    """What does a model learn from a text?
+
+    causal: - sum_t log p(y_{t+1} | y_<=t);   masked: - sum over selected t of log p(y_t | the rest)
+    seq2seq: - sum_t log p(y_t | source, y_<t), all t at once: the decoder reads the TRUE words, shifted by one
+    x: ids of a target, start and end included. A loss is a sum and a count."""
+    ids = torch.tensor([[whole("x", i, 0, 9999) for i in x]])
+    if ids.shape[1] < 2:
+        raise UsageError("--x needs two ids or more: one to read and one to say")
+    reads, says = loss.teacher_forcing(ids)
+    rows = list(zip(range(reads.shape[1]), reads[0].tolist(), says[0].tolist()))
+    vocab = int(ids.max()) + 1
+    logits = torch.zeros(1, ids.shape[1], vocab, dtype=torch.float64)
+    hidden = torch.where(torch.arange(ids.shape[1]) % 3 == 1, ids, -100)
+    kinds = {
+        "causal": loss.causal_lm_loss(logits, ids),
+        "masked, every third": loss.masked_lm_loss(logits, hidden),
+    }
+    losses = [
+        [name, float(total), int(count), float(total) / max(int(count), 1)]
+        for name, (total, count) in kinds.items()
+    ]
+    title = f"of a model that knows nothing: log {vocab} each"
+    yield Table("teacher forcing", ["place", "reads", "must say"], rows)
+    yield Table(title, ["objective", "sum", "count", "mean"], losses)
+
+
+class Count:
+    """Rows that count up; batch k is a function of k."""
+
+    fingerprint, epoch, vocab = "count", 10, 11
+
+    def batch(self, k: int, rank: int = 0, world: int = 1) -> Batch:
+        ids = (torch.arange(9) + torch.arange(k, k + 6)[:, None]) % self.vocab
+        return Batch(ids[:, :-1], ids[:, 1:])
+
+    def evaluation(self) -> Iterator[Batch]:
+        return iter([self.batch(10**6)])
+
+    def describe(self) -> str:
+        return "counting"
+
+
+@topic("regard/train/trainer.py::Trainer.resume", "regard/train/trainer.py::Trainer")
+def resume(steps: int = 6) -> Tables:
+    """Does a run that was stopped come to the same bits?
+
+    batch = f(seed, k),   random numbers = f(seed, k),   lr = f(k);   state = weights, moments, k
+    A checkpoint holds the state; all else is a function of the step. Here a small model is trained twice."""
+    half = whole("steps", steps, 2, 100) // 2
+    with tempfile.TemporaryDirectory(prefix="regard-") as home:
+        straight, end = _trained(Path(home, "one"), steps, steps)
+        begun, _ = _trained(Path(home, "two"), steps, half)
+        resumed, other = _trained(Path(home, "two"), steps, steps)
+    equal = end.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in end.items())
+    pairs = enumerate(zip(straight, begun + resumed, strict=True), 1)
+    rows = [[k, f"{a:.2f}", f"{b:.2f}", "yes" if a == b else "no"] for k, (a, b) in pairs]
+    columns = ["step", "loss, straight", f"loss, stopped after {half}", "equal"]
+    result = "equal to the bit" if equal else "different"
+    yield Table(f"weights and moments at the end: {result}", columns, rows)
+
+
+def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str, Tensor]]:
+    """A small model trained up to step `stop`, from its last checkpoint if it has one: the losses,
+    and the state at the end."""
+    torch.manual_seed(0)
+    tower = Tower(16, 1, GQA(2, dropout=0.1), MLP(32), dropout=0.1)
+    model = TransformerConfig(Tokens(Count.vocab), tower, LM(), max_len=16).make()
+    events: list[dict[str, Any]] = []
+    checkpoints = Checkpoints(folder, lambda m, path: m.save(path))
+    plan = Train(steps, optim=Optim(lr=1e-2))
+    trainer = Trainer(model, Count(), loss.causal, plan, checkpoints, load, [events.append])
+    trainer.resume()
+    with warnings.catch_warnings():
+        # The format of a checkpoint that nobody sees.
+        warnings.simplefilter("ignore", Notice)
+        trainer.run(lambda: trainer.at.step >= stop)
+    losses = [event["loss"] for event in events if event["kind"] == "step"]
+    return losses, {**trainer.model.state_dict(), **trainer.optimizer.state()}

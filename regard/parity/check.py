@@ -2,27 +2,47 @@
 
     checks = parity(model)  # a list of Check: equal, rounding, tie or bug, and where the first bug is
 
-Every run is recorded tensor by tensor (record.py), compared step by step with what float64 makes of the run's own
-numbers (oracle.py), and judged by what rounding can do there (rounding.py).
+Every run (alone, together, padded, chunk by chunk through a cache, by transformers) is recorded tensor by tensor and
+compared step by step with what float64 makes of the run's own numbers (record.py), and judged by what rounding can do
+there (rounding.py).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from regard.attention.protocol import Mechanism
 from regard.errors import UsageError
-from regard.fast.watch import Form
-from regard.models import Model
-from regard.parity.oracle import oracle, steps
-from regard.parity.record import Given, Trace
+from regard.fast.watch import Form, watch
+from regard.models import Model, Patches
+from regard.models.embedding import Tokens, context
+from regard.parity.record import Cells, Given, Recorder, Trace, oracle, steps
 from regard.parity.rounding import SAMPLES, Envelope, Finding, judge
-from regard.parity.ways import Runner, sample
 
+LEAST = 4  # tokens: a prompt, a chunk, a step
+CHECKS = {
+    "fused against reference": ("fused", "reference"),
+    "batch against single": ("batch", "fused"),
+    "padded against unpadded": ("padded", "fused"),
+    "cached against uncached": ("contiguous", "fused"),
+    "ring against uncached": ("ring", "fused"),
+    "paged against uncached": ("paged", "fused"),
+    "prefill against decode": ("prefill", "decode"),
+    "rows reordered": ("reordered", "fused"),
+    "absorbed against expanded": ("absorbed", "expanded"),
+    "bf16 against fp32": ("bf16", "fused"),
+    "packed against plain": ("packed", "fused"),
+    "GPU against CPU": ("GPU", "fused"),
+    "ours against transformers": ("fused", "transformers"),
+}
 Run = Callable[[Given], Trace]
 
 
@@ -40,6 +60,68 @@ class Check:
     run: str = ""  # which of both has the bug, or chose other keys than ours
     row: int = 0
     position: int = 0
+
+
+def parity(
+    model: Model,
+    given: Given | None = None,
+    *,
+    more: dict[str, Run] | None = None,
+    sound: Model | None = None,
+    only: Collection[str] = tuple(CHECKS),
+) -> list[Check]:
+    """The checks of CHECKS (or `only` some) that this model and machine allow. `more`: runs made elsewhere ("packed",
+    "transformers"); `sound`: the model that the runs are held against, if it is not the one that runs."""
+    rows = sample(model) if given is None else given
+    truth, many = sound or model, rows.times(SAMPLES)
+    check_weights(truth)
+    runs = runs_of(model, rows) | (more or {})
+
+    @cache
+    def exact(dtype: torch.dtype) -> tuple[Model, Trace]:
+        wide = oracle(truth, dtype)
+        return wide, Runner(wide, many, "reference").together()
+
+    @cache
+    def envelope(dtype: torch.dtype, whole: bool) -> Envelope:
+        wide, trace = exact(dtype)
+        return Envelope(wide, many, trace.blocks() if whole else trace, dtype)
+
+    @cache
+    @torch.no_grad()
+    def judged(name: str) -> tuple[Trace, Finding]:
+        trace = runs[name](rows)
+        found = steps(exact(trace.dtype)[0], rows, trace)
+        return trace, judge(found, envelope(trace.dtype, trace.whole))
+
+    def check(name: str, one: str, other: str) -> Check:
+        (a, first), (b, second) = judged(one), judged(other)
+        x, y = a.tensors["logits"], b.tensors["logits"]
+        both = a.real["logits"] & b.real["logits"]
+        if a.lengths is not None and (truth.reads_source or not truth.decodes):
+            # A cut text is another text to what sees all of it.
+            both &= a.lengths[:, None] == x.shape[1]
+        gap = float((x - y)[both].abs().max()) if both.any() else 0.0
+        grave = ("rounding", "tie", "bug").index
+        finding, run = max((first, one), (second, other), key=lambda pair: grave(pair[0].verdict))
+        if finding.verdict == "bug":
+            at = finding.row, finding.position
+            return Check(name, "bug", gap, finding.worst, finding.where, run, *at)
+        worst = max(first, second, key=lambda f: f.worst)
+        if finding.verdict == "tie":
+            return Check(name, "tie", gap, worst.worst, finding.where, run)
+        return Check(name, "rounding" if gap else "equal", gap, worst.worst, worst.where)
+
+    chosen = {name: pair for name, pair in CHECKS.items() if name in only}
+    return [check(name, *pair) for name, pair in chosen.items() if set(pair) <= set(runs)]
+
+
+def check_weights(model: Model) -> None:
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or not bool(weight.isfinite().all()):
+            raise UsageError(
+                f"the weight {name} has numbers that are not finite; parity needs finite ones"
+            )
 
 
 # --- the runs -----------------------------------------------------------------------------------------------------
@@ -89,94 +171,159 @@ def on_gpu(model: Model, given: Given) -> Trace:
         return Runner(copy.deepcopy(model).cuda(), given).alone()
 
 
-# --- the checks ---------------------------------------------------------------------------------------------------
+def sample(model: Model, *, rows: int = 3, tokens: int = 16, seed: int = 0) -> Given:
+    """Random rows of what the model reads, `tokens` long or as long as it takes."""
+    if rows < 2:
+        raise UsageError(f"rows={rows}: to compare a batch with single rows takes at least 2")
+    if tokens < LEAST:
+        raise UsageError(f"tokens={tokens}: parity needs at least {LEAST} tokens a row")
+    draw, c = torch.Generator().manual_seed(seed), model.config
 
-CHECKS = {
-    "fused against reference": ("fused", "reference"),
-    "batch against single": ("batch", "fused"),
-    "padded against unpadded": ("padded", "fused"),
-    "cached against uncached": ("contiguous", "fused"),
-    "ring against uncached": ("ring", "fused"),
-    "paged against uncached": ("paged", "fused"),
-    "prefill against decode": ("prefill", "decode"),
-    "rows reordered": ("reordered", "fused"),
-    "absorbed against expanded": ("absorbed", "expanded"),
-    "bf16 against fp32": ("bf16", "fused"),
-    "packed against plain": ("packed", "fused"),
-    "GPU against CPU": ("GPU", "fused"),
-    "ours against transformers": ("fused", "transformers"),
-}
+    def read(part: Tokens | Patches | None, vocab: int, size: int) -> Tensor:
+        if isinstance(part, Patches):
+            return torch.randn(rows, part.channels, part.size, part.size, generator=draw)
+        most = None if part is None else context(c.max_len, part)
+        size = size if most is None else min(size, most)
+        if size < LEAST:
+            raise UsageError(f"the model's context is {size}; parity needs {LEAST} tokens a row")
+        return torch.randint(vocab if part is None else part.vocab, (rows, size), generator=draw)
+
+    # Recurrent models have the sizes of their vocabularies instead of embeddings.
+    vocab = getattr(c, "vocab", 0)
+    if not model.reads_source:
+        return Given(read(getattr(c, "embedding", None), vocab, tokens))
+    words = getattr(c, "source_vocab", 0)
+    source = read(getattr(c, "source", None), words, max(tokens - 3, LEAST))
+    return Given(read(getattr(c, "target", None), vocab, tokens), source)
 
 
-class Court:
-    """Runs, judged once each."""
+def trace_of(model: Model, given: Given, dtype: torch.dtype) -> Trace:
+    """An empty one, of the size of what is read."""
 
-    def __init__(self, model: Model, given: Given, runs: dict[str, Run]):
-        self.model, self.given, self.runs = model, given, runs
-        self.oracles: dict[torch.dtype, tuple[Model, Trace]] = {}
-        self.envelopes: dict[tuple[torch.dtype, bool], Envelope] = {}
-        self.done: dict[str, tuple[Trace, Finding]] = {}
+    def size(x: Tensor | None, part: str) -> int:
+        if x is None or x.dim() == 2:
+            return 0 if x is None else x.shape[1]
+        patches = getattr(model.config, part)
+        return patches.count + patches.extra
+
+    positions, source = size(given.ids, "embedding"), size(given.source, "source")
+    return Trace((len(given.ids), positions), source, dtype)
+
+
+class Runner:
+    """A run under way: calls of the model, and where their tokens belong."""
+
+    def __init__(self, model: Model, given: Given, backend: str = "sdpa"):
+        weight = next(model.parameters())
+        self.given, self.backend, self.device = given, backend, weight.device
+        self.trace = trace_of(model, given, weight.dtype)
+        self.rows, self.size = self.trace.size
+        self.recorder = Recorder(self.trace)
+        self.model = watch(model, self.recorder)
 
     @torch.no_grad()
-    def judged(self, name: str) -> tuple[Trace, Finding]:
-        if name not in self.done:
-            trace = self.runs[name](self.given)
-            envelope = self.envelope(trace.dtype, trace.whole)
-            exact = self.oracles[trace.dtype][0]
-            self.done[name] = trace, judge(steps(exact, self.given, trace), envelope)
-        return self.done[name]
+    def call(
+        self,
+        rows: list[int],
+        start: int,
+        sizes: list[int],
+        sources: list[int] | None = None,
+        **more: Any,
+    ) -> None:
+        """Feed tokens start .. start + size of these rows, padded to the longest."""
+        ids, source, recorder = self.given.ids[rows], self.given.source, self.recorder
+        recorder.cells = Cells(rows, [start] * len(rows), sizes)
+        if ids.dim() == 2:
+            ids = ids[:, start : start + max(sizes)]
+        if len(set(sizes)) > 1:
+            more["lengths"] = torch.tensor(sizes, device=self.device)
+        if source is not None and sources is not None:
+            recorder.source_cells = Cells(rows, [0] * len(rows), sources)
+            more["source"] = source[rows].to(self.device)
+            if source.dim() == 2:
+                more["source"] = more["source"][:, : max(sources)]
+            if len(set(sources)) > 1:
+                more["source_lengths"] = torch.tensor(sources, device=self.device)
+        y = self.model(ids.to(self.device), backend=self.backend, **more)
+        self.trace.put_answer(y, recorder.cells)
 
-    def envelope(self, dtype: torch.dtype, whole: bool) -> Envelope:
-        many = self.given.times(SAMPLES)
-        if dtype not in self.oracles:
-            exact = oracle(self.model, dtype)
-            self.oracles[dtype] = exact, Runner(exact, many, "reference").together()
-        if (dtype, whole) not in self.envelopes:
-            exact, trace = self.oracles[dtype]
-            trace = trace.blocks() if whole else trace
-            self.envelopes[dtype, whole] = Envelope(exact, many, trace, dtype)
-        return self.envelopes[dtype, whole]
+    def alone(self) -> Trace:
+        """Row by row."""
+        for row in range(self.rows):
+            self.call([row], 0, [self.size], [self.trace.source])
+        return self.trace
 
-    def check(self, name: str, one: str, other: str) -> Check:
-        (a, first), (b, second) = self.judged(one), self.judged(other)
-        x, y = a.tensors["logits"], b.tensors["logits"]
-        both = a.real["logits"] & b.real["logits"]
-        if a.lengths is not None and (self.model.reads_source or not self.model.decodes):
-            # A cut text is another text to what sees all of it.
-            both &= a.lengths[:, None] == x.shape[1]
-        gap = float((x - y)[both].abs().max()) if both.any() else 0.0
-        grave = ("rounding", "tie", "bug").index
-        finding, run = max((first, one), (second, other), key=lambda pair: grave(pair[0].verdict))
-        if finding.verdict == "bug":
-            at = finding.row, finding.position
-            return Check(name, "bug", gap, finding.worst, finding.where, run, *at)
-        worst = max(first, second, key=lambda f: f.worst)
-        if finding.verdict == "tie":
-            return Check(name, "tie", gap, worst.worst, finding.where, run)
-        return Check(name, "rounding" if gap else "equal", gap, worst.worst, worst.where)
+    def together(self, cut: bool = False) -> Trace:
+        """All rows in one batch, as long as each other or `cut` to different lengths."""
+        rows, trace, source = list(range(self.rows)), self.trace, self.given.source
+        lengths, sources = [self.size] * self.rows, [trace.source] * self.rows
+        if cut:
+            lengths = [max(1, n - n * i // (self.rows + 1)) for i, n in enumerate(lengths)]
+            trace.lengths = torch.tensor(lengths)
+        if cut and source is not None and source.dim() == 2:
+            sources = [max(1, n - n * i // (self.rows + 1)) for i, n in enumerate(sources)][::-1]
+            trace.source_lengths = torch.tensor(sources)
+        self.call(rows, 0, lengths, sources)
+        return trace
 
-
-def parity(
-    model: Model,
-    given: Given | None = None,
-    *,
-    more: dict[str, Run] | None = None,
-    sound: Model | None = None,
-    only: Collection[str] = tuple(CHECKS),
-) -> list[Check]:
-    """The checks of CHECKS (or `only` some) that this model and machine allow. `more`: runs made elsewhere ("packed",
-    "transformers"); `sound`: the model that the runs are held against, if it is not the one that runs."""
-    given = sample(model) if given is None else given
-    check_weights(sound or model)
-    runs = runs_of(model, given) | (more or {})
-    court = Court(sound or model, given, runs)
-    chosen = {name: pair for name, pair in CHECKS.items() if name in only}
-    return [court.check(name, *pair) for name, pair in chosen.items() if set(pair) <= set(runs)]
+    def cached(self, layout: str, chunks: list[int], shuffled: bool = False) -> Trace:
+        """All rows chunk by chunk; `shuffled`: rows trade places after each, as beams do."""
+        pages = {"page": 4, "pages": 2 * self.rows * (self.size // 4 + 2)}
+        options = {"paged": pages, "ring": {"chunk": max(chunks)}}.get(layout, {})
+        cache, start = self.model.cache(self.rows, layout, **options), 0
+        order, trade = list(range(self.rows)), [*range(1, self.rows), 0]
+        sources: list[int] | None = [self.trace.source] * self.rows
+        for size in chunks:
+            self.call(order, start, [size] * self.rows, sources, cache=cache)
+            start, sources = start + size, None
+            if shuffled:
+                cache = cache.take(torch.tensor(trade, device=self.device))
+                order = [order[i] for i in trade]
+        return self.trace
 
 
-def check_weights(model: Model) -> None:
-    for name, weight in model.named_parameters():
-        if not weight.is_floating_point() or not bool(weight.isfinite().all()):
-            raise UsageError(
-                f"the weight {name} has numbers that are not finite; parity needs finite ones"
-            )
+@torch.no_grad()
+def record(theirs: Any, ours: Model, given: Given) -> Trace:
+    """The same of a model of transformers, which is not imported here: row by row, what its blocks give, by hooks,
+    under our names."""
+    trace, row = trace_of(ours, given, next(theirs.parameters()).dtype), 0
+
+    def noting(name: str, source: bool, first: bool) -> Any:
+        def note(module: Any, args: tuple, kwargs: dict[str, Any], out: Any = None) -> None:
+            x = (args[0] if args else kwargs["hidden_states"]) if first else out
+            x = x[0] if isinstance(x, tuple) else x
+            trace.put(name, x, Cells([row], [0], [x.shape[1]]), source)
+
+        return note
+
+    lists = [(n, m) for n, m in theirs.named_modules() if isinstance(m, nn.ModuleList)]
+    with ExitStack() as hooks:
+        for tower in ours.towers:
+            name, source = "" if tower == "tower" else f"{tower} ", tower == "encoder"
+            count = len(getattr(ours, tower).blocks)
+            # The outermost list of that length, of an encoder-decoder within its tower.
+            layers = next((m for n, m in lists if len(m) == count and name.strip() in n), None)
+            if layers is None:
+                kind = type(theirs).__name__
+                raise UsageError(f"{kind} of transformers has no list of {count} blocks to watch")
+            note = noting(f"{name}embedding", source, True)
+            hooks.enter_context(layers[0].register_forward_pre_hook(note, with_kwargs=True))
+            for i, layer in enumerate(layers):
+                note = noting(f"{name}block {i} output", source, False)
+                hooks.enter_context(layer.register_forward_hook(note, with_kwargs=True))
+        for row in range(trace.size[0]):
+            trace.put_answer(answer(theirs, given, row), Cells([row], [0], [trace.size[1]]))
+    return trace
+
+
+def answer(theirs: Any, given: Given, row: int) -> Tensor:
+    """What its head gives, or its last hidden states."""
+    ids = given.ids[row : row + 1]
+    if given.source is not None:
+        out = theirs(input_ids=given.source[row : row + 1], decoder_input_ids=ids)
+    else:
+        out = theirs(pixel_values=ids) if ids.dim() == 4 else theirs(input_ids=ids)
+    if "start_logits" in out:
+        return torch.stack([out.start_logits, out.end_logits], -1)
+    names = ("prediction_logits", "logits", "last_hidden_state")
+    return next(out[name] for name in names if name in out)

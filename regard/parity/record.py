@@ -1,19 +1,29 @@
-"""What a run computed on its way, each number at [row, position] of the text that the run reads.
+"""What a run computed on its way, and what it should have been.
 
-However a run is cut into rows, chunks, pages and padding, any two can be laid side by side so.
+Each number stands at [row, position] of the text that the run reads: however a run is cut into rows, chunks, pages and
+padding, any two can be laid side by side. The oracle is the model itself in float64. Of each tensor that it computes it
+notes how far the run's own is off, and goes on with the run's (regard.fast.watch): so an error shows where it is made
+and nowhere else.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from regard.fast.watch import Step, WatchedExperts, WatchedMechanism, Watcher
-from regard.mask import Span
+from regard.fast.watch import Step as Part
+from regard.fast.watch import WatchedExperts, WatchedMechanism, Watcher, watch
+from regard.mask import Mask, Span, Visible
+from regard.models import Model
+
+NOTHING = torch.zeros(1, 1)  # no error
+FP8 = 2.0**-4  # of float8 e4m3
 
 
 @dataclass
@@ -119,7 +129,7 @@ class Recorder(Watcher):
         self.trace.put(name, x, self.source_cells if source else self.cells, source)
         return x
 
-    def mix(self, part: WatchedMechanism, step: Step, *args: Any) -> Tensor:
+    def mix(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
         self.chosen = []
         o, (_, kept, mask, _, _) = step(*args), args
         cells = self.source_cells if part.source else self.cells
@@ -137,11 +147,11 @@ class Recorder(Watcher):
         self.trace.calls.setdefault(part.name, []).append(call)
         return o
 
-    def choice(self, step: Step, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+    def choice(self, step: Part, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
         self.chosen.append(step(scores, k, order))
         return self.chosen[-1]
 
-    def choose(self, part: WatchedExperts, step: Step, scores: Tensor, k: int) -> Tensor:
+    def choose(self, part: WatchedExperts, step: Part, scores: Tensor, k: int) -> Tensor:
         chosen = step(scores, k)
         cells = self.source_cells if part.source else self.cells
         self.see(
@@ -169,3 +179,157 @@ def by_position(
         y = x.detach().cpu().double()[row, slot.clamp(min=0)]
         entries[name] = y.masked_fill(~held.view(b, -1, *[1] * (y.dim() - 2)), 0.0)
     return entries, held, place
+
+
+# --- what it should have been -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One tensor of a run: its name, what it should be, how far it is off (rows, positions), and what it is measured by
+    (`key`). `tied` (rows, positions): where scores of an indexer tie, so that another choice is as right as ours."""
+
+    name: str
+    value: Tensor
+    error: Tensor
+    key: str
+    unit: float = 0.0  # a coarser rounding than the run's own
+    tied: Tensor | None = None
+
+
+def oracle(model: Model, dtype: torch.dtype) -> Model:
+    """The model in float64, with the weights that it has in `dtype`."""
+    return copy.deepcopy(model).to(device="cpu", dtype=dtype).double().eval()
+
+
+def steps(model: Model, given: Given, trace: Trace, compared: bool = True) -> list[Step]:
+    """Every step of the run that `trace` recorded, in the order of the computation; `model` is its oracle. Where
+    nothing is to be `compared`, they hold values alone."""
+    watcher, more = Oracle(trace, compared), {}
+    if given.source is not None:
+        more = {"source": given.source, "source_lengths": trace.source_lengths}
+    y = watch(model, watcher)(given.ids, trace.lengths, **more, backend="reference")
+    watcher.see("logits", F.pad(y[:, None], (0, 0, 0, trace.size[1] - 1)) if y.dim() == 2 else y)
+    return watcher.steps
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square of each token's numbers: (rows, positions, ...) -> (rows, positions)."""
+    return x.flatten(2).square().mean(-1).sqrt()
+
+
+class Oracle(Watcher):
+    """Notes how far a run's tensors are off, and goes on with them."""
+
+    def __init__(self, trace: Trace, compared: bool):
+        self.trace, self.compared = trace.blocks() if trace.whole else trace, compared
+        self.steps: list[Step] = []
+        # The call whose attention is being computed, and the scores by which it had to choose its keys.
+        self.call: Attended | None = None
+        self.scores: list[Tensor] = []
+        # Where scores tie, of the block that is being computed, when its choices are not known.
+        self.tied: list[Tensor] = []
+
+    def see(self, name: str, x: Tensor, source: bool = False) -> Tensor:
+        """Compare with what was recorded, and go on with that."""
+        got = self.trace.tensors.get(name)
+        if got is None:
+            return x
+        error = NOTHING
+        if self.compared:
+            error = torch.where(self.trace.real[name], rms(got - x), 0.0)
+        tied, self.tied = torch.cat(self.tied, 1) if self.tied else None, []
+        # Copies, because a model adds in place.
+        self.steps.append(Step(name, x.clone(), error, name, tied=tied))
+        return got.clone()
+
+    def mix(self, part: WatchedMechanism, step: Part, *args: Any) -> Tensor:
+        """Call by call as the run made them, each with the keys that it had."""
+        calls, (q, kept, mask, ctx, _) = self.trace.calls.get(part.name), args
+        if calls is None:
+            return step(*args)
+        if self.compared:
+            for key, value in kept.items():
+                self.read(f"{part.name}{key}", key, value, calls, mask.mask)
+        parts, outputs, choices = q if isinstance(q, tuple) else (q,), [], []
+        for call in calls:
+            self.call, self.scores = call, []
+            here = replace(ctx, pos=Span(call.cells.index), memory=None, memo={})
+            seen = Visible(mask.mask, here.pos, Span(call.index))
+            each = tuple(call.cells.take(x) for x in parts)
+            few = each if isinstance(q, tuple) else each[0]
+            outputs.append(step(few, call.kept, seen, here, here.bias(seen.k)))
+            if call.chosen is not None:
+                choices.append((call, torch.cat(self.scores, 1)))
+        self.call = None
+        if choices:
+            self.chosen(part, choices, parts[0].shape[:2])
+        o = outputs[0].new_zeros(*parts[0].shape[:2], *outputs[0].shape[2:])
+        for call, y in zip(calls, outputs, strict=True):
+            call.cells.put(o, y)
+        return o
+
+    def read(self, name: str, key: str, value: Tensor, calls: list[Attended], mask: Mask) -> None:
+        """Keys (or values, or latents) as attention had them, which with a cache is as they were read."""
+        error = torch.zeros(value.shape[:2])
+        for call in calls:
+            rows, size = call.cells.rows, call.held.shape[1] - 1
+            off = rms(call.kept[key][:, :size] - value[rows, :size])
+            off = torch.where(call.held[:, :size], off, torch.inf)
+            seen = Visible(mask, Span(call.cells.index), Span(call.index)).tensor()
+            real = (call.cells.index >= 0)[:, None, :, None]
+            needed = (seen & real).any(2)[:, 0, :size].expand_as(off)
+            here = torch.where(needed, off, 0.0).float()
+            error[rows, :size] = error[rows, :size].maximum(here)
+        self.steps.append(Step(f"{name} read from the cache", value, error, name))
+
+    # --- choices: what was chosen is taken over, if it was the best up to rounding ----------------------------------
+
+    def dense(self, step: Part, keys: int) -> bool:
+        return step(keys) if self.call is None else self.call.chosen is None
+
+    def choice(self, step: Part, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
+        if self.call is None:
+            # Where the best key that is left scores as much as the worst that is chosen.
+            best = scores.topk(min(k + 1, scores.shape[-1])).values
+            tied = (best[..., k:] == best[..., k - 1 : k]) & (best[..., k:] > -torch.inf)
+            self.tied.append(tied.any(-1))
+            return step(scores, k, order)
+        done = sum(each.shape[1] for each in self.scores)
+        self.scores.append(scores)
+        assert self.call.chosen is not None
+        return self.call.chosen[:, done : done + scores.shape[1]]
+
+    def chosen(self, part: WatchedMechanism, choices: list[Any], shape: torch.Size) -> None:
+        """The step of an indexer's choices, from the scores of each call."""
+        value = torch.zeros(*shape, shape[1] + 1, dtype=torch.float64)
+        error = torch.zeros(shape, dtype=torch.float64)
+        for call, scores in choices:
+            call.cells.put(error, regret(scores, call.chosen, part.config.topk))
+            finite = scores.masked_fill(scores == -torch.inf, 0.0)
+            call.cells.put(value, F.pad(finite, (0, value.shape[-1] - finite.shape[-1])))
+        unit = FP8 if part.config.precision == "fp8" else 0.0
+        name = f"{part.name}choice"
+        self.steps.append(Step(name, value, error, name, unit))
+
+    def choose(self, part: WatchedExperts, step: Part, scores: Tensor, k: int) -> Tensor:
+        name = f"{part.name} choice {part.choices}"
+        if name not in self.trace.tensors:
+            return step(scores, k)
+        real, chosen = self.trace.real[name], self.trace.tensors[name].long()
+        value = scores.unflatten(0, real.shape)
+        error = torch.where(real, regret(value, chosen, k), 0.0)
+        value = value.masked_fill(value == -torch.inf, 0.0)
+        self.steps.append(Step(f"{part.name} choice", value, error, name))
+        return chosen.flatten(0, 1)
+
+
+def regret(scores: Tensor, chosen: Tensor, k: int) -> Tensor:
+    """How much better the best that was left is than the worst that was taken, or 0: (... n), (... k) -> (...).
+    Too few or too many are infinitely wrong; scores of -inf count as none."""
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+    there = scores > -torch.inf
+    worst = scores.masked_fill(~(taken & there), torch.inf).amin(-1)
+    left = scores.masked_fill(taken, -torch.inf).amax(-1)
+    right = (taken & there).sum(-1) == there.sum(-1).clamp(max=k)
+    return torch.where(right, (left - worst).clamp(min=0.0), torch.inf)

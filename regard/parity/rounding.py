@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from regard.models import Model
-from regard.parity.oracle import NOTHING, Step, rms, steps
-from regard.parity.record import Given, Trace
+from regard.parity.record import NOTHING, Given, Step, Trace, rms, steps
 
 SAFETY, SAMPLES = 12.0, 4
 EXACT = (

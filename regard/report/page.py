@@ -22,56 +22,35 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from regard.see.format import clip, columns, level, number, short, small, spark, visible
-from regard.see.page import environment
-from regard.see.palette import SERIES, image
+from regard.see.page import SERIES, environment, image
 
 Point = tuple[float, float]
 Row = Sequence[object]
 NUMBER = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?|nan|inf|-inf")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-# The mean width of a letter, and points of a line.
+# The mean width of a letter, points of a line, and where curves lie in their picture.
 LETTER, MOST = 7.2, 400
+BOX = {"left": 62.0, "right": 468.0, "bottom": 218.0, "width": 480.0, "height": 260.0}
 
 
+@dataclass(frozen=True)
 class Block:
-    @property
-    def kind(self) -> str:
-        return type(self).__name__.lower()
+    """A part of a page: heading, text, strong (what matters most), table, code, figures beside each
+    other, or thumbnails of them. `folded`: HTML shows it on request, under this name."""
 
-
-@dataclass(frozen=True)
-class Heading(Block):
-    text: str
-
-
-@dataclass(frozen=True)
-class Text(Block):
-    """A paragraph; `strong`: what matters most on the page."""
-
-    text: str
-    strong: bool = False
-
-
-@dataclass(frozen=True)
-class Table(Block):
-    """`folded`: HTML shows it on request, under this name."""
-
-    head: Row
-    rows: Sequence[Row]
+    kind: str
+    text: str = ""
+    head: Row = ()
+    rows: Sequence[Row] = ()
+    figures: Sequence[Figure] = ()
+    language: str = ""
     folded: str = ""
 
     @cached_property
     def numeric(self) -> list[bool]:
-        """Which columns hold numbers and nothing else."""
+        """Which columns of a table hold numbers and nothing else."""
         columns = [[str(row[i]) for row in self.rows] for i in range(len(self.head))]
         return [bool(cells) and all(map(NUMBER.fullmatch, cells)) for cells in columns]
-
-
-@dataclass(frozen=True)
-class Code(Block):
-    text: str
-    language: str = ""
-    folded: str = ""
 
     @property
     def fence(self) -> str:
@@ -79,23 +58,14 @@ class Code(Block):
         return "`" * max(3, *(len(run) + 1 for run in re.findall("`+", self.text)), 0)
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A picture, what it is, and the same in numbers: a table for HTML, for Markdown curves by
     name, drawn in letters."""
 
     svg: str
     caption: str
-    table: Table | None = None
+    table: Block | None = None
     curves: Sequence[tuple[str, Sequence[float]]] = ()
-
-
-@dataclass(frozen=True)
-class Figures(Block):
-    """Pictures beside each other; `small`: thumbnails."""
-
-    items: Sequence[Figure]
-    small: bool = False
 
 
 def as_html(title: str, blocks: Sequence[Block]) -> str:
@@ -133,7 +103,7 @@ def _plain(text: object) -> str:
     return html.escape(marked, quote=False)
 
 
-# --- pictures -----------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 class Series(NamedTuple):
@@ -146,63 +116,7 @@ class Series(NamedTuple):
     dots: bool = False
 
 
-@dataclass(frozen=True)
-class Box:
-    """Where curves lie in their picture."""
-
-    top: float = 10
-    left: float = 62
-    right: float = 468
-    bottom: float = 218
-    width: float = 480
-    height: float = 260
-
-
-def _draw(kind: str, **values: Any) -> str:
-    module: Any = templates().get_template("pictures.svg").module
-    return getattr(module, kind)(**values)
-
-
-def lines(
-    series: Sequence[Series], title: str, x: str = "step", y: str = "", *, log: bool = False
-) -> str:
-    """Curves in one picture, with a legend where there are several. Points that are not finite, or
-    on a `log` axis not above 0, are left out; a curve without points keeps its colour."""
-    series = [s._replace(points=_usable(s.points, log), raw=_usable(s.raw, log)) for s in series]
-    points = [p for s in series for p in (*s.points, *s.raw)]
-    if not points:
-        return _draw("nothing", title=f"{title}: no values")
-    legend, top = _legend([s.name for s in series]) if len(series) > 1 else ([], Box.top)
-    box = Box(top)
-    xs = _axis([x for x, _ in points], False, (box.left, box.right))
-    ys = _axis([y for _, y in points], log, (box.bottom, box.top))
-
-    def path(points: Sequence[Point]) -> str:
-        return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in points)
-
-    curves, sentences = [], []
-    for i, each in enumerate(series):
-        if each.points:
-            raw, drawn = thin(each.raw, MOST), thin(each.points, MOST)
-            dots = drawn if each.dots or len(drawn) == 1 else ()
-            curves.append((i, path(raw), path(drawn), dots))
-            sentences.append(_sentence(each.name, each.raw or each.points, x))
-    return _draw(
-        "lines",
-        title=f"{title}: {'; '.join(sentences)}",
-        x=x,
-        y=y + (", log scale" if log else ""),
-        box=box,
-        xs=xs,
-        ys=ys,
-        x_ticks=[(value, _tick(value)) for value in ticks(*xs.span)],
-        y_ticks=[(value, _tick(value)) for value in (log_ticks if log else ticks)(*ys.span)],
-        legend=legend,
-        curves=curves,
-    )
-
-
-class _Axis(NamedTuple):
+class Axis(NamedTuple):
     """Where values from span[0] to span[1] lie: from ends[0] to ends[1], perhaps by logarithm."""
 
     span: Point
@@ -214,20 +128,56 @@ class _Axis(NamedTuple):
         share = ((math.log10(value) if self.log else value) - low) / (high - low)
         return self.ends[0] + share * (self.ends[1] - self.ends[0])
 
+    @classmethod
+    def around(cls, values: Sequence[float], ends: Point, log: bool = False) -> Axis:
+        """Never a single point."""
+        low, high = min(values), max(values)
+        if log:
+            room = 2 if level(low, high) else 1.05
+            return cls((low / room, high * room), ends, log)
+        air = (abs(low) / 2 or 1.0) if level(low, high) else 0.0
+        return cls((low - air, high + air), ends, log)
 
-def _axis(values: Sequence[float], log: bool, ends: Point) -> _Axis:
-    """An axis around the values, which is never a single point."""
-    low, high = min(values), max(values)
-    if log:
-        room = 2 if level(low, high) else 1.05
-        return _Axis((low / room, high * room), ends, log)
-    air = (abs(low) / 2 or 1.0) if level(low, high) else 0.0
-    return _Axis((low - air, high + air), ends, log)
+    def ticks(self) -> list[tuple[float, str]]:
+        return [(x, _tick(x)) for x in (log_ticks if self.log else ticks)(*self.span)]
 
 
-def _usable(points: Sequence[Point], log: bool) -> list[Point]:
-    finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
-    return [p for p in finite if p[1] > 0] if log else finite
+def _draw(kind: str, *values: Any) -> str:
+    module: Any = templates().get_template("pictures.svg").module
+    return getattr(module, kind)(*values)
+
+
+def lines(
+    series: Sequence[Series], title: str, x: str = "step", y: str = "", *, log: bool = False
+) -> str:
+    """Curves in one picture, with a legend where there are several. Points that are not finite, or
+    on a `log` axis not above 0, are left out; a curve without points keeps its colour."""
+
+    def usable(points: Sequence[Point]) -> list[Point]:
+        finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
+        return [p for p in finite if p[1] > 0] if log else finite
+
+    series = [s._replace(points=usable(s.points), raw=usable(s.raw)) for s in series]
+    points = [p for s in series for p in (*s.points, *s.raw)]
+    if not points:
+        return _draw("nothing", f"{title}: no values")
+    legend, top = _legend([s.name for s in series]) if len(series) > 1 else ([], 10.0)
+    xs = Axis.around([x for x, _ in points], (BOX["left"], BOX["right"]))
+    ys = Axis.around([y for _, y in points], (BOX["bottom"], top), log)
+
+    def path(points: Sequence[Point]) -> str:
+        return " ".join(f"{xs(a):.1f},{ys(b):.1f}" for a, b in points)
+
+    curves, sentences = [], []
+    for i, each in enumerate(series):
+        if each.points:
+            raw, drawn = thin(each.raw, MOST), thin(each.points, MOST)
+            dots = drawn if each.dots or len(drawn) == 1 else ()
+            curves.append((i, path(raw), path(drawn), dots))
+            sentences.append(_sentence(each.name, each.raw or each.points, x))
+    title, y = f"{title}: {'; '.join(sentences)}", y + (", log scale" if log else "")
+    box = {**BOX, "top": top}
+    return _draw("lines", title, x, y, box, xs, ys, legend, curves)
 
 
 def _sentence(name: str, points: Sequence[Point], x: str) -> str:
@@ -241,11 +191,11 @@ def _sentence(name: str, points: Sequence[Point], x: str) -> str:
 def _legend(names: Sequence[str]) -> tuple[list[tuple[int, float, float, str]], float]:
     """Where the names of the curves stand, in as many rows as they need; and where the picture may
     begin."""
-    places, at, row = [], Box.left, 14.0
+    places, at, row = [], BOX["left"], 14.0
     for i, name in enumerate(clip(visible(name), 40) for name in names):
         width = 34 + LETTER * columns(name)
-        if at > Box.left and at + width > Box.width:
-            at, row = Box.left, row + 18
+        if at > BOX["left"] and at + width > BOX["width"]:
+            at, row = BOX["left"], row + 18
         places.append((i, at, row, name))
         at += width + 8
     return places, row + 12
@@ -256,12 +206,12 @@ def bars(rows: Sequence[tuple[str, float]], title: str, unit: str = "") -> str:
     names = [clip(visible(name), 28) for name, _ in rows]
     values = [f"{short(value)} {unit}".strip() for _, value in rows]
     left = 12 + LETTER * max(map(columns, names), default=0)
-    room = Box.width - left - 14 - LETTER * max(map(len, values), default=0)
+    room = BOX["width"] - left - 14 - LETTER * max(map(len, values), default=0)
     most = max((value for _, value in rows), default=0.0) or 1.0
     sizes = [room * value / most for _, value in rows]
-    sentence = ", ".join(f"{name} {value}" for name, value in zip(names, values))
+    title = f"{title}: {', '.join(f'{name} {value}' for name, value in zip(names, values))}"
     drawn = list(zip(names, sizes, values))
-    return _draw("bars", title=f"{title}: {sentence}", width=Box.width, left=left, rows=drawn)
+    return _draw("bars", title, BOX["width"], left, drawn)
 
 
 def heat(
@@ -276,21 +226,13 @@ def heat(
     values, cell = np.array(weights, float), 20
     tall, wide = values.shape
     side, head = ([clip(visible(name), 14) for name in names] for names in (rows, across))
-    return _draw(
-        "heat",
-        title=title,
-        cell=cell,
-        left=10 + LETTER * max(map(columns, side)) if rows else 0.0,
-        top=10 + LETTER * max(map(columns, head)) if across else 0.0,
-        width=cell * wide if rows else 96.0,
-        height=cell * tall if rows else 96.0 * min(tall / wide, 4),
-        images={scheme: image(values, scheme) for scheme in ("light", "dark")},
-        rows=side,
-        across=head,
-    )
+    left, top = (10 + LETTER * max(map(columns, x)) if x else 0.0 for x in (side, head))
+    size = (cell * wide, cell * tall) if rows else (96.0, 96.0 * min(tall / wide, 4))
+    images = {scheme: image(values, scheme) for scheme in ("light", "dark")}
+    return _draw("heat", title, cell, left, top, *size, images, side, head)
 
 
-# --- numbers of an axis -------------------------------------------------------------------------
+# --- numbers of an axis ---------------------------------------------------------------------------
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:

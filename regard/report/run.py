@@ -1,4 +1,5 @@
-"""The pages of runs, as blocks: the report of one, the comparison of several."""
+"""What a run did: its folder (run.json, metrics.jsonl, samples.jsonl) read, summed up in one line,
+and told as the blocks of a page; several runs side by side; what the last checkpoint attends to."""
 
 from __future__ import annotations
 
@@ -6,30 +7,49 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard.report.page import (
-    Block,
-    Code,
-    Figure,
-    Figures,
-    Heading,
-    Series,
-    Table,
-    Text,
-    bars,
-    heat,
-    lines,
-)
-from regard.report.runs import Run, Summary, smooth, summary
-from regard.see.format import clip, columns, number, short, span, visible
+import torch
+
+from regard.checkpoint import load
+from regard.decode.generate import special_of, tokenizer_of
+from regard.errors import UsageError
+from regard.report.page import Block, Figure, Point, Series, bars, heat, lines
+from regard.see.format import aligned, clip, number, short, span, strict, visible
+from regard.see.look import Given, named, trace
+from regard.text import needed
 from regard.train.log import settings
+from regard.train.measure import context_of
 from regard.train.trainer import flat
 
+FORMAT = 1
+TEXTS = "name task device device_name precision regard torch python commit data metric began ended"
+# What run.json holds; a run that was stopped early may lack any of it.
+KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys((*TEXTS.split(), "status"), str),
+    **dict.fromkeys(["seed", "threads", "world", "parameters", "trained", "step", "steps"], int),
+    **dict.fromkeys(("command", "classes"), list),
+    **dict.fromkeys(("config", "changes", "best"), dict),
+    "seconds": (int, float),
+}
+ENDS = {
+    "asked": "stopped on request",
+    "patience": "ended by patience",
+    "diverged": "ended",
+    "failed": "failed",
+    "running": "still running or killed",
+}
+# A smoothed loss so many times the lowest, and above the first, has diverged.
+WORSE = 1.5
+NO_METRIC = ("kind", "step", "best", "signatures")
 # Evaluations, sources of samples, their steps, tokens of a large map, columns of a value in a terminal.
 ROWS, SOURCES, MOMENTS, WORDS, CELL = 40, 5, 12, 24, 44
+# Tokens of a map, maps of a page, heads of a layer; tasks whose samples go on where the prompt ends.
+LONGEST, MOST, HEADS = 48, 96, 12
+WRITES = ("lm", "prefix")
 # Curve -> its title, its unit, whether its axis is logarithmic.
 CURVES = {
     "loss": ("loss", "loss", False),
@@ -43,6 +63,231 @@ CIRCUMSTANCES = (
     *("task", "data", "seed", "device", "device_name", "precision", "threads", "world"),
     *("regard", "torch", "python", "commit"),
 )
+Event = dict[str, Any]
+
+
+class Unreadable(UsageError):
+    """A run's folder that cannot be read; commands end with this code."""
+
+    code = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it. Of a step that was made twice the later one counts."""
+
+    folder: Path
+    info: Event
+    steps: list[Event]
+    evaluations: list[Event]
+    broken: list[Event]
+    samples: list[Event]
+    notes: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.info.get("name") or self.folder.resolve().name
+
+    def curve(self, name: str) -> list[Point]:
+        """(step, value) of training: loss, norm, lr, or rate in tokens a second."""
+        value = (lambda e: _rate([e])) if name == "rate" else (lambda e: _float(e.get(name)))
+        return [(e["step"], value(e)) for e in self.steps]
+
+    def measured(self, name: str) -> list[Point]:
+        """(step, value) of the evaluations that have it."""
+        return [(e["step"], _float(e[name])) for e in self.evaluations if name in e]
+
+    @property
+    def metrics(self) -> list[str]:
+        """What evaluations measured, the loss first."""
+        names = dict.fromkeys(
+            name
+            for event in self.evaluations
+            for name, v in event.items()
+            if name not in NO_METRIC and isinstance(v, (int, float)) and not isinstance(v, bool)
+        )
+        return sorted(names, key=lambda name: name != "loss")
+
+    @property
+    def command(self) -> list[str]:
+        """Its command line, by the name `regard` wherever that lay."""
+        given = [str(word) for word in self.info.get("command") or ["train"]]
+        named = Path(given[0]).name in ("regard", "__main__.py", "regard.exe")
+        return ["regard", *(given[1:] if named else given)]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read(folder: str | Path) -> Run:
+    """The run in a folder; what is missing or damaged is an Unreadable of one sentence."""
+    home, notes = Path(folder), list[str]()
+    if not home.is_dir():
+        raise Unreadable(f"{home} is not a folder; give the folder of a run, such as runs/story")
+    if not (home / "run.json").is_file():
+        raise Unreadable(f"{home} has no run.json, so it is not the folder of a run")
+    info = _info(home / "run.json")
+    if not (home / "metrics.jsonl").is_file():
+        raise Unreadable(f"{home} has no metrics.jsonl: it is gone, or the run made no step yet")
+    events = _lines(home / "metrics.jsonl", notes)
+    samples = _lines(home / "samples.jsonl", notes) if (home / "samples.jsonl").is_file() else []
+    for sample in samples:
+        sample.update({k: str(sample.get(k) or "") for k in ("source", "text")})
+    kinds: dict[str, dict[int, Event]] = {"step": {}, "evaluation": {}, "broken": {}}
+    for event in events:
+        if event.get("kind") in kinds:
+            kinds[event["kind"]][event["step"]] = event
+    steps, evaluations, broken = ([each[k] for k in sorted(each)] for each in kinds.values())
+    return Run(home, info, steps, evaluations, broken, samples, notes)
+
+
+def _info(path: Path) -> Event:
+    try:
+        info = json.loads(_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{path} is no JSON: {error}") from None
+    if not isinstance(info, dict) or info.get("format") != FORMAT:
+        other = info.get("format") if isinstance(info, dict) else type(info).__name__
+        raise Unreadable(f"{path} is of format {other!r:.40}; this version reads format {FORMAT}")
+    info = {name: value for name, value in info.items() if value is not None}
+    for name, kind in KINDS.items():
+        if name in info and not isinstance(info[name], kind):
+            said = f"{name} is {info[name]!r:.60}"
+            raise Unreadable(f"{path}: {said}, which is not what a run writes")
+    return info
+
+
+def _lines(path: Path, notes: list[str]) -> list[Event]:
+    """The objects of a file, one a line, each with a step. A last line that was cut is left out
+    with a note."""
+    events: list[Event] = []
+    rows = _bytes(path).rstrip().split(b"\n")
+    for i, line in enumerate(rows if rows != [b""] else (), 1):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            if i < len(rows):
+                raise Unreadable(f"line {i} of {path} is no JSON: {line!r:.60}") from None
+            notes.append(f"{path.name} ends in the middle of line {i}, which is left out")
+            break
+        if not isinstance(event, dict) or type(event.get("step")) is not int:
+            raise Unreadable(f"line {i} of {path} is not an object with a step: {line!r:.60}")
+        events.append(event)
+    return events
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+# --- the sum of it --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in a few figures. `loss` is the training loss at the end, smoothed; `value` that of the
+    deciding metric in the best evaluation, at step `best`."""
+
+    status: str
+    step: int
+    steps: int | None
+    metric: str
+    best: int | None
+    value: float | None
+    last: float | None
+    loss: float | None
+    diverged: bool
+    broken: int
+    rate: float | None
+    seconds: float | None
+    parameters: int | None
+
+    @property
+    def verdict(self) -> str:
+        """loss 3.04, best at 250, not diverged, 3.6k tok/s, 5 min 44 s"""
+        if not self.step:
+            return "no step was made"
+        parts = [f"training loss {number(self.loss, 3)}", "never evaluated"]
+        if self.best is not None:
+            parts = [f"{self.metric} {number(self.value, 3)}", f"best at {self.best}"]
+        parts.append("diverged" if self.diverged else "not diverged")
+        if self.broken:
+            parts.append(f"{self.broken} step{'s' * (self.broken > 1)} not finite")
+        if self.rate is not None and math.isfinite(self.rate):
+            parts.append(f"{short(self.rate)} tok/s")
+        if self.seconds is not None and math.isfinite(self.seconds):
+            parts.append(span(self.seconds))
+        if self.status != "done":
+            end = ENDS.get(self.status, self.status)
+            parts.append(f"{end} at step {self.step} of {self.steps or '?'}")
+        return ", ".join(parts)
+
+    def json(self) -> dict[str, Any]:
+        """With null for numbers that JSON does not have."""
+        return strict({"verdict": self.verdict, **asdict(self)})
+
+
+def summary(run: Run) -> Summary:
+    info, metric, losses = run.info, run.info.get("metric") or "loss", run.curve("loss")
+    means = [y for _, y in smooth(losses)]
+    best = next((e for e in reversed(run.evaluations) if e.get("best")), None)
+    last = run.evaluations[-1] if run.evaluations else {}
+    diverged = info.get("status") == "diverged"
+    if means and not diverged:
+        risen = means[-1] > WORSE * min(means) and means[-1] > losses[0][1]
+        diverged = risen or not math.isfinite(losses[-1][1])
+    # A killed run has not written its own time.
+    stepping = sum(t for e in run.steps if math.isfinite(t := _float(e.get("seconds"))))
+    return Summary(
+        status=info.get("status") or "running",
+        step=max([e["step"] for e in (*run.steps, *run.evaluations)], default=0),
+        steps=info.get("steps"),
+        metric=metric,
+        best=None if best is None else best["step"],
+        value=None if best is None else _float(best.get(metric)),
+        last=_float(last[metric]) if metric in last else None,
+        loss=means[-1] if means else None,
+        diverged=diverged,
+        broken=len(run.broken),
+        rate=_rate(run.steps) if run.steps else None,
+        seconds=max(info.get("seconds") or 0.0, stepping) or None,
+        parameters=info.get("parameters"),
+    )
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """A curve smoothed over a fiftieth of it: m_t = keep m_{t-1} + (1 - keep) x_t, divided by 1 -
+    keep^t so that the beginning is not drawn to 0. Values that are not finite leave it as it is."""
+    keep = 1 - 2 / (max(len(points) / 50, 1) + 1)
+    means, mean, weight = [], 0.0, 0.0
+    for at, x in points:
+        if math.isfinite(x):
+            mean, weight = keep * mean + (1 - keep) * x, keep * weight + 1 - keep
+        means.append((at, mean / weight if weight else math.nan))
+    return means
+
+
+def _float(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _rate(events: list[Event]) -> float:
+    """Tokens a second over steps, evaluations and checkpoints left out."""
+    tokens, seconds = (sum(_float(e.get(k)) for e in events) for k in ("tokens", "seconds"))
+    return tokens / seconds if seconds > 0 else math.nan
+
+
+# --- what the last checkpoint attends to ----------------------------------------------------------
 
 
 class Map(NamedTuple):
@@ -55,34 +300,87 @@ class Map(NamedTuple):
     weights: list[list[float]]
 
 
+def look(run: Run) -> tuple[list[Map], str]:
+    """Maps of the last sample, layer by layer, and what they show; or none, and why."""
+    try:
+        return _look(run)
+    except (UsageError, OSError) as error:
+        return [], f"No attention is shown: {error}."
+
+
+def _look(run: Run) -> tuple[list[Map], str]:
+    task = run.info.get("task")
+    if task == "image":
+        raise UsageError("the model reads pictures, of which samples hold the labels alone")
+    full = [s for s in run.samples if s["source"].strip() or s["text"].strip()]
+    if not full:
+        raise UsageError("the run kept no samples to look at")
+    if not (run.folder / "last").is_dir():
+        raise UsageError("the run has no checkpoint yet")
+    model = load(run.folder / "last").eval()
+    tokenizer, source, text = needed(tokenizer_of(model)), full[-1]["source"], full[-1]["text"]
+    longest = min(LONGEST, context_of(model) or LONGEST)
+
+    def names(ids: Sequence[int]) -> list[str]:
+        return [named(tokenizer, i) for i in ids]
+
+    if model.reads_source:
+        read = tokenizer.encode(source)[:longest]
+        written = tokenizer.encode_target(text, special=False)[:longest]
+        if not read or not written:
+            raise UsageError("the last sample has an empty side")
+        fed = [special_of(model).start or 0, *written[:-1]]
+        sides = names(fed), torch.tensor([read]), names(read), names(written)
+        given = Given(torch.tensor([fed]), *sides)
+    else:
+        ids = tokenizer.encode(source + text if task in WRITES else source or text)[:longest]
+        if not ids:
+            raise UsageError("the last sample has no tokens")
+        given = Given(torch.tensor([ids]), names(ids))
+    layers = [(view, layer) for view in trace(model, given) for layer in view.layers]
+    shown = layers[-max(MOST // min(len(layers[-1][1].heads), HEADS), 1) :]
+    maps = [
+        Map(layer.site, i, view.rows, view.columns, head.cells.tolist())
+        for view, layer in shown
+        for i, head in enumerate(layer.heads[:HEADS])
+    ]
+    note = [f"Step {full[-1]['step']}, at most {LONGEST} tokens of the last sample."]
+    if len(shown) < len(layers):
+        note.append(f"The last {len(shown)} of {len(layers)} layers are shown.")
+    if (whole := max(len(layer.heads) for _, layer in shown)) > HEADS:
+        note.append(f"The first {HEADS} of {whole} heads are shown.")
+    note.append("A weight is not an explanation: it says where a head reads, not what for.")
+    return maps, " ".join(note)
+
+
+# --- the report of a run --------------------------------------------------------------------------
+
+
 def report(run: Run, maps: Sequence[Map] = (), note: str = "") -> list[Block]:
     """All that a run has to say. `note`: what the maps show, or why there are none."""
     result = summary(run)
+    parts = {
+        "Curves": [Block("text", SMOOTHED), Block("figures", figures=curves([run]))],
+        "Evaluations": _evaluations(run, result.best),
+        "Samples over time": _samples(run),
+        "Attention of the last checkpoint": _attention(maps, note),
+        "How to reproduce it": _again(run),
+    }
     return [
-        Text(result.verdict, strong=True),
-        *(Text(f"Note: {each}.") for each in run.notes),
-        Table(("", ""), list(_header(run, result))),
-        *(Heading("Curves"), Text(SMOOTHED), Figures(curves([run]))),
-        *(Heading("Evaluations"), *_evaluations(run, result.best)),
-        *(Heading("Samples over time"), *_samples(run)),
-        *(Heading("Attention of the last checkpoint"), *_attention(maps, note)),
-        *(Heading("How to reproduce it"), *_again(run)),
+        Block("strong", result.verdict),
+        *(Block("text", f"Note: {each}.") for each in run.notes),
+        Block("table", head=("", ""), rows=list(_header(run, result))),
+        *_headed(parts),
     ]
 
 
-def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
-
-
-# --- the parts of a report ----------------------------------------------------------------------
+def _headed(parts: Mapping[str, Iterable[Block]]) -> list[Block]:
+    return [block for name, each in parts.items() for block in (Block("heading", name), *each)]
 
 
 def _header(run: Run, result: Summary) -> Iterator[tuple[str, str]]:
     info = run.info
-    yield "command", command(run)
+    yield "command", shlex.join(run.command)
     changes = info.get("changes") or {}
     yield "changed settings", "\n".join(f"{k} = {v}" for k, v in changes.items()) or "none"
     yield "task", info.get("task", "-")
@@ -140,7 +438,8 @@ def _figure(title: str, unit: str, series: Sequence[Series], log: bool) -> Figur
         ends.append(f"{each.name} {begin} at step {first}, {end} at {last}")
     if not rows:
         return None
-    table = Table(("curve", "step", unit) if many else ("step", unit), rows, folded="as a table")
+    head = ("curve", "step", unit) if many else ("step", unit)
+    table = Block("table", head=head, rows=rows, folded="as a table")
     caption = f"{title}: {'; '.join(ends)}"
     return Figure(lines(series, title, y=unit, log=log), caption, table, values)
 
@@ -154,42 +453,41 @@ def _spaced(count: int, most: int) -> list[int]:
 
 def _evaluations(run: Run, best: int | None) -> Iterator[Block]:
     if not run.evaluations:
-        yield Text("The run was not evaluated.")
+        yield Block("text", "The run was not evaluated.")
         return
     chosen = set(_spaced(len(run.evaluations), ROWS))
     chosen |= {i for i, e in enumerate(run.evaluations) if e["step"] == best}
     rows = []
-    for i in sorted(chosen):
-        event = run.evaluations[i]
+    for event in (run.evaluations[i] for i in sorted(chosen)):
         values = [number(event[m]) if m in event else "-" for m in run.metrics]
         rows.append((event["step"], *values, "best so far" if event.get("best") else ""))
-    yield Table(("step", *run.metrics, ""), rows)
+    yield Block("table", head=("step", *run.metrics, ""), rows=rows)
     if len(rows) < len(run.evaluations):
-        yield Text(f"{len(rows)} of {len(run.evaluations)} evaluations are shown.")
+        yield Block("text", f"{len(rows)} of {len(run.evaluations)} evaluations are shown.")
     signatures: dict[str, Any] = {}
     for event in run.evaluations:
         signatures |= event.get("signatures") or {}
     if signatures:
-        yield Table(("metric", "signature"), list(signatures.items()))
+        yield Block("table", head=("metric", "signature"), rows=list(signatures.items()))
 
 
 def _samples(run: Run) -> Iterator[Block]:
     if not run.samples:
-        yield Text("The run kept no samples.")
+        yield Block("text", "The run kept no samples.")
     sources = list(dict.fromkeys(s["source"] for s in run.samples))
     for source in sources[:SOURCES]:
         samples = [s for s in run.samples if s["source"] == source]
         rows = [(samples[i]["step"], samples[i]["text"]) for i in _spaced(len(samples), MOMENTS)]
         reference = next((s["reference"] for s in samples if s.get("reference") is not None), None)
         rows += [] if reference is None else [("reference", reference)]
-        yield Table(("step", f"from: {clip(visible(source), 300)}"), rows)
+        yield Block("table", head=("step", f"from: {clip(visible(source), 300)}"), rows=rows)
     if len(sources) > SOURCES:
-        yield Text(f"{SOURCES} of {len(sources)} sources are shown.")
+        yield Block("text", f"{SOURCES} of {len(sources)} sources are shown.")
 
 
 def _attention(maps: Sequence[Map], note: str) -> Iterator[Block]:
     if note or not maps:
-        yield Text(note or "No attention was looked at.")
+        yield Block("text", note or "No attention was looked at.")
     if not maps:
         return
     last = [m for m in maps if m.site == maps[-1].site]
@@ -197,10 +495,10 @@ def _attention(maps: Sequence[Map], note: str) -> Iterator[Block]:
     mean = [[sum(cells) / len(last) for cells in zip(*row)][:WORDS] for row in rows]
     title = f"{maps[-1].site}, mean of {len(last)} heads: rows look at columns"
     names = {"rows": last[0].queries[:WORDS], "across": last[0].keys[:WORDS]}
-    yield Figures([Figure(heat(mean, title, **names), title)])
+    yield Block("figures", figures=[Figure(heat(mean, title, **names), title)])
     captions = [f"{m.site}, head {m.head}: most {_strongest(m)}" for m in maps]
     figures = [Figure(heat(m.weights, caption), caption) for m, caption in zip(maps, captions)]
-    yield Figures(figures, small=True)
+    yield Block("thumbnails", figures=figures)
 
 
 def _strongest(m: Map) -> str:
@@ -214,7 +512,7 @@ def _strongest(m: Map) -> str:
 
 
 def _again(run: Run) -> Iterator[Block]:
-    begin = [word for word in words(run) if word not in ("--resume", "--overwrite")]
+    begin = [word for word in run.command if word not in ("--resume", "--overwrite")]
     other = os.path.normpath(run.folder / ".." / f"{run.folder.resolve().name}-again")
     elsewhere, rest = [], iter(begin)
     for word in rest:
@@ -230,21 +528,9 @@ def _again(run: Run) -> Iterator[Block]:
     text += [shlex.join([*elsewhere, "--output-dir", other])]
     text += ["# on from its newest checkpoint, to the same bits", shlex.join([*begin, "--resume"])]
     text += ["# this page", shlex.join(["regard", "report", str(run.folder)])]
-    yield Code("\n".join(text), "sh")
+    yield Block("code", "\n".join(text), language="sh")
     config = toml(run.info.get("config") or {})
-    yield Code(config, "toml", folded="all settings, as resolved")
-
-
-def words(run: Run) -> list[str]:
-    """The command line of a run, by the name `regard` wherever that lay."""
-    given = [str(word) for word in run.info.get("command") or ["train"]]
-    if Path(given[0]).name in ("regard", "__main__.py", "regard.exe"):
-        given = given[1:]
-    return ["regard", *given]
-
-
-def command(run: Run) -> str:
-    return shlex.join(words(run))
+    yield Block("code", config, language="toml", folded="all settings, as resolved")
 
 
 def toml(config: Mapping[str, Any]) -> str:
@@ -256,7 +542,7 @@ def toml(config: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# --- runs side by side --------------------------------------------------------------------------
+# --- runs side by side ----------------------------------------------------------------------------
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -277,18 +563,13 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {name: row for name, row in rows.items() if any(v != row[0] for v in row)}
 
 
-def aligned(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[Run]) -> str:
     """The comparison for a terminal: plain text, a column for each run."""
     differ = _differing(runs)
-    rows = [("", *labels(runs)), *differ, *_figures(runs)]
-    cells = [[clip(visible(cell), CELL) for cell in row] for row in rows]
-    widths = [max(map(columns, column)) for column in zip(*cells)]
-    text = [
-        "  ".join(c + " " * (w - columns(c)) for c, w in zip(row, widths)).rstrip() for row in cells
-    ]
-    rule = "-" * min(sum(widths) + 2 * len(runs), 100)
+    rows = [("", *labels(runs)), *differ, *_results(runs)]
+    text = aligned([[clip(visible(cell), CELL) for cell in row] for row in rows]).split("\n")
+    rule, split = "-" * min(max(map(len, text)), 100), 1 + len(differ)
     none = [] if differ else ["(the settings are the same)"]
-    split = 1 + len(differ)
     return "\n".join([text[0], rule, *none, *text[1:split], rule, *text[split:]])
 
 
@@ -296,7 +577,6 @@ def comparison(runs: Sequence[Run]) -> list[Block]:
     """The page of several runs: the settings in which they differ, their figures, their curves laid
     over each other."""
     names, differ, results = labels(runs), _differing(runs), [summary(run) for run in runs]
-    same = Text("The settings are the same.")
     pictures = []
     for title, unit, values in (
         ("throughput", "tok/s", [s.rate for s in results]),
@@ -304,13 +584,18 @@ def comparison(runs: Sequence[Run]) -> list[Block]:
     ):
         rows = [(n, v) for n, v in zip(names, values) if v is not None and math.isfinite(v)]
         pictures += [Figure(bars(rows, title, unit), title)] if rows else []
-    commands = [(name, command(run)) for name, run in zip(names, runs)]
-    return [
-        *(Heading("What differs"), Table(("setting", *names), differ) if differ else same),
-        *(Heading("Figures"), Table(("", *names), _figures(runs)), Figures(pictures)),
-        *(Heading("Curves"), Figures(curves(runs, names))),
-        *(Heading("Commands"), Table(("run", "command"), commands)),
-    ]
+    commands = [(name, shlex.join(run.command)) for name, run in zip(names, runs)]
+    table = Block("table", head=("setting", *names), rows=differ)
+    parts = {
+        "What differs": [table if differ else Block("text", "The settings are the same.")],
+        "Figures": [
+            Block("table", head=("", *names), rows=_results(runs)),
+            Block("figures", figures=pictures),
+        ],
+        "Curves": [Block("figures", figures=curves(runs, names))],
+        "Commands": [Block("table", head=("run", "command"), rows=commands)],
+    }
+    return _headed(parts)
 
 
 def _differing(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -324,7 +609,7 @@ def _differing(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return [(name, *map(text, row)) for name, row in differing(runs).items()]
 
 
-def _figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def _results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """What came of the runs, a row for each figure."""
     results = [summary(run) for run in runs]
     metrics = {s.metric for s in results}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Control characters become their pictures in Unicode; what turns the direction of text is replaced.
@@ -102,3 +103,23 @@ def columns(text: str) -> int:
     none."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
     return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+    """A table as text, its columns two spaces apart; those in `right` end together."""
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        room = [" " * (width - columns(cell)) for cell, width in zip(row, widths)]
+        cells = (b + a if i in right else a + b for i, (a, b) in enumerate(zip(row, room)))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def strict(value: Any) -> Any:
+    """The same with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: strict(each) for key, each in value.items()}
+    return [strict(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,12 +1,19 @@
-"""What a model attends to while it reads a text or a picture, as a panel of a page or as
-pictures."""
+"""What a model attends to while it reads a text or a picture, as data for a page or for pictures;
+and which words of a translation belong together.
+
+A view is a kind of attention that shares its tokens: of one tower `self`, of two `encoder`,
+`decoder` and `cross`. The first forward pools each head as soon as it is there, so that memory is
+bounded by one head, and tells how large the maps are. Of a short text the next one takes every head
+in full, with the steps to its weights; of a longer text one head. Between short and long there is
+room for every weight: a pool is then one of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,18 +21,123 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention import DSA, MLA, DeltaRule
+from regard.attention.core import Terms, scores
+from regard.attention.sparse import Spread
 from regard.block import Attention, Tower
 from regard.data.pictures import Pictures
 from regard.decode.generate import default_length, generate, special_of
-from regard.errors import DATA, Fault, UsageError, blaming, notice
+from regard.decode.settings import Result
+from regard.errors import DATA, Fault, UsageError, blaming
+from regard.mask import Visible
 from regard.models import Patches
 from regard.models.embedding import context
-from regard.see.page import Panel
-from regard.see.trace import Full, Given, Picture, Pooled, View, chosen, trace
+from regard.see.probe import Probe, Recorder, number_of
 from regard.text import Tokenizer, needed
 
+# Cells: of a pooled head's side at most; up to which every head is in full, every weight is there,
+# the asked head is; of all pooled heads together.
+SIDE, WHOLE, EVERY, ONE, THUMBS = 64, 1 << 19, 6 << 20, 1 << 21, 1 << 21
+TITLES = {"self": "Self-attention", "cross": "Cross-attention"}
 BLANK = " \n\r\t"
 BLANKS = dict(zip(BLANK, "␣⏎␍⇥")) | {"▁": "␣", "Ġ": "␣", "Ċ": "⏎"}
+P = TypeVar("P", bound=Probe)
+
+
+@dataclass(frozen=True)
+class Full:
+    """A head (t s) with the steps to its weights. `raw`: q.k before scale and mask, where scores
+    are such products."""
+
+    weight: np.ndarray
+    score: np.ndarray  # -inf: masked
+    norm: np.ndarray  # (s): lengths of the values
+    raw: np.ndarray | None = None
+
+    @property
+    def cells(self) -> np.ndarray:
+        return self.weight
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The largest weight of each block of cells (t' s'); `first` (t'): of the first blocks, without
+    the first token."""
+
+    cells: np.ndarray
+    first: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`mean` of the heads, where they are pooled. The rest says how scores are made, where a head
+    is in full."""
+
+    number: int
+    site: str
+    heads: Sequence[Full | Pooled]
+    mean: Pooled | None = None
+    scale: float = 1.0
+    biased: bool = False
+    capped: bool = False
+    sinks: bool = False
+    sparse: bool = False  # keys are chosen for each query
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The image that was read, bytes (size size 3), and how it was cut."""
+
+    pixels: np.ndarray
+    patch: int
+    extra: int  # tokens before the patches
+
+
+@dataclass(frozen=True)
+class View:
+    """`step`: tokens down and across that a pooled cell stands for. `picture`: what the columns are
+    patches of."""
+
+    name: str
+    rows: list[str]
+    columns: list[str]
+    layers: list[Layer]
+    step: tuple[int, int] = (1, 1)
+    picture: Picture | None = None
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.name, self.name.capitalize())
+
+    @property
+    def whole(self) -> bool:
+        return all(isinstance(head, Full) for layer in self.layers for head in layer.heads)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A model's views on one input; `layer` and `head` are shown first."""
+
+    name: str
+    note: str
+    views: Sequence[View]
+    layer: int | None = None
+    head: int | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a model reads, (1 t) or an image (1 c h w), with the tokens' names: `fed` to the one
+    tower or the decoder, `source` to the encoder, `written` at each place of the decoder."""
+
+    ids: Tensor
+    fed: list[str]
+    source_ids: Tensor | None = None
+    source: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    picture: Picture | None = None
+
+
+# --- what a model reads ---------------------------------------------------------------------------
 
 
 def look(
@@ -44,7 +156,25 @@ def look(
     """A model's attention to the text or the picture; `target` is what an encoder-decoder writes,
     by default what it writes by itself. `layer` and `head` are shown first. `compared`: another
     model reads the same."""
-    given = Input(model, tokenizer, name, text, image, target, compared).given()
+    first = getattr(model.config, "source" if model.reads_source else "embedding", None)
+    sees, shown = isinstance(first, Patches), image is not None
+    kind, alike = "pictures" if sees else "text", "give --compare two models that read the same"
+    aligns = f"--target asks how words align, and {name} has no cross-attention"
+    wrong = (
+        (target is not None and not model.reads_source, f"{aligns}; leave --target out"),
+        (compared and sees != shown and (shown or text), f"{name} reads {kind}; {alike}"),
+        (sees and not shown, f"{name} reads pictures; give one: --image FILE"),
+        (shown and not sees, f'{name} reads text; give that instead of --image: "some text"'),
+        (shown and text, f"{name} reads a picture alone; leave the text out"),
+        (
+            not shown and not text.strip(),
+            'there is no text to look at; say regard look MODEL "some text"',
+        ),
+    )
+    for holds, message in wrong:
+        if holds:
+            raise UsageError(message)
+    given = _given(model, tokenizer, first, text, image, target)
     views = trace(model, given, layer, head)
     count = f"{len(given.fed)} tokens"
     if given.source_ids is not None:
@@ -54,133 +184,67 @@ def look(
     return Panel(name, f"{count}, {precision}; {', '.join(shapes)}", views, layer, head)
 
 
-def shape(view: View, mechanism: str) -> str:
-    heads = sorted({len(layer.heads) for layer in view.layers})
-    count = "–".join(map(str, dict.fromkeys((heads[0], heads[-1]))))
-    layers, each = len(view.layers), "head" if count == "1" else "heads"
-    text = f"{view.title.lower()}: {layers} layer{'s' * (layers > 1)} of {count} {each}"
-    return f"{text} ({mechanism})" if mechanism else text
+def _given(
+    model: Any,
+    tokenizer: Tokenizer | None,
+    first: Any,
+    text: str,
+    image: str | None,
+    target: str | None,
+) -> Given:
+    device, config = next(model.parameters()).device, model.config
+    ids, picture = list[int](), None
 
+    def names(ids: Sequence[int]) -> list[str]:
+        return [str(i) if tokenizer is None else named(tokenizer, i) for i in ids]
 
-def mechanisms(config: Any) -> dict[str, str]:
-    """What kind of attention each view of a model shows: mha, gqa, mla, ..."""
-    parts = {name: getattr(config, name, None) for name in ("tower", "encoder", "decoder")}
-    towers = {name: tower for name, tower in parts.items() if isinstance(tower, Tower)}
-    kinds = {name: [kind(a) for a in tower.each("attention")] for name, tower in towers.items()}
-    cross = getattr(towers.get("decoder"), "cross", None)
-    names = {name: " and ".join(dict.fromkeys(each)) for name, each in kinds.items()}
-    return names | {"self": names.get("tower", ""), "cross": kind(cross) if cross else ""}
-
-
-def kind(attention: Attention) -> str:
-    match attention:
-        case DSA():
-            return f"{kind(attention.attention)}; dsa chooses {attention.topk} keys"
-        case MLA():
-            return f"mla, latent of {attention.latent}"
-        case DeltaRule():
-            return "delta rule, a state that weighs no tokens"
-    groups = attention.kv_heads or attention.heads
-    if groups == attention.heads:
-        return "mha"
-    return "mqa" if groups == 1 else f"gqa, {groups} key heads"
-
-
-# --- what the model reads -------------------------------------------------------------------------
-
-
-@dataclass
-class Input:
-    """What a model reads, as ids or an image, with a name for each token."""
-
-    model: Any
-    tokenizer: Tokenizer | None
-    name: str
-    text: str
-    image: str | None
-    target: str | None
-    compared: bool
-
-    def __post_init__(self) -> None:
-        self.encodes, self.config = self.model.reads_source, self.model.config
-        self.device = next(self.model.parameters()).device
-        self.first = getattr(self.config, "source" if self.encodes else "embedding", None)
-        sees, image = isinstance(self.first, Patches), self.image is not None
-        if self.target is not None and not self.encodes:
-            raise UsageError(
-                f"--target asks how words align, and {self.name} has no cross-attention; leave --target out"
-            )
-        if self.compared and sees != image and (image or self.text):
-            reads = "pictures" if sees else "text"
-            raise UsageError(
-                f"{self.name} reads {reads}; give --compare two models that read the same"
-            )
-        if sees and not image:
-            raise UsageError(f"{self.name} reads pictures; give one: --image FILE")
-        if image and not sees:
-            raise UsageError(f'{self.name} reads text; give that instead of --image: "some text"')
-        if image and self.text:
-            raise UsageError(f"{self.name} reads a picture alone; leave the text out")
-        if not image and not self.text.strip():
-            raise UsageError('there is no text to look at; say regard look MODEL "some text"')
-
-    def given(self) -> Given:
-        picture, names, ids = None, [], []
-        if isinstance(self.first, Patches):
-            x, picture = self.picture(self.first)
-            names = patches(self.first)
-        else:
-            ids = self.fits(needed(self.tokenizer).encode(self.text), self.first, "the text")
-            x, names = torch.tensor([ids], device=self.device), self.named(ids)
-        if not self.encodes:
-            return Given(x, names, picture=picture)
-        written = self.written(ids, x)
-        fed = self.fits(
-            [special_of(self.model).start or 0, *written[:-1]], self.config, "the target"
-        )
-        target = torch.tensor([fed], device=self.device)
-        return Given(target, self.named(fed), x, names, self.named(written), picture)
-
-    def fits(self, ids: list[int], side: Any, what: str) -> list[int]:
-        tokens = getattr(side, "target", side)
-        limit = getattr(self.config, "max_len", None)
-        longest = context(limit, tokens) if hasattr(tokens, "position") else limit
-        if not ids:
-            raise UsageError(f"{what} has no tokens; give some words")
-        if longest is not None and len(ids) > longest:
-            raise UsageError(
-                f"{what} has {len(ids)} tokens, the model's context is {longest}; "
-                f"shorten it: about {longest / len(ids):.0%} of it fits"
-            )
-        return ids
-
-    def written(self, source: list[int], x: Tensor) -> list[int]:
-        """The target that was given, or what the model makes of the source."""
-        if self.target is not None:
-            ids = needed(self.tokenizer).encode_target(self.target)
-            return self.fits(ids, self.config, "the target")
-        most = default_length(self.model, [source or [0] * x.shape[-1]])
-        ids = generate(self.model, [source] if source else x, max_new_tokens=most)[0].ids
-        if not ids:
+    if isinstance(first, Patches):
+        x, picture = read_picture(first, model.origin, Path(image or ""))
+        x, read = x.to(device), patches(first)
+    else:
+        ids = fits(needed(tokenizer).encode(text), config, first, "the text")
+        x, read = torch.tensor([ids], device=device), names(ids)
+    if not model.reads_source:
+        return Given(x, read, picture=picture)
+    if target is not None:
+        written = needed(tokenizer).encode_target(target)
+    else:
+        most = default_length(model, [ids or [0] * x.shape[-1]])
+        written = generate(model, [ids] if ids else x, max_new_tokens=most)[0].ids
+        if not written:
             raise UsageError("the model wrote nothing; give what it should write: --target TEXT")
-        return ids
+    written = fits(written, config, getattr(config, "target", None), "the target")
+    fed = [special_of(model).start or 0, *written[:-1]]
+    target_ids = torch.tensor([fed], device=device)
+    return Given(target_ids, names(fed), x, read, names(written), picture)
 
-    def named(self, ids: Sequence[int]) -> list[str]:
-        return [str(i) if self.tokenizer is None else named(self.tokenizer, i) for i in ids]
 
-    def picture(self, wanted: Patches) -> tuple[Tensor, Picture]:
-        """The image (1 c h w) as the model reads it, and as people see it."""
-        reader = Pictures(wanted, self.model.origin)
-        try:
-            with blaming(DATA):
-                x = reader.file(Path(self.image or ""))
-        except Fault as error:
-            more = "; give a PNG or JPEG: --image FILE" if error.code == DATA else ""
-            raise Fault(f"{error}{more}", error.code) from None
-        seen = (x.numpy().transpose(1, 2, 0) * reader.std + reader.mean) * 255
-        pixels = np.broadcast_to(np.clip(np.rint(seen), 0, 255), (*seen.shape[:2], 3))
-        shown = Picture(pixels.astype(np.uint8), wanted.patch, wanted.extra)
-        return x[None].to(self.device), shown
+def fits(ids: list[int], config: Any, side: Any, what: str) -> list[int]:
+    """The ids, if there are some and the model can read them; `side`: how it embeds them."""
+    limit = getattr(config, "max_len", None)
+    longest = context(limit, side) if hasattr(side, "position") else limit
+    if not ids:
+        raise UsageError(f"{what} has no tokens; give some words")
+    if longest is not None and len(ids) > longest:
+        raise UsageError(
+            f"{what} has {len(ids)} tokens, the model's context is {longest}; "
+            f"shorten it: about {longest / len(ids):.0%} of it fits"
+        )
+    return ids
+
+
+def read_picture(wanted: Patches, origin: Any, path: Path) -> tuple[Tensor, Picture]:
+    """The image (1 c h w) as the model reads it, and as people see it."""
+    reader = Pictures(wanted, origin)
+    try:
+        with blaming(DATA):
+            x = reader.file(path)
+    except Fault as error:
+        more = "; give a PNG or JPEG: --image FILE" if error.code == DATA else ""
+        raise Fault(f"{error}{more}", error.code) from None
+    seen = (x.numpy().transpose(1, 2, 0) * reader.std + reader.mean) * 255
+    pixels = np.broadcast_to(np.clip(np.rint(seen), 0, 255), (*seen.shape[:2], 3))
+    return x[None], Picture(pixels.astype(np.uint8), wanted.patch, wanted.extra)
 
 
 def named(tokenizer: Tokenizer, index: int) -> str:
@@ -202,55 +266,303 @@ def patches(wanted: Patches) -> list[str]:
     return extra + [f"{i + 1},{j + 1}" for i in range(side) for j in range(side)]
 
 
-# --- pictures -------------------------------------------------------------------------------------
+def shape(view: View, mechanism: str) -> str:
+    heads = sorted({len(layer.heads) for layer in view.layers})
+    count = "–".join(map(str, dict.fromkeys((heads[0], heads[-1]))))
+    layers, each = len(view.layers), "head" if count == "1" else "heads"
+    text = f"{view.title.lower()}: {layers} layer{'s' * (layers > 1)} of {count} {each}"
+    return f"{text} ({mechanism})" if mechanism else text
 
 
-def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
-    """All heads; the one that was asked for; where there is cross-attention, the alignment by its
-    last layer."""
-    from regard.see.plots import alignment, head_grid, one_head, save
-
-    def beside(word: str) -> Path:
-        return path.with_name(f"{path.stem}-{word}{path.suffix}")
-
-    rows = [(view, layer) for view in panel.views for layer in view.layers]
-    maps = [torch.stack([thumb(head, view) for head in layer.heads]) for view, layer in rows]
-    several = len(panel.views) > 1
-    names = [
-        f"{view.name} {layer.number}" if several else str(layer.number) for view, layer in rows
-    ]
-    paths = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
-    last = max(panel.views, key=lambda view: view.name == "cross")
-    at, head = chosen(last, panel.layer, panel.head)
-    layer = last.layers[at]
-    title = f"{panel.name}, {last.title.lower()}, layer {layer.number}"
-    # Where a cell is a token, no head is pooled.
-    exact = (each for each in layer.heads if last.step == (1, 1) or isinstance(each, Full))
-    full = [torch.from_numpy(cells(each)) for each in exact]
-    if not full:
-        notice("the text is too long for pictures of single heads")
-        return paths
-    # Of a long text the asked head alone is in full.
-    single = full[min(head, len(full) - 1)]
-    if panel.layer is not None or panel.head is not None:
-        drawn = one_head(single, last.rows, last.columns, f"{title}, head {head}")
-        paths.append(save(drawn, beside("head")))
-    if last.name == "cross":
-        mean = panel.head is None and len(full) == len(layer.heads)
-        each = torch.stack(full).mean(0) if mean else single
-        of = f"mean of {len(full)} heads" if mean else f"head {head}"
-        drawn = alignment(each, last.columns, last.rows, f"{title}, {of}")
-        paths.append(save(drawn, beside("alignment")))
-    return paths
+def mechanisms(config: Any) -> dict[str, str]:
+    """What kind of attention each view of a model shows: mha, gqa, mla, ..."""
+    parts = {name: getattr(config, name, None) for name in ("tower", "encoder", "decoder")}
+    towers = {name: tower for name, tower in parts.items() if isinstance(tower, Tower)}
+    kinds = {name: map(_kind, tower.each("attention")) for name, tower in towers.items()}
+    names = {name: " and ".join(dict.fromkeys(each)) for name, each in kinds.items()}
+    cross = getattr(towers.get("decoder"), "cross", None)
+    return names | {"self": names.get("tower", ""), "cross": _kind(cross) if cross else ""}
 
 
-def cells(head: Full | Pooled) -> np.ndarray:
-    return head.weight if isinstance(head, Full) else head.cells
+def _kind(attention: Attention) -> str:
+    match attention:
+        case DSA():
+            return f"{_kind(attention.attention)}; dsa chooses {attention.topk} keys"
+        case MLA():
+            return f"mla, latent of {attention.latent}"
+        case DeltaRule():
+            return "delta rule, a state that weighs no tokens"
+    groups = attention.kv_heads or attention.heads
+    if groups == attention.heads:
+        return "mha"
+    return "mqa" if groups == 1 else f"gqa, {groups} key heads"
 
 
-def thumb(head: Full | Pooled, view: View) -> Tensor:
-    """A head as small as the others of its view."""
-    a = torch.from_numpy(cells(head))
-    if view.whole or isinstance(head, Pooled):
-        return a
-    return F.max_pool2d(a[None], view.step, ceil_mode=True)[0]
+# --- the views ------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def trace(
+    model: Any, given: Given, layer: int | None = None, head: int | None = None
+) -> list[View]:
+    """The views of a model on one input. `layer` and `head`: the one that is wanted in full where
+    not all can be."""
+
+    def run(probe: P) -> P:
+        more = {} if given.source_ids is None else {"source": given.source_ids}
+        # Without logits: no map needs them, and they are large.
+        model.hidden(given.ids, probe=probe, **more)
+        return probe
+
+    pools, full, extra = run(Pools(SIDE)), None, 1
+    sizes = pools.sizes
+    _check(sizes, layer, head)
+    cells = sum(h * t * s for h, t, s in sizes.values())
+    if cells <= WHOLE:
+        full = run(Steps())
+    elif cells <= EVERY:
+        pools = run(Pools(max(max(t, s) for _, t, s in sizes.values())))
+    else:
+        while sum(h for h, _, _ in sizes.values()) * (SIDE // extra) ** 2 > THUMBS:
+            extra *= 2
+
+    views: dict[str, View] = {}
+    for site, (_, *size) in sizes.items():
+        tower, number, kind = ("", *site.split("."))[-3:]
+        name = kind if kind == "cross" or not tower else tower
+        sides = {"encoder": (given.source,) * 2, "cross": (given.written, given.source)}
+        # A recurrent model's memory may have more tokens than were named, or less.
+        rows, columns = (
+            [*names[:n], *map(str, range(len(names), n))]
+            for names, n in zip(sides.get(name, (given.fed,) * 2), size)
+        )
+        down, across = pools.step(site)
+        step = (1, 1) if full else (down * extra, across * extra)
+        picture = None if name == "decoder" else given.picture
+        view = views.setdefault(name, View(name, rows, columns, [], step, picture))
+        *heads, mean = pools.pooled(site, extra)
+        one = Layer(int(number), site, heads, mean)
+        view.layers.append(full.filled(one) if full else one)
+    for view in () if full else views.values():
+        at, which = chosen(view, layer, head)
+        if len(view.rows) * len(view.columns) <= ONE:
+            view.layers[at] = run(Steps([view.layers[at].site], [which])).filled(view.layers[at])
+    return list(views.values())
+
+
+def chosen(view: View, layer: int | None, head: int | None) -> tuple[int, int]:
+    """The place of a layer in the view and a head of it: those asked for, else the last layer's
+    first."""
+    numbers = [each.number for each in view.layers]
+    at = numbers.index(layer) if layer in numbers else len(numbers) - 1
+    return at, min(head or 0, len(view.layers[at].heads) - 1)
+
+
+def _check(sizes: dict[str, tuple[int, int, int]], layer: int | None, head: int | None) -> None:
+    """A layer or head that no view has is a mistake; the message names those that it has."""
+
+    def listed(numbers: Sequence[int]) -> str:
+        run = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+        return f"{numbers[0]} to {numbers[-1]}" if run else " and ".join(map(str, numbers))
+
+    if not sizes:
+        raise UsageError("this model has no attention to look at")
+    numbers = sorted({number_of(site) or 0 for site in sizes})
+    if layer is not None and layer not in numbers:
+        raise UsageError(f"there is no layer {layer}; this model's are {listed(numbers)}")
+    heads = max(h for site, (h, _, _) in sizes.items() if layer in (None, number_of(site)))
+    if head is not None and not 0 <= head < heads:
+        raise UsageError(f"there is no head {head}; the heads are {listed(range(heads))}")
+
+
+class Watch(Probe):
+    """A probe that learns of each place how large its maps are (heads, queries, keys), and how
+    scores are made."""
+
+    def __init__(self, *chosen: Sequence[Any] | None, **how: Any) -> None:
+        super().__init__(*chosen, **how)
+        self.site = ""
+        self.sizes: dict[str, tuple[int, int, int]] = {}
+        self.how: dict[str, dict[str, Any]] = {}
+        self.raw: dict[str, Tensor] = {}
+
+    def at(self, site: str) -> Recorder | None:
+        self.site = site
+        return None if super().at(site) is None else WatchRecorder(self, site)
+
+
+class WatchRecorder(Recorder):
+    probe: Watch
+
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
+    ) -> None:
+        self.learn((q.shape[1], q.shape[2], k.shape[2] - terms.sinks), terms)
+        super().see(q, k, v, mask, terms)
+        if terms.score is None and isinstance(self.probe, Steps):
+            queries, keys = q[:1].float(), k[:1, :, terms.sinks :].float()
+            if (heads := self.probe.heads) is not None:
+                share = q.shape[1] // k.shape[1]
+                queries, keys = queries[:, heads], keys[:, [i // share for i in heads]]
+            self.probe.raw[self.site] = scores(queries, keys, Terms(1.0))[0]
+
+    def gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
+    ) -> None:
+        self.learn((q.shape[1], *where.size), terms, sparse=True)
+        super().gathered(q, k, v, mask, terms, where)
+
+    def learn(self, size: tuple[int, int, int], terms: Terms, sparse: bool = False) -> None:
+        self.probe.sizes[self.site], bias = size, terms.bias
+        self.probe.how[self.site] = {
+            "scale": terms.scale,
+            # A sink's logit stands in its first column.
+            "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
+            "capped": terms.softcap is not None,
+            "sinks": terms.sinks > 0,
+            "sparse": sparse,
+        }
+
+
+class Pools(Watch):
+    """A probe that keeps of each head, and behind them of their mean, a thumbnail of at most `side`
+    cells down and across."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__(reduce=self._pool)
+        self.side, self.done, self.sum = side, 0, torch.empty(0)
+
+    def step(self, site: str) -> tuple[int, int]:
+        """Tokens down and across that a cell stands for."""
+        _, rows, keys = self.sizes[site]
+        return -(-rows // self.side), -(-keys // self.side)
+
+    def pooled(self, site: str, extra: int) -> list[Pooled]:
+        """The heads and their mean, pooled once more by `extra` cells."""
+        maps = self.maps[site][0]
+        small = _largest(maps[..., :1], maps[..., 1:], extra, extra)[0].cpu().numpy()
+        return [Pooled(a[:, 1:], a[:, 0]) for a in small]
+
+    def _pool(self, a: Tensor) -> Tensor:
+        first, count = a.new_zeros(*a.shape[:3], 1), self.sizes[self.site][0]
+        step = self.step(self.site)
+        small = [_largest(first, a, *step)]
+        self.sum = self.sum.add_(a) if self.done else a
+        self.done = (self.done + 1) % count
+        if not self.done:
+            small.append(_largest(first, self.sum.div_(count), *step))
+        return torch.cat(small, 1)
+
+
+def _largest(first: Tensor, cells: Tensor, down: int, across: int) -> Tensor:
+    """Cells (b h t s) max-pooled, behind a column of the first blocks without the first token,
+    which `first` (b h t 1) has of the first cells: (b h t' 1 + s')."""
+    first = torch.cat([first, cells[..., 1:across]], -1).amax(-1, keepdim=True)
+    columns = ((first, 1), (cells, across))
+    pools = [F.max_pool2d(x, (down, wide), ceil_mode=True) for x, wide in columns]
+    return torch.cat(pools, 3).float()
+
+
+class Steps(Watch):
+    """A probe of whole heads that keeps q.k as well."""
+
+    def __init__(self, layers: Sequence[str] | None = None, heads: Sequence[int] | None = None):
+        super().__init__(layers, heads, what=("weight", "score", "norm"))
+
+    def filled(self, layer: Layer) -> Layer:
+        """The layer with the heads that were watched in full."""
+        kinds = [self.of(kind)[layer.site][0][0] for kind in ("weight", "score", "norm")]
+        weight, score, norm = (a.float().cpu() for a in kinds)
+        # h 1 s: where a key's value weighs most.
+        row = weight.argmax(1, keepdim=True)
+        most = weight.gather(1, row).clamp(min=torch.finfo(torch.float32).tiny)
+        norm = (norm.gather(1, row) / most)[:, 0]
+        arrays = [x.numpy() for x in (weight, score, norm)]
+        if layer.site in self.raw:
+            arrays.append(self.raw[layer.site].float().cpu().numpy())
+        which = range(len(weight)) if self.heads is None else self.heads
+        heads = dict(enumerate(layer.heads)) | dict(zip(which, map(Full, *arrays)))
+        return replace(layer, heads=list(heads.values()), **self.how[layer.site])
+
+
+# --- words that belong together -------------------------------------------------------------------
+
+
+def cross_site(model: Any) -> str:
+    """The place of the last cross-attention, by the name a probe gives it."""
+    probe = Probe()
+    with torch.inference_mode():
+        one = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+        model(one, source=one, probe=probe)
+    sites = [site for site in probe.maps if site.endswith(".cross")]
+    if not sites:
+        raise UsageError(
+            "--align reads cross-attention, and this model has none; leave --align out"
+        )
+    return sites[-1]
+
+
+@torch.inference_mode()
+def align(
+    model: Any, tokenizer: Tokenizer, site: str, line: str, result: Result
+) -> list[tuple[int, int]]:
+    """Pairs (source word, target word), both counted from 0 between spaces.
+
+    The finished target is fed once more; each of its tokens belongs to the source token that the
+    heads of the last cross-attention, on average, weigh most where that token is predicted. What is
+    outside words takes no part."""
+    if not result.ids:
+        return []
+    source, theirs = source_words(tokenizer, line)
+    ours = target_words(tokenizer, result.ids)
+    probe, device = Probe(layers=[site]), next(model.parameters()).device
+    fed = torch.tensor([[special_of(model).start or 0, *result.ids[:-1]]], device=device)
+    model(fed, source=torch.tensor([source], device=device), probe=probe)
+    weights = probe.maps[site][0][0].float().mean(0)  # t s
+    words = torch.tensor([-1 if w is None else w for w in theirs], device=weights.device)
+    if bool((words < 0).all()):
+        return []
+    best = words[weights.masked_fill(words < 0, -1.0).argmax(-1)].tolist()
+    return sorted({(s, t) for s, t in zip(best, ours, strict=True) if t is not None})
+
+
+def source_words(tokenizer: Tokenizer, line: str) -> tuple[list[int], list[int | None]]:
+    """The ids of a line, and for each the number of the word it comes from."""
+    ids, cutter = tokenizer.encode(line), tokenizer.parts.source or tokenizer.core
+    code = re.match(r">>.*?<<", line) if tokenizer.parts.source else None
+    start = code.end() if code else 0
+    encoding = cutter.encode(line[start:], add_special_tokens=tokenizer.parts.source is None)
+    numbers, words = word_numbers(line), list[int | None]([None] if code else [])
+    for (a, b), special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+        words.append(None if special else _last(numbers[a + start : b + start]))
+    # Marian's end is added apart.
+    return ids, words + [None] * (len(ids) - len(words))
+
+
+def target_words(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int | None]:
+    """The same for the ids of a text that the model wrote: a token that completes no character
+    belongs to the word of the next one that does."""
+    text = tokenizer.detokenizer()
+    pieces = [text.push(tokenizer.pieces([i])) for i in ids]
+    pieces[-1] += text.finish()
+    numbers, words, at = word_numbers("".join(pieces)), list[int | None](), 0
+    for i, piece in zip(ids, pieces, strict=True):
+        end = at + len(piece)
+        if tokenizer.pieces([i]) and not piece:
+            words.append(numbers[at] if at < len(numbers) else _last(numbers))
+        else:
+            words.append(_last(numbers[at:end]))
+        at = end
+    return words
+
+
+def word_numbers(text: str) -> list[int | None]:
+    """For each character the number of its word, None for spaces."""
+    numbers: list[int | None] = [None] * len(text)
+    for number, word in enumerate(re.finditer(r"\S+", text)):
+        numbers[word.start() : word.end()] = [number] * (word.end() - word.start())
+    return numbers
+
+
+def _last(numbers: Sequence[int | None]) -> int | None:
+    return next((n for n in reversed(numbers) if n is not None), None)

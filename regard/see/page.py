@@ -1,9 +1,15 @@
-"""One self-contained HTML page of attention: data, style and script in it, nothing fetched.
+"""One self-contained HTML page of attention: data, style and script in it, nothing fetched; and
+the colours of every map.
 
 The modules of web/ are joined into one inline script, since browsers refuse module files that are
 opened from disk; the policy of the page allows this script and this style, by their hashes, and
 nothing else. Every page of the project is made by the templates of `environment`, which escape all
-that they are given."""
+that they are given.
+
+One table of colours serves the page's script, matplotlib and reports. Lightness runs one way from
+the page's ground, so that colours read without hue; signed values run to blue below zero and to
+orange above it. Weights are placed by their root, so that small ones show; 0, which is what is
+masked, is grey."""
 
 from __future__ import annotations
 
@@ -11,8 +17,9 @@ import base64
 import hashlib
 import json
 import re
+import struct
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +29,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from regard.see.format import visible
-from regard.see.palette import RAMPS
-from regard.see.trace import Full, Layer, Pooled, View, chosen
+from regard.see.look import Full, Layer, Panel, Pooled, View, chosen
 
 WEB = Path(__file__).parent / "web"
 # A module comes after those that it imports.
@@ -33,6 +39,28 @@ MODULES = (
 )
 # Cells above which a head is stored without what can be computed.
 LARGE = 1 << 18
+RAMPS: dict[str, dict[str, list[list[int]]]] = {
+    "light": {
+        "plain": [[255, 255, 255], [205, 232, 190], [90, 180, 180], [44, 100, 160], [26, 16, 62]],
+        "signed": [[10, 60, 140], [120, 170, 225], [250, 250, 250], [240, 170, 100], [160, 70, 0]],
+        "masked": [[226, 229, 233]],
+    },
+    "dark": {
+        "plain": [[20, 23, 26], [44, 62, 122], [24, 134, 142], [116, 192, 92], [250, 236, 120]],
+        "signed": [[130, 195, 255], [45, 95, 150], [20, 23, 26], [150, 85, 30], [255, 180, 100]],
+        "masked": [[52, 57, 63]],
+    },
+    # Laid over a photograph.
+    "photo": {
+        "plain": [[70, 0, 110], [190, 30, 100], [245, 125, 20], [255, 235, 90]],
+        "negative": [[60, 120, 200], [110, 190, 255]],
+    },
+}
+# Of curves and bars, one after the other.
+SERIES = {
+    "light": ("#0b62a8", "#b34700", "#007556", "#8f3f8f", "#7a6200", "#444c56"),
+    "dark": ("#6cb6ff", "#ffa05c", "#4fd1a5", "#e0a3e0", "#e3c84b", "#b6bec8"),
+}
 
 
 def environment(*folders: Path) -> SandboxedEnvironment:
@@ -47,17 +75,6 @@ def environment(*folders: Path) -> SandboxedEnvironment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A model's views on one input; `layer` and `head` are shown first."""
-
-    name: str
-    note: str
-    views: Sequence[View]
-    layer: int | None = None
-    head: int | None = None
 
 
 def page(title: str, panels: Sequence[Panel]) -> str:
@@ -104,9 +121,8 @@ def _panel(panel: Panel) -> dict[str, Any]:
 def _column(view: View, head: Full | Pooled) -> int:
     """What the row that is shown first reads most: an image's class token, or the last row of a
     text."""
-    cells = head.weight if isinstance(head, Full) else head.cells
     row = 0 if view.picture is not None and view.name != "cross" else -1
-    return int(cells[row].argmax()) * (1 if isinstance(head, Full) else view.step[1])
+    return int(head.cells[row].argmax()) * (1 if isinstance(head, Full) else view.step[1])
 
 
 def _view(view: View) -> dict[str, Any]:
@@ -128,7 +144,7 @@ def _view(view: View) -> dict[str, Any]:
 
 def _note(view: View) -> str:
     """What a reader must know of this view: what its rows are, and what is not there in full."""
-    notes = []
+    notes, (down, across) = [], view.step
     if view.name == "cross":
         notes.append("A row is named by the token that the model writes there.")
     if view.picture is not None:
@@ -137,32 +153,25 @@ def _note(view: View) -> str:
         )
     if view.whole:
         return " ".join(notes)
-    full = [
-        f"layer {layer.number}, head {i}"
-        for layer in view.layers
-        for i, head in enumerate(layer.heads)
-        if isinstance(head, Full)
-    ]
-    if view.step == (1, 1):
-        more = f"scores and values of {', '.join(full)} alone" if full else "scores are not"
+    heads = [(layer.number, i, h) for layer in view.layers for i, h in enumerate(layer.heads)]
+    full = ", ".join(f"layer {n}, head {i}" for n, i, h in heads if isinstance(h, Full))
+    if (down, across) == (1, 1):
+        more = f"scores and values of {full} alone" if full else "scores are not"
         notes.append(f"All weights are here; {more}.")
     else:
-        down, across = view.step
         notes.append(
             f"{len(view.rows)} × {len(view.columns)} tokens in every head are too many for one "
-            "page: heads are max-pooled, "
-            f"a cell is the largest weight of {down} × {across} tokens."
+            f"page: heads are max-pooled, a cell is the largest weight of {down} × {across} tokens."
         )
-        notes += [f"In full: {', '.join(full)}."] if full else []
-    notes.append("For another: regard look ... --layer N --head N.")
-    return " ".join(notes)
+        notes += [f"In full: {full}."] if full else []
+    return " ".join([*notes, "For another: regard look ... --layer N --head N."])
 
 
 def _layer(layer: Layer) -> dict[str, Any]:
     names = ("number", "scale", "biased", "capped", "sinks", "sparse")
     data = {name: getattr(layer, name) for name in names}
     data["heads"] = [_full(h) if isinstance(h, Full) else _pooled(h) for h in layer.heads]
-    if any(isinstance(head, Pooled) for head in layer.heads):
+    if layer.mean is not None and any(isinstance(head, Pooled) for head in layer.heads):
         data["mean"] = _pooled(layer.mean)
     return data
 
@@ -191,3 +200,43 @@ def _levels(cells: np.ndarray, most: float) -> str:
 
 def _text(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+# --- colours --------------------------------------------------------------------------------------
+
+
+def table(scheme: str, signed: bool = False) -> np.ndarray:
+    """All colours of a scheme, "light" or "dark", as bytes (256 3): masked, then the ramp."""
+    stops = np.array(RAMPS[scheme]["signed" if signed else "plain"], float)
+    at, each = np.linspace(0, len(stops) - 1, 255), np.arange(len(stops))
+    ramp = np.stack([np.interp(at, each, channel) for channel in stops.T], -1)
+    return np.concatenate([RAMPS[scheme]["masked"], np.rint(ramp)]).astype(np.uint8)
+
+
+def levels(values: np.ndarray, most: float | None = None, signed: bool = False) -> np.ndarray:
+    """Which row of the table each value has; `most`, or the largest magnitude there is, has the
+    last one."""
+    seen = np.isfinite(values) & (signed | (values != 0))
+    values = np.where(seen, values, 0.0)
+    shares = values / (most or np.abs(values).max(initial=0.0) or 1.0)
+    place = (shares + 1) / 2 if signed else np.sqrt(np.clip(shares, 0, 1))
+    return np.where(seen, 1 + np.rint(254 * np.clip(place, 0, 1)), 0).astype(np.uint8)
+
+
+def image(values: np.ndarray, scheme: str) -> str:
+    """A map as the data address of a PNG with one pixel for each value: thousands of them cost a
+    browser nothing."""
+    rows = levels(values)
+    lines = np.pad(rows, ((0, 0), (1, 0))).tobytes()
+    header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 3, 0, 0, 0)
+    chunks = {
+        b"IHDR": header,
+        b"PLTE": table(scheme).tobytes(),
+        b"IDAT": zlib.compress(lines),
+        b"IEND": b"",
+    }
+    data = b"\x89PNG\r\n\x1a\n"
+    for kind, body in chunks.items():
+        data += struct.pack(">I", len(body)) + kind + body
+        data += struct.pack(">I", zlib.crc32(kind + body))
+    return "data:image/png;base64," + base64.b64encode(data).decode()

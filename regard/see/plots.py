@@ -12,23 +12,26 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from regard.errors import ENVIRONMENT, Fault, UsageError
+from regard.errors import ENVIRONMENT, Fault, UsageError, notice
 from regard.see.format import clip, visible
-from regard.see.maps import links, thumbnail
-from regard.see.palette import SERIES, table
+from regard.see.look import Full, Panel, chosen
+from regard.see.page import SERIES, table
+from regard.see.probe import thumbnail
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# (layers heads rows keys), or a layer each: (heads rows keys).
+# (layers heads rows keys), or a layer each: (heads rows keys); tokens, or numbers instead.
 Maps = Tensor | Sequence[Tensor]
+Names = Sequence[str] | None
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans Arabic", "Noto Sans")
 FORMATS = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 # Columns of a token's label, labels of an axis, cells of a tile, and the gap between tiles.
@@ -37,12 +40,71 @@ LONGEST, LABELS, TILE, GAP = 14, 80, 96, 0.08
 NUMBERS, PEAKS = 12, 64
 
 
+def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
+    """All heads; the one that was asked for; where there is cross-attention, the alignment by its
+    last layer."""
+
+    def beside(word: str) -> Path:
+        return path.with_name(f"{path.stem}-{word}{path.suffix}")
+
+    maps, names = [], []
+    for view in panel.views:
+        for layer in view.layers:
+            tiles = [torch.from_numpy(head.cells) for head in layer.heads]
+            # A head in full is made as small as the pooled ones beside it.
+            for i, head in enumerate(layer.heads):
+                if isinstance(head, Full):
+                    tiles[i] = F.max_pool2d(tiles[i][None], view.step, ceil_mode=True)[0]
+            maps.append(torch.stack(tiles))
+            names.append(f"{view.name} {layer.number}" if panel.views[1:] else str(layer.number))
+    paths = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
+    view = max(panel.views, key=lambda view: view.name == "cross")
+    at, which = chosen(view, panel.layer, panel.head)
+    layer = view.layers[at]
+    title = f"{panel.name}, {view.title.lower()}, layer {layer.number}"
+    # Where a cell is a token, no head is pooled; of a long text the asked head alone is in full.
+    exact = (each for each in layer.heads if view.step == (1, 1) or isinstance(each, Full))
+    full = [torch.from_numpy(each.cells) for each in exact]
+    if not full:
+        notice("the text is too long for pictures of single heads")
+        return paths
+    single, of = full[min(which, len(full) - 1)], f"head {which}"
+    if panel.layer is not None or panel.head is not None:
+        drawn = one_head(single, view.rows, view.columns, f"{title}, {of}")
+        paths.append(save(drawn, beside("head")))
+    if view.name == "cross":
+        if panel.head is None and len(full) == len(layer.heads):
+            single, of = torch.stack(full).mean(0), f"mean of {len(full)} heads"
+        drawn = alignment(single, view.columns, view.rows, f"{title}, {of}")
+        paths.append(save(drawn, beside("alignment")))
+    return paths
+
+
+class Link(NamedTuple):
+    """Target word `target` reads source word `source` with so much weight; `best`: no other with
+    more."""
+
+    source: int
+    target: int
+    weight: float
+    best: bool
+
+
+def links(a: Tensor, least: float | None = None) -> list[Link]:
+    """Which source belongs to which target, (t s): the one that each target weighs most, the first
+    of equals, and all that weigh at least `least`."""
+    if least is not None and not 0 < least <= 1:
+        raise UsageError(f"least={least} must be a weight above 0 and at most 1; such as 0.2")
+    best = torch.zeros_like(a, dtype=torch.bool).scatter(1, a.argmax(1, keepdim=True), True)
+    best &= a > 0
+    strong = best if least is None else best | (a >= least)
+    return [Link(s, t, float(a[t, s]), bool(best[t, s])) for t, s in strong.nonzero().tolist()]
+
+
 # --- attention ----------------------------------------------------------------------------------
 
 
-def head_grid(
-    maps: Maps, title: str = "", *, names: Sequence[str] | None = None, dark: bool = False
-) -> Figure:
+def head_grid(maps: Maps, title: str = "", *, names: Names = None, dark: bool = False) -> Figure:
     """Every head as a tile, a row of tiles for each layer (`names`: what they are called). Queries
     go down and keys across in a tile; a weight of exactly 0, such as of a later token, is grey."""
     layers = [_checked(layer, 3) for layer in maps]
@@ -56,8 +118,8 @@ def head_grid(
         for j, tile in enumerate(thumbnail(TILE)(layer)):
             left, right, bottom, top = j + GAP / 2, j + 1 - GAP / 2, i + 1 - GAP / 2, i + GAP / 2
             image = page.image(ax, tile, most, (left, right, bottom, top))
-            xs, ys = [left, right, right, left, left], [bottom, bottom, top, top, bottom]
-            ax.plot(xs, ys, color=page.faint, linewidth=0.8)
+            corners = [left, right, right, left, left], [bottom, bottom, top, top, bottom]
+            ax.plot(*corners, color=page.faint, linewidth=0.8)
     ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
     page.dress(ax, "head   (in each tile: keys across)", "layer   (queries down)")
     ax.tick_params(length=0)
@@ -70,12 +132,7 @@ def head_grid(
 
 
 def one_head(
-    weights: Tensor,
-    queries: Sequence[str] | None = None,
-    keys: Sequence[str] | None = None,
-    title: str = "",
-    *,
-    dark: bool = False,
+    weights: Tensor, queries: Names = None, keys: Names = None, title: str = "", dark: bool = False
 ) -> Figure:
     """One head's weights (rows keys) with its tokens. Small maps have their numbers written in,
     larger ones a ring at the largest weight of each row."""
@@ -84,15 +141,15 @@ def one_head(
     side = 0.52 if max(rows, columns) <= NUMBERS else min(0.3, 9 / max(rows, columns))
     page = sheet(max(side * columns, 2) + 2.6, max(side * rows, 1.5) + 1.9, dark=dark)
     names = ("key: the token that is read", "query: the token that reads")
-    _head(page, page.axes[0], weights, queries, keys, names)
+    _head(page, weights, (queries, keys), names)
     page.title(title or "Attention of one head")
     return page.figure
 
 
 def alignment(
     weights: Tensor,
-    source: Sequence[str] | None = None,
-    target: Sequence[str] | None = None,
+    source: Names = None,
+    target: Names = None,
     title: str = "",
     *,
     least: float = 0.2,
@@ -125,21 +182,14 @@ def alignment(
         each.spines[["top", "bottom"]].set_visible(False)
     label(ax, "y", token_labels(source, columns, "sources"), sources)
     label(right, "y", token_labels(target, rows, "targets"), targets)
-    _head(page, page.axes[0], weights, target, source, ("source", "target"))
+    _head(page, weights, (target, source), ("source", "target"))
     page.title(title or "What each target word looks at")
     return page.figure
 
 
-def _head(
-    page: Sheet,
-    ax: Axes,
-    weights: Tensor,
-    queries: Sequence[str] | None,
-    keys: Sequence[str] | None,
-    names: tuple[str, str],
-) -> None:
-    """A map in its panel, with its tokens."""
-    rows, columns = weights.shape
+def _head(page: Sheet, weights: Tensor, tokens: Sequence[Names], names: tuple[str, str]) -> None:
+    """A map in the first panel, with its queries and keys."""
+    ax, (rows, columns) = page.axes[0], weights.shape
     image = page.image(ax, weights)
     page.dress(ax, *names)
     ax.xaxis.set_label_position("top")
@@ -157,8 +207,8 @@ def _head(
         ink = [_ink(image, link.weight) for link in peaks]
         ax.scatter(*at, 20, facecolors="none", edgecolors=ink, linewidths=1.2)
     sides = {
-        "y": (token_labels(queries, rows, "queries"), range(rows)),
-        "x": (token_labels(keys, columns, "keys"), range(columns)),
+        "y": (token_labels(tokens[0], rows, "queries"), range(rows)),
+        "x": (token_labels(tokens[1], columns, "keys"), range(columns)),
     }
     # Each takes room from the other.
     for side in "yxy":
@@ -213,13 +263,7 @@ class Sheet:
         ax.tick_params(which="both", colors=self.text, labelsize=9)
         ax.spines[:].set_color(self.faint)
 
-    def image(
-        self,
-        ax: Axes,
-        weights: Tensor,
-        most: float | None = None,
-        place: tuple[float, float, float, float] | None = None,
-    ) -> Any:
+    def image(self, ax: Axes, weights: Tensor, most: float = 0.0, place: Any = None) -> Any:
         """A map in the colours of every map; `place`: left, right, bottom, top."""
         from matplotlib.colors import ListedColormap, PowerNorm
 
@@ -227,9 +271,8 @@ class Sheet:
         colours = ListedColormap(ramp).with_extremes(bad=tuple(masked))
         scale = PowerNorm(0.5, 0.0, most or weights.max().item() or 1.0)
         cells = np.ma.masked_equal(weights.numpy(), 0.0)
-        return ax.imshow(
-            cells, colours, scale, extent=place, interpolation="nearest", aspect="equal"
-        )
+        how = {"extent": place, "interpolation": "nearest", "aspect": "equal"}
+        return ax.imshow(cells, colours, scale, **how)
 
     def bar(self, image: Any, ax: Axes, label: str) -> None:
         """The scale of a heat map's colours, as high as the map."""
@@ -311,7 +354,7 @@ def shown(token: str) -> str:
     return clip("".join(letters), LONGEST)
 
 
-def token_labels(tokens: Sequence[str] | None, count: int, what: str) -> list[str]:
+def token_labels(tokens: Names, count: int, what: str) -> list[str]:
     """Labels of all tokens; numbers where there are none."""
     if tokens is None:
         return [str(i) for i in range(count)]

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
@@ -42,9 +43,8 @@ KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}
 # Place -> call -> map; kind -> map.
 Maps = dict[str, list[Tensor]]
 Kinds = dict[str, Tensor]
-# One, several, all.
-Rows = slice | Tensor | None
-Heads = list[int] | None
+# Rows or heads; None: all.
+Index = list[int] | None
 M = TypeVar("M", bound=Model)
 
 
@@ -88,7 +88,7 @@ class Probe:
                 "a probe would change the bits of compiled code; leave compile out to look inside"
             )
         self._sites[site] = None
-        wanted = self.layers is None or not self.layers.isdisjoint((site, _number(site)))
+        wanted = self.layers is None or not self.layers.isdisjoint((site, number_of(site)))
         again = torch._C._current_graph_task_id() != -1  # a checkpointed block, computed once more
         return Recorder(self, site) if wanted and not again else None
 
@@ -110,7 +110,7 @@ class Probe:
             raise UsageError(
                 f"probe: {kind!r} was not asked for; make it Probe(what={(*self.what, kind)!r})"
             )
-        known = {*self._sites, *map(_number, self._sites)}
+        known = {*self._sites, *map(number_of, self._sites)}
         lost = [] if self.layers is None or not known else sorted(self.layers - known, key=str)
         if lost:
             raise UsageError(
@@ -151,13 +151,11 @@ class Recorder:
         b, h, t = q.shape[:3]
         # Beams side by side as one source's queries.
         share = max(1, (self.batch or b) // b)
-        rows = self._rows(0, t // share, t // share)
-        if rows is not None and share > 1:
-            rows = _flat(share, t // share, rows)
+        rows = _repeat(self._rows(0, t // share, t // share), share, t // share)
         mask = _seen(mask, rows) if isinstance(mask, Visible) else _part(mask, 2, rows)
         q, terms = _pick(q, 2, rows), _cut(terms, 2, rows)
 
-        def compute(heads: Heads) -> Kinds:
+        def compute(heads: Index) -> Kinds:
             """(b h (share t) s) -> ((b share) h t s)"""
             maps, apart = self._maps(heads, q, k, v, mask, terms), (share, q.shape[2] // share)
             return {
@@ -175,7 +173,7 @@ class Recorder:
         is through."""
         (b, n, _), (t, s) = where.chosen.shape, where.size
         rows = self._rows(where.rows.start, where.rows.stop, t)
-        flat = None if rows is None else _flat(b, n, rows)
+        flat = _repeat(rows, b, n)
         q, k, v, mask = (_pick(x, 0, flat) for x in (q, k, v, mask))
         heads, terms = self._heads(q.shape[1]), _cut(terms, 0, flat)
         maps = self._maps(heads, q, k, v, mask, terms)
@@ -191,7 +189,7 @@ class Recorder:
         chosen = torch.cat([chosen for _, chosen in runs], 1)[:, None]  # b 1 t' k
         maps = {kind: torch.cat([run[kind] for run, _ in runs], 2) for kind in maps}
 
-        def place(one: Heads) -> Kinds:
+        def place(one: Index) -> Kinds:
             """At the slots `chosen`: (b h n k) -> (b h n s)."""
             whole = {}
             for kind, a in maps.items():
@@ -202,7 +200,7 @@ class Recorder:
 
         self._file(None, q.shape[1] if heads is None else len(heads), place)
 
-    def _file(self, heads: Heads, count: int, compute: Callable[[Heads], Kinds]) -> None:
+    def _file(self, heads: Index, count: int, compute: Callable[[Index], Kinds]) -> None:
         """The maps of these heads (None: all of `count`), or head by head what `reduce` makes of
         them."""
         reduce = self.probe.reduce
@@ -217,7 +215,7 @@ class Recorder:
 
     def _maps(
         self,
-        heads: Heads,
+        heads: Index,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -241,7 +239,7 @@ class Recorder:
                 maps["chosen"] = seen.expand(b, -1, t, x.shape[-1])
         return {kind: maps[kind] for kind in what}
 
-    def _heads(self, count: int) -> Heads:
+    def _heads(self, count: int) -> Index:
         heads = self.probe.heads
         wrong = [i for i in heads or () if not 0 <= i < count]
         if wrong:
@@ -250,21 +248,24 @@ class Recorder:
             )
         return heads
 
-    def _rows(self, start: int, stop: int, size: int) -> Rows:
+    def _rows(self, start: int, stop: int, size: int) -> Index:
         """The chosen rows within start..stop, counted from start."""
         if self.probe.rows is None:
             return None
         rows = {i + size if i < 0 else i for i in self.probe.rows}
-        inside = sorted(i - start for i in rows if start <= i < stop)
-        if len(inside) == 1:
-            return slice(inside[0], inside[0] + 1)
-        return torch.tensor(inside, dtype=torch.long)
+        return sorted(i - start for i in rows if start <= i < stop)
+
+
+def thumbnail(size: int = 64) -> Callable[[Tensor], Tensor]:
+    """A small picture of a map, for Probe(reduce=thumbnail()): the largest weight of each of at
+    most size x size fields. The mean would wash out a line one token wide."""
+    return lambda a: F.adaptive_max_pool2d(a, [min(size, n) for n in a.shape[-2:]])
 
 
 # --- the arithmetic -----------------------------------------------------------------------------------------------
 
 
-def _scores(q: Tensor, k: Tensor, heads: Heads, terms: Terms) -> Tensor:
+def _scores(q: Tensor, k: Tensor, heads: Index, terms: Terms) -> Tensor:
     """Scores (b h' t s) of these heads before the mask; heads that share keys read them as they
     lie."""
     (h, t), g = q.shape[1:3], k.shape[1]
@@ -284,7 +285,7 @@ def _scores(q: Tensor, k: Tensor, heads: Heads, terms: Terms) -> Tensor:
         return finish(x * terms.scale, _cut(terms, 1, heads))
 
 
-def _lengths(v: Tensor, heads: Heads, count: int, up: Tensor | None) -> Tensor:
+def _lengths(v: Tensor, heads: Index, count: int, up: Tensor | None) -> Tensor:
     """Euclidean lengths (b h' 1 s) of the values v (b g s e); of `up` v where v is what all heads
     share."""
     if up is not None:
@@ -304,39 +305,37 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _seen(mask: Visible, rows: Rows) -> Tensor | None:
+def _seen(mask: Visible, rows: Index) -> Tensor | None:
     """What these rows see: (b 1 t' s), or None for everything."""
-    mask = mask.part(rows) if isinstance(rows, slice) else mask
+    if rows is not None and len(rows) == 1:
+        mask, rows = mask.part(slice(rows[0], rows[0] + 1)), None
     if mask.everything:
         return None
-    return mask.rows(rows) if isinstance(rows, Tensor) else mask.tensor()
+    return mask.tensor() if rows is None else mask.rows(torch.tensor(rows, dtype=torch.long))
 
 
-def _pick(x: Tensor, axis: int, index: Rows | Heads) -> Tensor:
-    if isinstance(index, slice):
-        return x.narrow(axis, index.start, index.stop - index.start)
-    if isinstance(index, list):
-        if len(index) == 1:
-            return x.narrow(axis, index[0], 1)
-        index = torch.tensor(index, dtype=torch.long)
-    return x if index is None else x.index_select(axis, index.to(x.device))
+def _pick(x: Tensor, axis: int, index: Index) -> Tensor:
+    if index is None:
+        return x
+    if len(index) == 1:
+        return x.narrow(axis, index[0], 1)
+    return x.index_select(axis, torch.tensor(index, dtype=torch.long, device=x.device))
 
 
-def _flat(count: int, size: int, rows: slice | Tensor) -> Tensor:
+def _repeat(rows: Index, count: int, size: int) -> Index:
     """`rows` of each of `count` runs of `size`."""
-    rows = torch.arange(size)[rows]
-    return (torch.arange(count)[:, None] * size + rows).flatten()
+    return None if rows is None else [run * size + i for run in range(count) for i in rows]
 
 
-def _cut(terms: Terms, axis: int, index: Rows | Heads) -> Terms:
+def _cut(terms: Terms, axis: int, index: Index) -> Terms:
     return terms if terms.bias is None else replace(terms, bias=_part(terms.bias, axis, index))
 
 
-def _part(x: Tensor | None, axis: int, index: Rows | Heads) -> Tensor | None:
+def _part(x: Tensor | None, axis: int, index: Index) -> Tensor | None:
     """The same where an axis of size 1 stands for all."""
     return x if x is None or x.shape[axis] == 1 else _pick(x, axis, index)
 
 
-def _number(site: str) -> int | None:
+def number_of(site: str) -> int | None:
     """The layer of a place: 3 of "decoder.3.cross"."""
     return next((int(part) for part in site.split(".") if part.isdigit()), None)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import regard
-from regard.see.page import Panel, page
-from regard.see.trace import Full, Given, Picture, View, trace
+from regard.see.look import Full, Given, Panel, Picture, View, trace
+from regard.see.page import page
 
 SMALL: dict[str, Any] = dict(layers=3, dim=24, heads=3, ffn_dim=20)
 TEXT = ["the", "king", "said", "to", "the", "queen", "that", "he", "would", "<b>not</b>", "go"]

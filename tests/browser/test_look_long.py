@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import regard
-from regard.see import trace as module
-from regard.see.page import Panel
+from regard.see import look as module
+from regard.see.look import Panel, Pooled
 from regard.see.probe import Probe
-from regard.see.trace import Pooled
 from tests.browser.pages import (
     SMALL,
     TEXT,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from regard.see.page import Panel
+from regard.see.look import Panel
 from tests.browser.pages import (
     TEXT,
     bars,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.see.page import Panel
+from regard.see.look import Panel
 from tests.browser.pages import (
     TEXT,
     bars,

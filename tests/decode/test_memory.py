@@ -31,11 +31,11 @@ def test_pool_holds_the_bytes_that_the_summary_predicts(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_pool_of_n_pages_weighs_n_pages_and_a_blank_one(name: str) -> None:
+def test_pool_of_n_pages_weighs_n_pages_a_blank_one_and_a_scratch_one(name: str) -> None:
     m = model(name)
     pool = Engine(m, page=PAGE, pages=50).pool
     whole = sum(x.numel() * x.element_size() for store in pool.stores for x in store.values())
-    assert whole == (50 + 1) * PAGE * cache_bytes(m)
+    assert whole == (50 + 2) * PAGE * cache_bytes(m)
 
 
 def test_contiguous_cache_weighs_what_the_summary_predicts() -> None:

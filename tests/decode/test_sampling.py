@@ -112,7 +112,8 @@ def drawn(logits: Tensor, settings: Settings, rows: int = 2000) -> Tensor:
     """How often each token was chosen in DRAWS draws: `rows` requests at many positions each."""
     many, counts = lane([settings] * rows), torch.zeros(logits.shape[-1])
     for _ in range(DRAWS // rows):
-        tokens = many.pick(logits.expand(rows, -1), many.rows, list(range(rows)))
+        used = many.used(many.rows)
+        tokens = many.pick(logits.expand(rows, -1), many.rows, list(range(rows)), used)
         counts += torch.bincount(tokens, minlength=logits.shape[-1])
         for row in many.rows:
             row.ids.append(0)

@@ -225,3 +225,17 @@ def test_latent_on_cuda(h: int) -> None:
     got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
     cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
     close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))
+
+
+def test_two_engines_of_a_model_do_not_meet() -> None:
+    model, asked = build("gqa"), requests(6)
+    want = [r.ids for r in answer(model, asked, 4)]
+    first, second = (Engine(model, rows=4, memory=2**26) for _ in range(2))
+    found: dict[int, dict[int, list[int]]] = {0: {}, 1: {}}
+    for engine in (first, second):
+        for i, r in enumerate(asked):
+            engine.submit(Request(list(r.ids), r.settings, key=i))
+    while not (first.idle and second.idle):
+        for k, engine in enumerate((first, second)):
+            found[k] |= {e.request: e.done[0].ids for e in engine.step() if e.done is not None}
+    assert all([each[i] for i in range(6)] == want for each in found.values())

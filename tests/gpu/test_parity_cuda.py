@@ -10,8 +10,7 @@ import torch
 import regard
 from regard.models import Model
 from regard.parity import check as module
-from regard.parity.check import Check, parity
-from regard.parity.ways import Runner, sample
+from regard.parity.check import Check, Runner, parity, sample
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 pytestmark = pytest.mark.skipif(

@@ -1,6 +1,7 @@
 """The runner `graph` off the GPU: its steps give the tokens of the runner `torch`, in any slots, and the plain model's
 logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -256,6 +257,60 @@ def test_cancelled_rows_and_deadlines_free_their_slots() -> None:
     assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["gqa", "window", "mla_query", "gpt2"])
+def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
+    """Random settings, arrivals, cancels, chunks and small pools, in float64: whoever else is there changes nothing."""
+    g, model = random.Random(seed), build(name).double()
+    shared = [g.randrange(97) for _ in range(24)]
+
+    def one() -> Request:
+        start = shared[: g.choice((0, 0, 7, 24))]
+        ids = [*start, *(g.randrange(97) for _ in range(g.randint(1, 30)))]
+        given: dict[str, Any] = {"max_new_tokens": g.randint(1, 30), "seed": g.randrange(9)}
+        if g.random() < 0.5:
+            given |= {"temperature": g.choice((0.7, 1.3)), "top_p": g.choice((1.0, 0.8))}
+            given |= {"top_k": g.choice((0, 9)), "samples": g.choice((1, 1, 3))}
+        if g.random() < 0.3:
+            given |= {"repetition_penalty": 1.2, "banned": (3, 4), "logit_bias": ((8, 2.0),)}
+        if g.random() < 0.4:
+            given |= {"eos": (5, 7, 11, 20), "min_new_tokens": g.randint(0, 1)}
+        return Request(ids, Settings(**given), key=g.randrange(100))
+
+    asked = [one() for _ in range(24)]
+    options = {"chunk": g.choice((8, 40, 999)), "page": g.choice((4, 8)), "pages": 48}
+    engine = Engine(model, runner="graph", rows=g.randint(3, 9), **options)
+    assert engine.slots is not None and engine.pool is not None
+    engine.slots.runner.look = g.choice((1, 3, 16))
+    numbers: dict[int, Request] = {}
+    found: dict[int, list[Result]] = {}
+    waiting, cancelled = list(asked), set()
+    while waiting or not engine.idle:
+        for _ in range(g.randint(0, 5) if waiting else 0):
+            if waiting:
+                r = waiting.pop()
+                numbers[engine.submit(r)] = r
+        events = engine.step()
+        if numbers and g.random() < 0.05:
+            n = g.choice(list(numbers))
+            cancelled.add(n)
+            events += engine.cancel(n)
+        found |= {e.request: e.done for e in events if e.done is not None}
+    assert found.keys() == numbers.keys()
+    assert engine.pool.available == len(engine.pool.users)
+    assert len(engine.slots.free) == engine.slots.runner.rows
+    for n, r in numbers.items():
+        solo = Engine(model, runner="torch", layout="contiguous")
+        solo.submit(replace(r, number=-1))
+        (want,) = [e.done for e in solo.run() if e.done is not None]
+        for a, b in zip(found[n], want, strict=True):
+            if a.finish == "cancelled":
+                assert n in cancelled and a.ids == b.ids[: len(a.ids)]
+            else:
+                assert (a.ids, a.finish) == (b.ids, b.finish)
+                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+
+
 def test_packs_hold_every_token_once() -> None:
     texts = [[4, 5, 6], [7] * 70, [8]]
     ends = [[(5, 0)], [(0, 0), (1, 0)], [(3, 2)]]
@@ -265,7 +320,7 @@ def test_packs_hold_every_token_once() -> None:
     ]
     sizes = gpu_prompt.sizes_of(parts, 8)
     assert sizes == (128, 4, 96, 0, 12, 4)
-    pack = gpu_prompt.Pack.of(torch.tensor(gpu_prompt.flat(parts, sizes)), sizes)
+    pack = gpu_prompt.Pack.of(torch.as_tensor(gpu_prompt.flat(parts, sizes)), sizes)
     assert pack.ids[pack.last].tolist() == [6, 7, 7, 8] and pack.rows.tolist() == [5, 0, 1, 3]
     assert pack.said.tolist() == [0, 0, 0, 2] and pack.lengths.tolist() == [3, 70, 70, 1]
     assert torch.equal(pack.grid.flatten()[pack.back][:74], torch.arange(74))

@@ -9,7 +9,6 @@ import torch
 
 import regard
 from regard.data.feed import Batch
-from regard.see.maps import average, best, cross
 from regard.see.probe import Probe
 from regard.train.loss import seq2seq
 
@@ -59,6 +58,11 @@ def trained(name: str) -> Any:
     return model.eval()
 
 
+def last_cross(probe: Probe) -> list[torch.Tensor]:
+    """The maps of the last cross-attention, one for each call."""
+    return [calls for site, calls in probe.maps.items() if site.endswith(".cross")][-1]
+
+
 def decoded(model: Any, **settings: Any) -> tuple[float, float]:
     """Of 24 texts it has not seen: the share of words copied, and of those whose best source is their own."""
     g, right, straight, total = torch.Generator().manual_seed(1), 0, 0, 0
@@ -66,13 +70,11 @@ def decoded(model: Any, **settings: Any) -> tuple[float, float]:
         probe, source = Probe(), copies(1, size, g).labels[0].tolist()
         asked = dict(max_new_tokens=size, eos=[], **settings)
         (result,) = regard.generate(probe.on(model), [source], **asked)
-        last = [*cross(probe.maps).values()][
-            -1
-        ]  # a map for each step; its first row, the best beam
-        weights = average([torch.cat([step[:1] for step in last], 2)])[0]  # t s
+        # A map for each step; its first row, the best beam.
+        weights = torch.cat([step[:1] for step in last_cross(probe)], 2).mean(1)[0]  # t s
         assert weights.shape == (size, size + 1)
         right += sum(a == b for a, b in zip(result.ids, source, strict=False))
-        straight += int((best(weights) == torch.arange(size)).sum())
+        straight += int((weights.argmax(-1) == torch.arange(size)).sum())
         total += size
     return right / total, straight / total
 
@@ -108,7 +110,7 @@ def test_alignment_of_a_padded_batch_is_the_diagonal_of_each_row(name: str) -> N
         source[row, :size], fed[row, :size] = batch.labels[0], batch.ids[0]
     sizes = [LONGEST + 1, SHORTEST + 1]
     trained(name)(fed, sizes, source=source, source_lengths=sizes, probe=probe)
-    weights = average([[*cross(probe.maps).values()][-1][0]])  # b t s
+    weights = last_cross(probe)[0].mean(1)  # b t s
     for row, size in enumerate((LONGEST, SHORTEST)):
-        assert best(weights[row, :size]).tolist() == [*range(size)]
+        assert weights[row, :size].argmax(-1).tolist() == [*range(size)]
     assert (weights[1, :, SHORTEST + 1 :] == 0).all()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.attention import GQA, softmax
-from regard.learn.numbers import dot_moments
+from regard.learn.mechanisms import dot_moments
 from regard.position import Rope
 from tests.docs import quantities
 

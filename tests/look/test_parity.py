@@ -17,11 +17,9 @@ from regard.fast.cpu import prepare
 from regard.fast.invariant import invariant
 from regard.fast.watch import Watcher, watch
 from regard.models import Model
-from regard.parity.check import CHECKS, Check, parity
-from regard.parity.oracle import oracle, regret, steps
-from regard.parity.record import Given, Trace
+from regard.parity.check import CHECKS, Check, Runner, parity, record, sample
+from regard.parity.record import Given, Trace, oracle, regret, steps
 from regard.parity.rounding import SAMPLES, Envelope, Rounding, judge, unit
-from regard.parity.ways import Runner, record, sample
 from tests.look.planted import BUGS, by_tanh, eps, no_residual, part, transposed
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 

@@ -13,7 +13,7 @@ import torch
 
 from regard.errors import Fault, UsageError
 from regard.see import plots
-from regard.see.palette import levels, table
+from regard.see.page import levels, table
 from regard.see.plots import shown
 from tests import docs
 

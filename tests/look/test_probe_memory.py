@@ -13,8 +13,7 @@ from regard.attention import sparse as select
 from regard.attention.scores import Additive
 from regard.mask import Causal, Span, Visible
 from regard.models.recurrent import Seq2SeqConfig
-from regard.see.maps import thumbnail
-from regard.see.probe import Probe, Recorder
+from regard.see.probe import Probe, Recorder, thumbnail
 from tests.laws.mechanisms import DIM, MECHANISMS, STATES, TIGHT, VOCAB, decoder, ids, layer
 from tests.look.test_probe_exact import KINDS, LATENT
 

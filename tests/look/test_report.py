@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,16 +13,17 @@ import pytest
 from regard.report.page import as_html, as_markdown
 from regard.report.run import (
     Map,
-    aligned,
-    command,
+    Unreadable,
     comparison,
     differing,
     labels,
+    read,
     report,
+    summary,
+    table,
     toml,
     write,
 )
-from regard.report.runs import Unreadable, read, summary
 from tests.look.synthetic import INFO, events, make, samples
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&|`*_ \u202e\x1b[31m"
@@ -236,7 +238,7 @@ def test_reproducing_goes_into_another_folder(tmp_path: Path) -> None:
     given = ["/usr/bin/regard", "train", "my story.toml", "--output-dir", "a b", "--overwrite"]
     run = read(make(tmp_path / "story", command=given))
     page = Page(as_html("x", report(run))).text
-    assert command(run) == "regard train 'my story.toml' --output-dir 'a b' --overwrite"
+    assert shlex.join(run.command) == "regard train 'my story.toml' --output-dir 'a b' --overwrite"
     assert "regard train 'my story.toml' --output-dir 'a b' --resume\n" in page
     assert f"regard train 'my story.toml' --output-dir {tmp_path}/story-again\n" in page
 
@@ -273,7 +275,7 @@ def test_comparison_shows_what_differs_alone(tmp_path: Path) -> None:
         "model.layers": [4, 8],
         "model.heads": [None, 2],
     }
-    rows = aligned([one, two]).splitlines()
+    rows = table([one, two]).splitlines()
     found = {row[:20].strip(): row[20:].split() for row in rows}
     assert found["model.heads"] == ["-", "2"] and found["best loss"] == ["3.041", "3.541"]
     assert found["at step"] == ["250", "200"] and found["tokens / s"] == ["3.7k", "3.7k"]
@@ -284,7 +286,7 @@ def test_comparison_shows_what_differs_alone(tmp_path: Path) -> None:
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = [read(make(tmp_path / home / "story")) for home in ("a", "b")]
     assert labels(runs) == [str(tmp_path / "a/story"), str(tmp_path / "b/story")]
-    assert differing(runs) == {} and "the settings are the same" in aligned(runs)
+    assert differing(runs) == {} and "the settings are the same" in table(runs)
 
 
 def test_compared_curves_lie_in_one_picture(tmp_path: Path) -> None:

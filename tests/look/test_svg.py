@@ -10,9 +10,9 @@ import pytest
 
 from regard.report import page as drawing
 from regard.report.page import Series, bars, heat, lines
-from regard.report.runs import smooth
+from regard.report.run import smooth
 from regard.see import format as show
-from regard.see.palette import RAMPS, SERIES, table
+from regard.see.page import RAMPS, SERIES, table
 
 NAME = "{http://www.w3.org/2000/svg}"
 

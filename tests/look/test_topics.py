@@ -11,8 +11,7 @@ import torch
 from regard.cli.explain import Options
 from regard.cli.parse import names
 from regard.errors import UsageError
-from regard.learn.explain import ALIASES, TOPICS
-from regard.learn.topics import Table, Topic, fill, find
+from regard.learn.explain import ALIASES, TOPICS, Table, Topic, fill, find
 from regard.models.base import parameters
 from regard.models.embedding import PatchEmbedding, Patches
 from regard.position import Rope, rotate
@@ -25,12 +24,8 @@ WANTED = (
 )
 
 
-def topic(name: str) -> Topic:
-    return find(name, TOPICS, ALIASES)
-
-
 def tables(name: str, **given: Any) -> list[Table]:
-    return topic(name).tables(given)
+    return find(name).tables(given)
 
 
 def column(table: Table, name: str) -> list[Any]:
@@ -39,7 +34,7 @@ def column(table: Table, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", WANTED.split())
 def test_topic_is_there(name: str) -> None:
-    assert topic(name).question.endswith("?")
+    assert find(name).question.endswith("?")
 
 
 @pytest.mark.parametrize("one", TOPICS, ids=lambda t: t.name)
@@ -63,9 +58,9 @@ def test_topic_names_code_that_exists(one: Topic) -> None:
 
 
 def test_aliases_lead_to_topics() -> None:
-    assert {topic(alias).name for alias in ALIASES} == set(ALIASES.values())
+    assert {find(alias).name for alias in ALIASES} == set(ALIASES.values())
     assert not set(ALIASES) & {t.name for t in TOPICS}
-    assert topic(" Online_Softmax ").name == "online-softmax"
+    assert find(" Online_Softmax ").name == "online-softmax"
 
 
 # --- the numbers --------------------------------------------------------------------------------------------------
@@ -199,9 +194,9 @@ def test_fill_is_the_same_every_time_and_not_symmetric() -> None:
 )
 def test_wrong_input_is_one_sentence(name: str, given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        topic(name).tables(given)
+        find(name).tables(given)
 
 
 def test_unknown_topic_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'softmax'"):
-        topic("sofmax")
+        find("sofmax")

@@ -12,10 +12,10 @@ import torch
 
 import regard
 from regard.errors import UsageError
-from regard.see import trace as module
-from regard.see.page import MODULES, WEB, Panel, joined, page
+from regard.see import look as module
+from regard.see.look import Full, Given, Panel, Picture, Pooled, View, trace
+from regard.see.page import MODULES, WEB, joined, page
 from regard.see.probe import Probe
-from regard.see.trace import Full, Given, Picture, Pooled, View, trace
 from tests.laws.mechanisms import VOCAB, decoder
 
 SMALL: dict[str, Any] = dict(layers=2, dim=24, heads=3, ffn_dim=20)

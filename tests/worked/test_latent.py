@@ -9,7 +9,7 @@ from torch import Tensor
 from regard.attention import DSA, GQA, MLA, attend
 from regard.attention.latent import LatentAttention
 from regard.attention.sparse import Indexer, choose, dots_exact, hadamard, index_scores
-from regard.learn.numbers import cache_numbers, mla_weights
+from regard.learn.mechanisms import cache_numbers, mla_weights
 from regard.mask import Causal, Span, Visible
 from regard.position import Rope
 from tests.worked.examples import Example, Watch, context, fill, run

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,36 +70,40 @@ def sizes_of(parts: Sequence[Part], page: int) -> Sizes:
     )
 
 
-def flat(parts: Sequence[Part], sizes: Sizes) -> list[int]:
+def flat(parts: Sequence[Part], sizes: Sizes) -> np.ndarray:
     """All the numbers of a Pack, in its order, for one copy to the device."""
-    s, places = sizes.longest, sizes.places
-    ids: list[int] = []
-    pos: list[int] = []
-    row: list[int] = []
-    back: list[int] = []
-    grid: list[int] = []
-    table: list[int] = []
-    ends: list[tuple[int, int, int, int]] = []
-    for i, part in enumerate(parts):
-        first, size = len(ids), len(part.tokens)
-        ids += part.tokens
-        pos += range(part.start, part.start + size)
-        row += [i] * size
-        back += range(i * s, i * s + size)
-        grid += range(first, first + size)
-        grid += [first + size - 1] * (s - size)
-        pages = list(part.pages[:places])
-        table += pages + pages[-1:] * (places - len(pages))
-        ends += [(first + size - 1, *end, part.start + size) for end in part.ends]
-    for x in (ids, pos, row, back):
-        x += x[-1:] * (sizes.tokens - len(x))
-    spare = sizes.prompts - len(parts)
-    starts, totals = [p.start for p in parts], [p.start + len(p.tokens) for p in parts]
-    for x, width in ((grid, s), (table, places), (starts, 1), (totals, 1)):
-        x += x[len(x) - width :] * spare
-    ends += ends[-1:] * (sizes.ends - len(ends))
-    columns = [x for column in zip(*ends, strict=True) for x in column]
-    return [*ids, *pos, *row, *back, *grid, *table, *starts, *totals, *columns]
+    count = np.array([len(p.tokens) for p in parts])
+    start = np.array([p.start for p in parts])
+    first = count.cumsum() - count
+    row = np.arange(len(parts)).repeat(count)
+    place = np.arange(count.sum()) - first[row]
+    by_token = [
+        np.concatenate([np.asarray(p.tokens) for p in parts]),
+        start[row] + place,
+        row,
+        row * sizes.longest + place,
+    ]
+    # A spare place of a prompt has its last token, a spare page its last page.
+    grid = first[:, None] + np.minimum(np.arange(sizes.longest), count[:, None] - 1)
+    pages = [np.asarray(p.pages)[: sizes.places] for p in parts]
+    table = np.stack([x[np.minimum(np.arange(sizes.places), len(x) - 1)] for x in pages])
+    ends = [
+        (end - 1, *writer, size)
+        for p, end, size in zip(parts, first + count, start + count, strict=True)
+        for writer in p.ends
+    ]
+    columns = np.array(ends, dtype=np.int64).reshape(-1, 4).T
+    each = [
+        *(_filled(x, sizes.tokens) for x in by_token),
+        *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count)),
+        *(_filled(x, sizes.ends) for x in columns),
+    ]
+    return np.concatenate([x.ravel() for x in each])
+
+
+def _filled(x: np.ndarray, size: int) -> np.ndarray:
+    """The last of x repeated up to a size."""
+    return x if len(x) == size else np.concatenate([x, x[-1:].repeat(size - len(x), 0)])
 
 
 @dataclass

@@ -38,7 +38,7 @@ class Recorder:
             x.copy_(old)
 
 
-def send(values: list[Any], device: torch.device) -> Tensor:
-    """A tensor on the device; from pinned memory, so that nobody waits."""
-    x = torch.tensor(values)
+def send(values: Any, device: torch.device) -> Tensor:
+    """Numbers as a tensor on the device; from pinned memory, so that nobody waits."""
+    x = torch.as_tensor(values)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
