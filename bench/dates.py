@@ -26,7 +26,7 @@ from regard.data.feed import Batching, PairFeed
 from regard.data.shards import Column
 from regard.fast.train import precision
 from regard.train.loss import seq2seq
-from regard.train.optim import Optim, Optimizer, Schedule, clip, divide
+from regard.train.optim import Optim, Optimizer, Schedule, clip
 
 PAD, END, UNK = range(3)  # the decoder begins with PAD, as T5's does
 Rows = list[dict[str, str]]
@@ -174,8 +174,7 @@ def learn(
         with precision(args.precision, device):
             loss, count = seq2seq(model, batch)
         loss.backward()
-        divide(parameters, count)
-        clip(parameters, args.clip)
+        clip(parameters, args.clip, count)
         optimizer.step(schedule(step))
         optimizer.zero()
         total += float(loss.detach() / count)

@@ -39,6 +39,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Refuse a setting that is none of those known."""
+    known = list(known)
+    if value not in known:
+        raise UsageError(f"{name} = {value!r} is unknown; {nearest(value, known)}")
+
+
 class Fault(UsageError):
     """A UsageError with an exit code of its own."""
 

@@ -123,3 +123,27 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {name!r:.80} stands twice in one object")
         table[name] = value
     return table
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Put a file in place whole or not at all, also when the power goes. Characters that UTF-8
+    cannot have become question marks."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -17,8 +17,9 @@ from regard.errors import UsageError
 from regard.layers import Classify
 from regard.models.adapt import with_head
 from regard.presets import PRESETS
-from regard.train.adapt import Adapt, adapted
-from regard.train.build import flat, fresh, placed, written
+from regard.train.build import fresh, placed, written
+from regard.train.config import Adapt, adapted
+from regard.train.trainer import flat
 from tests.test_cli_train import CONFIG
 
 PAIRS = """
@@ -102,7 +103,7 @@ def test_settings_of_a_part_are_changed_inside_it() -> None:
     with pytest.raises(UsageError, match="no setting 'kvheads' of encoder.attention; did you mean"):
         fresh("vaswani-base", {"attention": {"kvheads": 2}}, 9, device="meta")
     whole = {"attention": {"kind": "gqa", "heads": 2}}
-    assert dict(flat(whole)) == whole
+    assert flat(whole, parts=True) == whole
     assert placed(to_dict(PRESETS["gpt2"][1]()), "nothing.of.it") == []
 
 

@@ -9,11 +9,10 @@ import torch
 
 import regard
 from regard.cli.main import main
-from regard.data.config import Data
-from regard.data.survey import Survey
+from regard.data.config import Data, Survey
 from regard.presets import build
 from regard.train.config import Config
-from regard.train.forecast import cache_bytes, step_seconds
+from regard.train.plan import cache_bytes, step_seconds
 from regard.train.tasks import TASKS
 from regard.train.trainer import Train
 
@@ -59,7 +58,7 @@ train = { steps = 10 }
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("regard.train.plan.PROBED", 0.01)
-    monkeypatch.setattr("regard.train.forecast.MEASURED", 0.0)
+    monkeypatch.setattr("regard.train.plan.MEASURED", 0.0)
     (tmp_path / "story.txt").write_text(TEXT, encoding="utf-8")
     pairs = (f"number {i}\tnummer {i} und mehr davon\n" for i in range(200))
     (tmp_path / "pairs.tsv").write_text("".join(pairs), encoding="utf-8")
@@ -165,7 +164,7 @@ def test_settings_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.train.forecast.free_memory", lambda device: 4 << 30)
+    monkeypatch.setattr("regard.train.plan.free_memory", lambda device: 4 << 30)
     large = ["--model.layers", "24", "--model.dim", "256", "--data.rows", "65536"]
     assert main(["plan", "lm.toml", *large]) == 3
     said = capsys.readouterr()
@@ -188,7 +187,7 @@ def test_run_that_cannot_fit_is_exit_3_with_the_cheapest_changes(
 def test_full_disk_is_exit_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.train.forecast.free_disk", lambda folder: 1 << 20)
+    monkeypatch.setattr("regard.train.plan.free_disk", lambda folder: 1 << 20)
     assert main(["plan", "lm.toml"]) == 3
     assert "its checkpoints do not fit" in capsys.readouterr().err
 

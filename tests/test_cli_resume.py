@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from regard.cli import recipes
 from regard.cli.main import main
 from regard.data.config import Data
-from regard.train.config import Config, read
-from regard.train.log import as_toml
+from regard.train.config import Config, as_toml, read
 from regard.train.measure import measure
 from regard.train.run import again
 from regard.train.trainer import Trainer

@@ -16,7 +16,7 @@ from rich.console import Console
 from regard.cli import live
 from regard.cli.live import Live, Meter, Plain, Trail, evaluation_line, view
 from regard.errors import Fault, Notice, UsageError
-from regard.train.track import tracker
+from regard.train.log import tracker
 
 ROOT = Path(__file__).resolve().parents[1]
 

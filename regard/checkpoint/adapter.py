@@ -52,9 +52,8 @@ class Base:
         """SHA-256 of the configuration and of every file of weights, computed once."""
         digests = {}
         for path in sorted(self.folder.iterdir()):
-            if path.is_file() and (
-                path.name in ("config.json", RECORD) or path.suffix == ".safetensors"
-            ):
+            decides = path.name in ("config.json", RECORD) or path.suffix == ".safetensors"
+            if decides and path.is_file():
                 with path.open("rb") as file:
                     digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         return digests
@@ -90,10 +89,10 @@ def load(
     folder = Path(path)
     if not any((folder / name).exists() for name in (RECORD, "config.json")):
         check_converted(folder)
-    if not (folder / RECORD).is_file():
-        model = hf.load(folder, device, dtype)
-    else:
+    if (folder / RECORD).is_file():
         model = hf.cast(merge(_joined(folder)), dtype).to(device=device)
+    else:
+        model = hf.load(folder, device, dtype)
     model.origin.base = Base(folder)
     return model
 
@@ -118,21 +117,17 @@ def _joined(folder: Path) -> Model:
 
 
 def save_adapter(model: Model, path: str | Path) -> Path:
-    """Write what `regard.train.adapt.adapted` lets learn, LoRA's matrices and the head, to a small folder that
+    """Write what `regard.train.config.adapted` lets learn, LoRA's matrices and the head, to a small folder that
     `regard.load` reads; whole or not at all. The model must come from a folder, and that folder must stay: it is named
     in adapter.json with its hashes, which are computed at the first call for a model."""
     path = Path(path)
     base = getattr(model.origin, "base", None)
     if base is None:
-        raise UsageError(
-            "an adapter stands on a model folder, and this model comes from none: use model.save"
-        )
+        raise UsageError("adapters stand on a folder, this model comes from none: use model.save")
     tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     inner, low = {n for n in tensors if not n.startswith("head.")}, low_ranks(model)
     if inner != set(_lora_names(model)):
-        raise UsageError(
-            "weights of the body itself are trained: use model.save, which keeps all of them"
-        )
+        raise UsageError("weights of the body itself are trained: use model.save")
     record = Record(
         Stand(str(base.folder), os.path.relpath(base.folder, path.resolve()), base.files),
         hf.dtype_name(next(model.parameters()).dtype),
@@ -216,16 +211,13 @@ def _copy(tensors: dict[str, Tensor], model: Model, wanted: Iterable[str]) -> Mo
     parameters, wanted = dict(model.named_parameters()), set(wanted)
     for name in sorted(wanted ^ tensors.keys()):
         what = "is missing from" if name in wanted else "has no place in the model, but is in"
-        raise UsageError(
-            f"tensor {name} {what} {TENSORS}; {nearest(name, wanted | tensors.keys())}"
-        )
+        hint = nearest(name, wanted | tensors.keys())
+        raise UsageError(f"tensor {name} {what} {TENSORS}; {hint}")
     for name, x in tensors.items():
-        if name not in parameters or parameters[name].shape != x.shape:
-            shape = tuple(parameters[name].shape) if name in parameters else "no such tensor"
+        shape = tuple(parameters[name].shape) if name in parameters else None
+        if shape != tuple(x.shape) or x.dtype not in hf.FLOATS:
             raise UsageError(
-                f"tensor {name} of {TENSORS} has shape {tuple(x.shape)}, the model {shape}"
+                f"tensor {name} of {TENSORS} is {x.dtype} of shape {tuple(x.shape)}; the model has floats of {shape}"
             )
-        if x.dtype not in hf.FLOATS:
-            raise UsageError(f"tensor {name} of {TENSORS} is stored as {x.dtype}, not as a float")
         parameters[name].copy_(x)
     return model

@@ -14,10 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,6 +25,7 @@ from regard.checkpoint.store import (
     INDEX,
     PICKLED,
     WEIGHTS,
+    Progress,
     Weights,
     check_room,
     replacing,
@@ -41,7 +40,6 @@ UNREADABLE = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".mlmodel")
 # How long the process that reads pickles may say nothing: files of the old format are read whole
 # before a word comes.
 QUIET_SECONDS, SLOW_DISK = 600, 20e6
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -60,33 +58,30 @@ class Originals:
 
 def find(source: Path) -> Originals:
     """What a path means: a file of weights, or a folder with them."""
-    if source.is_file():
-        if source.suffix == GGUF or _begins(source, b"GGUF"):
-            return Originals((source,))
-        if source.suffix == ".safetensors":
-            raise UsageError(_nothing(source.parent))
-        if source.suffix not in PICKLED:
-            known = ", ".join((GGUF, *PICKLED))
-            raise UsageError(f"{source} is neither a GGUF file nor pickled weights ({known})")
-        return _folder(source.parent, source.name)
-    if not source.is_dir():
+    folder, named = (source.parent, source.name) if source.is_file() else (source, "")
+    if not folder.is_dir():
         raise UsageError(
             f"{source} does not exist; give a GGUF file, or a folder with config.json and pickled weights"
         )
-    return _folder(source)
-
-
-def _folder(folder: Path, named: str = "") -> Originals:
+    if named:
+        with source.open("rb") as file:
+            if source.suffix == GGUF or file.read(4) == b"GGUF":
+                return Originals((source,))
+        if source.suffix not in (*PICKLED, ".safetensors"):
+            known = ", ".join((GGUF, *PICKLED))
+            raise UsageError(f"{source} is neither a GGUF file nor pickled weights ({known})")
     files, left_out = _files(folder)
-    names = [path.name for path in files]
-    if not named and any(name in names for name in (WEIGHTS, INDEX)):
-        raise UsageError(_nothing(folder))
+    safe = any(path.name in (WEIGHTS, INDEX) for path in files)
+    if source.suffix == ".safetensors" or (safe and not named):
+        raise UsageError(
+            f"{folder} holds safetensors: nothing is to be converted, regard.load reads it as it is"
+        )
     ggufs = [path for path in files if path.suffix == GGUF]
-    pickled = [path for path in files if path.suffix in PICKLED]
-    if not named and ggufs and not pickled:
+    pickled = {path.name: path for path in files if path.suffix in PICKLED}
+    if ggufs and not pickled:
         if len(ggufs) > 1:
             raise UsageError(
-                f"{folder} holds {len(ggufs)} GGUF files; name the one to convert, as {folder / ggufs[0].name}"
+                f"{folder} holds {len(ggufs)} GGUF files; name the one to convert, as {ggufs[0]}"
             )
         return Originals((ggufs[0],))
     if not pickled:
@@ -94,24 +89,31 @@ def _folder(folder: Path, named: str = "") -> Originals:
             f"{folder} holds nothing to convert: no GGUF file, no pickled weights ({', '.join(PICKLED)}); "
             "TensorFlow's and Flax's are not read"
         )
-    if "config.json" not in names:
+    if not any(path.name == "config.json" for path in files):
         raise UsageError(
             f"{folder} holds no config.json, which says what the pickled weights are; put it there"
         )
-    weights = _pickled(folder, pickled, named)
+    # The files of one state dict: the one named, the index's, or the only one.
+    index = folder / PICKLED_INDEX
+    if named:
+        wanted = [named]
+    elif index.is_file():
+        wanted = sorted(set(weight_map(index).values()))
+    else:
+        wanted = [n for n in pickled if n == "pytorch_model.bin"] or list(pickled)
+        if len(wanted) > 1:
+            raise UsageError(
+                f"{folder} holds several pickled files ({', '.join(wanted)}); name the one to convert, as "
+                f"{folder / wanted[0]}"
+            )
+    for name in wanted:
+        if name not in pickled:
+            raise UsageError(f"{name} is missing from {folder}, or a link that leads out of it")
     foreign = (*PICKLED, GGUF, ".safetensors", *UNREADABLE)
     others = [p for p in files if p.suffix not in foreign and p.name != PICKLED_INDEX]
-    rest = [p.name for p in files if p not in weights and p.suffix in foreign]
-    return Originals(tuple(weights), tuple(others), (*left_out, *rest))
-
-
-def _nothing(folder: Path) -> str:
-    return f"{folder} holds safetensors: nothing is to be converted, regard.load reads it as it is"
-
-
-def _begins(path: Path, magic: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(magic)) == magic
+    rest = [p.name for p in files if p.suffix in foreign and p.name not in wanted]
+    weights = tuple(pickled[name] for name in wanted)
+    return Originals(weights, tuple(others), (*left_out, *rest))
 
 
 def _files(folder: Path) -> tuple[list[Path], list[str]]:
@@ -126,29 +128,6 @@ def _files(folder: Path) -> tuple[list[Path], list[str]]:
         except UsageError:
             left_out.append(path.name)
     return files, left_out
-
-
-def _pickled(folder: Path, pickled: list[Path], named: str) -> list[Path]:
-    """The files of one state dict: the one named, the index's, or the only one."""
-    by_name = {path.name: path for path in pickled}
-    index = folder / PICKLED_INDEX
-    if named:
-        wanted = [named]
-    elif index.is_file():
-        wanted = sorted(set(weight_map(index).values()))
-    elif "pytorch_model.bin" in by_name:
-        wanted = ["pytorch_model.bin"]
-    else:
-        wanted = list(by_name)
-        if len(wanted) > 1:
-            raise UsageError(
-                f"{folder} holds several pickled files ({', '.join(wanted)}); name the one to convert, as "
-                f"{folder / wanted[0]}"
-            )
-    for name in wanted:
-        if name not in by_name:
-            raise UsageError(f"{name} is missing from {folder}, or a link that leads out of it")
-    return [by_name[name] for name in wanted]
 
 
 # --- pickled weights ----------------------------------------------------------------------------------------------
@@ -182,10 +161,7 @@ def pickled(
 
 
 def _unpickled(
-    files: tuple[Path, ...],
-    folder: Path,
-    dtype: torch.dtype | None,
-    progress: Progress,
+    files: tuple[Path, ...], folder: Path, dtype: torch.dtype | None, progress: Progress
 ) -> int:
     """Have another process read the files and write safetensors; the number of tensors."""
     package = str(Path(__file__).resolve().parents[2])
@@ -195,16 +171,27 @@ def _unpickled(
     command = [sys.executable, "-P", "-m", "regard.checkpoint.unpickle", str(folder), kind]
     reader = subprocess.Popen(
         [*command, *(str(file.resolve()) for file in files)],
+        bufsize=0,
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     names = ", ".join(file.name for file in files[:3])
+    quiet = QUIET_SECONDS + sum(file.stat().st_size for file in files) / SLOW_DISK
+    total, done = 0, itertools.count(1)
+    assert reader.stdout is not None
     try:
-        total, done = 0, itertools.count(1)
-        quiet = QUIET_SECONDS + sum(file.stat().st_size for file in files) / SLOW_DISK
-        for line in _lines(reader, names, quiet):
+        while select.select([reader.stdout], [], [], quiet)[0]:
+            text = reader.stdout.readline()
+            if not text:
+                code = reader.wait()
+                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                raise UsageError(
+                    f"the process that reads {names} ended with {how} before it was done; the file may be damaged, or "
+                    "memory ran out"
+                )
+            line = json.loads(text) if text.startswith(b"{") else {}
             if "error" in line:
                 raise UsageError(line["error"])
             if "bytes" in line:
@@ -214,29 +201,10 @@ def _unpickled(
                 progress(next(done), total)
             elif "done" in line:
                 return total
-        code = reader.wait()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         raise UsageError(
-            f"the process that reads {names} ended with {how} before it was done; the file may be damaged, or memory "
-            "ran out"
+            f"the process that reads {names} has not moved for {quiet:.0f} seconds, and was ended"
         )
     finally:
         reader.kill()
         reader.wait()
-
-
-def _lines(reader: subprocess.Popen[bytes], names: str, quiet: float) -> Iterator[dict[str, Any]]:
-    """What the process says, line by line, while it says something."""
-    assert reader.stdout is not None
-    with reader.stdout as stream:
-        rest = b""
-        while True:
-            if not select.select([stream], [], [], quiet)[0]:
-                raise UsageError(
-                    f"the process that reads {names} has not moved for {quiet:.0f} seconds, and was ended"
-                )
-            more = os.read(stream.fileno(), 65536)
-            if not more:
-                return
-            *lines, rest = (rest + more).split(b"\n")
-            yield from (json.loads(line) for line in lines if line.startswith(b"{"))
+        reader.stdout.close()

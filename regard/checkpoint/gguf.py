@@ -2,8 +2,8 @@
 
 A header of metadata and tensor descriptions comes first, then the tensors, often quantised. Layout:
 github.com/ggml-org/ggml/blob/master/docs/gguf.md. A file is not trusted: every count and offset is held against the
-file's size before anything is allocated. Tensors are read a few rows at a time; the package `gguf` unpacks the blocks
-of the quantised types. (Its own reader checks nothing, and plain files are read without it.)
+file's size before anything is allocated, which the reader of the package `gguf` does not do; that package knows the
+types and unpacks their blocks. Tensors are read a few rows at a time.
 
 What a file says is put into Hugging Face's words by tables. llama.cpp changes some tensors when it makes a file; that
 is undone: it reorders the rows of Llama's q and k so that RoPE turns neighbours, transposes GPT-2's matrices, and
@@ -12,24 +12,29 @@ stacks experts.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 from regard.checkpoint import hf
-from regard.checkpoint.rules import Data
+from regard.checkpoint.families import FAMILIES
+from regard.checkpoint.rules import Data, written_out
 from regard.checkpoint.store import (
     Memory,
+    Progress,
     check_room,
     narrowed,
     replacing,
@@ -39,28 +44,9 @@ from regard.checkpoint.store import (
 from regard.errors import UsageError
 from regard.position import Llama3, Rope
 
-Progress = Callable[[int, int], None]
-
-
-class Kind(NamedTuple):
-    """A tensor type: `size` bytes hold `block` values."""
-
-    name: str
-    block: int
-    size: int
-
-
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-KINDS = {0: Kind("F32", 1, 4), 1: Kind("F16", 1, 2), 30: Kind("BF16", 1, 2)}
-for _number, _name, _size in (
-    (2, "Q4_0", 18), (3, "Q4_1", 20), (6, "Q5_0", 22), (7, "Q5_1", 24), (8, "Q8_0", 34),
-    (10, "Q2_K", 84), (11, "Q3_K", 110), (12, "Q4_K", 144), (13, "Q5_K", 176), (14, "Q6_K", 210),
-):  # fmt: skip
-    KINDS[_number] = Kind(_name, 256 if _name.endswith("K") else 32, _size)
-# Types that are refused, to be named in the sentence.
-_REFUSED = """Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M
-TQ1_0 TQ2_0 MXFP4""".split()  # noqa: SIM905
-REFUSED = dict(zip((*range(15, 30), 34, 35, 39), _REFUSED, strict=True))
+QUANTISED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K"
+KINDS = {GGMLQuantizationType[name].value: name for name in (*PLAIN, *QUANTISED.split())}
 # Scalar types of metadata as struct codes.
 SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY, FLOAT32 = 8, 9, 6
@@ -69,13 +55,12 @@ MOST_ENTRIES = 2**24
 CHUNK = 2**22
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor of the file; `shape` in the order of torch, the rows along the last axis."""
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind
+    kind: str
     start: int
 
     @property
@@ -84,22 +69,21 @@ class Entry:
 
     @property
     def row_bytes(self) -> int:
-        return self.shape[-1] // self.kind.block * self.kind.size
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.row_bytes
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        return self.shape[-1] // block * size
 
 
 class File:
     """The metadata and the tensors of a GGUF file; contents of tensors on request."""
 
     def __init__(self, path: Path):
-        self.path, self.size = path, path.stat().st_size
+        self.path = path
         try:
             with path.open("rb") as file:
-                self.metadata, self.tensors = _header(_Cursor(file, self.size))
+                self.metadata, self.tensors = _header(_Cursor(file, path.stat().st_size))
         except (ValueError, struct.error) as error:
+            if isinstance(error, UsageError):
+                raise
             raise UsageError(
                 f"{path} is not a whole GGUF file ({error}); copy or download it again"
             ) from None
@@ -110,8 +94,7 @@ class File:
         at = 0
         for raw in self._chunks(entry, first, rows):
             count = len(raw) // entry.row_bytes
-            values = _unpacked(raw, entry.kind, count)
-            out[at : at + count].copy_(narrowed(values, dtype, entry.name))
+            out[at : at + count] = narrowed(unpacked(raw, entry.kind, count), dtype, entry.name)
             at += count
         return out
 
@@ -137,16 +120,14 @@ class File:
                 yield raw
 
 
-def _unpacked(raw: bytes, kind: Kind, rows: int) -> Tensor:
-    if kind.name in PLAIN:
-        return torch.frombuffer(bytearray(raw), dtype=PLAIN[kind.name]).view(rows, -1)
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
+def unpacked(raw: bytes, kind: str, rows: int) -> Tensor:
+    """The values of whole rows."""
+    if kind in PLAIN:
+        return torch.frombuffer(bytearray(raw), dtype=PLAIN[kind]).view(rows, -1)
     blocks = np.frombuffer(raw, np.uint8).reshape(rows, -1)
     # Scales that are not finite give values that are not: the file's own, not worth a warning.
     with np.errstate(all="ignore"):
-        return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind.name]))
+        return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind]))
 
 
 # --- the header ---------------------------------------------------------------------------------------------------
@@ -156,7 +137,7 @@ class _Cursor:
     """A file read from the front; what would go beyond its end is an error before it is read."""
 
     def __init__(self, file: BinaryIO, size: int):
-        self.file, self.left, self.entries = file, size, 0
+        self.file, self.size, self.left, self.entries = file, size, size, 0
 
     def take(self, count: int) -> bytes:
         self.need(count)
@@ -196,19 +177,34 @@ class _Cursor:
         code = "<" + SCALARS[kind]
         return np.frombuffer(self.take(count * struct.calcsize(code)), code).tolist()
 
+    def tensor(self) -> Entry:
+        """A description; where it starts counts from the end of the header."""
+        name, rank = self.text(), self.number("I")
+        if not 1 <= rank <= 4:
+            raise ValueError(f"the tensor {name!r:.80} has {rank} axes")
+        shape = tuple(reversed([self.number("Q") for _ in range(rank)]))
+        number, offset = self.number("I"), self.number("Q")
+        if number not in KINDS:
+            kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
+            raise UsageError(
+                f"{self.file.name}: the tensor {name!r:.80} has the type {kinds.get(number, number)}; known: "
+                f"{', '.join(KINDS.values())}"
+            )
+        block, _ = GGML_QUANT_SIZES[GGMLQuantizationType(number)]
+        if min(shape) < 1 or shape[-1] % block:
+            raise ValueError(f"the tensor {name!r:.80} of type {KINDS[number]} has shape {shape}")
+        return Entry(name, shape, KINDS[number], offset)
+
 
 def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Entry]]:
-    size = cursor.left
     if cursor.take(4) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version = cursor.number("I")
     if version not in (2, 3):
-        swapped = version & 0xFFFF == 0
-        why = "big-endian" if swapped else f"version {version}"
+        why = f"version {version}" if version & 0xFFFF else "big-endian"
         raise ValueError(f"it is {why}; little-endian versions 2 and 3 are read")
     tensors, pairs = cursor.number("Q"), cursor.number("Q")
-    # Of a pair: the length of its name, its type, one byte; of a tensor: length, rank, size, type,
-    # offset.
+    # Of a pair: the length of its name, type, one byte; of a tensor: length, rank, size, type, offset.
     cursor.need(13 * pairs + 32 * tensors)
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
@@ -216,59 +212,27 @@ def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Entry]]:
         if name in metadata:
             raise ValueError(f"{name} occurs twice")
         metadata[name] = cursor.value(kind)
-    described = [_described(cursor) for _ in range(tensors)]
+    described = [cursor.tensor() for _ in range(tensors)]
     align = metadata.get("general.alignment", 32)
     if not isinstance(align, int) or align < 1 or align & (align - 1):
         raise ValueError(f"general.alignment is {align!r}, not a power of two")
-    begin = -(-(size - cursor.left) // align) * align
+    begin = -(-(cursor.size - cursor.left) // align) * align
     entries: dict[str, Entry] = {}
-    for name, shape, kind, offset in described:
-        entry = Entry(name, shape, kind, begin + offset)
-        if entry.start + entry.nbytes > size:
-            raise ValueError(f"the tensor {name} reaches beyond its end")
-        if name in entries:
-            raise ValueError(f"the tensor {name} occurs twice")
-        entries[name] = entry
-    if sum(entry.nbytes for entry in entries.values()) > size:
-        raise ValueError("its tensors overlap")
+    total = 0
+    for entry in described:
+        nbytes = entry.rows * entry.row_bytes
+        total += nbytes
+        if begin + entry.start + nbytes > cursor.size or total > cursor.size:
+            raise ValueError(f"the tensor {entry.name} reaches beyond its end, or tensors overlap")
+        if entry.name in entries:
+            raise ValueError(f"the tensor {entry.name} occurs twice")
+        entries[entry.name] = entry._replace(start=begin + entry.start)
     return metadata, entries
-
-
-def _described(cursor: _Cursor) -> tuple[str, tuple[int, ...], Kind, int]:
-    name, rank = cursor.text(), cursor.number("I")
-    if not 1 <= rank <= 4:
-        raise ValueError(f"the tensor {name!r:.80} has {rank} axes")
-    shape = tuple(reversed([cursor.number("Q") for _ in range(rank)]))
-    number, offset = cursor.number("I"), cursor.number("Q")
-    if number not in KINDS:
-        known = ", ".join(kind.name for kind in KINDS.values())
-        raise UsageError(
-            f"{cursor.file.name}: the tensor {name!r:.80} has the type {REFUSED.get(number, number)}; known: {known}"
-        )
-    kind = KINDS[number]
-    if min(shape) < 1 or shape[-1] % kind.block:
-        raise ValueError(f"the tensor {name!r:.80} of type {kind.name} has the shape {shape}")
-    return name, shape, kind, offset
 
 
 # --- the models ---------------------------------------------------------------------------------------------------
 
-SAME, TURNED_Q, TURNED_K, TRANSPOSED = "same", "turned q", "turned k", "transposed"
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """`keys`: theirs below the architecture's name -> ours, `tensors`: theirs -> ours. {i} is a layer, {e} an expert
-    (which a stacked tensor does not name), * is weight or bias. `changes`: what was done to a tensor, by their name."""
-
-    model_type: str
-    model_class: str
-    keys: dict[str, str]
-    tensors: dict[str, str]
-    fixed: Data = field(default_factory=lambda: {"hidden_act": "silu"})
-    changes: dict[str, str] = field(default_factory=dict)
-
-
+# Keys below the architecture's name -> Hugging Face's.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -280,108 +244,69 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_LAYER = "model.layers.{i}."
-_FRAME = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output.weight": "lm_head.weight",
-    "output_norm.weight": "model.norm.weight",
-    "blk.{i}.attn_norm.weight": _LAYER + "input_layernorm.weight",
-    "blk.{i}.ffn_norm.weight": _LAYER + "post_attention_layernorm.weight",
-    **{f"blk.{{i}}.attn_{x}.*": f"{_LAYER}self_attn.{x}_proj.*" for x in "qkv"},
-    "blk.{i}.attn_output.*": _LAYER + "self_attn.o_proj.*",
-    **{f"blk.{{i}}.attn_{x}_norm.weight": f"{_LAYER}self_attn.{x}_norm.weight" for x in "qk"},
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GPT2_SIZES = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-_GATED = {f"blk.{{i}}.ffn_{x}.*": f"{_LAYER}mlp.{x}_proj.*" for x in ("gate", "up", "down")}
-_MOE = _LAYER + "block_sparse_moe."
-_EXPERTS = {
-    "blk.{i}.ffn_gate_inp.weight": _MOE + "gate.weight",
-    # Files of before April 2024 have one tensor for each expert.
-    **{
-        f"blk.{{i}}.ffn_{part}{number}.weight": f"{_MOE}experts.{{e}}.{name}.weight"
-        for part, name in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
-        for number in ("_exps", ".{e}")
-    },
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
+# By the model type of Hugging Face: llama is three, one of them with a window, one with experts.
+KEYS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _SIZES),
+    "mistral": _SIZES | _WINDOW,
+    "mixtral": _SIZES | _WINDOW | _EXPERTS,
+    "gpt2": _GPT2_SIZES,
 }
-_DENSE = {
-    name: ours for name, ours in {**_FRAME, **_GATED}.items() if not re.search("_._norm", name)
-}
-LLAMA = Architecture(
-    "llama",
-    "LlamaForCausalLM",
-    _SIZES,
-    _DENSE,
-    changes={"blk.{i}.attn_q.*": TURNED_Q, "blk.{i}.attn_k.*": TURNED_K},
+# Their tensors -> Hugging Face's. {i} is a layer, {e} an expert, * weight or bias. Files of before April 2024 have
+# one tensor for each expert, later ones a stack, whose name has no {e}.
+_MOE = "model.layers.{i}.block_sparse_moe."
+_LLAMA_TENSORS = written_out(
+    {
+        "{token_embd,output_norm}.weight": "model.{embed_tokens,norm}.weight",
+        "output.weight": "lm_head.weight",
+        "blk.{i}.{attn,ffn}_norm.weight": "model.layers.{i}.{input,post_attention}_layernorm.weight",
+        "blk.{i}.attn_{q,k,v,output}.*": "model.layers.{i}.self_attn.{q,k,v,o}_proj.*",
+        "blk.{i}.attn_{q,k}_norm.weight": "model.layers.{i}.self_attn.{q,k}_norm.weight",
+        "blk.{i}.ffn_{gate,up,down}.*": "model.layers.{i}.mlp.{gate,up,down}_proj.*",
+        "blk.{i}.ffn_gate_inp.weight": _MOE + "gate.weight",
+        "blk.{i}.ffn_{gate,down,up}_exps.weight": _MOE + "experts.{e}.{w1,w2,w3}.weight",
+        "blk.{i}.ffn_{gate,down,up}.{e}.weight": _MOE + "experts.{e}.{w1,w2,w3}.weight",
+    }
 )
-# The llama architecture is several families of Hugging Face.
-_MISTRAL = replace(
-    LLAMA,
-    model_type="mistral",
-    model_class="MistralForCausalLM",
-    keys={**_SIZES, "attention.sliding_window": "sliding_window"},
+_GPT2_TENSORS = written_out(
+    {
+        "{token,position}_embd.weight": "transformer.{wte,wpe}.weight",
+        "output.weight": "lm_head.weight",
+        "output_norm.*": "transformer.ln_f.*",
+        "blk.{i}.{attn,ffn}_norm.*": "transformer.h.{i}.ln_{1,2}.*",
+        "blk.{i}.attn_{qkv,output}.*": "transformer.h.{i}.attn.{c_attn,c_proj}.*",
+        "blk.{i}.ffn_{up,down}.*": "transformer.h.{i}.mlp.{c_fc,c_proj}.*",
+    }
 )
-_MIXTRAL = replace(
-    LLAMA,
-    model_type="mixtral",
-    model_class="MixtralForCausalLM",
-    keys={
-        **_MISTRAL.keys,
-        "expert_count": "num_local_experts",
-        "expert_used_count": "num_experts_per_tok",
-    },
-    tensors={**{n: ours for n, ours in _DENSE.items() if n not in _GATED}, **_EXPERTS},
-)
-ARCHITECTURES = {
-    "llama": LLAMA,
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _SIZES, _DENSE),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _SIZES, {**_FRAME, **_GATED}),
-    "gpt2": Architecture(
-        "gpt2",
-        "GPT2LMHeadModel",
-        {
-            "context_length": "n_positions",
-            "embedding_length": "n_embd",
-            "block_count": "n_layer",
-            "feed_forward_length": "n_inner",
-            "attention.head_count": "n_head",
-            "attention.layer_norm_epsilon": "layer_norm_epsilon",
-        },
-        {
-            "token_embd.weight": "transformer.wte.weight",
-            "position_embd.weight": "transformer.wpe.weight",
-            "output.weight": "lm_head.weight",
-            "output_norm.*": "transformer.ln_f.*",
-            "blk.{i}.attn_norm.*": "transformer.h.{i}.ln_1.*",
-            "blk.{i}.ffn_norm.*": "transformer.h.{i}.ln_2.*",
-            "blk.{i}.attn_qkv.*": "transformer.h.{i}.attn.c_attn.*",
-            "blk.{i}.attn_output.*": "transformer.h.{i}.attn.c_proj.*",
-            "blk.{i}.ffn_up.*": "transformer.h.{i}.mlp.c_fc.*",
-            "blk.{i}.ffn_down.*": "transformer.h.{i}.mlp.c_proj.*",
-        },
-        {"activation_function": "gelu_new"},
-        {f"blk.{{i}}.{x}.*": TRANSPOSED for x in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
-    ),
-}
 _FREQUENCIES = "rope_freqs.weight"
 # Keys that repeat what tensors say, or that decide nothing.
 _INERT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 # Keys that must have the value that Hugging Face's family takes for granted.
-_NEUTRAL = {
-    "attention.causal": True,
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "rope.scaling.attn_factor": 1.0,
-}
+_NEUTRAL: Data = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0}
+_NEUTRAL |= {"rope.scaling.attn_factor": 1.0}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the folder: `rows` of an entry from `first` on, as `shape`."""
+    """A tensor of the folder: `rows` of an entry from `first` on, as `shape`, which is then perhaps transposed, or has
+    the rows of its `heads` in another order."""
 
     entry: Entry
     first: int
     rows: int
     shape: tuple[int, ...]
-    change: str
+    transposed: bool = False
+    heads: str = ""
 
 
 class Described:
@@ -391,32 +316,36 @@ class Described:
         self.file, metadata = file, file.metadata
         name = metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
-            raise UsageError(
-                f"{file.path} is of the architecture {name!r:.60}; known: {', '.join(ARCHITECTURES)}"
-            )
+            self._fail(f" is of the architecture {name!r:.60}; known: {', '.join(ARCHITECTURES)}")
         if metadata.get("split.count", 0) not in (0, 1):
-            raise UsageError(
-                f"{file.path} is one of {metadata['split.count']} parts of a model; join them first: "
+            self._fail(
+                f" is one of {metadata['split.count']} parts of a model; join them first: "
                 "llama-gguf-split --merge FIRST-PART WHOLE.gguf"
             )
         if metadata.get("general.type", "model") != "model":
-            raise UsageError(
-                f"{file.path} holds a {metadata['general.type']!r:.60}, not a whole model, "
-                "which is what can be converted"
-            )
-        self.prefix, self.kind = name + ".", ARCHITECTURES[name]
+            self._fail(f" holds a {metadata['general.type']!r:.60}, not a whole model")
+        self.architecture, self.prefix, self.model_type = name, f"{name}.", name
+        # Keys that were looked at for the config.
         self.used: set[str] = set()
         if name == "llama" and self.number("expert_count", 0):
-            self.kind = _MIXTRAL
+            self.model_type = "mixtral"
         elif name == "llama" and self.number("attention.sliding_window", 0):
-            self.kind = _MISTRAL
-        # Keys that were looked at for the config.
-        self.used = set()
+            self.model_type = "mistral"
+        self.used.clear()
         self.entries = dict(file.tensors)
         frequencies = self.entries.pop(_FREQUENCIES, None)
-        self.tied = self._tied()
-        self.config = self._config(frequencies)
-        self.parts = self._parts()
+        if "token_embd.weight" not in self.entries:
+            self._fail(" has no tensor token_embd.weight; is it a model?")
+        embedding, output = self.entries["token_embd.weight"], self.entries.get("output.weight")
+        # The output matrix is the embedding where it is not stored, or stored in the same bytes.
+        self.tied = output is None or file.equal(output, embedding)
+        if self.tied:
+            self.entries.pop("output.weight", None)
+        self.config = self._config(embedding.shape[0], frequencies)
+        self.parts = dict(part for entry in self.entries.values() for part in self._parts(entry))
+
+    def _fail(self, text: str) -> NoReturn:
+        raise UsageError(f"{self.file.path}{text}")
 
     def number(self, key: str, default: Any = None) -> Any:
         """A number below the architecture's name; of a list with one entry per layer, the one that all have."""
@@ -426,54 +355,50 @@ class Described:
             value = value[0]
         plain = isinstance(value, (int, float, type(None))) and not isinstance(value, bool)
         if not plain or (isinstance(value, float) and not math.isfinite(value)):
-            raise UsageError(
-                f"{self.file.path}: {self.prefix}{key} is {value!r:.80}; one number for all layers is what can be used"
+            self._fail(
+                f": {self.prefix}{key} is {value!r:.80}; it must be one number for all layers"
             )
         return value
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor of the folder, as Hugging Face has it."""
         part = self.parts[name]
-        x = self.file.read(part.entry, part.first, part.rows, dtype)
-        if part.change == TRANSPOSED and len(part.entry.shape) == 2:
-            return x.T
-        x = x.view(part.shape)
-        if part.change in (TURNED_Q, TURNED_K):
-            heads = "num_attention_heads" if part.change == TURNED_Q else "num_key_value_heads"
-            pairs = x.unflatten(0, (self.config[heads], -1, 2))
+        x = self.file.read(part.entry, part.first, part.rows, dtype).view(part.shape)
+        if part.heads:
+            pairs = x.unflatten(0, (self.config[part.heads], -1, 2))
             return pairs.transpose(1, 2).reshape(part.shape)
-        return x
+        return x.T if part.transposed else x
 
-    # --- config.json ------------------------------------------------------------------------------------------------
+    def shapes(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Types and shapes of the folder's tensors."""
+        blank = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in self.parts.items()}
+        return {n: x.T if self.parts[n].transposed else x for n, x in blank.items()}
 
-    def _config(self, frequencies: Entry | None) -> Data:
-        metadata, keys = self.file.metadata, self.kind.keys
+    def _config(self, vocab: int, frequencies: Entry | None) -> Data:
+        metadata, keys, kind = self.file.metadata, KEYS[self.model_type], self.model_type
+        act = {"activation_function": "gelu_new"} if kind == "gpt2" else {"hidden_act": "silu"}
         config: Data = {
-            "architectures": [self.kind.model_class],
-            "model_type": self.kind.model_type,
-            **self.kind.fixed,
+            "architectures": [next(iter(FAMILIES[kind].heads))],
+            "model_type": kind,
+            **act,
+            **{k: self.number(key) for key, k in keys.items() if self.prefix + key in metadata},
+            "vocab_size": vocab,
+            "tie_word_embeddings": self.tied,
         }
-        for theirs, ours in keys.items():
-            if self.prefix + theirs in metadata:
-                config[ours] = self.number(theirs)
-        config["vocab_size"] = self._embedding().shape[0]
-        config["tie_word_embeddings"] = self.tied
-        for key in ("bos", "eos", "padding"):
+        for key, name in {"bos": "bos", "eos": "eos", "padding": "pad"}.items():
             token = metadata.get(f"tokenizer.ggml.{key}_token_id")
             if token is not None:
-                config[f"{key.removesuffix('ding')}_token_id"] = token
-        if self.kind.model_type != "gpt2":
+                config[f"{name}_token_id"] = token
+        if kind != "gpt2":
             self._llama_config(config, frequencies)
+        known = {*keys, *_INERT, *self.used}
         for key, value in metadata.items():
             name = key.removeprefix(self.prefix)
-            known = {*keys, *_INERT, *self.used}
             if name != key and name not in known and (name, value) not in _NEUTRAL.items():
-                raise UsageError(
-                    f"{self.file.path}: {key} = {value!r:.60} is not a setting that a {self.kind.model_type} model has"
-                )
-        for theirs, ours in keys.items():
-            if ours not in config:
-                raise UsageError(f"{self.file.path} does not say {self.prefix}{theirs}")
+                self._fail(f": {key} = {value!r:.60} is not a setting that a {kind} model has")
+        for key, name in keys.items():
+            if name not in config:
+                self._fail(f" does not say {self.prefix}{key}")
         return config
 
     def _llama_config(self, config: Data, frequencies: Entry | None) -> None:
@@ -482,21 +407,21 @@ class Described:
         config.setdefault("num_key_value_heads", heads)
         config.setdefault("head_dim", (config.get("hidden_size") or 0) // heads)
         config.setdefault("rope_theta", 10000.0)
-        if self.kind is _MIXTRAL or self.kind is _MISTRAL:
+        if self.model_type in ("mistral", "mixtral"):
             config.setdefault("sliding_window", None)
         for key in ("rope.dimension_count", "attention.value_length"):
             if self.number(key, config["head_dim"]) != config["head_dim"]:
-                raise UsageError(
-                    f"{self.file.path}: {self.prefix}{key} is {self.number(key)}, heads have {config['head_dim']} "
-                    "dimensions; only whole heads that all have one width can be converted"
+                self._fail(
+                    f": {self.prefix}{key} is {self.number(key)}, heads have {config['head_dim']} dimensions; "
+                    "only whole heads that all have one width can be converted"
                 )
-        if self.kind is LLAMA:
+        if self.model_type == "llama":
             config["attention_bias"] = "blk.0.attn_q.bias" in self.entries
             config["mlp_bias"] = "blk.0.ffn_up.bias" in self.entries
         scaling = self._scaling()
         if frequencies is not None:
             if scaling is not None:
-                raise UsageError(f"{self.file.path} has {_FREQUENCIES} and rope.scaling both")
+                self._fail(f" has {_FREQUENCIES} and rope.scaling both")
             scaling = self._llama3(frequencies, config)
         if scaling is not None:
             config["rope_scaling"] = scaling
@@ -510,19 +435,14 @@ class Described:
         if kind in (None, "linear"):
             return {"rope_type": "linear", "factor": factor}
         if kind != "yarn":
-            raise UsageError(
-                f"{self.file.path}: {self.prefix}rope.scaling.type is {kind!r:.60}; known: none, linear, yarn"
+            self._fail(
+                f": {self.prefix}rope.scaling.type is {kind!r:.60}; known: none, linear, yarn"
             )
-        scaling: Data = {"rope_type": "yarn", "factor": factor}
-        for theirs, ours in (
-            ("original_context_length", "original_max_position_embeddings"),
-            ("yarn_beta_fast", "beta_fast"),
-            ("yarn_beta_slow", "beta_slow"),
-        ):
-            value = self.number(f"rope.scaling.{theirs}")
-            if value is not None:
-                scaling[ours] = value
-        return scaling
+        names = {"original_context_length": "original_max_position_embeddings"}
+        names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+        values = {ours: self.number(f"rope.scaling.{theirs}") for theirs, ours in names.items()}
+        values = {key: value for key, value in values.items() if value is not None}
+        return {"rope_type": "yarn", "factor": factor, **values}
 
     def _llama3(self, entry: Entry, config: Data) -> Data:
         """Llama 3's scaling of RoPE, of which the file has only what came of it, a divisor for each frequency."""
@@ -533,67 +453,41 @@ class Described:
             scaled = Rope(base, scaling=Llama3(factor, original_len=length)).frequencies(head_dim)
             wanted = Rope(base).frequencies(head_dim) / scaled
             if wanted.shape == divisors.shape and torch.allclose(wanted, divisors, rtol=1e-4):
-                return {
-                    "rope_type": "llama3",
-                    "factor": factor,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": length,
-                }
-        raise UsageError(
-            f"{self.file.path}: {_FREQUENCIES} is not a scaling of RoPE as Llama 3 has it, the only one that is known"
+                ratios = dict(low_freq_factor=1.0, high_freq_factor=4.0)
+                lengths = dict(original_max_position_embeddings=length)
+                return {"rope_type": "llama3", "factor": factor, **ratios, **lengths}
+        self._fail(
+            f": {_FREQUENCIES} is not a scaling of RoPE as Llama 3 has it, the only one that is known"
         )
 
-    # --- tensors ----------------------------------------------------------------------------------------------------
-
-    def _embedding(self) -> Entry:
-        if "token_embd.weight" not in self.entries:
-            raise UsageError(f"{self.file.path} has no tensor token_embd.weight; is it a model?")
-        return self.entries["token_embd.weight"]
-
-    def _tied(self) -> bool:
-        """Whether the output matrix is the embedding: not stored, or stored in the same bytes (and then dropped)."""
-        output = self.entries.get("output.weight")
-        if output is not None and not self.file.equal(output, self._embedding()):
-            return False
-        self.entries.pop("output.weight", None)
-        return True
-
-    def _parts(self) -> dict[str, Part]:
-        patterns = {name: _pattern(name) for name in self.kind.tensors}
-        parts: dict[str, Part] = {}
-        for name, entry in self.entries.items():
-            for theirs, ours in self.kind.tensors.items():
-                match = patterns[theirs].fullmatch(name)
-                if match is None:
-                    continue
-                for group, value in match.groupdict().items():
-                    ours = ours.replace("*" if group == "end" else f"{{{group}}}", value)
-                parts |= _cut(entry, ours, self.kind.changes.get(theirs, SAME))
+    def _parts(self, entry: Entry) -> Iterator[tuple[str, Part]]:
+        """What an entry is in the folder: one tensor, or one for each expert of a stack."""
+        gpt2 = self.model_type == "gpt2"
+        for theirs, to in (_GPT2_TENSORS if gpt2 else _LLAMA_TENSORS).items():
+            match, name = _pattern(theirs).fullmatch(entry.name), to.ours
+            if match is not None:
                 break
-            else:
-                raise UsageError(
-                    f"{self.file.path}: the tensor {name} has no place in a {self.kind.model_type} model"
-                )
-        return parts
+        else:
+            self._fail(f": the tensor {entry.name} has no place in a {self.model_type} model")
+        shape = entry.shape
+        for group, value in match.groupdict().items():
+            name = name.replace("*" if group == "end" else f"{{{group}}}", value)
+        if "{e}" in name:
+            rows = entry.rows // shape[0]
+            for e in range(shape[0]):
+                yield name.replace("{e}", str(e)), Part(entry, e * rows, rows, shape[1:])
+            return
+        turned = {"q": "num_attention_heads", "k": "num_key_value_heads"}
+        which = re.search(r"attn_([qk])\.", entry.name) if self.architecture == "llama" else None
+        transposed = gpt2 and entry.name.startswith("blk.") and len(shape) == 2
+        heads = turned[which[1]] if which else ""
+        yield name, Part(entry, 0, entry.rows, shape, transposed, heads)
 
 
+@functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
     text = re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
     return re.compile(text.replace(r"\*", "(?P<end>weight|bias)"))
-
-
-def _cut(entry: Entry, name: str, change: str) -> dict[str, Part]:
-    """One tensor, or one for each expert of a stack."""
-    if "{e}" not in name:
-        shape = entry.shape[::-1] if change == TRANSPOSED else entry.shape
-        return {name: Part(entry, 0, entry.rows, shape, change)}
-    experts, rest = entry.shape[0], entry.shape[1:]
-    rows = entry.rows // experts
-    return {
-        name.replace("{e}", str(e)): Part(entry, e * rows, rows, rest, change)
-        for e in range(experts)
-    }
 
 
 # --- converting ---------------------------------------------------------------------------------------------------
@@ -602,11 +496,8 @@ def _cut(entry: Entry, name: str, change: str) -> dict[str, Part]:
 def describe(path: Path) -> Described:
     """A GGUF file whose metadata and tensors make a model that Regard knows."""
     described = Described(File(path))
-    if any(part.entry.kind.name not in PLAIN for part in described.parts.values()):
-        # Missing, it is missed before anything is written.
-        import gguf  # noqa: F401
     try:
-        hf.read(described.config, Memory(_blank(described, torch.float32)), "meta", None)
+        hf.read(described.config, Memory(described.shapes(torch.float32)), "meta", None)
     except UsageError as error:
         raise UsageError(f"{path} cannot become a model folder: {error}") from None
     return described
@@ -617,7 +508,7 @@ def gguf_dtype(file: File) -> tuple[torch.dtype, str]:
     type stays, and float16 holds a quantised one best, whose scales are float16."""
     counts: Counter[str] = Counter()
     for entry in file.tensors.values():
-        counts[entry.kind.name] += entry.rows * entry.shape[-1]
+        counts[entry.kind] += math.prod(entry.shape)
     most = counts.most_common(1)[0][0]
     return PLAIN.get(most, torch.float16), most
 
@@ -630,7 +521,7 @@ def from_gguf(
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write the folder: the model, and `files` (the tokenizer's)."""
-    blank, done = _blank(described, dtype), itertools.count(1)
+    blank, done = described.shapes(dtype), itertools.count(1)
 
     def read(name: str) -> torch.Tensor:
         progress(next(done), len(blank))
@@ -642,11 +533,3 @@ def from_gguf(
         for name, content in files.items():
             (folder / name).write_bytes(content)
         write_weights(folder, blank, read=read)
-
-
-def _blank(described: Described, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Types and shapes of the folder's tensors."""
-    return {
-        name: torch.empty(part.shape, dtype=dtype, device="meta")
-        for name, part in described.parts.items()
-    }

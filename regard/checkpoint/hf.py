@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.checkpoint.families import FAMILIES, INERT
-from regard.checkpoint.rules import SAME, Data, Family, Step, get, put, steps
+from regard.checkpoint.rules import SAME, Data, Family, Step, get, put, steps, wrong
 from regard.checkpoint.store import (
     SHARD_BYTES,
     Memory,
@@ -77,7 +78,7 @@ def from_hf(module: nn.Module) -> Model:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         raise UsageError(
-            "from_hf needs transformers >= 5; or save the model and use regard.load(folder)"
+            "from_hf needs transformers >= 5; or save it and regard.load(folder)"
         ) from None
     theirs = json.loads(module.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
     theirs["architectures"] = [type(module).__name__]
@@ -101,12 +102,8 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         _name_unknown(theirs, INERT, "Regard's own format")
     else:
         if not isinstance(kind, str) or kind not in FAMILIES:
-            what = (
-                "has no model_type"
-                if kind is None
-                else f"has model_type {kind!r}, which is not known"
-            )
-            raise UsageError(f"config.json {what}; known: {', '.join([*FAMILIES, NATIVE])}")
+            what = "no model_type" if kind is None else f"model_type {kind!r}, which is not known"
+            raise UsageError(f"config.json has {what}; known: {', '.join([*FAMILIES, NATIVE])}")
         family = FAMILIES[kind]
         # Their keys under their first names: GPT-2's n_layer may be called num_hidden_layers.
         first = {old: new for old, new in family.aliases.items() if new not in theirs}
@@ -142,9 +139,7 @@ def _check_counts(data: Any, keys: Collection[str], tensors: int) -> None:
         if isinstance(value, (dict, list)):
             _check_counts(value, keys, tensors)
         elif key in keys and isinstance(value, int) and value > tensors:
-            raise UsageError(
-                f"config.json: {key} is {value:,}, but the weights hold {tensors:,} tensors in all"
-            )
+            raise wrong(f"{key} is {value:,}, but the weights hold {tensors:,} tensors in all")
 
 
 def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
@@ -152,7 +147,10 @@ def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
     unknown = [key for key in theirs if key not in known]
     if not unknown:
         return
-    names = [repr(key)[1:-1] + _meant(key, known) for key in unknown[:20]]
+    names = []
+    for key in unknown[:20]:
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        names.append(repr(key)[1:-1] + "".join(f" (did you mean {name}?)" for name in close))
     names += [f"{len(unknown) - 20} more"] if len(unknown) > 20 else []
     text = (
         f"config.json: {', '.join(names)}: no such key in {what}, so nothing depends on it; "
@@ -161,11 +159,6 @@ def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
     if "auto_map" in unknown:
         text += ". auto_map names code that comes with the model: Regard runs its own, never that"
     notice(text)
-
-
-def _meant(key: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[Data, Source]:
@@ -177,8 +170,8 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
     block: Any = settings.get("weight_block_size")
     valid = isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
     if settings.get("quant_method") != "fp8" or not valid:
-        raise UsageError(
-            f"config.json: quantization_config has quant_method {settings.get('quant_method')!r} and weight_block_size "
+        raise wrong(
+            f"quantization_config has quant_method {settings.get('quant_method')!r} and weight_block_size "
             f"{block!r}; Regard reads plain weights and fp8 in blocks. Bring the model as it was before, or unpack it "
             "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
         )
@@ -190,7 +183,7 @@ def read_native(theirs: Data) -> Any:
     data = theirs.get("config")
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in CONFIGS:
-        raise UsageError(f"config.json: config.kind is {kind!r}; known: {', '.join(CONFIGS)}")
+        raise wrong(f"config.kind is {kind!r}; known: {', '.join(CONFIGS)}")
     with _blaming("these settings do not fit together"):
         return from_dict(CONFIGS[kind], data)  # type: ignore[arg-type]
 
@@ -223,16 +216,14 @@ def _blaming(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise UsageError(f"config.json: {what} ({e!r})") from None
+        raise wrong(f"{what} ({e!r})") from None
 
 
 def _architecture(theirs: Data, family: Family) -> str:
     named = theirs.get("architectures") or [next(iter(family.heads))]
     name = named[0] if isinstance(named, list) else named
     if not isinstance(name, str) or name not in family.heads:
-        raise UsageError(
-            f"config.json: architecture {name!r}; of {family.name}, known: {', '.join(family.heads)}"
-        )
+        raise wrong(f"architecture {name!r}; of {family.name}, known: {', '.join(family.heads)}")
     return name
 
 
@@ -242,7 +233,7 @@ def _modern(source: Source, family: Family) -> Source:
     names = {n: n.replace("LayerNorm.gamma", "LayerNorm.weight") for n in source}
     names = {n: new.replace("LayerNorm.beta", "LayerNorm.bias") for n, new in names.items()}
     if family.base and not any(n.startswith(family.base) for n in names):
-        heads = {n.split(".")[0] for table in family.head_tensors.values() for n in table}
+        heads = {n.split(".")[0] for table in family.head_rows.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}
         names = {n: family.base + new if n in bare else new for n, new in names.items()}
     return Source(source, {new: n for n, new in names.items()})
@@ -255,13 +246,10 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
     if family.pooler and ours["head"] is None and family.pooler in source:
         put(ours, "pooler", "tanh")
     for name, twins, switch in family.twins:
-        if name not in source:
+        if name not in source or (switch and get(ours, switch) is False):
             continue
-        twin = next((t for t in twins if t in source), None)
-        if switch and get(ours, switch) is False:
-            continue
-        same = twin is not None and source.shape(name) == source.shape(twin)
-        if same and torch.equal(*source.borrow([name, str(twin)])):
+        twin = next((t for t in twins if t in source and source.shape(t) == source.shape(name)), "")
+        if twin and torch.equal(*source.borrow([name, twin])):
             skip.add(name)
         elif switch:
             put(ours, switch, False)
@@ -288,7 +276,7 @@ def plan(model: Model, family: Family | None) -> list[Step]:
     if family is None:
         return [Step([name], [name], [shape]) for name, shape in shapes.items()]
     head = model.config.head
-    tables = [family.tensors, family.head_tensors[head.kind] if head is not None else {}]
+    tables = [family.rows, family.head_rows[head.kind] if head is not None else {}]
     rows = [step for table in tables for step in steps(table, shapes, model.config)]
     covered = [name for step in rows for name in step.ours]
     assert sorted(covered) == sorted(shapes), set(covered) ^ set(shapes)
@@ -297,11 +285,7 @@ def plan(model: Model, family: Family | None) -> list[Step]:
 
 def _check(steps: list[Step], source: Source) -> list[str]:
     """Every tensor is there and has its shape; returns those that no rule names."""
-    wanted = {
-        name: shape
-        for step in steps
-        for name, shape in zip(step.theirs, step.their_shapes(), strict=True)
-    }
+    wanted = {n: shape for s in steps for n, shape in zip(s.theirs, s.their_shapes(), strict=True)}
     left = [name for name in source if name not in wanted]
     for name, shape in wanted.items():
         if name not in source:
@@ -385,11 +369,11 @@ def _fill(
 ) -> None:
     """Read tensor by tensor into the empty model: at no time is more than one tensor held twice. What needs no change
     is read to its place; anything else is borrowed, and what comes of it copied."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    # What is tied has several.
+    owners: dict[Any, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, p in module._parameters.items():
-            if p is not None:
-                owners.setdefault(id(p), []).append((module, name))
+            owners[p].append((module, name))
     wide = wide_names(model)
     for step in steps:
         plain = step.op is SAME and device is None and dtype is None
@@ -404,7 +388,7 @@ def _fill(
             else:
                 value = tensor.to(value)
             new = nn.Parameter(value, requires_grad=old.requires_grad)
-            for module, attribute in owners[id(old)]:
+            for module, attribute in owners[old]:
                 setattr(module, attribute, new)
 
 
@@ -415,15 +399,12 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
     path = Path(path)
     if low_ranks(model):
-        raise UsageError(
-            "this model has LoRA: save_adapter keeps it small, merge(model).save whole"
-        )
+        raise UsageError("this model has LoRA: save_adapter keeps it, or merge(model).save")
     origin = model.origin or Origin(model.family)
     family, theirs, why = _express(model, origin)
     if family is None:
         notice(f"saved in Regard's own format, which transformers does not read: {why}")
-    dtype = dtype_name(next(model.parameters()).dtype)
-    theirs = {**theirs, "dtype": dtype}
+    theirs = {**theirs, "dtype": dtype_name(next(model.parameters()).dtype)}
     theirs.pop("torch_dtype", None)
     if family is None:
         theirs["config"] = to_dict(model.config)
@@ -432,14 +413,15 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
         ours = [model.get_parameter(name).detach().cpu() for name in step.ours]
         for name, tensor in zip(step.theirs, step.save(ours), strict=True):
             tensors[name] = tensor.contiguous()
-    if family is not None and family.apart and theirs.get("tie_word_embeddings") is False:
-        for name, (first, *_), switch in family.twins:
-            if switch == "shared" and name not in tensors:
+    if family is not None:
+        for name, (first, *_), switch in family.twins if family.apart else ():
+            untied = switch == "shared" and theirs.get("tie_word_embeddings") is False
+            if untied and name not in tensors:
                 tensors[name] = tensors[first].clone()
-    if family is not None and family.name == origin.family:
-        tensors.update(origin.tensors)
-    if family is not None and family.heads[theirs["architectures"][0]] is None:
-        tensors = {name.removeprefix(family.base): tensor for name, tensor in tensors.items()}
+        if family.name == origin.family:
+            tensors.update(origin.tensors)
+        if family.heads[theirs["architectures"][0]] is None:
+            tensors = {name.removeprefix(family.base): x for name, x in tensors.items()}
     with replacing(path) as folder:
         write_json(folder / "config.json", theirs)
         write_weights(folder, tensors, shard_bytes)

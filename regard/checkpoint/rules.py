@@ -6,6 +6,7 @@ operation between them. A rule whose place does not exist in this model (a bias 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,10 @@ from regard.models.start import Start
 Data = dict[str, Any]
 REQUIRED: Any = object()
 ABSENT: Any = object()
+
+
+def wrong(text: str) -> UsageError:
+    return UsageError(f"config.json: {text}")
 
 
 def get(data: Any, path: str) -> Any:
@@ -58,19 +63,30 @@ def need(data: Any, path: str) -> Any:
     return value
 
 
+def choices(name: str) -> list[str]:
+    """a.{b,c} is a.b and a.c"""
+    choice = re.search(r"\{([^{}]*,[^{}]*)\}", name)
+    if choice is None:
+        return [name]
+    return [c for part in choice[1].split(",") for c in choices(name.replace(choice[0], part, 1))]
+
+
 # --- config -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of theirs that fills one place of ours, or several (`places`, apart by spaces). `default` stands in for a
-    missing key, and for a null one unless `null` says otherwise; a function makes it from the other keys. `words`
-    translates values; several of theirs may mean one of ours."""
+    """A key of theirs that fills one place of ours, or several (`places`, apart by spaces, or as {a,b}). `default`
+    stands in for a missing key, and for a null one unless `null` says otherwise; a function makes it from the other
+    keys. `words` translates values, several of theirs may mean one of ours; or it is a function and its inverse."""
 
     places: str
     default: Any = REQUIRED
-    words: Mapping[Any, Any] | None = None
+    words: Mapping[Any, Any] | tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
     null: Any = ABSENT
+
+    def _each(self) -> list[str]:
+        return [place for places in self.places.split() for place in choices(places)]
 
     def value(self, name: str, theirs: Data) -> Any:
         value = theirs.get(name)
@@ -78,26 +94,28 @@ class Key:
             value = self.default if name not in theirs or self.null is ABSENT else self.null
             value = value(theirs) if callable(value) else value
             if value is REQUIRED:
-                raise UsageError(
-                    f"config.json: {name} is missing; a {theirs.get('model_type')} model needs it"
-                )
+                raise wrong(f"{name} is missing; a {theirs.get('model_type')} model needs it")
         if self.words is None or value is None:
             return value
+        if isinstance(self.words, tuple):
+            return self.words[0](value)
         if value not in self.words:
             known = ", ".join(map(str, self.words))
-            raise UsageError(f"config.json: {name} is {value!r}; known: {known}")
+            raise wrong(f"{name} is {value!r}; known: {known}")
         return self.words[value]
 
     def read(self, name: str, theirs: Data, ours: Data) -> None:
-        for place in self.places.split():
+        for place in self._each():
             put(ours, place, self.value(name, theirs))
 
     def write(self, name: str, ours: Data, theirs: Data) -> None:
-        values = (get(ours, place) for place in self.places.split())
+        values = (get(ours, place) for place in self._each())
         value = next((v for v in values if v is not ABSENT), ABSENT)
         if value is ABSENT or (name in theirs and self.value(name, theirs) == value):
             return
-        if self.words is not None:
+        if isinstance(self.words, tuple):
+            value = None if value is None else self.words[1](value)
+        elif self.words is not None:
             value = next((k for k, v in self.words.items() if v == value), value)
         theirs[name] = value
 
@@ -111,7 +129,7 @@ class Fixed:
     def read(self, name: str, theirs: Data, ours: Data) -> None:
         value = theirs.get(name)
         if value is not None and value != self.only:
-            raise UsageError(f"config.json: {name} is {value!r}, Regard can only do {self.only!r}")
+            raise wrong(f"{name} is {value!r}, Regard can only do {self.only!r}")
 
     def write(self, name: str, ours: Data, theirs: Data) -> None: ...
 
@@ -133,6 +151,11 @@ class Group:
         self.writer(ours, theirs)
 
 
+def fixed(**only: Any) -> dict[str, ConfigRule]:
+    """A `Fixed` for each key."""
+    return {name: Fixed(value) for name, value in only.items()}
+
+
 ConfigRule = Key | Fixed | Group
 Keys = dict[str, ConfigRule]
 
@@ -150,38 +173,53 @@ class Op:
 
 
 SAME = Op(lambda theirs, *_: theirs, lambda ours, *_: ours)
-# Conv1D: (in, out)
-TRANSPOSED = Op(lambda theirs, *_: [theirs[0].t()], lambda ours, *_: [ours[0].t()])
+
+
+def transposed(op: Op) -> Op:
+    """The same, where their matrices are (in, out)."""
+
+    def turned(tensors: list[Tensor]) -> list[Tensor]:
+        return [x.mT if x.dim() > 1 else x for x in tensors]
+
+    return Op(
+        lambda theirs, *more: op.load(turned(theirs), *more),
+        lambda ours, *more: turned(op.save(ours, *more)),
+    )
+
+
+def by_head(kind: str, field: str) -> Op:
+    """Several of ours in one of theirs, the rows of each head together; `field` of the attention of this kind tells how
+    many heads."""
+
+    def heads(config: Any) -> int:
+        return next(getattr(a, field) for a in config.tower.each("attention") if a.kind == kind)
+
+    def load(theirs: list[Tensor], sizes: list[torch.Size], config: Any) -> list[Tensor]:
+        h = heads(config)
+        rows = theirs[0].unflatten(0, (h, -1)).split([size[0] // h for size in sizes], 1)
+        return [x.flatten(0, 1) for x in rows]
+
+    def save(ours: list[Tensor], _: int, config: Any) -> list[Tensor]:
+        rows = [x.unflatten(0, (heads(config), -1)) for x in ours]
+        return [torch.cat(rows, 1).flatten(0, 1)]
+
+    return Op(load, save)
+
+
+# Conv1D of GPT-2, and the stacked experts of gpt-oss.
+TRANSPOSED = transposed(SAME)
 # The rows of several of ours in one of theirs.
 JOINED = Op(
     lambda theirs, sizes, _: list(theirs[0].split([s[0] for s in sizes])),
     lambda ours, *_: [torch.cat(ours)],
 )
-JOINED_TRANSPOSED = Op(
-    lambda theirs, sizes, _: list(theirs[0].t().split([s[0] for s in sizes])),
-    lambda ours, *_: [torch.cat(ours).t()],
-)
 # One of theirs for each expert.
 STACKED = Op(lambda theirs, *_: [torch.stack(theirs)], lambda ours, *_: list(ours[0].unbind()))
-# Queries, keys and values of each head side by side (GPT-NeoX).
-JOINED_BY_HEAD = Op(
-    lambda theirs, sizes, config: [
-        x.flatten(0, 1) for x in theirs[0].unflatten(0, (_heads(config), 3, -1)).unbind(1)
-    ],
-    lambda ours, _, config: [
-        torch.stack([x.unflatten(0, (_heads(config), -1)) for x in ours], 1).flatten(0, 2)
-    ],
-)
-# Gates and ups of all experts by turns, (E in out) as transposed; their biases (E out) (gpt-oss).
+# Gates and ups of all experts by turns (gpt-oss).
 BY_TURNS = Op(
     lambda theirs, *_: [theirs[0][:, ::2], theirs[0][:, 1::2]],
     lambda ours, *_: [torch.stack(ours, 2).flatten(1, 2)],
 )
-BY_TURNS_TRANSPOSED = Op(
-    lambda theirs, *_: BY_TURNS.load([theirs[0].mT], [], None),
-    lambda ours, *_: [BY_TURNS.save(ours, 1, None)[0].mT],
-)
-EXPERTS_TRANSPOSED = Op(lambda theirs, *_: [theirs[0].mT], lambda ours, *_: [ours[0].mT])
 # Theirs has a leading 1.
 ROW = Op(lambda theirs, *_: [theirs[0][0]], lambda ours, *_: [ours[0][None]])
 # Theirs (1 1 m) each, ours (n m).
@@ -189,10 +227,8 @@ TOKENS = Op(
     lambda theirs, *_: [torch.cat([t[0] for t in theirs])],
     lambda ours, *_: [row[None, None] for row in ours[0]],
 )
-
-
-def _heads(config: Any) -> int:
-    return config.tower.each("attention")[0].heads
+# A convolution of every channel by itself: theirs (c 1 width).
+TAPS = Op(lambda theirs, *_: [theirs[0][:, 0]], lambda ours, *_: [ours[0][:, None]])
 
 
 @dataclass(frozen=True)
@@ -206,26 +242,36 @@ class To:
     unless: str = ""
 
 
-Weights = Mapping[str, str | To]
+Weights = Mapping[str, Any]
 
 
-def under(theirs: str, ours: str, rows: Weights) -> dict[str, str | To]:
+def under(theirs: str, ours: str, rows: Weights) -> dict[str, To]:
     """The rows with what both sides' names begin with."""
 
     def begin(prefix: str, names: str) -> str:
         return " ".join(prefix + name for name in names.split())
 
-    out: dict[str, str | To] = {}
+    out = {}
     for key, row in rows.items():
         to = To(row) if isinstance(row, str) else row
         names = {n: begin(ours, getattr(to, n)) for n in ("ours", "needs", "unless")}
-        out[begin(theirs, key)] = replace(to, **names)  # type: ignore[arg-type]
+        out[begin(theirs, key)] = replace(to, **names)
     return out
 
 
-def block(theirs: str, rows: Weights) -> dict[str, str | To]:
-    """The rows of one layer of a tower; `theirs` is what their names begin with, {i} in it the layer."""
-    return under(theirs, "tower.blocks.{i}.", rows)
+def written_out(table: Weights) -> dict[str, To]:
+    """A table with {a,b} written out: on both sides, one row for each; on ours alone, several of ours in one of theirs.
+    A table inside it is of a layer: ours begin with the tower's blocks."""
+    out: dict[str, To] = {}
+    for key, row in table.items():
+        if isinstance(row, Mapping):
+            out |= written_out(under(key, "tower.blocks.{i}.", row))
+            continue
+        to = To(row) if isinstance(row, str) else row
+        names, places = choices(key), choices(to.ours)
+        places = [" ".join(places)] if len(names) == 1 else places
+        out |= {n: replace(to, ours=place) for n, place in zip(names, places, strict=True)}
+    return out
 
 
 @dataclass(frozen=True)
@@ -250,12 +296,11 @@ class Step:
         ]
 
 
-def steps(table: Weights, shapes: dict[str, torch.Size], config: Any) -> Iterator[Step]:
+def steps(table: Mapping[str, To], shapes: dict[str, torch.Size], config: Any) -> Iterator[Step]:
     """Every row for every layer, weight and bias that the model has. {i} runs over layers, {e} over
     experts, a last * over weight and bias."""
     layers = sorted({int(p) for n in shapes for p in n.split(".")[:3] if p.isdigit()})
-    for key, row in table.items():
-        to = To(row) if isinstance(row, str) else row
+    for key, to in table.items():
         # Layers that share a block have one set of weights: theirs are counted, ours named after the first.
         for number, layer in enumerate(layers if "{i}" in to.ours else [0]):
             i = str(layer)
@@ -269,6 +314,9 @@ def steps(table: Weights, shapes: dict[str, torch.Size], config: Any) -> Iterato
                     theirs = [theirs[0].replace("{e}", str(e)) for e in range(shapes[ours[0]][0])]
                 yield Step(theirs, ours, [shapes[n] for n in ours], to.op, config)
 
+
+# A tensor, what it repeats (the first of these that is stored), our switch for that.
+Twin = tuple[str, tuple[str, ...], str]
 
 # --- a family -----------------------------------------------------------------------------------------------------
 
@@ -287,6 +335,7 @@ class Family:
     heads: Mapping[str, Any]
     # Their keys -> rules (a group under the first of its names), and the keys that decide nothing.
     config: Keys
+    # Their names -> ours (`To` where more is to be said), as `written_out` and `steps` read them.
     tensors: Weights
     # By the kind of head.
     head_tensors: Mapping[str, Weights]
@@ -300,14 +349,21 @@ class Family:
     presets: Mapping[str, Data] = field(default_factory=dict)
     # The tensor that shows that the bare body has a pooler.
     pooler: str = ""
-    # (tensor, what it repeats, our switch for that)
-    twins: tuple[tuple[str, tuple[str, ...], str], ...] = ()
+    twins: tuple[Twin, ...] = ()
     # Nothing tied means that each side has its own table, be it a copy.
     apart: bool = False
     # Patterns of stored tensors that follow from the config, and of those kept for other programs
     # and written back.
     derived: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+
+    @cached_property
+    def rows(self) -> dict[str, To]:
+        return written_out(self.tensors)
+
+    @cached_property
+    def head_rows(self) -> dict[str, dict[str, To]]:
+        return {kind: written_out(table) for kind, table in self.head_tensors.items()}
 
     @cached_property
     def rules(self) -> list[tuple[str, ConfigRule]]:

@@ -30,6 +30,8 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF = ".gguf"
 # The largest models have some 150,000 tensors, a few hundred bytes of table each, in many files.
 TENSORS, HEADER_BYTES = 500_000, 32 * 2**20
+# Called with how many tensors are done, and how many there are.
+Progress = Callable[[int, int], None]
 DTYPES = {f"F{n}": getattr(torch, f"float{n}") for n in (64, 32, 16)}
 DTYPES |= {f"I{n}": getattr(torch, f"int{n}") for n in (64, 32, 16, 8)}
 DTYPES |= {"BF16": torch.bfloat16, "U8": torch.uint8, "BOOL": torch.bool}
@@ -68,7 +70,6 @@ class Weights(Source):
     """The tensors of a folder: names, shapes and dtypes at once, contents on request."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
         self.headers: dict[str, tuple[Path, int, dict[str, Any]]] = {}
         self.names = self.headers  # type: ignore[assignment]
         self.scratch = torch.empty(0, dtype=torch.uint8)
@@ -76,13 +77,15 @@ class Weights(Source):
             start, entries = header(path)
             for name, entry in entries.items():
                 if name in self.headers:
-                    raise UsageError(
-                        f"{path} repeats the tensor {name} of {self.headers[name][0].name}"
-                    )
+                    other = self.headers[name][0].name
+                    raise UsageError(f"{path} repeats the tensor {name} of {other}")
                 self.headers[name] = (path, start, entry)
             if len(self.headers) > TENSORS:
                 raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is not a model")
-        self._check_index()
+        index = folder / INDEX
+        for name, file in weight_map(index).items() if index.exists() else ():
+            if name not in self:
+                raise UsageError(f"{index} promises {name} in {file}, but it is not there")
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.headers[name][2]["shape"])
@@ -114,19 +117,13 @@ class Weights(Source):
                 raise UsageError(f"{path} ended while {name} was read; copy the file again")
         return raw.view(DTYPES[entry["dtype"]]).view(entry["shape"])
 
-    def _check_index(self) -> None:
-        index = self.folder / INDEX
-        for name, file in weight_map(index).items() if index.exists() else ():
-            if name not in self:
-                raise UsageError(f"{index} promises {name} in {file}, but it is not there")
-
 
 class Memory(Source):
     """Tensors of a state dict as a source; copies, so that the two models do not share weights."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.tensors = tensors
-        self.names = tensors  # type: ignore[assignment]
+        self.names = dict.fromkeys(tensors, "")
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
@@ -204,13 +201,9 @@ def _files(folder: Path) -> list[Path]:
 def weight_map(index: Path) -> dict[str, str]:
     """Tensor -> file, as an index of shards has it."""
     files = read_json(index).get("weight_map")
-    if (
-        not files
-        or not isinstance(files, dict)
-        or not all(isinstance(f, str) for f in files.values())
-    ):
-        raise UsageError(f"{index} has no weight_map of tensor names to file names")
-    return files
+    if isinstance(files, dict) and files and all(isinstance(f, str) for f in files.values()):
+        return files
+    raise UsageError(f"{index} has no weight_map of tensor names to file names")
 
 
 def header(path: Path) -> tuple[int, dict[str, Any]]:
@@ -226,17 +219,16 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
             with safetensors.safe_open(path, "pt"):
                 pass
             entries = loads(file.read(size))
+    except UsageError:
+        raise
     except (safetensors.SafetensorError, ValueError, OSError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(
             f"{path} is not a whole safetensors file ({error}); copy or download it again"
         ) from None
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
-        if entry["dtype"] not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise UsageError(f"{path}: {name} has the type {entry['dtype']}; known: {known}")
+        if (kind := entry["dtype"]) not in DTYPES:
+            raise UsageError(f"{path}: {name} has the type {kind}; known: {', '.join(DTYPES)}")
     return 8 + size, entries
 
 
@@ -259,15 +251,14 @@ def write_weights(
             room = shard_bytes
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    if len(shards) == 1:
-        _write_file(folder / WEIGHTS, shards[0], read)
-        return
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        _write_file(folder / name, shard, read)
-    where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    total = sum(t.nbytes for t in tensors.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    where: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else WEIGHTS
+        _write_file(folder / file, shard, read)
+        where |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(t.nbytes for t in tensors.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
 def _write_file(
@@ -327,7 +318,12 @@ def replacing(target: Path) -> Iterator[Path]:
         raise UsageError(f"cannot write {target}: {error.strerror}") from None
     try:
         yield new
-        _sync(new)
+        for path in [*new.rglob("*"), new]:
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
         if target.exists():
             _keep_rest(target, new)
         _swap(target, new)
@@ -362,15 +358,6 @@ def _swap(target: Path, new: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -382,8 +369,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 def check_converted(path: Path) -> None:
     """What is not stored as safetensors is told the way in."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    for file in files:
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix in (*PICKLED, GGUF) and file.is_file():
             where = path.parent if path == file else path
             raise UsageError(

@@ -54,8 +54,7 @@ def main(folder: str, dtype: str, *files: str) -> None:
 
 def confine(size: int) -> None:
     """No more memory than files of this size need, no connections, no programs."""
-    # The allocator reserves address space ahead, a gigabyte at the first tensor: that is counted
-    # before.
+    # The allocator reserves address space ahead, a gigabyte at the first tensor: counted before.
     torch.empty(1)
     # A system without /proc has no such limit either.
     with contextlib.suppress(OSError, ValueError):
@@ -82,16 +81,12 @@ def tensors_of(file: str) -> dict[str, Tensor]:
         if isinstance(state, dict) and isinstance(state.get(name), dict):
             state = state[name]
     if not isinstance(state, dict) or not state:
-        raise UsageError(
-            f"{file} holds a {type(state).__name__}, not a state dict (names and tensors)"
-        )
+        raise UsageError(f"{file} holds a {type(state).__name__}, not a state dict with tensors")
     for name, x in state.items():
         plain = isinstance(name, str) and isinstance(x, Tensor) and x.layout == torch.strided
         if not plain or x.dtype not in DTYPES.values():
             what = f"{x.layout} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-            raise UsageError(
-                f"{file} holds under {name!r:.80} a {what}; a state dict of plain tensors is what can be converted"
-            )
+            raise UsageError(f"{file} holds under {name!r:.80} a {what}, not a plain tensor")
     return state
 
 
@@ -105,11 +100,8 @@ def refusal(file: str, error: Exception) -> str:
         )
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return f"{file} asks for more memory than a file of its size can need"
-    _, _, why = text.rpartition("WeightsUnpickler error: ")
-    return (
-        f"{file} is not a whole file of pickled weights ({why.strip().partition(chr(10))[0]:.200}); "
-        "copy or download it again"
-    )
+    why = text.rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+    return f"{file} is not a whole file of pickled weights ({why:.200}); copy or download it again"
 
 
 def say(**what: Any) -> None:

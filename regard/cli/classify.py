@@ -65,7 +65,7 @@ def run(options: Options) -> int:
 def picture_blocks(classifier: Classifier, path: str, rows: int) -> Iterator[tuple[Any, Any]]:
     """Names to print, where there are several files, and pictures: of a folder, an array or one
     file."""
-    from regard.data.images import SUFFIXES
+    from regard.data.read import SUFFIXES
 
     reader = classifier.pictures
     assert reader is not None

@@ -82,18 +82,12 @@ def from_config(options: Options, folder: Path) -> Peek:
             f"{options.files[0]} says how data is read: give it alone, with --batch and --json; other settings belong "
             "into it"
         )
-    from regard.checkpoint import load
-    from regard.files import resolve_model
-    from regard.train.build import marks, read_data
-    from regard.train.check import check
-    from regard.train.config import read
+    from regard.train.build import marks, read_data, start_of
+    from regard.train.config import check, read
 
     config = read(Path(options.files[0]))
     check(config)
-    start = None
-    if "folder" in config.model:
-        start = load(resolve_model(config.model["folder"]), device="meta")
-    _, coder, loaded = read_data(config, start, folder)
+    _, coder, loaded = read_data(config, start_of(config, device="meta"), folder)
     feed = config.fed(loaded.feed, marks(coder))
     return Peek(replace(options, seed=config.train.seed), config.task, loaded, coder, feed)
 
@@ -168,7 +162,7 @@ class Peek:
         if self.coder is None:
             return row
         ids = b.ids[i, : None if b.lengths is None else int(b.lengths[i])].tolist()
-        row |= {"ids": ids, "tokens": self.coder.tokens(ids, target=True)}
+        row |= {"ids": ids, "tokens": self.coder.tokens(ids)}
         if b.labels.shape == b.ids.shape:
             row["labels"] = row["labels"][: len(ids)]
             row["counted"] = [label >= 0 for label in row["labels"]]
@@ -225,11 +219,7 @@ class Peek:
         if "counted" in row:
             labels = [max(label, 0) for label in row["labels"]]
             tags = self.task == "tag"
-            names = (
-                [self.loaded.classes[i] for i in labels]
-                if tags
-                else self.coder.tokens(labels, target=True)
-            )
+            names = [self.loaded.classes[i] for i in labels] if tags else self.coder.tokens(labels)
             table["label"] = [x if yes else "." for x, yes in zip(names, row["counted"])]
         doc = row.get("doc", [])
         borders = [k for k in range(1, len(doc)) if doc[k] != doc[k - 1]]

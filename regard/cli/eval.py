@@ -47,7 +47,7 @@ class Options:
 
 def run(options: Options) -> int:
     from regard.evaluate.run import evaluate
-    from regard.train.metrics import METRICS, better
+    from regard.train.measure import METRICS, better
 
     if options.min is not None and not math.isfinite(options.min):
         raise UsageError(f"--min is {options.min}; give a finite number")
@@ -71,6 +71,6 @@ def run(options: Options) -> int:
         print(aligned([("metric", "value", "signature"), *rows], right=(1,)))
     name, value = next(iter(result.metrics.items()))
     if options.min is not None and better(name, options.min, value):
-        kind = "at least" if METRICS[name].higher else "at most"
+        kind = "at least" if METRICS[name] else "at most"
         raise Fault(f"{name} is {value:.6g}, asked for {kind} {options.min:g}", CHECK)
     return 0

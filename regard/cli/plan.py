@@ -15,7 +15,7 @@ from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, blaming
 if TYPE_CHECKING:
     import torch
 
-    from regard.train.forecast import Forecast
+    from regard.train.plan import Forecast
 
 SLOW = 3600  # seconds after which a quicker config is pointed at
 OFTEN = 30  # passes over the data after which it is known by heart
@@ -47,8 +47,7 @@ class Options:
 
 def run(options: Options) -> int:
     from regard.train.config import read
-    from regard.train.forecast import forecast
-    from regard.train.plan import pick_device
+    from regard.train.plan import Forecast, pick_device
 
     device, _ = pick_device(options.device)
     check_counts(options, "keep")
@@ -59,7 +58,7 @@ def run(options: Options) -> int:
     with blaming(2):
         config = read(Path(options.config), options.changes)
     folder = Path(options.output_dir or Path("runs") / Path(options.config).stem)
-    return show(options, forecast(config, folder, device, options.keep))
+    return show(options, Forecast(config, folder, device, options.keep))
 
 
 def show(options: Options, f: Forecast) -> int:
@@ -134,8 +133,7 @@ def hint(f: Forecast) -> list[Row]:
 
 def facts(f: Forecast) -> dict[str, Any]:
     from regard.models.base import parameters
-    from regard.train.forecast import cache_bytes
-    from regard.train.plan import trainable
+    from regard.train.plan import cache_bytes, trainable
 
     plan = f.plan
     return {
@@ -162,9 +160,8 @@ def show_folder(options: Options, device: torch.device) -> int:
     from regard.checkpoint import load
     from regard.files import resolve_model
     from regard.models.base import parameters
-    from regard.train.forecast import cache_bytes
     from regard.train.measure import context_of
-    from regard.train.plan import free_memory, number, size
+    from regard.train.plan import cache_bytes, free_memory, number, size
 
     with blaming(DATA):
         model = load(resolve_model(options.config), device="meta")
@@ -221,8 +218,7 @@ def describe(model: Any) -> str:
 
 
 def kv_row(model: Any, length: int) -> list[Row]:
-    from regard.train.forecast import cache_bytes
-    from regard.train.plan import size
+    from regard.train.plan import cache_bytes, size
 
     cache = cache_bytes(model)
     if cache is None:

@@ -1,11 +1,12 @@
 """The table [data] of a training config, and what it becomes: files -> records -> ids in shards -> a feed. `KINDS` has
-a row for each way to read data.
+a row for each way to read data. `survey` says what the data holds before it is read.
 
 Ids are written once, into a folder, and used again as long as files, tokenizer and settings are the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -15,83 +16,49 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.config import Count, Fraction, Share, Whole, ranged
-from regard.data.feed import Base, Batching, ImageFeed, LabelFeed, PairFeed, TextFeed
-from regard.data.pack import OVERLONG
-from regard.data.read import ARRAYS, ROLES, DataError, Source, format_of
-from regard.data.shards import Column, Shards, prepare, sha256
-from regard.data.tokens import (
-    Coder,
-    Filling,
-    fill_answers,
-    fill_classified,
-    fill_documents,
-    fill_pairs,
-    fill_pictures,
-    fill_tagged,
+from regard.data import tokens
+from regard.data.feed import OVERLONG, Base, Batching, ImageFeed, LabelFeed, PairFeed, TextFeed
+from regard.data.read import (
+    ARRAYS,
+    ROLES,
+    SUFFIXES,
+    DataError,
+    Source,
+    format_of,
+    opened,
+    pictures,
+    records,
 )
+from regard.data.shards import MANIFEST, Column, Shards, open_shards, prepare, read_manifest, sha256
+from regard.data.tokens import Coder, Filling
+from regard.data.train_tokenizer import Recipe
 from regard.errors import UsageError, nearest
+from regard.files import read_files
+from regard.text import Tokenizer, needed
 
 Names = str | tuple[str, ...]
 
 
 class Kind(NamedTuple):
-    """A way to read data: the roles that columns may have, how records become shards, and the feed over them. `texts`
-    are the roles that hold text; `rowed`: documents may share a row."""
+    """A way to read data: the roles that columns may have, how records become shards, the roles that hold text."""
 
     roles: tuple[str, ...]
     fill: Callable[[Filling], None]
-    feed: Callable[..., Base]
     texts: tuple[str, ...] = ()
-    rowed: bool = False
-
-
-def text_feed(
-    data: Data, columns: dict[str, Column], coder: Coder, shift: bool, **rest: Any
-) -> Base:
-    prompts = columns["prompts"].values if "prompts" in columns else None
-    pack: dict[str, Any] = {"pack": data.pack, "shift": shift, "prompts": prompts}
-    return TextFeed(columns["ids"], **pack, pad=coder.pad, **rest)
-
-
-def pair_feed(data: Data, columns: dict[str, Column], coder: Coder, **rest: Any) -> Base:
-    if coder.start is None or coder.end is None:
-        raise UsageError("translation needs a tokenizer with an end token (eos)")
-    special: dict[str, Any] = {"start": coder.start, "end": coder.end, "pad": coder.pad}
-    around = (coder.before, coder.after)
-    return PairFeed(columns["source"], columns["target"], around=around, **special, **rest)
-
-
-def label_feed(data: Data, columns: dict[str, Column], coder: Coder, **rest: Any) -> Base:
-    around = (coder.before, coder.after)
-    return LabelFeed(columns["ids"], columns["labels"], around=around, pad=coder.pad, **rest)
-
-
-def image_feed(data: Data, columns: dict[str, Column], coder: None, **rest: Any) -> Base:
-    changes = {n: getattr(data, n) for n in ("shift", "flip", "erase", "paste")}
-    return ImageFeed(columns["images"], columns["labels"], **changes, **rest)
 
 
 _DOCUMENTS = ("text", "source", "target")
 KINDS: dict[str, Kind] = {
-    "lm": Kind(
-        _DOCUMENTS, fill_documents, partial(text_feed, shift=True), texts=("text",), rowed=True
-    ),
-    "mlm": Kind(
-        _DOCUMENTS,
-        partial(fill_documents, masked=True),
-        partial(text_feed, shift=False),
-        texts=("text",),
-        rowed=True,
-    ),
-    "seq2seq": Kind(("source", "target"), fill_pairs, pair_feed, texts=("source", "target")),
-    "classify": Kind(("text", "second", "label"), fill_classified, label_feed, texts=("text",)),
-    "tag": Kind(("words", "tags"), fill_tagged, label_feed, texts=("words",)),
-    "answer": Kind(
-        ("text", "second", "start", "end"), fill_answers, label_feed, texts=("text", "second")
-    ),
-    "image": Kind(("image", "label"), fill_pictures, image_feed),
+    "lm": Kind(_DOCUMENTS, tokens.fill_documents, ("text",)),
+    "mlm": Kind(_DOCUMENTS, partial(tokens.fill_documents, masked=True), ("text",)),
+    "seq2seq": Kind(("source", "target"), tokens.fill_pairs, ("source", "target")),
+    "classify": Kind(("text", "second", "label"), tokens.fill_classified, ("text",)),
+    "tag": Kind(("words", "tags"), tokens.fill_tagged, ("words",)),
+    "answer": Kind(("text", "second", "start", "end"), tokens.fill_answers, ("text", "second")),
+    "image": Kind(("image", "label"), tokens.fill_pictures),
 }
-ROWED = tuple(name for name, kind in KINDS.items() if kind.rowed)
+# Kinds whose documents may share a row; those that hold text.
+ROWED = ("lm", "mlm")
 TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts)
 # Formats with columns that have names.
 TABLES = ("tsv", "csv", "jsonl", "parquet", "arrow", "hub", "npz")
@@ -134,16 +101,15 @@ class Data:
     overlong: str = "error"
     multiple: Count = 1
     pack: str = "documents"
-    shift: Whole = 0  # pictures: see ImageFeed
+    # Pictures: see ImageFeed.
+    shift: Whole = 0
     flip: bool = False
     erase: Whole = 0
     paste: Share = 0.0
 
     def __post_init__(self) -> None:
-        if self.overlong not in OVERLONG:
-            raise UsageError(
-                f"overlong = {self.overlong!r} is unknown; {nearest(self.overlong, OVERLONG)}"
-            )
+        if (given := self.overlong) not in OVERLONG:
+            raise UsageError(f"overlong = {given!r} is unknown; {nearest(given, OVERLONG)}")
 
     def source(self, valid: bool = False) -> Source:
         paths, beside = (self.valid, self.valid_target) if valid else (self.train, self.target)
@@ -194,22 +160,31 @@ def check_used(data: Data, task: str, name: str = "") -> None:
             can = ", ".join(KINDS[task].roles)
             raise UsageError(f"columns: {role} is not used by the task {name}; it uses {can}")
     kinds = _formats(data, task, name)
+    here = ", ".join(sorted(kinds))
     for key, (_, formats) in USED.items():
         if key in given and formats and not kinds & set(formats):
             raise UsageError(
-                f"{key} is for {' and '.join(formats)} files, and the task {name} has {', '.join(sorted(kinds))} here; "
-                "leave it out"
+                f"{key} is for {' and '.join(formats)} files, and the task {name} has {here} here; leave it out"
             )
     if task == "image" and "target" in given and not kinds & {"npy", "idx"}:
         raise UsageError(f"target is for npy and idx files in the task {name}; leave it out")
     if data.columns and not kinds & set(TABLES):
-        raise UsageError(
-            f"columns are not used by the task {name} for {', '.join(sorted(kinds))} files; leave them out"
-        )
-    for one, other, why in _clashes(data, task):
-        if one in given and other in given:
+        raise UsageError(f"columns are not used by the task {name} for {here} files; omit them")
+    # Settings of which one says all: what is passed over, because of what, and why.
+    clashes = [
+        ("held", "valid", "one of the two says what is held out"),
+        ("unit", "marker", "the marker stands between documents"),
+    ]
+    if task in ROWED and data.pack != "none":
+        same = "all rows are of one length"
+        clashes.append(("tokens", "rows", same))
+        clashes.append(("multiple", "length", f"with pack = {data.pack!r} {same}"))
+    if task in ROWED and data.pack in ("stream", "windows"):
+        clashes.append(("overlong", "pack", f"{data.pack!r} cuts rows out of all the text"))
+    for one, other, why in clashes:
+        if {one, other} <= given:
             raise UsageError(
-                f"{one} is not used beside {other} by the task {name}, {why}; leave {one} out"
+                f"{one} is not used beside {other} by the task {name}, {why}; leave it out"
             )
     if "valid_target" in given and "valid" not in given:
         raise UsageError("valid_target is the other side of valid; name valid too")
@@ -221,39 +196,13 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
         raise UsageError("train names no file; give the path of a data file")
     if data.format == "hub":
         return {"hub"}
-    paths = data.source().files()
-    kinds = {format_of(path, data.format): path for path in paths}
+    kinds = {format_of(path, data.format): path for path in data.source().files()}
     if task == "image":
         return set(kinds)
     for kind in kinds.keys() & set(ARRAYS):
         what = "a folder" if kind == "images" else f"of format {kind}"
         raise UsageError(f"{kinds[kind]} is {what}, and the task {name} reads text; name a file")
     return {"parallel"} if _tuple(data.target) else set(kinds)
-
-
-def _clashes(data: Data, task: str) -> Iterator[tuple[str, str, str]]:
-    """Settings of which one says all: (passed over, because of, why)."""
-    yield "held", "valid", "one of the two says what is held out"
-    yield "unit", "marker", "the marker stands between documents"
-    if task not in ROWED or data.pack == "none":
-        return
-    yield "tokens", "rows", "all rows are of one length"
-    yield "multiple", "length", f"with pack = {data.pack!r} all rows are of one length"
-    if data.pack in ("stream", "windows"):
-        yield "overlong", "pack", f"{data.pack!r} cuts rows out of all the text"
-
-
-def longest(feed: Base | None) -> int | None:
-    """Tokens of the longest row, padding included, of a side; None where rows have none."""
-    if isinstance(feed, PairFeed):
-        sizes = np.maximum(feed.source_sizes, feed.target_sizes)
-    elif isinstance(feed, LabelFeed):
-        sizes = feed.cut.size
-    elif isinstance(feed, TextFeed):
-        sizes = np.array([feed.batching.length]) if feed.pack != "none" else feed.size
-    else:
-        return None
-    return int(feed.batching.padded(sizes).max())
 
 
 # --- files -> a feed ----------------------------------------------------------------------------------------------
@@ -301,9 +250,8 @@ def _split(
     if tail:
         halves = ((0, n - out), (n - out, n))
         return tuple({m: c.part(*h) for m, c in columns.items()} for h in halves)  # type: ignore[return-value]
-    picked = np.zeros(n, bool)
-    picked[(np.arange(out) * n + n // 2) // out] = True
-    sides = (np.flatnonzero(~picked), np.flatnonzero(picked))
+    picked = (np.arange(out) * n + n // 2) // out
+    sides = (np.setdiff1d(np.arange(n), picked), np.unique(picked))
     return tuple({m: c.take(side) for m, c in columns.items()} for side in sides)  # type: ignore[return-value]
 
 
@@ -315,13 +263,15 @@ def shards_of(
     made_of["tokenizer"] = None if coder is None else coder.fingerprint
     if coder is not None:
         made_of["special"] = [coder.before, coder.between, coder.after, coder.start, coder.end]
-    if source.format == "hub":
-        made_of["sources"] = list(source.paths)
-    else:
-        made_of["sources"] = [sha256(p) for p in source.files()]
+    made_of["sources"] = _sources(source)
+    if source.format != "hub":
         made_of["beside"] = [sha256(p) for p in source.beside_files()]
     fill = KINDS[task].fill
     return prepare(folder, made_of, lambda writer: fill(Filling(writer, source, coder, classes)))
+
+
+def _sources(source: Source) -> list[str]:
+    return list(source.paths) if source.format == "hub" else [sha256(p) for p in source.files()]
 
 
 def feed_of(
@@ -333,5 +283,200 @@ def feed_of(
     name: str,
     held: Any,
 ) -> Base:
-    feed = KINDS[task].feed
-    return feed(data, columns, coder, batching=batching, held=held, fingerprint=name)
+    """The feed over columns whose fingerprint is `name`."""
+    more: dict[str, Any] = {"batching": batching, "held": held, "fingerprint": name}
+    if task == "image":
+        more |= {n: getattr(data, n) for n in ("shift", "flip", "erase", "paste")}
+        return ImageFeed(columns["images"], columns["labels"], **more)
+    assert coder is not None
+    more["pad"] = coder.pad
+    if task in ROWED:
+        prompts = columns["prompts"].values if "prompts" in columns else None
+        more |= {"pack": data.pack, "shift": task == "lm", "prompts": prompts}
+        return TextFeed(columns["ids"], **more)
+    more["around"] = (coder.before, coder.after)
+    if task != "seq2seq":
+        return LabelFeed(columns["ids"], columns["labels"], **more)
+    if coder.start is None or coder.end is None:
+        raise UsageError("translation needs a tokenizer with an end token (eos)")
+    more |= {"start": coder.start, "end": coder.end}
+    return PairFeed(columns["source"], columns["target"], **more)
+
+
+# --- what the data holds ------------------------------------------------------------------------------------------
+
+# Characters that are looked at; bytes of files that are read to their end where that tells more.
+SAMPLE, WHOLE = 1 << 20, 64 << 20
+# How much larger a file is without gzip or xz.
+PACKED = 3.5
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+# Tokens of a text.
+Counting = Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """`tokens` of all data, the `longest` example and the `mean` one, each side for itself; `exact` if they were
+    counted, and not guessed, and `counted` if the examples were. Pictures have no tokens."""
+
+    examples: int
+    tokens: int = 0
+    longest: tuple[int, ...] = ()
+    mean: tuple[float, ...] = ()
+    classes: int = 0
+    vocab: int = 0
+    # Examples longer than a row.
+    over: int = 0
+    exact: bool = False
+    counted: bool = False
+
+    def describe(self) -> str:
+        about, roughly = ("" if exact else "about " for exact in (self.exact, self.counted))
+        if not self.tokens:
+            return f"{self.examples:,} pictures in {self.classes} classes"
+        what = "pairs" if len(self.longest) > 1 else "texts"
+        if self.examples == 1:
+            what = "text"
+        text = f"{about}{self.tokens:,} tokens in {roughly}{self.examples:,} {what}, vocabulary {self.vocab:,}"
+        return text + (f", {self.classes} classes" if self.classes else "")
+
+
+def survey(
+    reads: str,
+    data: Data,
+    recipe: Recipe | None,
+    tokenizer: str | None,
+    folder: Path,
+    start: Any = None,
+) -> Survey:
+    """What the data of a config holds, before it is read: from the shards of its run if they are there; else its
+    examples are counted, and their tokens estimated. Of large files both are guessed from their sizes and first
+    examples.
+
+    `reads`: a row of KINDS; `recipe`: how the tokenizer is learned, if it is, else the folder `tokenizer` has it;
+    `folder` is the run's; `start` the model that [model] folder names, or None."""
+    source = data.source()
+    if reads == "image":
+        return _pictured(source)
+    roles = text_roles(reads, data)
+    # The first examples, each a text for every role; and whether all can be read in a moment.
+    texts: list[list[str]] = []
+    size, total = 0, bytes_of(source)
+    for parts in _read(source, roles):
+        texts.append(parts)
+        size += sum(map(len, parts)) + 1
+        if size > SAMPLE:
+            break
+    home = Path(tokenizer or folder / "tokenizer")
+    vocab, count = _words(recipe, home, None if tokenizer else start, texts)
+    limit = data.length or math.inf
+    ready = _counted(folder / "data" / "train", source, limit)
+    if ready is not None:
+        return replace(ready, vocab=vocab)
+    classes = 0
+    if reads in ("classify", "tag"):
+        named = "tags" if reads == "tag" else "label"
+        classes = len(tokens.classes_of(source, named)) if total <= WHOLE else 2
+    if total <= WHOLE:
+        guessed = _guessed(_read(source, roles), count, limit, reads)
+        return replace(guessed, vocab=vocab, classes=classes)
+    guessed = _guessed(iter(texts), count, limit, reads)
+    scale = max(total / max(sum(len(text.encode()) for parts in texts for text in parts), 1), 1.0)
+    sizes = {n: round(scale * getattr(guessed, n)) for n in ("examples", "tokens", "over")}
+    return replace(guessed, **sizes, vocab=vocab, classes=classes, counted=False)
+
+
+def _counted(folder: Path, source: Source, limit: float) -> Survey | None:
+    """From the shards, if they were made of these files."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    if read_manifest(folder)["made_of"]["sources"] != _sources(source):
+        return None
+    shards = open_shards(folder)
+    sides = [shards.columns[n].lengths for n in ("ids", "source", "target") if n in shards.columns]
+    return Survey(
+        examples=len(sides[0]),
+        tokens=int(sum(side.sum() for side in sides)),
+        longest=tuple(int(side.max()) for side in sides),
+        mean=tuple(float(side.mean()) for side in sides),
+        classes=len(shards.notes.get("classes", [])),
+        over=int((np.maximum.reduce(sides) > limit).sum()),
+        exact=True,
+        counted=True,
+    )
+
+
+def _guessed(examples: Iterator[list[str]], count: Counting, limit: float, reads: str) -> Survey:
+    """Of these examples, one after the other."""
+    number = over = read = 0
+    longest, total = np.zeros(1), np.zeros(1)
+    for parts in examples:
+        sides = parts if reads == "seq2seq" else ["\n".join(parts)]
+        sizes = np.array([count(text) for text in sides])
+        number, over = number + 1, over + bool(sizes.max() > limit)
+        longest, total = np.maximum(longest, sizes), total + sizes
+        read += sum(map(len, sides))
+        # A data set of the hub, whose size nobody told.
+        if read > 4 * WHOLE:
+            break
+    return Survey(
+        examples=number,
+        tokens=round(float(total.sum())),
+        longest=tuple(max(1, math.ceil(n)) for n in longest),
+        mean=tuple(float(n) / max(number, 1) for n in total),
+        over=over,
+        counted=read <= 4 * WHOLE,
+    )
+
+
+def _pictured(source: Source) -> Survey:
+    homes = [path for path in source.files() if format_of(path, source.format) == "images"]
+    if homes:
+        classes = [p for home in homes for p in home.iterdir() if p.is_dir()]
+        files = [f for p in classes for f in p.iterdir() if f.suffix.lower() in SUFFIXES]
+        return Survey(len(files), classes=len({p.name for p in classes}), exact=True, counted=True)
+    images, names = pictures(source)
+    return Survey(len(images), classes=len(set(names)), exact=True, counted=True)
+
+
+def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
+    plain = source.unit == "file" and not source.marker and not source.beside
+    first = Path(source.paths[0]) if source.format == "hub" else source.files()[0]
+    if plain and format_of(first, source.format) == "text" and first.stat().st_size > WHOLE:
+        with opened(first) as stream:
+            yield [stream.read(SAMPLE).decode("utf-8", "ignore")]
+        return
+    for record in records(source, roles):
+        values = [record[role] for role in roles]
+        yield [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
+
+
+def bytes_of(source: Source) -> int:
+    if source.format == "hub":
+        return 0
+    paths = [*source.files(), *source.beside_files()]
+    sizes = (p.stat().st_size * (PACKED if p.suffix in (".gz", ".xz") else 1) for p in paths)
+    return round(sum(sizes))
+
+
+def _words(
+    recipe: Recipe | None, home: Path, start: Any, texts: list[list[str]]
+) -> tuple[int, Counting]:
+    """The vocabulary, and how many tokens a text has: by the tokenizer of the model `start`, else by that of the folder
+    `home`; else about."""
+    brought = {} if start is None else start.origin.files
+    files = {n: brought[n] for n in TOKENIZER if n in brought} or read_files(home, TOKENIZER)
+    sample = "\n".join(text for parts in texts[:1000] for text in parts)[:100_000]
+    if TOKENIZER[0] in files:
+        coder = Coder(needed(Tokenizer.from_files(files, {})))
+        rate = len(coder.encode([sample])[0]) / max(len(sample), 1)
+        return coder.vocab, lambda text: len(text) * rate
+    assert recipe is not None
+    special = len(recipe.tokens)
+    if recipe.kind == "bytes":
+        return 256 + special, lambda text: len(text.encode())
+    if recipe.kind == "chars":
+        return len({c for parts in texts for text in parts for c in text}) + special, len
+    # English, of 1,000 words and more.
+    rate = 1 / max(0.33 * math.log2(recipe.vocab) - 0.8, 1.0)
+    return recipe.vocab, lambda text: len(text) * rate

@@ -16,8 +16,7 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from regard.config import Amount, Positive, Share, ranged
-from regard.data.feed import IGNORE, Batch, Feed
-from regard.data.pack import drawing
+from regard.data.feed import IGNORE, Batch, Feed, drawing
 from regard.errors import UsageError
 
 Corruption = Callable[[Batch, Generator], Batch]
@@ -41,7 +40,7 @@ class Marks:
         value = getattr(self, name)
         if value is None:
             raise UsageError(
-                f"this corruption needs a {name} token, and the tokenizer has none; train one that has"
+                f"this corruption needs a {name} token; train a tokenizer that has one"
             )
         return int(value)
 
@@ -60,15 +59,13 @@ class MaskTokens:
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         ids, marks = batch.ids, self.marks
-        open_ = (batch.labels != IGNORE) & ~torch.isin(ids, _tensor(marks.special))
-        drawn = torch.rand(ids.shape, generator=generator)
-        chosen = open_ & (drawn < self.rate)
+        chosen = torch.rand(ids.shape, generator=generator) < self.rate
+        chosen &= (batch.labels != IGNORE) & ~torch.isin(ids, _tensor(marks.special))
         fate = torch.rand(ids.shape, generator=generator)
         other = _ordinary(ids.shape, marks, generator)
         changed = torch.where(fate < 0.8, marks.need("mask"), torch.where(fate < 0.9, other, ids))
-        return replace(
-            batch, ids=torch.where(chosen, changed, ids), labels=torch.where(chosen, ids, IGNORE)
-        )
+        labels = torch.where(chosen, ids, IGNORE)
+        return replace(batch, ids=torch.where(chosen, changed, ids), labels=labels)
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,8 @@ class DrawPrefix:
         else:
             doc = torch.zeros(b, t, dtype=torch.long)
         begins = torch.cat([torch.ones(b, 1, dtype=torch.bool), doc[:, 1:] != doc[:, :-1]], 1)
-        number = begins.flatten().cumsum(0) - 1  # of each token's document in the batch
+        # Of each token's document in the batch.
+        number = begins.flatten().cumsum(0) - 1
         size = number.bincount()
         start = place.repeat(b)[begins.flatten()]
         drawn = torch.rand(size.shape, generator=generator, dtype=torch.float64)
@@ -148,9 +146,7 @@ def rows(batch: Batch) -> list[Tensor]:
 def _pairs(batch: Batch, pair: Callable[[Tensor], tuple[Tensor, Tensor]], marks: Marks) -> Batch:
     """What an encoder reads and a decoder must say, row by row; the decoder reads the same one step later."""
     if batch.doc is not None:
-        raise UsageError(
-            'text to repair cannot be packed as documents: say pack = "none" or "stream"'
-        )
+        raise UsageError('text to repair cannot be packed as documents; pack = "none" or "stream"')
     start = _tensor((marks.need("start"),))
     source, target = zip(*(pair(row) for row in rows(batch)), strict=True)
     read = [torch.cat([start, row[:-1]]) for row in target]
@@ -231,10 +227,10 @@ def spans(
             f"{len(ids)} tokens make {count} spans, and the tokenizer has {len(sentinels)} sentinels; "
             f"shorten the rows or add sentinels"
         )
+    # Every way to share `taken` tokens out is equally likely.
     drawn = torch.randperm(max(taken - 1, 0), generator=generator)[: max(count - 1, 0)]
-    cuts = drawn.sort().values + 1
-    edges = torch.cat([_tensor((0,)), cuts, _tensor((taken,))])
-    sizes = edges.diff()[:count]  # every way to share `taken` tokens out is equally likely
+    edges = torch.cat([_tensor((0,)), drawn.sort().values + 1, _tensor((taken,))])
+    sizes = edges.diff()[:count]
     marks = _tensor(sentinels[:count])
     source, noise = _replace(ids, sizes, marks, generator)
     target = ids.new_empty(taken + count)
@@ -252,11 +248,11 @@ def infill(
     while int(sizes.sum()) < wanted:
         more = torch.poisson(torch.full((wanted + 1,), mean), generator=generator).long()
         sizes = torch.cat([sizes, more])
-    total = sizes.cumsum(0)
-    sizes = sizes[: int((total < wanted).sum()) + 1] if wanted else sizes
     if wanted:
+        sizes = sizes[: int((sizes.cumsum(0) < wanted).sum()) + 1]
         sizes[-1] -= sizes.sum() - wanted
-    sizes = sizes[: len(ids) - wanted + 1]  # no two side by side
+    # No two side by side.
+    sizes = sizes[: len(ids) - wanted + 1]
     return _replace(ids, sizes, torch.full_like(sizes, mask), generator)[0]
 
 

@@ -2,35 +2,25 @@
 language models, `PairFeed` for translation and its like, `LabelFeed` for classes of texts, tokens and spans,
 `ImageFeed` for pictures.
 
-A feed holds arrays of numbers (mapped from disk or not) and settings; batch k is a function of them and of k. `held` is
-a second feed over the data that is only measured.
+A feed holds arrays of numbers (mapped from disk or not) and settings; batch k is a function of them and of k. Every
+order is a function of (seed, pass over the data) by a counter-based generator (Philox), so that no state has to be
+saved: batch k can be made at any time, in any process. `held` is a second feed over the data that is only measured.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from regard.config import Count, Seed, ranged
-from regard.data.pack import (
-    CHANGES,
-    HOLES,
-    PASTES,
-    Buckets,
-    Deck,
-    Tiles,
-    best_fit,
-    cut,
-    draws,
-    framed,
-    ranges,
-)
+from regard.config import Count, Seed, Share, ranged
 from regard.data.read import DataError
 from regard.data.shards import Column, digest
 from regard.errors import UsageError, nearest
@@ -38,6 +28,11 @@ from regard.errors import UsageError, nearest
 # A label that is not counted; in data, the first and last token of an answer that is not in the text.
 IGNORE, UNANSWERED = -100, -1
 PACKS = ("documents", "stream", "windows", "none")
+OVERLONG = ("error", "truncate", "drop", "split")
+# What numbers are drawn for.
+ORDER, BATCHES, WINDOWS, CHANGES, HOLES, PASTES = range(6)
+# Lengths in a bucket differ at most by this factor.
+WIDER = 1.1
 # Ids in front of a text and behind it.
 Around = tuple[Sequence[int], Sequence[int]]
 
@@ -113,6 +108,217 @@ class Prefetch:
         return batch
 
 
+# --- which examples make a batch -----------------------------------------------------------------------------------
+
+
+def draws(seed: int, purpose: int, k: int, count: int) -> np.ndarray:
+    """64-bit numbers, uniform and independent, by (seed, purpose, k). Raw words of Philox, which numpy promises to keep
+    from version to version."""
+    return np.random.Philox(key=[seed, purpose], counter=[0, 0, 0, k]).random_raw(count)
+
+
+def drawing(*key: int | str) -> torch.Generator:
+    """A generator of torch that depends on these numbers and words alone."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def seed_of(seed: int, step: int) -> int:
+    """The seed of torch's own numbers in a step: a function of both, and of nothing before."""
+    return int(hashlib.sha256(f"{seed}:{step}".encode()).hexdigest()[:15], 16)
+
+
+class Deck:
+    """n examples dealt `rows` at a time, shuffled anew for each pass. A batch may end one pass and begin the next, so
+    that all have the same size."""
+
+    def __init__(self, n: int, rows: int, seed: int):
+        self.n, self.rows, self.seed = n, min(rows, n), seed
+        self.epoch = -(-n // self.rows)
+        self._pass: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+
+    def take(self, k: int) -> np.ndarray:
+        passes, place = np.divmod(k * self.rows + np.arange(self.rows), self.n)
+        return np.concatenate([self._shuffled(p)[place[passes == p]] for p in np.unique(passes)])
+
+    def _shuffled(self, number: int) -> np.ndarray:
+        if self._pass[0] != number:
+            keys = draws(self.seed, ORDER, int(number), self.n)
+            self._pass = (number, np.argsort(keys, kind="stable"))
+        return self._pass[1]
+
+    def fixed(self) -> Iterator[np.ndarray]:
+        """Every example once, in order."""
+        for start in range(0, self.n, self.rows):
+            yield np.arange(start, min(start + self.rows, self.n))
+
+
+class Buckets:
+    """Examples of about one length together: a batch has at most `tokens` tokens, padding included, and at most `rows`
+    rows. Each pass has every example once; which ones meet, and the order of the batches, is shuffled for each pass."""
+
+    def __init__(self, lengths: np.ndarray, tokens: int | None, rows: int | None, seed: int):
+        self.n, self.seed = len(lengths), seed
+        tokens = tokens or int(lengths.max()) * self.n
+        if lengths.max() > tokens:
+            raise DataError(
+                f"an example has {lengths.max():,} tokens, a batch holds {tokens:,}; say a larger tokens, or drop or "
+                "truncate such examples by length and overlong"
+            )
+        rows = rows or self.n
+        # The longest length of each bucket: at most WIDER times the shortest, but enough examples
+        # for two batches, or they would always be the same.
+        limits: list[int] = []
+        first = last = int(lengths.min())
+        held = 0
+        for length, more in zip(*(x.tolist() for x in np.unique(lengths, return_counts=True))):
+            if held >= 2 * min(rows, tokens // length) and length > first * WIDER:
+                limits.append(last)
+                first, held = length, 0
+            held, last = held + more, length
+        limits.append(last)
+        self.bucket = np.searchsorted(limits, lengths)
+        sizes: list[int] = []
+        for count, limit in zip(np.bincount(self.bucket, minlength=len(limits)), limits):
+            batches = -(-int(count) // min(rows, tokens // limit))
+            sizes += [len(part) for part in np.array_split(np.arange(count), batches)]
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        self.epoch = len(sizes)
+        self._pass: tuple[int, np.ndarray, np.ndarray] = (-1, self.starts, self.starts)
+
+    def take(self, k: int) -> np.ndarray:
+        number, i = divmod(k, self.epoch)
+        if self._pass[0] != number:
+            keys = draws(self.seed, ORDER, number, self.n)
+            batches = np.argsort(draws(self.seed, BATCHES, number, self.epoch), kind="stable")
+            self._pass = (number, np.lexsort((keys, self.bucket)), batches)
+        _, order, batches = self._pass
+        return order[self.starts[batches[i]] : self.starts[batches[i] + 1]]
+
+    def fixed(self) -> Iterator[np.ndarray]:
+        order = np.argsort(self.bucket, kind="stable")
+        return (order[a:b] for a, b in pairwise(self.starts))
+
+
+class Tiles:
+    """Where rows of `length` tokens begin in a stream of n tokens: side by side and shuffled, each once a pass, or
+    anywhere (`random`), as nanoGPT draws them. `extra` more tokens are needed after a row."""
+
+    def __init__(self, n: int, length: int, extra: int, rows: int, seed: int, random: bool):
+        self.n, self.length, self.extra = n, length, extra
+        self.seed, self.random = seed, random
+        self.deck = Deck(max((n - extra) // length, 1), rows, seed)
+        self.rows = rows if random else self.deck.rows
+        self.epoch = self.deck.epoch
+
+    def take(self, k: int) -> np.ndarray:
+        if not self.random:
+            return self.deck.take(k) * self.length
+        places = max(self.n - self.extra - self.length + 1, 1)
+        return (draws(self.seed, WINDOWS, k, self.rows) % np.uint64(places)).astype(np.int64)
+
+    def fixed(self) -> Iterator[np.ndarray]:
+        """The whole stream; its last row may be shorter."""
+        starts = np.arange(0, self.n - self.extra, self.length)
+        return (starts[i : i + self.rows] for i in range(0, len(starts), self.rows))
+
+
+# --- laying examples into rows ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """What is kept of examples: `size` numbers of row `row` from `start` on; `note` says how many were too long, and
+    what became of them."""
+
+    row: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
+    note: str
+
+
+def cut(
+    lengths: np.ndarray, limit: int | None, policy: str, what: str, *, overlap: int = 0
+) -> Pieces:
+    """Examples cut to `limit` tokens by the policy. Pieces of a split one share `overlap` tokens: what is only a label
+    in one is what the next one reads first."""
+    if policy not in OVERLONG:
+        raise UsageError(f"overlong = {policy!r} is unknown; {nearest(policy, OVERLONG)}")
+    row, size = np.arange(len(lengths)), lengths.astype(np.int64)
+    start = np.zeros_like(size)
+    long = size > (np.iinfo(np.int64).max if limit is None else limit)
+    if limit is None or not long.any():
+        return Pieces(row, start, size, "")
+    over, step = f"{long.sum():,}", limit - overlap
+    if policy == "error":
+        raise DataError(
+            f"the longest {what} has {size.max() - overlap:,} tokens, a row holds {step:,} ({over} of "
+            f"{len(size):,} are longer); say a larger length, or overlong = truncate, drop or split"
+        )
+    if policy == "drop":
+        row, start, size = row[~long], start[~long], size[~long]
+    elif policy == "truncate":
+        size = np.minimum(size, limit)
+    else:
+        count = np.maximum(-(-(size - overlap) // step), 1)
+        row = np.repeat(row, count)
+        start = ranges(np.zeros_like(count), count) * step
+        size = np.minimum(size[row] - start, limit)
+    done = {"truncate": "truncated", "drop": "dropped", "split": "split"}[policy]
+    return Pieces(row, start, size, f"; {over} longer than {step:,} tokens: {done}")
+
+
+def best_fit(sizes: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack things into bins: longest first, each into the fullest bin that still has room for it.
+
+    The answer is (order, starts): bin i has order[starts[i]:starts[i + 1]]."""
+    bins: list[list[int]] = []
+    # Bins by the room left in them; bit r of `some` is set where free[r] is not empty.
+    free: list[list[int]] = [[] for _ in range(room + 1)]
+    some = 0
+    for i in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[i])
+        fits = some >> size
+        if fits:
+            left = size + (fits & -fits).bit_length() - 1
+            box = free[left].pop()
+            if not free[left]:
+                some &= ~(1 << left)
+        else:
+            left, box = room, len(bins)
+            bins.append([])
+        bins[box].append(i)
+        free[left - size].append(box)
+        some |= 1 << (left - size)
+    order = np.array([i for box in bins for i in box], dtype=np.int64)
+    return order, np.cumsum([0, *map(len, bins)])
+
+
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, ... for sizes[0] numbers, then the same for the next."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
+
+
+def framed(
+    values: np.ndarray,
+    starts: np.ndarray,
+    sizes: np.ndarray,
+    width: int,
+    pad: int,
+    before: Sequence[int] = (),
+    after: Sequence[int] = (),
+) -> np.ndarray:
+    """Rows (b width): `before`, sizes[i] numbers of `values` from starts[i] on, `after`, then `pad`."""
+    rows = np.full((len(starts), width), pad, dtype=np.int64)
+    rows[:, : len(before)] = before
+    place = np.arange(width) - len(before)
+    rows[(place >= 0) & (place < sizes[:, None])] = values[ranges(starts, sizes)]
+    for i, token in enumerate(after):
+        rows[np.arange(len(rows)), len(before) + sizes + i] = token
+    return rows
+
+
 # --- what all feeds share ---------------------------------------------------------------------------------------
 
 
@@ -138,22 +344,25 @@ class Batching:
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         return -(-lengths // self.multiple) * self.multiple
 
-
-class Order(Protocol):
-    epoch: int
-
-    def take(self, k: int) -> np.ndarray: ...
-
-    def fixed(self) -> Iterator[np.ndarray]: ...
+    def width(self, lengths: np.ndarray) -> int:
+        """Of a batch of rows with these lengths."""
+        return int(self.padded(lengths).max())
 
 
 class Base:
     """What the feeds share: a rank's part of a batch, the evaluation, the fingerprint."""
 
-    order: Order
+    order: Deck | Buckets | Tiles
     batching: Batching
     held: Base | None
     fingerprint: str
+    # Tokens of each row, of its longer side; None where rows have none.
+    sizes: np.ndarray | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row, padding included, of a side."""
+        return None if self.sizes is None else self.batching.width(self.sizes)
 
     @property
     def epoch(self) -> int:
@@ -184,11 +393,15 @@ class Base:
     def describe(self) -> str:
         raise NotImplementedError
 
-    def sign(self, *columns: Column, **settings: Any) -> None:
-        """Make the fingerprint one of the data, which may have one already, and of all settings."""
-        data = self.fingerprint or columns[0].fingerprint
-        if len(columns) > 1 and not self.fingerprint:
-            data = digest([column.fingerprint for column in columns])
+    def sign(self, columns: dict[str, Column], **settings: Any) -> None:
+        """Make the fingerprint one of the data, which may have one already, and of all settings. Columns must have one
+        row for each example."""
+        if len({len(column) for column in columns.values()}) > 1:
+            counts = " and ".join(f"{len(column):,} {name}" for name, column in columns.items())
+            raise DataError(f"{counts}; they must agree")
+        data: Any = self.fingerprint or [column.fingerprint for column in columns.values()]
+        if not self.fingerprint:
+            data = digest(data) if len(data) > 1 else data[0]
         held = None if self.held is None else self.held.fingerprint
         kind = type(self).__name__
         settings |= {"kind": kind, "data": data, "held": held, **asdict(self.batching)}
@@ -196,12 +409,13 @@ class Base:
 
 
 def tensors(
-    ids: np.ndarray, labels: np.ndarray, sizes: np.ndarray, whole: np.ndarray, **more: Tensor
+    ids: np.ndarray, labels: np.ndarray, sizes: np.ndarray, whole: np.ndarray, **more: np.ndarray
 ) -> Batch:
     """Lengths are given if any row of the whole batch is padded, so that a part has them if the batch has."""
-    full = bool((whole == ids.shape[1]).all())
-    lengths = None if full else torch.from_numpy(sizes)
-    return Batch(torch.from_numpy(ids), torch.from_numpy(labels), lengths, **more)
+    if (whole < ids.shape[1]).any():
+        more["lengths"] = sizes
+    arrays: dict[str, Any] = {"ids": ids, "labels": labels, **more}
+    return Batch(**{name: torch.from_numpy(x) for name, x in arrays.items()})
 
 
 # --- language models --------------------------------------------------------------------------------------------
@@ -229,130 +443,115 @@ class TextFeed(Base):
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        pack, prompts, length = self.pack, self.prompts, self.batching.length
+        pack, prompts, b = self.pack, self.prompts, self.batching
         if pack not in PACKS:
             raise UsageError(f"pack = {pack!r} is unknown; {nearest(pack, PACKS)}")
-        if length is None and pack != "none":
+        if b.length is None and pack != "none":
             raise UsageError(f"pack = {pack!r} needs the length of a row: length = N")
-        if prompts is not None and pack in ("stream", "windows"):
-            raise UsageError(f"pack = {pack!r} knows no prompts; choose documents or none")
         self.extra, self.flat = int(self.shift), pack in ("stream", "windows")
+        if prompts is not None and self.flat:
+            raise UsageError(f"pack = {pack!r} knows no prompts; choose documents or none")
         self.values = self.documents.stream if self.flat else self.documents.values
         if len(self.values) <= self.extra:
             raise DataError(f"{len(self.values)} tokens are too few to learn from; give more text")
-        self._lay()
+        length = b.length or 1
+        rows = b.rows or max((b.tokens or 0) // length, 1)
+        self.sizes = np.array([length])
+        if self.flat:
+            random = pack == "windows"
+            self.order = Tiles(len(self.values), length, self.extra, rows, b.seed, random)
+        elif pack == "none":
+            self._cut()
+            self.sizes = self.filled = self.size
+            self.packed, self.bins = np.arange(len(self.size)), np.arange(len(self.size) + 1)
+            self.order = Buckets(b.padded(self.size), b.tokens, b.rows, b.seed)
+        else:
+            self._cut()
+            self.packed, self.bins = best_fit(self.size, length)
+            self.filled = np.add.reduceat(self.size[self.packed], self.bins[:-1])
+            self.order = Deck(len(self.bins) - 1, rows, b.seed)
         settings = {"pack": pack, "shift": self.shift, "pad": self.pad}
         asked = None if prompts is None else Column(prompts).fingerprint
-        self.sign(self.documents, **settings, prompts=asked)
+        self.sign({"documents": self.documents}, **settings, prompts=asked)
 
-    def _lay(self) -> None:
-        """Find the pieces of text that make a row, and the order of the rows."""
-        b, lengths = self.batching, self.documents.lengths
-        self.short = 0
-        if self.flat:
-            n, length = len(self.values), b.length or 1
-            rows = b.rows or max((b.tokens or 0) // length, 1)
-            drawn = self.pack == "windows"
-            self.order = Tiles(n, length, self.extra, rows, b.seed, drawn)
-            return
+    def _cut(self) -> None:
+        """Find the pieces of text that lie side by side in rows."""
+        b, documents = self.batching, self.documents
         limit = None if b.length is None else b.length + self.extra
-        self.pieces = pieces = cut(lengths, limit, b.overlong, "document", overlap=self.extra)
+        pieces = cut(documents.lengths, limit, b.overlong, "document", overlap=self.extra)
         if not len(pieces.row):
             raise DataError(f"every document is longer than {b.length:,} tokens, and was dropped")
-        kept = pieces.size > self.extra  # others have no label
-        self.short = int((~kept).sum())
+        # The others have no label.
+        kept = pieces.size > self.extra
         if not kept.any():
             raise DataError("no document has a token to learn; give longer ones")
-        assert self.documents.ends is not None
+        short = int((~kept).sum())
+        self.note = pieces.note + (f"; {short:,} too short to learn from" if short else "")
+        assert documents.ends is not None
         self.row, self.inside = pieces.row[kept], pieces.start[kept]
-        self.start = self.documents.ends[self.row] + self.inside
+        self.start = documents.ends[self.row] + self.inside
         self.size = pieces.size[kept] - self.extra
-        if self.pack == "none":
-            self.order = Buckets(b.padded(self.size), b.tokens, b.rows, b.seed)
-            return
-        length = b.length or 1
-        self.packed, self.bins = best_fit(self.size, length)
-        self.filled = np.add.reduceat(self.size[self.packed], self.bins[:-1])
-        rows = b.rows or max((b.tokens or 0) // length, 1)
-        self.order = Deck(len(self.bins) - 1, rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        length, chosen = self.batching.length or 1, numbers[part]
         if self.flat:
-            return self._tiled(numbers, part)
-        if self.pack == "none":
-            whole = self.size[numbers]
-            width = int(self.batching.padded(whole).max())
-            return self._laid(numbers[part], np.ones(len(numbers[part]), np.int64), width, whole)
-        whole, chosen = self.filled[numbers], numbers[part]
-        counts = self.bins[chosen + 1] - self.bins[chosen]
+            whole = np.minimum(length, len(self.values) - self.extra - numbers)
+            sizes = whole[part]
+            ids = framed(self.values, chosen, sizes, length, self.pad)
+            labels = framed(self.values, chosen + self.extra, sizes, length, IGNORE)
+            return tensors(ids, labels, sizes, whole)
+        # Rows of `width`, row i with counts[i] pieces side by side.
+        whole, counts = self.filled[numbers], self.bins[chosen + 1] - self.bins[chosen]
+        width = length if self.pack == "documents" else self.batching.width(whole)
         pieces = self.packed[ranges(self.bins[chosen], counts)]
-        return self._laid(pieces, counts, self.batching.length or 1, whole)
-
-    def _tiled(self, starts: np.ndarray, part: slice) -> Batch:
-        length = self.batching.length or 1
-        whole = np.minimum(length, len(self.values) - self.extra - starts)
-        starts, sizes = starts[part], whole[part]
-        ids = framed(self.values, starts, sizes, length, self.pad)
-        labels = framed(self.values, starts + self.extra, sizes, length, IGNORE)
-        return tensors(ids, labels, sizes, whole)
-
-    def _laid(self, pieces: np.ndarray, counts: np.ndarray, width: int, whole: np.ndarray) -> Batch:
-        """Rows of `width`, row i with the next counts[i] pieces side by side."""
-        size, start = self.size[pieces], self.start[pieces]
+        size, inside = self.size[pieces], self.inside[pieces]
         row = np.repeat(np.arange(len(counts)), counts)
-        number = ranges(np.zeros_like(counts), counts)  # of a piece in its row
-        ends = np.cumsum(size)
-        first = np.cumsum(counts) - counts
-        before = (ends - size) - np.repeat((ends - size)[first], counts)
-        place = ranges(row * width + before, size)
-        source = ranges(start, size)
-        shape = (len(counts), width)
-        ids, labels, doc = (np.full(shape, fill, np.int64) for fill in (self.pad, IGNORE, -1))
-        ids.reshape(-1)[place] = self.values[source]
-        learned = self.values[source + self.extra].astype(np.int64)
-        if self.prompts is not None:
-            learned[self._prompted(pieces, size)] = IGNORE
-        labels.reshape(-1)[place] = learned
-        doc.reshape(-1)[place] = np.repeat(number, size)
-        more: dict[str, Tensor] = {}
+        # Of a piece in its row: its number, and how many tokens stand before it.
+        number = ranges(np.zeros_like(counts), counts)
+        first, starts = np.cumsum(counts) - counts, np.cumsum(size) - size
+        before = starts - np.repeat(starts[first], counts)
+        place, source = ranges(row * width + before, size), ranges(self.start[pieces], size)
+
+        def rows(fill: int, values: np.ndarray) -> np.ndarray:
+            array = np.full((len(counts), width), fill, np.int64)
+            array.reshape(-1)[place] = values
+            return array
+
+        learned, more = self.values[source + self.extra].astype(np.int64), {}
         if self.pack == "documents":
-            more["doc"] = torch.from_numpy(doc)
+            more["doc"] = rows(-1, np.repeat(number, size))
         if self.prompts is not None:
-            kept = np.clip(self.prompts[self.row[pieces]] - self.inside[pieces], 0, size)
-            prefix = np.zeros(shape, np.int64)
-            prefix.reshape(-1)[place] = np.repeat(before + kept, size)
-            more["prefix"] = torch.from_numpy(prefix)
+            prompts = self.prompts[self.row[pieces]]
+            learned[ranges(inside + self.extra, size) < np.repeat(prompts, size)] = IGNORE
+            kept = np.clip(prompts - inside, 0, size)
+            more["prefix"] = rows(0, np.repeat(before + kept, size))
+        ids, labels = rows(self.pad, self.values[source]), rows(IGNORE, learned)
         return tensors(ids, labels, np.add.reduceat(size, first), whole, **more)
 
-    def _prompted(self, pieces: np.ndarray, size: np.ndarray) -> np.ndarray:
-        """Whether each label of these pieces is a token of the prompt."""
-        assert self.prompts is not None
-        at = ranges(self.inside[pieces] + self.extra, size)
-        return at < np.repeat(self.prompts[self.row[pieces]], size)
-
     def describe(self) -> str:
+        length, batches = self.batching.length or 1, f"; {self.epoch:,} batches a pass"
         if self.flat:
             how = "cut into rows" if self.pack == "stream" else "read in rows from anywhere, each"
-            text = f"{len(self.values):,} tokens {how} of {self.batching.length:,}"
-            return f"{text}; {self.epoch:,} batches a pass"
+            return f"{len(self.values):,} tokens {how} of {length:,}{batches}"
         text = f"{int(self.size.sum()):,} labels of {len(self.documents):,} documents"
         if self.pack == "documents":
             rows = len(self.bins) - 1
-            empty = 1 - self.size.sum() / (rows * (self.batching.length or 1))
-            text += f", packed into {rows:,} rows of {self.batching.length:,} ({empty:.2%} padding)"
-        text += f"; {self.epoch:,} batches a pass{self.pieces.note()}"
-        return text + (f"; {self.short:,} too short to learn from" if self.short else "")
+            empty = 1 - self.size.sum() / (rows * length)
+            text += f", packed into {rows:,} rows of {length:,} ({empty:.2%} padding)"
+        return text + batches + self.note
 
 
 # --- examples that have an answer -------------------------------------------------------------------------------
 
 
-def ends_of(around: Around, batching: Batching) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    before, after = (tuple(side) for side in around)
-    if batching.length is not None and batching.length <= len(before) + len(after):
-        raise UsageError(
-            f"length = {batching.length} leaves no room beside {len(before) + len(after)} special tokens"
-        )
+def ends_of(around: Around, batching: Batching, what: str) -> tuple[tuple[int, ...], ...]:
+    """What stands before and after a text that cannot be split."""
+    if batching.overlong == "split":
+        raise UsageError(f"{what} cannot be split; say overlong = error, truncate or drop")
+    before, after = map(tuple, around)
+    special, length = len(before) + len(after), batching.length
+    if length is not None and length <= special:
+        raise UsageError(f"length = {length} leaves no room beside {special} special tokens")
     return before, after
 
 
@@ -375,64 +574,49 @@ class PairFeed(Base):
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        source, target, b = self.source, self.target, self.batching
-        if len(source) != len(target):
-            raise DataError(f"{len(source):,} sources and {len(target):,} targets; they must agree")
-        if b.overlong == "split":
-            raise UsageError("a pair cannot be split; say overlong = error, truncate or drop")
-        self.before, self.after = ends_of(self.around, b)
-        ends = len(self.before) + len(self.after)
-        read, written = self.source.lengths + ends, self.target.lengths + 1
-        cuts = [
-            cut(n, b.length, b.overlong, what)
-            for n, what in ((read, "source"), (written, "target"))
-        ]
-        kept = self.kept = np.intersect1d(cuts[0].row, cuts[1].row)
+        b = self.batching
+        self.before, self.after = ends_of(self.around, b, "a pair")
+        special = {"start": self.start, "end": self.end, "pad": self.pad}
+        columns = {"sources": self.source, "targets": self.target}
+        self.sign(columns, **special, around=[self.before, self.after])
+        sizes = self.source.lengths + len(self.before) + len(self.after), self.target.lengths + 1
+        sides = [cut(n, b.length, b.overlong, what) for n, what in zip(sizes, ("source", "target"))]
+        kept = self.kept = np.intersect1d(sides[0].row, sides[1].row)
         if not len(kept):
             raise DataError(f"every pair is longer than {b.length} tokens, and was dropped")
-        limit = np.iinfo(np.int64).max if b.length is None else b.length
-        over = int(((read > limit) | (written > limit)).sum())
-        self.cut = replace(cuts[0], over=over)
-        self.source_sizes = np.minimum(read[kept], limit)
-        self.target_sizes = np.minimum(written[kept], limit)
-        widest = b.padded(np.maximum(self.source_sizes, self.target_sizes))
-        self.order = Buckets(widest, b.tokens, b.rows, b.seed)
-        special = {"start": self.start, "end": self.end, "pad": self.pad}
-        self.sign(source, target, **special, around=[self.before, self.after])
+        widest = np.maximum(*sizes)
+        self.note = cut(widest, b.length, b.overlong, "pair").note
+        limit = b.length or widest.max()
+        self.source_sizes, self.target_sizes = (np.minimum(n[kept], limit) for n in sizes)
+        self.sizes = np.minimum(widest[kept], limit)
+        self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         read, written = self.source_sizes[numbers], self.target_sizes[numbers]
-        widths = [int(self.batching.padded(sizes).max()) for sizes in (read, written)]
+        source_width, width = self.batching.width(read), self.batching.width(written)
         row, sizes, steps = self.kept[numbers[part]], read[part], written[part]
         assert self.source.ends is not None and self.target.ends is not None
         size = sizes - len(self.before) - len(self.after)
         around = (self.pad, self.before, self.after)
-        source = framed(self.source.values, self.source.ends[row], size, widths[0], *around)
+        values, starts = self.source.values, self.source.ends[row]
+        more = {"source": framed(values, starts, size, source_width, *around)}
+        if (read < source_width).any():
+            more["source_lengths"] = sizes
         values, starts, whole = self.target.values, self.target.ends[row], self.target.lengths[row]
-        ids = framed(values, starts, steps - 1, widths[1], self.pad, (self.start,))
-        labels = framed(values, starts, np.minimum(whole, steps), widths[1], IGNORE)
+        ids = framed(values, starts, steps - 1, width, self.pad, (self.start,))
+        labels = framed(values, starts, np.minimum(whole, steps), width, IGNORE)
         ended = np.flatnonzero(whole < steps)
         labels[ended, whole[ended]] = self.end
-        more = {"source": torch.from_numpy(source)}
-        if (read < widths[0]).any():
-            more["source_lengths"] = torch.from_numpy(sizes)
         return tensors(ids, labels, steps, written, **more)
 
     def describe(self) -> str:
-        real = int(self.source_sizes.sum() + self.target_sizes.sum())
-        whole = sum(
-            len(n) * int(self.batching.padded(x[n]).max())
-            for n in self.order.fixed()
-            for x in (self.source_sizes, self.target_sizes)
-        )
+        sides = (self.source_sizes, self.target_sizes)
+        real = [int(sizes.sum()) for sizes in sides]
+        padded = sum(len(n) * self.batching.width(x[n]) for n in self.order.fixed() for x in sides)
         return (
-            f"{len(self.kept):,} pairs, {self.source_sizes.sum():,} source and "
-            f"{self.target_sizes.sum():,} target tokens in {self.epoch:,} batches a pass "
-            f"({1 - real / whole:.1%} padding){self.cut.note()}"
+            f"{len(self.kept):,} pairs, {real[0]:,} source and {real[1]:,} target tokens in "
+            f"{self.epoch:,} batches a pass ({1 - sum(real) / padded:.1%} padding){self.note}"
         )
-
-
-# --- labels -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -452,50 +636,44 @@ class LabelFeed(Base):
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        texts, labels, b = self.texts, self.labels, self.batching
-        if len(texts) != len(labels):
-            raise DataError(f"{len(texts):,} texts and {len(labels):,} labels; they must agree")
-        if b.overlong == "split":
-            raise UsageError(
-                "a labelled text cannot be split; say overlong = error, truncate, drop"
-            )
-        self.before, self.after = ends_of(self.around, b)
+        b = self.batching
+        self.before, self.after = ends_of(self.around, b, "a labelled text")
+        columns = {"texts": self.texts, "labels": self.labels}
+        self.sign(columns, pad=self.pad, around=[self.before, self.after])
         ends = len(self.before) + len(self.after)
-        self.cut = cut(texts.lengths + ends, b.length, b.overlong, "text")
+        self.cut = cut(self.texts.lengths + ends, b.length, b.overlong, "text")
         if not len(self.cut.row):
             raise DataError(f"every text is longer than {b.length} tokens, and was dropped")
-        self.order = Buckets(b.padded(self.cut.size), b.tokens, b.rows, b.seed)
-        self.sign(texts, labels, pad=self.pad, around=[self.before, self.after])
+        self.sizes = self.cut.size
+        self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         whole = self.cut.size[numbers]
-        width = int(self.batching.padded(whole).max())
-        sizes, row = whole[part], self.cut.row[numbers[part]]
+        width, sizes, row = self.batching.width(whole), whole[part], self.cut.row[numbers[part]]
         size = sizes - len(self.before) - len(self.after)
         assert self.texts.ends is not None
         starts = self.texts.ends[row]
         ids = framed(self.texts.values, starts, size, width, self.pad, self.before, self.after)
-        return tensors(ids, self._labels(row, size, width), sizes, whole)
-
-    def _labels(self, row: np.ndarray, size: np.ndarray, width: int) -> np.ndarray:
         values, ends = self.labels.values, self.labels.ends
         if ends is not None:
             gap = (IGNORE,) * len(self.before)
-            return framed(values, ends[row], size, width, IGNORE, gap)
-        labels = values[row].astype(np.int64)
-        if labels.ndim == 2:
+            labels = framed(values, ends[row], size, width, IGNORE, gap)
+        else:
+            labels = values[row].astype(np.int64)
+        if ends is None and labels.ndim == 2:
             none = (labels == UNANSWERED).all(1)
             lost = (labels >= size[:, None]).any(1) | (labels < 0).any(1)
             labels = np.where(lost[:, None], IGNORE, labels + len(self.before))
             labels[none] = 0
-        return labels
+        return tensors(ids, labels, sizes, whole)
 
     def describe(self) -> str:
         text = f"{len(self.cut.row):,} texts, {self.cut.size.sum():,} tokens"
-        return f"{text}; {self.epoch:,} batches a pass{self.cut.note()}"
+        return f"{text}; {self.epoch:,} batches a pass{self.cut.note}"
 
 
 @dataclass(eq=False)
+@ranged
 class ImageFeed(Base):
     """Pictures, bytes (n h w c), and a class for each: x / 255, minus `mean`, over `std`.
 
@@ -513,23 +691,18 @@ class ImageFeed(Base):
     shift: int = 0
     flip: bool = False
     erase: int = 0
-    paste: float = 0.0
+    paste: Share = 0.0
     held: ImageFeed | None = None
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        pictures, labels, b = self.pictures, self.labels, self.batching
-        if len(pictures) != len(labels):
-            raise DataError(f"{len(pictures):,} pictures, {len(labels):,} labels; they must agree")
-        if b.rows is None:
+        if self.batching.rows is None:
             raise UsageError("a batch of pictures is counted in rows: rows = N")
-        if not 0.0 <= self.paste <= 1.0:
-            raise UsageError(f"paste = {self.paste}: give a share from 0 to 1, for example 0.5")
-        self.order = Deck(len(pictures), b.rows, b.seed)
+        self.order = Deck(len(self.pictures), self.batching.rows, self.batching.seed)
         changes: dict[str, Any] = {"mean": list(self.mean), "std": list(self.std)}
         changes |= {"shift": self.shift, "flip": self.flip}
         changes |= {n: x for n in ("erase", "paste") if (x := getattr(self, n))}
-        self.sign(pictures, labels, **changes)
+        self.sign({"pictures": self.pictures, "labels": self.labels}, **changes)
 
     def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
         rows = np.arange(len(numbers))[part]
@@ -539,54 +712,39 @@ class ImageFeed(Base):
         else:
             further = (rows + 1) % len(numbers)
             x = self._changed(numbers, np.append(rows, further[-1]), k)
-            drawn = draws(self.batching.seed, PASTES, k, 4 * len(numbers)).reshape(-1, 4)[rows]
-            x, area = self._pasted(x[:-1], x[1:], drawn)
-            more = {
-                "pasted_labels": torch.from_numpy(labels[further]),
-                "pasted_area": torch.from_numpy(area),
-            }
+            # A box of the next picture in some, of any size and anywhere; 0 pixels in the others.
+            drawn = self._draws(PASTES, k, len(numbers), 4)[rows]
+            chance, area = (drawn[:, 2:] / 2.0**64).T
+            ratio = np.where(chance < self.paste, np.sqrt(area), 0.0)[:, None]
+            inside = boxes(x.shape[1:3], drawn[:, :2], (ratio * x.shape[1:3]).astype(np.int64))
+            x = np.where(inside[..., None], x[1:], x[:-1])
+            area = inside.mean((1, 2), dtype=np.float32)
+            more = {"pasted_labels": labels[further], "pasted_area": area}
         mean, std = (np.array(n, np.float32).reshape(-1, 1, 1) for n in (self.mean, self.std))
         x = (x.transpose(0, 3, 1, 2).astype(np.float32) / 255 - mean) / std
-        images = torch.from_numpy(np.ascontiguousarray(x))
-        return Batch(images, torch.from_numpy(labels[rows]), **more)
+        more |= {"ids": np.ascontiguousarray(x), "labels": labels[rows]}
+        return Batch(**{name: torch.from_numpy(x) for name, x in more.items()})
+
+    def _draws(self, purpose: int, k: int, n: int, each: int) -> np.ndarray:
+        return draws(self.batching.seed, purpose, k, each * n).reshape(-1, each)
 
     def _changed(self, numbers: np.ndarray, rows: np.ndarray, k: int | None) -> np.ndarray:
         """These rows of a batch: moved, mirrored and with holes, if it is the k-th of training."""
         x = self.pictures.values[numbers[rows]]
-        for purpose, change, asked in (
-            (CHANGES, self._moved, self.shift or self.flip),
-            (HOLES, self._erased, self.erase),
-        ):
-            if k is not None and asked:
-                drawn = draws(self.batching.seed, purpose, k, 3 * len(numbers)).reshape(-1, 3)
-                x = change(x, drawn[rows])
+        size = height, width = x.shape[1:3]
+        if k is not None and (self.shift or self.flip):
+            drawn, by = self._draws(CHANGES, k, len(numbers), 3)[rows], self.shift
+            black = np.pad(x, ((0, 0), (by, by), (by, by), (0, 0)))
+            from_ = (drawn[:, :2] % np.uint64(2 * by + 1)).astype(np.int64)
+            down, right = np.arange(height) + from_[:, :1], np.arange(width) + from_[:, 1:]
+            if self.flip:
+                right = np.where(drawn[:, 2:] & np.uint64(1), right[:, ::-1], right)
+            x = black[np.arange(len(x))[:, None, None], down[:, :, None], right[:, None]]
+        if k is not None and self.erase:
+            drawn = self._draws(HOLES, k, len(numbers), 3)[rows]
+            side = (drawn[:, 2:] % np.uint64(self.erase + 1)).astype(np.int64)
+            x = x * ~boxes(size, drawn[:, :2], np.repeat(side, 2, 1))[..., None]
         return x
-
-    def _moved(self, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-        b, height, width, _ = x.shape
-        by = (drawn[:, :2] % np.uint64(2 * self.shift + 1)).astype(np.int64) - self.shift
-        down, right = np.arange(height) + by[:, :1], np.arange(width) + by[:, 1:]  # b h, b w
-        if self.flip:
-            right = np.where(drawn[:, 2:] & np.uint64(1), right[:, ::-1], right)
-        inside = ((down >= 0) & (down < height))[:, :, None] & ((right >= 0) & (right < width))[
-            :, None
-        ]
-        row = np.arange(b)[:, None, None]
-        at = down.clip(0, height - 1)[:, :, None], right.clip(0, width - 1)[:, None]
-        return x[row, *at] * inside[..., None]
-
-    def _erased(self, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-        side = (drawn[:, 2:] % np.uint64(self.erase + 1)).astype(np.int64)
-        return x * ~boxes(x.shape[1:3], drawn[:, :2], np.repeat(side, 2, 1))[..., None]
-
-    def _pasted(
-        self, x: np.ndarray, guests: np.ndarray, drawn: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """x with a box of the guest in some, and the share (b) of its area."""
-        chance, area = (drawn[:, 2:] / 2.0**64).T
-        ratio = np.where(chance < self.paste, np.sqrt(area), 0.0)[:, None]
-        inside = boxes(x.shape[1:3], drawn[:, :2], (ratio * x.shape[1:3]).astype(np.int64))
-        return np.where(inside[..., None], guests, x), inside.mean((1, 2), dtype=np.float32)
 
     def describe(self) -> str:
         size = "{1} x {0}".format(*self.pictures.values.shape[1:3])
@@ -595,7 +753,7 @@ class ImageFeed(Base):
 
 def boxes(size: tuple[int, ...], drawn: np.ndarray, sides: np.ndarray) -> np.ndarray:
     """Where (b h w) a box with these sides (b 2) is, its middle anywhere by two draws (b 2); the rest is cut off."""
-    first = (drawn % np.array(size, np.uint64)).astype(np.int64) - sides // 2  # top, left
+    first = (drawn % np.array(size, np.uint64)).astype(np.int64) - sides // 2
     rows, columns = (
         (np.arange(n) >= first[:, a, None]) & (np.arange(n) < (first + sides)[:, a, None])
         for a, n in enumerate(size)

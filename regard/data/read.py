@@ -1,8 +1,8 @@
-"""Data files as records: dictionaries {role: value}, one per example, in the order of the files.
+"""Data files as records: dictionaries {role: value}, one per example, in the order of the files; and pictures.
 
-Text is UTF-8, cut at \\n (a \\r before it goes with it) and at nothing else. Everything but whole-file
-documents is read as a stream, so that memory does not grow with the data. Text, TSV, CSV, JSONL and
-SQuAD's JSON are read here, other tables by the package `datasets`, pictures in regard.data.images.
+Text is UTF-8, cut at \\n (a \\r before it goes with it) and at nothing else. Everything but whole-file documents is
+read as a stream, so that memory does not grow with the data. Text, TSV, CSV, JSONL and SQuAD's JSON are read here,
+other tables by the package `datasets`. Pictures become one array of bytes (n h w c); no pickle is ever read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,33 @@ import csv
 import glob
 import gzip
 import importlib
+import io
 import json
 import lzma
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
 
 from regard.config import Count, ranged
 from regard.errors import UsageError, nearest
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from regard.models import Patches
+
 Record = dict[str, Any]
 UNITS = ("file", "line", "paragraph")
 ROLES = ("text", "second", "source", "target", "label", "words", "tags", "start", "end", "image")
+SUFFIXES = (".png", ".jpg", ".jpeg")
+# Number types of idx files.
+IDX = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
 class DataError(UsageError):
@@ -117,9 +129,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
-            raise UsageError(
-                f"unit = {self.unit!r} is no unit of text; {nearest(self.unit, UNITS)}"
-            )
+            raise UsageError(f"unit = {self.unit!r} is unknown; {nearest(self.unit, UNITS)}")
         for role in self.columns:
             if role not in ROLES:
                 raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
@@ -152,19 +162,15 @@ def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
 
 def format_of(path: Path, format: str) -> str:
     """The format that is given, else that of the name; one that tells nothing means text."""
-    if format != "auto":
-        if format not in READERS and format not in ARRAYS:
-            raise UsageError(
-                f"format = {format!r} is unknown; {nearest(format, [*READERS, *ARRAYS])}"
-            )
-        return format
-    if path.is_dir():
-        return "images"
+    known = {*READERS, *ARRAYS}
+    if format not in known | {"auto"}:
+        raise UsageError(f"format = {format!r} is unknown; {nearest(format, known)}")
+    if format != "auto" or path.is_dir():
+        return "images" if format == "auto" else format
     name = path.name.lower().removesuffix(".gz").removesuffix(".xz")
     ending = name.rpartition(".")[2] if not name.endswith("-ubyte") else "idx"
-    return {"ndjson": "jsonl", "json": "squad"}.get(
-        ending, ending if ending in {*READERS, *ARRAYS} - {"hub"} else "text"
-    )
+    ending = {"ndjson": "jsonl", "json": "squad"}.get(ending, ending)
+    return ending if ending in known - {"hub"} else "text"
 
 
 # --- plain text ---------------------------------------------------------------------------------------------------
@@ -191,15 +197,9 @@ def _whole(path: Path) -> Iterator[str]:
 
 
 def _paragraphs(path: Path) -> Iterator[str]:
-    held: list[str] = []
-    for line in lines(path):
-        if line.strip():
-            held.append(line)
-        elif held:
-            yield "\n".join(held)
-            held = []
-    if held:
-        yield "\n".join(held)
+    for filled, group in groupby(lines(path), lambda line: bool(line.strip())):
+        if filled:
+            yield "\n".join(group)
 
 
 def _marked(path: Path, marker: str) -> Iterator[str]:
@@ -223,18 +223,18 @@ def _parallel(source: Source, roles: Sequence[str]) -> Iterator[Record]:
             "one number of lines"
         )
     for left, right in zip(here, there):
-        sides = zip_longest(lines(left), lines(right))
-        count = 0
-        for count, (one, other) in enumerate(sides, 1):
-            if one is None or other is None:
-                rest = 1 + sum(1 for _ in sides)
-                longer, shorter = (left, right) if other is None else (right, left)
+        sides, count = zip_longest(lines(left), lines(right)), 0
+        for both in sides:
+            if None in both:
+                more = count + 1 + sum(1 for _ in sides)
+                longer, shorter = (left, right) if both[1] is None else (right, left)
                 raise DataError(
-                    f"{longer} has {count - 1 + rest:,} lines, {shorter} {count - 1:,}; line i of one must belong to "
-                    "line i of the other"
+                    f"{longer} has {more:,} lines, {shorter} {count:,}; line i of one must belong to line i of the "
+                    "other"
                 )
-            yield {roles[0]: one, roles[1]: other}
-        if count == 0:
+            count += 1
+            yield dict(zip(roles, both))
+        if not count:
             raise DataError(f"{left} is empty: it holds no examples")
 
 
@@ -309,9 +309,7 @@ def _jsonl(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
         except (ValueError, RecursionError) as error:
             raise DataError(f"line {number} of {path} is no JSON: {error}") from None
         if not isinstance(row, dict):
-            raise DataError(
-                f"line {number} of {path} is no JSON object {{...}} but {type(row).__name__}: {line:.40}"
-            )
+            raise DataError(f"line {number} of {path} is no JSON object but {type(row).__name__}")
         yield _picked(row, source, roles, f"line {number} of {path}")
 
 
@@ -369,3 +367,170 @@ READERS: dict[str, Callable[[Path, Source, Sequence[str]], Iterator[Record]]] = 
     **dict.fromkeys(("parquet", "arrow", "hub"), _dataset),
 }
 ARRAYS = ("npz", "npy", "idx", "images")
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def pictures(source: Source) -> tuple[np.ndarray, list[str]]:
+    """Bytes (n h w c) and the class of each, by name or by number: of npz files, pairs of npy or idx files, or folders
+    of PNG or JPEG files with a folder per class."""
+    beside = source.beside_files()
+    parts = [_arrays(path, source, beside[i : i + 1]) for i, path in enumerate(source.files())]
+    shapes = {x.shape[1:] for x, _ in parts}
+    if len(shapes) > 1:
+        listed = " and ".join(map(str, sorted(shapes)))
+        raise DataError(f"pictures of different sizes: {listed} (height, width, channels)")
+    return np.concatenate([x for x, _ in parts]), [label for _, y in parts for label in y]
+
+
+def _arrays(path: Path, source: Source, beside: list[Path]) -> tuple[np.ndarray, list[str]]:
+    kind = format_of(path, source.format)
+    if kind not in ARRAYS:
+        raise UsageError(
+            f"{path} holds no pictures; give a folder with one folder for each class, an npz file, or two npy or idx "
+            "files"
+        )
+    if kind == "images":
+        return _folder(path, source.size)
+    if kind == "npz":
+        stored = load_arrays(path)
+        x, y = (_named(stored, source, *role, path) for role in (("image", "x"), ("label", "y")))
+    elif not beside:
+        raise UsageError(f"{path} holds pictures only; name the file with their classes too")
+    else:
+        x, y = map(_idx if kind == "idx" else load_arrays, (path, *beside))
+    x = x[..., None] if x.ndim == 3 else x
+    if x.ndim != 4 or x.dtype != np.uint8 or x.shape[-1] > 4:
+        raise DataError(
+            f"{path} must hold bytes of shape (n, height, width) or (n, height, width, channels), it holds {x.dtype} "
+            f"{x.shape}"
+        )
+    if y.ndim != 1 or y.dtype.kind not in "iuU":
+        raise DataError(f"classes of {path} must be n numbers or names, got {y.dtype} {y.shape}")
+    if len(x) != len(y):
+        raise DataError(f"{path} has {len(x):,} pictures and {len(y):,} classes")
+    if len(x) == 0:
+        raise DataError(f"{path} is empty: it holds no examples")
+    return x, [str(label) for label in y.tolist()]
+
+
+def load_arrays(path: Path) -> Any:
+    """The array of an npy file, the arrays of an npz file by name."""
+    with opened(path) as stream:
+        data = stream.read()
+    try:
+        stored = np.load(io.BytesIO(data), allow_pickle=False)
+        return stored if isinstance(stored, np.ndarray) else dict(stored)
+    # A damaged header raises almost anything.
+    except Exception as error:
+        kind = "npz" if ".npz" in path.suffixes else "npy"
+        why = str(error).partition("\n")[0]
+        raise DataError(f"{path} is not an {kind} file of numbers: {why:.200}") from None
+
+
+def _named(stored: Any, source: Source, role: str, default: str, path: Path) -> np.ndarray:
+    name = str(source.columns.get(role, default))
+    if name not in stored:
+        known = ", ".join(stored)
+        raise UsageError(f"{path} has no array {name!r} for the role {role}; it has: {known}")
+    return stored[name]
+
+
+def _idx(path: Path) -> np.ndarray:
+    """The format of MNIST: two zero bytes, type, number of axes, their sizes, the numbers."""
+    with opened(path) as stream:
+        data = stream.read()
+    if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in IDX or len(data) < 4 + 4 * data[3]:
+        raise DataError(f"{path} is not an idx file")
+    kind, axes = np.dtype(IDX[data[2]]), data[3]
+    shape = np.frombuffer(data, ">u4", axes, 4).tolist()
+    size = 4 + 4 * axes + math.prod(shape) * kind.itemsize
+    if len(data) != size:
+        raise DataError(f"{path} is cut off: it has {len(data):,} bytes, its head says {size:,}")
+    return np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
+
+
+def _folder(path: Path, size: int | None) -> tuple[np.ndarray, list[str]]:
+    needed("PIL.Image", "reading PNG and JPEG pictures", "pillow")
+    classes = sorted(p for p in path.iterdir() if p.is_dir())
+    files = [f for p in classes for f in sorted(p.iterdir()) if f.suffix.lower() in SUFFIXES]
+    if not files:
+        raise DataError(f"{path} has no pictures: make a folder for each class, with PNG or JPEG")
+    images: list[np.ndarray] = []
+    for file in files:
+        # All are grey or coloured as the first one is.
+        image = read_picture(file, size, images[0].shape[2] if images else None)
+        if images and image.shape != images[0].shape:
+            (height, width, _), first = image.shape, images[0].shape
+            raise DataError(
+                f"{file} is {width} x {height}, {files[0].name} {first[1]} x {first[0]}; "
+                f"say size = {min(first[:2])} to scale them"
+            )
+        images.append(image)
+    return np.stack(images), [file.parent.name for file in files]
+
+
+def read_picture(
+    file: Path, size: int | None, channels: int | None, resample: int | None = None
+) -> np.ndarray:
+    """Bytes (h w c) of a PNG or JPEG; c is 1 or 3, by the file unless `channels` says it. `resample` is the number of
+    Pillow's filter for scaling."""
+    library = needed("PIL.Image", "reading PNG and JPEG pictures", "pillow")
+    try:
+        with library.open(file) as picture:
+            grey = picture.mode in ("1", "L") if channels is None else channels == 1
+            picture = picture.convert("L" if grey else "RGB")
+            picture = picture if size is None else picture.resize((size, size), resample)
+            return np.atleast_3d(np.asarray(picture, dtype=np.uint8))
+    # A broken picture raises almost anything.
+    except Exception as error:
+        raise DataError(f"{file} is no picture that can be read: {error}") from None
+
+
+class Pictures:
+    """Pictures as a trained model reads them: scaled to its size, x / 255 minus mean over std. Those are 0.5, as in
+    training, unless preprocessor_config.json of the model's folder (`origin`) says otherwise."""
+
+    def __init__(self, wanted: Patches, origin: Any):
+        self.wanted = wanted
+        self.mean, self.std, self.filter = normal_of(origin)
+
+    def file(self, file: Path) -> Tensor:
+        """(c h w) of a PNG or JPEG."""
+        return self.tensor(read_picture(file, self.wanted.size, self.wanted.channels, self.filter))
+
+    def array(self, file: Path) -> list[Tensor]:
+        """Of bytes (n h w c) in an npy file; of an npz its array x, or the only one."""
+        x = load_arrays(file)
+        if isinstance(x, dict):
+            name = next(iter(x)) if len(x) == 1 else "x"
+            if name not in x:
+                raise DataError(f"{file} has no array x of pictures; it has: {', '.join(x)}")
+            x = x[name]
+        x = x[..., None] if x.ndim == 3 else x
+        want = (self.wanted.size, self.wanted.size, self.wanted.channels)
+        if x.dtype != np.uint8 or x.shape[1:] != want:
+            raise DataError(
+                f"{file} holds {x.dtype} {x.shape}; the model reads bytes (n, {', '.join(map(str, want))})"
+            )
+        return [self.tensor(each) for each in x]
+
+    def tensor(self, x: np.ndarray) -> Tensor:
+        import torch
+
+        scaled = (x.astype(np.float32) / 255 - self.mean) / self.std
+        return torch.from_numpy(np.ascontiguousarray(scaled.transpose(2, 0, 1)))
+
+
+def normal_of(origin: Any) -> tuple[np.ndarray, np.ndarray, int]:
+    """Mean and standard deviation of the channels, and the number of Pillow's filter for scaling."""
+    try:
+        settings = json.loads(origin.files.get("preprocessor_config.json", b"{}"))
+        mean, std = settings.get("image_mean") or 0.5, settings.get("image_std") or 0.5
+        if not settings.get("do_normalize", True):
+            mean, std = 0.0, 1.0
+        sides = [np.atleast_1d(np.array(side, np.float32)) for side in (mean, std)]
+        return sides[0], sides[1], int(settings.get("resample", 3))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"preprocessor_config.json is not as it should be: {error}") from None

@@ -181,14 +181,10 @@ def _map(path: Path, entry: dict[str, Any]) -> np.ndarray:
         ) from None
     key = (str(path.resolve()), state.st_size, state.st_mtime_ns, entry["sha256"])
     if key not in _checked:
-        what = ""
-        if state.st_size != entry["bytes"]:
-            what = f"has {state.st_size:,} bytes, {entry['bytes']:,} were written"
-        elif sha256(path) != entry["sha256"]:
-            what = "has another SHA-256 than what was written"
-        if what:
+        if state.st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
             raise DataError(
-                f"{path} has changed: it {what}; delete {path.parent} to have it made again"
+                f"{path} has changed: {entry['bytes']:,} bytes with another SHA-256 were written; delete "
+                f"{path.parent} to have it made again"
             )
         _checked.add(key)
     if entry["bytes"] == 0:
@@ -241,8 +237,8 @@ class Writer:
         }
         text = json.dumps({**data, "sha256": digest(data)}, indent=1, sort_keys=True)
         (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        for path in (self.folder / MANIFEST, self.folder):
-            sync(path)
+        sync(self.folder / MANIFEST)
+        sync(self.folder)
 
 
 class _Growing:
@@ -266,23 +262,17 @@ class _Growing:
             self.ends.append(self.ends[-1] + length)
 
     def finish(self) -> dict[str, Any]:
-        files = dict([_closed(self.file, self.hash, self.dtype)])
+        """What the manifest says of the files, which are on the disk now."""
+        size = self.file.tell()
+        self.file.close()
+        sync(Path(self.file.name))
+        entry = {"bytes": size, "sha256": self.hash.hexdigest(), "dtype": self.dtype.str}
+        files = {f"{self.path.name}.bin": entry}
         if self.shape == (-1,) and len(self.ends) > 1:
-            with open(f"{self.path}.ends.bin", "wb") as stream:
-                data = self.ends.tobytes()
-                stream.write(data)
-                files |= [_closed(stream, hashlib.sha256(data), np.dtype("int64"))]
+            ends = _Growing(self.path.with_name(f"{self.path.name}.ends"), "int64")
+            ends.write(np.array(self.ends))
+            files |= ends.finish()["files"]
         return {"shape": self.shape, "files": files}
-
-
-def _closed(stream: Any, whole: Any, dtype: np.dtype) -> tuple[str, dict[str, Any]]:
-    """The name of a file that is on the disk now, and what the manifest says of it."""
-    stream.flush()
-    os.fsync(stream.fileno())
-    size = stream.tell()
-    stream.close()
-    entry = {"bytes": size, "sha256": whole.hexdigest(), "dtype": dtype.str}
-    return Path(stream.name).name, entry
 
 
 @contextlib.contextmanager

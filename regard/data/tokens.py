@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -15,12 +15,10 @@ import tokenizers
 from tokenizers import decoders
 
 from regard.data.feed import IGNORE, UNANSWERED
-from regard.data.images import pictures
-from regard.data.read import DataError, Record, Source, records
+from regard.data.read import DataError, Record, Source, pictures, records
 from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
-from regard.text.build import plain_copy
-from regard.text.folder import blaming
+from regard.text.build import blaming, plain_copy
 from regard.text.tokenizer import Tokenizer, check_unicode
 
 # Ids, and the characters each comes from.
@@ -32,61 +30,52 @@ AROUND, CUTS = 200, 32
 
 
 class Coder:
-    """Texts -> ids, without special tokens; a text that spells one is text. `other` is the target's
-    tokenizer, where that is another one.
+    """Texts -> ids, without special tokens; a text that spells one is text.
 
-    A model that reads one text expects `before` text `after`, of two: `before` text `between` text
-    `after`. A decoder begins with `start` and ends with `end`; None is what the tokenizer does not
-    have. `reserved` are all special tokens."""
+    A model that reads one text expects `before` text `after`, of two: `before` text `between` text `after`. A decoder
+    begins with `start` and ends with `end`; None is what the tokenizer does not have. `reserved` are all special
+    tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, other: Tokenizer | None = None):
-        self.source, self.target = tokenizer, other or tokenizer
-        self.vocab = max(self.source.vocab, self.target.vocab)
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
+        core, special = tokenizer.core, tokenizer.special
         self.before, self.between, self.after = _template(tokenizer)
-        special = self.target.special
         self.end = special.eos[0] if special.eos else None
         starts = (special.start, special.bos, special.pad, self.end)
         self.start = next((i for i in starts if i is not None), None)
         self.pad = special.pad if special.pad is not None else self.end or 0
-        self.unknown = tokenizer.special.unk
+        self.unknown = special.unk
         mask = tokenizer.tokens.get("mask_token")
-        self.mask = None if mask is None else tokenizer.core.token_to_id(mask)
-        added = self.source.core.get_added_tokens_decoder().items()
+        self.mask = None if mask is None else core.token_to_id(mask)
+        added = core.get_added_tokens_decoder().items()
         self.reserved = tuple(sorted(i for i, token in added if token.special))
-        self._plain = {
-            id(t): plain_copy(t.core) for t in (self.source, self.target) if t.parts.source is None
-        }
+        # Marian cuts each side by another model.
+        self._plain = None if tokenizer.parts.source else plain_copy(core)
 
     @property
     def fingerprint(self) -> str:
-        whole = hashlib.sha256()
-        for tokenizer in (self.source, self.target):
-            sides = (tokenizer.core, tokenizer.parts.source, tokenizer.parts.target)
-            for core in sides:
-                whole.update(b"" if core is None else core.to_str().encode())
-        return whole.hexdigest()
+        parts = self.tokenizer.parts
+        sides = [
+            core.to_str().encode() for core in (parts.core, parts.source, parts.target) if core
+        ]
+        # Twice, source and target: so it was when the shards were made that runs go on with.
+        return hashlib.sha256(b"".join(sides * 2)).hexdigest()
 
     def encode(self, texts: Sequence[str], *, target: bool = False) -> list[list[int]]:
-        tokenizer = self.target if target else self.source
-        plain = self._plain.get(id(tokenizer))
-        # Marian cuts each side by another model.
-        if plain is None:
-            cut = tokenizer.encode_target if target else tokenizer.encode
+        if self._plain is None:
+            cut = self.tokenizer.encode_target if target else self.tokenizer.encode
             return [cut(text, special=False, literal=True) for text in texts]
-        return [encoding.ids for encoding in _many(plain, texts, fast=True)]
+        return [encoding.ids for encoding in _many(self._plain.encode_batch_fast, texts)]
 
     def located(self, texts: Sequence[str]) -> list[Located]:
         """The same with the first character of each token and the one behind its last."""
-        plain = self._plain.get(id(self.source))
-        if plain is None:
-            raise UsageError(
-                "a tokenizer of two sides does not tell which characters a token is made of"
-            )
-        return [(encoding.ids, encoding.offsets) for encoding in _many(plain, texts, fast=False)]
+        if self._plain is None:
+            raise UsageError("a tokenizer of two sides does not tell which characters a token has")
+        return [(e.ids, e.offsets) for e in _many(self._plain.encode_batch, texts)]
 
-    def tokens(self, ids: Sequence[int], *, target: bool = False) -> list[str]:
+    def tokens(self, ids: Sequence[int]) -> list[str]:
         """The pieces, one per id; those of a byte-level vocabulary as the text they stand for, if it is whole."""
-        core = (self.target if target else self.source).core
+        core = self.tokenizer.core
         pieces = [core.id_to_token(i) or f"<{i}>" for i in ids]
         if not isinstance(core.decoder, decoders.ByteLevel):
             return pieces
@@ -94,10 +83,7 @@ class Coder:
         return [text if text and "\ufffd" not in text else raw for text, raw in zip(texts, pieces)]
 
 
-def _many(
-    core: tokenizers.Tokenizer, texts: Sequence[str], fast: bool
-) -> list[tokenizers.Encoding]:
-    encode = core.encode_batch_fast if fast else core.encode_batch
+def _many(encode: Callable[..., list[tokenizers.Encoding]], texts: Sequence[str]) -> list[Any]:
     try:
         return encode(list(texts), add_special_tokens=False)
     except (TypeError, UnicodeError):
@@ -147,16 +133,21 @@ class Filling:
         for record in records(self.source, roles):
             self.count["records"] += 1
             more = sum(len(v) for v in record.values() if isinstance(v, str)) + 1
-            if chunk and more > 2 * PIECE:
+            long = more > 2 * PIECE
+            if long and chunk:
                 yield chunk
                 chunk, size = [], 0
             chunk.append(record)
             size += more
-            if size > CHUNK or more > 2 * PIECE:
+            if long or size > CHUNK:
                 yield chunk
                 chunk, size = [], 0
         if chunk:
             yield chunk
+
+    def numbers(self, classes: Callable[[], list[str]]) -> Numbers:
+        """Of the training data's classes, or of those found here."""
+        return Numbers((name, i) for i, name in enumerate(self.classes or classes()))
 
     def texts(self, chunk: list[Record], role: str) -> list[str]:
         for record in chunk:
@@ -243,10 +234,10 @@ def fill_pairs(filling: Filling) -> None:
 def fill_classified(filling: Filling) -> None:
     """One or two texts, and their class."""
     more = ["second"] if "second" in filling.source.columns else []
-    number = _numbers(filling, "label")
+    number = filling.numbers(lambda: classes_of(filling.source, "label"))
     labels: list[int] = []
     for chunk in filling.chunks("text", "label", *more):
-        chosen = [_number(name_of(record["label"]), number) for record in chunk]
+        chosen = [number[name_of(record["label"])] for record in chunk]
         parts = [filling.coder.encode(filling.texts(chunk, role)) for role in ("text", *more)]
         between = [*filling.coder.between] if more else []
         rows = [[*one, *between, *chain(*rest)] if one else [] for one, *rest in zip(*parts)]
@@ -257,7 +248,7 @@ def fill_classified(filling: Filling) -> None:
 
 def fill_tagged(filling: Filling) -> None:
     """Words and a tag for each: the first token of a word has its tag, the others are not counted."""
-    number = _numbers(filling, "tags")
+    number = filling.numbers(lambda: classes_of(filling.source, "tags"))
     for chunk in filling.chunks("words", "tags"):
         ids, labels = [], []
         for record in chunk:
@@ -267,7 +258,7 @@ def fill_tagged(filling: Filling) -> None:
         texts = [" ".join(map(str, record["words"])) for record in chunk]
         for record, (row, spans) in zip(chunk, filling.coder.located(texts)):
             ends = np.cumsum([len(str(word)) + 1 for word in record["words"]]).tolist()
-            tags = [_number(name_of(tag), number) for tag in record["tags"]]
+            tags = [number[name_of(tag)] for tag in record["tags"]]
             label, word = [IGNORE] * len(row), -1
             for i, (_, end) in enumerate(spans):
                 here = int(np.searchsorted(ends, end - 1, side="right"))
@@ -294,7 +285,12 @@ def fill_answers(filling: Filling) -> None:
             if record["start"] is None and record["end"] is None:
                 labels.append((UNANSWERED, UNANSWERED))
                 continue
-            start, end = (_place(record, role) for role in ("start", "end"))
+            try:
+                start, end = int(record["start"]), int(record["end"])
+            except (TypeError, ValueError):
+                raise DataError(
+                    f"start and end of an answer are numbers of characters, counted from 0; got {record!r:.80}"
+                ) from None
             inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
             span = (len(head) + inside[0], len(head) + inside[-1]) if inside else (IGNORE, IGNORE)
             labels.append(span)
@@ -303,27 +299,21 @@ def fill_answers(filling: Filling) -> None:
     filling.done()
 
 
-def _place(record: Record, role: str) -> int:
-    try:
-        return int(record[role])
-    except (TypeError, ValueError):
-        raise DataError(
-            f"the {role} of an answer is a character's number, counted from 0; got {record[role]!r}"
-        ) from None
-
-
 def fill_pictures(filling: Filling) -> None:
     images, names = pictures(filling.source)
-    classes = filling.classes or ordered(set(names))
-    number = {name: i for i, name in enumerate(classes)}
+    number = filling.numbers(lambda: ordered(set(names)))
     filling.writer.array("images", images)
-    filling.writer.array("labels", np.array([_number(n, number) for n in names], np.int64))
-    filling.writer.notes = {"records": len(images), "empty": 0, "classes": classes}
+    filling.writer.array("labels", np.array([number[name] for name in names], np.int64))
+    filling.writer.notes = {"records": len(images), "empty": 0, "classes": list(number)}
 
 
-def _numbers(filling: Filling, role: str) -> dict[str, int]:
-    """The classes, each with its number."""
-    return {n: i for i, n in enumerate(filling.classes or classes_of(filling.source, role))}
+class Numbers(dict[str, int]):
+    """The classes of the training data, each with its number."""
+
+    def __missing__(self, name: str) -> int:
+        raise DataError(
+            f"label {name!r} is not among the classes of the training data: {', '.join(self)[:200]}"
+        )
 
 
 def classes_of(source: Source, role: str) -> list[str]:
@@ -337,9 +327,7 @@ def classes_of(source: Source, role: str) -> list[str]:
 
 def ordered(names: set[str]) -> list[str]:
     if len(names) < 2:
-        raise DataError(
-            f"every label is {next(iter(names), '')!r}; give data with two classes or more"
-        )
+        raise DataError(f"every label is {min(names, default='')!r}; give data with two classes")
     numbers = all(name.isdecimal() for name in names)
     return sorted(names, key=lambda name: (int(name), name) if numbers else (0, name))
 
@@ -348,11 +336,3 @@ def name_of(label: Any) -> str:
     if not isinstance(label, str | int):
         raise DataError(f"a label must be a name or a whole number, one is {label!r:.60}")
     return str(label)
-
-
-def _number(name: str, number: dict[str, int]) -> int:
-    if name not in number:
-        raise DataError(
-            f"label {name!r} is not among the classes of the training data: {', '.join(number)[:200]}"
-        )
-    return number[name]

@@ -8,36 +8,48 @@ tokenizer, or train one for each side.
 from __future__ import annotations
 
 import json
-import os
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import Count, ranged
-from regard.data import unigram
+from regard.data.shards import sync
 from regard.errors import UsageError, nearest
-from regard.text.build import SPACE
-from regard.text.folder import blaming
+from regard.text.build import SPACE, blaming
 
 AROUND = ("none", "start", "end", "both")
-TASKS = ("lm", "seq2seq", "infill", "mlm")
+# Task -> its usual special tokens.
+TASKS = {
+    "lm": "unk eos",
+    "seq2seq": "pad unk bos eos",
+    "infill": "pad unk bos eos mask",
+    "mlm": "pad unk cls sep mask",
+}
 PARTS = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 _PLAIN = dict(pad="<pad>", unk="<unk>", bos="<s>", eos="</s>", cls="<s>", sep="</s>", mask="<mask>")
 _BERT = dict(pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
-BYTES = 256
 # Before a piece that does not begin a word.
 INSIDE = "##"
 # The first of 131,000 characters that no text should have.
 PRIVATE = 0xF0000
 # Characters of a text that are read at once, and of a word: longer ones are learned from in parts.
 PART, LONG = 1 << 20, 128
+# Characters of a piece.
+LONGEST = 16
+SEEDS = 1_000_000
+# Characters of different words that are learned from, the most frequent words first.
+MUCH = 1_000_000
+# How many of the pieces stay after each round, and rounds of expectation maximisation between.
+SHRINK, ROUNDS = 0.75, 2
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class Recipe:
     min_count: Count = 2
 
     def __post_init__(self) -> None:
-        choices = {"kind": KINDS, "task": TASKS, "around": (*AROUND, None)}
+        choices: dict[str, Any] = {"kind": KINDS, "task": TASKS, "around": (*AROUND, None)}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -83,15 +95,12 @@ class Recipe:
         """Special tokens by their part."""
         if self.special is not None:
             return self.special
-        if self.task == "mlm":
-            tokens = _BERT if self.kind == "wordpiece" else _PLAIN
-            return {part: tokens[part] for part in ("pad", "unk", "cls", "sep", "mask")}
-        lossless = self.kind in ("bpe", "bytes")
-        unk = {} if lossless else {"unk": _PLAIN["unk"]}
-        if self.task == "lm":
-            return {**unk, "eos": "<|endoftext|>"}
-        pairs = {"pad": _PLAIN["pad"], **unk, "bos": _PLAIN["bos"], "eos": _PLAIN["eos"]}
-        return {**pairs, "mask": _PLAIN["mask"]} if self.task == "infill" else pairs
+        tokens = _BERT if (self.task, self.kind) == ("mlm", "wordpiece") else _PLAIN
+        tokens = {**tokens, "eos": "<|endoftext|>"} if self.task == "lm" else tokens
+        # Bytes leave nothing unknown.
+        known = self.kind in ("bpe", "bytes") and self.task != "mlm"
+        parts = TASKS[self.task].split()
+        return {part: tokens[part] for part in parts if part != "unk" or not known}
 
     @property
     def tokens(self) -> list[str]:
@@ -119,19 +128,20 @@ def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
     if one is None:
         raise UsageError("there are no texts to learn a tokenizer from")
     parts = (part for text in chain([one], stream) for part in _parts(text))
-    with blaming("no tokenizer can be learned from these texts"), _one_thread():
+    with blaming("no tokenizer can be learned from these texts"):
         core = KINDS[recipe.kind](parts, recipe)
-    _check(core, recipe)
-    template = processors.TemplateProcessing(
-        single=" ".join(x for x in (first, "$A", last) if x),
-        pair=" ".join(x for x in (first, "$A", last, "$B", last) if x),
-        special_tokens=[(t, core.token_to_id(t)) for t in dict.fromkeys((first, last)) if t],
-    )
+    for i, token in enumerate(recipe.tokens):
+        if core.token_to_id(token) != i:
+            raise UsageError(f"special token {token!r} is also a piece of text; choose another")
     if first or last:
-        core.post_processor = template
+        core.post_processor = processors.TemplateProcessing(
+            single=" ".join(x for x in (first, "$A", last) if x),
+            pair=" ".join(x for x in (first, "$A", last, "$B", last) if x),
+            special_tokens=[(t, core.token_to_id(t)) for t in dict.fromkeys((first, last)) if t],
+        )
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {f"{part}_token": text for part, text in recipe.named.items()}
-    settings |= {"clean_up_tokenization_spaces": False}
+    settings["clean_up_tokenization_spaces"] = False
     if recipe.more:
         settings["additional_special_tokens"] = list(recipe.more)
     return {
@@ -157,34 +167,10 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         new = folder / f".{name}.new"
-        with open(new, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        new.write_bytes(data)
+        sync(new)
         new.replace(folder / name)
     return folder
-
-
-def _check(core: tokenizers.Tokenizer, recipe: Recipe) -> None:
-    for i, token in enumerate(recipe.tokens):
-        if core.token_to_id(token) != i:
-            raise UsageError(
-                f"special token {token!r} is also a piece of text; choose another string"
-            )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums of several threads would depend on who comes first."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 # --- the kinds ----------------------------------------------------------------------------------------------------
@@ -192,7 +178,7 @@ def _one_thread() -> Iterator[None]:
 
 def _bpe(texts: Iterator[str], recipe: Recipe, merges: bool = True) -> tokenizers.Tokenizer:
     """Bytes, and the pairs of them that are seen most (Sennrich et al. 2016; GPT-2's cut into words)."""
-    smallest = BYTES + len(recipe.tokens)
+    smallest = 256 + len(recipe.tokens)
     if merges and recipe.vocab < smallest:
         raise UsageError(
             f"vocab = {recipe.vocab} is too small: 256 bytes and {len(recipe.tokens)} special tokens are {smallest}"
@@ -210,10 +196,6 @@ def _bpe(texts: Iterator[str], recipe: Recipe, merges: bool = True) -> tokenizer
     )
     core.train_from_iterator(texts if merges else iter(()), trainer)
     return core
-
-
-def _bytes(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
-    return _bpe(texts, recipe, merges=False)
 
 
 def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
@@ -237,14 +219,8 @@ def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
     lines = (" ".join([written(word)] * count) for word, count in counts.items())
     pairs = tokenizers.Tokenizer(models.BPE())
     pairs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pairs.train_from_iterator(
-        lines,
-        trainers.BpeTrainer(
-            vocab_size=recipe.vocab - len(recipe.tokens),
-            min_frequency=recipe.min_count,
-            show_progress=False,
-        ),
-    )
+    sizes = dict(vocab_size=recipe.vocab - len(recipe.tokens), min_frequency=recipe.min_count)
+    pairs.train_from_iterator(lines, trainers.BpeTrainer(**sizes, show_progress=False))  # type: ignore[arg-type]
     read = {stand: mark for mark, stand in stands.items()}
     vocabulary = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
     marks = [[read[c] for c in piece] for piece, _ in vocabulary]
@@ -256,7 +232,7 @@ def _wordpiece(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
 
 
 def _unigram(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
-    """The pieces that make the texts most probable, with SentencePiece's mark for a space: see regard.data.unigram."""
+    """The pieces that make the texts most probable, with SentencePiece's mark for a space: see `learn`."""
     core = tokenizers.Tokenizer(models.Unigram())
     steps: list[Any] = [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
     core.normalizer = normalizers.Sequence(steps + [normalizers.Lowercase()] * recipe.lower)
@@ -267,7 +243,7 @@ def _unigram(texts: Iterator[str], recipe: Recipe) -> tokenizers.Tokenizer:
         for word in _words(core, text):
             counts.update(word[i : i + LONG] for i in range(0, len(word), LONG))
     unk = _unknown(recipe)
-    learned = unigram.learn(counts, recipe.vocab - len(recipe.tokens))
+    learned = learn(counts, recipe.vocab - len(recipe.tokens))
     pieces = [(token, 0.0) for token in recipe.tokens]
     pieces += [item for item in learned if item[0] not in recipe.tokens]
     core.model = models.Unigram(pieces, recipe.tokens.index(unk))
@@ -307,5 +283,167 @@ KINDS: dict[str, Callable[[Iterator[str], Recipe], tokenizers.Tokenizer]] = {
     "wordpiece": _wordpiece,
     "unigram": _unigram,
     "chars": _chars,
-    "bytes": _bytes,
+    "bytes": partial(_bpe, merges=False),
 }
+
+
+# --- the unigram model --------------------------------------------------------------------------------------------
+
+
+def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
+    """`size` pieces with log p, best first, that make the words most probable (Kudo 2018, arXiv:1804.10959):
+
+        P(word) = sum over all ways to cut it of prod p(piece)
+
+    Start from every substring that occurs twice; then in turn, find p by expectation maximisation and drop the pieces
+    that are missed least. All single characters stay. The library's trainer sums in the order of a hash table, which is
+    another one each time; here the same words give the same pieces."""
+    counts = _frequent(counts)
+    words = sorted(counts)
+    weight = np.array([counts[word] for word in words], np.float64)
+    pieces, start = _seeds(words, counts)
+    score = np.log(start) - np.log(start.sum())
+    lattice, inside = lattice_of(words, pieces), lattice_of(pieces, pieces, whole=False)
+    single = np.array([len(piece) == 1 for piece in pieces])
+    # The numbers of the pieces that are left.
+    left = np.arange(len(pieces))
+    while True:
+        for _ in range(ROUNDS):
+            expected = lattice.expected(score, weight)[left]
+            score[left] = _digamma(np.maximum(expected, 0.5)) - _digamma(expected.sum())
+        if len(left) <= size:
+            break
+        missed = np.where(single[left], np.inf, expected * (score - inside.best(score))[left])
+        count = max(int(len(left) * SHRINK), size, int(single.sum()))
+        left = left[np.sort(np.argsort(-missed, kind="stable")[:count])]
+        stays = np.isin(np.arange(len(pieces)), left)
+        lattice = lattice.only(stays[lattice.piece])
+        inside = inside.only(stays[inside.piece] & stays[inside.word])
+    order = sorted(left.tolist(), key=lambda i: (-score[i], pieces[i]))
+    return [(pieces[i], float(score[i])) for i in order]
+
+
+def _digamma(x: Any) -> np.ndarray:
+    """d log Gamma(x) / dx for x > 0: psi(x) = psi(x + 1) - 1 / x until x is large, then its series."""
+    x = np.array(x, np.float64)
+    total = np.zeros_like(x)
+    for _ in range(7):
+        total -= 1 / x
+        x = x + 1
+    y = 1 / (x * x)
+    return total + np.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y / 252))
+
+
+def _frequent(counts: Mapping[str, int]) -> Mapping[str, int]:
+    """The most frequent words; of the others only the characters, so that all can be written."""
+    order = sorted(counts, key=lambda word: (-counts[word], word))
+    sizes = np.cumsum([len(word) for word in order])
+    enough = int(np.searchsorted(sizes, MUCH, side="right"))
+    frequent = Counter({word: counts[word] for word in order[:enough]})
+    frequent.update({c for word in order[enough:] for c in word})
+    return frequent
+
+
+def _seeds(words: list[str], counts: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
+    seen: Counter[str] = Counter()
+    for word in words:
+        count, n = counts[word], len(word)
+        for a in range(n):
+            for b in range(a + 1, min(a + LONGEST, n) + 1):
+                seen[word[a:b]] += count
+    # Never seen but inside one longer substring, which is the better piece.
+    inner = set()
+    for text, count in seen.items():
+        inner |= {part for part in (text[1:], text[:-1]) if seen[part] == count}
+    singles = [text for text in seen if len(text) == 1]
+    others = [t for t, count in seen.items() if len(t) > 1 < count and t not in inner]
+    others.sort(key=lambda text: (-seen[text] * len(text), text))
+    pieces = sorted([*singles, *others[:SEEDS]])
+    return pieces, np.array([seen[piece] for piece in pieces], np.float64)
+
+
+def lattice_of(words: Iterable[str], pieces: Iterable[str], whole: bool = True) -> Lattice:
+    """All ways to cut words into pieces. Without `whole`, no word may be one piece."""
+    number = {piece: i for i, piece in enumerate(pieces)}
+    leaves, reaches, piece, lasts, arcs = (array("q") for _ in range(5))
+    first = 0
+    for word in words:
+        n, before = len(word), len(piece)
+        for a in range(n):
+            for b in range(a + 1, min(a + LONGEST, n) + 1):
+                index = number.get(word[a:b])
+                if index is not None and (whole or b - a < n):
+                    leaves.append(first + a)
+                    reaches.append(first + b)
+                    piece.append(index)
+        arcs.append(len(piece) - before)
+        lasts.append(first + n)
+        first += n + 1
+    word_of = np.repeat(np.arange(len(arcs)), np.array(arcs))
+    ends, starts, stops, numbers = map(np.array, (lasts, leaves, reaches, piece))
+    return Lattice(ends, starts, stops, numbers, word_of)
+
+
+Way = tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[np.ndarray, np.ndarray]]]
+
+
+@dataclass(eq=False)
+class Lattice:
+    """Arcs from node to node, a node being a place in a word: the last node of each word; where each arc leaves and
+    what it reaches, its piece and its word."""
+
+    lasts: np.ndarray
+    leaves: np.ndarray
+    reaches: np.ndarray
+    piece: np.ndarray
+    word: np.ndarray
+
+    def __post_init__(self) -> None:
+        self.firsts = np.concatenate([[0], self.lasts[:-1] + 1])
+        # Where a sweep begins, the node before and behind each arc, and the arcs in the order that it takes them.
+        order = _groups(self.reaches - self.firsts[self.word], self.reaches)
+        self.forward = (self.firsts, self.leaves, self.reaches, order)
+        order = _groups(self.lasts[self.word] - self.leaves, self.leaves)
+        self.backward = (self.lasts, self.reaches, self.leaves, order)
+
+    def only(self, arcs: np.ndarray) -> Lattice:
+        """With some of the arcs."""
+        parts = (x[arcs] for x in (self.leaves, self.reaches, self.piece, self.word))
+        return Lattice(self.lasts, *parts)
+
+    def expected(self, score: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """How often each piece occurs, over all ways to cut the words, which occur `weight` times."""
+        arc = score[self.piece]
+        before, after = self._sweep(arc, self.forward), self._sweep(arc, self.backward)
+        whole = before[self.lasts][self.word]
+        share = np.exp(before[self.leaves] + arc + after[self.reaches] - whole)
+        return np.bincount(self.piece, share * weight[self.word], minlength=len(score))
+
+    def best(self, score: np.ndarray) -> np.ndarray:
+        """log p of the best way to cut each word; -inf where there is none."""
+        return self._sweep(score[self.piece], self.forward, best=True)[self.lasts]
+
+    def _sweep(self, arc: np.ndarray, way: Way, best: bool = False) -> np.ndarray:
+        """log of the sum (or the largest) of the products over all paths from the beginning to each node."""
+        begin, leaves, reaches, groups = way
+        total = np.full(int(self.lasts[-1]) + 1, -np.inf)
+        total[begin] = 0.0
+        for arcs, starts in groups:
+            x = total[leaves[arcs]] + arc[arcs]
+            top = np.maximum.reduceat(x, starts)
+            if not best:
+                size = np.diff(np.append(starts, len(x)))
+                top = top + np.log(np.add.reduceat(np.exp(x - np.repeat(top, size)), starts))
+            total[reaches[arcs[starts]]] = top
+        return total
+
+
+def _groups(place: np.ndarray, node: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Arcs by place, and inside by node: (arcs, where each node's begin) for each place in turn."""
+    order = np.lexsort((node, place))
+    cuts = np.flatnonzero(np.diff(place[order])) + 1
+    groups = []
+    for arcs in np.split(order, cuts) if len(order) else []:
+        starts = np.flatnonzero(np.diff(node[arcs])) + 1
+        groups.append((arcs, np.concatenate([[0], starts])))
+    return groups

@@ -18,8 +18,8 @@ from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError, notice
 from regard.fast.invariant import invariant as steady
 from regard.text import Special, Stream, Tokenizer, needed, special_ids
-from regard.text.folder import read_json
-from regard.text.stream import check_stop
+from regard.text.build import read_json
+from regard.text.tokenizer import check_stop
 
 Prompt = str | Sequence[int] | Tensor
 PAGE = 16  # tokens

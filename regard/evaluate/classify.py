@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from regard.data.pictures import Pictures
+from regard.data.read import Pictures
 from regard.data.tokens import Coder
 from regard.errors import DATA, Fault, UsageError
 from regard.evaluate.model import Opened

@@ -19,8 +19,7 @@ from regard.checkpoint import load
 from regard.data.config import Data, check_used, feed_of, shards_of
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
 from regard.data.feed import IGNORE, Base, Batch, Batching, Feed, ImageFeed
-from regard.data.pictures import normal_of
-from regard.data.read import Record, Source, records
+from regard.data.read import Record, Source, normal_of, records
 from regard.data.shards import Column
 from regard.data.tokens import Coder
 from regard.decode.generate import tokenizer_of
@@ -33,8 +32,17 @@ from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
 from regard.text import needed
 from regard.train.loss import masked_lm_loss
-from regard.train.measure import LABELLED, ROWS, context_of, measure, translations
-from regard.train.metrics import known, perplexity, suited, text_scores
+from regard.train.measure import (
+    LABELLED,
+    ROWS,
+    context_of,
+    known,
+    measure,
+    perplexity,
+    suited,
+    text_scores,
+    translations,
+)
 from regard.train.plan import pick_device
 from regard.train.tasks import TASKS
 

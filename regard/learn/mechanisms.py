@@ -49,7 +49,7 @@ from regard.models.recurrent import CELLS, MemoryAttention
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.train import loss
 from regard.train.checkpoint import Checkpoints
-from regard.train.metrics import text_scores
+from regard.train.measure import text_scores
 from regard.train.optim import SHAPES, Optim, Schedule, noam
 from regard.train.trainer import Train, Trainer
 
@@ -719,7 +719,7 @@ def schedules(
     yield Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)
 
 
-@topic("regard/train/metrics.py::text_scores")
+@topic("regard/train/measure.py::text_scores")
 def bleu(text: str = "the cat sat on a mat", reference: str = "the cat sat on the mat") -> Tables:
     """How near is a translation to a human one?
 

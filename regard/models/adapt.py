@@ -1,6 +1,6 @@
 """What fine-tuning changes in a finished model: its head, and low-rank additions to its linear layers (LoRA).
 
-Training makes them (train/adapt.py), checkpoints keep them apart from the body (checkpoint/adapter.py).
+Training makes them (train/config.py), checkpoints keep them apart from the body (checkpoint/adapter.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from regard.report.page import Block, Figure, Point, Series, bars, heat, lines
 from regard.see.format import aligned, clip, number, short, span, strict, visible
 from regard.see.look import Given, named, trace
 from regard.text import needed
-from regard.train.log import settings
+from regard.train.config import toml
 from regard.train.measure import context_of
 from regard.train.trainer import flat
 
@@ -531,15 +531,6 @@ def _again(run: Run) -> Iterator[Block]:
     yield Block("code", "\n".join(text), language="sh")
     config = toml(run.info.get("config") or {})
     yield Block("code", config, language="toml", folded="all settings, as resolved")
-
-
-def toml(config: Mapping[str, Any]) -> str:
-    """Settings as TOML; what is None has no line."""
-    tables = {name: table for name, table in config.items() if isinstance(table, dict)}
-    lines = settings({name: value for name, value in config.items() if name not in tables})
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *settings(table)]
-    return "\n".join(lines)
 
 
 # --- runs side by side ----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from regard.attention import DSA, MLA, DeltaRule
 from regard.attention.core import Terms, scores
 from regard.attention.sparse import Spread
 from regard.block import Attention, Tower
-from regard.data.pictures import Pictures
+from regard.data.read import Pictures
 from regard.decode.generate import default_length, generate, special_of
 from regard.decode.settings import Result
 from regard.errors import DATA, Fault, UsageError, blaming

@@ -1,4 +1,5 @@
-"""Files of a model folder -> the `tokenizers` object(s) that do the work, built as transformers builds them.
+"""What the files of a model folder (name -> bytes) say: the `tokenizers` object(s) that do the work, built as
+transformers builds them, the special tokens and their ids, chat templates.
 
 tokenizer.json as it is; else from what older folders carry: vocab.json + merges.txt, vocab.txt, SentencePiece models.
 """
@@ -7,6 +8,9 @@ from __future__ import annotations
 
 import json
 import secrets
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +18,28 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from regard.errors import UsageError
-from regard.text import spm
-from regard.text.folder import STYLES, Files, Settings, blaming, content, read_json
+from regard.files import loads
+
+Files = Mapping[str, bytes]
+Settings = dict[str, Any]
 
 SPACE = "▁"
-WANTED = """tokenizer.json, or vocab.json and merges.txt, or vocab.txt, or a SentencePiece file (spiece.model,
-tokenizer.model, sentencepiece.bpe.model), or source.spm, target.spm and vocab.json""".replace(
-    "\n", " "
+END = "<|endoftext|>"
+_FAIRSEQ = dict(
+    bos="<s>", eos="</s>", sep="</s>", cls="<s>", unk="<unk>", pad="<pad>", mask="<mask>"
 )
+# Style of tokenizer -> the strings that its class has by default.
+STYLES: dict[str, dict[str, str]] = {
+    "gpt2": dict(bos=END, eos=END, unk=END),
+    "qwen2": dict(eos=END, unk=END, pad=END),
+    "roberta": _FAIRSEQ,
+    "bert": dict(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]"),
+    "t5": dict(eos="</s>", unk="<unk>", pad="<pad>"),
+    "llama": dict(bos="<s>", eos="</s>", unk="<unk>"),
+    "xlmroberta": _FAIRSEQ,
+    "marian": dict(eos="</s>", unk="<unk>", pad="<pad>"),
+}
+_SAME_AS = dict(bart="roberta", distilbert="bert", qwen3="qwen2", mistral="llama", mixtral="llama")
 _BY_FILE = {
     "source.spm": "marian",
     "target.spm": "marian",
@@ -32,33 +50,154 @@ _BY_FILE = {
     "tokenizer.model": "llama",
     "sentencepiece.bpe.model": "xlmroberta",
 }
+WANTED = (
+    "tokenizer.json, or vocab.json and merges.txt, or vocab.txt, or a SentencePiece file (spiece.model, "
+    "tokenizer.model, sentencepiece.bpe.model), or source.spm, target.spm and vocab.json"
+)
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Times that a tokenizer's replacements may lengthen a text.
+GROWTH = 256
+# SentencePiece: kinds of models and of pieces.
+UNIGRAM, BPE = 1, 2
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
-def unreachable() -> str:
-    """A name for a piece that no text spells."""
-    return f"\ufdd0{secrets.token_hex(8)}"
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Whatever the library cannot take is the file's fault; it raises plain exceptions, and panics on some input."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise UsageError(f"{what}: {e}") from None
 
 
-def plain_copy(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A copy that finds no special token in a text. A unigram model would still find those of its own vocabulary."""
-    data = json.loads(core.to_str())
-    if data["model"]["type"] == "Unigram":
-        vocab = data["model"]["vocab"]
-        for token in data["added_tokens"]:
-            if token["special"]:
-                token["content"] = unreachable()
-                if token["id"] < len(vocab):
-                    vocab[token["id"]][0] = token["content"]
-    copy = tokenizers.Tokenizer.from_str(json.dumps(data))
-    copy.encode_special_tokens = True
-    return copy
+def check_unicode(text: str, what: str) -> None:
+    """Half a surrogate pair is a string in Python but not Unicode text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise UsageError(
+            f"{what} holds half a surrogate pair (U+{ord(text[e.start]):04X} at character {e.start}), which is not "
+            f"Unicode text; replace it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        ) from None
 
 
-GROWTH = 256  # times that a tokenizer's replacements may lengthen a text
+def read_json(files: Files, name: str) -> Settings:
+    """The table in a JSON file of the folder; empty where there is no such file."""
+    if name not in files:
+        return {}
+    try:
+        data = loads(files[name])
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"{name} is not JSON: {e}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{name} must hold a table {{...}}, got {type(data).__name__}")
+    return data
+
+
+def read_text(files: Files, name: str) -> str:
+    with blaming(f"{name} is not UTF-8"):
+        return files[name].decode("utf-8")
+
+
+def content(token: Any) -> str | None:
+    """The string of a token that is written as a string or as a table with `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
+
+
+def style(settings: Settings, config: Settings) -> tuple[str | None, str]:
+    """(row of STYLES or None, what the folder calls it), by tokenizer_class, then by model_type."""
+    class_name = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
+    name = str(class_name).removesuffix("Fast").removesuffix("Tokenizer").lower()
+    if name in ("", "pretrained", "tokenizersbackend", "auto"):
+        class_name = config.get("model_type") or ""
+        name = str(class_name).replace("-", "").replace("_", "").lower()
+    name = _SAME_AS.get(name, name)
+    return (name if name in STYLES else None), str(class_name)
+
+
+def names(
+    files: Files, settings: Settings, kind: str | None, known: Callable[[str], Any]
+) -> Settings:
+    """{"bos_token": "<s>", ...}: what the folder says, then what the class has by default and the vocabulary knows."""
+    tokens = {f"{name}_token": text for name, text in STYLES.get(kind or "", {}).items()}
+    tokens = {name: text for name, text in tokens.items() if known(text) is not None}
+    for table in (read_json(files, "special_tokens_map.json"), settings):
+        for name, token in table.items():
+            text = content(token)
+            if name.endswith("_token") and not name.startswith("add_") and text is not None:
+                tokens[name] = text
+            elif name in tokens and token is None:
+                # null: this model has none.
+                del tokens[name]
+    return tokens
+
+
+@dataclass(frozen=True)
+class Special:
+    """Ids with a meaning; eos may be several, None is what the folder does not name. `start` begins
+    what a decoder writes."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+    unk: int | None = None
+    start: int | None = None
+
+
+def special_ids(
+    files: Files, config: Settings | None = None, tokens: Settings | None = None
+) -> Special:
+    """By generation_config.json, then config.json, then the tokenizer (`tokens`: name -> id)."""
+    tables = {
+        "generation_config.json": read_json(files, "generation_config.json"),
+        "config.json": config or read_json(files, "config.json"),
+        "the tokenizer": tokens or {},
+    }
+
+    def first(name: str) -> tuple[int, ...]:
+        for where, table in tables.items():
+            value = table.get(name)
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(i) is int for i in ids):
+                raise UsageError(f"{where}: {name} must be an id or a list of ids, got {value!r}")
+            # -1 is how some folders write "none".
+            if ids := [i for i in ids if i >= 0]:
+                return tuple(ids)
+        return ()
+
+    names = ("bos", "pad", "unk", "decoder_start")
+    bos, pad, unk, start = (next(iter(first(f"{name}_token_id")), None) for name in names)
+    return Special(bos, first("eos_token_id"), pad, unk, start)
+
+
+def templates(files: Files, settings: Settings) -> dict[str, str]:
+    """Chat templates by name ("default" is the usual one): chat_template.jinja before the JSON files."""
+    given = settings.get("chat_template")
+    if given is None:
+        given = read_json(files, "chat_template.json").get("chat_template")
+    if isinstance(given, list):
+        given = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
+    sources = given if isinstance(given, dict) else {} if given is None else {"default": given}
+    if "chat_template.jinja" in files:
+        sources = {**sources, "default": read_text(files, "chat_template.jinja")}
+    for name, source in sources.items():
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise UsageError(
+                f"tokenizer_config.json: chat_template must be text, or a list of {{name, template}}, got {given!r:.80}"
+            )
+    return sources
+
+
+# --- files -> a tokenizer --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -90,23 +229,47 @@ def build(files: Files, settings: Settings, kind: str | None, class_name: str) -
     guess = next((how for name, how in _BY_FILE.items() if name in files), None)
     if guess is None:
         return None
-    if (
-        kind is None
-        and class_name
-        and not class_name.startswith(("PreTrained", "TokenizersBackend"))
-    ):
+    general = not class_name or class_name.startswith(("PreTrained", "TokenizersBackend"))
+    if kind is None and not general:
         raise UsageError(
             f"the folder's tokenizer is of class {class_name!r}, which Regard cannot build from these files; known: "
             f"{', '.join(STYLES)}. Save it with transformers (tokenizer.save_pretrained) to get a tokenizer.json"
         )
+    several = {"marian": "source.spm target.spm vocab.json", "gpt2": "vocab.json merges.txt"}
+    needed = several.get(guess, "").split()
+    have, missing = ([n for n in needed if (n in files) is there] for there in (True, False))
+    if missing:
+        raise UsageError(
+            f"the folder has {' and '.join(have)}, but no {missing[0]}; a tokenizer is {WANTED}"
+        )
     if guess == "marian":
-        return _marian(_all(files, "source.spm", "target.spm", "vocab.json"), settings)
+        return _marian(files, settings)
     if guess == "gpt2":
-        return _byte_level(_all(files, "vocab.json", "merges.txt"), settings, kind)
+        return _byte_level(files, settings, kind)
     if guess == "bert":
         return Parts(_word_piece(files, settings), "bert")
     file = next(name for name in _BY_FILE if name in files)
     return Parts(_sentence_piece(files[file], file, settings, kind or guess), kind or guess)
+
+
+def unreachable() -> str:
+    """A name for a piece that no text spells."""
+    return f"\ufdd0{secrets.token_hex(8)}"
+
+
+def plain_copy(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that finds no special token in a text. A unigram model would still find those of its own vocabulary."""
+    data = json.loads(core.to_str())
+    if data["model"]["type"] == "Unigram":
+        vocab = data["model"]["vocab"]
+        for token in data["added_tokens"]:
+            if token["special"]:
+                token["content"] = unreachable()
+                if token["id"] < len(vocab):
+                    vocab[token["id"]][0] = token["content"]
+    copy = tokenizers.Tokenizer.from_str(json.dumps(data))
+    copy.encode_special_tokens = True
+    return copy
 
 
 def _check_growth(core: tokenizers.Tokenizer) -> None:
@@ -126,19 +289,6 @@ def _check_growth(core: tokenizers.Tokenizer) -> None:
             )
 
 
-def _all(files: Files, *needed: str) -> Files:
-    missing = [name for name in needed if name not in files]
-    if missing:
-        have = " and ".join(name for name in needed if name in files)
-        raise UsageError(f"the folder has {have}, but no {missing[0]}; a tokenizer is {WANTED}")
-    return files
-
-
-def _text(files: Files, name: str) -> str:
-    with blaming(f"{name} is not UTF-8"):
-        return files[name].decode("utf-8")
-
-
 def _vocab(files: Files) -> dict[str, int]:
     vocab = read_json(files, "vocab.json")
     if not vocab or not all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()):
@@ -150,19 +300,13 @@ def _byte_level(files: Files, settings: Settings, kind: str | None) -> Parts:
     """Byte-level BPE of GPT-2, RoBERTa / BART and Qwen."""
     vocab = _vocab(files)
     kind = kind or ("roberta" if {"<s>", "</s>"} <= set(vocab) else "gpt2")
-    lines = _text(files, "merges.txt").replace("\r\n", "\n").split("\n")
+    lines = read_text(files, "merges.txt").replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     prefix = bool(settings.get("add_prefix_space", False))
-    core = byte_level(
-        vocab,
-        merges,
-        "vocab.json and merges.txt",
-        QWEN_WORDS if kind == "qwen2" else "",
-        composed=kind == "qwen2",
-        prefix=prefix,
-    )
+    qwen: dict[str, Any] = dict(pattern=QWEN_WORDS, composed=True) if kind == "qwen2" else {}
+    core = byte_level(vocab, merges, "vocab.json and merges.txt", prefix=prefix, **qwen)
     if kind == "roberta":
-        last, first = (_known(core, settings, n, t) for n, t in (("sep", "</s>"), ("cls", "<s>")))
+        last, first = _known(core, settings, sep="</s>", cls="<s>")
         core.post_processor = processors.RobertaProcessing(last, first, True, prefix)
     return Parts(core, kind)
 
@@ -196,7 +340,7 @@ def byte_level(
 
 def _word_piece(files: Files, settings: Settings) -> tokenizers.Tokenizer:
     """WordPiece of BERT and DistilBERT; one token per line."""
-    lines = _text(files, "vocab.txt").removesuffix("\n").split("\n")
+    lines = read_text(files, "vocab.txt").removesuffix("\n").split("\n")
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines)}
     unk = content(settings.get("unk_token")) or "[UNK]"
     with blaming("vocab.txt does not make a tokenizer"):
@@ -209,8 +353,7 @@ def _word_piece(files: Files, settings: Settings) -> tokenizers.Tokenizer:
     )
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.decoder = decoders.WordPiece(prefix="##")
-    first, last = (_known(core, settings, n, t) for n, t in (("cls", "[CLS]"), ("sep", "[SEP]")))
-    core.post_processor = around(first, last)
+    core.post_processor = around(*_known(core, settings, cls="[CLS]", sep="[SEP]"))
     return core
 
 
@@ -222,37 +365,129 @@ def around(first: tuple[str, int] | None, last: tuple[str, int] | None) -> Any:
         return processors.TemplateProcessing(single=single, special_tokens=used)
 
 
-def _known(core: tokenizers.Tokenizer, settings: Settings, name: str, text: str) -> tuple[str, int]:
-    text = content(settings.get(f"{name}_token")) or text
-    index = core.token_to_id(text)
-    if index is None:
-        raise UsageError(
-            f"the vocabulary has no {name} token {text!r}; name the right one in tokenizer_config.json"
-        )
-    return text, index
+def _known(core: tokenizers.Tokenizer, settings: Settings, **defaults: str) -> list[Any]:
+    """Special tokens with their ids, by name; those that the settings name before the usual ones."""
+    texts = {name: content(settings.get(f"{name}_token")) or defaults[name] for name in defaults}
+    for name, text in texts.items():
+        if core.token_to_id(text) is None:
+            raise UsageError(
+                f"the vocabulary has no {name} token {text!r}; name the right one in tokenizer_config.json"
+            )
+    return [(text, core.token_to_id(text)) for text in texts.values()]
 
 
 # --- SentencePiece ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Piece:
+    text: str
+    score: float
+    kind: int
+
+
+@dataclass(frozen=True)
+class SentencePiece:
+    """What a SentencePiece file says: the pieces in the order of their ids, and how text is prepared for them."""
+
+    pieces: tuple[Piece, ...]
+    model: int = UNIGRAM
+    unk: int = 0
+    charsmap: bytes = b""
+    # A space is put before the text; runs of spaces become one, those at the ends go.
+    prefix: bool = True
+    squeeze: bool = True
+
+    @property
+    def bytes(self) -> bool:
+        """Characters without a piece are spelt in byte pieces <0x00> ... <0xFF>."""
+        return any(piece.kind == BYTE for piece in self.pieces)
+
+
+def read_sentencepiece(data: bytes, name: str) -> SentencePiece:
+    """The content of a .model or .spm file, by sentencepiece_model.proto of github.com/google/sentencepiece; fields
+    that do not decide how text becomes pieces are skipped."""
+    try:
+        whole = _message(data)
+        pieces = tuple(map(_piece, whole.get(1, [])))
+        if not pieces:
+            raise ValueError("it holds no pieces")
+        # A message in two parts means the parts joined; of a field that comes twice, the last counts.
+        trainer, normalizer = (_message(b"".join(whole.get(field, []))) for field in (2, 3))
+        model = trainer.get(3, [UNIGRAM])[-1]
+        if model not in (UNIGRAM, BPE):
+            raise ValueError(f"model type {model!r}, known are unigram (1) and BPE (2)")
+        unk = next((i for i, piece in enumerate(pieces) if piece.kind == UNKNOWN), None)
+        if unk is None:
+            raise ValueError("it has no piece for the unknown")
+        charsmap, *flags = (normalizer.get(k, [v])[-1] for k, v in ((2, b""), (3, 1), (4, 1)))
+        return SentencePiece(pieces, model, unk, charsmap, *map(bool, flags))
+    except (ValueError, IndexError, TypeError, AttributeError, struct.error) as e:
+        raise UsageError(
+            f"{name} is not a SentencePiece model ({e}); put a tokenizer.json into the folder instead"
+        ) from None
+
+
+def _piece(data: bytes) -> Piece:
+    fields = _message(data)
+    text, score, kind = (fields.get(k, [v])[-1] for k, v in ((1, b""), (2, bytes(4)), (3, NORMAL)))
+    return Piece(text.decode("utf-8"), struct.unpack("<f", score)[0], kind)
+
+
+def _message(data: bytes) -> dict[int, list[Any]]:
+    """The values of a protobuf message by field: varints as int, everything else as bytes."""
+    fields: dict[int, list[Any]] = {}
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        wire, values = key & 7, fields.setdefault(key >> 3, [])
+        if wire not in (0, 1, 2, 5):
+            raise ValueError(f"unknown wire type {wire}")
+        size, at = _varint(data, at) if wire in (0, 2) else (8 if wire == 1 else 4, at)
+        if wire == 0:
+            values.append(size)
+            continue
+        if at + size > len(data):
+            raise ValueError("it ends early")
+        values.append(data[at : at + size])
+        at += size
+    return fields
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
 def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> tokenizers.Tokenizer:
     """Llama's BPE, T5's and XLM-R's unigram model; T5 and XLM-R number some tokens that the file does not have."""
-    model = spm.read(data, file)
+    model = read_sentencepiece(data, file)
     scores, unk = [(piece.text, piece.score) for piece in model.pieces], model.unk
     if kind == "t5":
-        extra = _count(settings)
+        extra = settings.get("extra_ids", 100)
+        if type(extra) is not int or not 0 <= extra <= 100_000:
+            raise UsageError(f"tokenizer_config.json: extra_ids is {extra!r}, not a small number")
         scores += [(f"<extra_id_{i}>", 0.0) for i in reversed(range(extra))]
     elif kind == "xlmroberta":
         ends = [(text, 0.0) for text in ("<s>", "<pad>", "</s>", "<unk>")]
         scores, unk = [*ends, *scores[3:], ("<mask>", 0.0)], 3
     core = cutter(model, scores, unk, file)
     prefix = model.prefix and settings.get("add_prefix_space") is not False
-    if model.model == spm.BPE:
-        _as_llama(core, prefix, bool(settings.get("legacy", False)))
+    if model.model == BPE:
+        scheme = ("always" if settings.get("legacy", False) else "first") if prefix else "never"
+        core.pre_tokenizer = _metaspace(scheme)
+        core.decoder = piece_decoder(prefix)
     else:
-        if model.charsmap:
-            with blaming(f"{file} has a normaliser that cannot be read"):
-                core.normalizer = normalizers.Precompiled(model.charsmap)
+        for step in _charsmap(model, file):
+            core.normalizer = step
         scheme = "always" if prefix else "never"
         words = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme)
         core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), words])
@@ -260,28 +495,30 @@ def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> to
     core.add_tokens(_declared(model))
     if kind == "t5":
         core.add_special_tokens([text for text, _ in scores[len(model.pieces) :]])
-        core.post_processor = around(None, _known(core, settings, "eos", "</s>"))
+        core.post_processor = around(None, _known(core, settings, eos="</s>")[0])
     elif kind == "xlmroberta":
-        first, last = (_known(core, settings, n, t) for n, t in (("bos", "<s>"), ("eos", "</s>")))
-        core.post_processor = around(first, last)
+        core.post_processor = around(*_known(core, settings, bos="<s>", eos="</s>"))
     elif kind == "llama" and not {"add_bos_token", "add_eos_token"} & set(settings):
-        core.post_processor = around(_known(core, settings, "bos", "<s>"), None)
+        core.post_processor = around(_known(core, settings, bos="<s>")[0], None)
     return core
 
 
-def _count(settings: Settings) -> int:
-    extra = settings.get("extra_ids", 100)
-    if type(extra) is not int or not 0 <= extra <= 100_000:
-        raise UsageError(f"tokenizer_config.json: extra_ids must be a small number, got {extra!r}")
-    return extra
+def _charsmap(model: SentencePiece, file: str) -> list[Any]:
+    """The normaliser that the file brings, if it does."""
+    with blaming(f"{file} has a normaliser that cannot be read"):
+        return [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+
+
+def _metaspace(scheme: str) -> Any:
+    return pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
 
 
 def cutter(
-    model: spm.SentencePiece, scores: list[tuple[str, float]], unk: int, file: str
+    model: SentencePiece, scores: list[tuple[str, float]], unk: int, file: str
 ) -> tokenizers.Tokenizer:
     """The model that cuts prepared text into pieces."""
     with blaming(f"{file} does not make a tokenizer"):
-        if model.model == spm.UNIGRAM:
+        if model.model == UNIGRAM:
             return tokenizers.Tokenizer(models.Unigram(scores, unk, model.bytes))
         vocab = {text: i for i, (text, _) in enumerate(scores)}
         return tokenizers.Tokenizer(
@@ -295,27 +532,15 @@ def cutter(
         )
 
 
-def _merges(model: spm.SentencePiece, vocab: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(model: SentencePiece, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Every cut of a piece into two pieces, best score first: SentencePiece merges whatever makes the best piece."""
     merges = []
     for i, piece in enumerate(model.pieces):
-        if piece.kind in (spm.NORMAL, spm.USER_DEFINED):
-            text = piece.text
-            cuts = [(text[:k], text[k:]) for k in range(1, len(text))]
-            merges += [
-                (-piece.score, i, len(a), len(b), a, b)
-                for a, b in cuts
-                if a in vocab and b in vocab
-            ]
+        if piece.kind in (NORMAL, USER_DEFINED):
+            cuts = [(piece.text[:k], piece.text[k:]) for k in range(1, len(piece.text))]
+            known = [(a, b) for a, b in cuts if a in vocab and b in vocab]
+            merges += [(-piece.score, i, len(a), len(b), a, b) for a, b in known]
     return [(a, b) for *_, a, b in sorted(merges)]
-
-
-def _as_llama(core: tokenizers.Tokenizer, prefix: bool, legacy: bool) -> None:
-    scheme = ("always" if legacy else "first") if prefix else "never"
-    core.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement=SPACE, prepend_scheme=scheme, split=False
-    )
-    core.decoder = piece_decoder(prefix)
 
 
 def piece_decoder(prefix: bool) -> Any:
@@ -324,26 +549,22 @@ def piece_decoder(prefix: bool) -> Any:
     return decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * prefix)
 
 
-def _declared(model: spm.SentencePiece) -> list[AddedToken]:
+def _declared(model: SentencePiece) -> list[AddedToken]:
     """Control pieces never come from text by merging, user-defined ones always are one piece."""
     return [
-        AddedToken(piece.text, normalized=False, special=piece.kind == spm.CONTROL)
+        AddedToken(piece.text, normalized=False, special=piece.kind == CONTROL)
         for piece in model.pieces
-        if piece.kind in (spm.CONTROL, spm.USER_DEFINED)
+        if piece.kind in (CONTROL, USER_DEFINED)
     ]
 
 
 def _marian(files: Files, settings: Settings) -> Parts:
     """Two SentencePiece models cut source and target text; vocab.json numbers the pieces of both."""
     if settings.get("separate_vocabs"):
-        raise UsageError(
-            "separate_vocabs in tokenizer_config.json: two lists of ids are not known; give ids"
-        )
+        raise UsageError("separate_vocabs in tokenizer_config.json is not supported; give ids")
     vocab = _vocab(files)
     if "<unk>" not in vocab or "</s>" not in vocab:
-        raise UsageError(
-            "vocab.json has no '<unk>' or no '</s>', which every Marian vocabulary has"
-        )
+        raise UsageError("vocab.json lacks '<unk>' or '</s>', which every Marian vocabulary has")
     with blaming("vocab.json does not make a tokenizer"):
         core = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     ends = [text for text in STYLES["marian"].values() if text in vocab]
@@ -355,22 +576,14 @@ def _marian(files: Files, settings: Settings) -> Parts:
 
 def _side(data: bytes, name: str, ends: list[str]) -> tokenizers.Tokenizer:
     """Text into pieces as SentencePiece itself does it."""
-    model = spm.read(data, name)
-    spelt = {piece.text for piece in model.pieces if piece.kind not in (spm.UNKNOWN, spm.CONTROL)}
+    model = read_sentencepiece(data, name)
+    spelt = {piece.text for piece in model.pieces if piece.kind not in (UNKNOWN, CONTROL)}
     scores = [(p.text if p.text in spelt else unreachable(), p.score) for p in model.pieces]
     side = cutter(model, scores, model.unk, name)
-    steps: list[Any] = []
-    if model.charsmap:
-        with blaming(f"{name} has a normaliser that cannot be read"):
-            steps.append(normalizers.Precompiled(model.charsmap))
-    if model.squeeze:
-        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    side.normalizer = normalizers.Sequence(steps)
-    scheme = "always" if model.prefix else "never"
-    side.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement=SPACE, prepend_scheme=scheme, split=False
-    )
+    ends_and_runs = ((r"\A +| +\z", ""), (" {2,}", " ")) if model.squeeze else ()
+    squeezed = [normalizers.Replace(Regex(spaces), to) for spaces, to in ends_and_runs]
+    side.normalizer = normalizers.Sequence(_charsmap(model, name) + squeezed)
+    side.pre_tokenizer = _metaspace("always" if model.prefix else "never")
     side.add_tokens([token for token in _declared(model) if not token.special])
     side.add_special_tokens(ends)
     return side

@@ -70,67 +70,63 @@ def render_chat(
     `template` is the name of one that the folder carries; `reply` opens the assistant's turn."""
     if importlib.util.find_spec("jinja2") is None:
         raise UsageError("chat templates need jinja2; install it: pip install jinja2")
-    variables = {
-        "messages": check_messages(messages),
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": reply,
-        **tokenizer.tokens,
-    }
-    request = {"source": _source(tokenizer, template), "variables": variables}
-    answer = WORKER.ask({**request, "max_length": max_length}, max_seconds)
+    known = tokenizer.templates
+    if not known:
+        raise UsageError(
+            "this model folder carries no chat template; give the prompt as text, or put chat_template.jinja into it"
+        )
+    if template not in known:
+        raise UsageError(
+            f"the folder has no chat template {template!r}; {nearest(template, known)}"
+        )
+    if len(known[template]) > MAX_SOURCE:
+        raise UsageError(
+            f"the chat template has {len(known[template]):,} characters, at most {MAX_SOURCE:,} are read"
+        )
+    given = {"tools": None, "documents": None, "add_generation_prompt": reply, **tokenizer.tokens}
+    variables = {"messages": check_messages(messages), **given}
+    request = {"source": known[template], "variables": variables, "max_length": max_length}
+    answer = WORKER.ask(request, max_seconds)
     if "text" in answer:
         return answer["text"]
-    if "long" in answer:
-        raise UsageError(
-            f"the chat template made more than {max_length:,} characters; send less, or pass max_length"
-        )
-    if "late" in answer:
-        raise UsageError(
-            f"the chat template ran longer than {max_seconds:g} s; it has a loop without end"
-        )
-    why = answer.get("error") or f"it took more than {MEMORY >> 30} GiB of memory"
-    raise UsageError(f"the model folder's chat template refuses these messages or fails: {why}")
+    why = {
+        "long": f"made more than {max_length:,} characters; send less, or pass max_length",
+        "late": f"ran longer than {max_seconds:g} s: an endless loop",
+        "memory": f"took more than {MEMORY >> 30} GiB of memory",
+        "error": f"refuses these messages or fails: {answer.get('error')}",
+    }
+    raise UsageError(f"the model folder's chat template {why[next(iter(answer))]}")
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Messages as plain data of our own; a list of text parts becomes one text, one part per line."""
-    if (
-        isinstance(messages, (str, bytes, Mapping))
-        or not isinstance(messages, Sequence)
-        or not messages
-    ):
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise UsageError(
             f'messages must be a list such as [{{"role": "user", "content": "Hello"}}], got {messages!r:.60}'
         )
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _message(message: Message, where: str) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise UsageError(f"{where} must have role and content, got {message!r:.60}")
-    for key in message:
-        if key not in KEYS:
-            raise UsageError(f"{where}.{key} is not known; {nearest(str(key), KEYS)}")
-    role = message.get("role")
-    if not isinstance(role, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", role):
-        raise UsageError(
-            f"{where}.role must be a word such as user, assistant or system, got {role!r:.60}"
-        )
-    checked = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
-    if "name" in message:
-        checked["name"] = _content(message["name"], f"{where}.name")
+    checked = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, Mapping):
+            raise UsageError(f"{where} must have role and content, got {message!r:.60}")
+        for key in message:
+            if key not in KEYS:
+                raise UsageError(f"{where}.{key} is not known; {nearest(str(key), KEYS)}")
+        role = message.get("role")
+        if not isinstance(role, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", role):
+            raise UsageError(
+                f"{where}.role must be a word such as user, assistant or system, got {role!r:.60}"
+            )
+        texts = {key: message.get(key) for key in KEYS[1:] if key == "content" or key in message}
+        checked.append({"role": role} | {k: _text(x, f"{where}.{k}") for k, x in texts.items()})
     return checked
 
 
-def _content(value: Any, where: str) -> str:
+def _text(value: Any, where: str) -> str:
     if isinstance(value, list):
         for i, part in enumerate(value):
-            if (
-                not isinstance(part, Mapping)
-                or part.get("type") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
+            known = part if isinstance(part, Mapping) else {}
+            if known.get("type") != "text" or not isinstance(known.get("text"), str):
                 raise UsageError(
                     f'{where}[{i}] must be {{"type": "text", "text": "..."}}, got {part!r:.60}'
                 )
@@ -139,18 +135,3 @@ def _content(value: Any, where: str) -> str:
         raise UsageError(f"{where} must be text or a list of text parts, got {value!r:.60}")
     check_unicode(value, where)
     return value
-
-
-def _source(tokenizer: Tokenizer, name: str) -> str:
-    known = tokenizer.templates
-    if not known:
-        raise UsageError(
-            "this model folder carries no chat template; give the prompt as text, or put chat_template.jinja into it"
-        )
-    if name not in known:
-        raise UsageError(f"the folder has no chat template {name!r}; {nearest(name, known)}")
-    if len(known[name]) > MAX_SOURCE:
-        raise UsageError(
-            f"the chat template has {len(known[name]):,} characters, at most {MAX_SOURCE:,} are read"
-        )
-    return known[name]

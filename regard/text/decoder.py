@@ -11,14 +11,15 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import decoders
 
-from regard.text.folder import blaming
+from regard.text.build import blaming
 
-Step = tuple[dict[str, Any], Any]  # its settings, the library's object
+# Its settings, the library's object.
+Step = tuple[dict[str, Any], Any]
 
 
 def steps(decoder: Any) -> list[Step]:
@@ -26,13 +27,11 @@ def steps(decoder: Any) -> list[Step]:
     if decoder is None:
         return []
     state = json.loads(decoder.__getstate__())
-    return [(s, _alone(s)) for s in (state["decoders"] if state["type"] == "Sequence" else [state])]
-
-
-def _alone(settings: dict[str, Any]) -> Any:
-    step = decoders.Fuse()
-    step.__setstate__(json.dumps(settings).encode())
-    return step
+    each = state["decoders"] if state["type"] == "Sequence" else [state]
+    alone = [(settings, decoders.Fuse()) for settings in each]
+    for settings, step in alone:
+        step.__setstate__(json.dumps(settings).encode())
+    return alone
 
 
 class Detokenizer:
@@ -82,16 +81,18 @@ class Stage:
 
 def _stages(decoder: Any, steps: Sequence[Step]) -> list[Stage]:
     """A stage for each step; behind `Fuse` (or ByteLevel, which joins too) all text is one piece."""
-    stages: list[Stage] = [] if steps else [Spaced()]
+    # Without a decoder pieces have spaces between them.
+    stages: list[Stage] = [] if steps else [Apart(SimpleNamespace(decode=" ".join))]
     fused = False
     for settings, step in steps:
         kind = settings["type"]
+        by_character = kind == "Replace" and len(settings["pattern"].get("String", "")) == 1
         if kind == "Fuse" or (kind == "ByteLevel" and not fused):
             stages += [Bytes()] if kind == "ByteLevel" else []
             fused = True
         elif fused and kind == "Strip" and not settings["stop"]:
             stages.append(Start(settings["content"], settings["start"]))
-        elif kind in ("Replace", "Strip") and (not fused or _by_character(settings)):
+        elif kind in ("Replace", "Strip") and (not fused or by_character):
             stages.append(Apart(step, any_place=True))
         elif kind in ("Metaspace", "WordPiece") and not fused:
             stages.append(Apart(step))
@@ -100,10 +101,6 @@ def _stages(decoder: Any, steps: Sequence[Step]) -> list[Stage]:
         else:
             return [Whole(decoder)]
     return stages
-
-
-def _by_character(settings: dict[str, Any]) -> bool:
-    return settings["type"] == "Replace" and len(settings["pattern"].get("String", "")) == 1
 
 
 class Apart(Stage):
@@ -122,25 +119,14 @@ class Apart(Stage):
         return out
 
 
-class Spaced(Stage):
-    """No decoder: pieces with spaces between them."""
-
-    space = ""
-
-    def push(self, pieces: list[str]) -> list[str]:
-        out = []
-        for piece in pieces:
-            out.append(self.space + piece)
-            self.space = " "
-        return out
-
-
 class Bytes(Stage):
     """Byte-level BPE: each character of a piece stands for a byte. An unfinished character waits; bytes that are no
     UTF-8 become U+FFFD, one for each longest part that could have begun a character (as the library does)."""
 
-    def __init__(self) -> None:
-        self.text = codecs.getincrementaldecoder("utf-8")("replace")
+    errors = "replace"
+
+    def __init__(self, decoder: Any = None) -> None:
+        self.text = codecs.getincrementaldecoder("utf-8")(self.errors)
 
     def push(self, pieces: list[str]) -> list[str]:
         return [self.text.decode(b"".join(map(_bytes, pieces)))]
@@ -149,14 +135,10 @@ class Bytes(Stage):
         return [self.text.decode(b"", final=True)]
 
 
-def _table() -> dict[str, int]:
-    """GPT-2's printable stand-ins: Latin-1's visible characters for themselves, U+0100 onwards for the others."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in visible]
-    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTES = _table()
+# GPT-2's printable stand-ins: Latin-1's visible characters for themselves, U+0100 onwards for the others.
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [b for b in range(256) if b not in _VISIBLE]
+_BYTES = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 
 def _bytes(piece: str) -> bytes:
@@ -167,50 +149,24 @@ def _bytes(piece: str) -> bytes:
         return piece.encode("utf-8")
 
 
-class ByteRuns(Stage):
-    """Byte fallback: pieces <0x..> are the bytes of a text. A character is given as soon as it is
-    whole; each byte that belongs to none is U+FFFD, as SentencePiece has it. (The library makes a
-    whole run of bytes U+FFFD for a single wrong one: a stream would wait for the run's end.)"""
+class ByteRuns(Bytes):
+    """Byte fallback: pieces <0x..> are the bytes of a text. A character is given as soon as it is whole; each byte that
+    belongs to none is U+FFFD, as SentencePiece has it. (The library makes a whole run of bytes U+FFFD for a single
+    wrong one: a stream would wait for the run's end.)"""
 
-    def __init__(self, decoder: Any):
-        self.held = b""
+    errors = "regard.each_byte"
 
     def push(self, pieces: list[str]) -> list[str]:
         out = []
         for piece in pieces:
             if re.fullmatch(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>", piece):
-                out.append(self._byte(bytes([int(piece[3:5], 16)])))
+                out.append(self.text.decode(bytes([int(piece[3:5], 16)])))
             else:
                 out += [*self.finish(), piece]
         return [piece for piece in out if piece]
 
-    def _byte(self, byte: bytes) -> str:
-        """The text that one more byte makes certain."""
-        text, whole = "", self.held + byte
-        if not _begins(whole):
-            text, whole = LOST * len(self.held), byte
-        if not _begins(whole):
-            text, whole = text + LOST, b""
-        with suppress(UnicodeDecodeError):
-            text, whole = text + whole.decode("utf-8"), b""
-        self.held = whole
-        return text
 
-    def finish(self) -> list[str]:
-        held, self.held = self.held, b""
-        return [LOST * len(held)] if held else []
-
-
-LOST = "\ufffd"
-
-
-def _begins(data: bytes) -> bool:
-    """Whether a character begins with these bytes, or is them."""
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(data)
-    except UnicodeDecodeError:
-        return False
-    return True
+codecs.register_error(ByteRuns.errors, lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
 
 
 class Suffixes(Stage):

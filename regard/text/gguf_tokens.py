@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 
 from regard.errors import UsageError
-from regard.text import spm
+from regard.text import build
 from regard.text.build import QWEN_WORDS, SPACE, around, byte_level, cutter, piece_decoder
 
 KEY = "tokenizer.ggml."
@@ -70,9 +70,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list
     if first or last:
         core.post_processor = around(first, last)
     tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": _ends(vocab)}
-    files = {
-        name: json.dumps(table, indent=2, ensure_ascii=False) for name, table in tables.items()
-    }
+    files = {n: json.dumps(table, indent=2, ensure_ascii=False) for n, table in tables.items()}
     files["tokenizer.json"] = core.to_str(pretty=True)
     return {name: text.encode() for name, text in files.items()}, notices
 
@@ -90,15 +88,13 @@ class Vocabulary:
     def __init__(self, metadata: Mapping[str, Any]):
         self.metadata = metadata
         tokens = self.entries("tokens", str)
-        kinds = self.entries("token_type", int) or [spm.NORMAL] * len(tokens)
+        kinds = self.entries("token_type", int) or [build.NORMAL] * len(tokens)
         if not tokens or len(kinds) != len(tokens):
             raise UsageError(f"{KEY}tokens has {len(tokens)} entries, token_type {len(kinds)}")
-        ids = {
-            name: self.id(name, len(tokens))
-            for name in ("bos", "eos", "eot", "eom", "padding", "unknown")
-        }
+        names = ("bos", "eos", "eot", "eom", "padding", "unknown")
+        ids = {name: self.id(name, len(tokens)) for name in names}
         self.ids = {name: index for name, index in ids.items() if index is not None}
-        while kinds and kinds[-1] == spm.UNUSED:
+        while kinds and kinds[-1] == build.UNUSED:
             kinds.pop()
         self.tokens, self.kinds = tokens[: len(kinds)], kinds
         self.numbers = {token: i for i, token in enumerate(self.tokens)}
@@ -126,9 +122,9 @@ class Vocabulary:
         """Tokens that text never makes by merging (control), or always is where it spells them (user-defined)."""
         named = set(self.ids.values()) - {self.ids.get("unknown")}
         return [
-            AddedToken(token, normalized=False, special=kind == spm.CONTROL or i in named)
+            AddedToken(token, normalized=False, special=kind == build.CONTROL or i in named)
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
-            if kind in (spm.CONTROL, spm.USER_DEFINED) or i in named
+            if kind in (build.CONTROL, build.USER_DEFINED) or i in named
         ]
 
 
@@ -136,9 +132,9 @@ def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
     scores = vocab.entries("scores", float)[: len(vocab.tokens)]
     if len(scores) != len(vocab.tokens):
         raise UsageError(f"{KEY}scores has {len(scores)} entries for {len(vocab.tokens)} tokens")
-    pieces = tuple(map(spm.Piece, vocab.tokens, scores, vocab.kinds))
+    pieces = tuple(map(build.Piece, vocab.tokens, scores, vocab.kinds))
     unk = vocab.ids.get("unknown", 0)
-    model = spm.SentencePiece(pieces, spm.BPE, unk)
+    model = build.SentencePiece(pieces, build.BPE, unk)
     core = cutter(model, [(piece.text, piece.score) for piece in pieces], unk, f"{KEY}tokens")
     prefix = bool(vocab.metadata.get(KEY + "add_space_prefix", True))
     steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
@@ -148,10 +144,8 @@ def _sentence_piece(vocab: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _settings(vocab: Vocabulary) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["clean_up_tokenization_spaces"] = False
     for theirs, ours in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
         settings[f"{ours}_token"] = (vocab.named(theirs) or (None,))[0]
     # The usual template, and others with a name behind a dot.
@@ -167,12 +161,8 @@ def _settings(vocab: Vocabulary) -> dict[str, Any]:
 
 def _ends(vocab: Vocabulary) -> dict[str, Any]:
     """Every token that ends an answer, not only the text's end."""
-    ends = list(
-        dict.fromkeys(vocab.ids[name] for name in ("eos", "eot", "eom") if name in vocab.ids)
-    )
-    ids = {
-        "bos_token_id": vocab.ids.get("bos"),
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": vocab.ids.get("padding"),
-    }
-    return {name: value for name, value in ids.items() if value is not None}
+    ids = vocab.ids
+    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
+    end = ends[0] if len(ends) == 1 else ends or None
+    table = dict(bos_token_id=ids.get("bos"), eos_token_id=end, pad_token_id=ids.get("padding"))
+    return {name: value for name, value in table.items() if value is not None}

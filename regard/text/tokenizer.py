@@ -1,10 +1,12 @@
-"""One tokenizer for every model folder: text -> ids -> text, on the library `tokenizers`.
+"""One tokenizer for every model folder: text -> ids -> text, on the library `tokenizers`; and text while it is
+generated.
 
 A folder without tokenizer files gives None: the model then works on ids (`needed` says so to whoever has text).
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,19 +17,9 @@ from tokenizers import AddedToken
 
 from regard.errors import UsageError
 from regard.files import TOKENIZER_FILES, model_folder, read_files
-from regard.text.build import WANTED, Parts, around, build, plain_copy
-from regard.text.decoder import Detokenizer, Step, steps
-from regard.text.folder import (
-    Files,
-    Settings,
-    blaming,
-    content,
-    names,
-    read_json,
-    special_ids,
-    style,
-    templates,
-)
+from regard.text import build
+from regard.text.build import Files, Parts, Settings, blaming, check_unicode, content, read_json
+from regard.text.decoder import Detokenizer, steps
 
 
 class Tokenizer:
@@ -38,17 +30,25 @@ class Tokenizer:
 
     def __init__(self, parts: Parts, files: Files, settings: Settings, config: Settings):
         self.parts, self.core = parts, parts.core
-        self.tokens: dict[str, str] = names(files, settings, parts.kind, self.core.token_to_id)
+        self.tokens: dict[str, str] = build.names(
+            files, settings, parts.kind, self.core.token_to_id
+        )
         _add_tokens(self.core, files, settings, self.tokens)
         ids = {f"{name}_id": self.core.token_to_id(text) for name, text in self.tokens.items()}
         if {"add_bos_token", "add_eos_token"} & set(settings):
-            self.core.post_processor = _around(settings, self.tokens, ids)
-        self.special = special_ids(files, config, ids)
-        self.templates = templates(files, settings)
+
+            def end(name: str) -> Any:
+                index = ids.get(f"{name}_token_id") if settings.get(f"add_{name}_token") else None
+                return None if index is None else (self.tokens[f"{name}_token"], index)
+
+            # These stand above tokenizer.json.
+            self.core.post_processor = build.around(end("bos"), end("eos"))
+        self.special = build.special_ids(files, config, ids)
+        self.templates = build.templates(files, settings)
         self.vocab = max(self.core.get_vocab().values(), default=-1) + 1
         added = self.core.get_added_tokens_decoder().items()
         self._skipped = frozenset(index for index, token in added if token.special)
-        self._steps: list[Step] = steps(self.core.decoder)
+        self._steps = steps(self.core.decoder)
         self._copies: dict[int, tokenizers.Tokenizer] = {}
         self._lock = threading.Lock()
 
@@ -58,8 +58,8 @@ class Tokenizer:
         None. `config` is the content of config.json, where it is not among the files."""
         settings = read_json(files, "tokenizer_config.json")
         config = config or read_json(files, "config.json")
-        kind, class_name = style(settings, config)
-        parts = build(files, settings, kind, class_name)
+        kind, class_name = build.style(settings, config)
+        parts = build.build(files, settings, kind, class_name)
         return None if parts is None else cls(parts, files, settings, config)
 
     @classmethod
@@ -80,23 +80,20 @@ class Tokenizer:
         """The parts of a text that have no token and become the unknown one, each once: what the model cannot read."""
         if self.special.unk is None:
             return []
-        cutter = self.parts.source
-        encoding = (cutter or self.core).encode(text, add_special_tokens=False)
-        ids = (
-            encoding.ids if cutter is None else [self.core.token_to_id(t) for t in encoding.tokens]
-        )
-        lost = (
-            span for i, span in zip(ids, encoding.offsets) if i is None or i == self.special.unk
-        )
-        return list(dict.fromkeys(text[a:b] for a, b in lost))
+        encoding = (self.parts.source or self.core).encode(text, add_special_tokens=False)
+        ids: list[Any] = encoding.ids
+        if self.parts.source is not None:
+            ids = [self.core.token_to_id(piece) for piece in encoding.tokens]
+        spans = zip(ids, encoding.offsets)
+        lost = (text[a:b] for i, (a, b) in spans if i is None or i == self.special.unk)
+        return list(dict.fromkeys(lost))
 
     def decode(
         self, ids: Iterable[int], *, skip_special: bool = True, after: Sequence[int] = ()
     ) -> str:
         """The text of the ids. `after`: the ids that stand before them, so that a first space is kept:
         decode(a) + decode(b, after=a) == decode(a + b) wherever a ends with a whole character."""
-        # The library gives up a whole run of bytes for one that is wrong; a stream cannot wait for
-        # that.
+        # The library gives up a whole run of bytes for one that is wrong; a stream cannot wait for that.
         if after or any(settings["type"] == "ByteFallback" for settings, _ in self._steps):
             text = self.detokenizer()
             text.begin(self.pieces(after, skip_special=skip_special))
@@ -119,56 +116,113 @@ class Tokenizer:
         self, text: str, cutter: tokenizers.Tokenizer | None, special: bool, literal: bool
     ) -> list[int]:
         if not isinstance(text, str):
-            raise UsageError(
-                f"a prompt is text or a list of ids, got {type(text).__name__}: {text!r:.60}"
-            )
+            raise UsageError(f"a prompt is text or a list of ids, got {text!r:.60}")
         check_unicode(text, "the text")
         with blaming("this text cannot be encoded"):
             core = self._plain(cutter or self.core) if literal else cutter or self.core
             if cutter is None:
                 return core.encode(text, add_special_tokens=special).ids
-            return self._marian(text, core, special, literal)
-
-    def _marian(
-        self, text: str, cutter: tokenizers.Tokenizer, special: bool, literal: bool
-    ) -> list[int]:
-        """Pieces by SentencePiece, ids by vocab.json; a language code such as >>fr<< may come first."""
-        pieces = []
-        if text.startswith(">>") and "<<" in text and not literal:
-            end = text.index("<<") + 2
-            pieces, text = [text[:end]], text[end:]
-        pieces += cutter.encode(text, add_special_tokens=False).tokens
-        unk, ids = self.core.token_to_id("<unk>"), map(self.core.token_to_id, pieces)
-        known = [unk if i is None or (literal and i in self._skipped) else i for i in ids]
-        eos = [self.core.token_to_id("</s>")] if special else []
-        return [i for i in (*known, *eos) if i is not None]
+            # Marian: pieces by SentencePiece, ids by vocab.json; a language code such as >>fr<< may come first.
+            code = None if literal else re.match(">>.*?<<", text, re.DOTALL)
+            first, text = (code[0], text[code.end() :]) if code else ("", text)
+            pieces = [first] if first else []
+            pieces += core.encode(text, add_special_tokens=False).tokens
+            unk, ids = self.core.token_to_id("<unk>"), map(self.core.token_to_id, pieces)
+            known = [unk if i is None or (literal and i in self._skipped) else i for i in ids]
+            eos = [self.core.token_to_id("</s>")] if special else []
+            return [i for i in (*known, *eos) if i is not None]
 
     def _plain(self, core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
         """A copy that knows no special tokens (a switch on the one object would not be thread-safe)."""
         with self._lock:
             if id(core) not in self._copies:
-                self._copies[id(core)] = plain_copy(core)
+                self._copies[id(core)] = build.plain_copy(core)
             return self._copies[id(core)]
+
+
+class Stream:
+    """Ids in, text out.    "".join(push(ids) ...) + finish() == tokenizer.decode(all ids), cut before a stop string
+
+    Each push costs the same, however long the text is: only what may still change is kept. With `stop`, text that may
+    be the beginning of a stop string is kept too. The stop string that is complete first ends the stream (of two that
+    are complete together, the longer one): `stopped` is that string, `consumed` the number of ids up to it.
+    `after` are the ids before the text (the prompt), so that a first space is kept."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: str | Sequence[str] = (),
+        *,
+        after: Sequence[int] = (),
+        skip_special: bool = True,
+    ):
+        self.tokenizer, self.skip_special = tokenizer, skip_special
+        self.stop = check_stop(stop)
+        self.stopped: str | None = None
+        self.consumed = 0
+        self._text = tokenizer.detokenizer()
+        self._held = ""
+        self._beginnings = {s[:n] for s in self.stop for n in range(1, len(s))}
+        self._firsts = {s[0] for s in self.stop}
+        self._longest = max(map(len, self.stop), default=0)
+        if after:
+            self._text.begin(tokenizer.pieces(after, skip_special=skip_special))
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these ids make certain; nothing once the stream has stopped."""
+        texts, pieces = [], self.tokenizer.pieces
+        for chunk in [[i] for i in ids] if self.stop else [list(ids)]:
+            if self.stopped is not None:
+                break
+            self.consumed += len(chunk)
+            texts.append(
+                self._until_stop(self._text.push(pieces(chunk, skip_special=self.skip_special)))
+            )
+        return "".join(texts)
+
+    def finish(self) -> str:
+        """The rest of the text: no id follows."""
+        if self.stopped is not None:
+            return ""
+        text = self._until_stop(self._text.finish())
+        held, self._held = self._held, ""
+        return text + held
+
+    def _until_stop(self, text: str) -> str:
+        """What can be shown of the kept text and `text`."""
+        if not self.stop or not text:
+            return text
+        text = self._held + text
+        stops = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
+        if stops:
+            _, at, self.stopped = min(stops)
+            self._held = ""
+            return text[:at]
+        first = max(0, len(text) - self._longest + 1)
+        ends = (k for k in range(first, len(text)) if text[k] in self._firsts)
+        end = next((k for k in ends if text[k:] in self._beginnings), len(text))
+        self._held = text[end:]
+        return text[:end]
+
+
+def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Stop strings as they are given -> a tuple of them."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for s in strings:
+        if not isinstance(s, str) or not s:
+            raise UsageError(f"stop must be texts of one character or more, got {s!r}")
+        check_unicode(s, "stop")
+    return strings
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
     """The tokenizer, or the error for a text given to a model that has none."""
     if tokenizer is None:
         raise UsageError(
-            f"this model folder carries no tokenizer; give ids, or put tokenizer.json into it (a tokenizer is {WANTED})"
+            "this model folder carries no tokenizer; give ids, or put tokenizer.json into it (a tokenizer is "
+            f"{build.WANTED})"
         )
     return tokenizer
-
-
-def check_unicode(text: str, what: str) -> None:
-    """Half a surrogate pair is a string in Python but not Unicode text."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as e:
-        raise UsageError(
-            f"{what} holds half a surrogate pair (U+{ord(text[e.start]):04X} at character {e.start}), which is not "
-            f"Unicode text; replace it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        ) from None
 
 
 def _checked(ids: Iterable[int]) -> list[int]:
@@ -177,16 +231,6 @@ def _checked(ids: Iterable[int]) -> list[int]:
         wrong = next(i for i in ids if not 0 <= i < 2**32)
         raise UsageError(f"id {wrong} is not a token; ids are 0 and above")
     return ids
-
-
-def _around(settings: Settings, tokens: dict[str, str], ids: dict[str, int | None]) -> Any:
-    """add_bos_token and add_eos_token of tokenizer_config.json, which stand above tokenizer.json."""
-    ends: list[tuple[str, int] | None] = []
-    for name in ("bos", "eos"):
-        index = ids.get(f"{name}_token_id")
-        wanted = index is not None and settings.get(f"add_{name}_token")
-        ends.append((tokens[f"{name}_token"], int(index or 0)) if wanted else None)
-    return around(*ends)
 
 
 def _add_tokens(
@@ -205,25 +249,19 @@ def _add_tokens(
             )
     special = {t.content for t in core.get_added_tokens_decoder().values() if t.special}
     with blaming("a special token in tokenizer_config.json or special_tokens_map.json is odd"):
-        tables = [read_json(files, "special_tokens_map.json"), settings]
-        declared = [*(token for table in tables for token in table.values()), *_more(settings)]
+        # Those that have no name: a list, or a table.
+        more: list[Any] = []
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            each = settings.get(key) or []
+            more += each.values() if isinstance(each, dict) else each
+        tables = (read_json(files, "special_tokens_map.json"), settings)
+        declared = [*(token for table in tables for token in table.values()), *more]
         flags = {content(t): _flags(t) for t in declared if isinstance(t, dict)}
-        wanted = [*tokens.values(), *(text for text in map(content, _more(settings)) if text)]
+        wanted = [*tokens.values(), *(text for text in map(content, more) if text)]
         for text in dict.fromkeys(wanted):
             if text not in special:
-                core.add_special_tokens(
-                    [AddedToken(text, special=True, **flags.get(text, _flags({})))]
-                )
-
-
-def _more(settings: Settings) -> list[Any]:
-    """Special tokens without a name."""
-    lists = [
-        settings.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens")
-    ]
-    return [
-        token for each in lists for token in (each.values() if isinstance(each, dict) else each)
-    ]
+                token = AddedToken(text, special=True, **flags.get(text, _flags({})))
+                core.add_special_tokens([token])
 
 
 def _flags(token: Settings) -> dict[str, bool]:
@@ -233,9 +271,7 @@ def _flags(token: Settings) -> dict[str, bool]:
 def _numbered(files: Files, settings: Settings, named: set[str]) -> list[tuple[int, AddedToken]]:
     """(id, token) of added_tokens.json and of added_tokens_decoder, in the order of the ids."""
     tokens: dict[int, AddedToken] = {}
-    with blaming(
-        "added_tokens.json or added_tokens_decoder of tokenizer_config.json is not as it should be"
-    ):
+    with blaming("added_tokens.json or added_tokens_decoder of tokenizer_config.json is odd"):
         for text, index in read_json(files, "added_tokens.json").items():
             tokens[int(index)] = AddedToken(text, normalized=False, special=text in named)
         for index, token in (settings.get("added_tokens_decoder") or {}).items():

@@ -3,62 +3,49 @@ is kept."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from regard.attention.sparse import SparseAttention
 from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin
 from regard.config import to_dict
-from regard.data.config import Loaded, text_roles
+from regard.data.config import Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
-from regard.data.feed import Feed
+from regard.data.feed import Feed, ImageFeed, TextFeed
 from regard.data.read import records
 from regard.data.tokens import Coder
-from regard.data.train_tokenizer import train_tokenizer
+from regard.data.train_tokenizer import train_tokenizer, write_files
 from regard.errors import DATA, Fault, UsageError, blaming
 from regard.files import TRAINED, read_files, resolve_model
+from regard.layers import LM, MLM
+from regard.models import Patches
 from regard.models.adapt import labels, with_head
 from regard.presets import PRESETS, build
 from regard.text import Tokenizer, needed
-from regard.train.check import check_fits, check_suits, check_vocab, recipe_of
 from regard.train.checkpoint import Checkpoints, whole
-from regard.train.config import Config
+from regard.train.config import Config, recipe_of
+from regard.train.loss import sparse_layers
 from regard.train.measure import context_of, measure
 from regard.train.parallel import SingleProcess
 from regard.train.tasks import SENTINELS, TASKS
-from regard.train.trainer import Figures, Measure, Trainer
+from regard.train.trainer import Figures, Measure, Trainer, flat
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json")
 
 
-@dataclass(eq=False)
-class Assembly:
-    """A trainer, and what it was made of."""
-
-    trainer: Trainer
-    files: dict[str, bytes]  # the tokenizer's
-    classes: list[str]
-    notices: list[str]  # what the user should know of this run
-
-
 def assemble(
     config: Config, folder: Path, device: torch.device, keep: int, team: SingleProcess
-) -> Assembly:
-    """All that `config` names, joined. The first process prepares tokenizer and data, the others
-    read them."""
-    with blaming(DATA):
-        start = (
-            load_model(resolve_model(config.model["folder"])) if "folder" in config.model else None
-        )
+) -> tuple[Trainer, list[str], list[str]]:
+    """All that `config` names, joined: a trainer, the classes, and what the user should know of this
+    run. The first process prepares tokenizer and data, the others read them."""
+    start = start_of(config)
     with blaming(2, files=DATA):
         files, coder, loaded = team.first(lambda: read_data(config, start, folder))
     config = replace(config, train=config.train.counted(loaded.feed.epoch))
@@ -66,11 +53,21 @@ def assemble(
     model = make_model(config, start, coder, loaded.classes)
     check_fits(model, loaded, config.data)
     model.origin.files = {**model.origin.files, **files}
-    tokens, saved = special(coder), model.origin.config
+    tokens, saved = {}, model.origin.config
+    if coder is not None:
+        # One that the tokenizer lacks is null: a family's own number, which readers take where there
+        # is none, would mean another token.
+        tokens = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
+        tokens["decoder_start_token_id"] = coder.start
     # A model that brings its tokenizer knows its special tokens.
     brought = start is not None and "folder" not in config.tokenizer
     saved = {**tokens, **saved} if brought else {**saved, **tokens}
-    model.origin.config = {**saved, **labels(loaded.classes), **trained_on(config, start)}
+    # A folder that does not say its longest row was trained elsewhere, on rows nobody knows.
+    before = 0 if start is None else start.origin.config.get(TRAINED)
+    length = config.data.length
+    if before is not None and length is not None:
+        saved[TRAINED] = max(before, length)
+    model.origin.config = {**saved, **labels(loaded.classes)}
     texts, stored = notices(config, model), str(next(model.parameters()).dtype)
     model = config.learning(model.to(device))
     small = config.adapt.method == "lora"
@@ -83,10 +80,16 @@ def assemble(
         model, feed, config.objective, config.train, checkpoints, load, measure=figures, team=team
     )
     if stored != str(next(model.parameters()).dtype):
-        texts.append(
-            f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
-        )
-    return Assembly(trainer, files, loaded.classes, texts)
+        why = f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
+        texts.append(why)
+    return trainer, loaded.classes, texts
+
+
+def start_of(config: Config, **how: Any) -> Any:
+    """The model that `config` names a folder of, if it does."""
+    with blaming(DATA):
+        folder = config.model.get("folder")
+        return None if folder is None else load_model(resolve_model(folder), **how)
 
 
 def read_data(
@@ -143,7 +146,9 @@ def fresh(
     sizes = {n: vocab for n in ("vocab", "source_vocab") if vocab and placed(data, n)}
     if length is not None and "max_len" in data and "decoder" not in data:
         sizes["max_len"] = length
-    named = {place: x for n, x in flat(changes) for place in placed(data, n) or [n]}
+    named = {
+        place: x for n, x in flat(changes, parts=True).items() for place in placed(data, n) or [n]
+    }
     try:
         return build(preset, device=device, **{**sizes, **named})
     except UsageError:
@@ -153,16 +158,6 @@ def fresh(
             raise
         why = str(error).partition("\n")[0]
         raise UsageError(f"[model] cannot be built: {why}; look at {', '.join(changes)}") from None
-
-
-def flat(changes: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """Tables of settings by dotted names; one with a `kind` is a whole part, which takes the old
-    one's place."""
-    for name, value in changes.items():
-        if isinstance(value, dict) and "kind" not in value:
-            yield from flat(value, f"{where}{name}.")
-        else:
-            yield f"{where}{name}", value
 
 
 def placed(data: dict[str, Any], name: str) -> list[str]:
@@ -202,24 +197,13 @@ def measuring(
     words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
     names = ["loss", *words, config.train.metric]
     tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
+    what = (config.task, feed, tokenizer, config.objective, names)
+    how: Any = {"classes": classes, "precision": config.train.precision, "device": device}
 
     def figures(model: Any, between: Callable[[], None]) -> Figures:
-        result = measure(
-            model,
-            config.task,
-            feed,
-            tokenizer,
-            config.objective,
-            names,
-            classes=classes,
-            precision=config.train.precision,
-            device=device,
-            between=between,
-        )
-        more: dict[str, Any] = {"samples": result.samples}
-        if result.signatures:
-            more["signatures"] = result.signatures
-        return result.values, more
+        result = measure(model, *what, **how, between=between)
+        signed = {"signatures": result.signatures} if result.signatures else {}
+        return result.values, {"samples": result.samples, **signed}
 
     return figures
 
@@ -228,8 +212,7 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
     """The tokenizer that is named, the model's own, or one that is learned now and kept in the
     run's folder."""
     if "folder" in config.tokenizer:
-        home = Path(config.tokenizer["folder"])
-        return read_files(home, CARRIED)
+        return read_files(Path(config.tokenizer["folder"]), CARRIED)
     if start is not None and CARRIED[0] in start.origin.files:
         if config.tokenizer:
             raise UsageError(
@@ -242,13 +225,8 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
     recipe = recipe_of(config)
     assert recipe is not None
     files = train_tokenizer(texts_of(config), recipe)
-    new = folder / ".tokenizer"  # whole or not at all
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    for name, content in files.items():
-        (new / name).write_bytes(content)
-    shutil.rmtree(home, ignore_errors=True)
-    new.rename(home)
+    # The first of them last: where it is, all are.
+    write_files(home, {name: files[name] for name in reversed(CARRIED)})
     return files
 
 
@@ -263,20 +241,10 @@ def texts_of(config: Config) -> Iterator[str]:
             yield text
 
 
-def trained_on(config: Config, start: Any) -> dict[str, Any]:
-    """The longest row a model was trained on from its beginning, as config.json keeps it; a folder
-    that does not say it was trained elsewhere, on rows nobody knows."""
-    before = 0 if start is None else start.origin.config.get(TRAINED)
-    if before is None or config.data.length is None:
-        return {}
-    return {TRAINED: max(before, config.data.length)}
-
-
 def notices(config: Config, model: Any) -> list[str]:
     """What a config does that its user may not expect."""
     texts = []
-    sparse = any(isinstance(m, SparseAttention) for m in model.modules())
-    if sparse and not TASKS[config.task].indexed and config.adapt.method == "full":
+    if sparse_layers(model) and not TASKS[config.task].indexed and config.adapt.method == "full":
         texts.append(
             f"task = {config.task} gives the indexers of sparse attention no gradient: they stay as they are; "
             "task = dense_index, then sparse_index trains them"
@@ -293,16 +261,87 @@ def notices(config: Config, model: Any) -> list[str]:
 def marks(coder: Coder | None) -> Marks | None:
     if coder is None:
         return None
-    numbers = [coder.source.core.token_to_id(name) for name in SENTINELS]
+    numbers = [coder.tokenizer.core.token_to_id(name) for name in SENTINELS]
     sentinels = tuple(i for i in numbers if i is not None)
     ends = (coder.start, coder.end, coder.pad)
     return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)
 
 
-def special(coder: Coder | None) -> dict[str, Any]:
-    """Token ids as config.json names them. One that the tokenizer lacks is null: a family's own
-    number, which readers take where there is none, would mean another token."""
-    if coder is None:
-        return {}
-    ids = {"eos_token_id": coder.end, "pad_token_id": coder.pad, "bos_token_id": coder.start}
-    return {**ids, "decoder_start_token_id": coder.start}
+# --- does the model suit task, tokenizer and data ---------------------------------------------------
+
+
+def kind_of(model: Any) -> str:
+    """What a model is, in a word."""
+    reads = [getattr(model.config, name) for name in model.towers.values()]
+    if reads and isinstance(reads[0], Patches):
+        return "model of pictures"
+    if model.reads_source:
+        return "encoder-decoder"
+    if not model.towers:
+        return "recurrent model"
+    return "decoder" if model.config.tower.causal else "encoder"
+
+
+def check_suits(task: str, model: Any) -> None:
+    """Refuse a model that the task is not for."""
+    row = TASKS[task]
+    kind, head = kind_of(model), getattr(model.config, "head", None)
+    if kind not in row.models:
+        raise UsageError(
+            f"the task {task} is for {' or '.join(_a(k) for k in row.models)}, and [model] is {_a(kind)}; say preset = "
+            f"{row.presets}, or another task"
+        )
+    sparse_layers(model, needed=row.indexed)
+    worded = isinstance(head, LM | MLM) or not hasattr(model.config, "head")
+    if row.head is None and not worded:
+        what = "no head" if head is None else f"a head of another kind ({head.kind})"
+        raise UsageError(
+            f"the task {task} says words, and [model] has {what}; name a language model"
+        )
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def check_vocab(model: Any, coder: Coder | None, trained: bool) -> None:
+    """Refuse a tokenizer that has more tokens than the model; `trained`: it came with its weights."""
+    c = model.config
+    places = [(c, "vocab"), (c, "source_vocab")]
+    places += [(getattr(c, name), "vocab") for name in model.towers.values()]
+    sizes = [getattr(part, name) for part, name in places if hasattr(part, name)]
+    if coder is not None and sizes and coder.vocab > min(sizes):
+        what = "[tokenizer] out to use the model's own" if trained else "vocab out of [model]"
+        raise UsageError(
+            f"the tokenizer has {coder.vocab:,} tokens, the model {min(sizes):,}: they do not belong together; "
+            f"leave {what}"
+        )
+
+
+def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
+    """Refuse examples that the model cannot read: longer than its context, pictures of another size, packed ones for
+    a recurrent model."""
+    c, feed = model.config, loaded.feed
+    if isinstance(feed, ImageFeed):
+        shape, want = feed.pictures.values.shape[1:], c.embedding
+        if shape != (want.size, want.size, want.channels):
+            raise UsageError(
+                f"the pictures are {' x '.join(map(str, shape))}, the model reads {want.size} x {want.size} x "
+                f"{want.channels}; say other size and channels in [model], or scale them by data.size"
+            )
+        return
+    packed = isinstance(feed, TextFeed) and feed.pack == "documents"
+    if packed and not model.towers:
+        raise UsageError(
+            "a recurrent model carries its state on, so documents cannot share a row; say data.pack = stream or none"
+        )
+    most, limit = context_of(model), data.length
+    size = max(part.longest or 0 for part in (feed, feed.held) if part is not None)
+    if most is not None and size > most:
+        if limit is not None and limit > most:
+            what = f"data.length = {limit}, but the model's context is {most} tokens"
+            raise UsageError(f"{what}; say data.length = {most}, or a larger max-len in [model]")
+        raise UsageError(
+            f"an example has {size:,} tokens, the model's context is {most:,}; say data.length = {most} and "
+            "data.overlong = truncate or drop, or a larger max-len in [model]"
+        )

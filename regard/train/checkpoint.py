@@ -23,15 +23,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from regard.data.shards import sync
 from regard.errors import UsageError
+from regard.files import sync, write_whole
 
 STEP = re.compile(r"step-(\d{8})")
-STATE, TENSORS, MANIFEST = (
-    "trainer/state.json",
-    "trainer/state.safetensors",
-    "trainer/manifest.json",
-)
+STATE, TENSORS = "trainer/state.json", "trainer/state.safetensors"
+MANIFEST = "trainer/manifest.json"
 PROGRESS = "progress.json"
 SPARE = 1 << 20  # bytes beside the tensors
 
@@ -60,16 +57,14 @@ class Checkpoints:
         self.before: Callable[[], None] = lambda: None
         self.broken: list[str] = []  # what `latest` passed over, and why
 
-    def write(
-        self, step: int, model: Any, tensors: dict[str, Tensor], state: dict[str, Any]
-    ) -> Path:
+    def write(self, step: int, model: Any, tensors: dict[str, Tensor], state: Any) -> Path:
         """The checkpoint of a step; `state["best"]` names the best step so far, or None."""
         target = self.path(step)
         new = self.folder / f".{target.name}.new-{os.getpid()}"
         if target.exists() and not fault(target):
             return target
-        state_size = sum(x.nbytes for x in tensors.values())
-        self._check_room(self.size(model) + state_size + SPARE, target)
+        need = self.size(model) + sum(x.nbytes for x in tensors.values()) + SPARE
+        self._check_room(need, target)
         shutil.rmtree(new, ignore_errors=True)
         try:
             self.save(model, new)
@@ -124,13 +119,9 @@ class Checkpoints:
     def note(self, step: int, progress: dict[str, Any]) -> None:
         """Where the run stands, after the checkpoint of this step was written; whole or not at all."""
         target = self.folder / PROGRESS
-        new = self.folder / f".{PROGRESS}.new-{os.getpid()}"
         try:
             self.before()
-            new.write_bytes(_sealed("progress", progress, self.path(step).name))
-            sync(new)
-            new.rename(target)
-            sync(self.folder)
+            write_whole(target, _sealed("progress", progress, self.path(step).name))
         except OSError as error:
             raise UsageError(f"cannot write {target}: {error.strerror}; {self._last()}") from None
         self._prune(self.path(step), progress["best"])
@@ -156,8 +147,8 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < need:
             raise UsageError(
-                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has {free / 1e6:,.0f} MB free; "
-                f"make room, then go on with --resume; {self._last()}"
+                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has "
+                f"{free / 1e6:,.0f} MB free; make room, then go on with --resume; {self._last()}"
             )
 
     def _last(self) -> str:

@@ -20,24 +20,58 @@ method = "lora"          # with a model folder: full (the default), frozen or lo
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from regard.config import from_dict
-from regard.data.config import ROWED, Data
+from torch import nn
+
+from regard.config import Count, Fraction, Positive, from_dict, ranged, to_dict
+from regard.data.config import ROWED, Data, check_used
 from regard.data.corrupt import Corrupted, Marks
 from regard.data.feed import Feed, Objective
-from regard.errors import UsageError, nearest, notice
+from regard.data.train_tokenizer import Recipe
+from regard.errors import DATA, VERSION, Fault, UsageError, check_choice, nearest, notice
+from regard.layers import LMHead
 from regard.models import Model
-from regard.train.adapt import Adapt, adapted
-from regard.train.index import indexers
-from regard.train.loss import NONE, Smoothing
+from regard.models.adapt import LoRA, inject
+from regard.train.loss import NONE, Smoothing, indexers
+from regard.train.measure import suited
 from regard.train.tasks import TASKS
-from regard.train.trainer import RENAMED, Train
+from regard.train.trainer import RENAMED, Train, flat
+
+METHODS = ("full", "frozen", "lora")
+QUERIES_AND_VALUES = ("wq", "wv", "w_uq", "w_ukv")  # of GQA, and of MLA
+# setting of a tokenizer -> kinds that do not use it
+KINDLESS = {"vocab": ("chars", "bytes"), "min_count": ("chars", "bytes", "unigram")}
+
+
+@dataclass(frozen=True)
+@ranged
+class Adapt:
+    """Method "full": everything learns; "frozen": the head alone; "lora": LoRA on the linear layers that `targets`
+    name, and the head, unless it is a vocabulary's that came with the model.
+
+    `targets` are last names (wq wk wv wo, w_dq w_uq w_dkv w_ukv, gate up down), or "all": every linear layer of the
+    body. Experts, which are no linear layers of their own, and the indexer of sparse attention, which no loss of the
+    model reaches, are left as they are."""
+
+    method: str = "full"
+    rank: Count = 8
+    alpha: Positive = 16.0
+    dropout: Fraction = 0.0
+    targets: tuple[str, ...] | str = QUERIES_AND_VALUES
+
+    def __post_init__(self) -> None:
+        check_choice("adapt.method", self.method, METHODS)
+        if not self.targets:
+            raise UsageError('adapt.targets is empty; name layers such as wq, or say "all"')
 
 
 @dataclass(frozen=True)
@@ -53,8 +87,7 @@ class Config:
     adapt: Adapt = Adapt()
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise UsageError(f"task = {self.task!r} is unknown; {nearest(self.task, TASKS)}")
+        check_choice("task", self.task, TASKS)
         if ("preset" in self.model) == ("folder" in self.model):
             raise UsageError('[model] needs one of preset = "gpt2" (or another) and folder = "..."')
         task = TASKS[self.task]
@@ -83,36 +116,34 @@ class Config:
     def fed(self, feed: Feed, marks: Marks | None) -> Feed:
         """The feed as the task wants it."""
         corruption = TASKS[self.task].corruption
-        if corruption is None:
+        if corruption is None or marks is None:
             return feed
-        assert marks is not None
         return Corrupted(feed, corruption(marks), self.train.seed)
 
 
-# what settings are called elsewhere -> here
+# --- from a file ----------------------------------------------------------------------------------
+
+# What settings are called elsewhere -> here.
 ELSEWHERE = {
-    **dict.fromkeys(("lr", "learning_rate", "max_lr"), "train.optim.lr"),
-    "weight_decay": "train.optim.decay",
-    **dict.fromkeys(("optimizer", "optim_name"), "train.optim.name"),
-    **dict.fromkeys(("warmup", "warmup_steps", "warmup_iters"), "train.schedule.warmup"),
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), "train.schedule.shape"),
-    **dict.fromkeys(("max_steps", "max_iters", "iterations", "steps"), "train.steps"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), "train.epochs"),
-    **dict.fromkeys(("eval_steps", "eval_interval", "eval_every"), "train.evaluate"),
-    **dict.fromkeys(("save_steps", "save_interval", "save_every"), "train.save"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), "train.clip"),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches"), "train.micro_batches"
-    ),
-    "gradient_checkpointing": "train.activation_checkpointing",
-    **dict.fromkeys(
-        ("batch_size", "batch", "per_device_train_batch_size", "micro_batch_size"), "data.rows"
-    ),
-    **dict.fromkeys(
-        ("block_size", "max_length", "max_seq_length", "seq_len", "sequence_length"), "data.length"
-    ),
-    "label_smoothing": "smoothing.eps",
-    "label_smoothing_factor": "smoothing.eps",
+    name: here
+    for here, names in {
+        "train.optim.lr": "lr learning_rate max_lr",
+        "train.optim.decay": "weight_decay",
+        "train.optim.name": "optimizer optim_name",
+        "train.schedule.warmup": "warmup warmup_steps warmup_iters",
+        "train.schedule.shape": "lr_scheduler lr_scheduler_type scheduler",
+        "train.steps": "max_steps max_iters iterations steps",
+        "train.epochs": "epochs num_epochs num_train_epochs max_epochs",
+        "train.evaluate": "eval_steps eval_interval eval_every",
+        "train.save": "save_steps save_interval save_every",
+        "train.clip": "max_grad_norm grad_clip gradient_clip_val",
+        "train.micro_batches": "gradient_accumulation_steps accumulate_grad_batches",
+        "train.activation_checkpointing": "gradient_checkpointing",
+        "data.rows": "batch_size batch per_device_train_batch_size micro_batch_size",
+        "data.length": "block_size max_length max_seq_length seq_len sequence_length",
+        "smoothing.eps": "label_smoothing label_smoothing_factor",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -145,7 +176,13 @@ def configure(
     """The tables of a config file as a config; folders and files are named from where `path` lies."""
     data: dict[str, Any] = _plain(dict(tables))
     for name, text in (changes or {}).items():
-        _put(data, name.replace("-", "_").split("."), _value(text), name)
+        *path_to, last = name.replace("-", "_").split(".")
+        table = data
+        for part in path_to:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise UsageError(f"--{name}: {part} is a value, not a table")
+        table[last] = _value(text)
     train = data.get("train")
     if isinstance(train, dict):
         for old, new in RENAMED.items():
@@ -158,18 +195,13 @@ def configure(
             raise UsageError("train.steps and train.epochs both say how long; leave one out")
     _known(Config, data)
     config = from_dict(Config, data, path.name)
-    folder = config.model.get("folder")
-    model = config.model if folder is None else {**config.model, "folder": _under(path, folder)}
-    words = config.tokenizer
-    if "folder" in words:
-        words = {**words, "folder": _under(path, words["folder"])}
-    return replace(config, data=config.data.under(path.parent), model=model, tokenizer=words)
-
-
-def _under(path: Path, folder: Any) -> str:
-    if not isinstance(folder, str):
-        raise UsageError(f"{path.name}: folder = {folder!r}; give the name of a folder")
-    return str(path.parent / folder)
+    for table in (config.model, config.tokenizer):
+        if "folder" in table:
+            if not isinstance(table["folder"], str):
+                why = f"folder = {table['folder']!r}; give the name of a folder"
+                raise UsageError(f"{path.name}: {why}")
+            table["folder"] = str(path.parent / table["folder"])
+    return replace(config, data=config.data.under(path.parent))
 
 
 def _plain(data: Any) -> Any:
@@ -189,9 +221,131 @@ def _value(text: Any) -> Any:
         return text
 
 
-def _put(data: dict[str, Any], names: list[str], value: Any, whole: str) -> None:
-    for name in names[:-1]:
-        data = data.setdefault(name, {})
-        if not isinstance(data, dict):
-            raise UsageError(f"--{whole}: {name} is a value, not a table")
-    data[names[-1]] = value
+# --- what can be wrong: found before a run's folder is touched, and before a step is made ----------
+
+
+def check(config: Config) -> None:
+    """What a config says that cannot be, or that would be passed over; no file of data is read."""
+    for name, value in flat(asdict(config)).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{name} = {value}: give a finite number")
+    preset = config.model.get("preset", "")
+    if not isinstance(preset, str):
+        raise UsageError(f'model.preset = {preset!r}: give a name, such as "gpt2"')
+    suited([config.train.metric], config.task)
+    check_used(config.data, TASKS[config.task].reads, config.task)
+    recipe_of(config)
+    for name in [f.name for f in fields(Adapt)][1:]:
+        used = config.adapt.method == "lora" or getattr(config.adapt, name) == getattr(Adapt, name)
+        if not used:
+            raise UsageError(f'adapt.{name} is used by adapt.method = "lora" alone; leave it out')
+
+
+def recipe_of(config: Config) -> Recipe | None:
+    """How the tokenizer is learned; nothing where none is."""
+    settings, reads = dict(config.tokenizer), TASKS[config.task].reads
+    if reads == "image":
+        if settings:
+            raise UsageError(f"[tokenizer] is not used by the task {config.task}; leave it out")
+        return None
+    if "folder" in settings and not (Path(settings["folder"]) / "tokenizer.json").is_file():
+        why = f"{settings['folder']} has no tokenizer.json"
+        raise Fault(f"{why}; regard tokenizer train makes one", DATA)
+    known, kind = [f.name for f in fields(Recipe)], settings.get("kind", Recipe.kind)
+    for name in settings:
+        if name not in ("folder", *known):
+            hint = nearest(name, ["folder", *known])
+            if name in ("size", "vocab_size"):
+                hint = "here it is tokenizer.vocab"
+            raise UsageError(f"tokenizer.{name} is no setting; {hint}")
+        if name != "folder" and "folder" in settings:
+            raise UsageError(f"tokenizer.{name} is not used beside tokenizer.folder; leave one out")
+        if kind in KINDLESS.get(name, ()):
+            raise UsageError(f'tokenizer.{name} is not used by kind = "{kind}"; leave it out')
+    if "folder" in settings:
+        return None
+    settings.pop("kind", None)
+    whole = {**TASKS[config.task].recipe, **settings}
+    return replace(from_dict(Recipe, whole, "tokenizer"), kind=kind)
+
+
+# --- written --------------------------------------------------------------------------------------
+
+
+def as_toml(config: Config) -> str:
+    """Every setting of a run as a file that can be trained from anywhere: paths begin at the root."""
+    here = Path.cwd()
+
+    def placed(table: dict[str, Any]) -> dict[str, Any]:
+        return {n: str(here / x) if n == "folder" else x for n, x in table.items()}
+
+    model, tokenizer = placed(config.model), placed(config.tokenizer)
+    whole = replace(config, data=config.data.under(here), model=model, tokenizer=tokenizer)
+    return f"# regard {VERSION}: the settings of this run\n{toml(to_dict(whole))}\n"
+
+
+def toml(config: Mapping[str, Any]) -> str:
+    """Tables of settings as TOML; what is None has no line."""
+    tables = {name: table for name, table in config.items() if isinstance(table, dict)}
+    lines = _settings({name: x for name, x in config.items() if name not in tables})
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *_settings(table)]
+    return "\n".join(lines)
+
+
+def _settings(table: Mapping[str, Any]) -> list[str]:
+    bare = {n: n if re.fullmatch("[A-Za-z0-9_-]+", n) else _written(n) for n in table}
+    return [f"{bare[n]} = {_written(x)}" for n, x in table.items() if x is not None]
+
+
+def _written(x: Any) -> str:
+    if isinstance(x, bool | str):
+        return json.dumps(x, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(x, dict):
+        return f"{{ {', '.join(_settings(x))} }}" if x else "{}"
+    return f"[{', '.join(map(_written, x))}]" if isinstance(x, list | tuple) else repr(x)
+
+
+# --- fine-tuning: which weights learn ---------------------------------------------------------------
+
+
+def adapted(model: Model, adapt: Adapt) -> Model:
+    """Freeze the model and add LoRA, as `adapt` says, in place. Its outputs do not change.
+
+    Names of all other parameters stay; a layer `wq` with LoRA has `wq.base.weight`, `wq.a` and `wq.b`. The random
+    numbers of A are torch's on the CPU: torch.manual_seed decides them."""
+    if adapt.method == "full":
+        return model
+    model.requires_grad_(False)
+    if adapt.method == "lora":
+        inject(model, _chosen(model, adapt.targets), LoRA(adapt.rank, adapt.alpha, adapt.dropout))
+    head: nn.Module | None = getattr(model, "head", None)
+    if head is not None:
+        given = isinstance(head, LMHead) and not head.fresh
+        head.requires_grad_(adapt.method == "frozen" or not given)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            'adapt.method = "frozen" trains the head alone, and this model has none with weights of its own; '
+            'give it a head, or say "lora"'
+        )
+    return model
+
+
+def _chosen(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]:
+    """Full names of the layers that get LoRA, in the model's order."""
+    linears = {
+        name: name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not {"head", "indexer"} & set(name.split("."))
+    }
+    wanted = {targets} if isinstance(targets, str) else set(targets)
+    if wanted == {"all"}:
+        return list(linears)
+    known = set(linears.values())
+    unknown = sorted(wanted - known - set(QUERIES_AND_VALUES))
+    if unknown or not wanted & known:
+        name = unknown[0] if unknown else ", ".join(sorted(wanted))
+        raise UsageError(
+            f"adapt.targets: the body has no linear layer {name}; known: all, {', '.join(sorted(known))}"
+        )
+    return [name for name, last in linears.items() if last in wanted]

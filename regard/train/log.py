@@ -1,40 +1,22 @@
-"""What a run writes about itself beside its checkpoints: run.json, metrics.jsonl, samples.jsonl."""
+"""What hears a run: metrics.jsonl and samples.jsonl in its folder, and other people's trackers
+(TensorBoard, wandb, trackio), each imported only if it is asked for."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-import platform
-import re
-import subprocess
-import time
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+from regard.errors import ENVIRONMENT, Fault, UsageError, nearest, notice
+from regard.files import write_whole
+from regard.train.trainer import Callback, Progress, flat
 
-from regard.config import to_dict
-from regard.data.config import Data
-from regard.data.shards import sync
-from regard.errors import VERSION, UsageError
-from regard.train.config import Config
-from regard.train.trainer import Callback, Progress, Trainer, differences, flat
-
-FORMAT = 1
-# What a run goes on with, of run.json and of its options, with their types.
-OPTIONS = {"keep": int, "device": str, "log_to": list}
-INFO: dict[str, Any] = {
-    **{"config": dict, "options": dict, "resumed": list, "command": list, "began": str},
-    "seconds": (int, float),
-}
-PLACES = (
-    *(f"data.{name}" for name in ("train", "target", "valid", "valid_target")),
-    *(f"{name}.folder" for name in ("model", "tokenizer")),
-)
 UNWRITTEN = ("warning", "checkpoint")  # of what is told: it depends on where a run was stopped
+TRACKERS = ("tensorboard", "wandb", "trackio")
+WORDS = ("kind", "step", "best", "signatures")  # of an event, no numbers
 
 
 class Log:
@@ -59,9 +41,9 @@ class Log:
         samples = event.pop("samples", [])
         if event["kind"] not in UNWRITTEN:
             self._follow(event["kind"], event["step"])
-            put(self.metrics, event)
+            self._put(self.files[0], event)
         for sample in samples:
-            put(self.samples, {"step": event["step"], "kind": event["kind"], **sample})
+            self._put(self.files[1], {"step": event["step"], "kind": event["kind"], **sample})
         for listener in self.listeners:
             listener(event)
             if samples:
@@ -73,9 +55,18 @@ class Log:
             os.fsync(file.fileno())
 
     def _open(self, at: Progress) -> None:
-        names = ("metrics.jsonl", "samples.jsonl")
-        self.files = [open_log(self.folder / name, at, self.skipped) for name in names]
-        self.metrics, self.samples = self.files
+        """The files, without what came after the progress `at`; a line that was cut off by a kill goes too."""
+        self.files: list[Any] = []
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = self.folder / name
+            lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
+            true = [x for x in lines if (event := parse(x)) and holds(event, at, self.skipped)]
+            write_whole(path, "".join(f"{line}\n" for line in true))
+            self.files.append(path.open("a", encoding="utf-8"))
+
+    def _put(self, file: Any, event: dict[str, Any]) -> None:
+        file.write(json.dumps(event, ensure_ascii=False) + "\n")
+        file.flush()
 
     def _follow(self, kind: str, step: int) -> None:
         """The first event after a step that broke tells whether the run went back."""
@@ -88,15 +79,6 @@ class Log:
             self.skipped.add(step)
         else:
             self.last = step
-
-
-def open_log(path: Path, at: Progress, skipped: Container[int]) -> Any:
-    """To append to, without what came after the progress `at`, but for the steps left out; a line that was cut off by a
-    kill goes too."""
-    lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
-    true = [line for line in lines if (event := parse(line)) and holds(event, at, skipped)]
-    replace_file(path, "".join(f"{line}\n" for line in true))
-    return path.open("a", encoding="utf-8")
 
 
 def holds(event: dict[str, Any], at: Progress, skipped: Container[int]) -> bool:
@@ -112,192 +94,82 @@ def holds(event: dict[str, Any], at: Progress, skipped: Container[int]) -> bool:
     return kind != "settings" and (kind != "average" or at.averaged is not None)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Whole or not at all, also when the power goes."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8", errors="replace")
-    sync(new)
-    os.replace(new, path)
-    sync(path.parent)
-
-
-def parse(line: str) -> dict[str, Any] | None:
+def parse(text: str) -> dict[str, Any] | None:
+    """A JSON object; None if it is none."""
     try:
-        event = json.loads(line)
+        event = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) else None
 
 
-def put(file: Any, event: dict[str, Any]) -> None:
-    file.write(json.dumps(event, ensure_ascii=False) + "\n")
-    file.flush()
+# --- trackers -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How a run is begun. `keep`, `device` and `log_to` that are not said are as in the run that
-    goes on."""
-
-    folder: Path
-    command: list[str]
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    resume: bool = False
-    overwrite: bool = False
-    force: bool = False
-    keep: int = 2
-    device: str = "auto"
-    log_to: tuple[str, ...] = ()
-
-
-class RunFile:
-    """run.json: what was run, with what, and how it ended."""
-
-    def __init__(self, launch: Launch, config: Config, trainer: Trainer, classes: list[str]):
-        folder = launch.folder
-        self.path, self.trainer = folder / "run.json", trainer
-        self.start = time.monotonic()
-        old = read_run(folder)
-        self.before = old.get("seconds", 0.0)
-        options = {"keep": launch.keep, "device": launch.device, "log_to": list(launch.log_to)}
-        was = old.get("options", {})
-        other = {n: [was[n], x] for n, x in options.items() if n in was and was[n] != x}
-        changes = {**trainer.changes, **other}
-        again = {"step": trainer.at.step, "at": now(), "changes": changes}
-        self.info = {
-            "format": FORMAT,
-            "name": folder.name,
-            "command": launch.command,
-            "task": config.task,
-            "changes": dict(launch.changes),
-            "classes": classes,
-            "config": asdict(config),
-            "metric": config.train.metric,
-            "seed": config.train.seed,
-            "steps": config.train.steps,
-            "precision": config.train.precision,
-            "options": options,
-            "resumed": [*old.get("resumed", []), *([again] if launch.resume else [])],
-            "began": old.get("began") or now(),
-            **machine(trainer),
-        }
-
-    def write(self, status: str) -> None:
-        """As it stands now; whole or not at all."""
-        at = self.trainer.at
-        best = None if at.best is None else {"step": at.best, "value": at.best_value}
-        running = status == "running"
-        info = {
-            **self.info,
-            "status": status,
-            "step": at.step,
-            "best": best,
-            "averaged": bool(self.trainer.at.averaged),
-            "ended": None if running else now(),
-            "seconds": round(self.before + time.monotonic() - self.start, 2),
-        }
-        replace_file(self.path, json.dumps(info, indent=1, ensure_ascii=False, default=str))
+def tracker(names: Sequence[str], folder: str | Path, info: Mapping[str, Any]) -> list[Tracker]:
+    """A listener for each name; `info` is what run.json says. All packages are looked for before
+    any run is begun in them."""
+    modules = {}
+    for name in names:
+        if name not in TRACKERS:
+            raise UsageError(f"--log-to {name!r:.40} is unknown; {nearest(name, TRACKERS)}")
+        try:
+            place = "torch.utils.tensorboard" if name == "tensorboard" else name
+            modules[name] = importlib.import_module(place)
+        except ImportError:
+            why = f"--log-to {name}: its package is missing; pip install {name}"
+            raise Fault(why, ENVIRONMENT) from None
+    return [Tracker(name, module, Path(folder), info) for name, module in modules.items()]
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """What run.json says that a run goes on with; what is not there, or damaged, is left out."""
-    path = folder / "run.json"
-    whole = (parse(path.read_text("utf-8", "replace")) if path.is_file() else None) or {}
-    info = {name: x for name, x in whole.items() if isinstance(x, INFO.get(name, ()))}
-    if "options" in info:
-        each = info["options"].items()
-        info["options"] = {n: x for n, x in each if isinstance(x, OPTIONS.get(n, ()))}
-    return info
+class Tracker:
+    """Hears events as metrics.jsonl has them, and passes numbers on under train/ and eval/; the
+    event "end" closes it. One that fails while the run goes on is left out from then on: it must
+    not cost the run. trackio speaks as wandb does, but keeps its own folder."""
+
+    def __init__(self, name: str, module: Any, folder: Path, info: Mapping[str, Any]):
+        self.name, self.module, self.alive, self.board = name, module, True, None
+        # A missing account, say: better now than in the middle of the run.
+        try:
+            if name == "tensorboard":
+                self.board = module.SummaryWriter(log_dir=str(folder / "tensorboard"))
+                return
+            where = {"dir": str(folder)} if name == "wandb" else {}
+            config, title = flat(info.get("config") or {}), info.get("name") or folder.name
+            module.init(project="regard", name=title, config=config, **where)
+        except Exception as error:
+            raise Fault(f"--log-to {name} cannot begin: {error}", ENVIRONMENT) from None
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        # Anything may go wrong: a service may be away, its disk full, its account closed.
+        try:
+            if self.alive:
+                self._pass_on(event, event["kind"], event.get("step", 0))
+        except Exception as error:
+            self.alive = False
+            notice(f"{self.name} is told no more: {error}")
+
+    def _pass_on(self, event: dict[str, Any], kind: str, step: int) -> None:
+        board: Any = self.board
+        if kind in ("step", "evaluation"):
+            values = numbers(event)
+            for name, value in values.items() if board else ():
+                board.add_scalar(name, value, step)
+            if not board:
+                self.module.log(values, step=step)
+        elif kind == "samples" and board:
+            for i, sample in enumerate(event["samples"]):
+                board.add_text(f"samples/{i}", f"{sample['source']}\n\n{sample['text']}", step)
+        elif kind == "end":
+            self.alive = False
+            board.close() if board else self.module.finish()
 
 
-def check_same(folder: Path, config: Config) -> None:
-    """Refuse to go on with another task, model, tokenizer or data than run.json tells of, setting by setting; one that
-    it does not have, of an older version, had its default. Where files lie may change: what is in them is known to the
-    checkpoints, and so are the settings of training."""
-    then = read_run(folder).get("config")
-    if then is None:
-        return
-    usual = flat(to_dict(Config(config.task, Data(()), {"preset": ""})))
-    was = {n: x for n, x in usual.items() if n != "model.preset"} | flat(then)
-    now = flat(json.loads(json.dumps(to_dict(config), default=str)))
-    names = [n for n in dict.fromkeys([*now, *was]) if n not in PLACES]
-    differ = [n for n in names if was.get(n) != now.get(n) and not n.startswith("train.")]
-    if differ:
-        listed = differences({n: [was.get(n), now.get(n)] for n in differ})
-        raise UsageError(
-            f"{listed} (since {folder} was begun); go on with the same, or train into another folder: "
-            "--output-dir FOLDER"
-        )
-
-
-# --- config.toml ----------------------------------------------------------------------------------
-
-
-def as_toml(config: Config) -> str:
-    """Every setting of a run as a file that can be trained from anywhere: paths begin at the root."""
-    here = Path.cwd()
-
-    def placed(table: dict[str, Any]) -> dict[str, Any]:
-        return {n: str(here / x) if n == "folder" else x for n, x in table.items()}
-
-    model, tokenizer = placed(config.model), placed(config.tokenizer)
-    whole = replace(config, data=config.data.under(here), model=model, tokenizer=tokenizer)
-    lines = [f"# regard {VERSION}: the settings of this run", f"task = {value(config.task)}"]
-    for name, table in to_dict(whole).items():
-        if isinstance(table, dict):
-            lines += ["", f"[{name}]"]
-            lines += settings(table)
-    return "\n".join(lines) + "\n"
-
-
-def settings(table: dict[str, Any]) -> list[str]:
-    """name = value; what is None is not set."""
-    bare = {n: n if re.fullmatch("[A-Za-z0-9_-]+", n) else value(n) for n in table}
-    return [f"{bare[n]} = {value(x)}" for n, x in table.items() if x is not None]
-
-
-def value(x: Any) -> str:
-    """As TOML writes it."""
-    if isinstance(x, bool | str):
-        return json.dumps(x, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(x, dict):
-        return f"{{ {', '.join(settings(x))} }}" if x else "{}"
-    return f"[{', '.join(map(value, x))}]" if isinstance(x, list) else repr(x)
-
-
-# --- what run.json says of it ---------------------------------------------------------------------
-
-
-def machine(trainer: Trainer) -> dict[str, Any]:
-    device = trainer.device
-    cuda = device.type == "cuda"
-    numbers = [p.numel() for p in trainer.model.parameters()]
-    trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
-    return {
-        "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "world": trainer.team.world,
-        "regard": VERSION,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit(),
-        "parameters": sum(numbers),
-        "trained": sum(trained),
-        "data": trainer.feed.describe(),
-    }
-
-
-def commit() -> str | None:
-    """Of the folder the command was given in, if that is a git checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def numbers(event: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a step or an evaluation by the names that trackers show; of a step also tokens
+    a second."""
+    where = "eval" if event["kind"] == "evaluation" else "train"
+    figures = {k: v for k, v in event.items() if k not in WORDS and isinstance(v, (int, float))}
+    if figures.get("seconds"):
+        figures["tokens_per_second"] = figures.get("tokens", 0) / figures["seconds"]
+    return {f"{where}/{name}": value for name, value in figures.items()}

@@ -1,34 +1,48 @@
-"""How good a model is on data: the loss, and what its answers are worth (metrics.py). Joins training's feeds and
-objectives, the decoder and the tokenizer; the training loop and `regard eval` use it."""
+"""How good a model is on data: the loss, and what its answers are worth. Joins training's feeds and objectives, the
+decoder and the tokenizer; the training loop and `regard eval` use it.
+
+Of the metrics, which need answers and references alone, shares (accuracy, exact, f1) go from 0 to 1, bleu and chrf
+from 0 to 100.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.data.feed import IGNORE, Batch, Feed, Objective
+from regard.data.read import needed as package
+from regard.decode.engine import evaluation
 from regard.decode.generate import default_length, generate
-from regard.errors import UsageError
+from regard.errors import UsageError, nearest
 from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
-from regard.train.metrics import label_scores, perplexity, suited, text_scores
+from regard.train.loss import padding
 from regard.train.tasks import TASKS
 
 LABELLED = ("classify", "image", "tag", "answer")
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once
 PROMPT, NEW, TEMPERATURE = 16, 48, 0.8  # of the samples of a language model
 Sample = dict[str, str]
+Span = tuple[int, int]  # first and last token
+# Metrics, and whether more of it is better. f1 is macro_f1, span_f1 or overlap_f1.
+METRICS = {"loss": False, "perplexity": False} | dict.fromkeys(
+    ("bleu", "bleu_lc", "chrf", "exact", "accuracy", "f1"), True
+)
+TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU; bleu_lc takes A and a for the same
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
     """Values by the name of the metric, signatures of those that have several definitions, and some answers: what was
     given (source), said (text) and expected (reference; a language model's samples have none)."""
@@ -64,63 +78,45 @@ def measure(
     names = suited(metrics, task)
     where = torch.device(next(model.parameters()).device if device is None else device)
     losses = {"loss": objective, "perplexity": TASKS[task].objective}
-    means = {losses[name]: Mean() for name in names if name in losses}
+    totals = {losses[name]: [0.0, 0.0] for name in names if name in losses}
     textual = [name for name in names if task == "seq2seq" and name not in losses]
     if textual:
         needed(tokenizer)
     taken = Taken(task, None if textual else samples)
-    with left_alone(model, where):
+    drawn = torch.random.fork_rng(devices=[where] if where.type == "cuda" else [])
+    with drawn, evaluation(list(model.modules())):
         for given in feed.evaluation():
             between()
+            heard, batch = Heard(model), given.to(where)
             with memory.precision(precision, where):
-                logits = _answered(model, task, given.to(where), means)
+                for loss, total in totals.items():
+                    part, count = loss(heard, batch)
+                    total[:] = total[0] + float(part), total[1] + int(count)
+                logits = heard(batch.ids, batch.lengths) if task in LABELLED else None
             taken.add(given, logits)
         if not taken.batches:
             raise UsageError("nothing is held out to be measured; name valid files, or held = 0.1")
-        result = Measured({n: means[loss].value for n, loss in losses.items() if n in names})
-        if "perplexity" in names:
-            result.values["perplexity"] = perplexity(result.values["perplexity"])
         if task in LABELLED:
-            shown = spread(len(taken.read), samples)
-            result.samples = [_labelled(taken, i, tokenizer, classes) for i in shown]
-            scores = label_scores(task, taken.predicted, taken.wanted, classes)
+            shown = [
+                _labelled(taken, i, tokenizer, classes) for i in spread(len(taken.read), samples)
+            ]
+            values, signatures = label_scores(task, taken.predicted, taken.wanted, classes)
         else:
-            few = limit if textual else samples
-            texts = _said(model, taken, tokenizer, few, beams, between)
-            result.samples = [texts[i] for i in spread(len(texts), samples)]
+            texts = _said(model, taken, tokenizer, limit if textual else samples, beams, between)
+            shown = [texts[i] for i in spread(len(texts), samples)]
+            sides = [[text[side] for text in texts if textual] for side in ("text", "reference")]
             # No signature: it would promise the file's own references, and these went through the tokenizer.
-            scores = text_scores(textual, *_sides(texts))[0] if textual else {}, {}
-    values = {**result.values, **scores[0]}
-    result.values = {name: values[name] for name in names}
-    result.signatures = {name: text for name, text in scores[1].items() if name in names}
-    return result
+            values, signatures = text_scores(textual, *sides)[0], {}
+    for name in [n for n in losses if n in names]:
+        whole, n = totals[losses[name]]
+        values[name] = whole / n if n else math.nan
+    if "perplexity" in names:
+        values["perplexity"] = perplexity(values["perplexity"])
+    signatures = {name: text for name, text in signatures.items() if name in names}
+    return Measured({name: values[name] for name in names}, signatures, shown)
 
 
 # --- while it is measured -----------------------------------------------------------------------------------------
-
-
-def _answered(model: Any, task: str, batch: Batch, means: dict[Objective, Mean]) -> Tensor | None:
-    """Add a batch to every mean; the logits of labels, where the task has some."""
-    heard = Heard(model)
-    for loss, mean in means.items():
-        mean.add(*loss(heard, batch))
-    if task not in LABELLED:
-        return None
-    return heard(batch.ids, batch.lengths)
-
-
-@contextmanager
-def left_alone(model: Any, device: torch.device) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each of its parts in the mode it was in, and random numbers go on as if
-    nothing had been drawn."""
-    modes = [(module, module.training) for module in model.modules()]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
 
 class Heard:
@@ -144,19 +140,6 @@ class Heard:
         if name not in self.outputs or self.outputs[name][0] is not ids:
             self.outputs[name] = ids, act(ids, *args, **settings)
         return self.outputs[name][1]
-
-
-@dataclass
-class Mean:
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, part: Tensor, count: Tensor) -> None:
-        self.total, self.count = self.total + float(part), self.count + int(count)
-
-    @property
-    def value(self) -> float:
-        return self.total / self.count if self.count else math.nan
 
 
 class Taken:
@@ -214,8 +197,7 @@ def _spans(logits: Tensor, lengths: Tensor | None) -> Tensor:
     """(b t 2) -> (b 2): of all first <= last tokens the pair whose logits sum to the most. A row's first token stands
     for no answer: it is no part of another span."""
     if lengths is not None:
-        place = torch.arange(logits.shape[1], device=logits.device)
-        logits = logits.masked_fill((place >= lengths[:, None])[..., None], -torch.inf)
+        logits = logits.masked_fill(padding(logits, lengths)[..., None], -torch.inf)
     start, end = logits.unbind(-1)
     highest, first = start[:, 1:].cummax(-1)
     best, last = (highest + end[:, 1:]).max(-1, keepdim=True)
@@ -277,25 +259,16 @@ def _said(
     if taken.task == "lm":
         return [_continued(model, ids, tokenizer, between) for ids, _ in pairs]
     texts = translations(model, [source for source, _ in pairs], beams=beams, between=between)
-    return [
-        {
-            "source": tokenizer.decode(a),
-            "text": tokenizer.decode(b),
-            "reference": tokenizer.decode(c),
-        }
-        for (a, c), b in zip(pairs, texts, strict=True)
-    ]
+    sides = ([a for a, _ in pairs], texts, [c for _, c in pairs])
+    names, decode = ("source", "text", "reference"), tokenizer.decode
+    return [dict(zip(names, map(decode, row))) for row in zip(*sides, strict=True)]
 
 
 def context_of(model: Model) -> int | None:
     """Tokens that fit into every side of the model; None: as many as you like."""
-    sides = [getattr(model.config, name, None) for name in ("embedding", "source", "target")]
+    sides = [getattr(model.config, name) for name in model.towers.values()]
     limits = [context(model.config.max_len, side) for side in sides if isinstance(side, Tokens)]
     return min((n for n in limits if n is not None), default=None)
-
-
-def _sides(samples: Sequence[Sample]) -> tuple[list[str], list[str]]:
-    return [s["text"] for s in samples], [s["reference"] for s in samples]
 
 
 def _continued(
@@ -324,3 +297,142 @@ def _labelled(taken: Taken, k: int, tokenizer: Tokenizer | None, classes: Sequen
     source = tokenizer.decode(ids) if tokenizer and ids else f"example {number + 1}"
     predicted, true = taken.predicted[number], taken.wanted[number]
     return {"source": source, "text": text(predicted), "reference": text(true)}
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def better(name: str, new: float, old: float) -> bool:
+    """Whether a new value is better than an old one. NaN is never better, and anything is better than it."""
+    known(name)
+    if math.isnan(new) or math.isnan(old):
+        return not math.isnan(new)
+    return new > old if METRICS[name] else new < old
+
+
+def known(name: str) -> str:
+    if name not in METRICS:
+        raise UsageError(f"there is no metric {name!r}; {nearest(name, METRICS)}")
+    return name
+
+
+def suited(names: Iterable[str], task: str) -> tuple[str, ...]:
+    """The metrics, each once; an error where one is unknown, does not suit the task, or lacks its package."""
+    chosen = tuple(dict.fromkeys(map(known, names)))
+    row = TASKS[task]
+    for name in chosen:
+        if name not in row.metrics + row.other_metrics:
+            fit = [n for n in METRICS if n in row.metrics + row.other_metrics]
+            raise UsageError(f"{name} does not suit the task {task}; choose {', '.join(fit)}")
+    if any(name in TEXTUAL for name in chosen):
+        _sacrebleu()
+    return chosen
+
+
+def text_scores(
+    names: Iterable[str], texts: Sequence[str], references: Sequence[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Values by name of bleu, bleu_lc, chrf and exact, and sacreBLEU's signatures of those that have one."""
+    values: dict[str, float] = {}
+    signatures: dict[str, str] = {}
+    for name in names:
+        if name == "exact":
+            values[name] = share(texts, references)
+            continue
+        peer = _sacrebleu()
+        # `force` keeps it from guessing, on stderr, that the text should not have been cut into words
+        plain = {"lowercase": name == "bleu_lc", "force": True}
+        metric = peer.CHRF() if name == "chrf" else peer.BLEU(**plain)
+        values[name] = float(metric.corpus_score(list(texts), [list(references)]).score)
+        signatures[name] = str(metric.get_signature())
+    return values, signatures
+
+
+def _sacrebleu() -> Any:
+    return package("sacrebleu.metrics", "BLEU and chrF", "sacrebleu")
+
+
+def perplexity(loss: float) -> float:
+    """exp of the mean negative log-likelihood."""
+    return math.exp(loss) if loss < 709.0 else math.inf
+
+
+def label_scores(
+    task: str, predicted: Sequence[Any], wanted: Sequence[Any], classes: Sequence[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Values by name of all that suits the task, and which F1 it is. An example has one label (classify, image), a
+    list of them (tag) or a span (answer); labels are numbers of classes."""
+    values: dict[str, float] = {}
+    if task == "answer":
+        values["exact"] = share(predicted, wanted)
+        values["f1"], kind = overlap_f1(predicted, wanted), "mean over answers, in tokens"
+        return values, {"f1": kind}
+    each = [list(chain(*side)) if task == "tag" else side for side in (predicted, wanted)]
+    values["accuracy"] = share(*each)
+    if task == "tag" and marks_spans(classes):
+        rows = [[[classes[i] for i in row] for row in side] for side in (predicted, wanted)]
+        values["f1"], kind = span_f1(*rows), "spans of B- and I- tags, all together"
+    else:
+        values["f1"], kind = macro_f1(*each), "macro, mean over classes"
+    return values, {"f1": kind}
+
+
+def share(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
+    """How many are equal, of all: accuracy of labels, exact match of texts and spans."""
+    return _ratio(sum(a == b for a, b in zip(predicted, wanted, strict=True)), len(wanted))
+
+
+def macro_f1(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
+    """The mean over classes of F1 = 2 TP / (2 TP + FP + FN), each class that was found or wanted counting the same,
+    with two classes too: F1 of one of two classes depends on which is called the positive one."""
+    positive, true = Counter(predicted), Counter(wanted)
+    right = Counter(a for a, b in zip(predicted, wanted, strict=True) if a == b)
+    each = [_f1(right[c], positive[c], true[c]) for c in {*positive, *true}]
+    return _ratio(sum(each), len(each))
+
+
+def span_f1(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float:
+    """F1 of the spans that rows of tags B-x, I-x, O mean, all rows together: right is what has the same first and last
+    token and the same x."""
+    right = positive = true = 0
+    for a, b in zip(predicted, wanted, strict=True):
+        one, other = spans_of(a), spans_of(b)
+        right, positive, true = right + len(one & other), positive + len(one), true + len(other)
+    return _f1(right, positive, true)
+
+
+def spans_of(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """(x, first, last) of each span. An I-x that follows no x begins one."""
+    spans: set[tuple[str, int, int]] = set()
+    inside, first = "", 0
+    for i, tag in enumerate([*tags, "O"]):
+        mark, _, kind = tag.partition("-")
+        goes_on = mark == "I" and kind == inside
+        if inside and not goes_on:
+            spans.add((inside, first, i - 1))
+        if not goes_on:
+            inside, first = (kind, i) if mark in ("B", "I") else ("", i)
+    return spans
+
+
+def marks_spans(tags: Iterable[str]) -> bool:
+    """Whether these are tags of spans: O, and others that begin with B- or I-."""
+    rest = set(tags) - {"O"}
+    return bool(rest) and all(tag[:2] in ("B-", "I-") and tag[2:] for tag in rest)
+
+
+def overlap_f1(predicted: Sequence[Span], wanted: Sequence[Span]) -> float:
+    """The mean over answers of F1 = 2 common / (found + wanted), counted in tokens."""
+    total = 0.0
+    for (a, b), (c, d) in zip(predicted, wanted, strict=True):
+        common = max(min(b, d) - max(a, c) + 1, 0)
+        total += _f1(common, b - a + 1, d - c + 1)
+    return _ratio(total, len(wanted))
+
+
+def _f1(right: int, positive: int, true: int) -> float:
+    return _ratio(2 * right, positive + true)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.config import Amount, Count, Fraction, Positive, Share, Whole, ranged
 from regard.data.feed import Batch, Objective
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, check_choice, nearest
 from regard.layers import LabelHead, LMHead
 from regard.models.embedding import PatchEmbedding, TokenEmbedding
 from regard.position import PositionVectors, RelativeBias
@@ -23,6 +23,9 @@ from regard.train.loss import table
 #
 # Pure functions of the step, so that resuming needs no state. Steps count 1, 2, ...; each function gives the factor by
 # which the peak rate is multiplied.
+
+
+SHAPES = ("noam", "cosine", "linear", "wsd", "constant")
 
 
 def noam(step: int, dim: int, warmup: int) -> float:
@@ -47,8 +50,7 @@ class Schedule:
     decay: Whole = 0
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise UsageError(f"schedule {self.shape!r} is unknown; {nearest(self.shape, SHAPES)}")
+        check_choice("schedule.shape", self.shape, SHAPES)
         if self.steps is not None and self.warmup > self.steps:
             raise UsageError(
                 f"a schedule of {self.steps} steps cannot warm up for {self.warmup}; "
@@ -77,36 +79,15 @@ class Schedule:
             raise UsageError(f"steps count from 1, got {step}")
         if step < self.warmup:
             return step / self.warmup
-        return SHAPES[self.shape](self, step)
-
-
-def _share(s: Schedule, peak: int, step: int) -> float:
-    """How far `step` has come from the last step at the peak to the one after the schedule's end, 0 to 1."""
-    if s.steps is None:
-        raise UsageError(f"the {s.shape} schedule needs its length: give steps")
-    return min(max(0.0, (step - peak) / (s.steps + 1 - peak)), 1.0)
-
-
-def _cosine(s: Schedule, step: int) -> float:
-    share = _share(s, max(s.warmup, 1), step)
-    return s.floor + (1 - s.floor) * (1 + math.cos(math.pi * share)) / 2
-
-
-def _linear(s: Schedule, step: int) -> float:
-    return 1 - (1 - s.floor) * _share(s, max(s.warmup, 1), step)
-
-
-def _wsd(s: Schedule, step: int) -> float:
-    return 1 - (1 - s.floor) * _share(s, (s.steps or 0) - s.decay, step)
-
-
-SHAPES: dict[str, Callable[[Schedule, int], float]] = {
-    "noam": lambda s, step: math.sqrt(s.warmup / step),
-    "cosine": _cosine,
-    "linear": _linear,
-    "wsd": _wsd,
-    "constant": lambda s, step: 1.0,
-}
+        if not self.ends:
+            return math.sqrt(self.warmup / step) if self.shape == "noam" else 1.0
+        if self.steps is None:
+            raise UsageError(f"the {self.shape} schedule needs its length: give steps")
+        # From the last step at the peak to the one after the end, 0 to 1.
+        peak = self.steps - self.decay if self.shape == "wsd" else max(self.warmup, 1)
+        share = min(max(0.0, (step - peak) / (self.steps + 1 - peak)), 1.0)
+        fallen = (1 - math.cos(math.pi * share)) / 2 if self.shape == "cosine" else share
+        return 1 - (1 - self.floor) * fallen
 
 
 # --- which parameter gets what ------------------------------------------------------------------------------------
@@ -165,10 +146,7 @@ class Optim:
     momentum: Fraction = 0.95  # Muon's
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMIZERS:
-            raise UsageError(
-                f"optimiser {self.name!r} is unknown; {nearest(self.name, OPTIMIZERS)}"
-            )
+        check_choice("optim.name", self.name, OPTIMIZERS)
         if len(self.betas) != 2:
             raise UsageError(f"optim.betas = {self.betas}: give two numbers, such as 0.9, 0.95")
 
@@ -263,33 +241,31 @@ class Optimizer:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from `state()` of the same model and settings; anything else is refused."""
-        optimizers = {
-            id(p): part for part in self.parts for g in part.param_groups for p in g["params"]
-        }
-        states: dict[str, dict[str, Tensor]] = {}
+        parts = {id(p): part for part in self.parts for g in part.param_groups for p in g["params"]}
+        keys: dict[str, dict[str, str]] = {}  # parameter -> what -> key of the state
+        for name, parameter in self.named.items():
+            muon = isinstance(parts[id(parameter)], Muon)
+            whats = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq", "step")
+            keys[name] = {what: f"{name}:{what}" for what in whats}
         for key, x in state.items():
             name, _, what = key.rpartition(":")
             if name not in self.named:
                 hint = nearest(name, self.named)
                 raise UsageError(f"the optimiser's state is of another model: {name!r}; {hint}")
-            part, parameter = optimizers[id(self.named[name])], self.named[name]
-            muon = isinstance(part, Muon)
-            known = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq", "step")
-            if what not in known or x.shape != (() if what == "step" else parameter.shape):
+            shape = () if what == "step" else self.named[name].shape
+            if what not in keys[name] or x.shape != shape:
                 raise UsageError(
                     f"the optimiser's state does not fit: {key!r} of shape {tuple(x.shape)}; "
                     f"go on with the model and the optimiser that wrote it"
                 )
-            states.setdefault(name, {})[what] = x
         for name, parameter in self.named.items():
-            part = optimizers[id(parameter)]
-            wanted = 1 if isinstance(part, Muon) else 3
-            if name in states and len(states[name]) != wanted:
+            part, device = parts[id(parameter)], parameter.device
+            kept = {what: state[key] for what, key in keys[name].items() if key in state}
+            if kept and len(kept) < len(keys[name]):
                 raise UsageError(f"the optimiser's state of {name!r} is incomplete")
             part.state.pop(parameter, None)
-            if name in states:
-                kept = states[name].items()
-                part.state[parameter] = {k: x.to(parameter.device, copy=True) for k, x in kept}
+            if kept:
+                part.state[parameter] = {what: x.to(device, copy=True) for what, x in kept.items()}
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------
@@ -315,14 +291,9 @@ def accumulate(
     return torch.stack(losses).sum(), torch.stack(counts).sum()
 
 
-def clip_factor(norm: float, max_norm: float, eps: float = 1e-6) -> float:
-    """What every gradient is multiplied by: min(1, max_norm / (norm + eps)), norm over all of them; eps as in torch."""
-    return min(1.0, max_norm / (norm + eps))
-
-
 def clip(parameters: Iterable[Tensor], max_norm: float | None, count: Tensor | int = 1) -> Tensor:
     """Every gradient over `count`, in place (a step without a label leaves zeros) -> their length then, taken as one
-    vector; if it is above `max_norm` they are shortened by `clip_factor` as well, in the same pass over them.
+    vector; if it is above `max_norm` they are multiplied by max_norm / (norm + 1e-6), as in torch, in the same pass.
 
     A length that is not finite is returned and nothing is changed: the caller must not take the step. Nothing here
     waits for a GPU."""

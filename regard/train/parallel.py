@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
-from regard.attention.sparse import SparseAttention
 from regard.block import Block, Stack
 from regard.config import Count, divisors, ranged
 from regard.data.feed import IGNORE, Batch
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, check_choice
 from regard.layers import FeedForward
 from regard.models.adapt import low_ranks
+from regard.train.loss import sparse_layers
 
 MODES = ("ddp", "fsdp", "tensor")
 # That processes wait for the first to evaluate or save; deaths are noticed by `Heartbeat`.
@@ -41,6 +41,7 @@ LONGEST = timedelta(hours=1)
 # Between two heartbeats, in seconds; and the last one of a process that is through.
 BEAT, DONE = 1.0, "done"
 T = TypeVar("T")
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,7 @@ class Parallel:
     patience: Count = 120
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UsageError(
-                f"train.parallel.mode = {self.mode!r} is unknown; {nearest(self.mode, MODES)}"
-            )
+        check_choice("train.parallel.mode", self.mode, MODES)
         if self.degree is not None and self.mode != "tensor":
             raise UsageError(f"train.parallel.degree = {self.degree}: it is for mode tensor alone")
 
@@ -138,7 +136,7 @@ class SingleProcess:
         """This process's own."""
         return torch.device(device)
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: Tensors) -> dict[str, Tensor]:
         """Tensors that may be shared out, put together, in the first process's memory."""
         return dict(tensors)
 
@@ -146,9 +144,7 @@ class SingleProcess:
         """A model that can be saved, in the first process."""
         return model
 
-    def shard(
-        self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def shard(self, named: Tensors, tensors: Tensors) -> dict[str, Tensor]:
         """Whole tensors cut as those in `named` are; "name:what" is cut as "name"."""
         return dict(tensors)
 
@@ -206,9 +202,11 @@ class DataParallel(SingleProcess):
     def wrap(self, model: nn.Module) -> nn.Module:
         if not any(p.requires_grad for p in model.parameters()):
             return Inside(model)  # the optimiser says what is wrong
-        self.inside = nn.parallel.DistributedDataParallel(
-            Inside(model), find_unused_parameters=idle(model)
-        )
+        # Some parameters get no gradient, for which DDP would wait: a pooler beside a head, an indexer.
+        pooler = getattr(model, "pooler", None) is not None and model.head is not None
+        idle = pooler or bool(sparse_layers(model))
+        wrapper = nn.parallel.DistributedDataParallel
+        self.inside = wrapper(Inside(model), find_unused_parameters=idle)
         self.inside.register_comm_hook(None, lambda state, bucket: added(bucket))
         return self.inside
 
@@ -261,11 +259,8 @@ class DataParallel(SingleProcess):
 def lost(error: object) -> bool:
     """Whether a collective failed. Gloo's errors have no class of their own, but name the file of its source that they
     come from."""
-    if isinstance(error, dist.DistError):
-        return True
-    return (
-        type(error) is RuntimeError and re.search(r"\bgloo/\S+\.(cc|h):\d", str(error)) is not None
-    )
+    gloo = type(error) is RuntimeError and re.search(r"\bgloo/\S+\.(cc|h):\d", str(error))
+    return isinstance(error, dist.DistError) or bool(gloo)
 
 
 def added(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -273,12 +268,6 @@ def added(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     in its tensor alone, not on how DDP packs them, which changes after the first step."""
     sums = [dist.all_reduce(g, async_op=True).get_future() for g in bucket.gradients()]
     return torch.futures.collect_all(sums).then(lambda _: bucket.buffer())
-
-
-def idle(model: Any) -> bool:
-    """Whether some parameters get no gradient, for which DDP would wait: a pooler beside a head, an indexer."""
-    pooler = getattr(model, "pooler", None) is not None and model.head is not None
-    return pooler or any(isinstance(m, SparseAttention) for m in model.modules())
 
 
 # --- every process has a part of the model ----------------------------------------------------------------------------
@@ -290,7 +279,7 @@ class ShardedDataParallel(DataParallel):
     def __init__(self, config: Parallel, kind: str):
         super().__init__(config, kind)
         self.evaluates = True  # a block is put together by all
-        self.mesh = _mesh(kind, (self.world,))
+        self.mesh = dist.init_device_mesh(kind, (self.world,))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         self.keep(model)
@@ -311,6 +300,12 @@ class ShardedDataParallel(DataParallel):
             shard = fully_shard(module, mesh=self.mesh)
             shard.set_gradient_divide_factor(1.0)
             shard.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+        # Without a backward pass, which does so, the root's parameters would stay whole.
+        def cut_again(root: Any, args: Any, out: Any) -> None:
+            if not torch.is_grad_enabled():
+                root.reshard()
+
         root.register_forward_hook(cut_again)
         return root
 
@@ -326,37 +321,25 @@ class ShardedDataParallel(DataParallel):
         spare = replace(row, labels=torch.full_like(row.labels, IGNORE))
         return parts + [spare] * (count - len(parts))
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = {}
-        for name, x in tensors.items():  # one at a time is whole beside the parts
-            made = gathered(x.detach())
-            if self.rank == 0:
-                kept[name] = made.cpu()
-        return kept
+    def gather(self, tensors: Tensors) -> dict[str, Tensor]:
+        # One at a time is whole beside the parts.
+        whole = ((name, gathered(x.detach())) for name, x in tensors.items())
+        return {name: x.cpu() for name, x in whole if self.rank == 0}
 
     def full_model(self, model: Any) -> Any:
         named = self.gather(dict(model.named_parameters()))
         return copied(self.empty, named) if self.rank == 0 else None
 
-    def shard(
-        self, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def shard(self, named: Tensors, tensors: Tensors) -> dict[str, Tensor]:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        cut = {}
-        for key, x in tensors.items():
-            like = named.get(key.partition(":")[0])
-            if isinstance(like, DTensor) and x.shape == like.shape:
-                x, mesh = x.to(like.device), like.device_mesh
-                x = distribute_tensor(x, mesh, like.placements, src_data_rank=None)
-            cut[key] = x
-        return cut
+        def cut(x: Tensor, like: Tensor | None) -> Tensor:
+            if not isinstance(like, DTensor) or x.shape != like.shape:
+                return x
+            x, mesh = x.to(like.device), like.device_mesh
+            return distribute_tensor(x, mesh, like.placements, src_data_rank=None)
 
-
-def _mesh(kind: str, shape: tuple[int, ...], **names: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh  # slow to import
-
-    return init_device_mesh(kind, shape, **names)
+        return {key: cut(x, named.get(key.partition(":")[0])) for key, x in tensors.items()}
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -370,13 +353,7 @@ def gathered(x: Tensor) -> Tensor:
     return x.to_local()
 
 
-def cut_again(root: Any, args: Any, out: Any) -> None:
-    """Without a backward pass, which does so, the root's parameters would stay whole."""
-    if not torch.is_grad_enabled():
-        root.reshard()
-
-
-def copied(model: Any, tensors: Mapping[str, Tensor]) -> Any:
+def copied(model: Any, tensors: Tensors) -> Any:
     """The model with other tensors as its parameters, which are not copied; tied ones stay tied."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(tensors[n], requires_grad=p.requires_grad)
@@ -400,7 +377,7 @@ class TensorParallel(ShardedDataParallel):
         super().__init__(config, kind)
         self.degree = config.degree or self.world
         shape = (self.world // self.degree, self.degree)
-        both = _mesh(kind, shape, mesh_dim_names=("data", "tensor"))
+        both = dist.init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
         self.mesh, self.layers = both["data"], both["tensor"]
         self.data_rank, self.data_size = self.mesh.get_local_rank(), self.mesh.size()
         self.group = self.mesh.get_group()
@@ -442,31 +419,29 @@ def plan(block: Block) -> dict[str, Any]:
 def check(model: nn.Module, degree: int) -> None:
     """Whether the model's layers can be split so."""
     blocks = [m for m in model.modules() if isinstance(m, Block)]
-    why = "it has no blocks" if not blocks else ""
-    counts = []
-    for block in blocks:
-        if any(type(a) is not GroupedQueryAttention for a in attentions(block)):
-            why = "its attention is not multi-head or grouped-query"
-        elif type(block.ffn) is not FeedForward:
-            why = "its feed-forward is a mixture of experts"
-        elif any(a.sinks is not None for a in attentions(block)):
-            why = "its attention has sinks"
-        elif any(a.config.qk_norm_whole for a in attentions(block)):
-            why = "its queries have a norm over all heads"
-        else:
-            counts += [n for a in attentions(block) for n in (a.h, a.g)]
-            counts.append(block.ffn.config.ffn_dim)
-    if any(m.relative is not None for m in model.modules() if isinstance(m, Stack)):
-        why = "it has relative position biases"
+    looks = [a for block in blocks for a in attentions(block)]
+    grouped = [a for a in looks if type(a) is GroupedQueryAttention]
+    mixed = [block for block in blocks if type(block.ffn) is not FeedForward]
+    stacks = [m for m in model.modules() if isinstance(m, Stack)]
+    reasons = {
+        "it has no blocks": not blocks,
+        "its attention is not multi-head or grouped-query": len(grouped) < len(looks),
+        "its feed-forward is a mixture of experts": bool(mixed),
+        "its attention has sinks": any(a.sinks is not None for a in grouped),
+        "its queries have a norm over all heads": any(a.config.qk_norm_whole for a in grouped),
+        "it has relative position biases": any(stack.relative is not None for stack in stacks),
+    }
+    why = [reason for reason, holds in reasons.items() if holds]
     if why:
         raise UsageError(
-            f"train.parallel.mode = tensor cannot split this model: {why}; choose ddp or fsdp"
+            f"train.parallel.mode = tensor cannot split this model: {why[0]}; choose ddp or fsdp"
         )
+    counts = {n for a in grouped for n in (a.h, a.g)} | {b.ffn.config.ffn_dim for b in blocks}
     if any(n % degree for n in counts):
         fit = divisors(math.gcd(*counts))
         raise UsageError(
             f"{degree} processes cannot split this model's heads, key/value heads and feed-forward "
-            f"({', '.join(map(str, sorted(set(counts))))}) evenly; set train.parallel.degree to one of {fit}, "
+            f"({', '.join(map(str, sorted(counts)))}) evenly; set train.parallel.degree to one of {fit}, "
             f"or the mode to ddp or fsdp"
         )
 

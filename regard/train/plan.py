@@ -5,48 +5,61 @@ activations, which is so from the second micro-batch of a step on."""
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import re
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard.attention import sparse
-from regard.block import Block, Tower
+from regard.attention import DSA, sparse
+from regard.data.config import Survey, bytes_of, feed_of, survey
+from regard.data.corrupt import Marks
 from regard.data.feed import IGNORE, Feed
-from regard.errors import ENVIRONMENT, Fault, UsageError
+from regard.data.shards import Column
+from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, blaming
+from regard.fast.train import masters
 from regard.layers import LMHead
 from regard.models import EncoderDecoderConfig, Patches, TransformerConfig
 from regard.models.base import pair_flops, weight_flops
 from regard.models.embedding import context
 from regard.moe import MixtureOfExperts
-from regard.train.checkpoint import SPARE
+from regard.train.build import fresh, make_model, start_of
+from regard.train.checkpoint import SPARE, Checkpoints
+from regard.train.config import Config as RunConfig
+from regard.train.config import check, recipe_of
 from regard.train.loss import CHUNK, table
+from regard.train.measure import context_of
 from regard.train.optim import Optim, hidden
-from regard.train.trainer import Train
+from regard.train.parallel import Parallel
+from regard.train.tasks import TASKS
+from regard.train.trainer import Train, Trainer
 
 # How much of the speed of plain products training reaches.
 EFFICIENCY = {"cpu fp32": 0.6, "cpu bf16": 0.3, "cuda fp32": 0.6, "cuda bf16": 0.4}
-# Seconds for measuring that speed.
-PROBED = 0.5
+# Seconds for measuring that speed; for measuring steps; that a step may take to be measured.
+PROBED, MEASURED, LONG = 0.5, 2.0, 10.0
 # Bytes of libraries, and what the allocator keeps.
 OTHER = 300 << 20
 # A change after which more than this share is needed is not worth a line.
 LESS = 0.97
 # Tokens of a row up to which recurrent models are run as they are.
 SHORT = 128
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-POWERS = ("", "k", "M", "G", "T", "P", "E")
 aten = torch.ops.aten
 
 
@@ -137,18 +150,9 @@ class Activations:
         return self.around + sum(self.blocks)
 
 
-_measured: dict[tuple[str, Pass], Activations] = {}
-
-
 def activations(config: Any, run: Pass) -> Activations:
     """Of a model's `hidden`, the head is not in it: measured on one and on two rows, as long as they are."""
-    for rows in (1, 2):
-        key = repr(config), replace(run, rows=rows)
-        if key not in _measured:
-            with torch.random.fork_rng(devices=[]):
-                towers = isinstance(config, TransformerConfig | EncoderDecoderConfig)
-                _measured[key] = (_of_towers if towers else _of_states)(config, key[1])
-    one, two = (_measured[repr(config), replace(run, rows=rows)] for rows in (1, 2))
+    one, two = (_measured(config, replace(run, rows=rows)) for rows in (1, 2))
 
     def scaled(a: int, b: int) -> int:
         return a + (run.rows - 1) * (b - a)
@@ -158,29 +162,95 @@ def activations(config: Any, run: Pass) -> Activations:
     return Activations(blocks, inputs, scaled(one.around, two.around))
 
 
-class Watch(TorchDispatchMode):
-    """Counts what autograd saves, each storage once, by the place in which it is saved first; parameters and their
-    copies in bf16 are not counted.
+@functools.cache
+def _measured(config: Any, run: Pass) -> Activations:
+    towers = isinstance(config, TransformerConfig | EncoderDecoderConfig)
+    with torch.random.fork_rng(devices=[]):
+        return (_of_towers if towers else _of_states)(config, run)
 
-    Tensors under it may be fake, which have a size and no numbers. What a model asks of numbers is answered with 0 or
-    no; all choices of a mixture fall on one expert, which takes as much as if they fell on several."""
+
+def _of_towers(config: Any, run: Pass) -> Activations:
+    """A block takes what one more of its kind adds to a model with one block of each kind: what blocks
+    share, such as an encoder's memory, is then around them."""
+    sides = {"tower": run.length}
+    if isinstance(config, EncoderDecoderConfig):
+        sides = {"encoder": run.source, "decoder": run.length}
+    towers = {name: getattr(config, name) for name in sides}
+    layers = {n: list(zip(t.each("attention"), t.each("ffn"))) for n, t in towers.items()}
+    kinds = [(name, kind) for name in towers for kind in dict.fromkeys(layers[name])]
+
+    def kept(*more: Any) -> int:
+        short = {}
+        for name, tower in towers.items():
+            attention, ffn = zip(*(kind for n, kind in (*kinds, *more) if n == name))
+            few = {"layers": len(ffn), "attention": attention, "ffn": ffn, "blocks": None}
+            short[name] = replace(tower, **few, layer_drop=0.0)
+        return _kept(replace(config, **short), run, fake=True)
+
+    base = kept()
+    each = {kind: kept(kind) - base for kind in kinds}
+    inputs = [
+        4 * run.rows * n * towers[name].dim for name, n in sides.items() for _ in layers[name]
+    ]
+    blocks = [each[name, kind] for name in towers for kind in layers[name]]
+    return Activations(tuple(blocks), tuple(inputs), base - sum(each.values()))
+
+
+def _of_states(config: Any, run: Pass) -> Activations:
+    """Of a recurrent model, whose fused layers keep what they like: real tensors, without padding. Long rows are told
+    by shorter ones: what is kept grows with the length and, by attention, with its square."""
+    small = replace(config, **{n: 2 for n in ("vocab", "source_vocab") if hasattr(config, n)})
+    longest = max(run.length, run.source)
+
+    def kept(tokens: float) -> int:
+        share = tokens / longest
+        length, source = (max(1, round(n * share)) if n else 0 for n in (run.length, run.source))
+        return _kept(small, Pass(run.rows, length, source), fake=False)
+
+    if longest <= SHORT:
+        return Activations((), (), kept(longest))
+    half, whole = kept(SHORT / 2), kept(SHORT)
+    # a x + b x^2 through both.
+    b = 2 * (whole - 2 * half)
+    x = longest / SHORT
+    return Activations((), (), round((whole - b) * x + b * x * x) if b > 0 else round(whole * x))
+
+
+def _kept(config: Any, run: Pass, fake: bool) -> int:
+    """Bytes that autograd saves of `hidden`: each storage once, without parameters and their copies in bf16. Fake
+    tensors take no memory."""
+    device = run.device if fake and torch.cuda.is_available() else "cpu"
+    fakes = Fakes()
+    saved: dict[int, Tensor] = {}
+
+    def save(x: Tensor) -> Tensor:
+        saved.setdefault(_storage(x), x)
+        return x
+
+    with ExitStack() as stack:
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            # Sparse attention need not go through its queries in parts: fake ones fit any cache.
+            stack.enter_context(mock.patch.object(sparse, "WORK", 1 << 62))
+            stack.enter_context(fakes)
+        stack.enter_context(torch.device(device))
+        model = config.make().train()
+        fakes.weights |= {_storage(p): p for p in model.parameters()}
+        ids, more = _inputs(model, run)
+        stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=run.bf16))
+        stack.enter_context(saved_tensors_hooks(save, lambda x: x))
+        model.hidden(ids, **more)
+    return sum(x.untyped_storage().nbytes() for i, x in saved.items() if i not in fakes.weights)
+
+
+class Fakes(TorchDispatchMode):
+    """Lets a model run on tensors that have a size and no numbers: what it asks of numbers is answered with 0 or no;
+    all choices of a mixture fall on one expert, which takes as much as if they fell on several. `weights` are the
+    storages of parameters and, once they are made, of their copies."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = -1
-        self.saved: dict[int, tuple[int, Tensor]] = {}
         self.weights: dict[int, Tensor] = {}
-
-    def add(self, model: nn.Module) -> None:
-        self.weights |= {_storage(p): p for p in model.parameters()}
-
-    def hear(self, x: Tensor) -> Tensor:
-        if _storage(x) not in self.weights:
-            self.saved.setdefault(_storage(x), (self.place, x))
-        return x
-
-    def size(self, place: int) -> int:
-        return sum(x.untyped_storage().nbytes() for at, x in self.saved.values() if at == place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x: Any = args[0] if args else None
@@ -200,100 +270,21 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _of_towers(config: Any, run: Pass) -> Activations:
-    """Of fake tensors, which take no memory. Each kind of block stands there twice: what all share,
-    such as an encoder's memory, is saved by the first alone, and is counted around the blocks."""
-    towers = ("tower",) if isinstance(config, TransformerConfig) else ("encoder", "decoder")
-    short = {name: _shortened(getattr(config, name)) for name in towers}
-    device = run.device if torch.cuda.is_available() else "cpu"
-    watch, inputs = Watch(), []
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        torch.device(device),
-        # Sparse attention need not go through its queries in parts: fake ones fit any cache.
-        mock.patch.object(sparse, "WORK", 1 << 62),
-        watch,
-    ):
-        model = replace(config, **{name: tower for name, (tower, _) in short.items()}).make()
-        watch.add(model.train())
-        blocks = [m for m in model.modules() if isinstance(m, Block)]
-
-        def enter(block: Any, args: Any) -> None:
-            watch.place = blocks.index(block)
-            inputs.append(args[0].nbytes)
-
-        def leave(block: Any, args: Any, out: Any) -> None:
-            watch.place = -1
-
-        for block in blocks:
-            block.register_forward_pre_hook(enter)
-            block.register_forward_hook(leave)
-        ids, more = _inputs(config, run)
-        with (
-            saved_tensors_hooks(watch.hear, lambda x: x),
-            torch.autocast(device, torch.bfloat16, enabled=run.bf16),
-        ):
-            model.hidden(ids, **more)
-        sizes = [watch.size(i) for i in range(len(blocks))]
-        around = watch.size(-1) + sum(sizes[::2]) - sum(sizes[1::2])
-        first, order = 0, []
-        for tower, kinds in short.values():
-            order += [first + 2 * kind + 1 for kind in kinds]
-            first += tower.layers
-        return Activations(tuple(sizes[i] for i in order), tuple(inputs[i] for i in order), around)
-
-
-def _shortened(tower: Tower) -> tuple[Tower, list[int]]:
-    """A tower with every kind of layer twice, and the kind of each layer."""
-    pairs = list(zip(tower.each("attention"), tower.each("ffn"), strict=True))
-    kinds: list[Any] = []
-    for pair in pairs:
-        kinds += [] if pair in kinds else [pair]
-    attention, ffn = zip(*(pair for pair in kinds for _ in range(2)), strict=True)
-    short = replace(tower, layers=2 * len(kinds), attention=attention, ffn=ffn)
-    return short, [kinds.index(pair) for pair in pairs]
-
-
-def _inputs(config: Any, run: Pass) -> tuple[Tensor, dict[str, Any]]:
+def _inputs(model: Any, run: Pass) -> tuple[Tensor, dict[str, Any]]:
     """What a model is given in such a pass, with nothing in it; no more tokens than it can read."""
 
     def read(embedding: Any, length: int) -> Tensor:
         if isinstance(embedding, Patches):
             return torch.zeros(run.rows, embedding.channels, embedding.size, embedding.size)
-        most = None if embedding is None else context(config.max_len, embedding)
+        most = None if embedding is None else context(model.config.max_len, embedding)
         return torch.zeros(run.rows, min(length, most or length), dtype=torch.long)
 
+    sides = [getattr(model.config, name) for name in model.towers.values()] or [None]
     lengths = torch.ones(run.rows, dtype=torch.long) if run.masked else None
-    sides = [getattr(config, name, None) for name in ("embedding", "source", "target")]
-    if not run.source:
-        return read(sides[0], run.length), {} if lengths is None else {"lengths": lengths}
-    source = {"source": read(sides[1], run.source), "source_lengths": lengths}
-    return read(sides[2], run.length), source
-
-
-def _of_states(config: Any, run: Pass) -> Activations:
-    """Of a recurrent model, whose fused layers keep what they like: real tensors, without padding. Long rows are told
-    by shorter ones: what is kept grows with the length and, by attention, with its square."""
-    small = {n: 2 for n in ("vocab", "source_vocab") if hasattr(config, n)}
-    model = replace(config, **small).make().train()
-    longest = max(run.length, run.source)
-
-    def kept(share: float) -> int:
-        watch = Watch()
-        watch.add(model)
-        length, source = (max(1, round(n * share)) if n else 0 for n in (run.length, run.source))
-        ids, more = _inputs(config, Pass(run.rows, length, source))
-        with saved_tensors_hooks(watch.hear, lambda x: x):
-            model.hidden(ids, **more)
-        return watch.size(-1)
-
-    if longest <= SHORT:
-        return Activations((), (), kept(1.0))
-    half, whole = (kept(n / longest) for n in (SHORT / 2, SHORT))
-    # a x + b x^2 through both.
-    b = 2 * (whole - 2 * half)
-    x = longest / SHORT
-    return Activations((), (), round((whole - b) * x + b * x * x) if b > 0 else round(whole * x))
+    if run.source:
+        source = {"source": read(sides[0], run.source), "source_lengths": lengths}
+        return read(sides[-1], run.length), source
+    return read(sides[0], run.length), {} if lengths is None else {"lengths": lengths}
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -367,29 +358,30 @@ def step_flops(job: Job) -> int:
 
 def probe(device: torch.device, bf16: bool, run: Pass, width: int) -> float:
     """FLOP/s of products as large as the model's own, measured for a moment."""
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    most = 4096 if device.type == "cuda" else 1024
+    dtype, cuda = torch.bfloat16 if bf16 else torch.float32, device.type == "cuda"
+    most = 4096 if cuda else 1024
     n, m = min(run.rows * run.length, most), min(width, most)
     x, w = (torch.rand(*shape, device=device, dtype=dtype) for shape in ((n, m), (m, 4 * m)))
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    torch.mm(x[:1], w)  # the first product of a kind prepares it
-    start = time.perf_counter()
-    torch.mm(x[:64], w)
-    wait()
-    took = time.perf_counter() - start
-    # A CPU without products of this kind would take minutes over a whole one.
-    if took * n / 64 > 10 * PROBED:
-        return 8 * min(n, 64) * m * m / took
-    best, times, began = 0.0, 1, time.perf_counter()
-    while not best or time.perf_counter() - began < PROBED:
-        wait()
+
+    def speed(rows: int, times: int = 1) -> tuple[float, float]:
+        """FLOP/s, and seconds, of some products of the first rows."""
         start = time.perf_counter()
         for _ in range(times):
-            torch.mm(x, w)
-        wait()
+            torch.mm(x[:rows], w)
+        if cuda:
+            torch.cuda.synchronize()
         took = time.perf_counter() - start
-        best = max(best, 8 * n * m * m * times / took)
-        times = times * 2 if took < PROBED / 20 else times
+        return 8 * min(n, rows) * m * m * times / took, took
+
+    speed(1)  # the first product of a kind prepares it
+    best, took = speed(64)
+    # A CPU without products of this kind would take minutes over a whole one.
+    if took * n / 64 > 10 * PROBED:
+        return best
+    best, times, end = 0.0, 1, time.perf_counter() + PROBED
+    while not best or time.perf_counter() < end:
+        now, took = speed(n, times)
+        best, times = max(best, now), times * 2 if took < PROBED / 20 else times
     return best
 
 
@@ -412,18 +404,15 @@ class Change:
 def changes(job: Job, free: int) -> list[Change]:
     """What lowers the memory, the cheapest first; if none is enough alone, several together come last."""
     alone = [change for change, _ in _tried(job, free)]
-    if any(change.total <= free for change in alone):
-        return alone
     settings: dict[str, str] = {}
-    for _ in range(4):
-        best = next(
-            (pair for pair in _tried(job, free) if not {*pair[0].settings} & {*settings}), None
-        )
-        if best is None:
+    while not any(change.total <= free for change in alone):
+        others = (pair for pair in _tried(job, free) if not {*pair[0].settings} & {*settings})
+        change, job = next(others, (None, job))
+        if change is None:
             break
-        settings, job = settings | best[0].settings, best[1]
-        if best[0].total <= free:
-            return [*alone, Change(settings, "together", best[0].total)]
+        settings |= change.settings
+        if change.total <= free:
+            return [*alone, Change(settings, "together", change.total)]
     return alone
 
 
@@ -431,33 +420,30 @@ def _tried(job: Job, free: int) -> Iterator[tuple[Change, Job]]:
     """Each change alone, if it helps: more micro-batches, activation checkpointing, bf16, smaller batches."""
     train, step, now = job.train, job.step, memory(job).total
     halves = [2**i for i in range(1, step.rows.bit_length())]
-    more = [n for n in (train.micro_batches * half for half in halves) if n <= step.rows]
-    split = [replace(job, train=replace(train, micro_batches=n)) for n in more]
-    smaller = [replace(job, step=replace(step, rows=step.rows // n)) for n in halves]
-    tried: list[tuple[str, str, list[Job]]] = [("train.micro_batches", "the same result", split)]
-    if not train.activation_checkpointing:
-        other = replace(job, train=replace(train, activation_checkpointing=True))
-        tried.append(("train.activation_checkpointing", "the same result, a third slower", [other]))
-    if train.precision == "fp32":
-        other = replace(job, train=replace(train, precision="bf16"))
-        tried.append(("train.precision", "rounded products", [other]))
-    tried.append((job.sized, "smaller batches", smaller))
+    more = [train.micro_batches * n for n in halves if train.micro_batches * n <= step.rows]
+    row = 1 if job.sized == "data.rows" else step.length
+
+    def trained(**settings: Any) -> Job:
+        return replace(job, train=replace(train, **settings))
+
+    split = {n: trained(micro_batches=n) for n in more}
+    smaller = [replace(step, rows=step.rows // n) for n in halves]
+    tried: list[tuple[str, str, dict[Any, Job]]] = [
+        ("train.micro_batches", "the same result", split),
+        (
+            "train.activation_checkpointing",
+            "the same result, a third slower",
+            {"true": trained(activation_checkpointing=True)},
+        ),
+        ("train.precision", "rounded products", {"bf16": trained(precision="bf16")}),
+        (job.sized, "smaller batches", {x.rows * row: replace(job, step=x) for x in smaller}),
+    ]
     for name, cost, jobs in tried:
-        needs = [(memory(other).total, other) for other in jobs]
-        if not needs or min(need for need, _ in needs) > LESS * now:
+        needs = [(memory(other).total, str(value), other) for value, other in jobs.items()]
+        if not needs or min(need for need, _, _ in needs) > LESS * now:
             continue
-        need, best = next((pair for pair in needs if pair[0] <= free), needs[-1])
-        yield Change({name: _value(name, best)}, cost, need), best
-
-
-def _value(name: str, job: Job) -> str:
-    values = {
-        "train.micro_batches": job.train.micro_batches,
-        "train.activation_checkpointing": "true",
-        "train.precision": job.train.precision,
-        "data.tokens": job.step.rows * job.step.length,
-    }
-    return str(values.get(name, job.step.rows))
+        need, value, best = next((each for each in needs if each[0] <= free), needs[-1])
+        yield Change({name: value}, cost, need), best
 
 
 def shortage(plan: Plan, free_memory: int, free_disk: int) -> str | None:
@@ -480,7 +466,7 @@ def shortage(plan: Plan, free_memory: int, free_disk: int) -> str | None:
     return None
 
 
-def refusal(config: Any, trainer: Any, keep: int = 2) -> str | None:
+def refusal(config: Any, trainer: Trainer, keep: int = 2) -> str | None:
     """The shortage of a run that is about to begin. What its model and optimiser hold already counts as free. Of
     several processes each has only a share, which no formula here knows: then nothing is refused."""
     if trainer.team.world > 1:
@@ -497,8 +483,8 @@ def refusal(config: Any, trainer: Any, keep: int = 2) -> str | None:
 
 def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, float]:
     """The largest of a feed's first batches, and the share of its tokens that have a label."""
-    tower = getattr(model.config, "tower", None)
-    causal = tower is not None and tower.causal  # then padding stands behind all that could see it
+    # Padding then stands behind all that could see it.
+    causal = not model.reads_source and bool(model.towers) and model.config.tower.causal
     passes = []
     for k in range(min(batches, feed.epoch)):
         batch = feed.batch(k)
@@ -515,6 +501,172 @@ def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, 
 def patches(model: Any) -> int:
     """Tokens that a picture becomes."""
     return model.config.embedding.extra + model.config.embedding.count
+
+
+# --- the run of a config ----------------------------------------------------------------------------
+
+
+class Forecast:
+    """All figures of a run, in the units of their names: its data looked at, its plan, a few steps measured. Nothing
+    is saved, and no tokenizer is learned. `folder` is the run's, whose data and tokenizer are used if they are there;
+    `keep` checkpoints stay beside the best."""
+
+    def __init__(self, config: RunConfig, folder: Path, device: torch.device, keep: int):
+        with blaming(2, files=DATA):
+            check(config)
+        start = start_of(config, device="meta")
+        with blaming(2, files=DATA):
+            reads, words = TASKS[config.task].reads, config.tokenizer.get("folder")
+            facts = survey(reads, config.data, recipe_of(config), words, folder, start)
+        self.facts, self.device = facts, device
+        self.model = model_of(config, start, facts, "meta")
+        job, filled = job_of(config, self.model, facts, device.type)
+        plan = self.plan = planned(job, max(keep, config.train.average))
+        self.free, self.room = free_memory(device), free_disk(folder)
+        self.short, self.full = plan.memory.total > self.free, plan.disk > self.room
+        self.less = changes(job, self.free) if self.short else []
+        step, data = job.step, config.data
+        self.tokens = round(filled * step.rows * (step.length + step.source))
+        # Of one step, and of all data: tokens, or pictures.
+        shown, whole = (self.tokens, facts.tokens) if facts.tokens else (step.rows, facts.examples)
+        epoch = max(whole * (1 - data.held), 1) / shown
+        train = config.train.counted(epoch)
+        self.config = replace(config, train=train)
+        self.passes = train.steps / epoch
+        self.flops = round(plan.flops * filled * train.steps)
+        self.kind = f"{device.type} {train.precision}"
+        bf16 = train.precision == "bf16"
+        speed = probe(device, bf16, job.part, width(self.model)) * EFFICIENCY[self.kind]
+        each = self.flops / speed / train.steps
+        self.step = None if self.short or each > LONG else step_seconds(config, facts, device)
+        each = self.step or each
+        self.speed = self.flops / each / train.steps
+        self.evaluations = 1 + (train.steps - 1) // train.evaluate if train.evaluate else 1
+        # How much is held out, beside what is trained on.
+        self.held = data.held / (1 - data.held)
+        if data.valid:
+            self.held = bytes_of(data.source(valid=True)) / max(bytes_of(data.source()), 1)
+        # Of a pass over what is held out, forward alone.
+        forward = train.steps / max(self.passes, 1e-9) * self.held * each / 3
+        self.seconds = train.steps * each + self.evaluations * forward
+
+
+def model_of(config: RunConfig, start: Any, facts: Survey, device: str) -> Any:
+    """The model with the head of the task, frozen as it will be; on "meta" without memory for its
+    weights."""
+    if start is None:
+        changed = {k: v for k, v in config.model.items() if k != "preset"}
+        length = config.data.length
+        start = fresh(config.model["preset"], changed, facts.vocab, device, length)
+        config = replace(config, model={"folder": "."})
+    with torch.device(device):
+        return masters(config.learning(make_model(config, start, None, [""] * facts.classes)))
+
+
+def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[Job, float]:
+    """One step, at its largest, and how full the mean step is beside it."""
+    data, reads = config.data, TASKS[config.task].reads
+    data.batching(config.train.seed)
+    longest, limit = context_of(model), data.length
+    if longest is not None and limit is not None and limit > longest:
+        raise UsageError(f"data.length = {limit}, but the model's context is {longest} tokens")
+    sized = "data.rows" if data.rows is not None else "data.tokens"
+    sides: tuple[int, ...]
+    filled, masked = 1.0, True
+    if reads == "image":
+        sides, masked = (patches(model),), False
+    elif reads in ("lm", "mlm") and data.pack != "none":
+        if limit is None:
+            raise UsageError(f"pack = {data.pack!r} needs the length of a row: length = N")
+        sides = (limit,)
+        masked = data.pack == "documents" or config.task in ("prefix", "spans", "infill")
+    else:
+        sides = tuple(min(n, limit or n) for n in facts.longest)
+        masked = config.task != "lm"
+        if data.tokens is None:
+            filled = sum(map(min, facts.mean, sides)) / sum(sides)
+    each = data.tokens // max(sides) if data.tokens is not None else math.inf
+    rows = max(1, int(min(each, data.rows if data.rows is not None else math.inf)))
+    source, target = (0, *sides)[-2:]
+    # See Spans: a fifth is written, nine tenths are read.
+    if config.task in ("spans", "infill"):
+        shares = (0.9, 0.2) if config.task == "spans" else (1.0, 1.0)
+        source, target = (math.ceil(share * target) for share in shares)
+    step = Pass(rows, target, source, masked, device=device)
+    learned = 0.15 if config.task == "mlm" else 1.0
+    small = config.adapt.method == "lora"
+    return Job(model, step, config.train, learned, sized, small), filled
+
+
+def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> float | None:
+    """Of steps of the real model on made-up examples as long as the mean one; nothing where none
+    could be made."""
+    start = start_of(config, device=str(device))
+    model = model_of(config, start, facts, str(device)).to(device)
+    times: list[float] = []
+
+    def note(event: dict[str, Any]) -> None:
+        times.extend([event["seconds"]] if event["kind"] == "step" else [])
+
+    train = replace(config.train, nan="skip", parallel=Parallel())
+    checkpoints = Checkpoints(Path(), lambda model, path: None)
+    feed = imagined(config, model, facts)
+    trainer = Trainer(model, feed, config.objective, train, checkpoints, lambda path: model, [note])
+    trainer.model.train()
+    began = time.perf_counter()
+    for k in range(1, min(10, config.train.steps) + 1):
+        trainer._step(k)
+        if len(times) > 2 and time.perf_counter() - began > MEASURED:
+            break
+    # The first step prepares kernels and makes the optimiser's state.
+    return statistics.median(times[1:] or times) if times else None
+
+
+def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
+    """Random examples of the mean length, a batch of them or a little more."""
+    data, reads, draw = config.data, TASKS[config.task].reads, np.random.default_rng(0)
+    batching, classes = data.batching(config.train.seed), max(facts.classes, 1)
+    if reads == "image":
+        e, n = model.config.embedding, data.rows or 1
+        pixels = draw.integers(0, 256, (n, e.size, e.size, e.channels), np.uint8)
+        columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, n))}
+        return feed_of(reads, data, None, batching, columns, "", None)
+    whole = reads in ("lm", "mlm") and data.pack in ("stream", "windows")
+    # Only a stream is cut into rows; else room is left for the marks around a text.
+    limit = math.inf if whole or data.length is None else data.length - 3
+    sizes = [max(2, round(min(mean, limit))) for mean in facts.mean]
+    need = (data.tokens or 0) + (data.rows or 0) * (data.length or max(sizes))
+    sizes = [min(size, 4 * need) for size in sizes]
+    n = need // min(sizes) + 2
+    texts = [Column.of([draw.integers(0, facts.vocab, size) for _ in range(n)]) for size in sizes]
+    shape = {"tag": texts[0].values.shape, "answer": (n, 2)}.get(reads, (n,))
+    labels = Column(draw.integers(0, classes, shape), texts[0].ends if reads == "tag" else None)
+    names = ("source", "target") if reads == "seq2seq" else ("ids",)
+    columns = {**dict(zip(names, texts)), "labels": labels}
+    coder: Any = SimpleNamespace(pad=0, before=(), after=(), start=0, end=1)
+    feed = feed_of(reads, data, coder, batching, columns, "", None)
+    sentinels = tuple(range(2, min(102, facts.vocab)))
+    return config.fed(feed, Marks(facts.vocab, (), 0, sentinels, 0, 1))
+
+
+def width(model: Any) -> int:
+    last = [getattr(model.config, name) for name in model.towers][-1:]
+    return (last or [model.config])[0].dim
+
+
+def cache_bytes(model: Any) -> dict[str, int] | None:
+    """Bytes that a token leaves in the cache in bf16, and what they would be with keys and values
+    for every head."""
+    towers = [getattr(model.config, name) for name in model.towers]
+    token = 2 * sum(spec.numbers() for spec in model.cache_specs()) if model.decodes else 0
+    if not token or not towers:
+        return None
+    tower, full = towers[-1], 0
+    for config in tower.each("attention"):
+        a = config.attention if isinstance(config, DSA) else config
+        d = a.head_dim or tower.dim // a.heads
+        full += 2 * a.heads * (d + (a.value_dim or d))
+    return {"token": token, "mha": full}
 
 
 # --- what this machine has left, and how it is written for people ---------------------------------------------------
@@ -582,18 +734,21 @@ def _read(path: Path) -> str:
 
 def size(count: float) -> str:
     """Bytes for people: 512 B, 4.0 KiB, 1.2 GiB."""
-    power = 0
-    while count >= 1000 and power < len(UNITS) - 1:
-        count, power = count / 1024, power + 1
-    return f"{count:,.{0 if not power or count >= 100 else 1}f} {UNITS[power]}"
+    count, unit = _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return f"{count:,.{0 if unit == 'B' or count >= 100 else 1}f} {unit}"
 
 
 def number(count: float) -> str:
     """A count, to go before its unit: 837 k, 26.4 M, 1.3 T."""
+    count, unit = _scaled(count, 1000, ("", "k", "M", "G", "T", "P", "E"))
+    return f"{count:.3g} {unit}"
+
+
+def _scaled(count: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
     power = 0
-    while count >= 1000 and power < len(POWERS) - 1:
-        count, power = count / 1000, power + 1
-    return f"{count:.3g} {POWERS[power]}"
+    while count >= 1000 and power < len(units) - 1:
+        count, power = count / base, power + 1
+    return count, units[power]
 
 
 def duration(seconds: float) -> str:

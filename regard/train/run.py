@@ -8,33 +8,51 @@ Who wants to know how it goes gives `callbacks`: each is called with every event
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
 import shlex
 import shutil
+import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from regard.errors import DATA, ENVIRONMENT, RUN, Fault, UsageError, blaming, notice
-from regard.train.build import Assembly, assemble
-from regard.train.check import check
+import torch
+
+from regard.config import to_dict
+from regard.data.config import Data
+from regard.errors import DATA, ENVIRONMENT, RUN, VERSION, Fault, UsageError, blaming, notice
+from regard.files import write_whole
+from regard.train.build import assemble
 from regard.train.checkpoint import clean, locked
 from regard.train.config import Config as RunConfig
-from regard.train.config import configure, read
-from regard.train.log import Launch, Log, RunFile, as_toml, check_same, read_run, replace_file
+from regard.train.config import as_toml, check, configure, read
+from regard.train.log import Log, parse, tracker
 from regard.train.optim import Schedule
 from regard.train.parallel import Lost, team_of
 from regard.train.plan import pick_device, refusal
-from regard.train.track import tracker
-from regard.train.trainer import AVERAGE, Callback, Diverged, Trainer, differences
+from regard.train.trainer import AVERAGE, Callback, Diverged, Trainer, differences, flat
 
 OURS = {"lock", "run.json"}  # a run's folder has one of these
 BEFORE = {"lock", "data", "tokenizer", ".tokenizer", "config.toml"}  # there before the first step
-WRITTEN = ("checkpoints", "data")
 KEEP = 2  # checkpoints that stay
-FILES = ("metrics.jsonl", "samples.jsonl", "run.json", "report.html", "last", "best")
+WRITTEN = ("checkpoints", "data", "metrics.jsonl", "samples.jsonl", "run.json", "report.html")
+# What a run goes on with, of run.json and of its options, with their types.
+OPTIONS = {"keep": int, "device": str, "log_to": list}
+INFO: dict[str, Any] = {
+    **{"config": dict, "options": dict, "resumed": list, "command": list, "began": str},
+    "seconds": (int, float),
+}
+# Where files lie, which may change.
+PLACES = (
+    *(f"data.{name}" for name in ("train", "target", "valid", "valid_target")),
+    *(f"{name}.folder" for name in ("model", "tokenizer")),
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,20 @@ class RunResult:
     best: Path | None = None
     best_step: int | None = None
     best_value: float | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run is begun. `options` (keep, device, log_to) that are not said are as in the run that
+    goes on."""
+
+    folder: Path
+    command: list[str]
+    changes: Mapping[str, Any]
+    resume: bool
+    overwrite: bool
+    force: bool
+    options: dict[str, Any]
 
 
 def train(
@@ -82,35 +114,38 @@ def train(
         )
     path, home = _places(config, folder, resume)
     before = read_run(home).get("options", {}) if resume else {}
-    launch = Launch(
-        home,
-        _command(path, folder, changes or {}),
-        changes or {},
-        resume,
-        overwrite,
-        force,
-        keep=before.get("keep", KEEP) if keep is None else keep,
-        device=before.get("device", "auto") if device == "auto" else device,
-        log_to=tuple(log_to) or tuple(before.get("log_to", ())),
-    )
+    options: dict[str, Any] = {
+        "keep": before.get("keep", KEEP) if keep is None else keep,
+        "device": before.get("device", "auto") if device == "auto" else device,
+        "log_to": list(log_to) or before.get("log_to", []),
+    }
+    command = _command(path, folder, changes or {})
+    launch = Launch(home, command, changes or {}, resume, overwrite, force, options)
     with blaming(2):
-        settings = _read(path or config, changes)
+        if path is not None:
+            settings = read(path, changes)
+        elif not isinstance(config, RunConfig):
+            settings = configure(config, changes)  # type: ignore[arg-type]
+        elif changes:
+            raise UsageError(
+                "a RunConfig is taken as it is; give its tables as a dict to change some"
+            )
+        else:
+            settings = config
     with blaming(2, files=DATA):
         check(settings)
     if smoke:
-        flat = Schedule("constant")
-        short = replace(
-            settings.train, steps=3, epochs=None, save=1, evaluate=3, average=0, schedule=flat
-        )
-        settings = replace(settings, train=short)
-    chosen, _ = pick_device(launch.device)
+        short: dict[str, Any] = {"steps": 3, "epochs": None, "save": 1, "evaluate": 3, "average": 0}
+        few = replace(settings.train, **short, schedule=Schedule("constant"))
+        settings = replace(settings, train=few)
+    chosen, _ = pick_device(options["device"])
     with ExitStack() as stack:
         team = stack.enter_context(team_of(settings.train.parallel, chosen))
         team.once(lambda: _claim(settings, launch, stack))
-        parts = assemble(settings, home, team.device(chosen), launch.keep, team)
+        parts = assemble(settings, home, team.device(chosen), options["keep"], team)
         # Now the steps of its epochs are known.
-        settings = replace(settings, train=parts.trainer.config)
-        return _run(parts, settings, launch, callbacks, stop)
+        settings = replace(settings, train=parts[0].config)
+        return _run(*parts, settings, launch, callbacks, stop)
 
 
 def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path | None, Path]:
@@ -139,26 +174,13 @@ def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path 
     return path / "config.toml", path
 
 
-def _read(config: Any, changes: Mapping[str, Any] | None) -> RunConfig:
-    if isinstance(config, Path):
-        return read(config, changes)
-    if isinstance(config, RunConfig):
-        if changes:
-            raise UsageError(
-                "a RunConfig is taken as it is; give its tables as a dict to change some"
-            )
-        return config
-    return configure(config, changes)
-
-
 def _command(path: Path | None, folder: str | Path | None, changes: Mapping[str, Any]) -> list[str]:
     """What begins this run anew on a command line."""
     if path is None:
         return ["regard", "train", str(Path(folder or "") / "config.toml")]
-    words = ["regard", "train", str(path)]
-    if folder is not None:
-        words += ["--output-dir", str(folder)]
-    return [*words, *(word for name, x in changes.items() for word in (f"--{name}", str(x)))]
+    place = [] if folder is None else ["--output-dir", str(folder)]
+    flags = [word for name, x in changes.items() for word in (f"--{name}", str(x))]
+    return ["regard", "train", str(path), *place, *flags]
 
 
 def again(folder: Path) -> str:
@@ -169,43 +191,64 @@ def again(folder: Path) -> str:
 
 
 def _run(
-    parts: Assembly,
+    trainer: Trainer,
+    classes: list[str],
+    notices: list[str],
     config: RunConfig,
     launch: Launch,
     callbacks: Sequence[Callback],
     stop: Callable[[], bool],
 ) -> RunResult:
     """Run the trainer, and write down how it went."""
-    trainer, folder = parts.trainer, launch.folder
-    resumed = _resume(trainer, callbacks) if launch.resume else False
+    folder, resumed = launch.folder, False
+    if launch.resume:
+        trainer.callbacks = list(callbacks)
+        resumed = trainer.resume()
+        # If all checkpoints there are broke, nothing is begun over them.
+        broken = "" if resumed else trainer.team.agree("".join(trainer.checkpoints.broken[:1]))
+        if broken:
+            text = f"no checkpoint is sound ({broken}); put a copy back, or start anew with --overwrite"
+            raise Fault(text, DATA)
     if trainer.team.rank:
         return _result(trainer.run(stop), trainer, folder, {})
     if not launch.force and (why := refusal(config, trainer, trainer.checkpoints.keep)):
         raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
-    record = RunFile(launch, config, trainer, parts.classes)
-    listeners: list[Callback] = [*tracker(launch.log_to, folder, record.info), *callbacks]
-    replace_file(folder / "config.toml", as_toml(config))
+    info, start = run_info(launch, config, trainer, classes), time.monotonic()
+    listeners: list[Callback] = [*tracker(launch.options["log_to"], folder, info), *callbacks]
+    write_whole(folder / "config.toml", as_toml(config))
     figures: dict[str, float] = {}
 
     def note(event: dict[str, Any]) -> None:
         if event["kind"] in ("evaluation", "average"):
-            numbers = {n: x for n, x in event.items() if isinstance(x, float)}
             figures.clear()
-            figures.update(numbers)
+            figures.update({n: x for n, x in event.items() if isinstance(x, float)})
+
+    def record(status: str) -> None:
+        at = trainer.at
+        now_is = {
+            "status": status,
+            "step": at.step,
+            "best": None if at.best is None else {"step": at.best, "value": at.best_value},
+            "averaged": bool(at.averaged),
+            "ended": None if status == "running" else now(),
+            "seconds": round(info["seconds"] + time.monotonic() - start, 2),
+        }
+        text = json.dumps({**info, **now_is}, indent=1, ensure_ascii=False, default=str)
+        write_whole(folder / "run.json", text)
 
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
     begin = {
         "kind": "begin",
         "steps": config.train.steps,
         "about": f"{trainer.feed.describe()}; {how}, {folder}",
-        "notices": parts.notices,
+        "notices": notices,
     }
     if launch.resume:
         other = f"; {differences(trainer.changes)}" if trainer.changes else ""
         after = f"going on after step {trainer.at.step}{other}"
         begin["resumed"] = after if resumed else "no checkpoint yet: from the start"
     status = "failed"
-    record.write("running")
+    record("running")
     try:
         for listener in listeners:
             listener(begin)
@@ -221,7 +264,7 @@ def _run(
         raise Fault(f"{error}: {again(folder)}", RUN) from None
     finally:
         _link(folder, trainer)
-        record.write(status)
+        record(status)
         for listener in listeners:
             listener({"kind": "end", "step": trainer.at.step, "status": status})
     return _result(status, trainer, folder, figures)
@@ -232,24 +275,6 @@ def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, floa
     best = folder / "best" if at.averaged or at.best is not None else None
     last = trainer.checkpoints.path(at.step)
     return RunResult(folder, status, at.step, metrics, last, best, at.best, at.best_value)
-
-
-def _resume(trainer: Trainer, callbacks: Sequence[Callback]) -> bool:
-    """Resume; whether there is a checkpoint to go on from. If all there are broke, nothing is begun
-    over them."""
-    trainer.callbacks = list(callbacks)
-    resumed = trainer.resume()
-
-    def look() -> None:
-        if not resumed and trainer.checkpoints.broken:
-            raise Fault(
-                f"no checkpoint is sound ({trainer.checkpoints.broken[0]}); put a copy back, or start anew "
-                "with --overwrite",
-                DATA,
-            )
-
-    trainer.team.once(look)
-    return resumed
 
 
 # --- the folder -----------------------------------------------------------------------------------
@@ -298,18 +323,15 @@ def begun(folder: Path) -> bool:
 def _clear(folder: Path, full: bool) -> None:
     """Remove the run, if there is one; and a tokenizer in any case, which other settings may have
     made."""
-    shutil.rmtree(folder / ".tokenizer", ignore_errors=True)
+    old = folder / ".tokenizer"
+    shutil.rmtree(old, ignore_errors=True)
     # Whole or not at all.
     with contextlib.suppress(FileNotFoundError):
-        (folder / "tokenizer").rename(folder / ".tokenizer")
-    if not full:
-        return
-    for name in WRITTEN:
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in FILES:
-        path = folder / name
+        (folder / "tokenizer").rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+    for path in (folder / name for name in (*WRITTEN, "last", "best") if full):
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
@@ -330,3 +352,86 @@ def _link(folder: Path, trainer: Trainer) -> None:
         new.unlink(missing_ok=True)
         new.symlink_to(Path("checkpoints") / step)
         os.replace(new, link)
+
+
+# --- run.json: what was run, with what, and how it ended ------------------------------------------
+
+
+def run_info(launch: Launch, config: RunConfig, trainer: Trainer, classes: list[str]) -> Any:
+    """What does not change while it runs; `seconds` are those before."""
+    device, old, team = trainer.device, read_run(launch.folder), trainer.team
+    cuda, parameters = device.type == "cuda", list(trainer.model.parameters())
+    was = old.get("options", {})
+    other = {n: [was[n], x] for n, x in launch.options.items() if n in was and was[n] != x}
+    again = {"step": trainer.at.step, "at": now(), "changes": {**trainer.changes, **other}}
+    return {
+        "format": 1,
+        "name": launch.folder.name,
+        "command": launch.command,
+        "task": config.task,
+        "changes": dict(launch.changes),
+        "classes": classes,
+        "config": asdict(config),
+        **{n: getattr(config.train, n) for n in ("metric", "seed", "steps", "precision")},
+        "options": launch.options,
+        "resumed": [*old.get("resumed", []), *([again] if launch.resume else [])],
+        "began": old.get("began") or now(),
+        "seconds": old.get("seconds", 0.0),
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "world": team.world,
+        "regard": VERSION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "parameters": sum(p.numel() for p in parameters),
+        "trained": sum(p.numel() for p in parameters if p.requires_grad),
+        "data": trainer.feed.describe(),
+    }
+
+
+def commit() -> str | None:
+    """Of the folder the command was given in, if that is a git checkout."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What run.json says that a run goes on with; what is not there, or damaged, is left out."""
+
+    def typed(table: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: x for name, x in table.items() if isinstance(x, types.get(name, ()))}
+
+    path = folder / "run.json"
+    whole = parse(path.read_text("utf-8", "replace")) if path.is_file() else None
+    info = typed(whole or {}, INFO)
+    return {n: typed(x, OPTIONS) if n == "options" else x for n, x in info.items()}
+
+
+def check_same(folder: Path, config: RunConfig) -> None:
+    """Refuse to go on with another task, model, tokenizer or data than run.json tells of, setting by setting; one that
+    it does not have, of an older version, had its default. Where files lie may change: what is in them is known to the
+    checkpoints, and so are the settings of training."""
+    then = read_run(folder).get("config")
+    if then is None:
+        return
+    usual = flat(to_dict(RunConfig(config.task, Data(()), {"preset": ""})))
+    was = {n: x for n, x in usual.items() if n != "model.preset"} | flat(then)
+    now = flat(json.loads(json.dumps(to_dict(config), default=str)))
+    names = [n for n in dict.fromkeys([*now, *was]) if n not in PLACES]
+    differ = [n for n in names if was.get(n) != now.get(n) and not n.startswith("train.")]
+    if differ:
+        listed = differences({n: [was.get(n), now.get(n)] for n in differ})
+        raise UsageError(
+            f"{listed} (since {folder} was begun); go on with the same, or train into another folder: "
+            "--output-dir FOLDER"
+        )

@@ -13,7 +13,6 @@ from regard.data.feed import Batch
 from regard.layers import Answer, Classify, Tag
 from regard.mask import Mask
 from regard.train import loss
-from regard.train.index import dense_index, sparse_index
 
 # What T5 calls them.
 SENTINELS = tuple(f"<extra_id_{i}>" for i in range(100))
@@ -97,7 +96,9 @@ TASKS: dict[str, Task] = {
         metrics=_CLASSES,
         head=Classify,
     ),
-    # The two stages of sparse attention's indexer, see regard.train.index.
-    "dense_index": Task("lm", dense_index, ("decoder",), "deepseek-v3.2", smoothed=False, **_INDEX),
-    "sparse_index": Task("lm", sparse_index, ("decoder",), "deepseek-v3.2", **_INDEX),
+    # The two stages of sparse attention's indexer.
+    "dense_index": Task(
+        "lm", loss.dense_index, ("decoder",), "deepseek-v3.2", smoothed=False, **_INDEX
+    ),
+    "sparse_index": Task("lm", loss.sparse_index, ("decoder",), "deepseek-v3.2", **_INDEX),
 }

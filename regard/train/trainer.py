@@ -17,23 +17,14 @@ from typing import Any
 import torch
 
 from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
-from regard.data.feed import Feed, Objective, Prefetch
-from regard.data.pack import seed_of
-from regard.errors import UsageError, nearest
-from regard.fast.train import (
-    checkpointed,
-    compiled,
-    joined,
-    keep_freed,
-    masters,
-    native_code,
-    precision,
-)
+from regard.data.feed import Feed, Objective, Prefetch, seed_of
+from regard.errors import UsageError, check_choice, nearest
+from regard.fast import train as fast
 from regard.kernels.c import native
 from regard.moe import update_bias
 from regard.train.checkpoint import Checkpoints
 from regard.train.loss import balanced, mixtures
-from regard.train.metrics import METRICS, better
+from regard.train.measure import METRICS, better
 from regard.train.optim import Optim, Optimizer, Schedule, accumulate, average, clip
 from regard.train.parallel import Parallel, SingleProcess
 
@@ -81,12 +72,9 @@ class Train:
     parallel: Parallel = Parallel()
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise UsageError(
-                f"train.metric = {self.metric!r} is unknown; {nearest(self.metric, METRICS)}"
-            )
-        if self.nan not in POLICIES:
-            raise UsageError(f"train.nan = {self.nan!r} is unknown; {nearest(self.nan, POLICIES)}")
+        check_choice("train.metric", self.metric, METRICS)
+        check_choice("train.nan", self.nan, POLICIES)
+        check_choice("train.precision", self.precision, fast.PRECISIONS)
         if self.epochs is None:
             self.schedule.over(self.steps)
 
@@ -119,9 +107,8 @@ class Progress:
     waited: int = 0  # evaluations since
     skipped: list[int] = field(default_factory=list)
     evaluated: int = 0  # the last step that was
-    averaged: bool | None = (
-        None  # whether the mean of the last checkpoints is the best; None: untried
-    )
+    # Whether the mean of the last checkpoints is the best; None: untried.
+    averaged: bool | None = None
 
 
 class Trainer:
@@ -142,10 +129,10 @@ class Trainer:
         measure: Measure | None = None,
         team: SingleProcess | None = None,
     ):
-        model = masters(model)
-        model = checkpointed(model) if config.activation_checkpointing else model
-        model = model if config.parallel.mode == "tensor" else joined(model)
-        self.model = compiled(model) if config.compile else model
+        model = fast.masters(model)
+        model = fast.checkpointed(model) if config.activation_checkpointing else model
+        model = model if config.parallel.mode == "tensor" else fast.joined(model)
+        self.model = fast.compiled(model) if config.compile else model
         self.feed, self.config = feed, config
         self.objective = balanced(objective, model, config.balance)
         self.checkpoints, self.load, self.team = checkpoints, load, team or SingleProcess()
@@ -153,18 +140,16 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
-            keep_freed()
-            native_code(model, config.precision)
+            fast.keep_freed()
+            fast.native_code(model, config.precision)
         self.inside = self.team.wrap(self.model)
         self.optimizer = Optimizer(model, config.optim)
         # A GPU need not wait for data.
         ahead = Prefetch(feed, self.team.data_rank, self.team.data_size)
         alone = partial(feed.batch, rank=self.team.data_rank, world=self.team.data_size)
         self._batch = ahead.batch if self.device.type == "cuda" else alone
-        checkpoints.keep, checkpoints.every = (
-            max(checkpoints.keep, config.average),
-            config.save or 1,
-        )
+        checkpoints.keep = max(checkpoints.keep, config.average)
+        checkpoints.every = config.save or 1
         self.at = Progress()
         self.saved = 0  # the step of the newest checkpoint
         self.changes: dict[str, list[Any]] = {}  # settings since the checkpoint: before, now
@@ -203,9 +188,8 @@ class Trainer:
                 f"the data changed since {path}; go on with the same, or train into another folder"
             )
         if state["machine"] != (now := self._machine()):
-            text = f"trained on {state['machine']}, now {now}"
-            rounding = "the same up to rounding, not to the bit"
-            self.tell({"kind": "warning", "text": f"{text}: {rounding}"})
+            text = f"trained on {state['machine']}, now {now}: the same up to rounding"
+            self.tell({"kind": "warning", "text": f"{text}, not to the bit"})
         if "settings" not in state:
             text = f"{path.name} is of an older version and does not say its settings"
             self.tell({"kind": "warning", "text": f"{text}: they are taken to be the same"})
@@ -255,7 +239,7 @@ class Trainer:
         torch.manual_seed(seed_of(c.seed, step) + team.data_rank)
         batches = self._batch(step - 1).to(self.device).split(c.micro_batches)
         batches = team.even(batches, c.micro_batches)
-        with precision(c.precision, self.device):
+        with fast.precision(c.precision, self.device):
             loss, count = accumulate(self.inside, self.objective, batches, team.no_sync)
         loss, count = team.total(loss), team.total(count)
         parameters = list(self.optimizer.named.values())
@@ -295,13 +279,12 @@ class Trainer:
         measured = self._figures(asked)
         if measured is None:
             return False
-        figures, more = measured
-        self.at.evaluated = self.at.step
+        (figures, more), self.at.evaluated = measured, self.at.step
         if figures:
             good = self._best(figures)
             self.at.waited = 0 if good else self.at.waited + 1
-            event = {"kind": "evaluation", "step": self.at.step, **figures, "best": good, **more}
-            self.tell(event)
+            told = {"kind": "evaluation", "step": self.at.step, **figures, "best": good}
+            self.tell({**told, **more})
             if good:
                 self.at.best, self.at.best_value = self.at.step, figures[self.config.metric]
                 if self.saved != self.at.step:
@@ -327,28 +310,29 @@ class Trainer:
     @torch.no_grad()
     def _figures(self, asked: Callable[[], bool]) -> Figures | None:
         """What is measured on held-out data; None if a stop was asked for."""
-        measured = None
-        if self.team.evaluates:
-            self.model.eval()
-            measured = self.inside(self._measured, asked)
-            self.model.train()
-        return self.team.agree(measured)
 
-    def _measured(self, model: Any, asked: Callable[[], bool]) -> Figures | None:
         def between() -> None:
             if self.team.stops(asked()):
                 raise Stopped
 
-        try:
-            return self.measure(model, between)
-        except Stopped:
-            return None
+        def measured(model: Any) -> Figures | None:
+            try:
+                return self.measure(model, between)
+            except Stopped:
+                return None
+
+        figures = None
+        if self.team.evaluates:
+            self.model.eval()
+            figures = self.inside(measured)
+            self.model.train()
+        return self.team.agree(figures)
 
     def _loss(self, model: Any, between: Callable[[], None]) -> Figures:
         total, count = 0.0, 0
         for batch in self.feed.evaluation():
             between()
-            with precision(self.config.precision, self.device):
+            with fast.precision(self.config.precision, self.device):
                 part, n = self.objective(model, batch.to(self.device))
             total, count = total + float(part), count + int(n)
         return ({"loss": total / count} if count else {}), {}
@@ -420,18 +404,20 @@ def changed(
 
 def differences(changes: dict[str, list[Any]]) -> str:
     """train.steps was 8, now it is 12; ..."""
-    shown = {
-        n: ["not set" if x is None else f"{x!r:.80}" for x in pair] for n, pair in changes.items()
-    }
-    return "; ".join(f"{name} was {was}, now it is {now}" for name, (was, now) in shown.items())
+
+    def shown(x: Any) -> str:
+        return "not set" if x is None else f"{x!r:.80}"
+
+    each = ((name, *map(shown, pair)) for name, pair in changes.items())
+    return "; ".join(f"{name} was {was}, now it is {now}" for name, was, now in each)
 
 
-def flat(settings: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Settings by dotted names."""
+def flat(settings: dict[str, Any], where: str = "", parts: bool = False) -> dict[str, Any]:
+    """Settings by dotted names. `parts`: a table with a `kind` is a whole part, and stays one."""
     named: dict[str, Any] = {}
     for name, value in settings.items():
-        inner = isinstance(value, dict)
-        named |= flat(value, f"{where}{name}.") if inner else {f"{where}{name}": value}
+        inner = isinstance(value, dict) and not (parts and "kind" in value)
+        named |= flat(value, f"{where}{name}.", parts) if inner else {f"{where}{name}": value}
     return named
 
 

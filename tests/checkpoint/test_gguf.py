@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import regard
-from regard.checkpoint.gguf import KINDS, PLAIN, describe, from_gguf, gguf_dtype
+from regard.checkpoint.gguf import KINDS, PLAIN, describe, from_gguf, gguf_dtype, unpacked
 from tests.checkpoint import ggufs
 from tests.checkpoint.families import case
 
@@ -97,7 +97,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Non
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values()])
+@pytest.mark.parametrize("kind", KINDS.values())
 def test_every_type_is_read(
     kind: str, wide: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,13 +160,11 @@ def by_hand(kind: str, raw: np.ndarray) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
 def test_blocks_are_unpacked_as_the_format_says(kind: str) -> None:
-    from regard.checkpoint.gguf import _unpacked
-
-    known = next(k for k in KINDS.values() if k.name == kind)
-    raw = np.random.default_rng(1).integers(0, 256, (3, known.size), dtype=np.uint8)
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(1).integers(0, 256, (3, size), dtype=np.uint8)
     for at in {"Q6_K": (208,), "Q4_0": (0,), "Q8_0": (0,)}.get(kind, (0, 2)):
         raw[:, at : at + 2] = np.array([0.5, -0.25, 2], np.float16).view(np.uint8).reshape(3, 2)
-    found = _unpacked(raw.tobytes(), known, 3)
+    found = unpacked(raw.tobytes(), kind, 3)
     wanted = torch.tensor([by_hand(kind, row) for row in raw])
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 

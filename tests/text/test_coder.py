@@ -41,7 +41,7 @@ def test_two_texts_are_joined_as_the_tokenizer_joins_them() -> None:
         pair = ours.core.encode("a", "b", add_special_tokens=True).ids
         assert [*coder.before, *one, *coder.between, *other, *coder.after] == pair
     bert = Coder(tokenizer("bert"))  # built from vocab.txt, without a form for two texts
-    assert bert.between == bert.after == (bert.source.core.token_to_id("[SEP]"),)
+    assert bert.between == bert.after == (bert.tokenizer.core.token_to_id("[SEP]"),)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
@@ -57,25 +57,11 @@ def test_located_tokens_know_their_characters(name: str) -> None:
 
 def test_special_tokens_are_named() -> None:
     bert, t5, gpt2 = (Coder(tokenizer(name)) for name in ("bert", "t5", "gpt2"))
-    source = bert.source
+    source = bert.tokenizer
     assert bert.mask == source.core.token_to_id("[MASK]") and bert.mask in bert.reserved
     assert bert.unknown == source.special.unk and bert.pad == source.special.pad
     assert t5.start == t5.pad == 0 and t5.end == 1 and t5.after == (1,)
     assert gpt2.end == gpt2.pad and gpt2.before == gpt2.after == ()
-
-
-def test_two_sides_may_have_two_tokenizers() -> None:
-    recipe = Recipe("chars", task="seq2seq")
-    left, right = (
-        needed(Tokenizer.from_files(train_tokenizer([t], recipe))) for t in ("ab", "xyz")
-    )
-    coder = Coder(left, right)
-    assert coder.encode(["ab"]) == [[4, 5]] and coder.encode(["xyz"], target=True) == [[4, 5, 6]]
-    assert coder.vocab == 7 and coder.fingerprint not in (
-        Coder(left).fingerprint,
-        Coder(right).fingerprint,
-    )
-    assert coder.tokens([4]) == ["a"] and coder.tokens([4], target=True) == ["x"]
 
 
 def test_pieces_are_shown_as_text_where_they_are_whole() -> None:

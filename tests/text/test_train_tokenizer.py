@@ -14,9 +14,16 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from regard.data import unigram
-from regard.data.train_tokenizer import KINDS, Recipe, train_tokenizer, write_files
-from regard.data.unigram import _digamma, lattice_of, learn
+from regard.data import train_tokenizer as module
+from regard.data.train_tokenizer import (
+    KINDS,
+    Recipe,
+    _digamma,
+    lattice_of,
+    learn,
+    train_tokenizer,
+    write_files,
+)
 from regard.errors import UsageError
 from regard.text import Tokenizer, needed
 
@@ -216,15 +223,15 @@ def test_expected_counts_are_those_of_all_ways_to_cut() -> None:
 
 def test_smaller_lattice_is_the_lattice_of_fewer_pieces() -> None:
     pieces, words = ["a", "ab", "b", "ba", "bab"], ["abba", "b", "babab"]
-    kept = np.array([0, 2, 3])
-    score, weight = np.log([0.5, 0.3, 0.2]), np.ones(3)
-    small, plain = (
-        lattice_of(words, pieces).only(kept),
-        lattice_of(words, [pieces[i] for i in kept]),
-    )
-    np.testing.assert_array_equal(small.expected(score, weight), plain.expected(score, weight))
-    inside = lattice_of(pieces, pieces, whole=False).only(kept, words=kept)
-    assert inside.best(score).tolist() == [-np.inf, -np.inf, score[0] + score[1]]
+    kept, stays = [0, 2, 3], np.array([True, False, True, True, False])
+    score, weight = np.log([0.5, 0.01, 0.3, 0.2, 0.01]), np.ones(3)
+    whole, plain = lattice_of(words, pieces), lattice_of(words, [pieces[i] for i in kept])
+    small = whole.only(stays[whole.piece]).expected(score, weight)
+    np.testing.assert_array_equal(small[kept], plain.expected(score[kept], weight))
+    assert not small[[1, 4]].any()
+    inside = lattice_of(pieces, pieces, whole=False)
+    inside = inside.only(stays[inside.piece] & stays[inside.word])
+    assert inside.best(score)[kept].tolist() == [-np.inf, -np.inf, score[2] + score[0]]
 
 
 def test_digamma_is_the_derivative_of_log_gamma() -> None:
@@ -238,7 +245,7 @@ def test_digamma_is_the_derivative_of_log_gamma() -> None:
 def test_rare_words_beyond_the_limit_leave_their_characters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unigram, "MUCH", 12)
+    monkeypatch.setattr(module, "MUCH", 12)
     pieces = dict(learn({"often": 9, "seldom": 3, "rare": 1, "ß": 1}, 100))
     assert {"often", "seldom"} <= set(pieces) >= set("oftenseldomraß") and "rare" not in pieces
 

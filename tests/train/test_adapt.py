@@ -16,8 +16,7 @@ from regard.errors import UsageError
 from regard.fast.train import checkpointed, precision
 from regard.layers import LM, MLM, Answer, Classify, Head, Tag
 from regard.models.adapt import LoRA, LowRank, low_ranks, merge, rounded, with_head
-from regard.train.adapt import Adapt, adapted
-from regard.train.config import Config
+from regard.train.config import Adapt, Config, adapted
 from regard.train.loss import causal, classify
 from regard.train.optim import Optim, Optimizer, accumulate, clip
 

@@ -23,8 +23,7 @@ from regard.data.corrupt import (
     span_counts,
     spans,
 )
-from regard.data.feed import IGNORE, Batch
-from regard.data.pack import drawing
+from regard.data.feed import IGNORE, Batch, drawing
 from regard.errors import UsageError
 
 CLS, SEP, PAD, MASK, STOP = 0, 1, 2, 3, 9  # STOP is an ordinary word

@@ -6,8 +6,8 @@ import pytest
 import sacrebleu
 
 from regard.errors import UsageError
-from regard.train import metrics as evaluate
-from regard.train.metrics import METRICS, better, suited
+from regard.train import measure as evaluate
+from regard.train.measure import METRICS, better, suited
 from regard.train.tasks import TASKS
 
 TEXTS = ["the cat sat on the mat", "A dog runs in the Park .", "nothing at all"]

@@ -256,7 +256,7 @@ def test_changes_depend_on_seed_and_number_alone_whatever_the_rank() -> None:
 def test_pictures_need_a_number_of_rows_and_labels() -> None:
     with pytest.raises(UsageError, match="counted in rows"):
         ImageFeed(Column(PICTURES), Column(np.arange(9)), Batching(tokens=9))
-    with pytest.raises(DataError, match="9 pictures, 8 labels"):
+    with pytest.raises(DataError, match="9 pictures and 8 labels"):
         ImageFeed(Column(PICTURES), Column(np.arange(8)), Batching(rows=9))
 
 
@@ -317,5 +317,5 @@ def test_pieces_of_the_next_picture_are_pasted_and_weighed_by_their_area() -> No
     assert all(b.pasted_labels is None for b in feed(held=feed()).evaluation())
     thirds = [feed().batch(1, rank, 3) for rank in range(3)]
     assert same(joined(thirds), feed().batch(1))
-    with pytest.raises(UsageError, match="share from 0 to 1"):
+    with pytest.raises(UsageError, match="paste = 2.0: give 0 to 1"):
         ImageFeed(Column(pictures), Column(labels), batching, paste=2.0)

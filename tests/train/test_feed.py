@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.data.feed import IGNORE, PACKS, Batch, Batching, TextFeed
-from regard.data.pack import Deck
+from regard.data.feed import IGNORE, PACKS, Batch, Batching, Deck, TextFeed
 from regard.data.read import DataError
 from regard.data.shards import Column
 from regard.errors import UsageError

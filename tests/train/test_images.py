@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard.data import images
-from regard.data.images import pictures
-from regard.data.read import DataError, Source
+from regard.data import read as reading
+from regard.data.read import DataError, Source, pictures
 from regard.errors import UsageError
 
 X = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
@@ -125,6 +124,6 @@ def test_damaged_npy_file_is_the_datas_fault(tmp_path: Path) -> None:
         for value in (0, 10, 39, 40, 57, 255):
             (tmp_path / "b.npy").write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
             with suppress(DataError):
-                images._load(tmp_path / "b.npy", "npy")
+                reading.load_arrays(tmp_path / "b.npy")
                 read += 1
     assert read > 0

@@ -13,9 +13,8 @@ from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
 from regard.see.probe import Probe
-from regard.train import index
-from regard.train.index import dense_index, densely, divergence, sparse_index, watching
-from regard.train.loss import causal
+from regard.train import loss as index
+from regard.train.loss import causal, dense_index, densely, divergence, sparse_index, watching
 from tests.laws.mechanisms import MECHANISMS, TIGHT, decoder, ids
 
 SPARSE = [n for n, c in MECHANISMS.items() if isinstance(c, DSA)]

@@ -29,10 +29,9 @@ from regard.models import (
 from regard.models.adapt import with_head
 from regard.position import T5Bias
 from regard.train import loss as objective
-from regard.train.adapt import Adapt, adapted
 from regard.train.checkpoint import Checkpoints
-from regard.train.index import sparse_index
-from regard.train.loss import causal, seq2seq
+from regard.train.config import Adapt, adapted
+from regard.train.loss import causal, seq2seq, sparse_index
 from regard.train.optim import Optim, Optimizer
 from regard.train.trainer import Trainer
 from tests.laws.mechanisms import DIM, STATES, TOWERS, VOCAB, decoder, ids

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data.pack import Buckets, Deck, Tiles, best_fit, cut, draws, framed, ranges
+from regard.data.feed import Buckets, Deck, Tiles, best_fit, cut, draws, framed, ranges
 from regard.data.read import DataError
 
 

@@ -154,7 +154,7 @@ MISTAKES: list[tuple[str, str | bytes, dict[str, Any], str, int]] = [
     ("a.txt.xz", b"no archive", {}, "a.txt.xz is a broken xz file", 4),
     ("a.txt.xz", lzma.compress(b"abc" * 999)[:-9], {}, "a.txt.xz is a broken xz file", 4),
     ("a.txt.gz", gzip.compress(b"abc" * 999)[:-9], {}, "a.txt.gz is a broken gz file", 4),
-    ("a.txt", "x", {"unit": "lines"}, "unit = 'lines' is no unit of text; did you mean 'line'", 2),
+    ("a.txt", "x", {"unit": "lines"}, "unit = 'lines' is unknown; did you mean 'line'", 2),
     ("a.txt", "x", {"format": "tvs"}, "format = 'tvs' is unknown; did you mean 'tsv'", 2),
     ("a.txt", "x", {"columns": {"lable": 1}}, "'lable' is no role; did you mean 'label'", 2),
 ]  # fmt: skip

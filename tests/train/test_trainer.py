@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard.data.feed import Batch
-from regard.data.pack import seed_of
+from regard.data.feed import Batch, seed_of
 from regard.errors import UsageError
 from regard.kernels.c import native
 from regard.kernels.c import train as native_train

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -16,7 +17,7 @@ from regard.train.loss import (
     smoothed_loss,
     teacher_forcing,
 )
-from regard.train.optim import clip_factor, noam
+from regard.train.optim import clip, noam
 from tests.worked.examples import Example
 
 
@@ -72,9 +73,12 @@ def test_gradient_clipping_shortens_to_the_limit(example: Example) -> None:
     g = example.given
     norm = g.gradient.norm().item()
     assert g.limits.tolist() == [1, 10]
-    example.right(g.gradient * clip_factor(norm, 1.0), "limit_1")
-    example.right(g.gradient * clip_factor(norm, 1.0, eps=0.0), "limit_1_no_eps")
-    example.right(g.gradient * clip_factor(norm, 10.0), "limit_10")
+    for limit in (1, 10):
+        weight = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        weight.grad = g.gradient.clone()
+        assert clip([weight], limit).item() == pytest.approx(norm)
+        example.right(weight.grad, f"limit_{limit}")
+    example.right(g.gradient / norm, "limit_1_no_eps")
     weight = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     weight.grad = g.gradient.clone()
     torch.nn.utils.clip_grad_norm_([weight], 1.0)

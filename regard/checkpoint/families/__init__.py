@@ -11,23 +11,24 @@ with changes:
         heads=decoder_heads("Olmo2"),
         # Our config with the choices that no key of theirs makes.
         blank=decoder(GQA(1, 1, 1, rope=Rope()), SWIGLU),
-        # Their keys; a name that KEYS has is replaced. The place of ours (or several: "a.b c.d"),
-        # what a missing key means, and their words for our values. Fixed: no other value is
+        # Their keys; a name that KEYS has is replaced. The place of ours (or several: "a.b c.{d,e}"),
+        # what a missing key means, and their words for our values. fixed: no other value is
         # possible.
         config=KEYS | dict(
             rms_norm_eps=Key("tower.norm.eps", 1e-5),
             hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
-            clip_qkv=Fixed(None),
+            **fixed(clip_qkv=None),
         ),
         # Keys that decide nothing.
         inert="use_bias pretraining_note",
-        # Their names -> ours; {i} is a layer, {e} an expert, * weight and bias.
+        # Their names -> ours; {i} is a layer, {e} an expert, * weight and bias, {a,b} both. A table
+        # inside is of a layer.
         tensors={
-            **FRAME_TENSORS,
-            **block("model.layers.{i}.", {
-                "self_attn.qkv_proj.*": To("attention.wq.* attention.wk.* attention.wv.*", JOINED),
-                "mlp.experts.{e}.up.weight": To("ffn.up", STACKED),
-            }),
+            **EMBEDDING,
+            "model.layers.{i}.": NORMS | {
+                "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", JOINED),
+                "mlp.experts.{e}.{gate,up}.weight": To("ffn.{gate,up}", STACKED),
+            },
         },
         # Known sizes, in their keys.
         presets={"olmo-2-7b": sizes(100352, 4096, 32, 32, 11008, 4096)},

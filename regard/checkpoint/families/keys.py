@@ -8,87 +8,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from regard.checkpoint.rules import ABSENT, Data, Group, get, need, put
-from regard.errors import UsageError
+from regard.checkpoint.rules import ABSENT, Data, Group, get, need, put, wrong
 
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
+# Several of theirs may mean one of ours; the first of them is written.
+ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh")}
+ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+ACTIVATIONS |= {"gelu_python": "gelu", "swish": "silu"}
 
 # --- RoPE ---------------------------------------------------------------------------------------------------------
 
-_ORIGINAL = ("original_len", "max_position_embeddings")
-# rope_type -> their key -> (our field, default)
-_SCALING: dict[str, dict[str, tuple[str, Any]]] = {
-    "linear": {"factor": ("factor", None)},
-    "llama3": {
-        "factor": ("factor", None),
-        "low_freq_factor": ("low", None),
-        "high_freq_factor": ("high", None),
-        "original_max_position_embeddings": _ORIGINAL,
-    },
-    "yarn": {
-        "factor": ("factor", None),
-        "original_max_position_embeddings": _ORIGINAL,
-        "beta_fast": ("fast", 32.0),
-        "beta_slow": ("slow", 1.0),
-        "attention_factor": ("attention_factor", ABSENT),
-        "mscale": ("mscale", ABSENT),
-        "mscale_all_dim": ("mscale_all", ABSENT),
-        "truncate": ("truncated", True),
-    },
-    "longrope": {
-        "short_factor": ("short", None),
-        "long_factor": ("long", None),
-        "factor": ("factor", ABSENT),
-        "original_max_position_embeddings": _ORIGINAL,
-        "attention_factor": ("attention_factor", ABSENT),
-    },
+_ORIGINAL = "original_max_position_embeddings"
+# rope_type -> their key -> our field
+_SCALING: dict[str, dict[str, str]] = {
+    "linear": dict(factor="factor"),
+    "llama3": dict(factor="factor", low_freq_factor="low", high_freq_factor="high")
+    | {_ORIGINAL: "original_len"},
+    "yarn": dict(factor="factor", beta_fast="fast", beta_slow="slow", truncate="truncated")
+    | dict(attention_factor="attention_factor", mscale="mscale", mscale_all_dim="mscale_all")
+    | {_ORIGINAL: "original_len"},
+    "longrope": dict(factor="factor", short_factor="short", long_factor="long")
+    | {"attention_factor": "attention_factor", _ORIGINAL: "original_len"},
 }
+# What may be missing, and what it means then.
+_OPTIONAL: Data = dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
+_OPTIONAL |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"))
 
 
-def _rope_of(theirs: Data) -> Data:
+def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
     """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(theirs.get(key), dict | None):
-            raise UsageError(f"config.json: {key} is {theirs[key]!r}; it must be an object")
+            raise wrong(f"{key} is {theirs[key]!r}; it must be an object")
     given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
     base = given.pop("rope_theta", None) or theirs.get("rope_theta")
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
+    kind = renamed.get(kind, kind)
     share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
-    scaling = None
+    scaling: Data | None = None
     if kind != "default":
         if kind not in _SCALING:
-            raise UsageError(
-                f"config.json: rope_type is {kind!r}; known: default, {', '.join(_SCALING)}"
-            )
+            raise wrong(f"rope_type is {kind!r}; known: default, {', '.join(_SCALING)}")
         scaling = {"kind": kind}
-        for key, (name, default) in _SCALING[kind].items():
+        whole = theirs.get("max_position_embeddings")
+        original = given.get(_ORIGINAL) or theirs.get(_ORIGINAL) or whole
+        missing = {**_OPTIONAL, _ORIGINAL: original}
+        if kind == "longrope":
+            missing["factor"] = whole and whole / original
+        for key, name in _SCALING[kind].items():
             value = given.pop(key, None)
-            if value is None and default is None:
-                raise UsageError(
-                    f"config.json: rope_parameters.{key} is missing; {kind} scaling needs it"
-                )
-            if value is None and default == "max_position_embeddings":
-                value = theirs.get("original_max_position_embeddings") or theirs[default]
-            elif value is None:
-                value = None if default is ABSENT else default
-            scaling[name] = value
-        if kind == "longrope" and scaling["factor"] is None:
-            scaling["factor"] = theirs["max_position_embeddings"] / scaling["original_len"]
+            if value is None and key not in missing:
+                raise wrong(f"rope_parameters.{key} is missing; {kind} scaling needs it")
+            scaling[name] = missing[key] if value is None else value
     if given:
-        raise UsageError(
-            f"config.json: rope_parameters.{next(iter(given))} is not known for {kind} RoPE"
-        )
+        raise wrong(f"rope_parameters.{next(iter(given))} is not known for {kind} RoPE")
     said = {"base": base and float(base), "partial": share}
     return {name: value for name, value in said.items() if value} | {"scaling": scaling}
 
@@ -99,7 +72,7 @@ def _rope_words(rope: Data) -> Data:
     out: Data = {"rope_type": scaling["kind"], "rope_theta": rope["base"]}
     if rope["partial"] != 1:
         out["partial_rotary_factor"] = rope["partial"]
-    for key, (name, _) in _SCALING.get(scaling["kind"], {}).items():
+    for key, name in _SCALING.get(scaling["kind"], {}).items():
         if scaling[name] is not None:
             out[key] = scaling[name]
     return out
@@ -121,16 +94,11 @@ def rope_at(
 
     def words(theirs: Data) -> Data:
         said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
-        out = _rope_of(
-            said
-            | {"rope_theta": said.get(base)}
-            | ({"partial_rotary_factor": said.get(share)} if share else {})
-            | {k: _renamed(said.get(k), renamed or {}) for k in ("rope_parameters", "rope_scaling")}
-        )
+        said |= {"rope_theta": said.get(base)}
+        said |= {"partial_rotary_factor": said.get(share)} if share else {}
+        out = _rope_of(said, renamed or {})
         if not share and out.get("partial", 1) != 1:
-            raise UsageError(
-                f"config.json: partial_rotary_factor is {out['partial']}, this family turns whole heads"
-            )
+            raise wrong(f"partial_rotary_factor is {out['partial']}, this family turns whole heads")
         return out
 
     def read(theirs: Data, ours: Data) -> None:
@@ -150,12 +118,6 @@ def rope_at(
     return Group((*names, "original_max_position_embeddings"), read, write)
 
 
-def _renamed(given: Any, names: Mapping[str, str]) -> Any:
-    if not isinstance(given, dict):
-        return given
-    return {k: names.get(v, v) if k in ("type", "rope_type") else v for k, v in given.items()}
-
-
 def ropes_by_layer(
     full: tuple[str, float], sliding: tuple[str, float], scaled: str = "full_attention"
 ) -> Group:
@@ -170,9 +132,8 @@ def ropes_by_layer(
         older = theirs.get("rope_scaling") if word in scaled and nested is None else None
         key, default = bases[word]
         base = theirs.get(key) or default
-        return _rope_of(
-            {**theirs, "rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
-        )
+        said = {"rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
+        return _rope_of(theirs | said, {})
 
     def read(theirs: Data, ours: Data) -> None:
         for word, place in places.items():
@@ -202,13 +163,14 @@ def by_layer(
     words: Sequence[str],
     kinds_of: Callable[[Data, int], list[str]],
     which: Callable[[Data], int],
-    write: Callable[[list[str], list[Data | None], Data], None],
+    write: Callable[[list[str], list[Data | None], Data], None] | None = None,
 ) -> Group:
     """A `part` of the tower ("attention" or "ffn") of which the blank lists one config for each of `words`: rules fill
     in `tower.attention.0` and `tower.attention.1`, or both as `tower.attention`. Out goes one per layer.
 
     `kinds_of`: the word for each layer, from their keys and the number of layers; `which` word a config of ours is;
-    `write`: those words, and our config for each (None where no layer is of it), into their keys."""
+    `write`: those words, and our config for each (None where no layer is of it), into their keys; without it the first
+    of `names` lists the words."""
 
     def read(theirs: Data, ours: Data) -> None:
         tower = ours["tower"]
@@ -221,17 +183,25 @@ def by_layer(
         kinds = [words[which(one)] for one in each]
         first = dict(zip(reversed(kinds), reversed(each), strict=True))
         tower[part] = [first.get(word) for word in words]
-        write(kinds, tower[part], theirs)
+        if write is not None:
+            write(kinds, tower[part], theirs)
+        elif not _says(theirs, names[0], kinds, kinds_of):
+            theirs[names[0]] = kinds
 
     return Group(tuple(names), read, write_back, last=True)
 
 
-def _listed(theirs: Data, key: str, words: Sequence[str], layers: int, default: list[str]) -> Any:
+def _says(theirs: Data, key: str, kinds: list[str], kinds_of: Callable[..., list[str]]) -> bool:
+    """Whether their keys mean these kinds already."""
+    layers = len(kinds)
+    return len(theirs.get(key) or kinds) == layers and kinds_of(theirs, layers) == kinds
+
+
+def listed(theirs: Data, key: str, words: Sequence[str], layers: int, default: list[str]) -> Any:
+    """The kinds of layers as their `key` lists them, or by default."""
     kinds = theirs.get(key) or default
     if len(kinds) != layers or set(kinds) - set(words):
-        raise UsageError(
-            f"config.json: {key} must list {layers} times {' or '.join(words)}, got {kinds}"
-        )
+        raise wrong(f"{key} must list {layers} times {' or '.join(words)}, got {kinds}")
     return kinds
 
 
@@ -248,24 +218,23 @@ def sliding_layers(
     sliding_window means; `switch`: the key that turns it on, if there is one; `key`: where it is not sliding_window;
     `both_ways`: it counts the tokens on either side together, without the query's own."""
     words = ("full_attention", "sliding_attention")
+    keys = [key, *([switch] if switch else [])]
 
     def window_of(theirs: Data) -> int | None:
         size = theirs.get(key, window) if theirs.get(switch, not switch) else None
         return size // 2 + 1 if both_ways and size is not None else size
 
     def kinds_of(theirs: Data, layers: int) -> list[str]:
-        kinds = [words[slides] for slides in default(theirs, layers)]
-        if window_of(theirs) is None:
-            kinds = ["full_attention"] * layers
-        kinds = _listed(theirs, "layer_types", words, layers, kinds)
-        if "sliding_attention" in kinds and window_of(theirs) is None:
-            raise UsageError(f"config.json: layer_types slides, but {' or '.join(keys)} is off")
+        on = window_of(theirs) is not None
+        kinds = [words[on and slides] for slides in default(theirs, layers)]
+        kinds = listed(theirs, "layer_types", words, layers, kinds)
+        if words[1] in kinds and not on:
+            raise wrong(f"layer_types slides, but {' or '.join(keys)} is off")
         return kinds
 
     def write(kinds: list[str], variants: list[Data | None], theirs: Data) -> None:
         size = variants[1] and variants[1]["window"]
-        same = len(theirs.get("layer_types") or kinds) == len(kinds)
-        if same and kinds_of(theirs, len(kinds)) == kinds and size in (None, window_of(theirs)):
+        if _says(theirs, "layer_types", kinds, kinds_of) and size in (None, window_of(theirs)):
             return
         theirs["layer_types"] = kinds
         if switch:
@@ -273,14 +242,9 @@ def sliding_layers(
         if switch or size is not None:
             theirs[key] = 2 * (size - 1) if both_ways and size else size
 
-    keys = [key, *([switch] if switch else [])]
+    names = ["layer_types", *keys, *more.split()]
     group = by_layer(
-        "attention",
-        ["layer_types", *keys, *more.split()],
-        words,
-        kinds_of,
-        lambda attention: need(attention, "window") is not None,
-        write,
+        "attention", names, words, kinds_of, lambda one: need(one, "window") is not None, write
     )
 
     def read(theirs: Data, ours: Data) -> None:
@@ -298,7 +262,7 @@ def experts_by_layer(first_dense: int) -> Group:
     def kinds_of(theirs: Data, layers: int) -> list[str]:
         first = min(theirs.get("first_k_dense_replace", first_dense) or 0, layers)
         default = ["dense"] * first + ["sparse"] * (layers - first)
-        return _listed(theirs, "mlp_layer_types", words, layers, default)
+        return listed(theirs, "mlp_layer_types", words, layers, default)
 
     def write(kinds: list[str], variants: list[Data | None], theirs: Data) -> None:
         theirs["first_k_dense_replace"] = [*kinds, "sparse"].index("sparse")
@@ -334,7 +298,7 @@ def _count(theirs: Data, key: str, default: int) -> int:
     """A number of groups; null is one."""
     value = theirs.get(key, default)
     if value is not None and (type(value) is not int or value < 1):
-        raise UsageError(f"config.json: {key} is {value!r}; it must be a whole number from 1 on")
+        raise wrong(f"{key} is {value!r}; it must be a whole number from 1 on")
     return value or 1
 
 
@@ -344,9 +308,7 @@ def _count(theirs: Data, key: str, default: int) -> int:
 def _read_causal(theirs: Data, ours: Data) -> None:
     ours["tower"]["causal"] = theirs.get("is_causal") is not False
     if not ours["tower"]["causal"] and theirs.get("sliding_window"):
-        raise UsageError(
-            "config.json: is_causal is False; with sliding_window Regard can only do True"
-        )
+        raise wrong("is_causal is False; with sliding_window Regard can only do True")
 
 
 def _write_causal(ours: Data, theirs: Data) -> None:
