@@ -155,7 +155,7 @@ def test_folder_of_others_is_not_touched(
         (mine / name).write_text("mine")
     before = tree(mine)
     assert main(["train", "story.toml", "--output-dir", "mine", *flags]) == 2
-    assert "mine is not empty, and what is in it is no run" in capsys.readouterr().err
+    assert "mine is not empty, and what is in it is not a run" in capsys.readouterr().err
     assert tree(mine) == before and (mine / "data/train/precious.csv").is_file()
 
 
