@@ -292,8 +292,8 @@ def test_bench_decode_runs_what_the_machine_can(monkeypatch: pytest.MonkeyPatch)
             ran.clear()
             done = call("bench", "decode", *flags)
             assert done.code == 5 and ran[:2] == [["decode.py", *flags], ["invariant.py", *flags]]
-            assert ran[2:] == ([["gpu_decode.py", *flags]] if there else [])
-            assert ("gpu_decode.py: left out, torch finds no CUDA" in done.out) != there
+            assert ran[2:] == ([["user.py", *flags]] if there else [])
+            assert ("bench/user.py: left out, torch finds no CUDA" in done.out) != there
     ran.clear()
     assert call("bench", "decode", "--part", "gpt2").code == 0
     assert ran == [["decode.py", "--part", "gpt2"]]

@@ -61,7 +61,8 @@ COMMANDS = (
 )
 SET = ("train", "plan")  # take settings of a config as flags: --train.steps 100
 SECOND = {"data": "peek", "tokenizer": "train"}  # commands of two words
-BENCHES = {"decode": ("decode", "invariant", "gpu_decode")}  # name -> scripts in bench/
+BENCHES = {"decode": ("decode", "invariant", "user")}  # name -> scripts in bench/
+ON_GPU = ("user",)  # scripts that need one
 BENCH_HELP = """regard bench decode [--quick]              every comparison of decoding that this machine can run
 regard bench decode --part gpt2 ...        the options of bench/decode.py, which then runs alone"""
 FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try --dtype bf16 or --quantize int8"
@@ -205,7 +206,7 @@ def bench(arguments: list[str]) -> int:
 
 def left_out(script: str) -> str:
     """Why this machine cannot run a bench, or nothing."""
-    if not script.startswith("gpu_"):
+    if script not in ON_GPU:
         return ""
     import torch
 

@@ -95,4 +95,4 @@ def test_device_that_is_not_there_is_one_line() -> None:
 
 
 def test_auto_takes_the_gpu_and_the_bench_is_not_left_out() -> None:
-    assert pick_device("auto")[0].type == "cuda" and left_out("gpu_decode") == ""
+    assert pick_device("auto")[0].type == "cuda" and left_out("user") == ""
