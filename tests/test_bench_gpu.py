@@ -30,7 +30,7 @@ class Block:
 
 sys.meta_path.insert(0, Block())
 sys.path.insert(0, {str(BENCH)!r})
-import gpu_decode, gpu_kernels
+import gpu_kernels, user
 """
     done = run("-c", script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -38,11 +38,11 @@ import gpu_decode, gpu_kernels
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a cuda device")
 def test_gpu_bench_without_a_device_is_one_line(tmp_path: Path) -> None:
-    done = run(str(BENCH / "gpu_decode.py"), "--quick", folder=tmp_path)
+    done = run(str(BENCH / "user.py"), "--quick", folder=tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == "error: this bench needs a CUDA device, and torch finds none here\n"
 
 
 def test_gpu_bench_names_its_parts(tmp_path: Path) -> None:
-    done = run(str(BENCH / "gpu_decode.py"), "--part", "k", folder=tmp_path)
+    done = run(str(BENCH / "user.py"), "--part", "k", folder=tmp_path)
     assert done.returncode == 2 and "there is no part 'k'; choose from a, b, c, d, e" in done.stderr

@@ -1,7 +1,6 @@
 """Latent attention (MLA, absorbed) of one new token a row over pages of latents and of rotary keys on a GPU.
 
     python bench/gpu_kernels.py --part k      checks it
-    python bench/gpu_decode.py --part e      times it against GQA and MHA
 
 Multi-query attention c + r wide: a program takes up to 64 heads and a part of the keys, and loads every tile of latents
 once, as keys and as values. As in gpu_attention.py the first part stores the new row, and the parts are merged after.
