@@ -1,10 +1,12 @@
 """regard doctor: what there is, and whether it works; a self-test that fails is exit 1."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+import regard
 from regard.attention import core
 from regard.cli import doctor
 from regard.cli.main import main
@@ -81,3 +83,14 @@ def test_offline_variables_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.network_line() == "used by data of format hub alone"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert doctor.network_line() == "offline by HF_HUB_OFFLINE=1"
+
+
+def test_doctor_of_a_model_says_which_runner_decodes_it_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    regard.build("gpt2", layers=1, dim=32, heads=2, vocab=50, max_len=32).save(tmp_path / "m")
+    assert main(["doctor", str(tmp_path / "m"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["decoding"]
+    assert told.startswith("runner native: no CUDA graph, as it was prepared in fp32 for a CPU\n")
+    assert "GroupedQueryAttention" in told
+    assert main(["doctor", str(tmp_path / "missing")]) == 4

@@ -12,7 +12,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
 
 from regard.cli.shared import Switch
 from regard.errors import RUN, VERSION, Fault
@@ -39,8 +41,10 @@ class Options:
     """What this machine has and can do, and whether Regard works here. Paste it with a bug report.
 
     regard doctor
+    regard doctor MODEL              also how this machine decodes a model: which parts are fast, which are not, why
     """
 
+    model: Annotated[Positional[str], arg(metavar="MODEL")] = ""  # model folder
     json: Switch = False  # one JSON object
 
 
@@ -49,13 +53,15 @@ def run(options: Options) -> int:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = machine(device)
+    if options.model:
+        facts["decoding"] = decoding(options.model)
     tests = {name: tried(test, device) for name, test in TESTS.items()}
     if options.json:
         results = {name: {"ok": fine, "said": text} for name, (fine, text) in tests.items()}
         print(json.dumps({**facts, "self-test": results}))
     else:
         for name, text in facts.items():
-            print(f"{name:<10}{text}")
+            print(f"{name:<10}" + text.replace("\n", "\n" + 10 * " "))
         for name, (fine, text) in tests.items():
             print(f"{'self-test':<10}{name}: {'ok' if fine else 'FAILED'}{text and f' ({text})'}")
     if failed := ", ".join(name for name, (fine, _) in tests.items() if not fine):
@@ -63,6 +69,14 @@ def run(options: Options) -> int:
             f"Regard does not work here: {failed} failed; report it with what is above", RUN
         )
     return 0
+
+
+def decoding(folder: str) -> str:
+    """What `regard generate` would run a model with."""
+    from regard.decode.engine import Engine
+    from regard.evaluate.model import Opened
+
+    return Engine(Opened(folder).model, memory=2**26).explain()
 
 
 # --- what there is --------------------------------------------------------------------------------

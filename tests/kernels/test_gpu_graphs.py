@@ -320,7 +320,7 @@ def test_packs_hold_every_token_once() -> None:
     ]
     sizes = gpu_prompt.sizes_of(parts, 8)
     assert sizes == (128, 4, 96, 0, 12, 4)
-    pack = gpu_prompt.Pack.of(torch.as_tensor(gpu_prompt.flat(parts, sizes)), sizes)
+    pack = gpu_prompt.Pack.of(gpu_prompt.flat(parts, sizes), sizes)
     assert pack.ids[pack.last].tolist() == [6, 7, 7, 8] and pack.rows.tolist() == [5, 0, 1, 3]
     assert pack.said.tolist() == [0, 0, 0, 2] and pack.lengths.tolist() == [3, 70, 70, 1]
     assert torch.equal(pack.grid.flatten()[pack.back][:74], torch.arange(74))

@@ -414,7 +414,7 @@ def test_gpu_lay_matches_indexing(turned: bool) -> None:
     pages = torch.randperm(36).view(3, 12).tolist()
     parts = [gpu_prompt.Part(text, 3 * i, pages[i]) for i, text in enumerate(texts)]
     sizes = gpu_prompt.sizes_of(parts, page)
-    pack = gpu_prompt.Pack.of(torch.as_tensor(gpu_prompt.flat(parts, sizes)), sizes)
+    pack = gpu_prompt.Pack.of(gpu_prompt.flat(parts, sizes), sizes)
     qkv = torch.randn(sizes[0], (h + 2 * g) * d)
     qkv[80:] = qkv[79]  # spare tokens repeat the last
     angles = (torch.rand(length, d // 2), torch.rand(length, d // 2)) if turned else None

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,40 +69,38 @@ def sizes_of(parts: Sequence[Part], page: int) -> Sizes:
     )
 
 
-def flat(parts: Sequence[Part], sizes: Sizes) -> np.ndarray:
+def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
     """All the numbers of a Pack, in its order, for one copy to the device."""
-    count = np.array([len(p.tokens) for p in parts])
-    start = np.array([p.start for p in parts])
-    first = count.cumsum() - count
-    row = np.arange(len(parts)).repeat(count)
-    place = np.arange(count.sum()) - first[row]
-    by_token = [
-        np.concatenate([np.asarray(p.tokens) for p in parts]),
-        start[row] + place,
-        row,
-        row * sizes.longest + place,
-    ]
+    count = torch.tensor([len(p.tokens) for p in parts])
+    start = torch.tensor([p.start for p in parts])
+    first = count.cumsum(0) - count
+    row = torch.arange(len(parts)).repeat_interleave(count)
+    ids = torch.tensor([token for p in parts for token in p.tokens])
+    place = torch.arange(len(ids)) - first[row]
     # A spare place of a prompt has its last token, a spare page its last page.
-    grid = first[:, None] + np.minimum(np.arange(sizes.longest), count[:, None] - 1)
-    pages = [np.asarray(p.pages)[: sizes.places] for p in parts]
-    table = np.stack([x[np.minimum(np.arange(sizes.places), len(x) - 1)] for x in pages])
+    grid = first[:, None] + torch.arange(sizes.longest).minimum(count[:, None] - 1)
+    pages = [[*p.pages[: sizes.places]] for p in parts]
+    table = torch.tensor([each + each[-1:] * (sizes.places - len(each)) for each in pages])
     ends = [
         (end - 1, *writer, size)
-        for p, end, size in zip(parts, first + count, start + count, strict=True)
+        for p, end, size in zip(
+            parts, (first + count).tolist(), (start + count).tolist(), strict=True
+        )
         for writer in p.ends
     ]
-    columns = np.array(ends, dtype=np.int64).reshape(-1, 4).T
+    columns = torch.tensor(ends, dtype=torch.long).view(-1, 4).T
+    by_token = (ids, start[row] + place, row, row * sizes.longest + place)
     each = [
         *(_filled(x, sizes.tokens) for x in by_token),
         *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count)),
         *(_filled(x, sizes.ends) for x in columns),
     ]
-    return np.concatenate([x.ravel() for x in each])
+    return torch.cat([x.flatten() for x in each])
 
 
-def _filled(x: np.ndarray, size: int) -> np.ndarray:
+def _filled(x: Tensor, size: int) -> Tensor:
     """The last of x repeated up to a size."""
-    return x if len(x) == size else np.concatenate([x, x[-1:].repeat(size - len(x), 0)])
+    return torch.cat([x, x[-1:].expand(size - len(x), *x.shape[1:])])
 
 
 @dataclass
