@@ -1,5 +1,6 @@
 """The command `regard`: what it prints where, what it needs to start, and how each mistake ends."""
 
+import ast
 import dataclasses
 import io
 import json
@@ -16,7 +17,7 @@ import torch
 
 import regard
 from regard.cli import generate as cli_generate
-from regard.cli import parse as cli_parse
+from regard.cli import shared as cli_parse
 from regard.cli.main import COMMANDS, main
 from regard.evaluate import model
 from tests.text import tiny
@@ -106,8 +107,8 @@ def put(path: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], [], ["bench", "--help"]]
-    + [[name, "--help"] for name in COMMANDS if name != "bench"]
+    [["--help"], ["--version"], []]
+    + [[*name.split(), "--help"] for name in COMMANDS]
     + [["generate", "--max-new-tokns", "3"], ["generat"]],
     ids=" ".join,
 )
@@ -130,6 +131,20 @@ def test_help_names_every_command_and_shows_examples_first() -> None:
     text = call("generate", "--help").out
     assert text.index("regard generate MODEL") < text.index("usage:") < text.index("--top-k")
     assert all(len(line) <= 120 and line == line.rstrip() for line in text.splitlines())
+
+
+def test_every_flag_has_a_comment_which_is_its_help() -> None:
+    """Beside it or above it: the formatter may move one into a bracket, where tyro does not look."""
+    for path in sorted((ROOT / "regard" / "cli").glob("*.py")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            flags = getattr(node, "body", []) if isinstance(node, ast.ClassDef) else []
+            for flag in (
+                f for f in flags if isinstance(f, ast.AnnAssign) and path.stem != "explain"
+            ):
+                line, above = lines[flag.lineno - 1], lines[flag.lineno - 2]
+                group = isinstance(flag.value, ast.Call) or "Folder" in ast.unparse(flag.annotation)
+                assert group or "  # " in line or above.startswith("    # "), f"{path}: {line}"
 
 
 def test_every_setting_of_decoding_is_a_flag_with_its_default() -> None:

@@ -14,7 +14,7 @@ from regard.cli import data as peeking
 from regard.cli import tokenizer as training
 from regard.cli.data import Options as Peek
 from regard.cli.data import breadth, columns, picture, visible
-from regard.cli.parse import parse
+from regard.cli.shared import parse
 from regard.cli.tokenizer import Options as Train
 from regard.errors import UsageError
 from regard.text import Tokenizer, needed
@@ -50,7 +50,7 @@ def test_help_and_options_do_not_import_torch() -> None:
     script = """
 import sys
 from regard.cli.data import Options as Peek
-from regard.cli.parse import parse
+from regard.cli.shared import parse
 from regard.cli.tokenizer import Options as Train
 assert parse(Peek, "data peek", ["--help"]) is None and parse(Train, "tokenizer train", ["--help"]) is None
 assert parse(Peek, "data peek", ["a", "b", "--rows", "2"]).files == ("a", "b")
@@ -71,7 +71,7 @@ def test_tokenizer_is_written_and_described(
     out = tmp_path / "tok"
     assert command(Train, text, "--out", out, "--kind", "chars", "--unit", "line") == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{out}: chars, ") and "1.00 characters a token" in said
+    assert said.startswith(f"{out}: chars, ") and "1.00 characters per token" in said
     assert "learned from 5 texts" in said
     tokenizer = needed(Tokenizer.from_folder(out))
     assert tokenizer.decode(tokenizer.encode(LINES[3])) == LINES[3]

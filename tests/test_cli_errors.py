@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ WRONG: dict[str, tuple[list[Any], int, str]] = {
     "encoder": (["generate", "bert", "5", "--ids"], 2, "does not decode"),
     "image": (["generate", "captioner", "5", "--ids"], 2, "this model reads images"),
     "translate what": (["translate", GPT2], 2, "translate needs an encoder-decoder"),
-    "translate file": (["translate", "t5", "nowhere.txt"], 4, "'nowhere.txt' cannot be read: No such"),
+    "translate file": (["translate", "t5", "nowhere.txt"], 4, "nowhere.txt does not exist; give a file"),
     "translate folder": (["translate", "t5", "."], 4, "'.' cannot be read: Is a directory"),
     "translate no name": (["translate", "t5", ""], 4, "'' cannot be read: No such"),
     "translate image": (["translate", "captioner"], 2, "this model reads images"),
@@ -90,7 +89,6 @@ WRONG: dict[str, tuple[list[Any], int, str]] = {
     "chat image": (["chat", "captioner"], 2, "this model reads images"),
     "chat word": (["chat", GPT2, "hello"], 2, "hello"),
     "chat system": (["chat", GPT2, "--system", "\udcff"], 2, "--system holds half a surrogate"),
-    "bench": (["bench", "encode"], 2, "did you mean 'decode'?"),
 }  # fmt: skip
 
 
@@ -110,9 +108,7 @@ def test_mistake_is_one_line_and_an_exit_code(name: str) -> None:
 )
 def test_missing_device_is_the_environments_fault(name: str, model: str, device: str) -> None:
     done = call(name, folder(model), "--device", device, stdin="a")
-    text = (
-        f"--device {device}: this machine has 0 cuda devices that torch can use; try --device cpu"
-    )
+    text = f"device {device}: this machine has 0 cuda devices that torch can use; take device cpu"
     assert done == Done(3, "", f"error: {text}\n")
 
 
@@ -264,47 +260,7 @@ def test_lines_that_fail_are_named_and_the_others_are_translated(
 
 def test_missing_package_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
-    for name in ("generate", "parse"):
+    for name in ("generate", "shared"):
         monkeypatch.delitem(sys.modules, f"regard.cli.{name}", raising=False)
     done = call("generate", folder("gpt2"), "a")
     assert done.code == 3 and done.err == "error: the package tyro is missing; pip install tyro\n"
-
-
-def test_bench_is_refused_outside_a_checkout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("regard.cli.main.__file__", str(tmp_path / "regard" / "cli.py"))
-    done = call("bench", "decode")
-    assert done.code == 3 and "part of the source checkout" in done.err
-
-
-def test_bench_decode_runs_what_the_machine_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[list[str]] = []
-
-    def record(command: list[str]) -> Any:
-        ran.append([Path(command[1]).name, *command[2:]])
-        return subprocess.CompletedProcess(command, 5 if "invariant" in command[1] else 0)
-
-    monkeypatch.setattr("regard.cli.main.subprocess.run", record)
-    for there in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        for flags in ([], ["--quick"]):
-            ran.clear()
-            done = call("bench", "decode", *flags)
-            assert done.code == 5 and ran[:2] == [["decode.py", *flags], ["invariant.py", *flags]]
-            assert ran[2:] == ([["gpu_decode.py", *flags]] if there else [])
-            assert ("gpu_decode.py: left out, torch finds no CUDA" in done.out) != there
-    ran.clear()
-    assert call("bench", "decode", "--part", "gpt2").code == 0
-    assert ran == [["decode.py", "--part", "gpt2"]]
-
-
-def test_bench_needs_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.cli.main.importlib.util.find_spec", lambda name: None)
-    done = call("bench", "decode")
-    assert (done.code, done.err.count("\n")) == (3, 1) and "transformers is missing" in done.err
-
-
-def test_bench_passes_its_options_and_exit_code_on(capfd: pytest.CaptureFixture[str]) -> None:
-    assert call("bench", "decode", "--part", "nothing").code == 2
-    assert "invalid choice: 'nothing'" in capfd.readouterr().err

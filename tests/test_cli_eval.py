@@ -199,7 +199,7 @@ def test_example_that_is_too_long_is_named(tmp_path: Path) -> None:
     path = tsv(tmp_path / "test.tsv", [("a", "good"), ("", "bad"), (long, "bad")])
     done = call("eval", encoder("classify"), "--data", path, *LABELLED)
     assert done.code == 4 and f"example 3 of {path} ('dog dog" in done.err
-    assert "42 tokens, a row holds 24; shorten it, or say --overlong truncate" in done.err
+    assert "42 tokens, a row holds 24; shorten it, or say overlong='truncate'" in done.err
     cut = ("--overlong", "truncate", "--metric", "accuracy")
     assert figures(encoder("classify"), "--data", path, *LABELLED, *cut)["data"].startswith("2 exa")
     sides = tsv(tmp_path / "pairs.tsv", [("a", "b"), ("der Hund " * 300, "x")])
@@ -215,7 +215,7 @@ MISTAKES = {
     "unsuited": (["--data", "x", "--metric", "bleu"], 2, "bleu does not suit the task classify"),
     "no data": ([], 2, "data"),
     "missing": (["--data", "gone.tsv", *LABELLED], 4, "gone.tsv does not exist"),
-    "beams": (["--data", "x", "--beams", "0"], 2, "--beams is 0"),
+    "beams": (["--data", "x", "--beams", "0"], 2, "beams is 0"),
     "length": (["--data", "x", "--length", "99"], 2, "from 1 to 24, the model's context"),
     "min": (["--data", "x", "--min", "nan"], 2, "--min is nan; give a finite number"),
     "unit": (["--data", "x", "--unit", "line"], 2, "unit is not used by the task classify"),

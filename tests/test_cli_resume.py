@@ -207,7 +207,7 @@ def test_what_cannot_go_on_is_one_sentence(home: Path, capsys: pytest.CaptureFix
         ("runs/story",): "is the folder of a run; go on with it: regard train --resume runs/story",
         ("--resume", "empty"): "empty has nothing to go on with",
         ("--resume", "gone"): "gone cannot be read",
-        ("--resume", "runs/story", "--output-dir", "x"): "leave --output-dir out",
+        ("--resume", "runs/story", "--output-dir", "x"): "leave folder (--output-dir) out",
         ("--resume", "runs/story", "--keep", "0"): "keep = 0: at least one checkpoint must stay",
         ("--resume", "runs/story", "--train.steps", "3", "--train.clip", "3"): "train.clip was 1.0",
     }

@@ -131,9 +131,7 @@ def test_folder_with_a_run_is_not_touched(home: Path, capsys: pytest.CaptureFixt
     assert main(["train", "story.toml", "--quiet", "--train.steps", "2"]) == 0
     before = (home / "runs/story/metrics.jsonl").read_bytes()
     assert main(["train", "story.toml"]) == 2
-    assert (
-        "is not empty; go on with --resume, start anew with --overwrite" in capsys.readouterr().err
-    )
+    assert "is not empty; go on (--resume), start anew (--overwrite)" in capsys.readouterr().err
     assert (home / "runs/story/metrics.jsonl").read_bytes() == before
     assert main(["train", "story.toml", "--overwrite", "--train.steps", "3", "--quiet"]) == 0
 
@@ -183,7 +181,7 @@ def test_run_is_refused_what_would_change_or_lose_it(
     before = tree(run)
     same = "or train into another folder"
     given = {
-        ("--overwrite",): ["--resume goes on with a run, --overwrite removes it"],
+        ("--overwrite",): ["resume goes on with a run, overwrite removes it"],
         ("--train.clip", "2"): ["train.clip was 1.0, now it is 2.0", same],
         ("--train.optim.lr", "1"): ["train.optim.lr was 0.01, now it is 1.0", same],
         ("--train.schedule.steps", "9"): ["train.schedule.steps was 2, now it is 9", same],

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from regard.cli.explain import Options
-from regard.cli.parse import parse
+from regard.cli.shared import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "mechanisms"

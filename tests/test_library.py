@@ -68,7 +68,7 @@ for call in (lambda: regard.train({{}}), lambda: regard.evaluate("nowhere", []))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         'say where the run is written: folder="runs/NAME"',
-        "name the data to measure on: --data FILE",
+        "name the data to measure on (--data FILE)",
     ]
 
 

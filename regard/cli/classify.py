@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.parse import File, Folder, Machine, Overlong, Switch, check_counts
-from regard.cli.shared import check_file, line_blocks, open_model, rows_at_once
+from regard.cli import shared as cli
 from regard.errors import DATA, Fault
 
 if TYPE_CHECKING:
-    from regard.evaluate.classify import Classifier, Ranking
+    from regard.evaluate.model import Classifier, Ranking
 
 
 @dataclass(frozen=True)
@@ -26,38 +25,33 @@ class Options:
     echo "a fine film" | regard classify MODEL --json
     """
 
-    model: Folder
-    file: File = "-"
-    """text file, one example a line; a picture, a folder of pictures, npz or npy; - is stdin: lines, or names of
-    pictures"""
-    top: int = 1
-    """this many labels a line, the most probable first"""
-    rows: int = 32
-    """examples in a batch"""
-    overlong: Overlong = "error"
-    """what happens to a line that is longer than the model's context"""
-    json: Switch = False
-    """one JSON object a line: label, probability, all probabilities"""
-    machine: Machine = field(default_factory=Machine)
+    model: cli.Folder
+    # text file, one example per line; a picture, a folder of pictures, npz or npy; - is stdin: lines,
+    # or names of pictures
+    file: cli.File = "-"
+    top: int = 1  # this many labels per line, the most probable first
+    rows: int = 32  # examples in a batch
+    overlong: cli.Overlong = "error"  # what happens to a line longer than the model's context
+    json: cli.Switch = False  # one JSON object per line: label, probability, all probabilities
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
-    from regard.evaluate.classify import Classifier
+    from regard.evaluate.model import Classifier
 
-    check_counts(options, "top", "rows")
-    check_file(options.file)
-    opened = open_model(options.model, options.machine, options.rows)
+    cli.check_counts(options, "top", "rows")
+    cli.check_file(options.file)
+    opened = cli.open_model(options.model, options.machine, options.rows)
     classifier = Classifier(opened, options.overlong, options.model)
-    rows = rows_at_once(options)
+    rows = 1 if cli.is_typed(options.file) else options.rows
     if classifier.pictures is not None and options.file != "-":
         blocks: Iterable[Any] = picture_blocks(classifier, options.file, rows)
     else:
-        lines = line_blocks(options.file, rows)
+        lines = cli.line_blocks(options.file, rows)
         blocks = (([""] * len(block[0]), classifier.read(*block)) for block in lines)
     for names, examples in blocks:
         for name, ranking in zip(names, classifier(examples), strict=True):
-            line = as_json(ranking, name) if options.json else as_text(ranking, name, options.top)
-            sys.stdout.write(line + "\n")
+            sys.stdout.write(shown(ranking, name, options) + "\n")
         sys.stdout.flush()
     return 0
 
@@ -82,12 +76,10 @@ def picture_blocks(classifier: Classifier, path: str, rows: int) -> Iterator[tup
         yield [name for name, _ in block], [x for _, x in block]
 
 
-def as_text(ranking: Ranking, name: str, top: int) -> str:
-    cells = [cell for label, p in ranking[:top] for cell in (label, f"{p:.4f}")]
-    return "\t".join([*cells, name] if name else cells)
-
-
-def as_json(ranking: Ranking, name: str) -> str:
+def shown(ranking: Ranking, name: str, options: Options) -> str:
+    if not options.json:
+        cells = [cell for label, p in ranking[: options.top] for cell in (label, f"{p:.4f}")]
+        return "\t".join([*cells, name] if name else cells)
     label, highest = ranking[0] if ranking else (None, None)
     answer = {"label": label, "probability": highest, "probabilities": dict(ranking)}
     return json.dumps({**answer, **({"file": name} if name else {})}, ensure_ascii=False)

@@ -1,4 +1,5 @@
-"""regard convert: GGUF files and pickled weights become model folders with safetensors."""
+"""regard convert: GGUF files and pickled weights become model folders with safetensors; and regard
+merge: an adapter and its model become one model folder."""
 
 from __future__ import annotations
 
@@ -9,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from regard.cli.shared import check_new_folder, dim
-from regard.errors import DATA, RUN, blaming, notice
+from regard.cli.shared import check_new_folder, dim, talk
+from regard.errors import DATA, RUN, UsageError, blaming, notice
 
 if TYPE_CHECKING:
     import torch
-
-    from regard.checkpoint.convert import Originals
 
 
 @dataclass(frozen=True)
@@ -26,66 +25,83 @@ class Options:
     regard convert old-folder new-folder             pytorch_model.bin and the like, with config.json beside it
     """
 
+    # a GGUF file, a folder with config.json and pickled weights, or one such file in it
     source: Annotated[Positional[str], arg(metavar="SOURCE")]
-    """a GGUF file, a folder with config.json and pickled weights, or one such file in it"""
+    # the new folder; one that has files in it is refused
     folder: Annotated[Positional[str], arg(metavar="FOLDER")]
-    """the new folder; one that has files in it is refused"""
+    # type of the weights; auto: as they are stored, fp16 for what is quantised
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """type of the weights; auto: as they are stored, fp16 for what is quantised"""
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """Write an adapter and the model it stands on as one model folder, which needs neither.
+
+    regard merge runs/tuned/best merged              then: regard generate merged "Once upon a time"
+    """
+
+    # a folder with adapter.json, as training with LoRA writes it
+    adapter: Annotated[Positional[str], arg(metavar="ADAPTER")]
+    # the new folder; one that has files in it is refused
+    out: Annotated[Positional[str], arg(metavar="OUT")]
 
 
 def run(options: Options) -> int:
     import torch
 
-    from regard.checkpoint.convert import find
+    from regard.checkpoint.convert import find, pickled
 
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     out, dtype = Path(options.folder), dtypes.get(options.dtype)
     check_new_folder(out)
     with blaming(DATA):
         model = find(Path(options.source))
-    if model.pickled:
-        convert_pickled(model, out, dtype)
-    else:
-        convert_gguf(model.weights[0], out, dtype)
+        if not model.pickled:
+            convert_gguf(model.weights[0], out, dtype)
+        else:
+            if model.left_out:
+                notice(f"left out: {', '.join(model.left_out)}")
+            if why := pickled(model, out, dtype, progress):
+                notice(f"the folder is written, but Regard does not read the model in it: {why}")
     print(out)
     return 0
-
-
-def convert_pickled(model: Originals, out: Path, dtype: torch.dtype | None) -> None:
-    from regard.checkpoint.convert import pickled
-
-    if model.left_out:
-        notice(f"left out: {', '.join(model.left_out)}")
-    with blaming(DATA):
-        why_not = pickled(model, out, dtype, progress)
-    if why_not:
-        notice(f"the folder is written, but Regard does not read the model in it: {why_not}")
 
 
 def convert_gguf(path: Path, out: Path, dtype: torch.dtype | None) -> None:
     from regard.checkpoint.gguf import describe, from_gguf, gguf_dtype
     from regard.text.gguf_tokens import tokenizer_files
 
-    with blaming(DATA):
-        described = describe(path)
-        files, notices = tokenizer_files(described.file.metadata)
+    described = describe(path)
+    files, notices = tokenizer_files(described.file.metadata)
     for text in notices:
         notice(text)
     stored, most = gguf_dtype(described.file)
     dtype = dtype or stored
     with blaming(RUN):
         from_gguf(described, out, dtype, files, progress)
-    kind = described.config["architectures"][0]
-    notice(
-        f"a {kind}; most of its weights are {most}, written as {str(dtype).removeprefix('torch.')}"
-    )
+    kind, written = described.config["architectures"][0], str(dtype).removeprefix("torch.")
+    notice(f"a {kind}; most of its weights are {most}, written as {written}")
 
 
 def progress(done: int, total: int) -> None:
     """A line that is written over, on a terminal."""
     if sys.stderr.isatty():
-        end = "\r\x1b[K" if done == total else ""
-        print(
-            f"\r{dim(f'tensor {done} of {total}')}\x1b[K{end}", end="", file=sys.stderr, flush=True
-        )
+        text = dim(f"tensor {done} of {total}") + "\x1b[K" + ("\r\x1b[K" if done == total else "")
+        print(f"\r{text}", end="", file=sys.stderr, flush=True)
+
+
+def merge(options: MergeOptions) -> int:
+    from regard.checkpoint import load
+    from regard.checkpoint.adapter import RECORD
+
+    adapter, out = Path(options.adapter), Path(options.out)
+    check_new_folder(out)
+    with blaming(DATA):
+        if adapter.is_dir() and not (adapter / RECORD).is_file():
+            raise UsageError(f"{adapter} has no {RECORD}: it is not an adapter, nothing to merge")
+        model = load(adapter)
+    with blaming(RUN):
+        model.save(out)
+    talk(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters")
+    print(out)
+    return 0

@@ -6,13 +6,11 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import arg
-
-from regard.cli.parse import Count, DataFiles, Files, Reading, Switch
+from regard.cli.shared import Count, DataFiles, Files, FolderName, Reading, Switch
 from regard.errors import UsageError
 from regard.see.format import columns as breadth
 
@@ -36,31 +34,26 @@ class Options:
     regard data peek reviews.tsv --columns text=1 --columns label=0 --task classify --tokenizer MODEL
     """
 
+    # data files; * and ? are understood; .gz and .xz too; or a training config (.toml), which says
+    # all the rest
     files: DataFiles
-    """data files; * and ? are understood; .gz and .xz too; or a training config (.toml), which says all the rest"""
-    target: Files = ()
-    """files with the other side, line by line; classes of npy and idx files"""
-    tokenizer: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """a model folder, a run's folder, or what regard tokenizer train wrote"""
+    target: Files = ()  # files with the other side, line by line; classes of npy and idx files
+    # a model folder, a run's folder, or what regard tokenizer train wrote
+    tokenizer: FolderName = None
+    # auto: seq2seq with a target, image for pictures, classify with a label, else lm
     task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag", "answer", "image"] = "auto"
-    """auto: seq2seq with a target, image for pictures, classify with a label, else lm"""
+    # tokens of a row; default: 128 where documents are packed, else as long as the data
     length: Count = None
-    """tokens of a row; default: 128 where documents are packed, else as long as the data"""
-    rows: Count = None
-    """rows of a batch; default: 4"""
-    tokens: Count = None
-    """tokens of a batch (of each side), padding included"""
+    rows: Count = None  # rows of a batch; default: 4
+    tokens: Count = None  # tokens of a batch (of each side), padding included
+    # how documents of a language model share rows
     pack: Literal["documents", "stream", "windows", "none"] = "documents"
-    """how documents of a language model share rows"""
+    # what happens to examples that are longer than a row
     overlong: Literal["error", "truncate", "drop", "split"] = "error"
-    """what happens to examples that are longer than a row"""
-    seed: int = 0
-    """another number, another order"""
-    batch: int = 0
-    """which batch"""
-    json: Switch = False
-    """one JSON object"""
-    reading: Reading = field(default_factory=Reading)
+    seed: int = 0  # another number, another order
+    batch: int = 0  # which batch
+    json: Switch = False  # one JSON object
+    reading: Reading = Reading()
 
 
 def run(options: Options) -> int:
@@ -78,10 +71,8 @@ def run(options: Options) -> int:
 def from_config(options: Options, folder: Path) -> Peek:
     """The batch that training with a config would make."""
     if replace(options, batch=0, json=False) != Options(options.files[:1]):
-        raise UsageError(
-            f"{options.files[0]} says how data is read: give it alone, with --batch and --json; other settings belong "
-            "into it"
-        )
+        alone = "give it alone, with --batch and --json; other settings belong into it"
+        raise UsageError(f"{options.files[0]} says how data is read: {alone}")
     from regard.train.build import marks, read_data, start_of
     from regard.train.config import check, read
 
@@ -99,7 +90,8 @@ def from_files(options: Options, folder: Path) -> Peek:
     from regard.files import resolve_model
     from regard.text import Tokenizer, needed
 
-    task, coder = task_of(options), None
+    reading, coder = options.reading.settings(), None
+    task = task_of(options, reading) if options.task == "auto" else options.task
     if task != "image":
         if options.tokenizer is None:
             raise UsageError(
@@ -111,17 +103,10 @@ def from_files(options: Options, folder: Path) -> Peek:
         home = alone if (alone / "tokenizer.json").is_file() else resolve_model(home)
         coder = Coder(needed(Tokenizer.from_folder(home)))
     packed = task in ("lm", "mlm") and options.pack != "none"
-    data = Data(
-        train=options.files,
-        target=options.target,
-        length=128 if options.length is None and packed else options.length,
-        rows=4 if options.rows is None and options.tokens is None else options.rows,
-        tokens=options.tokens,
-        pack=options.pack,
-        overlong=options.overlong,
-        **options.reading.settings(),
-    )
-    loaded = load(task, data, coder, folder, options.seed)
+    asked = {name: getattr(options, name) for name in ("target", "tokens", "pack", "overlong")}
+    asked["length"] = 128 if options.length is None and packed else options.length
+    asked["rows"] = 4 if options.rows is None and options.tokens is None else options.rows
+    loaded = load(task, Data(options.files, **asked, **reading), coder, folder, options.seed)
     feed: Feed = loaded.feed
     if task == "mlm" and coder is not None:
         marks = Marks(coder.vocab, coder.reserved, coder.mask)
@@ -129,12 +114,9 @@ def from_files(options: Options, folder: Path) -> Peek:
     return Peek(options, task, loaded, coder, feed)
 
 
-def task_of(options: Options) -> str:
+def task_of(options: Options, reading: dict[str, Any]) -> str:
     from regard.data.read import ARRAYS, format_of
 
-    reading = options.reading.settings()
-    if options.task != "auto":
-        return options.task
     kind, roles = format_of(Path(options.files[0]), reading["format"]), reading["columns"]
     if reading["format"] in ARRAYS or kind in ARRAYS:
         return "image"
@@ -203,14 +185,15 @@ class Peek:
         width = shutil.get_terminal_size((100, 24)).columns
         for i, row in enumerate(self.rows):
             lines += ["", f"row {i}"]
-            lines += picture(b.ids[i]) if self.coder is None else self._table(row, width)
+            lines += (
+                picture(b.ids[i]) if self.coder is None else self._table(row, self.coder, width)
+            )
             if label := self._label(row):
                 lines.append(f"  label  {label}")
         return "\n".join(lines)
 
-    def _table(self, row: dict[str, Any], width: int) -> list[str]:
+    def _table(self, row: dict[str, Any], coder: Coder, width: int) -> list[str]:
         """Tokens, ids, and what is learned; a dot under what is not."""
-        assert self.coder is not None
         lines = []
         if "source" in row:
             table = {"source": row["source"], "ids": list(map(str, row["source_ids"]))}
@@ -218,8 +201,8 @@ class Peek:
         table = {"input": row["tokens"], "ids": list(map(str, row["ids"]))}
         if "counted" in row:
             labels = [max(label, 0) for label in row["labels"]]
-            tags = self.task == "tag"
-            names = [self.loaded.classes[i] for i in labels] if tags else self.coder.tokens(labels)
+            classes = self.loaded.classes if self.task == "tag" else ()
+            names = [classes[i] for i in labels] if classes else coder.tokens(labels)
             table["label"] = [x if yes else "." for x, yes in zip(names, row["counted"])]
         doc = row.get("doc", [])
         borders = [k for k in range(1, len(doc)) if doc[k] != doc[k - 1]]
@@ -244,19 +227,16 @@ class Peek:
 def columns(table: dict[str, list[str]], borders: list[int], width: int) -> list[str]:
     """Lists side by side, one token below the other, in blocks that fit the width; a bar where a
     document ends."""
-    names = list(table)
-    cells = [list(map(visible, table[name])) for name in names]
-    edge = max(map(len, names)) + 4
-    blocks: list[list[str]] = [[f"  {name}".ljust(edge) for name in names]]
-    for i, column in enumerate(zip(*cells)):
-        size = max(map(breadth, column))
-        bar = "| " if i in borders else ""
-        if breadth(blocks[-1][0]) + size + len(bar) > width and breadth(blocks[-1][0]) > edge:
-            blocks.append([f"  {name}".ljust(edge) for name in names])
-        blocks[-1] = [
-            line + bar + cell + " " * (size - breadth(cell) + 1)
-            for line, cell in zip(blocks[-1], column)
-        ]
+    edge = max(map(len, table)) + 4
+    begin = [f"  {name}".ljust(edge) for name in table]
+    blocks = [begin]
+    for i, column in enumerate(zip(*(map(visible, cells) for cells in table.values()))):
+        size, bar = max(map(breadth, column)), "| " if i in borders else ""
+        used = breadth(blocks[-1][0])
+        if used + size + len(bar) > width and used > edge:
+            blocks.append(begin)
+        cells = [f"{bar}{cell}{' ' * (size - breadth(cell) + 1)}" for cell in column]
+        blocks[-1] = [line + cell for line, cell in zip(blocks[-1], cells)]
     return [line.rstrip() for block in blocks for line in block]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.parse import Switch
+from regard.cli.shared import Switch
 from regard.errors import RUN, VERSION, Fault
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ class Options:
     regard doctor
     """
 
-    json: Switch = False
-    """one JSON object"""
+    json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:
@@ -51,7 +50,6 @@ def run(options: Options) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = machine(device)
     tests = {name: tried(test, device) for name, test in TESTS.items()}
-    failed = [name for name, (fine, _) in tests.items() if not fine]
     if options.json:
         results = {name: {"ok": fine, "said": text} for name, (fine, text) in tests.items()}
         print(json.dumps({**facts, "self-test": results}))
@@ -60,10 +58,9 @@ def run(options: Options) -> int:
             print(f"{name:<10}{text}")
         for name, (fine, text) in tests.items():
             print(f"{'self-test':<10}{name}: {'ok' if fine else 'FAILED'}{text and f' ({text})'}")
-    if failed:
+    if failed := ", ".join(name for name, (fine, _) in tests.items() if not fine):
         raise Fault(
-            f"Regard does not work here: {', '.join(failed)} failed; report it with what is above",
-            RUN,
+            f"Regard does not work here: {failed} failed; report it with what is above", RUN
         )
     return 0
 
@@ -78,60 +75,44 @@ def machine(device: torch.device) -> dict[str, str]:
     from regard.kernels.c import native
     from regard.train.plan import free_disk, free_memory, size
 
-    here = Path.cwd()
+    built = "this torch was built without it" if torch.version.cuda is None else None
+    where = f"cpu (no cuda: {built or 'torch finds no driver, or no device'})"
+    if device.type == "cuda":
+        count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+        where = f"cuda: {count} x {name}, CUDA {torch.version.cuda}"
+    colour = "no colour (NO_COLOR)" if os.environ.get("NO_COLOR") else "colour"
+    terminal = f"{shutil.get_terminal_size().columns} columns, {colour}"
     return {
         "regard": VERSION,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": torch.__version__,
-        "device": device_line(device),
+        "device": where,
         "memory": f"{size(free_memory(device))} free on {device.type}",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "attention": attention_line(device.type),
         "bf16": bf16_line(device),
         "native": f"none: {native.why()}" if native.why() else f"compiled for {native.form()}",
-        "disk": f"{size(free_disk(here))} free here",
-        "terminal": terminal_line(),
-        "extras": "; ".join(extra_line(name) for name in EXTRAS),
+        "disk": f"{size(free_disk(Path.cwd()))} free here",
+        "terminal": terminal if sys.stdout.isatty() else "none: plain lines",
+        "extras": "; ".join(map(extra_line, EXTRAS)),
         "network": network_line(),
     }
 
 
-def device_line(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        return f"cuda: {count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    if torch.version.cuda is None:
-        return "cpu (no cuda: this torch was built without it)"
-    return "cpu (no cuda: torch finds no driver, or no device)"
-
-
-def fused(masked: bool, bias: bool, dropout: float, bf16: bool, device: str) -> bool:
-    """Whether torch has a kernel for such an attention that keeps no weights: torch is asked."""
-    import torch
-
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    q, k, v = (
-        torch.zeros(1, 8, 16, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-    )
-    mask = None
-    if masked:
-        kind = dtype if bias else torch.bool
-        mask = torch.zeros(1, 8 if bias else 1, 16, 16, device=device, dtype=kind)
-        mask.requires_grad_(bias)
-    return torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None) > 0
-
-
 def attention_line(device: str) -> str:
-    """Which attentions run fused while training, in heads of 64; the others need memory for their
-    weights."""
-    kinds = {"causal": (False, False, 0.0), "masked": (True, False, 0.0)}
-    kinds |= {"dropout": (False, False, 0.1), "relative bias": (True, True, 0.0)}
-    kernels = []
-    for name, (masked, bias, dropout) in kinds.items():
-        fast = fused(masked, bias, dropout, device == "cuda", device)
-        kernels.append(f"{name} {'fused' if fast else 'plain'}")
+    """Which attentions torch runs fused while training, in heads of 64: torch is asked. The others
+    need memory for their weights."""
+    import torch
+
+    kernels, dtype = [], torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = torch.zeros(3, 1, 8, 16, 64, device=device, dtype=dtype, requires_grad=True)
+    seen = torch.zeros(1, 1, 16, 16, device=device, dtype=torch.bool)
+    bias = torch.zeros(1, 8, 16, 16, device=device, dtype=dtype, requires_grad=True)
+    kinds: dict[str, tuple[Any, float]] = {"causal": (None, 0.0), "masked": (seen, 0.0)}
+    kinds |= {"dropout": (None, 0.1), "relative bias": (bias, 0.0)}
+    for name, (mask, dropout) in kinds.items():
+        fused = torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None) > 0
+        kernels.append(f"{name} {'fused' if fused else 'plain'}")
     return ", ".join(kernels)
 
 
@@ -143,16 +124,8 @@ def bf16_line(device: torch.device) -> str:
     return f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {words}"
 
 
-def terminal_line() -> str:
-    if not sys.stdout.isatty():
-        return "none: plain lines"
-    colour = "no colour (NO_COLOR)" if os.environ.get("NO_COLOR") else "colour"
-    return f"{shutil.get_terminal_size().columns} columns, {colour}"
-
-
 def extra_line(name: str) -> str:
-    missing = [module for module in EXTRAS[name] if importlib.util.find_spec(module) is None]
-    if not missing:
+    if all(importlib.util.find_spec(module) for module in EXTRAS[name]):
         return f"{name} ok"
     package = name if name == "transformers" else f"'regard[{name}]'"
     return f"{name} missing (pip install {package})"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from tyro.conf import UseAppendAction as Many
 from tyro.conf import arg
 
-from regard.cli.parse import Count, Files, Folder, Machine, Overlong, Reading, Switch
-from regard.cli.shared import aligned, talk
+from regard.cli import shared as cli
 from regard.errors import CHECK, Fault, UsageError
 
 
@@ -24,29 +23,27 @@ class Options:
     regard eval MODEL --data test.tsv --metric accuracy --min 0.9    exit 5 if it is less
     """
 
-    model: Folder
-    data: Files
-    """text, tsv, csv, jsonl, also gz and xz; an image folder or npz"""
-    target: Files = ()
-    """the other side of parallel files; classes of npy and idx files"""
+    model: cli.Folder
+    data: cli.Files  # text, tsv, csv, jsonl, also gz and xz; an image folder or npz
+    target: cli.Files = ()  # the other side of parallel files; classes of npy and idx files
+    # loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task
     metric: Annotated[Many[tuple[str, ...]], arg(metavar="NAME")] = ()
-    """loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task"""
+    # exit 5 if the first metric is worse than this
     min: Annotated[float | None, arg(metavar="VALUE")] = None
-    """exit 5 if the first metric is worse than this"""
-    beams: int = 4
-    """of translation; 1 is greedy"""
-    length: Count = None
-    """tokens of a row; default: as in training, else the model's context, of a language model 1024 at most"""
-    overlong: Overlong = "error"
-    """what happens to examples that are longer; text of a language model is cut into rows"""
-    json: Switch = False
-    """one JSON object"""
-    reading: Reading = field(default_factory=Reading)
-    machine: Machine = field(default_factory=Machine)
+    beams: int = 4  # of translation; 1 is greedy
+    # tokens of a row; default: as in training, else the model's context, of a language model 1024
+    # at most
+    length: cli.Count = None
+    # what happens to examples that are longer; text of a language model is cut into rows
+    overlong: cli.Overlong = "error"
+    json: cli.Switch = False  # one JSON object
+    reading: cli.Reading = cli.Reading()
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
     from regard.evaluate.run import evaluate
+    from regard.see.format import aligned, strict
     from regard.train.measure import METRICS, better
 
     if options.min is not None and not math.isfinite(options.min):
@@ -62,10 +59,9 @@ def run(options: Options) -> int:
         reading=options.reading.settings(),
         **asdict(options.machine),
     )
-    talk(f"{result.task}: {result.data}")
+    cli.talk(f"{result.task}: {result.data}")
     if options.json:
-        finite = {n: v if math.isfinite(v) else None for n, v in result.metrics.items()}
-        print(json.dumps({**asdict(result), "metrics": finite}, ensure_ascii=False))
+        print(json.dumps(strict(asdict(result)), ensure_ascii=False))
     else:
         rows = [(n, f"{v:.4f}", result.signatures.get(n, "")) for n, v in result.metrics.items()]
         print(aligned([("metric", "value", "signature"), *rows], right=(1,)))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from regard.cli.parse import Count, Folder, Machine
-from regard.cli.shared import open_model, read_text
+from regard.cli import shared as cli
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError
 from regard.see.format import clip, visible
 
@@ -29,22 +27,20 @@ class Options:
     regard look MODEL "the king" --compare OTHER                two models side by side
     """
 
-    model: Folder
+    model: cli.Folder
+    # what the model reads; - is stdin
     text: Annotated[Positional[str | None], arg(metavar="[TEXT]")] = None
-    """what the model reads; - is stdin"""
+    # .html: one page; .png, .svg or .pdf: pictures of all heads, of the head asked for, and of the
+    # alignment
     output: Annotated[str, arg(metavar="FILE")] = "look.html"
-    """.html: one page; .png, .svg or .pdf: pictures of all heads, of the head asked for, and of the alignment"""
-    target: Annotated[str | None, arg(metavar="TEXT")] = None
-    """what an encoder-decoder writes; default: what it writes by itself, greedily"""
-    image: Annotated[str | None, arg(metavar="FILE")] = None
-    """the picture that a vision model reads"""
-    layer: Count = None
-    """show this layer first; of a long text its head is on the page in full"""
-    head: Count = None
-    """show this head first"""
+    # what an encoder-decoder writes; default: what it writes by itself, greedily
+    target: cli.Text = None
+    image: cli.FileName = None  # the picture that a vision model reads
+    # a second model that reads the same, beside the first
     compare: Annotated[str | None, arg(metavar="MODEL")] = None
-    """a second model that reads the same, beside the first"""
-    machine: Machine = field(default_factory=Machine)
+    layer: cli.Count = None  # show this layer first; of a long text its head is on the page in full
+    head: cli.Count = None  # show this head first
+    machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
@@ -53,24 +49,14 @@ def run(options: Options) -> int:
     from regard.see.page import page
 
     path = checked(options)
-    text = read_text("-") if options.text == "-" else options.text or ""
+    text = cli.read_stdin() if options.text == "-" else options.text or ""
     names = [options.model] if options.compare is None else [options.model, options.compare]
+    asked = {name: getattr(options, name) for name in ("image", "target", "layer", "head")}
     panels = []
     for folder, title in zip(names, titles(names)):
-        opened = open_model(folder, options.machine, 1)
-        panel = look(
-            opened.model,
-            opened.tokenizer,
-            title,
-            text,
-            image=options.image,
-            target=options.target,
-            layer=options.layer,
-            head=options.head,
-            precision=opened.precision,
-            compared=options.compare is not None,
-        )
-        panels.append(panel)
+        opened = cli.open_model(folder, options.machine, 1)
+        how: Any = {"precision": opened.precision, "compared": options.compare is not None}
+        panels.append(look(opened.model, opened.tokenizer, title, text, **asked, **how))
     what = clip(visible(text), 80) if text else Path(options.image or "").name
     if path.suffix.lower() in PAGES:
         write(path, page(f"What is attended to in “{what}”", panels))
@@ -85,39 +71,22 @@ def run(options: Options) -> int:
 
 def checked(options: Options) -> Path:
     """The file to write, before any work is done for it."""
-    path, drawn = Path(options.output), options.output.lower().endswith(PICTURES)
-    if path.suffix.lower() not in (*PAGES, *PICTURES):
-        raise UsageError(
-            f"--output {path}: give a name that ends in .html, or in {', '.join(PICTURES)}"
-        )
-    if not path.parent.is_dir():
-        raise UsageError(f"--output {path}: there is no folder {path.parent}; make it first")
-    if not writable(path):
-        raise UsageError(f"--output {path} cannot be written; name a file in a folder of yours")
-    if drawn and options.compare is not None:
-        raise UsageError(
-            "--compare puts two models on one page; give --output a name that ends in .html"
-        )
-    if drawn:
+    path = cli.output_file(
+        options.output, (*PAGES, *PICTURES), f".html, or in {', '.join(PICTURES)}"
+    )
+    if path.suffix.lower() in PICTURES:
+        if options.compare is not None:
+            raise UsageError(
+                "--compare puts two models on one page; give --output a name that ends in .html"
+            )
         try:
             import matplotlib.backends.backend_agg  # noqa: F401
         except ImportError:
-            raise Fault(
-                "pictures need matplotlib: pip install 'regard[plots]', or --output look.html",
-                ENVIRONMENT,
-            ) from None
+            how = "pip install 'regard[plots]', or --output look.html"
+            raise Fault(f"pictures need matplotlib: {how}", ENVIRONMENT) from None
     if options.image is not None and not Path(options.image).is_file():
-        raise Fault(f"--image {options.image} is no file; give a PNG or JPEG", DATA)
+        raise Fault(f"--image {options.image} is not a file; give a PNG or JPEG", DATA)
     return path
-
-
-def writable(path: Path) -> bool:
-    """Whether the file can be replaced, found by writing beside it: rights alone do not tell."""
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            return not path.is_dir() and (not path.exists() or os.access(path, os.W_OK))
-    except OSError:
-        return False
 
 
 def titles(folders: Sequence[str]) -> list[str]:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.parse import Folder, Switch
-from regard.cli.shared import aligned, talk
+from regard.cli.shared import Folder, Switch, talk
 from regard.errors import CHECK, DATA, blaming
+from regard.see.format import aligned
 
 if TYPE_CHECKING:
     from regard.models import Model
@@ -32,14 +32,10 @@ class Options:
     """
 
     model: Folder
-    rows: int = 3
-    """rows of random tokens (or images)"""
-    tokens: int = 16
-    """tokens in a row"""
-    seed: int = 0
-    """other tokens"""
-    json: Switch = False
-    """one JSON object"""
+    rows: int = 3  # rows of random tokens (or images)
+    tokens: int = 16  # tokens in a row
+    seed: int = 0  # other tokens
+    json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:
@@ -57,10 +53,12 @@ def run(options: Options) -> int:
     given = sample(model, rows=options.rows, tokens=options.tokens, seed=options.seed)
     talk(f"{options.rows} random rows, each run held against float64")
     more: dict[str, Any] = {"packed": lambda g: packed(model, g)}
-    theirs, why = peer(folder, model)
-    if theirs is not None:
+    left = {}
+    try:
+        theirs = peer(folder, model)
         more["transformers"] = lambda g: record(theirs, model, g)
-    left = {} if theirs is not None else {"ours against transformers": why}
+    except LookupError as why:
+        left["ours against transformers"] = str(why.args[0])
     if not torch.cuda.is_available():
         left["GPU against CPU"] = "torch finds no cuda device"
     checks = parity(model, given, more=more)
@@ -75,11 +73,6 @@ def run(options: Options) -> int:
     return CHECK if verdict(checks) == "bug" else 0
 
 
-def verdict(checks: Sequence[Check]) -> str:
-    """The worst of all."""
-    return max((c.verdict for c in checks), key=("equal", "rounding", "tie", "bug").index)
-
-
 def packed(model: Model, given: Given) -> Trace:
     """The model as it runs here: packed, a prompt and then token by token where it can."""
     from regard.fast.cpu import prepare
@@ -92,22 +85,22 @@ def packed(model: Model, given: Given) -> Trace:
     return runner.cached("contiguous", [half] + [1] * (given.ids.shape[1] - half))
 
 
-def peer(folder: Path, model: Model) -> tuple[Any, str]:
-    """The same folder in transformers, or why not."""
+def peer(folder: Path, model: Model) -> Any:
+    """The same folder in transformers; a LookupError says why not."""
     import torch
 
     from regard.files import read_json
 
     if importlib.util.find_spec("transformers") is None:
-        return None, "the package transformers is not installed"
+        raise LookupError("the package transformers is not installed")
+    import transformers
+
     settings = folder / "config.json"
     config = read_json(settings) if settings.is_file() else {}
     kind = next(iter(config.get("architectures") or []), None)
-    import transformers
-
     peer_class = getattr(transformers, str(kind), None)
     if peer_class is None or not model.towers:
-        return None, f"it has no model of the kind {kind or model.config.kind}"
+        raise LookupError(f"it has no model of the kind {kind or model.config.kind}")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -115,11 +108,13 @@ def peer(folder: Path, model: Model) -> tuple[Any, str]:
     # Whatever it is, it is theirs.
     except Exception as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
-        return None, f"it cannot load this folder: {first:.160}"
-    return theirs.eval(), ""
+        raise LookupError(f"it cannot load this folder: {first:.160}") from None
+    return theirs.eval()
 
 
-# --- what is printed ------------------------------------------------------------------------------
+def verdict(checks: Sequence[Check]) -> str:
+    """The worst of all."""
+    return max((c.verdict for c in checks), key=("equal", "rounding", "tie", "bug").index)
 
 
 def table(checks: Sequence[Check]) -> str:
@@ -130,23 +125,19 @@ def table(checks: Sequence[Check]) -> str:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    bugs = [c for c in checks if c.verdict == "bug"]
-    if not bugs:
-        return _sound(checks)
-    c = bugs[0]
-    return (
-        f"bug: the {c.run} run leaves what rounding can do at {c.where} (row {c.row}, token {c.position}), "
-        f"by {c.worst:.3g} times; {len(bugs)} of {len(checks)} checks see a bug"
-    )
-
-
-def _sound(checks: Sequence[Check]) -> str:
     near = "is as near to float64 as rounding lets it be (error below 1)"
-    tie = next((c for c in checks if c.verdict == "tie"), None)
-    if tie is None:
-        return f"no bug: every tensor of every run {near}"
-    return (
-        f"no bug, but a tie: in {tie.where} the indexer scores several keys the same (ReLU gives exact "
-        f"zeros), we take the earliest of them, the {tie.run} run took others, and neither is wrong; "
-        f"every other tensor of every run {near}"
-    )
+    worst = verdict(checks)
+    first = next(c for c in checks if c.verdict == worst)
+    if worst == "bug":
+        return (
+            f"bug: the {first.run} run leaves what rounding can do at {first.where} (row {first.row}, token "
+            f"{first.position}), by {first.worst:.3g} times; {[c.verdict for c in checks].count('bug')} of "
+            f"{len(checks)} checks see a bug"
+        )
+    if worst == "tie":
+        return (
+            f"no bug, but a tie: in {first.where} the indexer scores several keys the same (ReLU gives exact "
+            f"zeros), we take the earliest of them, the {first.run} run took others, and neither is wrong; "
+            f"every other tensor of every run {near}"
+        )
+    return f"no bug: every tensor of every run {near}"

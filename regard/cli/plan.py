@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from regard.cli.parse import Changes, Switch, check_counts
+from regard.cli.shared import Changes, FolderName, Switch, check_counts
 from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, blaming
 
 if TYPE_CHECKING:
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 SLOW = 3600  # seconds after which a quicker config is pointed at
 OFTEN = 30  # passes over the data after which it is known by heart
+ASIDE = "the tokenizer, samples and checkpoints not counted"
 Row = tuple[str, str]
+# A table for people, figures for programs, and what this machine lacks; nothing where it can.
+Needs = tuple[list[Row], dict[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -31,18 +34,16 @@ class Options:
     regard plan MODEL                                what a model folder needs to run
     """
 
+    # a TOML file as for regard train, or a model folder
     config: Annotated[Positional[str], arg(metavar="CONFIG|MODEL")]
-    """a TOML file as for regard train, or a model folder"""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N"""
-    output_dir: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """the run's folder, whose data and tokenizer are used if they are there; default: runs/ and the config's name"""
-    keep: int = 2
-    """checkpoints that stay, beside the best"""
-    json: Switch = False
-    """one JSON object"""
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    # the run's folder, whose data and tokenizer are used if they are there; default: runs/ and the
+    # config's name
+    output_dir: FolderName = None
+    keep: int = 2  # checkpoints that stay, beside the best
+    json: Switch = False  # one JSON object
+    # settings of the config, changed: the same as --NAME VALUE with a dot in NAME
     changes: Changes = field(default_factory=dict)
-    """settings of the config, changed: the same as --NAME VALUE with a dot in NAME"""
 
 
 def run(options: Options) -> int:
@@ -54,108 +55,22 @@ def run(options: Options) -> int:
     if Path(options.config).is_dir():
         if options.changes:
             raise UsageError(f"{options.config} is a model folder, which has no settings to change")
-        return show_folder(options, device)
-    with blaming(2):
-        config = read(Path(options.config), options.changes)
-    folder = Path(options.output_dir or Path("runs") / Path(options.config).stem)
-    return show(options, Forecast(config, folder, device, options.keep))
-
-
-def show(options: Options, f: Forecast) -> int:
-    from regard.train.plan import size
-
-    print_rows(rows(f)) if not options.json else print(json.dumps(facts(f)))
-    if f.short:
-        enough = any(change.total <= f.free for change in f.less)
-        what = "change what `less` names" if enough else "take a smaller model"
-        need = f"about {size(f.plan.memory.total)} of memory, {size(f.free)} are free"
-        raise Fault(f"this run does not fit: it needs {need}; {what}", ENVIRONMENT)
-    if f.full:
-        need = f"{size(f.plan.disk)}, {size(f.room)} are free"
-        raise Fault(f"its checkpoints do not fit: they need {need}; make room", ENVIRONMENT)
+        table, facts, lacks = folder_needs(options.config, device)
+    else:
+        with blaming(2):
+            config = read(Path(options.config), options.changes)
+        folder = Path(options.output_dir or Path("runs") / Path(options.config).stem)
+        table, facts, lacks = run_needs(Forecast(config, folder, device, options.keep))
+    if options.json:
+        print(json.dumps(facts))
+    else:
+        print("\n".join(f"{name:<8}{text}" for name, text in table))
+    if lacks:
+        raise Fault(lacks, ENVIRONMENT)
     return 0
 
 
-def print_rows(rows: list[Row]) -> None:
-    print("\n".join(f"{name:<8}{text}" for name, text in rows))
-
-
-def rows(f: Forecast) -> list[Row]:
-    from regard.models.base import parameters
-    from regard.train.build import notices
-    from regard.train.plan import EFFICIENCY, duration, number, size, trainable
-
-    plan, train, model = f.plan, f.config.train, f.model
-    count, learns = parameters(model), trainable(model)
-    only = f", {learns:,} are trained" if learns < count else ""
-    kind = "AdamW" if train.optim.name == "adamw" else "Muon and AdamW"
-    called = {"optimizer": kind, "copies": "bf16 copies"}
-    needs = asdict(plan.memory).items()
-    parts = " + ".join(f"{called.get(name, name)} {size(n)}" for name, n in needs if n)
-    names = f"{train.steps:,} steps x {f.tokens:,} tokens"
-    share = train.steps * f.tokens / max(count, 1)
-    passes = f"{f.passes:.3g} passes over the data, {share:.3g} tokens a parameter"
-    speed = f"{number(f.speed)}FLOP/s on {f.device.type}, {train.precision}"
-    part = f"{EFFICIENCY[f.kind]:.0%} of what products were just measured at"
-    how = f"if it runs at {speed} ({part})"
-    if f.step is not None:
-        how = f"{train.steps:,} steps of {short_time(f.step)}, as just measured"
-    if f.held:
-        how += (
-            f", and {f.evaluations:,} evaluations" if f.evaluations > 1 else ", and an evaluation"
-        )
-    keep = plan.disk // plan.checkpoint - 2
-    table = [
-        ("model", f"{number(count)} parameters{only}: {describe(model)}"),
-        ("data", f.facts.describe()),
-        ("run", f"{names} ({passes}), {number(f.flops)}FLOP"),
-        ("memory", f"{parts} = about {size(plan.memory.total)} of {size(f.free)} free"),
-        ("disk", f"{size(plan.checkpoint)} a checkpoint; {keep} that stay, the best and a new one: "
-                 f"{size(plan.disk)} of {size(f.room)} free"),
-        ("time", f"about {duration(f.seconds)}: {how}; the tokenizer, samples and checkpoints not counted"),
-    ]  # fmt: skip
-    table += kv_row(model, f.plan.job.step.length)
-    table += [("notice", text) for text in notices(f.config, model)]
-    return table + [("less", str(change)) for change in f.less] + hint(f)
-
-
-def hint(f: Forecast) -> list[Row]:
-    data, over = f.config.data, f.facts.over
-    if over and data.overlong == "error" and data.pack not in ("stream", "windows"):
-        longer = f"{over:,} examples are longer than {data.length} tokens, so training would stop"
-        return [("hint", f"{longer}; say data.overlong = truncate, drop or split")]
-    if f.seconds > SLOW and f.device.type == "cpu":
-        return [("hint", "regard recipes list shows configs that train in minutes")]
-    if f.passes > OFTEN:
-        return [("hint", "the data is read often: it may be learned by heart, so hold some out")]
-    return []
-
-
-def facts(f: Forecast) -> dict[str, Any]:
-    from regard.models.base import parameters
-    from regard.train.plan import cache_bytes, trainable
-
-    plan = f.plan
-    return {
-        "parameters": parameters(f.model),
-        "trained": trainable(f.model),
-        "data": asdict(f.facts),
-        "steps": f.config.train.steps,
-        "tokens": f.tokens,
-        "passes": f.passes,
-        "flops": f.flops,
-        "memory": {**asdict(plan.memory), "total": plan.memory.total, "free": f.free},
-        "disk": {"checkpoint": plan.checkpoint, "total": plan.disk, "free": f.room},
-        "seconds": f.seconds,
-        "measured": f.step,
-        "speed": f.speed,
-        "kv": cache_bytes(f.model),
-        "fits": not (f.short or f.full),
-        "changes": [asdict(change) for change in f.less],
-    }
-
-
-def show_folder(options: Options, device: torch.device) -> int:
+def folder_needs(path: str, device: torch.device) -> Needs:
     """What a model needs to run: its weights, and what it keeps of each token."""
     from regard.checkpoint import load
     from regard.files import resolve_model
@@ -164,26 +79,95 @@ def show_folder(options: Options, device: torch.device) -> int:
     from regard.train.plan import cache_bytes, free_memory, number, size
 
     with blaming(DATA):
-        model = load(resolve_model(options.config), device="meta")
+        model = load(resolve_model(path), device="meta")
     weights, free = sum(p.nbytes for p in model.parameters()), free_memory(device)
-    if options.json:
-        needs = {"parameters": parameters(model), "weights": weights, "free": free}
-        print(json.dumps({**needs, "kv": cache_bytes(model), "fits": weights <= free}))
+    count, cache = parameters(model), cache_bytes(model)
+    table = [
+        ("model", f"{number(count)} parameters: {describe(model)}"),
+        ("memory", f"weights {size(weights)} of {size(free)} free on {device.type}"),
+        *kv_row(cache, context_of(model) or 1024),
+    ]
+    facts: dict[str, Any] = {"parameters": count, "weights": weights, "free": free}
+    facts |= {"kv": cache, "fits": weights <= free}
+    lacks = f"the weights need {size(weights)}, {size(free)} are free" if weights > free else ""
+    return table, facts, lacks
+
+
+def run_needs(f: Forecast) -> Needs:
+    """What a run needs: figures for people, figures for programs, and why it cannot be begun."""
+    from regard.models.base import parameters
+    from regard.train.build import notices
+    from regard.train.plan import EFFICIENCY, cache_bytes, duration, number, size, trainable
+
+    plan, train, model, cache = f.plan, f.config.train, f.model, cache_bytes(f.model)
+    count, learns, memory = parameters(model), trainable(model), asdict(plan.memory)
+    only = f", {learns:,} are trained" if learns < count else ""
+    kind = "AdamW" if train.optim.name == "adamw" else "Muon and AdamW"
+    called = {"optimizer": kind, "copies": "bf16 copies"}
+    parts = " + ".join(f"{called.get(name, name)} {size(n)}" for name, n in memory.items() if n)
+    names = f"{train.steps:,} steps x {f.tokens:,} tokens"
+    share = train.steps * f.tokens / max(count, 1)
+    passes = f"{f.passes:.3g} passes over the data, {share:.3g} tokens per parameter"
+    if f.step is None:
+        speed = f"{number(f.speed)}FLOP/s on {f.device.type}, {train.precision}"
+        part = f"{EFFICIENCY[f.kind]:.0%} of what products were just measured at"
+        how = f"if it runs at {speed} ({part})"
     else:
-        rows = [("model", f"{number(parameters(model))} parameters: {describe(model)}")]
-        rows += [("memory", f"weights {size(weights)} of {size(free)} free on {device.type}")]
-        print_rows(rows + kv_row(model, context_of(model) or 1024))
-    if weights > free:
-        raise Fault(f"the weights need {size(weights)}, {size(free)} are free", ENVIRONMENT)
-    return 0
+        each = f"{f.step:.2g} s" if f.step >= 0.1 else f"{1000 * f.step:.2g} ms"
+        how = f"{train.steps:,} steps of {each}, as just measured"
+    if f.held:
+        many = f"{f.evaluations:,} evaluations" if f.evaluations > 1 else "an evaluation"
+        how += f", and {many}"
+    keep, total = plan.disk // plan.checkpoint - 2, plan.memory.total
+    disk = f"{keep} that stay, the best and a new one: {size(plan.disk)} of {size(f.room)} free"
+    table = [
+        ("model", f"{number(count)} parameters{only}: {describe(model)}"),
+        ("data", f.facts.describe()),
+        ("run", f"{names} ({passes}), {number(f.flops)}FLOP"),
+        ("memory", f"{parts} = about {size(total)} of {size(f.free)} free"),
+        ("disk", f"{size(plan.checkpoint)} per checkpoint; {disk}"),
+        ("time", f"about {duration(f.seconds)}: {how}; {ASIDE}"),
+        *kv_row(cache, plan.job.step.length),
+        *(("notice", text) for text in notices(f.config, model)),
+        *(("less", str(change)) for change in f.less),
+        *(("hint", text) for text in hints(f)[:1]),
+    ]
+    facts = {
+        "parameters": count,
+        "trained": learns,
+        "data": asdict(f.facts),
+        "steps": train.steps,
+        **{name: getattr(f, name) for name in ("tokens", "passes", "flops", "seconds", "speed")},
+        "memory": {**memory, "total": total, "free": f.free},
+        "disk": {"checkpoint": plan.checkpoint, "total": plan.disk, "free": f.room},
+        "measured": f.step,
+        "kv": cache,
+        "fits": not (f.short or f.full),
+        "changes": [asdict(change) for change in f.less],
+    }
+    lacks = ""
+    if f.short:
+        enough = any(change.total <= f.free for change in f.less)
+        what = "change what `less` names" if enough else "take a smaller model"
+        need = f"about {size(total)} of memory, {size(f.free)} are free"
+        lacks = f"this run does not fit: it needs {need}; {what}"
+    elif f.full:
+        need = f"{size(plan.disk)}, {size(f.room)} are free"
+        lacks = f"its checkpoints do not fit: they need {need}; make room"
+    return table, facts, lacks
 
 
-# --- words for numbers ----------------------------------------------------------------------------
-
-
-def short_time(seconds: float) -> str:
-    """0.21 s, 3.4 ms."""
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
+def hints(f: Forecast) -> list[str]:
+    """What to change, the most urgent first."""
+    data, over, texts = f.config.data, f.facts.over, []
+    if over and data.overlong == "error" and data.pack not in ("stream", "windows"):
+        longer = f"{over:,} examples are longer than {data.length} tokens, so training would stop"
+        texts += [f"{longer}; say data.overlong = truncate, drop or split"]
+    if f.seconds > SLOW and f.device.type == "cpu":
+        texts += ["regard recipes list shows configs that train in minutes"]
+    if f.passes > OFTEN:
+        texts += ["the data is read often: it may be learned by heart, so hold some out"]
+    return texts
 
 
 def describe(model: Any) -> str:
@@ -197,37 +181,30 @@ def describe(model: Any) -> str:
     if not towers:
         looks = f", {c.attention} attention" if c.attention else ""
         return f"{c.layers} layers of {c.cell} x {c.dim}{looks}"
-    layers = " and ".join(f"{tower.layers} layers x {tower.dim}" for tower in towers)
-    first = towers[-1].each("attention")[-1]
+    last = towers[-1]
+    first, ffn = last.each("attention")[-1], last.each("ffn")[-1]
     inner = first.attention if isinstance(first, DSA) else first
     groups = getattr(inner, "groups", inner.heads)
-    heads = (
-        f"{inner.heads} heads"
-        if groups == inner.heads
-        else f"{inner.heads} query / {groups} kv heads"
-    )
-    place = "rope" if inner.rope is not None else towers[-1].relative and towers[-1].relative.kind
+    heads = f"{inner.heads} " + (f"query / {groups} kv " if groups != inner.heads else "")
     vectors = getattr(getattr(c, "embedding", None) or getattr(c, "target", None), "position", None)
-    place = place or (vectors.kind if vectors is not None else "")
-    ffn = towers[-1].each("ffn")[-1]
+    place = last.relative or vectors
     kind = f"{'gated ' if ffn.gated else ''}{ffn.activation}" if isinstance(ffn, MLP) else "experts"
-    tied = "tied embeddings" if getattr(getattr(c, "head", None), "tied", False) else ""
-    return ", ".join(
-        text for text in (layers, f"{heads} ({first.kind})", place, kind, tied) if text
+    words = (
+        " and ".join(f"{tower.layers} layers x {tower.dim}" for tower in towers),
+        f"{heads}heads ({first.kind})",
+        "rope" if inner.rope is not None else place.kind if place is not None else "",
+        kind,
+        "tied embeddings" if getattr(getattr(c, "head", None), "tied", False) else "",
     )
+    return ", ".join(word for word in words if word)
 
 
-def kv_row(model: Any, length: int) -> list[Row]:
-    from regard.train.plan import cache_bytes, size
+def kv_row(cache: dict[str, int] | None, length: int) -> list[Row]:
+    from regard.train.plan import size
 
-    cache = cache_bytes(model)
     if cache is None:
         return []
     token, full = cache["token"], cache["mha"]
     beside = "" if token == full else f" (mha would be {size(full)}, {full / token:.1f} x)"
-    return [
-        (
-            "kv",
-            f"{size(token)} a token in bf16{beside}, {size(token * length)} at {length:,} tokens",
-        )
-    ]
+    whole = f"{size(token * length)} at {length:,} tokens"
+    return [("kv", f"{size(token)} per token in bf16{beside}, {whole}")]

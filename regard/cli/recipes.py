@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from regard.cli.parse import Switch
-from regard.cli.shared import aligned
+from regard.cli.shared import Switch
 from regard.errors import UsageError
+from regard.see.format import aligned
 
 if TYPE_CHECKING:
     from regard.recipes import Recipe
@@ -27,57 +27,48 @@ class Options:
     regard recipes copy dates my-dates       writes my-dates.toml and its data
     """
 
+    # list, show or copy
     action: Annotated[Positional[Literal["list", "show", "copy"]], arg(metavar="ACTION")] = "list"
-    """list, show or copy"""
-    name: Annotated[Positional[str | None], arg(metavar="[RECIPE]")] = None
-    """which recipe"""
+    name: Annotated[Positional[str | None], arg(metavar="[RECIPE]")] = None  # which recipe
+    # copy: name of the new file, without .toml; default: the recipe's
     to: Annotated[Positional[str | None], arg(metavar="[TO]")] = None
-    """copy: name of the new file, without .toml; default: the recipe's"""
-    json: Switch = False
-    """one JSON object"""
+    json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:
-    from regard.recipes import NAMES, recipe
+    from regard.recipes import NAMES, copy, recipe
 
-    if options.action == "list":
-        if options.name is not None:
-            raise UsageError(
-                f"list shows all recipes; see one by: regard recipes show {options.name}"
-            )
+    action, name = options.action, options.name
+    if action == "list":
+        if name is not None:
+            raise UsageError(f"list shows all recipes; see one by: regard recipes show {name}")
         print(listed([recipe(name) for name in NAMES], options.json))
         return 0
-    if options.name is None:
+    if name is None:
         names = ", ".join(NAMES)
-        raise UsageError(f"say which recipe: regard recipes {options.action} NAME, one of {names}")
-    chosen = recipe(options.name)
-    if options.action == "show":
+        raise UsageError(f"say which recipe: regard recipes {action} NAME, one of {names}")
+    chosen = recipe(name)
+    if action == "show":
         if options.to is not None:
             raise UsageError("show takes one recipe; to write it somewhere: regard recipes copy")
         whole = json.dumps({**facts(chosen), "text": chosen.text}) + "\n"
         sys.stdout.write(whole if options.json else chosen.text)
         return 0
-    to = Path(options.to or options.name)
-    return copied(chosen, to / options.name if options.to and to.is_dir() else to, options.json)
-
-
-def copied(chosen: Recipe, to: Path, as_json: bool) -> int:
-    """Write config and data, and say what to do next."""
-    from regard.recipes import copy
-
-    print(f"making the data of {chosen.name}", file=sys.stderr, flush=True)
-    config, data, about = copy(chosen.name, Path(str(to).removesuffix(".toml")))
+    to = Path(options.to or name)
+    to = to / name if options.to and to.is_dir() else to
+    print(f"making the data of {name}", file=sys.stderr, flush=True)
+    config, data, about = copy(name, Path(str(to).removesuffix(".toml")))
     print(about, file=sys.stderr)
-    command = f"regard train {config}"
-    if as_json:
+    first, command = chosen.first, f"regard train {config}"
+    if options.json:
         paths = {"config": str(config), "data": str(data)}
-        print(json.dumps({**paths, "made": about, "first": chosen.first or None, "next": command}))
+        print(json.dumps({**paths, "made": about, "first": first or None, "next": command}))
         return 0
     print(config, data, sep="\n")
-    if chosen.first:
+    if first:
         print(
-            f"{chosen.name} goes on from a run of {chosen.first}: regard recipes copy {chosen.first} and regard train "
-            f"{chosen.first}.toml come first; or name another model with --model.folder FOLDER",
+            f"{name} goes on from a run of {first}: regard recipes copy {first} and regard train {first}.toml come "
+            "first; or name another model with --model.folder FOLDER",
             file=sys.stderr,
         )
     print(f"next: {command}", file=sys.stderr)

@@ -1,20 +1,26 @@
-"""regard report: a run's folder as one page."""
+"""regard report: a run's folder as one page; and regard compare: runs side by side."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from regard.cli.parse import Switch
+from regard.cli.main import tell
+from regard.cli.shared import FileName, Switch, output_file
 from regard.errors import UsageError
+
+if TYPE_CHECKING:
+    from regard.report.run import Run
 
 SCHEMA = 1
 MARKDOWN = (".md", ".markdown")
+PAGES = (".html", ".htm", *MARKDOWN)
 
 
 @dataclass(frozen=True)
@@ -24,22 +30,31 @@ class Options:
     regard report runs/story                      writes runs/story/report.html
     """
 
-    run: Annotated[Positional[str], arg(metavar="RUN")]
-    """the folder of a run"""
-    output: Annotated[str | None, arg(metavar="FILE")] = None
-    """default: report.html in the run's folder; a name that ends in .md gives Markdown"""
-    json: Switch = False
-    """what the report says, as one JSON object on stdout; nothing is written"""
+    run: Annotated[Positional[str], arg(metavar="RUN")]  # the folder of a run
+    # default: report.html in the run's folder; a name that ends in .md gives Markdown
+    output: FileName = None
+    json: Switch = False  # what the report says, as one JSON object on stdout; nothing is written
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Runs side by side: what differs in their settings, and their curves and figures.
+
+    regard compare runs/a runs/b                      a table
+    regard compare runs/a runs/b --output compare.html
+    """
+
+    # two folders of runs or more
+    runs: Annotated[Positional[tuple[str, ...]], arg(metavar="RUN")]
+    output: FileName = None  # also write one HTML page, or Markdown
+    json: Switch = False  # one JSON object
 
 
 def run(options: Options) -> int:
-    from regard.report.run import look, read, report, summary
+    from regard.report.run import look, report, summary
     from regard.see.format import strict
 
-    path = checked(options.output)
-    record = read(options.run)
-    for note in record.notes:
-        print(f"note: {note}", file=sys.stderr)
+    path, (record,) = opened(options.output, [options.run])
     if options.json:
         more = {"evaluations": record.evaluations, "samples": len(record.samples)}
         facts = {**summary(record).json(), **strict(more), "notes": record.notes}
@@ -52,16 +67,35 @@ def run(options: Options) -> int:
     return 0
 
 
-def checked(output: str | None) -> Path | None:
-    """The file of --output, before any work is done for it."""
-    if output is None:
-        return None
-    path = Path(output)
-    if path.suffix.lower() not in (".html", ".htm", *MARKDOWN):
-        raise UsageError(f"--output {output}: give a name that ends in .html or .md")
-    if not path.parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {path.parent}; make it first")
-    return path
+def compare(options: CompareOptions) -> int:
+    from regard.report.run import comparison, differing, labels, summary, table
+    from regard.see.format import strict
+
+    if len(options.runs) < 2:
+        raise UsageError("compare needs two runs or more: regard compare runs/a runs/b")
+    path, runs = opened(options.output, options.runs)
+    if options.json:
+        rows = [{"run": name, **summary(x).json()} for name, x in zip(labels(runs), runs)]
+        facts = {"schema": SCHEMA, "differs": strict(differing(runs)), "runs": rows}
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        print(table(runs))
+    if path is not None:
+        save(path, "Compared: " + ", ".join(labels(runs)), comparison(runs))
+        print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def opened(output: str | None, folders: Sequence[str]) -> tuple[Path | None, list[Run]]:
+    """The file of --output, checked before any work is done for it, and the runs."""
+    from regard.report.run import read
+
+    path = None if output is None else output_file(output, PAGES, ".html or .md")
+    runs = [read(folder) for folder in folders]
+    for each in runs:
+        for note in each.notes:
+            tell("note", note if len(runs) == 1 else f"{each.folder}: {note}")
+    return path, runs
 
 
 def save(path: Path, title: str, blocks: list[Any]) -> None:

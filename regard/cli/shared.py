@@ -1,33 +1,192 @@
-"""What commands share: the model made ready, text in from files and stdin, talk and the rate line
-on a terminal."""
+"""What commands share: flags and how they are read, models made ready, text in, talk on a terminal.
+
+Importing this needs tyro but not torch, so that help is quick. The comment beside a flag, or above
+it, is its help.
+"""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import dataclasses
+import difflib
+import inspect
+import io
 import os
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, TypeVar
+
+import tyro
+from tyro.conf import Positional, UseAppendAction, arg
 
 from regard.errors import DATA, Fault, UsageError, blaming
-from regard.see.format import aligned as aligned
-from regard.see.format import visible
 
 if TYPE_CHECKING:
-    from regard.cli.parse import Machine
     from regard.evaluate.model import Opened
+
+T = TypeVar("T")
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+Count = Annotated[int | None, arg(metavar="N")]
+Folder = Annotated[Positional[str], arg(metavar="MODEL", help="model folder")]
+File = Annotated[Positional[str], arg(metavar="[FILE]")]
+DataFiles = Annotated[Positional[tuple[str, ...]], arg(metavar="FILE ...")]
+FileName = Annotated[str | None, arg(metavar="FILE")]
+FolderName = Annotated[str | None, arg(metavar="FOLDER")]
+Text = Annotated[str | None, arg(metavar="TEXT")]
+Files = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="FILE")]
+Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
+Pairs = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")]
+Changes = Annotated[dict[str, str], arg(metavar="NAME VALUE")]
+Overlong = Literal["error", "truncate"]
+ALIASES = {"dtype": ["--precision"]}
+SETTABLE = ("train", "plan")  # commands that take settings of a config as flags: --train.steps 100
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how precisely the model runs."""
+
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, ...; auto takes cuda where there is one
+    # auto: as the weights are stored; on a CPU half precision is bf16, or fp32 if it has no bf16
+    dtype: Annotated[Literal["auto", "fp32", "bf16"], arg(aliases=ALIASES["dtype"])] = "auto"
+    # hold weights in 8 or 4 bits; the change of perplexity is printed
+    quantize: Literal["none", "int8", "int4"] = "none"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the files are read."""
+
+    # text, tsv, csv, jsonl, squad, parquet, hub, npz, npy, idx, images; auto: by the name
+    format: str = "auto"
+    unit: Literal["file", "line", "paragraph"] = "file"  # what is one document of plain text
+    marker: str = ""  # a text that stands between documents, such as <|endoftext|>
+    # which column has a role (text, second, source, target, label, words, tags, start, end), by
+    # number from 0 or by name: text=1
+    columns: Pairs = ()
+    # whether the first line names the columns; left out: it does if columns are given by name
+    header: Annotated[bool | None, arg(metavar="True|False")] = None
+    size: Count = None  # scale pictures to N x N
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of a regard.data.read.Source."""
+        return {**dataclasses.asdict(self), "columns": pairs(self.columns, "--columns")}
+
+
+def pairs(texts: tuple[str, ...], flag: str) -> dict[str, str]:
+    """NAME=VALUE ... as a table."""
+    table = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise UsageError(f"{flag} is {text!r:.60}; give NAME=VALUE, for example {flag} text=1")
+        table[name] = value
+    return table
+
+
+def check_counts(options: Any, *flags: str) -> None:
+    for name in flags:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} is {value}; give a number from 1")
+
+
+# --- reading a command line -----------------------------------------------------------------------
+
+
+def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
+    """The command line as a `cls`; nothing where it asks for --help, which is printed. What is
+    wrong is a UsageError of one line."""
+    arguments = folded(arguments) if name in SETTABLE else arguments
+    known = {f"--{flag.replace('_', '-')}" for flag in flags_of(cls)} | {"--help"}
+    known |= {flag for flags in ALIASES.values() for flag in flags}
+    for text in arguments[: arguments.index("--")] if "--" in arguments else arguments:
+        flag = text.partition("=")[0].replace("_", "-")
+        if not flag.startswith("--") or flag in known:
+            continue
+        close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+        hint = f"did you mean {close[0]}?" if close else f"see regard {name} --help"
+        if name in SETTABLE:
+            from regard.train.config import ELSEWHERE  # slow to import
+
+            ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))
+            hint = f"here it is --{ours}" if ours else hint
+        raise UsageError(f"there is no option {flag!r:.60}; {hint} (text that begins so: after --)")
+    out, err, prog = io.StringIO(), io.StringIO(), f"regard {name}"
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            flat = (tyro.conf.OmitArgPrefixes,)
+            return tyro.cli(cls, args=arguments, prog=prog, description="", config=flat)
+    except SystemExit as end:
+        if end.code:
+            raise UsageError(one_line(err.getvalue())) from None
+    head, *examples = inspect.cleandoc(cls.__doc__ or "").splitlines()
+    print("\n".join([head, *(f"  {line}" if line else "" for line in examples)]).rstrip())
+    print("\n".join(["", *(line.rstrip() for line in out.getvalue().strip().splitlines())]))
+    return None
+
+
+def folded(arguments: list[str]) -> list[str]:
+    """Flags with a dot in their name (--train.seed 7) as pairs of --changes."""
+    rest, changes, given = [], [], iter(arguments)
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(text)
+            continue
+        value = value if equals else next(given, "")
+        if not value or value.startswith("--"):
+            raise UsageError(f"{name} needs a value: {name} VALUE")
+        changes += [name.removeprefix("--"), value]
+    return [*rest, "--changes", *changes] if changes else rest
+
+
+def one_line(box: str) -> str:
+    """What the box says that tyro draws around an error: the paragraph between its first two rules,
+    a value of the wrong type as a person would say it."""
+    lines = [line.strip("│|╭╮╰╯ ") for line in box.splitlines()]
+    rules = [i for i, line in enumerate(lines) if line and not line.strip("-─")]
+    inside = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
+    text = re.sub(r" +", " ", " ".join(inside)).strip().removesuffix(".")
+    wrong = re.match(r"Error parsing (\S+): .*?\b(int|float|INT|FLOAT)\b.*'(.*)'", text)
+    if wrong is None:
+        return text
+    kind = "a whole number" if wrong[2].lower() == "int" else "a number"
+    return f"{wrong[1]} needs {kind}, got {wrong[3]!r}"
+
+
+def flags_of(cls: Any) -> list[str]:
+    """The fields of a dataclass and of the dataclasses in it, which are groups of flags."""
+    flags = []
+    for f in dataclasses.fields(cls):
+        flags += flags_of(f.default) if dataclasses.is_dataclass(f.default) else [f.name]
+    return flags
+
+
+def values(options: Any) -> dict[str, Any]:
+    """All options by name, groups flattened."""
+    flat: dict[str, Any] = {}
+    for f in dataclasses.fields(options):
+        value = getattr(options, f.name)
+        flat |= values(value) if dataclasses.is_dataclass(value) else {f.name: value}
+    return flat
+
+
+# --- models in, folders and files out -------------------------------------------------------------
 
 
 def open_model(folder: str, machine: Machine, rows: int) -> Opened:
     """The model of a folder, ready to run where and how the flags say."""
     from regard.evaluate.model import Opened
 
-    opened = Opened(folder, rows, **asdict(machine))
+    opened = Opened(folder, rows, **dataclasses.asdict(machine))
     talk(opened.about)
     return opened
 
@@ -43,44 +202,54 @@ def check_new_folder(out: Path) -> None:
         raise UsageError(f"{out} is there already and not an empty folder; name another")
 
 
+def output_file(name: str, endings: tuple[str, ...], what: str) -> Path:
+    """The file of --output, tried before any work is done for it: by writing beside it, as rights
+    alone do not tell."""
+    path = Path(name)
+    if path.suffix.lower() not in endings:
+        raise UsageError(f"--output {name}: give a name that ends in {what}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {name}: there is no folder {path.parent}; make it first")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            if not path.is_dir() and (not path.exists() or os.access(path, os.W_OK)):
+                return path
+    except OSError:
+        pass
+    raise UsageError(f"--output {path} cannot be written; name a file in a folder of yours")
+
+
 # --- text in --------------------------------------------------------------------------------------
 
 
 def read_lines(stream: BinaryIO, name: str) -> Iterator[str]:
     """Lines of UTF-8, ended by \\n or \\r\\n and by nothing else: one line in must stay one line
     out."""
+    from regard.data.read import decoded
+
     for number, raw in enumerate(stream, 1):
         raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), f"line {number} of {name}")
+        yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), Path(name), number)
 
 
-def decoded(raw: bytes, what: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Fault(
-            f"{what} is no UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}; convert it, for example with "
-            "iconv -t utf-8",
-            DATA,
-        ) from None
+def read_stdin() -> str:
+    """All of stdin, without the last line break."""
+    from regard.data.read import decoded
 
-
-def read_text(path: str) -> str:
-    """All of a file or of stdin, without the last line break."""
-    with open_file(path) as (stream, name):
-        return decoded(stream.read(), name).removesuffix("\n").removesuffix("\r")
+    with open_file("-") as (stream, name):
+        return decoded(stream.read(), Path(name)).removesuffix("\n").removesuffix("\r")
 
 
 @contextlib.contextmanager
 def open_file(path: str) -> Iterator[tuple[BinaryIO, str]]:
     """A file, or stdin for -, and what to call it."""
     if path == "-":
-        if sys.stdin.isatty():
+        if is_typed(path):
             talk("reading the keyboard; Ctrl-D ends")
         yield sys.stdin.buffer, "stdin"
         return
     with blaming(DATA):
-        # What goes wrong while it is used is no fault of the file.
+        # What goes wrong while it is used is not a fault of the file.
         file = open(path, "rb")  # noqa: SIM115
     with file:
         yield file, path
@@ -92,16 +261,16 @@ def check_file(path: str) -> None:
         raise Fault(f"{path} does not exist; give a file, or - for stdin", DATA)
 
 
-def rows_at_once(options: Any) -> int:
-    """Who types lines wants an answer to each."""
-    return 1 if options.file == "-" and sys.stdin.isatty() else options.rows
+def is_typed(path: str) -> bool:
+    """Whether a person types the lines, who wants an answer to each."""
+    return path == "-" and sys.stdin.isatty()
 
 
 def line_blocks(path: str, rows: int) -> Iterator[tuple[list[str], int, str]]:
     """Lines of a file, `rows` at a time, with how many came before and what the file is called."""
     with open_file(path) as (stream, name):
         lines, done = read_lines(stream, name), 0
-        while block := list(islice(lines, rows)):
+        while block := list(islice(lines, min(rows, sys.maxsize))):
             yield block, done, name
             done += len(block)
 
@@ -121,8 +290,8 @@ def dim(text: str) -> str:
 
 
 class Rate:
-    """Tokens a second, on stderr if that is a terminal: while they come, unless text is written to
-    the same screen, and when all is done."""
+    """Tokens per second, on stderr if that is a terminal: while they come, unless text is written
+    to the same screen, and when all is done."""
 
     def __init__(self, streaming: bool):
         self.shown = sys.stderr.isatty()
@@ -135,21 +304,12 @@ class Rate:
         now = time.monotonic()
         if self.live and now - self.last > 0.2:
             self.last = now
-            print(f"\r{dim(self.text() + more)}\x1b[K", end="", file=sys.stderr, flush=True)
+            print(f"\r{self.text(more)}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def text(self) -> str:
+    def text(self, more: str) -> str:
         seconds = max(time.monotonic() - self.begin, 1e-9)
-        return f"{self.tokens} tokens, {self.tokens / seconds:.1f} tokens/s"
+        return dim(f"{self.tokens} tokens, {self.tokens / seconds:.1f} tokens/s{more}")
 
     def done(self, more: str) -> None:
         if self.shown:
-            clear = "\r\x1b[K" if self.live else ""
-            print(f"{clear}{dim(self.text() + more)}", file=sys.stderr)
-
-
-def fail(text: str, code: int) -> int:
-    """Print an error, the first of several processes that meet it alone; the exit code."""
-    if os.environ.get("RANK", "0") == "0":
-        text = " ".join(text.splitlines()).encode("utf-8", "backslashreplace").decode("utf-8")
-        print("error:", visible(text), file=sys.stderr)
-    return code
+            print(("\r\x1b[K" if self.live else "") + self.text(more), file=sys.stderr)

@@ -1,24 +1,75 @@
-"""A model made ready to run on this machine."""
+"""A trained model made ready to run on this machine, and asked for labels or vectors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from regard.checkpoint import load
+from regard.data.read import Pictures
+from regard.data.tokens import Coder
 from regard.decode.generate import generate, special_of, tokenizer_of, told
-from regard.errors import DATA, UsageError, blaming, notice
+from regard.errors import DATA, RUN, Fault, UsageError, blaming, notice
 from regard.fast.cpu import perplexity_change, prepare
 from regard.files import TRAINED, resolve_model
 from regard.kernels.linear import packs
-from regard.models import Model, Patches
+from regard.layers import Classify
+from regard.models import Model, Patches, Transformer
+from regard.models.adapt import classes_of
+from regard.models.transformer import mean_real
 from regard.text import needed
+from regard.train.measure import context_of
 from regard.train.plan import pick_device
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# The names of the classes and their probabilities, the most probable first.
+Ranking = list[tuple[str, float]]
+
+
+def classify(
+    model: str | Path | Model,
+    texts: Sequence[str | Path],
+    *,
+    rows: int = 32,
+    overlong: str = "error",
+    device: str = "auto",
+) -> list[Ranking]:
+    """For each text (or the file of a picture, where the model reads those) the labels and their
+    probabilities, the most probable first; [] for an empty text. `model` is a folder, a run's
+    folder, or a model; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate"
+    cuts them."""
+    classifier = Classifier(Opened(model, rows, device=device), overlong)
+    rankings: list[Ranking] = []
+    for start in range(0, len(texts), rows):
+        rankings += classifier(classifier.read(texts[start : start + rows], start))
+    return rankings
+
+
+def embed(
+    model: str | Path | Model,
+    texts: Sequence[str],
+    *,
+    normalize: bool = False,
+    rows: int = 32,
+    overlong: str = "error",
+    device: str = "auto",
+) -> np.ndarray:
+    """Vectors (texts, width) in float32, of length 1 if `normalize`; NaN for an empty text. `model`
+    is a folder, a run's folder, or a model; `rows` of texts are a batch; `overlong` texts are an
+    "error", or "truncate" cuts them."""
+    embedder = Embedder(Opened(model, rows, device=device), normalize, overlong)
+    vectors: list[np.ndarray | None] = []
+    for start in range(0, len(texts), rows):
+        vectors += embedder(texts[start : start + rows], start)
+    return stacked(vectors)
 
 
 class Opened:
@@ -36,8 +87,7 @@ class Opened:
     ):
         place, why = pick_device(device)
         with blaming(DATA):
-            if isinstance(model, str | Path):
-                model = load(resolve_model(model), device=place, dtype=DTYPES[dtype])
+            model = loaded(model, place, dtype)
             self.tokenizer = tokenizer_of(model)
             told(model)
         self.plain: Model = model
@@ -48,11 +98,6 @@ class Opened:
         if quantize == "none":
             self.plain = self.model
         self.about = f"{place} ({why}), {self.precision}"
-
-    @property
-    def encodes(self) -> bool:
-        """Whether it is an encoder-decoder."""
-        return self.model.reads_source
 
     def compare(self, prompt: Any) -> str:
         """What quantization costs, in a line: perplexity of the prompt, or of the plain model's
@@ -67,7 +112,7 @@ class Opened:
             return ""
         place = next(plain.parameters()).device
         what, source, ids = "the prompt", None, given
-        if self.encodes:
+        if plain.reads_source:
             what, source = "the plain model's answer", torch.tensor([given], device=place)
             start = special_of(plain).start or 0
             ids = [start, *generate(plain, [given], max_new_tokens=32)[0].ids]
@@ -77,6 +122,13 @@ class Opened:
         before, after = perplexity_change(plain, self.model, rows, source=source)
         change = f"perplexity of {what} {before:.4g} -> {after:.4g} ({len(ids)} tokens)"
         return f"{self.precision}: {change}"
+
+
+def loaded(model: str | Path | Model, device: torch.device, dtype: str) -> Model:
+    """A model as it is, or from its folder or its run's."""
+    if isinstance(model, Model):
+        return model
+    return load(resolve_model(model), device=device, dtype=DTYPES[dtype])
 
 
 def precision_of(model: Model, asked: str) -> str:
@@ -99,9 +151,9 @@ def notice_length(model: Model, length: int) -> None:
     """Say that so many tokens are more than the model was trained on."""
     trained = trained_length(model)
     if trained is not None and length > trained:
+        beyond = "what is beyond may be worth little"
         notice(
-            f"{length:,} tokens are past the {trained:,} that this model was trained on; what is beyond may be worth "
-            "little"
+            f"{length:,} tokens are past the {trained:,} that this model was trained on; {beyond}"
         )
 
 
@@ -111,3 +163,147 @@ def check_reads_text(model: Any) -> None:
         raise UsageError(
             "this model reads images; in Python: regard.generate(regard.load(folder), image)"
         )
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+class Classifier:
+    """An opened model that has a classification head."""
+
+    def __init__(self, opened: Opened, overlong: str = "error", name: str = "MODEL"):
+        self.model = opened.model
+        config = self.model.config
+        if not isinstance(getattr(config, "head", None), Classify):
+            raise Fault(
+                "this model has no classification head; answers would be random; train one: a config with task = "
+                f'"classify" and [model] folder = "{name}", then regard train CONFIG',
+                DATA,
+            )
+        self.names = class_names(self.model)
+        self.pictures: Pictures | None = None
+        if isinstance(config.embedding, Patches):
+            self.pictures = Pictures(config.embedding, self.model.origin)
+        else:
+            self.rows = Rows(opened, overlong)
+
+    def read(
+        self, texts: Sequence[str | Path], start: int = 0, name: str = "texts"
+    ) -> list[Tensor | None]:
+        """Ids of texts, or pictures of files; None for what is empty. `start` counts those
+        before."""
+        if self.pictures is None:
+            return self.rows([str(text) for text in texts], start, name)
+        return [self.pictures.file(Path(x)) if str(x).strip() else None for x in texts]
+
+    @torch.inference_mode()
+    def __call__(self, examples: Sequence[Tensor | None]) -> list[Ranking]:
+        given = [x for x in examples if x is not None]
+        if not given:
+            return [[] for _ in examples]
+        device = next(self.model.parameters()).device
+        inputs = padded(given, device) if self.pictures is None else [torch.stack(given).to(device)]
+        answers = iter(self.model(*inputs).float().softmax(-1).tolist())
+        return [[] if x is None else self.rank(next(answers)) for x in examples]
+
+    def rank(self, probabilities: list[float]) -> Ranking:
+        return sorted(zip(self.names, probabilities), key=lambda pair: -pair[1])
+
+
+def class_names(model: Any) -> list[str]:
+    """The names of a classifier's classes; numbers, where its folder names none."""
+    numbers = range(model.config.head.labels)
+    names = [str(name) for name in classes_of(model)]
+    nameless = len(names) != len(numbers) or names == [f"LABEL_{i}" for i in numbers]
+    return [str(i) for i in numbers] if nameless else names
+
+
+class Rows:
+    """Texts as rows of ids, with the tokens the model expects around them. What spells a special
+    token is text."""
+
+    def __init__(self, opened: Opened, overlong: str):
+        if overlong not in ("error", "truncate"):
+            raise UsageError(f"overlong is {overlong!r}; choose error or truncate")
+        self.coder, self.overlong = Coder(needed(opened.tokenizer)), overlong
+        self.longest = context_of(opened.model)
+
+    def __call__(
+        self, texts: Sequence[str], start: int = 0, name: str = "texts"
+    ) -> list[Tensor | None]:
+        """None for a text without tokens; `start` counts the lines before."""
+        before, after = self.coder.before, self.coder.after
+        room = None if self.longest is None else self.longest - len(before) - len(after)
+        rows: list[Tensor | None] = []
+        encoded = self.coder.encode([text if text.strip() else "" for text in texts])
+        for number, (text, ids) in enumerate(zip(texts, encoded, strict=True), start + 1):
+            if room is not None and len(ids) > room and self.overlong == "error":
+                count = len(ids) + len(before) + len(after)
+                raise Fault(
+                    f"line {number} of {name} has {count} tokens, the model's context is {self.longest}; split the "
+                    "line, or say overlong='truncate' (--overlong truncate)",
+                    DATA,
+                )
+            whole = [*before, *ids[:room], *after] if text.strip() else []
+            rows.append(torch.tensor(whole) if whole else None)
+        return rows
+
+
+def padded(rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Rows of ids side by side, and how long each is if they differ."""
+    sizes = torch.tensor([len(row) for row in rows])
+    ids = pad_sequence(list(rows), batch_first=True)
+    return ids.to(device), None if (sizes == sizes[0]).all() else sizes.to(device)
+
+
+# --- vectors --------------------------------------------------------------------------------------
+
+
+class Embedder:
+    """An opened model that reads text.
+
+    An encoder gives its pooled vector where it has a pooler (BERT's, on the first token), else the
+    mean of the last hidden states of the text's tokens; so do decoders (whose last state has read
+    everything but was trained for the next token) and, with the encoder's states, encoder-decoders.
+    """
+
+    def __init__(self, opened: Opened, normalize: bool = False, overlong: str = "error"):
+        self.model, self.normalize = opened.model, normalize
+        check_reads_text(self.model)
+        self.rows = Rows(opened, overlong)
+
+    def __call__(
+        self, texts: Sequence[str], start: int = 0, name: str = "texts"
+    ) -> list[np.ndarray | None]:
+        """A vector for each text, None for an empty one; `start` counts the lines before."""
+        rows = self.rows(texts, start, name)
+        given = [ids for ids in rows if ids is not None]
+        vectors = iter(embedded(self.model, given, self.normalize) if given else ())
+        each = [None if ids is None else next(vectors) for ids in rows]
+        for number, vector in enumerate(each, start + 1):
+            if vector is not None and not np.isfinite(vector).all():
+                hint = "try dtype='fp32' (--dtype fp32)"
+                raise Fault(f"the vector of line {number} is not finite; {hint}", RUN)
+        return each
+
+
+@torch.inference_mode()
+def embedded(model: Any, given: Sequence[Tensor], normalize: bool = False) -> np.ndarray:
+    """Vectors (b m) of rows of ids."""
+    ids, lengths = padded(given, next(model.parameters()).device)
+    if isinstance(model, Transformer):
+        vectors = model.pool(ids, lengths)
+    else:
+        read = model.reads_source
+        states = model.encode(ids, lengths)[0] if read else model.hidden(ids, lengths)
+        vectors = mean_real(states, lengths)
+    vectors = vectors.float()
+    return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()
+
+
+def stacked(vectors: Sequence[np.ndarray | None]) -> np.ndarray:
+    """(texts, width); rows of empty texts are NaN."""
+    width = next((len(v) for v in vectors if v is not None), 0)
+    empty = np.full(width, np.nan, np.float32)
+    rows = [empty if vector is None else vector for vector in vectors]
+    return np.array(rows, np.float32).reshape(len(rows), width)

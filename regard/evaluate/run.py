@@ -15,19 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checkpoint import load
-from regard.data.config import Data, check_used, feed_of, shards_of
+from regard.data.config import SETTINGS, Data, check_used, feed_of, shards_of, text_roles
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
-from regard.data.feed import IGNORE, Base, Batch, Batching, Feed, ImageFeed
-from regard.data.read import Record, Source, normal_of, records
+from regard.data.feed import IGNORE, Base, Batch, Feed, ImageFeed
+from regard.data.read import Source, normal_of, records
 from regard.data.shards import Column
 from regard.data.tokens import Coder
 from regard.decode.generate import tokenizer_of
 from regard.errors import DATA, Fault, UsageError, blaming
-from regard.evaluate.classify import class_names
-from regard.evaluate.model import DTYPES, notice_length, precision_of, trained_length
+from regard.evaluate.model import (
+    class_names,
+    loaded,
+    notice_length,
+    precision_of,
+    trained_length,
+)
 from regard.fast.cpu import prepare
-from regard.files import resolve_model
 from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
 from regard.text import needed
@@ -50,16 +53,8 @@ SEED = 0  # of the masks of a masked language model
 ROW = 1024  # tokens of a language model's row, if its context is longer
 BATCH, TOKENS = 32, 8192  # rows and tokens of a batch
 CUT = ("lm", "mlm")  # texts longer than a row become several
-ROLES = {
-    "classify": ("text", "second"),
-    "tag": ("words",),
-    "answer": ("text", "second"),
-    "seq2seq": ("source", "target"),
-}
 # Settings of [data] that say how files are read, and their defaults.
-READING: dict[str, Any] = dict(
-    format="auto", unit="file", marker="", columns={}, header=None, size=None
-)
+READING = {name: getattr(Data(()), name) for name in SETTINGS}
 
 
 @dataclass(frozen=True)
@@ -96,11 +91,11 @@ def evaluate(
     format, unit, marker, columns, header, size, as in [data]."""
     files, others = ((x,) if isinstance(x, str) else tuple(x) for x in (data, target))
     if not files:
-        raise UsageError("name the data to measure on: --data FILE")
+        raise UsageError("name the data to measure on (--data FILE)")
     for name in metrics:
         known(name)
     if beams < 1:
-        raise UsageError(f"--beams is {beams}; give a number from 1")
+        raise UsageError(f"beams is {beams}; give a number from 1")
     judge = Judge(model, device, dtype, quantize, beams)
     names = suited(metrics or TASKS[judge.task].metrics, judge.task)
     judge.read(files, others, {**READING, **(reading or {})}, length, overlong)
@@ -119,9 +114,7 @@ def task_of(model: Model) -> str:
     if isinstance(head, Classify):
         return "image" if isinstance(config.embedding, Patches) else "classify"
     if head is None and not hasattr(config, "cell"):
-        raise Fault(
-            "this model has no head, so it answers nothing; regard embed gives vectors", DATA
-        )
+        raise Fault("this model has no head, so it answers nothing; embed gives vectors", DATA)
     return {Tag: "tag", Answer: "answer", MLM: "mlm"}.get(type(head), "lm")
 
 
@@ -144,8 +137,7 @@ class Judge:
         self.dtype, self.beams, self.about = dtype, beams, ""
         self.run = {} if isinstance(model, Model) else run_settings(model)
         with blaming(DATA):
-            if not isinstance(model, Model):
-                model = load(resolve_model(model), device=place, dtype=DTYPES[dtype])
+            model = loaded(model, place, dtype)
             self.task = task_of(model)
             self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
@@ -174,45 +166,31 @@ class Judge:
         cut = overlong == "truncate" or self.run.get("overlong") == "truncate"
         self.overlong = "truncate" if cut else overlong
         self.length = self._length(length)
-        reading = self._reading(files, target, reading)
-        wanted = getattr(self.model.config, "embedding", None)
+        # Files are read as is said, and else as the run's own files were, if these are of that kind.
+        usual = {n: self.run[n] for n, x in READING.items() if n in self.run and reading[n] == x}
+        with suppress(UsageError):
+            check_used(Data(files, target, **{**reading, **usual}), self.task)
+            reading = {**reading, **usual}
         check_used(Data(files, target, **reading), self.task)
+        wanted = getattr(self.model.config, "embedding", None)
         if isinstance(wanted, Patches):
             reading = {**reading, "size": reading["size"] or wanted.size}
-        self.data = Data(
-            train=files,
-            target=target,
-            length=self.length,
-            rows=BATCH,
-            tokens=None if self.length is None else max(TOKENS, self.length),
-            overlong="split" if self.task in CUT else self.overlong,
-            pack="none",
-            **reading,
-        )
+        rows: dict[str, Any] = {"length": self.length, "rows": BATCH, "pack": "none"}
+        rows["tokens"] = None if self.length is None else max(TOKENS, self.length)
+        rows["overlong"] = "split" if self.task in CUT else self.overlong
+        self.data = Data(files, target, **rows, **reading)
 
     def _length(self, asked: int | None) -> int | None:
         """Tokens of a row; None: as many as an example has."""
         longest = context_of(self.model)
         if asked is not None and not 0 < asked <= (longest or asked):
             most = "" if longest is None else f" to {longest}, the model's context"
-            raise UsageError(f"--length is {asked}; give a number from 1{most}")
+            raise UsageError(f"length is {asked}; give a number from 1{most}")
         notice_length(self.model, asked or 0)
         trained = self.run.get("length") or trained_length(self.model)
         if self.task in CUT:
             return asked or min(trained or ROW, longest or ROW)
         return asked or (trained if self.overlong == "truncate" else None) or longest
-
-    def _reading(
-        self, files: tuple[str, ...], target: tuple[str, ...], reading: dict[str, Any]
-    ) -> dict[str, Any]:
-        """How the files are read: as is said, and else as the run's own files were, if these are of
-        that kind."""
-        usual = {n: x for n, x in READING.items() if n in self.run and reading[n] == x}
-        more = {**reading, **{n: self.run[n] for n in usual}}
-        with suppress(UsageError):
-            check_used(Data(files, target, **more), self.task)
-            return more
-        return reading
 
     def measure(
         self, names: Sequence[str], folder: Path
@@ -235,60 +213,49 @@ class Judge:
 
     def _feed(self, folder: Path) -> Feed:
         """All of the data, as what is held out."""
-        source, batching = self.data.source(), self.data.batching(SEED)
-        shards = shards_of(self.task, source, self.coder, folder / "data", self.classes or None)
+        source, batching, coder = self.data.source(), self.data.batching(SEED), self.coder
+        shards = shards_of(self.task, source, coder, folder / "data", self.classes or None)
         columns, notes = shards.columns, shards.notes
         self.about = _examples(notes["records"] - notes["empty"])
-        if self.coder is None:
-            feed: Base = self._pictures(columns, batching)
+        if coder is None:
+            c, shape = self.model.config.embedding, columns["images"].values.shape[1:]
+            if shape != (c.size, c.size, c.channels):
+                is_, want = (" x ".join(map(str, x)) for x in (shape, (c.size, c.size, c.channels)))
+                raise Fault(f"the pictures are {is_}, the model reads {want}", DATA)
+            mean, std, _ = normal_of(self.model.origin)
+            ends = {"mean": mean.tolist(), "std": std.tolist()}
+            feed: Base = ImageFeed(columns["images"], columns["labels"], batching, **ends)
         else:
             self.about += f", {notes['tokens']:,} tokens"
-            self._check(source, columns)
-            feed = feed_of(self.task, self.data, self.coder, batching, columns, "", None)
+            if self.data.overlong == "error" and self.length is not None:
+                self._check(source, columns, coder, self.length)
+            feed = feed_of(self.task, self.data, coder, batching, columns, "", None)
         feed.held = feed
-        if self.task != "mlm" or self.coder is None:
+        if self.task != "mlm" or coder is None:
             return feed
-        marks = Marks(self.coder.vocab, self.coder.reserved, self.coder.mask)
-        return Corrupted(feed, MaskTokens(marks), SEED)
+        return Corrupted(feed, MaskTokens(Marks(coder.vocab, coder.reserved, coder.mask)), SEED)
 
-    def _pictures(self, columns: dict[str, Column], batching: Batching) -> ImageFeed:
-        c, shape = self.model.config.embedding, columns["images"].values.shape[1:]
-        if shape != (c.size, c.size, c.channels):
-            is_, want = (" x ".join(map(str, x)) for x in (shape, (c.size, c.size, c.channels)))
-            raise Fault(f"the pictures are {is_}, the model reads {want}", DATA)
-        mean, std, _ = normal_of(self.model.origin)
-        ends = {"mean": mean.tolist(), "std": std.tolist()}
-        return ImageFeed(columns["images"], columns["labels"], batching, **ends)
-
-    def _check(self, source: Source, columns: dict[str, Column]) -> None:
-        """Name the first example that is too long, unless such are cut."""
-        if self.data.overlong != "error" or self.length is None or self.coder is None:
-            return
-        ends = len(self.coder.before) + len(self.coder.after)
+    def _check(self, source: Source, columns: dict[str, Column], c: Coder, longest: int) -> None:
+        """Name the first example that is too long."""
+        ends = len(c.before) + len(c.after)
         more = {"ids": ends, "source": ends, "target": 1}
-        if all((c.lengths + more[n]).max() <= self.length for n, c in columns.items() if n in more):
+        if all((x.lengths + more[n]).max() <= longest for n, x in columns.items() if n in more):
             return
-        second = self.task == "answer" or "second" in source.columns
-        used = [role for role in ROLES[self.task] if second or role != "second"]
+        used = text_roles(self.task, self.data)
         for number, record in enumerate(records(source, used), 1):
-            size = max(self._sizes(record))
-            if size > self.length:
+            sides = record.values()
+            texts = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in sides]
+            counts = [len(ids) for ids in c.encode(texts)]
+            size = sum(counts) + ends + len(c.between) * (len(counts) - 1)
+            if self.task == "seq2seq":
+                size = max(counts[0] + ends, len(c.encode(texts[1:], target=True)[0]) + 1)
+            if size > longest:
                 raise self._too_long(number, size, str(record[used[0]]))
-
-    def _sizes(self, record: Record) -> list[int]:
-        """Tokens of each side of an example."""
-        assert self.coder is not None
-        c, values = self.coder, record.values()
-        texts = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
-        counts, ends = [len(ids) for ids in c.encode(texts)], len(c.before) + len(c.after)
-        if self.task == "seq2seq":
-            return [counts[0] + ends, len(c.encode(texts[1:], target=True)[0]) + 1]
-        return [sum(counts) + ends + len(c.between) * (len(counts) - 1)]
 
     def _too_long(self, number: int, size: int, text: str) -> Fault:
         return Fault(
             f"example {number} of {', '.join(self.data.train)} ({text!r:.40}) has {size:,} tokens, a row holds "
-            f"{self.length:,}; shorten it, or say --overlong truncate",
+            f"{self.length:,}; shorten it, or say overlong='truncate' (--overlong truncate)",
             DATA,
         )
 

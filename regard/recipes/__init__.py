@@ -13,14 +13,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from regard.errors import UsageError, nearest
-from regard.recipes import bible, dates, digits, pydoc
+from regard.recipes import corpora, dates
 
 MAKERS: dict[str, Callable[[Path], str]] = {
     "dates": dates.make,
-    "pydoc": pydoc.make,
-    "digits": digits.make,
-    "verses": bible.make_pairs,
-    "parts": bible.make_parts,
+    "pydoc": corpora.make_pydoc,
+    "digits": corpora.make_digits,
+    "verses": corpora.make_pairs,
+    "parts": corpora.make_parts,
 }
 NAMES = ("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune")
 
@@ -49,11 +49,8 @@ def recipe(name: str) -> Recipe:
     text = files(__name__).joinpath(f"{name}.toml").read_text(encoding="utf-8")
     head = text.partition("\n\n")[0].splitlines()
     facts = dict(line.removeprefix("# ").split(": ", 1) for line in head if ": " in line)
-    return Recipe(
-        name,
-        text,
-        **{key: facts[key] for key in ("what", "data", "size", "time", "first") if key in facts},
-    )
+    known = ("what", "data", "size", "time", "first")
+    return Recipe(name, text, **{key: facts[key] for key in known if key in facts})
 
 
 def copy(name: str, to: Path) -> tuple[Path, Path, str]:
@@ -63,9 +60,8 @@ def copy(name: str, to: Path) -> tuple[Path, Path, str]:
     config, data = to.with_name(f"{to.name}.toml"), to.with_name(f"{to.name}-data")
     for path in (config, data):
         if path.exists():
-            raise UsageError(
-                f"{path} is there already; give another name: regard recipes copy {name} NAME"
-            )
+            how = f"give another name: regard recipes copy {name} NAME"
+            raise UsageError(f"{path} is there already; {how}")
     begun = to.with_name(f".{data.name}.new")
     shutil.rmtree(begun, ignore_errors=True)
     about = MAKERS[source.data](begun)

@@ -53,26 +53,23 @@ def make(folder: Path, seed: int = 0, train: int = 120_000, test: int = 2_000) -
     dates = Dates()
     unseen = [locale for locales in UNSEEN for locale in locales.split()]
     known, held = dates.forms(LOCALES), dates.forms(unseen)
+    every = len(known) + len(held)
     doubtful = dates.doubtful([*known, *held])
     known, held = ([f for f in forms if f not in doubtful] for forms in (known, held))
     rng = random.Random(seed)
-    days = [FIRST + datetime.timedelta(n) for n in range((LAST - FIRST).days + 1)]
-    new = [rng.random() < 0.05 for _ in days]
-    old_days = [day for day, yes in zip(days, new) if not yes]
-    new_days = [day for day, yes in zip(days, new) if yes]
+    # A day in twenty is new to the test files.
+    days: tuple[list[datetime.date], list[datetime.date]] = ([], [])
+    for n in range((LAST - FIRST).days + 1):
+        days[rng.random() < 0.05].append(FIRST + datetime.timedelta(n))
+    files = {"train": (known, days[0], train)}
+    files |= {"valid": (known, days[1], test), "unseen": (held, days[1], test)}
     folder.mkdir(parents=True, exist_ok=True)
-    files = (
-        ("train.tsv", known, old_days, train),
-        ("valid.tsv", known, new_days, test),
-        ("unseen.tsv", held, new_days, test),
-    )
-    for name, forms, choice, count in files:
+    for name, (forms, choice, count) in files.items():
         lines = (dates.line(*drawn) for drawn in draw(rng, forms, choice, count))
-        (folder / name).write_text(HEADER + "".join(lines), encoding="utf-8")
+        (folder / f"{name}.tsv").write_text(HEADER + "".join(lines), encoding="utf-8")
     return (
         f"{train:,} dates in {len(LOCALES)} languages to learn from; {test:,} other dates; {test:,} in {len(unseen)} "
-        f"languages that are never seen; {len(doubtful)} of {len(known) + len(held) + len(doubtful)} forms left out, "
-        "which could mean two dates"
+        f"languages that are never seen; {len(doubtful)} of {every} forms left out, which could mean two dates"
     )
 
 
@@ -106,8 +103,7 @@ class Dates:
             native = {locale.default_numbering_system, locale.other_numbering_systems.get("native")}
             digits = ["latn", *sorted(native & DIGITS.keys() - {"latn"})]
             for form in (Form(name, style, kind) for style in STYLES for kind in digits):
-                pattern = self.pattern(form.style, locale)
-                self.write[form] = partial(pattern.apply, locale=locale)
+                self.write[form] = partial(self.pattern(form.style, locale).apply, locale=locale)
                 forms.append(form)
         return forms
 
@@ -129,9 +125,8 @@ class Dates:
             for day in days:
                 texts.setdefault(self.text(form, day), {}).setdefault(day, set()).add(form)
         gone = {form for form in forms if str(YEAR) not in latin(self.text(form, days[0]))}
-        return gone.union(
-            *(some for meant in texts.values() if len(meant) > 1 for some in meant.values())
-        )
+        several = (meant for meant in texts.values() if len(meant) > 1)
+        return gone.union(*(forms for meant in several for forms in meant.values()))
 
 
 def latin(text: str) -> str:

@@ -147,8 +147,8 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < need:
             raise UsageError(
-                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has "
-                f"{free / 1e6:,.0f} MB free; make room, then go on with --resume; {self._last()}"
+                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has {free / 1e6:,.0f} MB free; "
+                f"make room, then go on with resume=True (--resume); {self._last()}"
             )
 
     def _last(self) -> str:

@@ -461,7 +461,7 @@ def shortage(plan: Plan, free_memory: int, free_disk: int) -> str | None:
     if plan.disk > free_disk:
         return (
             f"its checkpoints need {size(plan.disk)} of disk ({size(plan.checkpoint)} each), {size(free_disk)} are "
-            "free; make room, keep fewer with --keep 1, or write elsewhere with --output-dir"
+            "free; make room, keep fewer (keep=1, --keep 1), or write elsewhere (folder, --output-dir)"
         )
     return None
 
@@ -675,14 +675,14 @@ def cache_bytes(model: Any) -> dict[str, int] | None:
 def pick_device(name: str) -> tuple[torch.device, str]:
     """The device, and why it is that one."""
     if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", name):
-        raise UsageError(f"--device is {name!r:.60}; choose auto, cpu, cuda or cuda:N")
+        raise UsageError(f"device is {name!r:.60}; choose auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return (torch.device("cuda"), "auto") if count else (torch.device("cpu"), "no cuda device")
     kind, _, index = name.partition(":")
     if kind == "cuda" and int(index or 0) >= count:
         raise Fault(
-            f"--device {name}: this machine has {count} cuda devices that torch can use; try --device cpu",
+            f"device {name}: this machine has {count} cuda devices that torch can use; take device cpu",
             ENVIRONMENT,
         )
     return torch.device(name), "as asked"

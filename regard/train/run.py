@@ -109,9 +109,7 @@ def train(
     although memory or disk will not do. `stop` is asked after each step; then the run saves and
     ends."""
     if resume and overwrite:
-        raise UsageError(
-            "--resume goes on with a run, --overwrite removes it; leave one of them out"
-        )
+        raise UsageError("resume goes on with a run, overwrite removes it; leave one of them out")
     path, home = _places(config, folder, resume)
     before = read_run(home).get("options", {}) if resume else {}
     options: dict[str, Any] = {
@@ -161,7 +159,7 @@ def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path 
     if not resume:
         raise UsageError(f"{path} is the folder of a run; go on with it: {again(path)}")
     if folder is not None:
-        raise UsageError(f"{path} is the run to go on with; leave --output-dir out")
+        raise UsageError(f"{path} is the run to go on with; leave folder (--output-dir) out")
     info = read_run(path)
     if not (path / "config.toml").is_file():
         raise UsageError(f"{path} has nothing to go on with; name a run's folder, or a config file")
@@ -212,7 +210,7 @@ def _run(
     if trainer.team.rank:
         return _result(trainer.run(stop), trainer, folder, {})
     if not launch.force and (why := refusal(config, trainer, trainer.checkpoints.keep)):
-        raise Fault(f"{why}; --force to try anyway", ENVIRONMENT)
+        raise Fault(f"{why}; force=True (--force) tries it anyway", ENVIRONMENT)
     info, start = run_info(launch, config, trainer, classes), time.monotonic()
     listeners: list[Callback] = [*tracker(launch.options["log_to"], folder, info), *callbacks]
     write_whole(folder / "config.toml", as_toml(config))
@@ -284,9 +282,9 @@ def _claim(config: RunConfig, launch: Launch, stack: ExitStack) -> None:
     """Make the folder and lock it; only then look at what is in it, and clear what may go. Nothing
     is written to one that has files of others."""
     folder, resume = launch.folder, launch.resume
-    nothing = f"{folder} has nothing to go on with; leave --resume out"
+    nothing = f"{folder} has nothing to go on with; leave resume (--resume) out"
     if folder.is_file():
-        raise UsageError(f"{folder} is a file; name a folder: --output-dir FOLDER")
+        raise UsageError(f"{folder} is a file; name a folder (--output-dir FOLDER)")
     if resume and not folder.is_dir():
         raise UsageError(nothing)
     try:
@@ -294,18 +292,18 @@ def _claim(config: RunConfig, launch: Launch, stack: ExitStack) -> None:
         names = {path.name for path in folder.iterdir()}
         if names and not names & OURS:
             raise UsageError(
-                f"{folder} is not empty, and what is in it is no run; name another: --output-dir FOLDER"
+                f"{folder} is not empty, and what is in it is not a run; name another (--output-dir FOLDER)"
             )
         stack.enter_context(locked(folder))
     except OSError as error:
         why = f"cannot write {folder}: {error.strerror}"
-        raise Fault(f"{why}; name another: --output-dir FOLDER", RUN) from None
+        raise Fault(f"{why}; name another (--output-dir FOLDER)", RUN) from None
     full = begun(folder)
     if resume and not full:
         raise UsageError(nothing)
     if full and not resume and not launch.overwrite:
         raise UsageError(
-            f"{folder} is not empty; go on with --resume, start anew with --overwrite, or name another: --output-dir"
+            f"{folder} is not empty; go on (--resume), start anew (--overwrite), or name another (--output-dir)"
         )
     if resume:
         check_same(folder, config)

@@ -338,7 +338,7 @@ def test_merge_command_writes_a_folder_that_needs_no_other(
     assert main(["merge", str(folder), str(tmp_path / "more")]) == 4
     assert "which is not there" in capsys.readouterr().err
     assert main(["merge", str(out), str(tmp_path / "more")]) == 4
-    assert "there is nothing to merge" in capsys.readouterr().err
+    assert "it is not an adapter, nothing to merge" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "none"), str(tmp_path / "more")]) == 4
     assert "is not a folder" in capsys.readouterr().err
     assert not (tmp_path / "more").exists()

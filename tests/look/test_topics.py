@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard.cli.explain import Options
-from regard.cli.parse import names
+from regard.cli.shared import flags_of
 from regard.errors import UsageError
 from regard.learn.explain import ALIASES, TOPICS, Table, Topic, fill, find
 from regard.models.base import parameters
@@ -44,7 +44,7 @@ def test_topic_has_all_its_parts(one: Topic) -> None:
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
         assert all(len(line) <= 130 for line in table.text().splitlines())
     assert all(len(line) <= 116 for line in one.formula.splitlines())
-    assert set(one.inputs) <= set(names(Options))  # each input is a flag
+    assert set(one.inputs) <= set(flags_of(Options))  # each input is a flag
 
 
 @pytest.mark.parametrize("one", TOPICS, ids=lambda t: t.name)

