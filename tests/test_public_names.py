@@ -27,7 +27,7 @@ def lines() -> Iterator[str]:
         elif callable(value):
             yield f"{name}{signature(value)}"
         elif isinstance(value, dict):
-            yield f"{name}: {', '.join(value)}"
+            yield f"{name}: {', '.join(sorted(value))}"
         else:
             yield f"{name}: {type(value).__name__}"
 
