@@ -116,8 +116,9 @@ class Config:
     def fed(self, feed: Feed, marks: Marks | None) -> Feed:
         """The feed as the task wants it."""
         corruption = TASKS[self.task].corruption
-        if corruption is None or marks is None:
+        if corruption is None:
             return feed
+        assert marks is not None
         return Corrupted(feed, corruption(marks), self.train.seed)
 
 
