@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from regard.cli.parse import folded, parse
 
-from regard.cli.main import COMMANDS, SECOND, SET
+from regard.cli.main import GUESTS, WORDS
+from regard.cli.shared import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/guide.md", "docs/architecture.md", "bench/RESULTS.md")
@@ -26,16 +26,17 @@ def commands() -> list[str]:
 
 def test_every_command_is_on_the_page() -> None:
     shown = {line.split()[1] for line in commands()}
-    assert set(COMMANDS) - shown <= {"tokenizer", "bench"} and shown <= set(COMMANDS)
+    assert set(WORDS) - shown <= {"tokenizer"} and shown <= set(WORDS)
 
 
 @pytest.mark.parametrize("line", [x for x in commands() if len(x.split()) > 2])
 def test_commands_can_be_typed(line: str) -> None:
     _, name, *rest = shlex.split(line)
-    if name in SECOND:
-        assert rest.pop(0) == SECOND[name]
-    options = importlib.import_module(f"regard.cli.{name}").Options
-    assert parse(options, name, folded(rest) if name in SET else rest) is not None
+    if WORDS[name]:
+        assert rest.pop(0) == WORDS[name]
+    file, flags, _ = GUESTS.get(name, (name, "Options", "run"))
+    options = getattr(importlib.import_module(f"regard.cli.{file}"), flags)
+    assert parse(options, name, rest) is not None
 
 
 @pytest.mark.parametrize("page", PAGES)
