@@ -108,7 +108,7 @@ def test_paged_zeroes_a_page_when_it_is_taken_again() -> None:
     append(cache, 2)
     for store in cache.pool.stores:
         for x in store.values():
-            x[:-1] = torch.nan
+            x[:2] = torch.nan
     cache.free()
     append(cache, 2, [2, 1])
     assert all(torch.isfinite(x[:2]).all() for store in cache.pool.stores for x in store.values())

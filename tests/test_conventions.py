@@ -82,7 +82,7 @@ def test_label_smoothing_over_v_minus_2_leaves_padding_out() -> None:
     close(total, -(q[0].float() * logits[0].log_softmax(-1)).sum())
     assert count == 1
     for over, padding in (("V-3", None), ("V-2", None), ("V", 0)):
-        with pytest.raises(UsageError, match="label smoothing"):
+        with pytest.raises(UsageError, match="smoothing"):
             smooth(label[:1], 5, 0.3, over, padding)
 
 
