@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import UsageError
-from regard.files import inside, loads, read_json
+from regard.files import inside, loads, read_json, sync
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
@@ -319,11 +319,7 @@ def replacing(target: Path) -> Iterator[Path]:
     try:
         yield new
         for path in [*new.rglob("*"), new]:
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync(path)
         if target.exists():
             _keep_rest(target, new)
         _swap(target, new)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from tyro.conf import arg
 
 from regard.cli import shared as cli
 from regard.errors import RUN, Fault, UsageError
+from regard.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,10 @@ def run(options: Options) -> int:
             sys.stdout.write(json.dumps({"embedding": numbers}) + "\n")
         sys.stdout.flush()
     if options.output is not None:
-        path = Path(options.output)
-        new = path.with_name(f".{path.name}.new")
+        path, file = Path(options.output), io.BytesIO()
+        np.save(file, stacked(whole), allow_pickle=False)
         try:
-            with new.open("wb") as file:
-                np.save(file, stacked(whole), allow_pickle=False)
-            os.replace(new, path)
+            write_whole(path, file.getvalue())
         except OSError as error:
             raise Fault(f"cannot write {path}: {error.strerror}", RUN) from None
     return 0

@@ -44,7 +44,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.report.run import write
+    from regard.files import write_whole
     from regard.see.look import look
     from regard.see.page import page
 
@@ -59,7 +59,7 @@ def run(options: Options) -> int:
         panels.append(look(opened.model, opened.tokenizer, title, text, **asked, **how))
     what = clip(visible(text), 80) if text else Path(options.image or "").name
     if path.suffix.lower() in PAGES:
-        write(path, page(f"What is attended to in “{what}”", panels))
+        write_whole(path, page(f"What is attended to in “{what}”", panels))
         print(path)
         return 0
     from regard.see.plots import pictures

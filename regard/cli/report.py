@@ -14,6 +14,7 @@ from tyro.conf import Positional, arg
 from regard.cli.main import tell
 from regard.cli.shared import FileName, Switch, output_file
 from regard.errors import UsageError
+from regard.files import write_whole
 
 if TYPE_CHECKING:
     from regard.report.run import Run
@@ -100,7 +101,6 @@ def opened(output: str | None, folders: Sequence[str]) -> tuple[Path | None, lis
 
 def save(path: Path, title: str, blocks: list[Any]) -> None:
     from regard.report.page import as_html, as_markdown
-    from regard.report.run import write
 
     page = as_markdown if path.suffix.lower() in MARKDOWN else as_html
-    write(path, page(title, blocks))
+    write_whole(path, page(title, blocks))

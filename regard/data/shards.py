@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from regard.data.read import DataError
+from regard.files import sync
 
 MANIFEST, VERSION = "manifest.json", 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -281,14 +282,5 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
     finally:
         os.close(handle)

@@ -22,8 +22,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from regard.config import Count, ranged
-from regard.data.shards import sync
 from regard.errors import UsageError, nearest
+from regard.files import sync
 from regard.text.build import SPACE, blaming
 
 AROUND = ("none", "start", "end", "both")

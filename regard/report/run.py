@@ -183,13 +183,6 @@ def _bytes(path: Path) -> bytes:
         raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
-
-
 # --- the sum of it --------------------------------------------------------------------------------
 
 
