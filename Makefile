@@ -56,11 +56,12 @@ tour: $(STAMP)
 	$(BIN)/python examples/tour.py
 
 # Two processes with two torch threads each do a third of the work of two with one thread each.
+# A file stays with one process: what its tests share is made once.
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # TRITON_INTERPRET is read when a kernel is defined: these tests have a process of their own. Where triton has no wheel
 # for this CPU or Python, or there is no network, a line says so.

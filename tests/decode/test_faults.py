@@ -290,7 +290,7 @@ def settings_at_random(rng: random.Random) -> Settings:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ledger_is_even_after_thousands_of_random_operations(seed: int, prefix: bool) -> None:
     """Submit, step, cancel, let deadlines pass, preempt, spoil a row: at every quiet point the pool is full again, and
     each request was answered exactly once."""

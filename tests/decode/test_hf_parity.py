@@ -113,8 +113,10 @@ def test_greedy_equals_transformers(name: str, forced: bool, layout: str) -> Non
 
 
 @layouts
-@pytest.mark.parametrize("early", EARLY)
-@pytest.mark.parametrize("penalty", [0.6, 1.0, 1.4])
+@pytest.mark.parametrize(
+    "penalty, early",
+    [*((penalty, "heuristic") for penalty in (0.6, 1.0, 1.4)), (1.4, "never"), (0.6, "first")],
+)
 @forcing
 @families
 def test_beams_equal_transformers(

@@ -257,7 +257,7 @@ def test_cancelled_rows_and_deadlines_free_their_slots() -> None:
     assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["gqa", "window", "mla_query", "gpt2"])
 def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
     """Random settings, arrivals, cancels, chunks and small pools, in float64: whoever else is there changes nothing."""
@@ -277,7 +277,7 @@ def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
             given |= {"eos": (5, 7, 11, 20), "min_new_tokens": g.randint(0, 1)}
         return Request(ids, Settings(**given), key=g.randrange(100))
 
-    asked = [one() for _ in range(24)]
+    asked = [one() for _ in range(18)]
     options = {"chunk": g.choice((8, 40, 999)), "page": g.choice((4, 8)), "pages": 48}
     engine = Engine(model, runner="graph", rows=g.randint(3, 9), **options)
     assert engine.slots is not None and engine.pool is not None
