@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from regard.files import write_whole
 from regard.report.page import as_html, as_markdown
 from regard.report.run import (
     Map,
@@ -22,7 +23,6 @@ from regard.report.run import (
     summary,
     table,
     toml,
-    write,
 )
 from tests.look.synthetic import INFO, events, make, samples
 
@@ -255,12 +255,18 @@ def test_settings_are_toml_that_reads_back() -> None:
     assert tomllib.loads(toml(config)) == expected
 
 
-def test_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_write_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "page.html"
-    write(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write(path, "new \ud800")
-    assert path.read_text() == "old"
+    write_whole(path, "old \ud800")
+    assert path.read_text() == "old ?"
+
+    def full(handle: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("regard.files.os.fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_whole(path, "new")
+    assert path.read_text() == "old ?"
 
 
 # --- side by side -------------------------------------------------------------------------------------------------
