@@ -56,22 +56,6 @@ def bandwidth() -> float:
     return 2 * len(x) / statistics.median(seconds(lambda: y.copy_(x)) for _ in range(9))
 
 
-def profile(d: Any) -> None:
-    """Print what takes the time of a decoder's step."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as watch
-
-    bound = d.bucket(400)
-    with watch(activities=[ProfilerActivity.CUDA]) as p:
-        d.run(8, bound)
-        torch.cuda.synchronize()
-    rows = sorted(p.key_averages(), key=lambda e: -e.device_time_total)[:12]
-    total = sum(e.device_time_total for e in p.key_averages()) / 8
-    print(f"    kernels of a step, {total:.0f} us in all:")
-    for e in rows:
-        print(f"    {e.device_time_total / 8:8.1f} us {e.count / 8:6.1f}x  {e.key[:90]}")
-
-
 def prompts(n: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
     r = random.Random(seed)
     return [[r.randrange(VOCAB) for _ in range(r.randint(low, high))] for _ in range(n)]

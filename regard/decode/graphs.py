@@ -35,9 +35,8 @@ RECORDED = 4096  # tokens of a pass over prompts that is recorded
 KEPT = 32  # recorded passes over prompts
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
-Flight = tuple[
-    Tensor, Tensor, Any, list[tuple["Slot", int, int]]
-]  # tokens, log probabilities, event, lines
+# Tokens, their log probabilities, what tells that they have arrived, and which lines are whose.
+Flight = tuple[Tensor, Tensor, Any, list[tuple["Slot", int, int]]]
 
 
 class Runner:
@@ -410,7 +409,7 @@ class SlotLane:
         now = [(s.row.request.settings, s.said) for _, s in through]
         used = frozenset().union(*(_used(s, n, n) for s, n in now))
         self.runner.prefill(parts, used)
-        for source, target in copies:
+        for source, target in filter(None, copies):
             self.pool.copy(source, target)
         for slot, size in group:
             slot.fed += size
@@ -418,15 +417,16 @@ class SlotLane:
             s.fed, s.asked = len(s.text), 1
             self.edits += [(s.index, i, page) for i, page in enumerate(s.pages)]
 
-    def _share(self, slot: Slot, other: Slot) -> tuple[int, int]:
-        """A sample's pages: those of the prompt that are full, and one of its own for the rest."""
+    def _share(self, slot: Slot, other: Slot) -> tuple[int, int] | None:
+        """A sample's pages: those of the prompt that are full, and one of its own for the rest, to be copied."""
         full, rest = divmod(len(slot.text), self.pool.page)
         for page in slot.pages[:full]:
             self.pool.hold(page)
         other.pages = list(slot.pages[:full])
-        if rest:
-            other.pages.append(self.pool.take(clean=False))
-        return (slot.pages[-1], other.pages[-1])
+        if not rest:
+            return None
+        other.pages.append(self.pool.take(clean=False))
+        return slot.pages[-1], other.pages[-1]
 
     def _launch(self) -> Flight | None:
         """The next round: until an eighth of the rows are through where others wait, or for `look` steps."""
