@@ -264,9 +264,10 @@ def _gather(
     stat,
     sums,
     marks,
+    parts,
     counts,
     ranks,
-    weights,
+    masses,
     V,
     KIND: tl.constexpr,
     CUT: tl.constexpr,
@@ -275,25 +276,28 @@ def _gather(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List the tokens of a chunk among which the cut lies."""
+    """List the tokens of a chunk among which the cut lies, and sum the mass of those above."""
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     if _active(heat, want, b, V, KIND):
-        top, log_sum, entropy, goal = _stat(stat, b)
-        low, high, _ = _narrow(sums, marks, goal, b, chunks, BINS, C)
         i = c * CHUNK + tl.arange(0, CHUNK)
         x = _kept(logits, heat, cuts, stat, b, i, V, CUT, False)
+        top, log_sum, entropy, goal = _stat(stat, b)
+        low, high, _ = _narrow(sums, marks, goal, b, chunks, BINS, C)
         score = _score(x, top, log_sum, entropy, KIND)
+        mass = tl.exp(x - top)
         # `high` is NaN where the range was too large for a number: then nothing lies above.
         found = (x > float("-inf")) & (score >= low) & ((score >= high) == 0)
         count = tl.sum(found.to(tl.int32), 0)
         tl.store(counts + b * chunks + c, count)
+        # What is kept for certain; `_settle` adds to it.
+        tl.store(parts + b * 4 * chunks + c, top)
+        tl.store(parts + (b * 4 + 1) * chunks + c, tl.sum(tl.where(score >= high, mass, 0.0), 0))
         if count > 0:
             to = (b * chunks + c) * CHUNK + tl.cumsum(found.to(tl.int32), 0) - 1
-            w = tl.exp(x - top) if KIND != "top_k" else tl.full([CHUNK], 1.0, tl.float32)
             tl.store(ranks + to, _rank(score, i), mask=found)
-            tl.store(weights + to, w, mask=found)
+            tl.store(masses + to, mass, mask=found)
 
 
 @jit
@@ -304,9 +308,10 @@ def _settle(
     stat,
     sums,
     marks,
+    parts,
     counts,
     ranks,
-    weights,
+    masses,
     V,
     chunks,
     KIND: tl.constexpr,
@@ -316,23 +321,24 @@ def _settle(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Bisect the listed tokens, EACH of every chunk at a time, for the largest rank that reaches the goal."""
+    """Bisect the listed tokens, EACH of every chunk at a time, for the largest rank that reaches the goal; then add
+    what is kept of them to the mass of their chunks."""
     _wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     if _active(heat, want, b, V, KIND):
         _, _, _, goal = _stat(stat, b)
         _, _, above = _narrow(sums, marks, goal, b, chunks, BINS, C)
-        c, slot = tl.arange(0, C * EACH) // EACH, tl.arange(0, C * EACH) % EACH
+        c, slot = tl.arange(0, C)[:, None], tl.arange(0, EACH)[None, :]
         count = tl.load(counts + b * chunks + c, mask=c < chunks, other=0)
         at = (b * chunks + c) * CHUNK + slot
-        most = tl.max(count, 0)
+        most = tl.max(count)
         low = tl.full([], 9223372036854775807, tl.int64)
         high = tl.full([], -9223372036854775807, tl.int64)
         for start in range(0, most, EACH):
             here = slot + start < count
             rank = tl.load(ranks + at + start, mask=here, other=0)
-            low = tl.minimum(low, tl.min(tl.where(here, rank, 9223372036854775807), 0))
-            high = tl.maximum(high, tl.max(tl.where(here, rank, -9223372036854775807), 0))
+            low = tl.minimum(low, tl.min(tl.where(here, rank, 9223372036854775807)))
+            high = tl.maximum(high, tl.max(tl.where(here, rank, -9223372036854775807)))
         # The ranks low <= high are listed, and the cut is one of those from low to high.
         while low < high:
             middle = low + (high - low) // 2 + 1
@@ -341,15 +347,26 @@ def _settle(
             for start in range(0, most, EACH):
                 here = slot + start < count
                 rank = tl.load(ranks + at + start, mask=here, other=0)
-                w = tl.load(weights + at + start, mask=here, other=0.0)
-                upper = rank >= middle
-                weight += tl.sum(tl.where(upper, w, 0.0), 0).to(tl.float64)
-                next_low = tl.minimum(next_low, tl.min(tl.where(here & upper, rank, high), 0))
-                next_high = tl.maximum(next_high, tl.max(tl.where(here & ~upper, rank, low), 0))
+                w = tl.load(masses + at + start, mask=here, other=0.0)
+                upper = here & (rank >= middle)
+                if KIND == "top_k":
+                    w = upper.to(tl.float32)
+                weight += tl.sum(tl.where(upper, w, 0.0)).to(tl.float64)
+                next_low = tl.minimum(next_low, tl.min(tl.where(upper, rank, high)))
+                next_high = tl.maximum(next_high, tl.max(tl.where(here & ~upper, rank, low)))
             enough = above + weight >= goal
             low, high = tl.where(enough, next_low, low), tl.where(enough, high, next_high)
         if most > 0:
             tl.store(cuts + 2 * b + (KIND == "typical_p"), low)
+        kept = tl.zeros([C], tl.float32)
+        for start in range(0, most, EACH):
+            here = slot + start < count
+            rank = tl.load(ranks + at + start, mask=here, other=0)
+            w = tl.load(masses + at + start, mask=here, other=0.0)
+            kept += tl.sum(tl.where(here & (rank >= low), w, 0.0), 1)
+        c = tl.arange(0, C)
+        mass = parts + (b * 4 + 1) * chunks + c
+        tl.store(mass, tl.load(mass, mask=c < chunks) + kept, mask=c < chunks)
 
 
 # --- the draw -----------------------------------------------------------------------------------------------------
@@ -441,9 +458,8 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
     _mass[n, chunks](*shared, parts, vocab, FIRST=True, CUT=False, TYPICAL=False, **per_chunk)
     # A cut in the order of x, and one in the order of typical_p.
     cut = typical = False
-    for kind in ("top_k", "top_p", "min_p", "typical_p"):
-        if kind not in columns:
-            continue
+    kinds = [kind for kind in ("top_k", "top_p", "min_p", "typical_p") if kind in columns]
+    for kind in kinds:
         want = columns[kind]
         if kind == "min_p":
             _floor[(n,)](want, cuts, parts, chunks, C=padded, PDL=pdl, num_warps=1, **extra)
@@ -466,14 +482,17 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
                 new(n, chunks, CHUNK),
             )
             _gather[n, chunks](
-                logits, heat, want, cuts, stat, *before, *listed, vocab, CUT=cut, **search
+                logits, heat, want, cuts, stat, *before, parts, *listed, vocab, CUT=cut, **search
             )
             each = max(1, TILE // padded)
             _settle[(n,)](
-                heat, want, cuts, stat, *before, *listed, vocab, chunks, EACH=each, **search
+                heat, want, cuts, stat, *before, parts, *listed, vocab, chunks, EACH=each, **search
             )
         cut, typical = cut or kind != "typical_p", kind == "typical_p"
-        _mass[n, chunks](*shared, parts, vocab, FIRST=False, CUT=cut, TYPICAL=typical, **per_chunk)
+        # The draw needs the mass of each chunk alone, and a search leaves that behind.
+        if kind == "min_p" or kind != kinds[-1]:
+            again = {"FIRST": False, "CUT": cut, "TYPICAL": typical, **per_chunk}
+            _mass[n, chunks](*shared, parts, vocab, **again)
     _pick[(n,)](
         *(*shared, parts, u, tokens, vocab, chunks), CUT=cut, TYPICAL=typical, C=padded, **per_chunk
     )
