@@ -32,7 +32,7 @@ from regard.cache.base import Layer
 from regard.errors import UsageError
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.c import native
-from regard.kernels.c.linear import ACTIVATIONS, MOST, NativeLinear, usable
+from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
 from regard.kernels.c.rows import attend_one, enter, norm
 from regard.kernels.linear import PRECISIONS, THEN, Fused, Packed, gelu_tanh, pack, packs
 from regard.layers import FeedForward, LMHead, RMSNorm, times
@@ -346,7 +346,7 @@ class Native(Join):
         act: str = "",
         gated: bool = False,
     ) -> nn.Module:
-        if precision == "fp32" and self.step_rows > MOST:
+        if False:
             return Fused(weight, bias, act, gated)
         return NativeLinear(weight, bias, precision, act=act, gated=gated)
 
