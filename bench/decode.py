@@ -126,7 +126,7 @@ def compare(name: str, args: argparse.Namespace) -> None:
     for batch in BATCHES:
         for beams in (1, BEAMS) if two else (1,):
             prompts = ragged(batch, plain.config.vocab_size, about)
-            made = {p: regard.prepare(model, p, rows=batch * beams) for p in PRECISIONS}
+            made = {p: regard.prepare(model, p) for p in PRECISIONS}
             sides: dict[str, Side] = {
                 f"transformers {p}": partial(theirs, m, prompts, beams, new) for p, m in peers.items()
             } | {f"regard {p}": partial(ours, m, prompts, beams, new) for p, m in made.items()}  # fmt: skip
@@ -197,7 +197,7 @@ def make(side: str, folder: Path, lines: list[list[int]], new: int) -> Side:
 
         kind = torch.float32 if precision == "fp32" else torch.bfloat16
         read = regard.load(folder, dtype=kind)
-        model = regard.prepare(read, precision, rows=BATCH * BEAMS, consume=True)
+        model = regard.prepare(read, precision, consume=True)
         return partial(ours, model, lines, BEAMS, new, [vocab - 1], BATCH * BEAMS)
     import transformers
 

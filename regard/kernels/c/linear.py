@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.kernels.c.native import library
-from regard.kernels.linear import Layer
 
 KINDS = {"fp32": 0, "bf16": 1, "int8": 2}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -98,8 +97,15 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
+class Layer(nn.Module):
+    """A call is a call: no hooks, which would cost as much as a small product."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 class NativeLinear(Layer):
-    """`plain` for a weight (n k) and bias (n), packed."""
+    """`plain` for a weight (n k) and bias (n), packed; y is `out`, or of the dtype of x."""
 
     def __init__(
         self,
@@ -109,10 +115,11 @@ class NativeLinear(Layer):
         *,
         act: str = "",
         gated: bool = False,
+        out: torch.dtype | None = torch.float32,
     ):
         super().__init__()
         n, self.k = weight.shape
-        self.n, self.act, self.gated, self.precision = n // 2 if gated else n, act, gated, precision
+        self.n, self.gated, self.precision, self.out = n // 2 if gated else n, gated, precision, out
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.scale = torch.empty(n) if precision == "int8" else None
         kind, calls = KINDS[precision], _calls()
@@ -135,7 +142,7 @@ class NativeLinear(Layer):
             _calls().linear_pack(self.fixed, part.data_ptr(), first, len(part))
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        x = _readable(x)
+        out, x = self.out or x.dtype, _readable(x)
         m = x.numel() // self.k
         y = x.new_empty((*x.shape[:-1], self.n))
         extra = None if add is None else _readable(add)
@@ -144,4 +151,4 @@ class NativeLinear(Layer):
             raise MemoryError(
                 f"linear: no memory for {m} rows of {self.k} numbers in {self.precision}"
             )
-        return y
+        return y if out is torch.float32 else y.to(out)

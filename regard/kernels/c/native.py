@@ -1,5 +1,5 @@
-"""C code for the CPU: every *.c beside this file, compiled once into one library that ctypes loads. `build` compiles it,
-where a model is worth the wait; from then on everybody has it.
+"""C code for the CPU: every *.c beside this file, compiled once into one library that ctypes loads. `build` compiles
+it, where a model is worth the wait; from then on everybody has it.
 
 A library is named by a hash of what it is made of: sources, flags, instruction set. It lies beside this file where the
 wheel brought it (`make wheel`), or in the user's cache folder; a compiler is needed to make it, not to find it. Without
@@ -101,7 +101,11 @@ def _found(compile: bool = False) -> tuple[ctypes.CDLL | None, str]:
 def forms() -> list[str]:
     """The forms of the code that this CPU can run, best first."""
     machine, found = platform.machine(), set(_cpu().split())
-    able = [n for n, (kind, needs, _) in FORMS.items() if kind == machine and found.issuperset(needs.split())]
+    able = [
+        n
+        for n, (kind, needs, _) in FORMS.items()
+        if kind == machine and found.issuperset(needs.split())
+    ]
     return able if "amx" not in able or _tiles_allowed() else able[1:]
 
 
@@ -157,7 +161,7 @@ def _name(form: str) -> str:
 
 
 def compiled(form: str, folder: Path) -> Path:
-    """Compiles a form elsewhere, then renames it, with a hash of its bytes: other processes see a whole file or none."""
+    """Compiles elsewhere, then renames, with a hash of its bytes: other processes see a whole library or none."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
     with tempfile.TemporaryDirectory(prefix=".regard-", dir=folder) as work:
@@ -165,7 +169,11 @@ def compiled(form: str, folder: Path) -> Path:
         def run(*arguments: str) -> None:
             try:
                 done = subprocess.run(
-                    [*compiler, *arguments], cwd=work, capture_output=True, text=True, timeout=PATIENCE
+                    [*compiler, *arguments],
+                    cwd=work,
+                    capture_output=True,
+                    text=True,
+                    timeout=PATIENCE,
                 )
             except OSError:
                 reason = f"no C compiler {compiler[0]!r}; install gcc or name one in $CC"
