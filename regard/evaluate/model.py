@@ -95,7 +95,9 @@ class Opened:
         place = next(model.parameters()).device
         packed = quantize != "none" or place.type == "cpu"
         alone = quantize == "none"
-        self.model: Any = prepare(model, self.precision, consume=ours and alone) if packed else model
+        self.model: Any = (
+            prepare(model, self.precision, consume=ours and alone) if packed else model
+        )
         if alone:
             self.plain = self.model
         self.about = f"{place} ({why}), {self.precision}"

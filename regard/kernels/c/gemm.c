@@ -41,9 +41,9 @@ typedef struct {
    WIDER  int8 x is stored in 16 bits, inputs 0 and 2 of a group before 1 and 3: sums of two products fit into 32 bits
    TAKE   groups of x that are read together, since a product can name one of them */
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if !TILES && (defined(__AVX512VNNI__) || defined(__AVXVNNI__))
 enum { FLIP = 128, WIDER = 0 };
-#elif defined(__SSE2__)
+#elif !TILES && defined(__SSE2__)
 enum { FLIP = 0, WIDER = 1 };
 #else
 enum { FLIP = 0, WIDER = 0 };
@@ -237,9 +237,10 @@ static void to_floats(const float *x, int64_t k, char *to, int64_t apart) {
 
 typedef struct {
     const char *x, *w;
-    int64_t many, high, ahead; /* tiles; rows of the block, as they lie; bytes of W to ask for before they are needed */
-    const int32_t *begin;      /* of each row */
-    float *sums;               /* rows of 32 */
+    int64_t many, row, apart; /* tiles; bytes between the rows of x, and between its tiles */
+    int64_t ahead;            /* how far before it is needed W is asked for: 0 where it is near */
+    const int32_t *begin;     /* of each row */
+    float *sums;              /* rows of 32 */
 } Block;
 
 /* `rows` of them. Few rows take the whole stripe at once, others as much of it as the registers hold. */
@@ -253,9 +254,7 @@ INLINE void multiply(const Block *b, const int rows, const int kind) {
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < wide; v++) sum[r][v] = same(kind == INT8 && FLIP ? b->begin[r] : 0);
-        for (int64_t t = 0; t < b->many; t++, w += 2048, x += b->high * 16 * group) {
-            if (b->ahead && !part)
-                for (int j = 0; j < 2048; j += 64) __builtin_prefetch(w + b->ahead + j);
+        for (int64_t t = 0; t < b->many; t++, w += 2048, x += b->apart) {
 #pragma GCC unroll 1
             for (int g = 0; g < 16; g += TAKE)
 #pragma GCC unroll 4
@@ -264,7 +263,9 @@ INLINE void multiply(const Block *b, const int rows, const int kind) {
 #pragma GCC unroll 8
                     for (int v = 0; v < wide; v++) {
                         int at = (part + v) * LANES;
-                        memcpy(now + v, w + at / 16 * 1024 + at % 16 * 4 + (g + lane) * 64, sizeof(ints));
+                        const char *from = w + at / 16 * 1024 + at % 16 * 4 + (g + lane) * 64;
+                        memcpy(now + v, from, sizeof(ints));
+                        if (at % 16 == 0) __builtin_prefetch(from + b->ahead);
                     }
 #pragma GCC unroll 16
                     for (int r = 0; r < rows; r++)
@@ -321,16 +322,16 @@ static void configure(Config *c, int rows) { /* 0-3 sums, 4-5 of x, 6-7 of W */
 }
 
 #define STEP(DP)                                                                                   \
-    for (int64_t t = 0; t < b->many; t++, w += 2048, x += b->high * 64) {                          \
+    for (int64_t t = 0; t < b->many; t++, w += 2048, x += b->apart) {                              \
         if (b->ahead)                                                                              \
             for (int j = 0; j < 2048; j += 64) _mm_prefetch(w + b->ahead + j, _MM_HINT_T0);        \
-        _tile_loadd(4, x, 64);                                                                     \
+        _tile_loadd(4, x, b->row);                                                                 \
         _tile_loadd(6, w, 64);                                                                     \
         DP(0, 4, 6);                                                                               \
         _tile_loadd(7, w + 1024, 64);                                                              \
         DP(1, 4, 7);                                                                               \
         if (two) {                                                                                 \
-            _tile_loadd(5, x + 1024, 64);                                                          \
+            _tile_loadd(5, x + 16 * b->row, b->row);                                               \
             DP(2, 5, 6);                                                                           \
             DP(3, 5, 7);                                                                           \
         }                                                                                          \
@@ -403,10 +404,9 @@ static Stripe stripe_of(const Linear *l, int64_t number) {
         int64_t first = l->gated ? at : at + 16 * i, left = outs - first < 16 ? outs - first : 16;
         int64_t row = l->gated ? first + i * outs : first;
         s.left[i] = left;
-        for (int64_t j = 0; j < left; j++) {
-            if (l->kind == INT8) s.scale[16 * i + j] = l->scale[row + j];
-            if (l->bias) s.bias[16 * i + j] = l->bias[row + j];
-        }
+        size_t bytes = left > 0 ? (size_t)left * sizeof(float) : 0;
+        if (l->kind == INT8) memcpy(s.scale + 16 * i, l->scale + row, bytes);
+        if (l->bias) memcpy(s.bias + 16 * i, l->bias + row, bytes);
     }
     return s;
 }
@@ -476,9 +476,12 @@ static APART void rows_of(const Linear *l, const Stripe *s, int64_t count, const
 int linear(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
     if (!m) return 0;
     int64_t kind = l->kind, many = tiles_of(l->k, kind), all = stripes(l->n, l->gated), most = most_rows(kind);
-    /* Blocks of rows of the same height, but for tiles, which are best when they are full. */
-    int64_t blocks = (m + most - 1) / most, high = TILES && kind != FP32 && m > 16 ? 32 : (m + blocks - 1) / blocks;
-    int64_t outs = l->gated ? l->n / 2 : l->n, size = high * piece(kind), whole = many * size;
+    int tiled = TILES && kind != FP32;
+    /* Blocks of rows of the same height, but for tiles, which are best when they are full. A kernel finds the rows of a
+       tile of inputs side by side; AMX takes them from afar, at a distance that is no power of two. */
+    int64_t blocks = (m + most - 1) / most, high = tiled && m > 16 ? 32 : (m + blocks - 1) / blocks;
+    int64_t row = tiled ? (many | 1) * 64 : piece(kind), apart = tiled ? 64 : high * row;
+    int64_t outs = l->gated ? l->n / 2 : l->n, whole = tiled ? high * row : many * apart;
     char *a = aligned_alloc(64, (size_t)(blocks * whole));
     float *scales = malloc((size_t)m * sizeof *scales);
     int32_t *begin = malloc((size_t)m * sizeof *begin);
@@ -499,10 +502,10 @@ int linear(const Linear *l, const float *x, int64_t m, const float *add, float *
 #endif
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < m; i++) {
-            char *to = a + i / high * whole + i % high * piece(kind);
-            if (kind == FP32) to_floats(x + i * l->k, l->k, to, size);
-            if (kind == BF16) to_half(x + i * l->k, l->k, to, size);
-            if (kind == INT8) scales[i] = to_bytes(x + i * l->k, l->k, to, size, begin + i);
+            char *to = a + i / high * whole + i % high * row;
+            if (kind == FP32) to_floats(x + i * l->k, l->k, to, apart);
+            if (kind == BF16) to_half(x + i * l->k, l->k, to, apart);
+            if (kind == INT8) scales[i] = to_bytes(x + i * l->k, l->k, to, apart, begin + i);
         }
 #pragma omp for schedule(dynamic, 4)
         for (int64_t number = 0; number < all; number++) {
@@ -510,7 +513,7 @@ int linear(const Linear *l, const float *x, int64_t m, const float *add, float *
             for (int64_t i = 0; i < m; i += high) {
                 int64_t count = m - i < high ? m - i : high, to = i * outs + s.at;
                 const char *w = l->tiles + number * many * 2048;
-                Block b = {a + i / high * whole, w, many, high, i ? 0 : 8192, begin + i, sums};
+                Block b = {a + i / high * whole, w, many, row, apart, i ? 0 : 8192, begin + i, sums};
                 sums_of(&b, count, kind);
                 const float *each = kind == INT8 ? scales + i : 0;
                 rows_of(l, &s, count, sums, each, add ? add + to : 0, y + to, past);
