@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from regard.kernels.triton.linear import jit, launch, ready, triton
+from regard.kernels.triton.linear import Rms, jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl
@@ -78,15 +78,66 @@ def _read(x, stride, kind, PARTS: tl.constexpr):
 
 
 @jit
-def _turned(x, stride, cos, sin, kind, HALF: tl.constexpr, PARTS: tl.constexpr, ROPE: tl.constexpr):
-    """Heads at pointers x (r 1), turned by cos and sin (1 HALF): (r 2 HALF)."""
-    half = tl.arange(0, HALF)[None, :]
-    a = _read(x + half, stride, kind, PARTS)
-    b = _read(x + HALF + half, stride, kind, PARTS)
-    if ROPE:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-        a, b = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (x.shape[0], 2 * HALF))
+def _mean_square(x, stride, kind, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """Of N heads that begin at x, BLOCK a power of two from N on."""
+    r = tl.arange(0, BLOCK)[:, None]
+    a = _read(x + tl.minimum(r, N - 1) * D + tl.arange(0, D)[None, :], stride, kind, PARTS).to(tl.float32)
+    return tl.sum(tl.sum(tl.where(r < N, a * a, 0.0), 1), 0) / (N * D)
+
+
+@jit
+def _heads(
+    x,
+    head,
+    stride,
+    weight,
+    square,
+    eps,
+    shift,
+    cos,
+    sin,
+    kind,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    NORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURN: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """Heads `head` (r 1) of those that begin at x, normed each by itself (WHOLE: all by their mean `square`), their
+    first TURN features turned by the angles at cos and sin: (r D). A feature's partner is read beside it."""
+    i = tl.arange(0, D)[None, :]
+    x = x + head * D
+    a = _read(x + i, stride, kind, PARTS)
+    if NORM:
+        weight += head * D if WHOLE else head * 0
+        wide = a.to(tl.float32)
+        if not WHOLE:
+            square = tl.sum(wide * wide, 1)[:, None] / D
+        factor = tl.rsqrt(square + eps)
+        a = (wide * factor * (tl.load(weight + i).to(tl.float32) + shift)).to(kind)
+    if TURN:
+        HALF: tl.constexpr = TURN // 2
+        if PAIRED:
+            first, pair, j = i % 2 == 0, i // 2, i ^ 1
+        else:
+            first, pair = i < HALF, i % HALF
+            j = tl.where(first, i + HALF, tl.where(i < TURN, i - HALF, i))
+        b = _read(x + j, stride, kind, PARTS)
+        if NORM:
+            gain = tl.load(weight + j).to(tl.float32) + shift
+            b = (b.to(tl.float32) * factor * gain).to(kind)
+        c = tl.load(cos + pair, mask=i < TURN, other=1.0).to(tl.float32)
+        s = tl.load(sin + pair, mask=i < TURN, other=0.0).to(tl.float32)
+        a = (a.to(tl.float32) * c + b.to(tl.float32) * tl.where(first, -s, s)).to(kind)
+    return a
+
+
+@jit
+def _score(x, scale, cap, CAP: tl.constexpr):
+    """Products become scores in powers of two; CAP: cap tanh(x scale / 2), of which scale and cap make a softcap."""
+    x = x * scale
+    return cap * (2.0 * tl.sigmoid(x) - 1.0) if CAP else x
 
 
 @jit
@@ -98,12 +149,18 @@ def _split(
     pos,
     cos,
     sin,
+    q_norm,
+    k_norm,
+    sinks,
     part,
     stat,
     out,
     row,
     stride,
     scale,
+    cap,
+    eps,
+    shift,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -114,7 +171,12 @@ def _split(
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
-    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURN: tl.constexpr,
+    PAIRED: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAP: tl.constexpr,
     NEW: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
@@ -123,41 +185,58 @@ def _split(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     R: tl.constexpr = H // G
-    HALF: tl.constexpr = D // 2
     WIDE: tl.constexpr = (H + 2 * G) * D if NEW else H * D
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     b, g, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(pos + b).to(tl.int32)  # keys in the cache, the new one not among them
-    half, full = tl.arange(0, HALF)[None, :], tl.arange(0, D)
+    full = tl.arange(0, D)
     r = tl.arange(0, BLOCK_R)
     kind = keys.dtype.element_ty
-    c, s = 1.0, 0.0
-    if ROPE:
-        c = tl.load(cos + length * HALF + half).to(tl.float32)
-        s = tl.load(sin + length * HALF + half).to(tl.float32)
+    cos += length * (TURN // 2)
+    sin += length * (TURN // 2)
     mine = qkv + b * WIDE
     head = g * R + tl.minimum(r, R - 1)
-    q = _turned(mine + head[:, None] * D, stride, c, s, kind, HALF, PARTS, ROPE)
+    square = 0.0
+    if WHOLE:
+        square = _mean_square(mine, stride, kind, H, D, WHOLE, PARTS)
+    q = _heads(
+        mine, head[:, None], stride, q_norm, square, eps, shift, cos, sin, kind,
+        D, PARTS, NORM, WHOLE, TURN, PAIRED
+    )  # fmt: skip
 
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, D], tl.float32)
     low = 0
     if NEW:
-        one = tl.zeros([1, 1], tl.int32)
-        nk = _turned(mine + (H + g) * D + one, stride, c, s, kind, HALF, PARTS, ROPE)  # 1 D
+        new_k = mine + H * D
+        if WHOLE:
+            square = _mean_square(new_k, stride, kind, G, D, WHOLE, PARTS)
+        one = tl.zeros([1, 1], tl.int32) + g
+        nk = _heads(
+            new_k, one, stride, k_norm, square, eps, shift, cos, sin, kind,
+            D, PARTS, NORM, WHOLE, TURN, PAIRED
+        )  # fmt: skip
         nv = _read(mine + (H + G + g) * D + full, stride, kind, PARTS)
         if split == 0:
             spot = _place(table, b, length, row, G, D, PAGE) + g * D
             tl.store(keys + spot + full[None, :], nk)
             tl.store(values + spot + full, nv)
-            top = tl.sum(q.to(tl.float32) * nk.to(tl.float32), 1) * scale
+            top = _score(tl.sum(q.to(tl.float32) * nk.to(tl.float32), 1), scale, cap, CAP)
             total = tl.full([BLOCK_R], 1.0, tl.float32)
             acc += nv.to(tl.float32)[None, :]
         if WINDOW:
             low = tl.maximum(length + 1 - WINDOW, 0)
     elif WINDOW:
         low = tl.maximum(length - WINDOW, 0)
+    if SINKS:
+        if split == 0:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            new = tl.maximum(top, sink)
+            shrink = tl.exp2(top - new)
+            total = total * shrink + tl.exp2(sink - new)
+            acc = acc * shrink[:, None]
+            top = new
 
     each = tl.cdiv(tl.cdiv(length - low, SPLITS), BLOCK_S) * BLOCK_S
     start = low + split * each
@@ -167,7 +246,7 @@ def _split(
         valid = at < end
         place = _place(table, b, tl.minimum(at, length - 1), row, G, D, PAGE) + g * D
         k = tl.load(keys + place[:, None] + full[None, :], mask=valid[:, None], other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+        x = _score(tl.dot(q, tl.trans(k), input_precision=precision), scale, cap, CAP)
         x = tl.where(valid[None, :], x, float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))
         shrink, p = tl.exp2(top - new), tl.exp2(x - new[:, None])
@@ -204,6 +283,13 @@ def _merge(part, stat, out, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.const
 
 
 # --- calls --------------------------------------------------------------------------------------------------------
+
+
+def scaled(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What `_score` multiplies by: (scale, nothing), or what makes it softcap tanh(x scale / softcap)."""
+    if softcap is None:
+        return scale * math.log2(math.e), 0.0
+    return 2 * scale / softcap, softcap * math.log2(math.e)
 
 
 def splits_for(groups: int, length: int, tile: int) -> int:
@@ -244,7 +330,12 @@ def decode(
     heads: int,
     scale: float,
     angles: tuple[Tensor, Tensor] | None = None,
+    paired: bool = False,
+    norms: tuple[Rms, Rms] | None = None,
+    whole: bool = False,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     table: Tensor | None = None,
     new: bool = True,
     bound: int | None = None,
@@ -252,12 +343,13 @@ def decode(
 ) -> Tensor:
     """Store the new key and value at `pos` (b) and attend to all up to it: (b h d).
 
-    qkv (b, (h + 2g) d) = [q | k | v] before RoPE, or parts (n b ..) of that sum; `angles`: cos and sin (s d/2), halves
-    layout. k, v (b s g d), or with a block table (b pages, int32) pools (pages page g d). new=False: qkv is q alone and
+    qkv (b, (h + 2g) d) = [q | k | v] before norms and RoPE, or parts (n b ..) of that sum. `norms`: of queries and keys,
+    each head by itself or all heads as a `whole`; `angles`: cos and sin (s r/2) of the r features that turn, halves or
+    (`paired`) neighbours. k, v (b s g d), or with a block table (b pages, int32) pools (pages page g d). new=False: qkv is q alone and
     `pos` counts the keys. `bound`, the longest row, decides the parts. Test: test_gpu_attention_matches_attend."""
     b, (g, d) = qkv.shape[-2], k.shape[2:]
     page, row = (0, k.shape[1]) if table is None else (k.shape[1], table.shape[1])
-    whole, (tile, warps, stages) = qkv if qkv.dim() == 3 else qkv[None], TILES.get(d, (64, 4, 3))
+    parts, (tile, warps, stages) = qkv if qkv.dim() == 3 else qkv[None], TILES.get(d, (64, 4, 3))
     n = splits or splits_for(b * g, bound or row * max(page, 1), tile)
     out, part, stat = rooms(v, b, heads, n, d)
     (cos, sin), (pdl, extra) = (qkv, qkv) if angles is None else angles, launch(qkv)
@@ -269,12 +361,15 @@ def decode(
         pos,
         cos,
         sin,
+        *((qkv, qkv) if norms is None else (norms[0][0], norms[1][0])),
+        qkv if sinks is None else sinks,
         part,
         stat,
         out,
         row,
-        whole[0].numel(),
-        scale * math.log2(math.e),
+        parts[0].numel(),
+        *scaled(scale, softcap),
+        *((0.0, 0.0) if norms is None else norms[0][1:]),
         H=heads,
         G=g,
         D=d,
@@ -284,8 +379,13 @@ def decode(
         STAGES=stages,
         WINDOW=window or 0,
         PAGE=page,
-        PARTS=len(whole),
-        ROPE=angles is not None,
+        PARTS=len(parts),
+        NORM=norms is not None,
+        WHOLE=1 << (heads - 1).bit_length() if whole else 0,
+        TURN=0 if angles is None else 2 * cos.shape[1],
+        PAIRED=paired,
+        SINKS=sinks is not None,
+        CAP=softcap is not None,
         NEW=new,
         EXACT=k.dtype == torch.float32,
         PDL=pdl,
