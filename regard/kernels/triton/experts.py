@@ -21,6 +21,7 @@ if triton is not None:
     import triton.language as tl
 
 FEW = 64  # rows up to which nothing is sorted
+Blocks = tuple[int, int, int, int, int]  # tokens and rows of W a program, elements of K a step, stages, warps
 
 
 @dataclass(frozen=True)
@@ -280,8 +281,7 @@ def sort(chosen: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]:
     return order, torch.stack([e, first, end[e]], 1)
 
 
-def blocks_for(k: int, pairs: int, experts: int, few: bool) -> tuple[int, int, int, int, int]:
-    """Columns and rows of W a program, elements of K a step, stages, warps."""
+def blocks_for(k: int, pairs: int, experts: int, few: bool) -> Blocks:
     block_k = next((b for b in (128, 64, 32) if k % b == 0), 16)
     if few:
         return 0, 64, block_k, 4, 4
@@ -295,34 +295,61 @@ def suits(x: Tensor, w: Experts) -> bool:
 
 
 def experts(
-    x: Tensor, chosen: Tensor, weight: Tensor, w: Experts,
-    blocks: tuple[tuple[int, int, int, int, int], ...] | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, chosen: Tensor, weight: Tensor, w: Experts, blocks: tuple[Blocks, Blocks] | None = None
+) -> Tensor:
     """Equals `reference`, in parts (a n m) whose sum it is. See test_gpu_experts_match_reference."""
     (n, m), a, (count, f, _) = x.shape, chosen.shape[1], w.gate.shape
     few = n <= FEW
     gates, downs = blocks or (blocks_for(k, n * a, count, few) for k in (m, f))
-    by_pair = few and n * a <= count
-    order = tiles = chosen
-    if not few:
-        # One order serves both products.
-        downs = (gates[0], *downs[1:])
-        order, tiles = sort(chosen, count, gates[0])
+    # One order serves both products.
+    plan = () if few else sort(chosen, count, gates[0])
     h = torch.empty(n * a, f, dtype=x.dtype, device=x.device)
     y = torch.empty(a, n, m, dtype=torch.float32 if few else x.dtype, device=x.device)
-    pdl, extra = launch(x)
-    b = w.biases or (x, x, x)
-    each = ((x, w.gate, w.up, b[0], b[1], h, f, m, gates), (h, w.down, w.down, b[2], b[2], y, m, f, downs))
-    for i, (source, one, other, bias, other_bias, out, size, k, shape) in enumerate(each):
-        block_m, block_n, block_k, stages, warps = shape
-        stages = min(stages, 2) if x.element_size() == 4 else stages  # shared memory
-        count_t = len(tiles) if not few else n * a if by_pair else count
-        _experts[(triton.cdiv(size, block_n), count_t)](
-            source, chosen, weight, order, tiles, one, other, bias, other_bias, out, n, size,
-            0.0 if w.limit is None else w.limit, K=k, A=a,
-            PAIRS=triton.next_power_of_2(n * a) if by_pair else 0,
-            BLOCK_M=max(16, triton.next_power_of_2(n)) if few else block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            STAGES=stages, FIRST=i == 0, SORTED=not few, BIAS=w.biases is not None,
-            LIMIT=w.limit is not None, ACT=w.act, EXACT=x.dtype == torch.float32, PDL=pdl, num_warps=warps, **extra
-        )  # fmt: skip
+    grouped(x, chosen, weight, w, plan, h, gates)
+    grouped(h, chosen, weight, w, plan, y, (gates[0], *downs[1:]))
     return y
+
+
+def grouped(
+    x: Tensor, chosen: Tensor, weight: Tensor, w: Experts, plan: tuple[Tensor, ...], out: Tensor, blocks: Blocks
+) -> None:
+    """One of the two products: into h (pairs f), or from h into y (a n m)."""
+    (n, a), count, first = chosen.shape, len(w.gate), out.dim() == 2
+    block_m, block_n, block_k, stages, warps = blocks
+    stages = min(stages, 2) if x.element_size() == 4 else stages  # shared memory
+    by_pair = not plan and n * a <= count
+    order, tiles = plan or (chosen, chosen)
+    programs = len(tiles) if plan else n * a if by_pair else count
+    one, other = (w.gate, w.up) if first else (w.down, w.down)
+    biases = (w.biases[:2] if first else w.biases[2:] * 2) if w.biases else (x, x)
+    size, (pdl, extra) = out.shape[-1], launch(x)
+    _experts[(triton.cdiv(size, block_n), programs)](
+        x,
+        chosen,
+        weight,
+        order,
+        tiles,
+        one,
+        other,
+        *biases,
+        out,
+        n,
+        size,
+        w.limit or 0.0,
+        K=x.shape[1],
+        A=a,
+        PAIRS=triton.next_power_of_2(n * a) if by_pair else 0,
+        BLOCK_M=block_m if plan else max(16, triton.next_power_of_2(n)),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        FIRST=first,
+        SORTED=bool(plan),
+        BIAS=w.biases is not None,
+        LIMIT=w.limit is not None,
+        ACT=w.act,
+        EXACT=x.dtype == torch.float32,
+        PDL=pdl,
+        num_warps=warps,
+        **extra,
+    )
