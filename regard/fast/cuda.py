@@ -441,7 +441,8 @@ class SlotAttention(GroupedQueryAttention):
         fast, c = self.fast(k), self.config
         qkv, gate = self.first(x, split=fast and slots.pack is None and self.wg is None), None
         if self.wg is not None:
-            qkv, gate = (y.contiguous() for y in qkv.split([len(self.first.weight) - self.h * self.e, self.h * self.e], -1))
+            gate = qkv[:, -self.h * self.e :]
+            qkv = qkv[:, : -self.h * self.e].contiguous()
         form = {"scale": self.scale, "window": c.window, "softcap": c.softcap, "sinks": self.sinks}
         angles = slots.angles(c.rope, self.d) if fast and c.rope is not None else None
         if slots.pack is not None:

@@ -170,6 +170,7 @@ def _lay(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -186,34 +187,35 @@ def _lay(
     spot = (page * PAGE + at % PAGE) * G * D
     mine = qkv + t * ((H + 2 * G) * D)
     kind = q.dtype.element_ty
+    i = tl.arange(0, WIDTH)[None, :]
     cos += at * (TURN // 2)
     sin += at * (TURN // 2)
     square = 0.0
     if part == 0:
         each = tl.arange(0, HEADS)[:, None]
         if WHOLE:
-            square = _mean_square(mine, 0, kind, H, D, HEADS, 1)
+            square = _mean_square(mine, 0, kind, H, HEADS, D, WIDTH, 1)
         queries = _heads(
             mine, tl.minimum(each, H - 1), 0, q_norm, square, eps, shift, cos, sin, kind,
-            D, 1, NORM, WHOLE, TURN, PAIRED
+            D, WIDTH, 1, NORM, WHOLE, TURN, PAIRED
         )  # fmt: skip
-        tl.store(q + (to * H + each) * D + tl.arange(0, D)[None, :], queries, mask=each < H)
+        tl.store(q + (to * H + each) * D + i, queries, mask=(each < H) & (i < D))
     else:
         r = tl.arange(0, GROUPS)[:, None]
-        head, place = tl.minimum(r, G - 1), r * D + tl.arange(0, D)[None, :]
+        head, place, real = tl.minimum(r, G - 1), r * D + i, (r < G) & (i < D)
         if part == 1:
             if WHOLE:
-                square = _mean_square(mine + H * D, 0, kind, G, D, GROUPS, 1)
+                square = _mean_square(mine + H * D, 0, kind, G, GROUPS, D, WIDTH, 1)
             a = _heads(
                 mine + H * D, head, 0, k_norm, square, eps, shift, cos, sin, kind,
-                D, 1, NORM, WHOLE, TURN, PAIRED
+                D, WIDTH, 1, NORM, WHOLE, TURN, PAIRED
             )  # fmt: skip
-            tl.store(k + to * G * D + place, a, mask=r < G)
-            tl.store(keys + spot + place, a, mask=r < G)
+            tl.store(k + to * G * D + place, a, mask=real)
+            tl.store(keys + spot + place, a, mask=real)
         else:
-            a = tl.load(mine + (H + G) * D + place, mask=r < G).to(kind)
-            tl.store(v + to * G * D + place, a, mask=r < G)
-            tl.store(values + spot + place, a, mask=r < G)
+            a = tl.load(mine + (H + G) * D + place, mask=real).to(kind)
+            tl.store(v + to * G * D + place, a, mask=real)
+            tl.store(values + spot + place, a, mask=real)
 
 
 def lay_qkv(
@@ -228,8 +230,8 @@ def lay_qkv(
     norms: tuple[Rms, Rms] | None = None,
     whole: bool = False,
 ) -> Laid:
-    """qkv (t, (h + 2g) d) before norms and RoPE (as `decode` takes them): keys and values into their pages (pages page g d), and q, k, v in rows
-    (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
+    """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page g
+    d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
     page, g, d = keys.shape[1:]
     rooms = pack.rooms(qkv, heads, g, d)
     cos, sin = (qkv, qkv) if angles is None else angles
@@ -250,6 +252,7 @@ def lay_qkv(
         H=heads,
         G=g,
         D=d,
+        WIDTH=triton.next_power_of_2(d),
         HEADS=triton.next_power_of_2(heads),
         GROUPS=triton.next_power_of_2(g),
         PAGE=page,
