@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import core
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
@@ -445,16 +444,23 @@ class SlotAttention(GroupedQueryAttention):
             qkv = qkv[:, : -self.h * self.e].contiguous()
         form = {"scale": self.scale, "window": c.window, "softcap": c.softcap, "sinks": self.sinks}
         angles = slots.angles(c.rope, self.d) if fast and c.rope is not None else None
-        if slots.pack is not None:
-            if fast:
-                laid = gpu_prompt.lay_qkv(qkv, slots.pack, k, v, self.h, angles, **self.heads)
+        pack = slots.pack
+        if pack is not None and fast:
+            laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
+            near = c.window is not None and c.window < pack.sizes.longest
+            if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
+                o = gpu_prompt.over_pages(laid[0], k, v, pack, **form)
             else:
-                q, *new = self.turned(qkv, ctx)
-                slots.store(*new)
-                laid = gpu_prompt.lay(slots.pack, q, *new)
-            if slots.pack.sizes.whole:
+                o = gpu_prompt.attend(laid, pack, self.scale, None)
+        elif pack is not None:
+            q, *new = self.turned(qkv, ctx)
+            slots.store(*new)
+            laid = gpu_prompt.lay(pack, q, *new)
+            if pack.sizes.whole:
                 laid = laid[0], *slots.kept()
-            o = self.prompts(laid, slots.pack)
+            seen = gpu_prompt.seen(laid, pack, c.window)
+            o = self.mix(laid[0], dict(zip("kv", laid[1:], strict=True)), seen, ctx, None)
+            o = o.flatten(2).flatten(0, 1)[pack.back]
         elif fast:
             more = {"angles": angles, "table": slots.table, "bound": slots.bound, **self.heads}
             o = gpu_attention.decode(qkv, k, v, slots.pos, heads=self.h, **form, **more).flatten(1)
@@ -465,14 +471,6 @@ class SlotAttention(GroupedQueryAttention):
             o = self.mix(q[:, None], dict(zip("kv", slots.kept(), strict=True)), seen, ctx, None)
             o = o.flatten(1)
         return o if gate is None else o * self.sigmoid(gate)
-
-    def prompts(self, laid: gpu_prompt.Laid, pack: Pack) -> Tensor:
-        c = self.config
-        if self.sinks is None and c.softcap is None:
-            return gpu_prompt.attend(laid, pack, self.scale, c.window)
-        mask = gpu_prompt.seen(laid, pack, c.window)
-        o = core.attend(*laid, mask, scale=self.scale, softcap=c.softcap, sinks=self.sinks)
-        return o.flatten(2).flatten(0, 1)[pack.back]
 
     def weigh(self, o: Tensor, x: Any) -> Tensor:
         return o

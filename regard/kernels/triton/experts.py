@@ -281,12 +281,15 @@ def sort(chosen: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]:
     return order, torch.stack([e, first, end[e]], 1)
 
 
-def blocks_for(k: int, pairs: int, experts: int, few: bool) -> Blocks:
-    block_k = next((b for b in (128, 64, 32) if k % b == 0), 16)
+def blocks_for(k: int, rows: int, pairs: int, experts: int) -> Blocks:
+    """Measured on an H200 for 8 experts of 4096 x 14336 and 128 of 2048 x 768."""
+    few, most = rows <= FEW, max(b for b in (16, 32, 64, 128) if k % b == 0)
+    if few and rows <= 16:
+        return 0, 64, most, 4, 4
     if few:
-        return 0, 64, block_k, 4, 4
+        return 0, 128, min(most, 64), 4, 8
     each = triton.next_power_of_2(max(16, min(128, pairs // experts)))
-    return each, 64 if each < 64 else 128, min(block_k, 64), 3, 4 if each < 128 else 8
+    return each, 128, min(most, 64), 4, 8 if each == 128 else 4
 
 
 def suits(x: Tensor, w: Experts) -> bool:
@@ -300,7 +303,7 @@ def experts(
     """Equals `reference`, in parts (a n m) whose sum it is. See test_gpu_experts_match_reference."""
     (n, m), a, (count, f, _) = x.shape, chosen.shape[1], w.gate.shape
     few = n <= FEW
-    gates, downs = blocks or (blocks_for(k, n * a, count, few) for k in (m, f))
+    gates, downs = blocks or (blocks_for(k, n, n * a, count) for k in (m, f))
     # One order serves both products.
     plan = () if few else sort(chosen, count, gates[0])
     h = torch.empty(n * a, f, dtype=x.dtype, device=x.device)

@@ -204,10 +204,14 @@ def launch(x: Tensor) -> tuple[bool, dict[str, bool]]:
 
 
 def shape(k: int, n: int, gated: bool) -> tuple[int, int, int]:
-    """Rows of W a program, elements of K a step, warps: 64 numbers of W a thread on the way at once."""
+    """Rows of W a program, elements of K a step, warps: 64 numbers of W a thread on the way at once; where the last
+    step would be mostly empty, smaller ones."""
     if (k, n, gated) in SHAPES:
         return SHAPES[k, n, gated]
     block_k = min(1 << (k - 1).bit_length(), 8192)
+    if k > 1024 and -k % block_k > k // 4:
+        block_k = next(b for b in (4096, 2048, 1024) if -k % b <= k // 4 or b == 1024)
+        return 4096 // block_k, block_k, 4
     warps = 8 if n >= 16384 or block_k == 8192 else 4
     block_n = max(1, 2048 * warps // block_k // (2 if gated else 1))
     return block_n, block_k, warps

@@ -2,8 +2,8 @@
 
 Sizes are rounded up, so that a few CUDA graphs hold every pass: spare tokens repeat the last one, spare prompts the
 last prompt, and both write again what it wrote. One kernel turns queries and keys, stores keys and values in the pages
-of a cache, and lays all three out for torch's attention; `lay` is that in torch. A prompt whose beginning is in the
-cache already attends to its pages instead.
+of a cache, and lays all three out for torch's attention; `lay` is that in torch. What that has no form for (windows,
+sinks, a softcap, a text whose beginning is in the cache already) attends to the pages instead, by a kernel of ours.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.fused import fused
-from regard.kernels.triton.attention import _heads, _mean_square
+from regard.kernels.triton.attention import _heads, _mean_square, _score, scaled
 from regard.kernels.triton.linear import Rms, jit, triton
 
 if triton is not None:
@@ -283,3 +283,114 @@ def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
     mask = seen(laid, pack, window) if pack.sizes.whole or window is not None else None
     o = fused(q, k, v, mask, causal=mask is None, scale=scale)
     return o.transpose(1, 2).flatten(2).flatten(0, 1)[pack.back]
+
+
+@jit
+def _pages(
+    q,
+    keys,
+    values,
+    table,
+    starts,
+    totals,
+    sinks,
+    out,
+    size,
+    places,
+    scale,
+    cap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAP: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """BLOCK_Q tokens of a prompt and one head over the pages of its text, with a running maximum and sum."""
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    n, first, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_Q, tl.program_id(2)
+    start, end = tl.load(starts + n).to(tl.int32), tl.load(totals + n).to(tl.int32)
+    i, full = first + tl.arange(0, BLOCK_Q), tl.arange(0, WIDTH)[None, :]
+    pos = start + i
+    home = ((n * size + i)[:, None] * H + head) * D + full
+    real = (i < size)[:, None] & (full < D)
+    x_q = tl.load(q + home, mask=real, other=0.0)
+    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    if SINKS:
+        top = total + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(start + first + 1 - WINDOW, 0) // BLOCK_S * BLOCK_S
+    high = tl.minimum(end, start + first + BLOCK_Q)
+    for s0 in tl.range(low, high, BLOCK_S):
+        at = s0 + tl.arange(0, BLOCK_S)
+        page = tl.load(table + n * places + tl.minimum(at, end - 1) // PAGE)
+        place = ((page * PAGE + at % PAGE) * G + head // (H // G)) * D
+        there = (at < high)[:, None] & (full < D)
+        k = tl.load(keys + place[:, None] + full, mask=there, other=0.0)
+        x = _score(tl.dot(x_q, tl.trans(k), input_precision=precision), scale, cap, CAP)
+        gap = pos[:, None] - at[None, :]
+        seen = (gap >= 0) & (gap < WINDOW) if WINDOW else gap >= 0
+        x = tl.where(seen, x, float("-inf"))
+        new = tl.maximum(top, tl.max(x, 1))
+        # Of a row that has seen nothing yet, exp(-inf - -inf) counts as 0.
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        shrink, p = tl.exp2(top - safe), tl.exp2(x - safe[:, None])
+        v = tl.load(values + place[:, None] + full, mask=there, other=0.0)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=precision)
+        top = new
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + home, acc.to(out.dtype.element_ty), mask=real)
+
+
+def over_pages(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pack: Pack,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` of q (n s h d) over pages (pages page g d) that hold the texts, whatever torch's kernels have no form
+    for: windows that are not read as a mask, a softcap, sinks, texts that began before. Back as tokens (t, h d)."""
+    (n, s, h, d), (_, page, g, _) = q.shape, keys.shape
+    exact, out = q.element_size() == 4, torch.empty_like(q)
+    block = 32 if exact or d > 128 else 64
+    _pages[(n, triton.cdiv(s, block), h)](
+        q,
+        keys,
+        values,
+        pack.table,
+        pack.starts,
+        pack.totals,
+        q if sinks is None else sinks,
+        out,
+        s,
+        pack.table.shape[1],
+        *scaled(scale, softcap),
+        H=h,
+        G=g,
+        D=d,
+        WIDTH=triton.next_power_of_2(d),
+        PAGE=page,
+        BLOCK_Q=block,
+        BLOCK_S=block,
+        WINDOW=window or 0,
+        SINKS=sinks is not None,
+        CAP=softcap is not None,
+        EXACT=q.dtype == torch.float32,
+        num_warps=4,
+    )
+    return out.flatten(2).flatten(0, 1)[pack.back]
