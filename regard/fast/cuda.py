@@ -456,9 +456,8 @@ class SlotLatent(LatentAttention):
         if self.fast(slots.mine[0]):
             latents, ropes = slots.mine
             table, pos, bound = slots.table, slots.pos, slots.bound
-            o = gpu_latent.decode(
-                q, entry, latents, ropes, table, pos, scale=self.scale, bound=bound
-            )
+            gpu_latent.put(entry, slots.mine, table, pos)
+            o = gpu_latent.decode(q, latents, ropes, table, pos, scale=self.scale, bound=bound)
         else:
             slots.store(*new)
             kept = slots.kept()

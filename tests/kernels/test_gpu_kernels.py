@@ -166,9 +166,10 @@ def test_gpu_latent_matches_attend(
     keys = full[:, :, None].float()
     want = attend(q[:, None].float(), keys, keys[..., :c], seen, scale=0.1)[:, 0]
     close(gpu_latent.reference(q, full, pos + 1, c, 0.1), want, dtype)
-    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.1, splits=splits)
-    close(got, want, dtype)
+    gpu_latent.put(entry, (latents, ropes), table, pos)
     assert torch.equal(whole(), full)
+    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.1, splits=splits)
+    close(got, want, dtype)
 
 
 def state(rows: int, **given: list[int]) -> gpu_sample.State:

@@ -3,25 +3,27 @@
     python bench/gpu_kernels.py --part k      checks it
 
 Multi-query attention c + r wide: a program takes up to 64 heads and a part of the keys, and loads every tile of latents
-once, as keys and as values. As in gpu_attention.py the first part stores the new row, and the parts are merged after.
+once, as keys and as values; the parts are merged after, by their log-sum-exp.
 """
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from regard.kernels.triton.attention import PROGRAMS, merge
+from regard.kernels.triton.attention import PROGRAMS, merge, rooms
 from regard.kernels.triton.linear import jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl
 
 # heads a program -> keys a step, warps, stages
-TILES = {16: (32, 4, 3), 32: (32, 8, 3), 64: (32, 8, 2)}
+TILES = {16: (64, 8, 2), 32: (64, 8, 2), 64: (64, 8, 2)}
+MULTIPROCESSORS = PROGRAMS // 2  # a program has one to itself: its sums fill the registers
 
 
 def reference(q: Tensor, cache: Tensor, lengths: Tensor, latent: int, scale: float) -> Tensor:
@@ -33,17 +35,62 @@ def reference(q: Tensor, cache: Tensor, lengths: Tensor, latent: int, scale: flo
 
 
 @jit
+def _part(new, pool, spot, FIRST: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(pool + spot * W + at, tl.load(new + FIRST + at, mask=at < W), mask=at < W)
+
+
+@jit
+def _put(
+    new,
+    a,
+    b,
+    c,
+    table,
+    pos,
+    row,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of one row what its new token leaves behind, [a | b | c], into its page of these pools."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i = tl.program_id(0).to(tl.int64)
+    at = tl.load(pos + i)
+    spot = tl.load(table + i * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+    new += i * (A + B + C)
+    _part(new, a, spot, 0, A, SIZE)
+    _part(new, b, spot, A, B, SIZE)
+    if C:
+        _part(new, c, spot, A + B, C, SIZE)
+
+
+@jit
+def _named(table, chosen, at, PAGE: tl.constexpr, CHOSEN: tl.constexpr):
+    """The pages of the tokens at places `at`, or the tokens of a choice."""
+    if CHOSEN:
+        return tl.load(chosen + at)
+    return tl.load(table + at // PAGE)
+
+
+@jit
 def _latent(
     q,
-    entry,
     latents,
     ropes,
     table,
+    chosen,
     pos,
     part,
     stat,
     out,
     row,
+    most,
     scale,
     H: tl.constexpr,
     C: tl.constexpr,
@@ -53,6 +100,7 @@ def _latent(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PAGE: tl.constexpr,
+    CHOSEN: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -61,42 +109,37 @@ def _latent(
         tl.extra.cuda.gdc_wait()
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     W: tl.constexpr = C + R
-    b, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    # Programs that read the same latents run side by side.
+    b, split = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     head = tl.minimum(h, H - 1)
-    length = tl.load(pos + b).to(tl.int32)
-    c, r = tl.arange(0, C), tl.arange(0, R)
+    keys = tl.load(pos + b).to(tl.int32) + 1
+    if CHOSEN:
+        keys = tl.minimum(keys, most)
+    c, r, k = tl.arange(0, C), tl.arange(0, R), tl.arange(0, BLOCK_S)
     mine = q + (b * H + head[:, None]) * W
     qc, qr = tl.load(mine + c[None, :]), tl.load(mine + C + r[None, :])
-    home = table + b * row
-
+    home, choice = table + b * row, chosen + b * most
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, C], tl.float32)
-    if split == 0:  # the new row: stored by one program, counted by each block of heads
-        nc, nr = tl.load(entry + b * W + c), tl.load(entry + b * W + C + r)
-        if tl.program_id(1) == 0:
-            spot = tl.load(home + length // PAGE).to(tl.int64) * PAGE + length % PAGE
-            tl.store(latents + spot * C + c, nc)
-            tl.store(ropes + spot * R + r, nr)
-        own = tl.sum(qc.to(tl.float32) * nc.to(tl.float32)[None, :], 1)
-        top = (own + tl.sum(qr.to(tl.float32) * nr.to(tl.float32)[None, :], 1)) * scale
-        total = tl.full([BLOCK_H], 1.0, tl.float32)
-        acc += nc.to(tl.float32)[None, :]
-
-    each = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S
+    each = tl.cdiv(tl.cdiv(keys, SPLITS), BLOCK_S) * BLOCK_S
     start = split * each
-    end = tl.minimum(start + each, length)
+    end = tl.minimum(start + each, keys)
+    # A step asks for the pages of the next one, so that no load of latents waits for one of pages. Behind the end it
+    # reads the last token again, since what lies there may be no number.
+    last = tl.maximum(end - 1, 0)
+    there = _named(home, choice, tl.minimum(start + k, last), PAGE, CHOSEN)
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
-        at = s0 + tl.arange(0, BLOCK_S)
-        valid = at < end
-        page = tl.load(home + tl.minimum(at, length - 1) // PAGE).to(tl.int64)
-        spot = (page * PAGE + at % PAGE)[:, None]
-        kc = tl.load(latents + spot * C + c[None, :], mask=valid[:, None], other=0.0)
-        kr = tl.load(ropes + spot * R + r[None, :], mask=valid[:, None], other=0.0)
+        spot = there.to(tl.int64)[:, None]
+        if not CHOSEN:
+            spot = spot * PAGE + (tl.minimum(s0 + k, last) % PAGE)[:, None]
+        kc = tl.load(latents + spot * C + c[None, :])
+        kr = tl.load(ropes + spot * R + r[None, :])
+        there = _named(home, choice, tl.minimum(s0 + BLOCK_S + k, last), PAGE, CHOSEN)
         x = tl.dot(qc, tl.trans(kc), input_precision=precision)
         x = tl.dot(qr, tl.trans(kr), x, input_precision=precision) * scale
-        x = tl.where(valid[None, :], x, float("-inf"))
+        x = tl.where((s0 + k < end)[None, :], x, float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))
         shrink, p = tl.exp2(top - new), tl.exp2(x - new[:, None])
         total = total * shrink + tl.sum(p, 1)
@@ -121,9 +164,39 @@ def suits(latent: int, rope: int, x: Tensor) -> bool:
     return ready(x) and two and 16 <= latent <= most and 16 <= rope <= 64
 
 
+def splits_for(groups: int, keys: int) -> int:
+    """Parts of the keys, a power of two: those with which the last programs end first. One more costs as much as 128
+    keys do, to write its sums and to merge them."""
+    return min(
+        (1 << i for i in range(8)),
+        key=lambda n: -(-groups * n // MULTIPROCESSORS) * (-(-keys // n) + 128),
+    )
+
+
+def put(new: Tensor, pools: Sequence[Tensor], table: Tensor, pos: Tensor) -> None:
+    """new (b ..), what each row's token at `pos` (b) leaves in two or three pools (pages page .), side by side."""
+    pdl, extra = launch(new)
+    widths = [pool.shape[-1] for pool in pools]
+    a, b, c = (*widths, 0)[:3]
+    _put[(len(new),)](
+        new,
+        *(*pools, pools[0])[:3],
+        table,
+        pos,
+        table.shape[1],
+        A=a,
+        B=b,
+        C=c,
+        PAGE=pools[0].shape[1],
+        SIZE=triton.next_power_of_2(max(widths)),
+        PDL=pdl,
+        num_warps=2,
+        **extra,
+    )
+
+
 def decode(
     q: Tensor,
-    entry: Tensor,
     latents: Tensor,
     ropes: Tensor,
     table: Tensor,
@@ -131,50 +204,47 @@ def decode(
     *,
     scale: float,
     bound: int | None = None,
+    chosen: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Store `entry` (b c+r) at `pos` (b) and attend to all up to it: q (b h c+r) -> (b h c). latents (pages page c),
-    ropes (pages page r), and a block table (b places) of each row's pages. Equals `reference`; see
-    test_gpu_latent_matches_attend."""
+    """Attend to all up to `pos` (b): q (b h c+r) -> (b h c). latents (pages page c), ropes (pages page r), and a block
+    table (b places) of each row's pages. `chosen` (b k): only to these tokens of the pool, of a row that is shorter to
+    the first pos + 1 of them. Equals `reference`; see test_gpu_latent_matches_attend."""
     (b, h, wide), (page, latent) = q.shape, latents.shape[1:]
     block = 16 if h <= 16 else 32 if h <= 32 else 64
     tile, warps, stages = TILES[block]
     blocks = -(-h // block)
-    if splits is None:
-        most = max(
-            1, min(64, PROGRAMS // (b * blocks), (bound or table.shape[1] * page) // (2 * tile))
-        )
-        splits = 1 << (most.bit_length() - 1)
-    out = torch.empty(b, h, latent, dtype=q.dtype, device=q.device)
-    one = splits == 1
-    part = out if one else torch.empty(b, h, splits, latent, dtype=torch.float32, device=q.device)
-    stat = out if one else torch.empty(b, h, splits, 2, dtype=torch.float32, device=q.device)
+    keys = (bound or table.shape[1] * page) if chosen is None else chosen.shape[1]
+    n = splits or splits_for(b * blocks, keys)
+    out, part, stat = rooms(q, b, h, n, latent)
     pdl, extra = launch(q)
-    _latent[(b, blocks, splits)](
+    _latent[(blocks, n, b)](
         q,
-        entry,
         latents,
         ropes,
         table,
+        table if chosen is None else chosen,
         pos,
         part,
         stat,
         out,
         table.shape[1],
+        keys,
         scale * math.log2(math.e),
         H=h,
         C=latent,
         R=wide - latent,
         BLOCK_H=block,
         BLOCK_S=tile,
-        SPLITS=splits,
+        SPLITS=n,
         STAGES=stages,
         PAGE=page,
+        CHOSEN=chosen is not None,
         EXACT=q.dtype == torch.float32,
         PDL=pdl,
         num_warps=warps,
         **extra,
     )
-    if not one:
+    if n > 1:
         merge(part, stat, out)
     return out
