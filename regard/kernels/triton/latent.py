@@ -10,7 +10,6 @@ once, as keys and as values; the parts are merged after, by their log-sum-exp.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,39 +34,26 @@ def reference(q: Tensor, cache: Tensor, lengths: Tensor, latent: int, scale: flo
 
 
 @jit
-def _part(new, pool, spot, FIRST: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(pool + spot * W + at, tl.load(new + FIRST + at, mask=at < W), mask=at < W)
-
-
-@jit
 def _put(
-    new,
-    a,
-    b,
-    c,
+    x,
+    pool,
+    stride,
     table,
     pos,
     row,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
+    W: tl.constexpr,
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of one row what its new token leaves behind, [a | b | c], into its page of these pools."""
+    """What a row's new token leaves behind, x (b W), into its page of a pool (pages page W)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    i = tl.program_id(0).to(tl.int64)
-    at = tl.load(pos + i)
-    spot = tl.load(table + i * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
-    new += i * (A + B + C)
-    _part(new, a, spot, 0, A, SIZE)
-    _part(new, b, spot, A, B, SIZE)
-    if C:
-        _part(new, c, spot, A + B, C, SIZE)
+    b, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    at = tl.load(pos + b)
+    spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+    tl.store(pool + spot * W + i, tl.load(x + b * stride + i, mask=i < W), mask=i < W)
 
 
 @jit
@@ -173,25 +159,12 @@ def splits_for(groups: int, keys: int) -> int:
     )
 
 
-def put(new: Tensor, pools: Sequence[Tensor], table: Tensor, pos: Tensor) -> None:
-    """new (b ..), what each row's token at `pos` (b) leaves in two or three pools (pages page .), side by side."""
-    pdl, extra = launch(new)
-    widths = [pool.shape[-1] for pool in pools]
-    a, b, c = (*widths, 0)[:3]
-    _put[(len(new),)](
-        new,
-        *(*pools, pools[0])[:3],
-        table,
-        pos,
-        table.shape[1],
-        A=a,
-        B=b,
-        C=c,
-        PAGE=pools[0].shape[1],
-        SIZE=triton.next_power_of_2(max(widths)),
-        PDL=pdl,
-        num_warps=2,
-        **extra,
+def put(x: Tensor, pool: Tensor, table: Tensor, pos: Tensor) -> None:
+    """x (b w), what each row's token at `pos` (b) leaves behind, into its page of a pool (pages page w)."""
+    (page, wide), (pdl, extra) = pool.shape[1:], launch(x)
+    sizes = {"W": wide, "PAGE": page, "SIZE": triton.next_power_of_2(wide)}
+    _put[(len(x),)](
+        x, pool, x.stride(0), table, pos, table.shape[1], **sizes, PDL=pdl, num_warps=1, **extra
     )
 
 
