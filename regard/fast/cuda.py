@@ -503,13 +503,17 @@ class SlotLatent(LatentAttention):
         slots: Any = ctx.store
         q, new = self.asked(x, ctx)
         slots.store(*new)
-        if slots.pack is not None:
-            # Heads of their own, from the latents: cheaper than to attend c wide.
-            laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
-            if slots.pack.sizes.whole:
-                laid = laid[0], *self.heads(slots.kept())
-            return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
-        return self.over(q, slots)
+        sizes = None if slots.pack is None else slots.pack.sizes
+        # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
+        few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
+        if sizes is None or (few and self.fast(slots.mine[0])):
+            each = slots.each(max(1, SCORES // slots.longest))
+            return torch.cat([self.over(q[rows], step) for rows, step in each])
+        # Heads of their own, from the latents: cheaper than to attend c wide.
+        laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
+        if sizes.whole:
+            laid = laid[0], *self.heads(slots.kept())
+        return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
 
     def over(self, q: Tensor, slots: Any, spots: Tensor | None = None) -> Tensor:
         """Queries (n h d+r) of a step over their texts, or over tokens of the pool (n k): (n, h e)."""

@@ -1,6 +1,6 @@
 """Latent attention (MLA, absorbed) of one new token a row over pages of latents and of rotary keys on a GPU.
 
-    python bench/gpu_kernels.py --part k      checks it
+    python bench/gpu_kernels.py --part k,d      checks and times it
 
 Multi-query attention c + r wide: a program takes up to 64 heads and a part of the keys, and loads every tile of latents
 once, as keys and as values; the parts are merged after, by their log-sum-exp.
@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from regard.kernels.triton import hopper
 from regard.kernels.triton.attention import PROGRAMS, merge, rooms
 from regard.kernels.triton.linear import jit, launch, ready, triton
 
@@ -21,7 +22,7 @@ if triton is not None:
     import triton.language as tl
 
 # heads a program -> keys a step, warps, stages
-TILES = {16: (64, 8, 2), 32: (64, 8, 2), 64: (64, 8, 2)}
+TILES = {16: (32, 4, 3), 32: (32, 8, 3), 64: (32, 8, 2)}
 MULTIPROCESSORS = PROGRAMS // 2  # a program has one to itself: its sums fill the registers
 
 
@@ -90,6 +91,7 @@ def _latent(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Of up to BLOCK_H heads of a row the sums over a part of the keys, and their maxima and totals."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -184,40 +186,22 @@ def decode(
     table (b places) of each row's pages. `chosen` (b k): only to these tokens of the pool, of a row that is shorter to
     the first pos + 1 of them. Equals `reference`; see test_gpu_latent_matches_attend."""
     (b, h, wide), (page, latent) = q.shape, latents.shape[1:]
-    block = 16 if h <= 16 else 32 if h <= 32 else 64
-    tile, warps, stages = TILES[block]
+    rope, fast = wide - latent, hopper.suits(latent, wide - latent, latents)
+    block = 64 if fast or h > 32 else 32 if h > 16 else 16
     blocks = -(-h // block)
     keys = (bound or table.shape[1] * page) if chosen is None else chosen.shape[1]
     n = splits or splits_for(b * blocks, keys)
     out, part, stat = rooms(q, b, h, n, latent)
-    pdl, extra = launch(q)
-    _latent[(blocks, n, b)](
-        q,
-        latents,
-        ropes,
-        table,
-        table if chosen is None else chosen,
-        pos,
-        part,
-        stat,
-        out,
-        table.shape[1],
-        keys,
-        scale * math.log2(math.e),
-        H=h,
-        C=latent,
-        R=wide - latent,
-        BLOCK_H=block,
-        BLOCK_S=tile,
-        SPLITS=n,
-        STAGES=stages,
-        PAGE=page,
-        CHOSEN=chosen is not None,
-        EXACT=q.dtype == torch.float32,
-        PDL=pdl,
-        num_warps=warps,
-        **extra,
-    )
+    place = table if chosen is None else chosen, pos, part, stat, out, table.shape[1], keys
+    given = (q, latents, ropes, table, *place, scale * math.log2(math.e))
+    sizes = {"H": h, "C": latent, "R": rope, "SPLITS": n, "PAGE": page}
+    sizes["CHOSEN"] = chosen is not None
+    if fast:
+        hopper.attend[(blocks, n, b)](*given, **sizes, num_warps=8)
+    else:
+        (tile, warps, stages), (pdl, extra) = TILES[block], launch(q)
+        sizes |= {"BLOCK_H": block, "BLOCK_S": tile, "STAGES": stages, "num_warps": warps, **extra}
+        _latent[(blocks, n, b)](*given, **sizes, EXACT=q.dtype == torch.float32, PDL=pdl)
     if n > 1:
         merge(part, stat, out)
     return out

@@ -3,8 +3,8 @@
     python bench/gpu_kernels.py --part k,d      checks and times them
 
 Nothing here sorts or waits for the host. The k-th largest score is found byte by byte (radix select): programs count
-the bytes of a piece of a row each, the next pass adds the counts up and goes on with the byte that holds the k-th. What
-ties with it is taken from the left, as `regard.attention.sparse.choose` does. `latent.decode` attends to the choice.
+the bytes of a piece of a row each, and the next pass goes on with what shares the byte that holds the k-th. What ties
+with it is taken from the left, as `regard.attention.sparse.choose` does. `latent.decode` attends to the choice.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -18,7 +18,7 @@ from regard.kernels.triton.linear import jit, launch, ready, triton
 if triton is not None:
     import triton.language as tl
 
-PIECE = 4096  # scores a program of the top-k counts
+PIECE, WARPS = 4096, 8  # scores a program of the top-k counts, and its warps
 TILE = (128, 4, 3)  # keys a step of the index, warps, stages
 SPAN = 1024  # keys a program of the index
 
@@ -93,14 +93,15 @@ def _ordered(scores, at, end):
 
 
 @jit
-def _found(counts, need, PIECES: tl.constexpr):
-    """The byte that holds the need-th largest, how many are above it, and the counts (pieces 256) of each piece."""
-    piece, byte = tl.arange(0, PIECES), tl.arange(0, 256)
-    each = tl.load(counts + piece[:, None] * 256 + byte[None, :])
-    total = tl.sum(each, 0)
-    above = tl.sum(total, 0) - tl.cumsum(total, 0)
-    hit = (above < need) & (above + total >= need)
-    return tl.sum(tl.where(hit, byte, 0), 0), tl.sum(tl.where(hit, above, 0), 0), each
+def _found(counts, state):
+    """Of the counts of a byte: the higher bytes and this one of what is looked for, and how many are above it."""
+    high, need = tl.load(state).to(tl.uint32, bitcast=True), tl.load(state + 1)
+    byte = tl.arange(0, 256)
+    count = tl.load(counts + byte)
+    above = tl.sum(count, 0) - tl.cumsum(count, 0)
+    hit = (above < need) & (above + count >= need)
+    high = (high << 8) | tl.sum(tl.where(hit, byte, 0), 0).to(tl.uint32)
+    return high, need - tl.sum(tl.where(hit, above, 0), 0)
 
 
 @jit
@@ -109,7 +110,7 @@ def _count(
     pos,
     counts,
     state,
-    more,
+    pieces,
     bound,
     K: tl.constexpr,
     PASS: tl.constexpr,
@@ -117,35 +118,33 @@ def _count(
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count the bytes of number PASS, from the highest on, of the scores whose higher bytes are the k-th largest's.
-    counts (4 b pieces 256); state (4 b 2): those bytes, and which of them in order is looked for; more (b pieces): how
-    many of a piece have higher ones, for the last pass."""
+    """Add up the bytes of number PASS, from the highest on, of the scores whose higher bytes are the k-th largest's.
+    counts (4 b 256), of zeros; state (4 b 2): those bytes, and which of what has them is looked for. The last pass
+    leaves in pieces (b PIECES 257) what each piece counted, and how many of it have higher bytes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     piece, b, rows = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     end = tl.load(pos + b).to(tl.int32) + 1
-    if PASS == 0:
-        high, need = tl.zeros([], tl.uint32), tl.minimum(end, K)
-    else:
-        before = (PASS - 1) * rows + b
-        need = tl.load(state + before * 2 + 1)
-        byte, above, _ = _found(counts + before * PIECES * 256, need, PIECES)
-        high = (tl.load(state + before * 2).to(tl.uint32, bitcast=True) << 8) | byte.to(tl.uint32)
-        need -= above
-    here = PASS * rows + b
-    if piece == 0:
-        tl.store(state + here * 2, high.to(tl.int32, bitcast=True))
-        tl.store(state + here * 2 + 1, need)
-    bits, real = _ordered(scores + b * bound, piece * BLOCK + tl.arange(0, BLOCK), end)
-    byte = ((bits >> (24 - 8 * PASS)) & 255).to(tl.int32)
-    if PASS > 0:
+    if piece * BLOCK < end:
+        bits, real = _ordered(scores + b * bound, piece * BLOCK + tl.arange(0, BLOCK), end)
+        here = PASS * rows + b
+        if PASS == 0:
+            high, need = tl.zeros([], tl.uint32), tl.minimum(end, K)
+        else:
+            high, need = _found(counts + (here - rows) * 256, state + (here - rows) * 2)
+            kept = real & ((bits >> (32 - 8 * PASS)) == high)
+        if piece == 0:
+            tl.store(state + here * 2, high.to(tl.int32, bitcast=True))
+            tl.store(state + here * 2 + 1, need)
+        byte = ((bits >> (24 - 8 * PASS)) & 255).to(tl.int32)
+        found = tl.histogram(byte, 256, mask=real if PASS == 0 else kept)
+        at = tl.arange(0, 256)
+        tl.atomic_add(counts + here * 256 + at, found, mask=found > 0, sem="relaxed")
         if PASS == 3:
-            larger = tl.sum((real & ((bits >> 8) > high)).to(tl.int32), 0)
-            tl.store(more + b * PIECES + piece, larger)
-        real = real & ((bits >> (32 - 8 * PASS)) == high)
-    found = tl.histogram(byte, 256, mask=real)
-    tl.store(counts + (here * PIECES + piece) * 256 + tl.arange(0, 256), found)
+            mine = pieces + (b * PIECES + piece) * 257
+            tl.store(mine + at, found)
+            tl.store(mine + 256, tl.sum((real & ((bits >> 8) > high)).to(tl.int32), 0))
 
 
 @jit
@@ -154,7 +153,7 @@ def _pick(
     pos,
     counts,
     state,
-    more,
+    pieces,
     table,
     out,
     row,
@@ -172,26 +171,25 @@ def _pick(
         tl.extra.cuda.gdc_wait()
     piece, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     end = tl.load(pos + b).to(tl.int32) + 1
-    here = 3 * tl.num_programs(1) + b
-    need = tl.load(state + here * 2 + 1)
-    byte, above, each = _found(counts + here * PIECES * 256, need, PIECES)
-    room = need - above
-    least = (tl.load(state + here * 2).to(tl.uint32, bitcast=True) << 8) | byte.to(tl.uint32)
-    # What earlier pieces have.
-    p, column = tl.arange(0, PIECES), tl.arange(0, 256)[None, :]
-    early = (p < piece)[:, None]
-    ties = tl.sum(tl.sum(tl.where(early & (column == byte), each, 0), 1), 0)
-    larger = tl.sum(tl.sum(tl.where(early & (column > byte), each, 0), 1), 0)
-    larger += tl.sum(tl.load(more + b * PIECES + p, mask=p < piece, other=0), 0)
-    at = piece * BLOCK + tl.arange(0, BLOCK)
-    bits, real = _ordered(scores + b * bound, at, end)
-    tied = real & (bits == least)
-    order = ties + tl.cumsum(tied.to(tl.int32), 0)
-    chosen = (real & (bits > least)) | (tied & (order <= room))
-    to = larger + tl.minimum(ties, room) + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    if PAGE:
-        at = tl.load(table + b * row + at // PAGE, mask=chosen, other=0) * PAGE + at % PAGE
-    tl.store(out + b * K + to, at, mask=chosen)
+    if piece * BLOCK < end:
+        at = piece * BLOCK + tl.arange(0, BLOCK)
+        bits, real = _ordered(scores + b * bound, at, end)
+        here = 3 * tl.num_programs(1) + b
+        least, room = _found(counts + here * 256, state + here * 2)
+        # What earlier pieces have.
+        p, column = tl.arange(0, PIECES)[:, None], tl.arange(0, 256)[None, :]
+        mine, byte = pieces + (b * PIECES + p) * 257, (least & 255).to(tl.int32)
+        each = tl.load(mine + column, mask=(p < piece) & (column >= byte), other=0)
+        ties = tl.sum(tl.sum(tl.where(column == byte, each, 0), 1), 0)
+        larger = tl.sum(tl.sum(each, 1), 0) - ties
+        larger += tl.sum(tl.sum(tl.load(mine + 256, mask=p < piece, other=0), 1), 0)
+        tied = real & (bits == least)
+        order = ties + tl.cumsum(tied.to(tl.int32), 0)
+        chosen = (real & (bits > least)) | (tied & (order <= room))
+        to = larger + tl.minimum(ties, room) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        if PAGE:
+            at = tl.load(table + b * row + at // PAGE, mask=chosen, other=0) * PAGE + at % PAGE
+        tl.store(out + b * K + to, at, mask=chosen)
 
 
 # --- calls --------------------------------------------------------------------------------------------------------
@@ -241,17 +239,15 @@ def topk(
     """`reference` of rows that end at `pos` (b), without a sort; what is behind a shorter row's end is unwritten. With
     a block table, the tokens' places in the pool instead. See test_gpu_topk_is_choose."""
     b, bound = scores.shape
-    pieces = triton.next_power_of_2(triton.cdiv(bound, PIECE))
-
-    def room(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=scores.device)
-
-    counts, state, more, out = room(4, b, pieces, 256), room(4, b, 2), room(b, pieces), room(b, k)
+    n = triton.next_power_of_2(triton.cdiv(bound, PIECE))
+    like = {"dtype": torch.int32, "device": scores.device}
+    counts, state = torch.zeros(4, b, 256, **like), torch.empty(4, b, 2, **like)
+    pieces, out = torch.empty(b, n, 257, **like), torch.empty(b, k, **like)
     pdl, extra = launch(scores)
-    same = (scores, pos, counts, state, more)
-    sizes = {"K": k, "BLOCK": PIECE, "PIECES": pieces, "PDL": pdl, "num_warps": 8, **extra}
+    same = (scores, pos, counts, state, pieces)
+    sizes = {"K": k, "BLOCK": PIECE, "PIECES": n, "PDL": pdl, "num_warps": WARPS, **extra}
     for i in range(4):
-        _count[(pieces, b)](*same, bound, PASS=i, **sizes)
+        _count[(n, b)](*same, bound, PASS=i, **sizes)
     table = out if table is None else table
-    _pick[(pieces, b)](*same, table, out, table.shape[1], bound, PAGE=page, **sizes)
+    _pick[(n, b)](*same, table, out, table.shape[1], bound, PAGE=page, **sizes)
     return out
