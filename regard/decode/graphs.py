@@ -21,7 +21,7 @@ from regard.decode.columns import MOST_ENDS, Columns, choose, held, uses
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, longest, why_not
+from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of
 from regard.kernels.triton.record import Recorder, send
@@ -218,7 +218,7 @@ def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bo
 def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact: bool) -> Runner:
     """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
     enough. A weight that changes in place is seen by views of it, but not by MLA's copies."""
-    copied = any(a.kind == "mla" for a in model.config.tower.each("attention"))
+    copied = any(inner(a).kind == "mla" for a in model.config.tower.each("attention"))
     length = min(length, longest(model) or length)
 
     def marks() -> list[tuple[int, int]]:

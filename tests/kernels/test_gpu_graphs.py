@@ -26,6 +26,11 @@ MECHANISMS = {
     "interleaved": regard.GQA(4, 2, 32, rope=ODD),
     "mla": regard.MLA(4, 64, 32, 16, rope=ROPE),
     "mla_query": regard.MLA(4, 64, 32, 16, 24, 48, rope=regard.Rope(layout="interleaved")),
+    "dsa": regard.DSA(regard.MLA(4, 64, 32, 16, rope=ROPE), 4, 32, 12, rope_dim=16),
+    "dsa_query": regard.DSA(
+        regard.MLA(4, 64, 32, 16, 24, 48, rope=ROPE), 3, 16, 20, hadamard=True, precision="fp8"
+    ),
+    "dsa_gqa": regard.DSA(regard.GQA(4, 2, 32, rope=ROPE), 4, 32, 12, rope_dim=16),
 }
 
 
@@ -42,7 +47,19 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "deepseek_moe": (
         MECHANISMS["mla"],
-        {"ffn": regard.MoE(8, 3, 32, shared=1, score="sigmoid", groups=4, active_groups=2, corrected=True, gain=2.5)},
+        {
+            "ffn": regard.MoE(
+                8,
+                3,
+                32,
+                shared=1,
+                score="sigmoid",
+                groups=4,
+                active_groups=2,
+                corrected=True,
+                gain=2.5,
+            )
+        },
     ),
     "gated": (
         regard.GQA(4, 2, 32, rope=ODD, qk_norm=1e-6, qk_norm_plus_one=True, gated=True),
@@ -225,7 +242,7 @@ def test_what_has_no_graph_says_why() -> None:
     for model, words in (
         (regard.build("t5-small", layers=1), "not one tower on tokens"),
         (regard.Probe().on(build("gqa")), "a probe watches it"),
-        (regard.prepare(build("gqa"), "bf16"), "prepared in bf16"),
+        (regard.prepare(build("gqa"), "int8"), "prepared in bf16"),
     ):
         with pytest.raises(UsageError, match=f"no CUDA graph: .*{words}"):
             Engine(model, runner="graph")
