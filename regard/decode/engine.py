@@ -26,7 +26,7 @@ from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, 
 from regard.decode.beam import BeamLane, candidates
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
-from regard.decode.graphs import SlotLane, runner_of, why_plain
+from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
 from regard.decode.prefill import Prefill, first_text
 from regard.decode.rows import Row, page_keys
 from regard.decode.sample import SampleLane
@@ -95,9 +95,11 @@ class Engine:
         paged = layout == "paged" and any(spec.token for spec in self.specs)
         exact = pages is not None
         if paged and pages is None:
-            pages = pages_in(
-                memory, weight.device, self.specs, page, weight.dtype, rows, self.longest
-            )
+            longest = self.longest
+            if not self.plain and model.reads_source and longest is not None:
+                # Sources lie in pages too.
+                longest += source_length(model) or 0
+            pages = pages_in(memory, weight.device, self.specs, page, weight.dtype, rows, longest)
         self.pool: Pool | None = None
         slots = None
         if not self.plain and pages is not None:
@@ -139,7 +141,7 @@ class Engine:
         if request.settings.draft:
             check_drafted(request, self.draft, self.model)
         if self.pool is not None:
-            check_pages(request, self.pool, self.model)
+            check_pages(request, self.pool, self.model, self._source(request))
         if request.number >= 0:  # given before: the same words, another request
             request = replace(request)
         request.number = self.count
@@ -232,7 +234,7 @@ class Engine:
             times, need = self._times(request), 0
             long = self._outgrown(self.resumed.get(request.number) or self._rows(request))
             if self.pool is not None and not long:
-                need = self._text(request) // self.pool.page + 1 + times
+                need = self._text(request) // self.pool.page + 1 + times + self._source(request)
             fits = times <= room and need <= pages
             if not fits and (batch or self.lanes):  # alone it may enter however large
                 break
@@ -284,6 +286,12 @@ class Engine:
     def _times(self, request: Request) -> int:
         """Rows that a waiting request will have."""
         return len(self.resumed.get(request.number, ())) or request.settings.rows
+
+    def _source(self, request: Request) -> int:
+        """Pages that a request's source will take."""
+        if self.slots is None or not self.slots.takes(request):
+            return 0
+        return -(-source_size(self.model, request) // self.slots.pool.page)
 
     def _text(self, request: Request) -> int:
         """Tokens that a waiting request must be fed."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.decode.check import check_tokens, written
 from regard.decode.engine import Engine, free_memory
-from regard.decode.graphs import why_plain
+from regard.decode.graphs import source_size, why_plain
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError, notice
 from regard.fast.invariant import invariant as steady
@@ -80,8 +80,12 @@ def engine_for(
     plain = s.beams > 1 or s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
     if plain:
         return Engine(model, layout=layout or "contiguous", runner="torch", rows=rows, draft=draft)
+    each = -(-rows // s.samples)
     sizes = sorted((len(r.ids) + s.max_new_tokens for r in requests), reverse=True)
-    pages = s.samples * sum(-(-size // PAGE) for size in sizes[: -(-rows // s.samples)])
+    pages = s.samples * sum(-(-size // PAGE) for size in sizes[:each])
+    if model.reads_source:
+        sizes = sorted((source_size(model, r) for r in requests), reverse=True)
+        pages += sum(-(-size // PAGE) for size in sizes[:each])
     numbers = sum(spec.numbers() for spec in model.cache_specs()) * PAGE
     weight = next(model.parameters())
     wanted = max(LEAST, (1 << pages.bit_length()) * numbers * weight.element_size())

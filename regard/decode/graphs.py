@@ -18,16 +18,18 @@ from torch import Tensor
 
 from regard.cache import OutOfPages, Pool
 from regard.decode.columns import MOST_ENDS, Columns, choose, held, uses
+from regard.decode.prefill import sources
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, why_not
 from regard.kernels.triton.linear import MOST
-from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of
+from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of, two
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, best, greedy_advance
-from regard.mask import Causal, Span
+from regard.mask import Causal, Full, Span
 from regard.models.base import Model
+from regard.models.embedding import Patches, context
 
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
@@ -52,7 +54,7 @@ class Runner:
         kernels: bool = True,
         look: int = 16,
     ):
-        weight: Tensor = model.embedding.weight  # type: ignore[union-attr,assignment]
+        weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
         self.graph = weight.is_cuda
         self.fast, self.pool = decoder(model, kernels), pool
@@ -60,6 +62,13 @@ class Runner:
         table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
         self.pages = Pages(pool.stores, table, length)
         self.length = length
+        # What cross-attention reads, named by a table of its own: `pos` is the last token of each row's source.
+        self.memory: Pages | None = None
+        if model.reads_source:
+            most = source_length(model) or len(pool.users) * pool.page
+            table = torch.full_like(table[:, :1], pool.blank).repeat(1, -(-most // pool.page))
+            pos = torch.zeros(rows, dtype=torch.long, device=self.device)
+            self.memory = Pages(pool.stores, table, most, pos)
 
         def zeros(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=self.device)
@@ -76,7 +85,7 @@ class Runner:
         )
         # The log probability of the first token of a row, which its prompt's pass chose.
         self.first = zeros(rows, kind=torch.float32)
-        self.columns = Columns(rows, model.config.embedding.vocab, self.device)
+        self.columns = Columns(rows, len(weight), self.device)
         self.recorder = Recorder()
         self.marks: list[tuple[int, int]] = []
         self.lane: Any = lambda: None  # a weak reference to who has it
@@ -84,22 +93,32 @@ class Runner:
 
     # --- what a graph holds ---
 
-    def hidden(self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool) -> Normed:
+    def hidden(
+        self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool, memory: Pages | None
+    ) -> Normed:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
-        span = Span(pos)
-        x = self.fast.embedding(ids, span).flatten(0, 1).contiguous()
-        return self.fast.tower(Stream(x, wide), SlotContext(span, Causal()), caches=(pages, None))
+        span, fast = Span(pos), self.fast
+        x = Stream(getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide)
+        ctx, cross = SlotContext(span, Causal()), memory and SlotContext(span, Full())
+        return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
 
-    def logits(self, width: int, bound: int) -> Tensor:
-        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`."""
-        s = self.state
-        pages = replace(self.pages, table=self.pages.table[:width], pos=s.pos[:width], bound=bound)
-        ids, pos = s.ids[:width].clamp(min=0)[:, None], s.pos[:width, None]
-        return self.fast.logits(self.hidden(ids, pos, pages, self.kernels and width > MOST))
+    def logits(self, width: int, bound: int, far: int) -> Tensor:
+        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`, no source
+        than `far`."""
+        s, rows = self.state, slice(0, width)
+        pages = replace(self.pages, table=self.pages.table[rows], pos=s.pos[rows], bound=bound)
+        ids, pos = s.ids[rows].clamp(min=0)[:, None], s.pos[rows, None]
+        wide, memory = self.kernels and width > MOST, self.sources(rows, far)
+        return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
 
-    def step(self, width: int, bound: int, used: frozenset[str]) -> None:
+    def sources(self, rows: slice | Tensor, far: int) -> Pages | None:
+        """What some rows see of their sources, none longer than `far`."""
+        m = self.memory
+        return m and replace(m, table=m.table[rows], pos=m.pos[rows], bound=min(far, m.length))  # type: ignore[index]
+
+    def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
         """Logits, choice, and the state moved on by one token."""
-        logits, state = self.logits(width, bound), self.state.narrow(width)
+        logits, state = self.logits(width, bound, far), self.state.narrow(width)
         if used:
             tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
             self.columns.said(slice(0, width), tokens, state.live)
@@ -119,7 +138,9 @@ class Runner:
     def read(self, pack: Pack, used: frozenset[str]) -> None:
         """Prompts into their pages; those that are through begin to write."""
         pages = replace(self.pages, pack=pack)
-        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True)
+        # Every token is a row that sees the source of its prompt.
+        memory = self.memory and self.sources(pack.homes[pack.row], pack.sizes.source)
+        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
         if not pack.sizes.ends:
             return
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
@@ -151,12 +172,32 @@ class Runner:
         room.copy_(numbers)
         self.recorder.graphs[key].replay()
 
+    def remember(self, requests: Sequence[Request], memories: Sequence[Memory]) -> None:
+        """Encode sources, and put what the decoder's layers keep of them into their pages."""
+        given, page = sources(requests, self.device), self.pool.page
+        found, _ = self.fast.encode(given["source"], given.get("source_lengths"))
+        place, edits = [], []
+        for i, m in enumerate(memories):
+            place += [
+                (i * found.shape[1] + j, m.pages[j // page] * page + j % page)
+                for j in range(m.size)
+            ]
+            edits += [(row, j, p, m.size - 1) for row in m.homes for j, p in enumerate(m.pages)]
+        at, to = send(place, self.device).T
+        states = found.flatten(0, 1)[at]
+        tokens = Pages(by_token(self.pool), to[:, None], 1, torch.zeros_like(to))
+        for i, block in enumerate(self.fast.decoder.blocks):
+            block.cross.remember(states, tokens.layer(i))
+        assert self.memory is not None and self.memory.pos is not None
+        row, j, number, last = send(edits, self.device).T
+        self.memory.table[row, j], self.memory.pos[row] = number.int(), last
+
     def run(
-        self, steps: int, width: int, bound: int, used: frozenset[str]
+        self, steps: int, width: int, bound: int, far: int, used: frozenset[str]
     ) -> tuple[Tensor, Tensor, Any]:
         """Advance the first `width` rows by `steps` <= look tokens. What they were fed first and what they chose then,
         with its log probability (steps + 1, width), on its way to the host; and what tells that it has arrived."""
-        s, key = self.state, (width, bound, used)
+        s, key = self.state, (width, bound, far, used)
         if self.graph and steps and key not in self.recorder.graphs:
             changed = [
                 *s.tensors(),
@@ -199,6 +240,27 @@ class Runner:
         self.state.pos.zero_()
 
 
+def by_token(pool: Pool) -> list[dict[str, Tensor]]:
+    """What the layers keep, as pages of one token."""
+    return [{n: x.flatten(0, 1)[:, None] for n, x in store.items()} for store in pool.stores]
+
+
+def source_length(model: Any) -> int | None:
+    """The longest source that a model reads."""
+    c = model.config
+    if isinstance(c.source, Patches):
+        return c.source.extra + c.source.count
+    return context(c.max_len, c.source)
+
+
+def source_size(model: Any, request: Request) -> int:
+    """Tokens of what an encoder gives for a request's source."""
+    source = request.source
+    if source is None:
+        return 0
+    return len(source) if source.dim() == 1 else source_length(model) or 0
+
+
 _kept: weakref.WeakKeyDictionary[Model, Runner] = weakref.WeakKeyDictionary()
 
 
@@ -216,8 +278,9 @@ def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bo
 
 def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact: bool) -> Runner:
     """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
-    enough. A weight that changes in place is seen by views of it, but not by MLA's copies."""
-    copied = any(a.kind == "mla" for a in model.config.tower.each("attention"))
+    enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
+    tower = getattr(model, model.writer).config
+    copied = tower.relative is not None or any(a.kind == "mla" for a in tower.each("attention"))
 
     def marks() -> list[tuple[int, int]]:
         return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
@@ -247,6 +310,17 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
 
 
 @dataclass(eq=False)
+class Memory:
+    """What an encoder made of a request's source, for all its rows."""
+
+    request: Request
+    size: int
+    homes: list[int]  # its rows
+    pages: list[int] = field(default_factory=list)
+    ready: bool = False
+
+
+@dataclass(eq=False)
 class Slot:
     """A row and its place."""
 
@@ -259,6 +333,7 @@ class Slot:
     asked: int = 0  # tokens the device was asked to choose
     fresh: bool = True  # its first token has not been read by the host
     gone: bool = False
+    memory: Memory | None = None
     # Samples that begin where the prompt is through.
     siblings: list[Slot] = field(default_factory=list)
 
@@ -288,7 +363,7 @@ class SlotLane:
 
     def takes(self, request: Request) -> bool:
         s = request.settings
-        plain = s.beams == 1 and not (s.lookup or s.draft) and request.source is None
+        plain = s.beams == 1 and not (s.lookup or s.draft)
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
         return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
 
@@ -309,8 +384,12 @@ class SlotLane:
         """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once. `keys`: of
         the prompt's pages, if they are known."""
         first: Slot | None = None
+        request, memory = rows[0].request, None
+        if request.source is not None:
+            size = source_size(self.runner.fast, request)
+            memory = Memory(request, size, self.free[: len(rows)])
         for row in rows:
-            slot = Slot(row, self.free.pop(0), row.request.ids + row.ids)
+            slot = Slot(row, self.free.pop(0), row.request.ids + row.ids, memory=memory)
             self.slots.append(slot)
             if first is not None and not row.ids:
                 first.siblings.append(slot)
@@ -341,6 +420,10 @@ class SlotLane:
             self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
             while slot.pages:
                 self.pool.drop(slot.pages.pop())
+            if slot.memory is not None:
+                slot.memory.homes.remove(slot.index)
+                while slot.memory.pages and not slot.memory.homes:
+                    self.pool.drop(slot.memory.pages.pop())
             self.idle.append(slot.index)
             self.free.append(slot.index)
             # Another sample reads the prompt instead.
@@ -362,6 +445,7 @@ class SlotLane:
 
     def step(self, model: Any, backend: str) -> list[Event]:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
+        self._encode()
         self._feed()
         launched = self._launch()
         events, self.flying = self._land(), launched
@@ -375,6 +459,25 @@ class SlotLane:
                 self.edits.append((slot.index, len(slot.pages), page))
             slot.pages.append(page)
 
+    def _encode(self) -> None:
+        """Read sources, up to a chunk of their tokens, oldest first; those of about one length together."""
+        fresh = {id(m): m for m in (s.memory for s in self.slots) if m is not None and not m.ready}
+        room, group = self.chunk, list[Memory]()
+        for m in fresh.values():
+            if group and m.size > room:
+                break
+            while len(m.pages) * self.pool.page < m.size:
+                m.pages.append(self.pool.take(clean=False))
+            group.append(m)
+            room -= m.size
+        group.sort(key=lambda m: -m.size)
+        while group:
+            some = [m for m in group if 2 * m.size >= group[0].size]
+            self.runner.remember([m.request for m in some], some)
+            for m in some:
+                m.ready = True
+            group = group[len(some) :]
+
     def _feed(self) -> None:
         """Up to a chunk of tokens of the prompts that are not through, oldest first."""
         room, longest = self.chunk, 0
@@ -382,7 +485,8 @@ class SlotLane:
         readers = {id(s) for slot in self.slots for s in slot.siblings if slot.fed < len(slot.text)}
         for slot in self.slots:
             size = min(room, len(slot.text) - slot.fed)
-            if not size or slot.asked or id(slot) in readers:
+            unread = slot.memory is not None and not slot.memory.ready
+            if not size or slot.asked or unread or id(slot) in readers:
                 continue
             self._reserve(slot, slot.fed + size)
             if group and max(longest, size) * (len(group) + 1) > PADDED * self.chunk:
@@ -400,7 +504,9 @@ class SlotLane:
             writers = [slot, *slot.siblings] if end == len(slot.text) else []
             writers = [s for s in writers if not s.gone]
             ends = [(s.index, s.said) for s in writers]
-            parts.append(Part(slot.text[slot.fed : end], slot.fed, slot.pages, ends))
+            source = 0 if slot.memory is None else slot.memory.size
+            tokens = slot.text[slot.fed : end]
+            parts.append(Part(tokens, slot.fed, slot.pages, ends, slot.index, source))
             through += [(slot, s) for s in writers]
         own = [s for slot, s in through if s is not slot and len(slot.text) % self.pool.page]
         if self.pool.available < len(own):
@@ -438,6 +544,7 @@ class SlotLane:
         few = max(1, len(live) // 8) if self.waiting else len(live)
         steps = min(self.runner.look, lefts[few - 1])
         lines, longest, used = [], 1, frozenset[str]()
+        far = max(s.memory.size if s.memory else 0 for s in live)
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
             self._reserve(slot, len(slot.text) + slot.asked + took - 1)
@@ -448,7 +555,8 @@ class SlotLane:
         for slot, _, last in lines:
             slot.asked, slot.fresh = slot.asked + last - 1, False
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
-        flight = self.runner.run(steps, width, self.runner.bucket(longest), used)
+        bounds = self.runner.bucket(longest), far and max(SHORTEST, two(far))
+        flight = self.runner.run(steps, width, *bounds, used)
         return *flight, lines
 
     def _place(self) -> None:

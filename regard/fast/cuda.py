@@ -36,11 +36,16 @@ from regard.position import LongRope, Rope
 def why_not(model: Any) -> str:
     """What about a model has no static step, or nothing."""
     c = model.config
-    if c.kind != "transformer" or c.embedding.kind != "tokens":
-        return f"{type(c).__name__} is not one tower on tokens"
-    tower, position = c.tower, c.embedding.position
-    if not tower.causal or tower.order != "pre" or tower.cross or tower.relative:
-        return "its tower is not causal and pre-norm, or has a bias on positions"
+    two = c.kind == "encoder_decoder"
+    if not two and (c.kind != "transformer" or c.embedding.kind != "tokens"):
+        return f"{type(c).__name__} is not a tower that writes tokens"
+    tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
+    if not tower.causal or tower.order not in ("pre", "post"):
+        return "its tower is not causal, or neither pre-norm nor post-norm"
+    if not two and tower.cross:
+        return "it attends to a memory that no encoder of its own makes"
+    if two and model.decoder.cache_specs("cross") != model.decoder.cache_specs():
+        return "its attention to the source keeps other shapes than that to the text"
     if tower.norm.plus_one or not (tower.norm.rms or tower.norm.biased):
         return "its norms have another form"
     if c.head is None or c.head.kind != "lm":
@@ -49,7 +54,11 @@ def why_not(model: Any) -> str:
         return "its positions skip tokens"
     if any(f.kind != "mlp" or f.activation not in ACTIVATIONS for f in tower.each("ffn")):
         return "it has experts, or an activation without a kernel"
-    for a in tower.each("attention"):
+    if two and any(a.kind != "gqa" for a in tower.each("attention")):
+        return "its attention to the source reads keys and values, not latents"
+    for a in (*tower.each("attention"), *([tower.cross] if two else ())):
+        if tower.relative and a.kind != "gqa":
+            return "its latents have no bias on positions"
         if a.kind not in ("gqa", "mla") or (a.kind == "gqa" and (a.sinks or a.softcap)):
             return "its attention selects keys, keeps a state, or has sinks or a softcap"
         if a.kind == "gqa" and a.gated:
@@ -58,7 +67,7 @@ def why_not(model: Any) -> str:
             return "its queries and keys have norms of another form"
         if a.rope is not None and (a.rope.wide or isinstance(a.rope.scaling, LongRope)):
             return "its RoPE turns in float32, or long texts otherwise"
-    if any(type(m) is not nn.Linear for m in _products(model.tower)):
+    if any(type(m) is not nn.Linear for m in _products(getattr(model, model.writer))):
         return "its linear layers are packed, or have adapters: merge them first"
     if any(type(p.data) is not Tensor for p in model.parameters()):
         return "its weights are spread over several devices"
@@ -128,6 +137,17 @@ class LeftNorm(nn.Module):
         return Normed(x, self.norm)
 
 
+class AfterNorm(nn.Module):
+    """A norm after the sum: what comes next reads it, and adds to it."""
+
+    def __init__(self, norm: Any, fast: bool):
+        super().__init__()
+        self.norm, self.fast = norm, fast
+
+    def forward(self, x: Stream) -> Stream:
+        return Stream(Normed(x, self.norm).tensor(self.fast), x.wide)
+
+
 @dataclass
 class Product:
     """act(x W^T + b) + residual, x perhaps still to be normed. `fast` is whether kernels may be used."""
@@ -151,9 +171,10 @@ class Product:
         return cls(joined(weights, weights), bias, **more)
 
     def __call__(
-        self, x: Tensor | Normed, split: bool = False, residual: Tensor | None = None
+        self, x: Tensor | Stream | Normed, split: bool = False, residual: Tensor | None = None
     ) -> Tensor:
         norm = None
+        x = Normed(x, None) if isinstance(x, Stream) else x
         if isinstance(x, Normed):
             if x.stream.wide:
                 return self.wide(x.tensor(self.fast), split)
@@ -245,13 +266,22 @@ class Pages:
         each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
         return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
-    def seen(self, window: int | None) -> Tensor:
-        """Which of the first `bound` places a step may see: (b 1 1 bound)."""
+    def seen(self, window: int | None, bias: Tensor | None = None) -> Tensor:
+        """Which of the first `bound` places a step may see: (b 1 1 bound); with a `bias` what is added to the scores,
+        (b h bound)."""
         assert self.pos is not None
         at = torch.arange(self.bound, device=self.pos.device)
         gap = self.pos[:, None] - at
         near = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
-        return near[:, None, None]
+        return near[:, None, None] if bias is None else gpu_prompt.biased(bias, gap, near)
+
+    def bias(self, relative: Any) -> Tensor | None:
+        """What is added to the score of a key so many tokens back, (h n); the last counts for all farther ones."""
+        if relative is not None and relative not in self.memo:
+            far = getattr(relative.config, "max_distance", self.length)
+            at = torch.arange(min(far + 1, self.length), device=self.table.device)
+            self.memo[relative] = relative(at[-1:, None], at[None])[0, :, 0].flip(-1).contiguous()
+        return self.memo.get(relative)
 
     def angles(self, rope: Rope, dim: int) -> tuple[Tensor, Tensor]:
         """cos and sin for every position, (length r/2) each."""
@@ -288,7 +318,20 @@ class Cuda(Specialise):
         return Product.of(list(modules), fast=self.kernels, **more)
 
     def block(self, m: Block) -> nn.Module:
-        return self.copy(m, norm1=LeftNorm(m.norm1), norm3=LeftNorm(m.norm3))
+        def norm(plain: Any) -> nn.Module:
+            return AfterNorm(plain, self.kernels) if m.order == "post" else LeftNorm(plain)
+
+        parts: dict[str, Any] = {"norm1": norm(m.norm1), "norm3": norm(m.norm3)}
+        if m.cross is not None:
+            parts |= {"cross": self.cross(m.cross), "norm2": norm(m.norm2)}
+        return self.copy(m, **parts)
+
+    def cross(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotCross)
+        new.first, new.out = self.product(m.wq), self.product(m.wo)
+        new.both = self.product(m.wk, m.wv)
+        self.rows[type(m).__name__, "SlotCross"] += 1
+        return new
 
     def attention(self, m: Any) -> nn.Module:
         new = self.copy(m, SlotAttention)
@@ -327,8 +370,12 @@ class Cuda(Specialise):
 def decoder(model: Model, kernels: bool = True) -> Any:
     """The model out of these parts. It shares the model's weights, but for MLA's, which are laid out anew by head."""
     plain: Any = model
-    maker, head, weight = Cuda(kernels), plain.head, plain.embedding.weight
-    new = maker.copy(model, head=maker.copy(head, SlotHead))
+    maker, head, weight = Cuda(kernels), plain.head, getattr(plain, plain.words).weight
+    parts = {"head": maker.copy(head, SlotHead)}
+    if plain.reads_source:
+        parts |= {"source": plain.source, "encoder": plain.encoder}
+        maker.rows["Stack", "plain: the encoder reads a source once"] += 1
+    new = maker.copy(model, **parts)
     own = weight if head.weight is None else head.weight
     new.head.product = Product(own, head.bias, fast=kernels)
     new.parts = dict(maker.rows)
@@ -378,7 +425,7 @@ class SlotAttention(GroupedQueryAttention):
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         k, v = slots.mine
-        fast, window = self.fast(k), self.config.window
+        fast, window, bias = self.fast(k), self.config.window, slots.bias(ctx.relative)
         ours = fast and self.plain_rope
         qkv = self.first(x, split=ours and slots.pack is None)
         turns = ours and self.config.rope is not None
@@ -392,12 +439,12 @@ class SlotAttention(GroupedQueryAttention):
                 laid = gpu_prompt.lay(slots.pack, q, *new)
             if slots.pack.sizes.whole:
                 laid = laid[0], *slots.kept()
-            return gpu_prompt.attend(laid, slots.pack, self.scale, window)
+            return gpu_prompt.attend(laid, slots.pack, self.scale, window, bias)
         if not ours:
             q, *new = self.turned(qkv, ctx)
             if not fast:
                 slots.store(*new)
-                seen = ctx.once(("seen", window), lambda: slots.seen(window))
+                seen = ctx.once(("seen", window), lambda: slots.seen(window, bias))
                 kept_k, kept_v = slots.kept()
                 return attend(q, kept_k, kept_v, seen, self.scale).flatten(1)
             qkv = torch.cat([q.flatten(1), *(y.flatten(1) for y in new)], 1)
@@ -412,6 +459,7 @@ class SlotAttention(GroupedQueryAttention):
             window=window,
             table=slots.table,
             bound=slots.bound,
+            bias=bias,
         )
         return o.flatten(1)
 
@@ -425,6 +473,28 @@ class SlotAttention(GroupedQueryAttention):
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o)
+
+
+class SlotCross(SlotAttention):
+    """Attention to a source, of which every token of a step sees all; `remember` puts it into its pages."""
+
+    both: Product
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        k, v = slots.mine
+        q = self.as_heads(self.first(x), self.q_norm)  # n h d
+        if not self.fast(k):
+            seen = ctx.once("seen", lambda: slots.seen(None))
+            return attend(q, *slots.kept(), seen, self.scale).flatten(1)
+        sizes = ctx.once("sizes", lambda: slots.pos + 1)
+        form = {"heads": self.h, "scale": self.scale, "table": slots.table, "bound": slots.bound}
+        return gpu_attention.decode(q.flatten(1), k, v, sizes, new=False, **form).flatten(1)
+
+    def remember(self, memory: Tensor, slots: Pages) -> None:
+        """Keys and values of what an encoder gave, (n m)."""
+        k, v = self.both(memory).split([self.g * self.d, self.g * self.e], -1)
+        slots.store(self.as_heads(k, self.k_norm), v.unflatten(-1, (self.g, self.e)))
 
 
 class SlotLatent(LatentAttention):
@@ -494,9 +564,11 @@ class SlotLatent(LatentAttention):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q (b h d) over k (b s g d), v (b s g e) where mask (b 1 1 s): (b h e). A group's heads stand side by side as
-    queries of one head, so that no key is copied."""
+    """q (b h d) over k (b s g d), v (b s g e) where mask (b 1 1 s), or with what it adds (b h s): (b h e). A group's
+    heads stand side by side as queries of one head, so that no key is copied."""
     b, g = len(q), k.shape[2]
+    if mask.dtype != torch.bool:
+        mask = mask.view(b, g, -1, mask.shape[-1]).to(q.dtype)
     o = F.scaled_dot_product_attention(
         q.view(b, g, -1, q.shape[-1]), k.transpose(1, 2), v.transpose(1, 2), mask, scale=scale
     )
