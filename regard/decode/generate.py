@@ -77,12 +77,12 @@ def engine_for(
     together."""
     s = requests[0].settings
     rows = min(rows, len(requests) * s.rows)
-    plain = s.beams > 1 or s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
+    plain = s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
     if plain:
         return Engine(model, layout=layout or "contiguous", runner="torch", rows=rows, draft=draft)
-    each = -(-rows // s.samples)
+    each = -(-rows // s.rows)
     sizes = sorted((len(r.ids) + s.max_new_tokens for r in requests), reverse=True)
-    pages = s.samples * sum(-(-size // PAGE) for size in sizes[:each])
+    pages = s.rows * sum(-(-size // PAGE) for size in sizes[:each])
     if model.reads_source:
         sizes = sorted((source_size(model, r) for r in requests), reverse=True)
         pages += sum(-(-size // PAGE) for size in sizes[:each])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import OutOfPages, Pool
-from regard.decode.columns import MOST_ENDS, Columns, choose, held, uses
+from regard.decode.columns import MOST_ENDS, Columns, choose, used_by, uses
 from regard.decode.prefill import sources
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
@@ -53,11 +53,13 @@ class Runner:
         *,
         kernels: bool = True,
         look: int = 16,
+        fast: Any = None,
     ):
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
         self.graph = weight.is_cuda
-        self.fast, self.pool = decoder(model, kernels), pool
+        self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
+        self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
         places = -(-length // pool.page)
         table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
         self.pages = Pages(pool.stores, table, length)
@@ -137,7 +139,7 @@ class Runner:
 
     def read(self, pack: Pack, used: frozenset[str]) -> None:
         """Prompts into their pages; those that are through begin to write."""
-        pages = replace(self.pages, pack=pack)
+        pages = replace(self.pages, stores=self.pool.stores, pack=pack)
         # Every token is a row that sees the source of its prompt.
         memory = self.memory and self.sources(pack.homes[pack.row], pack.sizes.source)
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
@@ -209,15 +211,24 @@ class Runner:
         s.tick.fill_(1)
         for _ in range(steps):
             self.recorder.graphs[key].replay() if self.graph else self.step(*key)
-        both = s.log[: steps + 1, :width], s.logp[: steps + 1, :width]
+        log, logp = self.to_host([s.log[: steps + 1, :width], s.logp[: steps + 1, :width]])
+        return log, logp, self.arrival()
+
+    def to_host(self, each: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on their way, as they are when all that was launched before is done."""
         if not self.graph:
-            return both[0].clone(), both[1].clone(), None
-        log, logp = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in both)
-        log.copy_(both[0], non_blocking=True)
-        logp.copy_(both[1], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return log, logp, event
+            return [x.clone() for x in each]
+        found = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in each]
+        for x, y in zip(found, each, strict=True):
+            x.copy_(y, non_blocking=True)
+        return found
+
+    def arrival(self) -> Any:
+        """What tells that copies have arrived."""
+        event = torch.cuda.Event() if self.graph else None
+        if event is not None:
+            event.record()
+        return event
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
@@ -338,6 +349,16 @@ class Slot:
     siblings: list[Slot] = field(default_factory=list)
 
     @property
+    def homes(self) -> list[int]:
+        """The rows of a step that are its own."""
+        return [self.index]
+
+    @property
+    def unread(self) -> bool:
+        """Whether its source is not in its pages."""
+        return self.memory is not None and not self.memory.ready
+
+    @property
     def left(self) -> int:
         """Tokens the device has not been asked for."""
         return self.row.request.settings.max_new_tokens - self.said - self.asked
@@ -353,7 +374,7 @@ class SlotLane:
 
     def __init__(self, runner: Runner, prefix: bool, chunk: int):
         self.runner, self.pool, self.prefix, self.chunk = runner, runner.pool, prefix, chunk
-        self.free = list(range(runner.rows))  # the lowest first
+        self.free = list(range(runner.places))  # the lowest first
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
         self.idle: list[int] = []
@@ -363,7 +384,7 @@ class SlotLane:
 
     def takes(self, request: Request) -> bool:
         s = request.settings
-        plain = s.beams == 1 and not (s.lookup or s.draft)
+        plain = not (s.lookup or s.draft)
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
         return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
 
@@ -384,10 +405,7 @@ class SlotLane:
         """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once. `keys`: of
         the prompt's pages, if they are known."""
         first: Slot | None = None
-        request, memory = rows[0].request, None
-        if request.source is not None:
-            size = source_size(self.runner.fast, request)
-            memory = Memory(request, size, self.free[: len(rows)])
+        memory = self._memory(rows[0].request, self.free[: len(rows)])
         for row in rows:
             slot = Slot(row, self.free.pop(0), row.request.ids + row.ids, memory=memory)
             self.slots.append(slot)
@@ -398,13 +416,17 @@ class SlotLane:
             if self.prefix:
                 salt = row.request.salt
                 slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
-                self._adopt(slot)
+                self._adopt(slot, len(slot.text) - 1)
         self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
 
-    def _adopt(self, slot: Slot) -> None:
-        """Begin with pages that others left; at least one token stays to be fed, for its logits."""
+    def _memory(self, request: Request, homes: list[int]) -> Memory | None:
+        size = source_size(self.runner.fast, request)
+        return Memory(request, size, homes) if size else None
+
+    def _adopt(self, slot: Slot, most: int) -> None:
+        """Begin with pages that others left, of the first `most` tokens: one stays to be fed, for its logits."""
         row, page = slot.row, self.pool.page
-        for key in slot.keys[: (len(slot.text) - 1) // page]:
+        for key in slot.keys[: most // page]:
             if key not in self.pool.published:
                 break
             slot.pages.append(self.pool.published[key])
@@ -417,11 +439,9 @@ class SlotLane:
         for slot in [self.slots[i] for i in index]:
             self.slots.remove(slot)
             slot.gone = True
-            self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
-            while slot.pages:
-                self.pool.drop(slot.pages.pop())
+            self._release(slot)
             if slot.memory is not None:
-                slot.memory.homes.remove(slot.index)
+                slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
                 while slot.memory.pages and not slot.memory.homes:
                     self.pool.drop(slot.memory.pages.pop())
             self.idle.append(slot.index)
@@ -432,9 +452,14 @@ class SlotLane:
                 heir.siblings = rest
         self.free.sort()
 
+    def _release(self, slot: Slot) -> None:
+        self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
+        while slot.pages:
+            self.pool.drop(slot.pages.pop())
+
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
-        self.free, self.slots, self.edits, self.idle = list(range(self.runner.rows)), [], [], []
+        self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
         self.flying = None
         self.runner.reset()
 
@@ -485,8 +510,7 @@ class SlotLane:
         readers = {id(s) for slot in self.slots for s in slot.siblings if slot.fed < len(slot.text)}
         for slot in self.slots:
             size = min(room, len(slot.text) - slot.fed)
-            unread = slot.memory is not None and not slot.memory.ready
-            if not size or slot.asked or unread or id(slot) in readers:
+            if not size or slot.asked or slot.unread or id(slot) in readers:
                 continue
             self._reserve(slot, slot.fed + size)
             if group and max(longest, size) * (len(group) + 1) > PADDED * self.chunk:
@@ -503,17 +527,14 @@ class SlotLane:
             end = slot.fed + size
             writers = [slot, *slot.siblings] if end == len(slot.text) else []
             writers = [s for s in writers if not s.gone]
-            ends = [(s.index, s.said) for s in writers]
-            source = 0 if slot.memory is None else slot.memory.size
-            tokens = slot.text[slot.fed : end]
-            parts.append(Part(tokens, slot.fed, slot.pages, ends, slot.index, source))
+            parts.append(self._part(slot, size, [(s.index, s.said) for s in writers]))
             through += [(slot, s) for s in writers]
         own = [s for slot, s in through if s is not slot and len(slot.text) % self.pool.page]
         if self.pool.available < len(own):
             raise OutOfPages(f"{len(own)} samples need a page each; free a row, or make more pages")
         copies = [self._share(slot, s) for slot, s in through if s is not slot]
         now = [(s.row.request.settings, s.said) for _, s in through]
-        used = frozenset().union(*(_used(s, n, n) for s, n in now))
+        used = frozenset().union(*(used_by(s, n, n) for s, n in now))
         self.runner.prefill(parts, used)
         for source, target in filter(None, copies):
             self.pool.copy(source, target)
@@ -522,6 +543,10 @@ class SlotLane:
         for _, s in through:
             s.fed, s.asked = len(s.text), 1
             self.edits += [(s.index, i, page) for i, page in enumerate(s.pages)]
+
+    def _part(self, slot: Slot, size: int, ends: Sequence[tuple[int, int]] = ()) -> Part:
+        tokens, source = slot.text[slot.fed : slot.fed + size], slot.memory and slot.memory.size
+        return Part(tokens, slot.fed, slot.pages, ends, slot.homes[0], source or 0)
 
     def _share(self, slot: Slot, other: Slot) -> tuple[int, int] | None:
         """A sample's pages: those of the prompt that are full, and one of its own for the rest, to be copied."""
@@ -535,29 +560,36 @@ class SlotLane:
         return slot.pages[-1], other.pages[-1]
 
     def _launch(self) -> Flight | None:
-        """The next round: until an eighth of the rows are through where others wait, or for `look` steps."""
+        """The next round."""
         live = [s for s in self.slots if s.asked and (s.left or s.fresh)]
         if not live:
             self._place()
             return None
-        lefts = sorted(s.left for s in live)
-        few = max(1, len(live) // 8) if self.waiting else len(live)
-        steps = min(self.runner.look, lefts[few - 1])
+        steps = self._steps([s.left for s in live])
         lines, longest, used = [], 1, frozenset[str]()
-        far = max(s.memory.size if s.memory else 0 for s in live)
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
             self._reserve(slot, len(slot.text) + slot.asked + took - 1)
-            used |= _used(slot.row.request.settings, said, said + took - 1)
+            used |= used_by(slot.row.request.settings, said, said + took - 1)
             longest = max(longest, len(slot.text) + slot.asked + took)
             lines.append((slot, 0 if slot.fresh else 1, 1 + took))
         self._place()
         for slot, _, last in lines:
             slot.asked, slot.fresh = slot.asked + last - 1, False
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
-        bounds = self.runner.bucket(longest), far and max(SHORTEST, two(far))
+        bounds = self.runner.bucket(longest), self._far(live)
         flight = self.runner.run(steps, width, *bounds, used)
         return *flight, lines
+
+    def _steps(self, lefts: list[int]) -> int:
+        """Of a round: until an eighth of the rows are through where others wait, or `look`."""
+        few = max(1, len(lefts) // 8) if self.waiting else len(lefts)
+        return min(self.runner.look, sorted(lefts)[few - 1])
+
+    def _far(self, live: Sequence[Slot]) -> int:
+        """A bound of the longest source; 0 where there is none."""
+        far = max(s.memory.size if s.memory else 0 for s in live)
+        return far and max(SHORTEST, two(far))
 
     def _place(self) -> None:
         busy = {slot.index for slot in self.slots if slot.asked}
@@ -605,8 +637,3 @@ class SlotLane:
         for slot in self.slots:
             if slot.fresh:
                 yield from slot.keys
-
-
-def _used(s: Any, first: int, last: int) -> frozenset[str]:
-    """What the tokens from number `first` to `last` of a row depend on."""
-    return uses(s) if held(s, first, last) else uses(s) - {"held"}
