@@ -97,6 +97,7 @@ def paged(x: Tensor, page: int) -> tuple[Tensor, Tensor]:
         (2, 4, 2, 32, 150, None, True, 1),
         (3, 4, 4, 64, 200, None, True, 2),
         (2, 8, 1, 32, 130, 20, False, 4),
+        (2, 4, 4, 32, 130, None, False, 1),
         (1, 4, 2, 32, 300, None, True, 4),
     ],
 )
@@ -128,10 +129,14 @@ def test_gpu_attention_matches_attend(
     if window is not None:
         seen &= at > pos[:, None] - window
     wide = [x.float() for x in (q[:, None], full_k, full_v)]
-    want = attend(*wide, seen[:, None, None], scale=d**-0.5)[:, 0]
-    plain = gpu_attention.reference(q, full_k, full_v, pos + 1, d**-0.5, window)
+    # Where nothing turns, keys have a bias by their distance.
+    bias = None if turned else torch.randn(h, s // 3)
+    more = None if bias is None else bias[:, (pos[:, None] - at).clamp(0, s // 3 - 1)]
+    more = None if more is None else more.transpose(0, 1)[:, :, None]
+    want = attend(*wide, seen[:, None, None], bias=more, scale=d**-0.5)[:, 0]
+    plain = gpu_attention.reference(q, full_k, full_v, pos + 1, d**-0.5, window, bias)
     close(plain, want, dtype)
-    same = {"heads": h, "scale": d**-0.5, "window": window, "splits": splits}
+    same = {"heads": h, "scale": d**-0.5, "window": window, "splits": splits, "bias": bias}
     (pool_k, table), (pool_v, _) = paged(k, 16), paged(v, 16)
     got = gpu_attention.decode(qkv, k, v, pos, angles=angles, **same)  # type: ignore[arg-type]
     close(got, want, dtype)
