@@ -10,6 +10,7 @@ import torch
 
 import regard
 from regard.decode.engine import Engine
+from regard.decode.graphs import Runner
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.kernels.triton import prompt as gpu_prompt
@@ -228,23 +229,29 @@ def test_joined_weights_are_held_once_and_still_learn() -> None:
     assert torch.equal(product.weight[attention.wq.out_features :][:1], attention.wk.weight[:1])
 
 
-@pytest.mark.parametrize("k", range(1, 12, 2))
-def test_fault_in_a_step_costs_no_other_answer_and_no_page(k: int) -> None:
-    model, asked = build("gqa"), requests(7)
+@pytest.mark.parametrize(
+    "name, k", [*(("gqa", k) for k in range(1, 12, 2)), ("t5-small", 1), ("t5-small", 8)]
+)
+def test_fault_in_a_step_costs_no_other_answer_and_no_page(
+    name: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = build(name), [*requests(5), *requests(2, beams=3, eos=(5, 7))]
+    asked = [asked_of(name, r) for r in found]
     want = by_torch(model, asked)
     engine = Engine(model, runner="graph", rows=3, prefix=False)
     assert engine.slots is not None and engine.pool is not None
     runner, calls = engine.slots.runner, 0
-    hidden = runner.hidden
+    hidden = Runner.hidden
 
     def faulty(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls % (7 + k) == 0:
+        # Not for ever: a search begins anew after each.
+        if calls % (7 + k) == 0 and calls < 150:
             raise RuntimeError("out of memory")
         return hidden(*args)
 
-    runner.hidden = faulty  # type: ignore[method-assign]
+    monkeypatch.setattr(Runner, "hidden", faulty)
     runner.look = 3
     numbers = [engine.submit(replace(r, number=-1, key=i)) for i, r in enumerate(asked)]
     done: dict[int, Result] = {}
@@ -259,6 +266,59 @@ def test_fault_in_a_step_costs_no_other_answer_and_no_page(k: int) -> None:
             continue
     assert [done[n].ids for n in numbers] == [r.ids for r in want]
     assert engine.pool.available == len(engine.pool.users)
+
+
+def test_cancelled_beams_give_what_the_host_knew() -> None:
+    engine = Engine(build("gqa"), runner="graph", rows=6)
+    assert engine.slots is not None and engine.pool is not None
+    engine.slots.runner.look = 4
+    beams = Settings(max_new_tokens=60, beams=3, n_best=2)
+    first, other = (engine.submit(Request([1, 2, i], beams)) for i in (3, 4))
+    events = [*engine.step(), *engine.step(), *engine.cancel(first)]
+    assert engine.cancel(first) == []
+    (done,) = [e.done for e in events if e.done is not None]
+    assert [r.finish for r in done] == ["cancelled"] * 2 and [len(r.ids) for r in done] == [4, 4]
+    assert done[0].score > done[1].score == pytest.approx(sum(done[1].logprobs) / 4, abs=1e-5)
+    early = engine.submit(Request([1, 2, 5], beams))
+    assert [e.done[0].finish for e in engine.cancel(early) if e.done] == ["cancelled"]
+    (rest,) = [e for e in engine.run() if e.done is not None]
+    assert rest.request == other and engine.pool.available == len(engine.pool.users)
+
+
+BEAMS: list[dict[str, Any]] = [
+    {},
+    {"max_new_tokens": 9, "banned": (7, 8, 2)},
+    {"length_penalty": 2.0, "early_stopping": "never"},
+    {"length_penalty": -0.5, "min_new_tokens": 5},
+    {"early_stopping": "first", "eos": (4,)},
+    {"logit_bias": ((6, 3.0),), "repetition_penalty": 1.5},
+    {"frequency_penalty": 1.0, "forced_first": 9, "forced_last": 3},
+    {"presence_penalty": 0.7, "max_new_tokens": 3},
+    {"groups": 3, "diversity": 0.8},
+]
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", *PAIRS])
+def test_beams_in_slots_are_the_plain_engines_beams(name: str) -> None:
+    """All settings of a shape step together; in many slots with prompts in chunks, in few with few pages."""
+    common = {"max_new_tokens": 12, "beams": 3, "n_best": 3, "eos": (3,)}
+    model = build(name).double()
+    asked = [
+        asked_of(name, replace(r, settings=Settings(**common | kind)))
+        for r, kind in zip(requests(9), BEAMS, strict=True)
+    ]
+
+    def found(engine: Engine) -> list[list[Result]]:
+        numbers = [engine.submit(r) for r in asked]
+        done = {e.request: e.done for e in engine.run() if e.done is not None}
+        return [done[n] for n in numbers]
+
+    want = found(Engine(model, runner="torch", layout="contiguous"))
+    for options in ({"chunk": 24, "page": 8}, {"rows": 6, "pages": 32, "page": 8}):
+        engine = Engine(model, runner="graph", **options)
+        for a, b in zip(found(engine), want, strict=True):
+            same(a, b)
+        assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
 
 
 def test_cancelled_rows_and_deadlines_free_their_slots() -> None:
@@ -285,7 +345,12 @@ def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
         start = shared[: g.choice((0, 0, 7, 24))]
         ids = [*start, *(g.randrange(97) for _ in range(g.randint(1, 30)))]
         given: dict[str, Any] = {"max_new_tokens": g.randint(1, 30), "seed": g.randrange(9)}
-        if g.random() < 0.5:
+        searched = g.random() < 0.4
+        if searched:
+            given |= {"beams": g.choice((2, 3)), "length_penalty": g.choice((0.5, 1.0))}
+            given |= {"groups": g.choice((1, given["beams"])), "diversity": 0.4, "n_best": 2}
+            given |= {"early_stopping": g.choice(("heuristic", "never", "first"))}
+        elif g.random() < 0.5:
             given |= {"temperature": g.choice((0.7, 1.3)), "top_p": g.choice((1.0, 0.8))}
             given |= {"top_k": g.choice((0, 9)), "samples": g.choice((1, 1, 3))}
         if g.random() < 0.3:
@@ -315,8 +380,10 @@ def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
         found |= {e.request: e.done for e in events if e.done is not None}
     assert found.keys() == numbers.keys()
     assert engine.pool.available == len(engine.pool.users)
-    assert len(engine.slots.free) == engine.slots.runner.rows
+    assert all(len(lane.free) == lane.runner.places for lane in engine._slots())
     for n, r in numbers.items():
+        if r.settings.beams > 1 and n in cancelled:
+            continue
         solo = Engine(model, runner="torch", layout="contiguous")
         solo.submit(replace(r, number=-1))
         (want,) = [e.done for e in solo.run() if e.done is not None]
