@@ -22,6 +22,7 @@ from regard.decode.columns import Columns, adjusted, used_by
 from regard.decode.rows import BROKEN, Row
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.kernels.c.rows import choose as best_of
+from regard.kernels.triton.sample import largest
 
 WORST = -1.0e9
 ROOM = 32  # places for tokens at first; they double as texts grow
@@ -103,7 +104,8 @@ class Rules:
             [s.diversity for s in each],
         ]
         eos = [[*s.eos, *[-1] * (ends - len(s.eos))] for s in each]
-        return Rules(*(torch.tensor(x)[:, None] for x in columns), torch.tensor(eos))
+        most, penalty, first, hopeful, diversity = (torch.tensor(x)[:, None] for x in columns)
+        return Rules(most, penalty, first, hopeful, diversity, torch.tensor(eos))
 
     def each(self, f: Any) -> Rules:
         return Rules(*(f(getattr(self, x.name)) for x in fields(self)))
@@ -280,7 +282,7 @@ def select(
     The groups of a request come one after the other, as a later one avoids what the earlier ones just said."""
     n, w, groups = len(rules.most), shape.width, shape.groups
     states, parents, ends = [], [], []
-    avoid = 0.0
+    avoid = norm.new_zeros(n, logits.shape[1] if groups > 1 else 0)
     for i in range(groups):
         part = b.each(lambda x, i=i: x[i::groups])
         mine, scale, *rest = (
@@ -293,9 +295,9 @@ def select(
         if i:
             changes["avoided"] = (avoid * rules.diversity).repeat_interleave(w, 0)
         if best is None:
-            score = adjusted(mine - scale, changes, count) if changes else mine
-            score, token = score.topk(min(shape.candidates, score.shape[1]))
-            logp = mine.gather(1, token) - scale
+            score = adjusted(mine.float() - scale, changes, count) if changes else mine
+            score, token = largest(score, min(shape.candidates, score.shape[1]))
+            logp = mine.gather(1, token).float() - scale
             score = score if changes else logp
         else:
             token = best[1]
@@ -307,7 +309,7 @@ def select(
         ends.append(over)
         if i + 1 < groups:
             one = torch.ones_like(part.score)
-            avoid = avoid + mine.new_zeros(n, mine.shape[1]).scatter_add(1, part.last, one)
+            avoid = avoid.scatter_add(1, part.last, one)
     if groups == 1:
         return states[0], parents[0], ends[0]
     whole = states[0].each(lambda *x: torch.stack(x, 1).flatten(0, 1), *states[1:])

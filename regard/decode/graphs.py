@@ -9,22 +9,22 @@ Off a GPU the same steps run as they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.attention.protocol import Context
 from regard.cache import OutOfPages, Pool
 from regard.decode.columns import MOST_ENDS, Columns, choose, used_by, uses
-from regard.decode.prefill import sources
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, why_not
 from regard.kernels.triton.linear import MOST
-from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of, two
+from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of, two, up
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, best, greedy_advance
 from regard.mask import Causal, Full, Span
@@ -87,7 +87,7 @@ class Runner:
         )
         # The log probability of the first token of a row, which its prompt's pass chose.
         self.first = zeros(rows, kind=torch.float32)
-        self.columns = Columns(rows, len(weight), self.device)
+        self.columns = Columns(rows, len(self.fast.head.product.weight), self.device)
         self.recorder = Recorder()
         self.marks: list[tuple[int, int]] = []
         self.lane: Any = lambda: None  # a weak reference to who has it
@@ -161,38 +161,65 @@ class Runner:
         the device busy without."""
         sizes = sizes_of(parts, self.pool.page)
         numbers = send(flat(parts, sizes), self.device)
-        key = (sizes, used)
-        again = key in self.rooms
-        small = self.graph and sizes.tokens <= RECORDED and not sizes.whole
+        small = sizes.tokens <= RECORDED and not sizes.whole
+        self.again((sizes, used), numbers, lambda x: self.read(Pack.of(x, sizes), used), small)
+
+    def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], None], small: bool) -> None:
+        """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
+        again, small = key in self.rooms, small and self.graph
         if small and len(self.rooms) < KEPT:
             self.rooms.setdefault(key, torch.empty_like(numbers))
         if not (again and small):
-            return self.read(Pack.of(numbers, sizes), used)
+            return call(numbers)
         room = self.rooms[key]
         if key not in self.recorder.graphs:
-            self.recorder.record(key, lambda: self.read(Pack.of(room, sizes), used))
+            self.recorder.record(key, lambda: call(room))
         room.copy_(numbers)
         self.recorder.graphs[key].replay()
 
-    def remember(self, requests: Sequence[Request], memories: Sequence[Memory]) -> None:
+    def remember(self, memories: Sequence[Memory]) -> None:
         """Encode sources, and put what the decoder's layers keep of them into their pages."""
-        given, page = sources(requests, self.device), self.pool.page
-        found, _ = self.fast.encode(given["source"], given.get("source_lengths"))
-        place, edits = [], []
-        for i, m in enumerate(memories):
-            place += [
-                (i * found.shape[1] + j, m.pages[j // page] * page + j % page)
-                for j in range(m.size)
-            ]
-            edits += [(row, j, p, m.size - 1) for row in m.homes for j, p in enumerate(m.pages)]
-        at, to = send(place, self.device).T
-        states = found.flatten(0, 1)[at]
-        tokens = Pages(by_token(self.pool), to[:, None], 1, torch.zeros_like(to))
-        for i, block in enumerate(self.fast.decoder.blocks):
-            block.cross.remember(states, tokens.layer(i))
+        page, device = self.pool.page, self.device
+        each = [m.request.source for m in memories if m.request.source is not None]
+        inside = torch.arange(page)
+        places = [
+            (torch.tensor(m.pages)[:, None] * page + inside).flatten()[: m.size] for m in memories
+        ]
+        if each[0].dim() > 1:
+            found, _ = self.fast.encode(send(torch.stack(each), device))
+            self.keep_sources(found, send(torch.cat(places), device))
+        else:
+            # Padding goes to a place that nobody reads.
+            b, s = two(len(each)), up(max(map(len, each)), 16)
+            ids, lengths = torch.zeros(b, s, dtype=torch.long), torch.ones(b, dtype=torch.long)
+            to = torch.full_like(ids, self.pool.scratch * page)
+            for i, (source, place) in enumerate(zip(each, places, strict=True)):
+                ids[i, : len(source)], to[i, : len(source)], lengths[i] = source, place, len(source)
+            numbers = send(torch.cat([ids.flatten(), to.flatten(), lengths]), device)
+            small = b * s <= RECORDED and recordable(self.fast.config.encoder)
+            self.again(("source", b, s), numbers, lambda x: self.read_sources(x, b, s), small)
+        edits = [
+            (row, i, number, m.size - 1)
+            for m in memories
+            for row in m.homes
+            for i, number in enumerate(m.pages)
+        ]
         assert self.memory is not None and self.memory.pos is not None
-        row, j, number, last = send(edits, self.device).T
-        self.memory.table[row, j], self.memory.pos[row] = number.int(), last
+        row, i, number, last = send(edits, device).T
+        self.memory.table[row, i], self.memory.pos[row] = number.int(), last
+
+    def read_sources(self, numbers: Tensor, b: int, s: int) -> None:
+        """Source ids (b s), the places of their tokens (b s), and their lengths (b)."""
+        ids, to, lengths = numbers.split([b * s, b * s, b])
+        pos, fast = Span.ragged(lengths, s), self.fast
+        ctx = Context(pos, fast.config.encoder.mask, site="encoder.")
+        self.keep_sources(fast.encoder(fast.source(ids.view(b, s), pos), ctx), to)
+
+    def keep_sources(self, memory: Tensor, to: Tensor) -> None:
+        """What an encoder gave (b s m), at its places (b s)."""
+        pages = Pages(by_token(self.pool), to[:, None], 1, torch.zeros_like(to))
+        for i, block in enumerate(self.fast.decoder.blocks):
+            block.cross.remember(memory.flatten(0, 1), pages.layer(i))
 
     def run(
         self, steps: int, width: int, bound: int, far: int, used: frozenset[str]
@@ -249,6 +276,13 @@ class Runner:
         self.pages.table.fill_(self.pool.scratch)
         self.state.live.zero_()
         self.state.pos.zero_()
+
+
+def recordable(encoder: Any) -> bool:
+    """Whether a pass of the plain tower waits for nothing on the host: no experts, no choice of keys, no slopes."""
+    plain = all(a.kind == "gqa" for a in encoder.each("attention"))
+    experts = any(f.kind != "mlp" for f in encoder.each("ffn"))
+    return plain and not experts and getattr(encoder.relative, "kind", "") != "alibi"
 
 
 def by_token(pool: Pool) -> list[dict[str, Tensor]]:
@@ -497,8 +531,9 @@ class SlotLane:
             room -= m.size
         group.sort(key=lambda m: -m.size)
         while group:
-            some = [m for m in group if 2 * m.size >= group[0].size]
-            self.runner.remember([m.request for m in some], some)
+            few = len(group) * group[0].size <= RECORDED
+            some = [m for m in group if few or 2 * m.size >= group[0].size]
+            self.runner.remember(some)
             for m in some:
                 m.ready = True
             group = group[len(some) :]

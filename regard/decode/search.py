@@ -22,6 +22,7 @@ from regard.decode.settings import Event, Request, Result, Settings
 from regard.fast.cuda import Pages
 from regard.kernels.triton.prompt import two
 from regard.kernels.triton.record import Recorder, send
+from regard.kernels.triton.sample import best
 
 ROOM = 64  # tokens that a text has room for at first
 
@@ -61,8 +62,8 @@ class SearchRunner(Runner):
 
     def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
         s, k, n = self.state, self.shape, width // self.shape.beams
-        logits = self.logits(width, bound, far).float()
-        norm, columns = logits.logsumexp(-1), self.columns.at(slice(0, width), used)
+        logits, columns = self.logits(width, bound, far), self.columns.at(slice(0, width), used)
+        norm = best(logits)[1]
         old = self.texts.each(lambda x: x[: n * k.groups])
         rules = self.rules.each(lambda x: x[:n])
         new, parents, over = select(old, rules, k, logits, norm, columns)
@@ -244,7 +245,8 @@ class SearchLane(SlotLane):
     def _land(self) -> list[Event]:
         if self.flying is None:
             return []
-        texts, live, broken, event, groups = self.flying
+        flying: Any = self.flying
+        texts, live, broken, event, groups = flying
         if event is not None:
             event.synchronize()
         k = self.runner.shape.groups

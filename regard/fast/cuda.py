@@ -377,9 +377,27 @@ def decoder(model: Model, kernels: bool = True) -> Any:
         maker.rows["Stack", "plain: the encoder reads a source once"] += 1
     new = maker.copy(model, **parts)
     own = weight if head.weight is None else head.weight
-    new.head.product = Product(own, head.bias, fast=kernels)
+    new.head.product = vocabulary(own, head.bias, kernels)
     new.parts = dict(maker.rows)
     return new
+
+
+def vocabulary(weight: Tensor, bias: Tensor | None, kernels: bool) -> Product:
+    """The head's product. On a GPU it has rows for a multiple of 8 tokens, without which matrix products there are
+    several times slower; those added have a logit of -infinity."""
+    if weight.is_cuda and len(weight) % 8:
+        bias = lengthened(weight.new_zeros(len(weight)) if bias is None else bias, -torch.inf)
+        weight = lengthened(weight, 0.0)
+    return Product(weight.detach(), bias, fast=kernels)
+
+
+def lengthened(x: Tensor, value: float) -> Tensor:
+    """x with rows up to a multiple of 8, of which x itself is a view from then on."""
+    more = x.new_full((-len(x) % 8, *x.shape[1:]), value)
+    if x.storage_offset() or x.untyped_storage().nbytes() != x.nbytes + more.nbytes:
+        return joined([x, more], [x, None])
+    # It was before.
+    return x.detach().as_strided((len(x) + len(more), *x.shape[1:]), x.stride())
 
 
 class SlotHead(LMHead):
@@ -486,7 +504,8 @@ class SlotCross(SlotAttention):
         q = self.as_heads(self.first(x), self.q_norm)  # n h d
         if not self.fast(k):
             seen = ctx.once("seen", lambda: slots.seen(None))
-            return attend(q, *slots.kept(), seen, self.scale).flatten(1)
+            kept_k, kept_v = slots.kept()
+            return attend(q, kept_k, kept_v, seen, self.scale).flatten(1)
         sizes = ctx.once("sizes", lambda: slots.pos + 1)
         form = {"heads": self.h, "scale": self.scale, "table": slots.table, "bound": slots.bound}
         return gpu_attention.decode(q.flatten(1), k, v, sizes, new=False, **form).flatten(1)

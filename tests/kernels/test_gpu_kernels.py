@@ -91,6 +91,17 @@ def paged(x: Tensor, page: int) -> tuple[Tensor, Tensor]:
 
 
 @each_dtype
+@pytest.mark.parametrize("b, size, k", [(3, 5000, 8), (2, 4097, 5), (1, 700, 9)])
+def test_gpu_largest_is_topk(b: int, size: int, k: int, dtype: torch.dtype) -> None:
+    x = torch.randn(b, size).to(dtype)
+    # The last ones too, and some in one block.
+    x[0, -3:], x[-1, 256:260] = 9.0, 8.0
+    top, at = gpu_sample.largest(x, k)
+    assert torch.equal(top, x.topk(k).values) and torch.equal(x.gather(1, at), top)
+    assert all(len(set(row)) == k for row in at.tolist())
+
+
+@each_dtype
 @pytest.mark.parametrize(
     "b, h, g, d, s, window, turned, splits",
     [
