@@ -22,7 +22,7 @@ from regard.decode.columns import MOST_ENDS, Columns, choose, used_by, uses
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, why_not
+from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, longest, why_not
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of, two, up
 from regard.kernels.triton.record import Recorder, send
@@ -100,7 +100,9 @@ class Runner:
     ) -> Normed:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
         span, fast = Span(pos), self.fast
-        x = Stream(getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide)
+        x = Stream(
+            getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide, self.kernels
+        )
         ctx, cross = SlotContext(span, Causal()), memory and SlotContext(span, Full())
         return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
 
@@ -326,6 +328,7 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
     tower = getattr(model, model.writer).config
     copied = tower.relative is not None or any(a.kind == "mla" for a in tower.each("attention"))
+    length = min(length, longest(model) or length)
 
     def marks() -> list[tuple[int, int]]:
         return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
