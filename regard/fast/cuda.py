@@ -512,7 +512,8 @@ class SlotAttention(GroupedQueryAttention):
         if self.wg is not None:
             gate = qkv[:, -self.h * self.e :]
             qkv = qkv[:, : -self.h * self.e].contiguous()
-        form = {"scale": self.scale, "window": c.window, "softcap": c.softcap, "sinks": self.sinks}
+        form: dict[str, Any] = {"scale": self.scale, "window": c.window}
+        form |= {"softcap": c.softcap, "sinks": self.sinks}
         angles = slots.angles(c.rope, self.d) if fast and c.rope is not None else None
         pack, bias = slots.pack, slots.bias(ctx.relative)
         if pack is not None and fast and bias is None:
@@ -534,8 +535,8 @@ class SlotAttention(GroupedQueryAttention):
             o = o.flatten(2).flatten(0, 1)[pack.back]
         elif fast:
             form |= {"angles": angles, "table": slots.table, "bound": slots.bound, "bias": bias}
-            given = (qkv, k, v, slots.pos)
-            o = gpu_attention.decode(*given, heads=self.h, **form, **self.heads).flatten(1)
+            form |= {"heads": self.h, **self.heads}
+            o = gpu_attention.decode(qkv, k, v, slots.pos, **form).flatten(1)
         else:
             q, *new = self.turned(qkv, ctx)
             slots.store(*new)
@@ -573,8 +574,8 @@ class SlotCross(SlotAttention):
             kept = dict(zip("kv", slots.kept(), strict=True))
             return self.mix(q[:, None], kept, seen, ctx, None).flatten(1)
         sizes = ctx.once("sizes", lambda: slots.pos + 1)
-        form = {"scale": self.scale, "softcap": self.config.softcap, "sinks": self.sinks}
-        form |= {"heads": self.h, "table": slots.table, "bound": slots.bound}
+        form: dict[str, Any] = {"scale": self.scale, "softcap": self.config.softcap}
+        form |= {"sinks": self.sinks, "heads": self.h, "table": slots.table, "bound": slots.bound}
         return gpu_attention.decode(q.flatten(1), k, v, sizes, new=False, **form).flatten(1)
 
     def remember(self, memory: Tensor, slots: Pages) -> None:
