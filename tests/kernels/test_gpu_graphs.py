@@ -504,3 +504,21 @@ def test_greedy_choice_without_a_greatest_number_is_none() -> None:
     inf, nan = float("inf"), float("nan")
     rows = [[1.0, 3.0, 3.0], [nan, 1.0, 2.0], [-inf] * 3, [inf, 0.0, 1.0], [-inf, -5.0, -inf]]
     assert gpu_sample.best(torch.tensor(rows))[0].tolist() == [1, -1, -1, -1, 1]
+
+
+def test_captions_in_slots_are_the_plain_engines() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 4, "ffn_dim": 64, "vocab": 97}
+    model = regard.build("captioner", **sizes, size=8, patch=4).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    images = torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    asked = [
+        Request([i], Settings(max_new_tokens=9, beams=1 + i % 2), source=image)
+        for i, image in enumerate(images)
+    ]
+    want = by_torch(model, asked)
+    assert len({tuple(r.ids) for r in want}) > 2
+    same(answer(model, asked, 4), want)
+    same(answer(model, asked, 4, pages=9, page=4), want)
