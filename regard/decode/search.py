@@ -71,14 +71,14 @@ class SearchRunner(Runner):
         broken.logical_or_(live & ~norm.view(n, -1).isfinite().all(-1))
         going = live.repeat_interleave(k.groups)
         for x, y in zip(old.tensors(), new.tensors(), strict=True):
-            x.copy_(torch.where(going.view(-1, *[1] * (x.dim() - 1)), y, x))
+            torch.where(going.view(-1, *[1] * (x.dim() - 1)), y, x, out=x)
         s.ids[:width].copy_(new.last.flatten())
         pos.add_(live.repeat_interleave(k.beams)).clamp_(max=self.length - 1)
         # A beam's text is its parent's, and what comes next lies where it writes.
         first = k.beams * torch.arange(n, device=self.device)[:, None]
         table, at = self.pages.table[:width, :bound], torch.arange(bound, device=self.device)
         taken = table[(parents + first).flatten()]
-        table.copy_(torch.where(at < pos[:, None], taken, self.own[:width, :bound]))
+        torch.where(at < pos[:, None], taken, self.own[:width, :bound], out=table)
         live.logical_and_(~(over | broken))
 
     def begin(self, new: Sequence[Group]) -> None:
