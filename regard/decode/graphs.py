@@ -58,7 +58,14 @@ class Runner:
         self.fast, self.pool = decoder(model, kernels), pool
         places = -(-length // pool.page)
         table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
-        self.pages = Pages(pool.stores, table, length)
+        # In float32 at least, as the mechanisms have them.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        states = [
+            {name: torch.zeros(rows, *size, dtype=wide, device=self.device) for name, size in spec.state.items()}
+            for spec in model.cache_specs()
+        ]
+        self.pages = Pages(pool.stores, states, table, length)
+        self.stateful = any(states)
         self.length = length
 
         def zeros(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
@@ -94,7 +101,8 @@ class Runner:
     def logits(self, width: int, bound: int) -> Tensor:
         """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`."""
         s = self.state
-        pages = replace(self.pages, table=self.pages.table[:width], pos=s.pos[:width], bound=bound)
+        rows = {"table": self.pages.table[:width], "pos": s.pos[:width], "live": s.live[:width]}
+        pages = replace(self.pages, bound=bound, **rows)
         ids, pos = s.ids[:width].clamp(min=0)[:, None], s.pos[:width, None]
         return self.fast.logits(self.hidden(ids, pos, pages, self.kernels and width > MOST))
 
@@ -123,6 +131,7 @@ class Runner:
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True)
         if not pack.sizes.ends:
             return
+        pages.part()
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
         tokens, greatest, norm = self.choose(logits, at, pack.said, used)
         self.columns.said(at, tokens)
@@ -163,7 +172,11 @@ class Runner:
                 *s.tensors(),
                 *([said] if (said := self.columns.values.get("said")) is not None else []),
             ]
+            live = s.live.clone()
+            # A try must not move a state on.
+            s.live.zero_()
             self.recorder.try_and_record(key, lambda: self.step(*key), changed)
+            s.live.copy_(live)
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
         s.tick.fill_(1)
@@ -238,7 +251,8 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     weight = next(model.parameters())
     pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
     slots = 1 << (rows - 1).bit_length()
-    new = Runner(model, pool, max(slots, SLOTS) if weight.is_cuda else slots, length)
+    free = weight.is_cuda and not any(spec.state for spec in model.cache_specs())
+    new = Runner(model, pool, max(slots, SLOTS) if free else slots, length)
     if new.graph:
         # Joining has moved weights.
         new.marks, _kept[model] = marks(), new
@@ -279,7 +293,9 @@ class SlotLane:
     """Rows of any sampling settings in the slots of a runner: what the engine calls a lane."""
 
     def __init__(self, runner: Runner, prefix: bool, chunk: int):
-        self.runner, self.pool, self.prefix, self.chunk = runner, runner.pool, prefix, chunk
+        self.runner, self.pool, self.chunk = runner, runner.pool, chunk
+        # Pages alone do not bring back a state.
+        self.prefix = prefix and not runner.stateful
         self.free = list(range(runner.rows))  # the lowest first
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
@@ -402,7 +418,8 @@ class SlotLane:
             writers = [slot, *slot.siblings] if end == len(slot.text) else []
             writers = [s for s in writers if not s.gone]
             ends = [(s.index, s.said) for s in writers]
-            parts.append(Part(slot.text[slot.fed : end], slot.fed, slot.pages, ends))
+            text = slot.text[slot.fed : end]
+            parts.append(Part(text, slot.fed, slot.pages, ends, slot.index))
             through += [(slot, s) for s in writers]
         own = [s for slot, s in through if s is not slot and len(slot.text) % self.pool.page]
         if self.pool.available < len(own):

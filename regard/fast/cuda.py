@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
@@ -31,6 +32,7 @@ from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, 
 from regard.kernels.triton.prompt import Pack
 from regard.kernels.triton.wide import add_norm, gated, product, summed
 from regard.layers import FeedForward, LMHead, RMSNorm
+from regard.mask import Span
 from regard.models import Model
 from regard.moe import MixtureOfExperts
 from regard.position import LongRope, Rope
@@ -48,8 +50,8 @@ def why_not(model: Any) -> str:
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
         return "its positions skip tokens"
-    if any(a.kind not in ("gqa", "mla") for a in tower.each("attention")):
-        return "its attention selects keys, or keeps a state"
+    if any(a.kind not in ("gqa", "mla", "delta") for a in tower.each("attention")):
+        return "its attention selects keys"
     if any(type(m) is not nn.Linear for m in _products(model.tower)):
         return "its linear layers are packed, or have adapters: merge them first"
     if any(type(p.data) is not Tensor for p in model.parameters()):
@@ -67,7 +69,7 @@ def longest(model: Any) -> int | None:
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
-    names = ("wq", "wk", "wv", "wg", "wo", "router", "w_dq", "w_uq", "w_dkv", "w_ukv", "gate", "up", "down")
+    names = ("wq", "wk", "wv", "wg", "wz", "wo", "router", "w_dq", "w_uq", "w_dkv", "w_ukv", "gate", "up", "down")
     each = tower.named_modules()
     return [m for name, m in each if name.rpartition(".")[2] in names]
 
@@ -105,7 +107,7 @@ class Stream:
 
     def whole(self) -> Tensor:
         """All of it added up."""
-        return Normed(self, None).tensor()
+        return tensor(self)
 
 
 @dataclass
@@ -114,6 +116,7 @@ class Normed:
 
     stream: Stream
     norm: Any
+    made: Tensor | None = None
 
     def take(self, rows: Tensor) -> Normed:
         s = self.stream
@@ -122,13 +125,20 @@ class Normed:
 
     def tensor(self) -> Tensor:
         """The sum made, in the stream too, and normed."""
+        if self.made is not None:
+            return self.made
         s, norm = self.stream, self.norm
         if s.more is not None and s.norm is not None and rms(s.norm) is None:
             plus = s.more.sum(0).to(s.value.dtype) if s.more.dim() == 3 else s.more
             s.more, s.norm = s.norm(plus), None
         s.value, y = add_norm(s.value, s.more, rms(norm), rms(s.norm), s.fast)
         s.more = s.norm = None
-        return y if norm is None or rms(norm) is not None else norm(y)
+        self.made = y if norm is None or rms(norm) is not None else norm(y)
+        return self.made
+
+
+def tensor(x: Stream | Normed) -> Tensor:
+    return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
 
 
 class LeftNorm(nn.Module):
@@ -219,12 +229,15 @@ def joined(parts: Sequence[Tensor], owners: Sequence[Tensor | None]) -> Tensor:
 @dataclass
 class Pages:
     """The caches of all layers, pages that are named by a block table (b places), and what is asked now: a step at
-    positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`."""
+    positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`. States of fixed size have a
+    place for every row; those of rows that are not `live` stay as they are."""
 
     stores: list[dict[str, Tensor]]  # of each layer: (pages page ...)
+    states: list[dict[str, Tensor]]  # of each layer: (rows ...)
     table: Tensor
     length: int
     pos: Tensor | None = None
+    live: Tensor | None = None
     bound: int = 0
     pack: Pack | None = None
     index: int = 0
@@ -264,6 +277,37 @@ class Pages:
         each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
         return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
+    # As a cache has it: nothing is forgotten.
+    window: ClassVar[None] = None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Of every row of the step, or of every prompt: nothing where a text begins."""
+        mine, pack = self.states[self.index], self.pack
+        if pack is None:
+            assert self.pos is not None
+            return {name: x[: len(self.pos)] for name, x in mine.items()}
+        new = pack.starts == 0
+        return {name: x[pack.homes].masked_fill(_as(new, x), 0) for name, x in mine.items()}
+
+    def put(self, state: dict[str, Tensor], past: Any) -> None:
+        """`past`, what takes tokens back, is not asked for here."""
+        for name, x in self.states[self.index].items():
+            if self.pack is not None:
+                x[self.pack.homes] = state[name].to(x.dtype)
+            else:
+                assert self.live is not None
+                old = x[: len(self.live)]
+                old.copy_(torch.where(_as(self.live > 0, x), state[name].to(x.dtype), old))
+
+    def part(self) -> None:
+        """The prompts' last states, to every row that goes on from them."""
+        assert self.pack is not None
+        source = self.pack.homes[self.pack.row[self.pack.last]]
+        for states in self.states:
+            for x in states.values():
+                x[self.pack.rows] = x[source]
+
     def seen(self, window: int | None) -> Tensor:
         """Which of the first `bound` places a step may see: (b 1 1 bound)."""
         assert self.pos is not None
@@ -281,6 +325,11 @@ class Pages:
             cos, sin = rope.angles(at[None], dim, wide if rope.wide else like.dtype)
             self.memo[rope, dim] = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
         return self.memo[rope, dim]
+
+
+def _as(rows: Tensor, x: Tensor) -> Tensor:
+    """(b) as (b 1 ...), as many axes as x has."""
+    return rows.view(-1, *[1] * (x.dim() - 1))
 
 
 @dataclass
@@ -337,6 +386,11 @@ class Cuda(Specialise):
         )
         return new
 
+    def delta(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotDelta)
+        new.out = self.product(m.wo)
+        return new
+
     def feed_forward(self, m: Any) -> nn.Module:
         both = [m.up] if m.gate is None else [m.gate, m.up]
         new = self.copy(m, SlotFeedForward)
@@ -350,6 +404,7 @@ class Cuda(Specialise):
         Stack: lambda maker, m: maker.copy(m, norm=LeftNorm(m.norm)),
         GroupedQueryAttention: lambda maker, m: maker.attention(m),
         LatentAttention: lambda maker, m: maker.latent(m),
+        GatedDeltaRule: lambda maker, m: maker.delta(m),
         FeedForward: lambda maker, m: maker.feed_forward(m),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
@@ -397,7 +452,7 @@ class SlotExperts(MixtureOfExperts):
     fast: bool
 
     def enter(self, x: Any) -> Tensor:
-        return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
+        return tensor(x)
 
     def logits(self, x: Tensor) -> Tensor:
         few = self.fast and ready(x) and len(x) <= FEW and x.dtype == self.router.weight.dtype
@@ -551,6 +606,28 @@ class SlotLatent(LatentAttention):
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
+
+
+class SlotDelta(GatedDeltaRule):
+    """The gated delta rule as it is, its states in the rows' places."""
+
+    out: Product
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        x, pack = tensor(x), slots.pack
+        if pack is None:
+            return super().look(x[:, None], ctx)[:, 0]
+        place = torch.arange(pack.grid.shape[1], device=x.device)
+        real = place < (pack.totals - pack.starts)[:, None]
+        span = Span(torch.where(real, place + pack.starts[:, None], -1))
+        return super().look(x[pack.grid], replace(ctx, pos=span)).flatten(0, 1)[pack.back]
+
+    def weigh(self, o: Tensor, x: Any) -> Tensor:
+        return super().weigh(o, tensor(x))
+
+    def leave(self, o: Tensor, residual: Any = None) -> Any:
+        return residual.add(self.out, o.flatten(1), self.add.norm)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

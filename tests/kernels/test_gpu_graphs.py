@@ -70,6 +70,13 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
         PLAIN,
         {"ffn": (regard.MLP(64, "tanh"), regard.MLP(64, "quick_gelu", gated=True))},
     ),
+    "qwen3_next": (
+        (
+            regard.DeltaRule(2, 4, 16, 32),
+            regard.GQA(4, 2, 32, rope=ODD, qk_norm=1e-6, qk_norm_plus_one=True, gated=True),
+        ),
+        {"norm": GEMMA, "ffn": regard.MoE(8, 2, 64, **SHARED)},
+    ),
     "value_dim": (regard.GQA(4, 2, 32, value_dim=24, rope=ROPE), {}),
 }
 
@@ -165,8 +172,9 @@ def test_every_setting_is_the_same_in_slots(settings: dict) -> None:
     same(answer(model, asked, 4), by_torch(model, asked))
 
 
-def test_samples_read_their_prompt_once_and_part_after_it() -> None:
-    model = build("gqa")
+@pytest.mark.parametrize("name", ["gqa", "qwen3_next"])
+def test_samples_read_their_prompt_once_and_part_after_it(name: str) -> None:
+    model = build(name)
     asked = [
         Request([5] * n, Settings(max_new_tokens=9, samples=3, temperature=1.0))
         for n in (7, 16, 33)
@@ -305,7 +313,7 @@ def test_cancelled_rows_and_deadlines_free_their_slots() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["gqa", "window", "mla_query", "gpt2"])
+@pytest.mark.parametrize("name", ["gqa", "window", "mla_query", "gpt2", "qwen3_next"])
 def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
     """Random settings, arrivals, cancels, chunks and small pools, in float64: whoever else is there changes nothing."""
     g, model = random.Random(seed), build(name).double()

@@ -35,6 +35,7 @@ class Part:
     pages: Sequence[int]
     # What begins to write when the prompt is through: rows of the decoder, and how many tokens each has said.
     ends: Sequence[tuple[int, int]] = ()
+    home: int = 0  # the row of the decoder that has its state, where a model keeps one
 
 
 class Sizes(NamedTuple):
@@ -74,6 +75,7 @@ def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
     """All the numbers of a Pack, in its order, for one copy to the device."""
     count = torch.tensor([len(p.tokens) for p in parts])
     start = torch.tensor([p.start for p in parts])
+    home = torch.tensor([p.home for p in parts])
     first = count.cumsum(0) - count
     row = torch.arange(len(parts)).repeat_interleave(count)
     ids = torch.tensor([token for p in parts for token in p.tokens])
@@ -93,7 +95,7 @@ def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
     by_token = (ids, start[row] + place, row, row * sizes.longest + place)
     each = [
         *(_filled(x, sizes.tokens) for x in by_token),
-        *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count)),
+        *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count, home)),
         *(_filled(x, sizes.ends) for x in columns),
     ]
     return torch.cat([x.flatten() for x in each])
@@ -116,7 +118,8 @@ class Pack:
     grid: Tensor  # (n s) the token at each place
     table: Tensor  # (n places) each prompt's pages,
     starts: Tensor  # (n) how much of its text the cache has
-    totals: Tensor  # (n) and will have
+    totals: Tensor  # (n) and will have,
+    homes: Tensor  # (n) and the row that has its state
     last: Tensor  # (e) the last token of those that are through,
     rows: Tensor  # (e) where each goes on,
     said: Tensor  # (e) what it has said
@@ -126,7 +129,7 @@ class Pack:
     @classmethod
     def of(cls, numbers: Tensor, sizes: Sizes) -> Pack:
         t, n, s, _, places, e = sizes
-        each = numbers.split([t, t, t, t, n * s, n * places, n, n, e, e, e, e])
+        each = numbers.split([t, t, t, t, n * s, n * places, n, n, n, e, e, e, e])
         ids, pos, row, back, grid, table, *rest = each
         return cls(sizes, ids, pos, row, back, grid.view(n, s), table.view(n, places), *rest)
 
