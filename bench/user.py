@@ -12,7 +12,7 @@ c  512 requests that arrive by and by (Poisson), prompts of 16 to 2,048 tokens, 
 d  the first token: a process of its own from `regard.load` on, with kernels compiled anew and from their cache
 e  chats: 64 of 8 turns with one system prompt, by regard.Engine: how many tokens of the prompts are not read again
 f  a Mixtral shape (8 experts, 2 chosen; 4 layers of it) and a Qwen3-4B shape (norms on queries and keys), random
-   weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of the experts only those that were chosen
+   weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of experts those that were chosen
 
 Nothing but torch, triton and transformers must be installed. It changes nothing.
 """

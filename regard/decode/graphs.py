@@ -61,7 +61,10 @@ class Runner:
         # In float32 at least, as the mechanisms have them.
         wide = torch.promote_types(weight.dtype, torch.float32)
         states = [
-            {name: torch.zeros(rows, *size, dtype=wide, device=self.device) for name, size in spec.state.items()}
+            {
+                name: torch.zeros(rows, *size, dtype=wide, device=self.device)
+                for name, size in spec.state.items()
+            }
             for spec in model.cache_specs()
         ]
         self.pages = Pages(pool.stores, states, table, length)
@@ -101,7 +104,11 @@ class Runner:
     def logits(self, width: int, bound: int) -> Tensor:
         """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`."""
         s = self.state
-        rows = {"table": self.pages.table[:width], "pos": s.pos[:width], "live": s.live[:width]}
+        rows: Any = {
+            "table": self.pages.table[:width],
+            "pos": s.pos[:width],
+            "live": s.live[:width],
+        }
         pages = replace(self.pages, bound=bound, **rows)
         ids, pos = s.ids[:width].clamp(min=0)[:, None], s.pos[:width, None]
         return self.fast.logits(self.hidden(ids, pos, pages, self.kernels and width > MOST))

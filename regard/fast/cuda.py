@@ -69,7 +69,22 @@ def longest(model: Any) -> int | None:
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
-    names = ("wq", "wk", "wv", "wg", "wz", "wo", "router", "w_dq", "w_uq", "w_dkv", "w_ukv", "gate", "up", "down")
+    names = (
+        "wq",
+        "wk",
+        "wv",
+        "wg",
+        "wz",
+        "wo",
+        "router",
+        "w_dq",
+        "w_uq",
+        "w_dkv",
+        "w_ukv",
+        "gate",
+        "up",
+        "down",
+    )
     each = tower.named_modules()
     return [m for name, m in each if name.rpartition(".")[2] in names]
 
@@ -365,7 +380,11 @@ class Cuda(Specialise):
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
         norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
-        new.heads = {"norms": norms if m.q_norm else None, "whole": c.qk_norm_whole, "paired": paired}
+        new.heads = {
+            "norms": norms if m.q_norm else None,
+            "whole": c.qk_norm_whole,
+            "paired": paired,
+        }
         return new
 
     def experts(self, m: Any) -> nn.Module:
@@ -463,8 +482,8 @@ class SlotExperts(MixtureOfExperts):
         if c.groups > 1 or not (self.fast and ready(x)):
             return super().route(x)
         sigmoid = c.score == "sigmoid"
-        more = {"normalized": c.normalized, "gain": c.gain, "correction": self.correction}
-        return choose(self.logits(x), c.active, sigmoid=sigmoid, **more)
+        more: dict[str, Any] = {"normalized": c.normalized, "correction": self.correction}
+        return choose(self.logits(x), c.active, sigmoid=sigmoid, gain=c.gain, **more)
 
     def mix(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         form = experts if self.fast and suits(x, self.all) else expert_reference
@@ -491,44 +510,49 @@ class SlotAttention(GroupedQueryAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        k, v = slots.mine
-        fast, c = self.fast(k), self.config
-        qkv, gate = self.first(x, split=fast and slots.pack is None and self.wg is None), None
+        fast, gate, wide = self.fast(slots.mine[0]), None, self.h * self.e
+        qkv = self.first(x, split=fast and slots.pack is None and self.wg is None)
         if self.wg is not None:
-            gate = qkv[:, -self.h * self.e :]
-            qkv = qkv[:, : -self.h * self.e].contiguous()
-        form = {"scale": self.scale, "window": c.window, "softcap": c.softcap, "sinks": self.sinks}
-        angles = slots.angles(c.rope, self.d) if fast and c.rope is not None else None
-        pack = slots.pack
-        if pack is not None and fast:
-            laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
-            near = c.window is not None and c.window < pack.sizes.longest
-            if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
-                o = gpu_prompt.over_pages(laid[0], k, v, pack, **form)
-            else:
-                o = gpu_prompt.attend(laid, pack, self.scale, None)
-        elif pack is not None:
-            q, *new = self.turned(qkv, ctx)
-            slots.store(*new)
-            laid = gpu_prompt.lay(pack, q, *new)
-            if pack.sizes.whole:
-                laid = laid[0], *slots.kept()
-            seen = gpu_prompt.seen(laid, pack, c.window)
-            o = self.mix(laid[0], dict(zip("kv", laid[1:], strict=True)), seen, ctx, None)
-            o = o.flatten(2).flatten(0, 1)[pack.back]
-        elif fast:
-            more = {"angles": angles, "table": slots.table, "bound": slots.bound, **self.heads}
-            o = gpu_attention.decode(qkv, k, v, slots.pos, heads=self.h, **form, **more).flatten(1)
-        else:
-            q, *new = self.turned(qkv, ctx)
-            slots.store(*new)
-            seen = ctx.once(("seen", c.window), lambda: slots.seen(c.window))
-            o = self.mix(q[:, None], dict(zip("kv", slots.kept(), strict=True)), seen, ctx, None)
-            o = o.flatten(1)
+            qkv, gate = qkv[:, :-wide].contiguous(), qkv[:, -wide:]
+        o = self.by_kernels(qkv, slots) if fast else self.by_torch(qkv, slots, ctx)
         return o if gate is None else o * self.sigmoid(gate)
 
     def weigh(self, o: Tensor, x: Any) -> Tensor:
+        """`look` had its gate at hand."""
         return o
+
+    def by_kernels(self, qkv: Tensor, slots: Pages) -> Tensor:
+        c, (k, v), pack = self.config, slots.mine, slots.pack
+        angles = None if c.rope is None else slots.angles(c.rope, self.d)
+        form = {"scale": self.scale, "window": c.window, "softcap": c.softcap, "sinks": self.sinks}
+        if pack is None:
+            more = {"angles": angles, "table": slots.table, "bound": slots.bound, **self.heads}
+            o = gpu_attention.decode(qkv, k, v, slots.pos, heads=self.h, **form, **more)  # type: ignore[arg-type]
+            return o.flatten(1)
+        laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
+        near = c.window is not None and c.window < pack.sizes.longest
+        if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
+            return gpu_prompt.over_pages(laid[0], k, v, pack, **form)
+        return gpu_prompt.attend(laid, pack, self.scale)
+
+    def by_torch(self, qkv: Tensor, slots: Pages, ctx: Context) -> Tensor:
+        c, pack = self.config, slots.pack
+        q, *new = self.turned(qkv, ctx)
+        slots.store(*new)
+        kept: Sequence[Tensor]
+        if pack is None:
+            kept, q = slots.kept(), q[:, None]
+            seen = ctx.once(("seen", c.window), lambda: slots.seen(c.window))
+        else:
+            q, *kept = gpu_prompt.lay(pack, q, *new)
+            kept = slots.kept() if pack.sizes.whole else kept
+            seen = gpu_prompt.seen(pack, kept[0].shape[1], c.window)
+        o = (
+            self.mix(q, dict(zip("kv", kept, strict=True)), seen, ctx, None)
+            .flatten(2)
+            .flatten(0, 1)
+        )
+        return o if pack is None else o[pack.back]
 
     def turned(self, qkv: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q (n h d), k (n g d), v (n g e), normed and turned."""
@@ -566,7 +590,10 @@ class SlotLatent(LatentAttention):
             laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
             if slots.pack.sizes.whole:
                 laid = laid[0], *self.heads(slots.kept())
-            return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
+            window, size = self.config.window, laid[1].shape[1]
+            masked = slots.pack.sizes.whole or window is not None
+            seen = gpu_prompt.seen(slots.pack, size, window) if masked else None
+            return gpu_prompt.attend(laid, slots.pack, self.scale, seen)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
         if self.fast(slots.mine[0]):
             latents, ropes = slots.mine

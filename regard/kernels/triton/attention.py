@@ -69,7 +69,7 @@ def _place(table, b, s, row, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexp
 
 @jit
 def _read(x, i, stride, kind, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Features i of what begins at x, rounded to `kind`, zero from D on; or the sum of PARTS that lie `stride` apart."""
+    """Features i of what begins at x, or the sum of PARTS that lie `stride` apart, as `kind`; from D on zero."""
     if D == WIDTH:
         a = tl.load(x + i)
         for p in tl.static_range(1, PARTS):

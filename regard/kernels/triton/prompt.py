@@ -233,8 +233,8 @@ def lay_qkv(
     norms: tuple[Rms, Rms] | None = None,
     whole: bool = False,
 ) -> Laid:
-    """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page g
-    d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
+    """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page
+    g d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
     page, g, d = keys.shape[1:]
     rooms = pack.rooms(qkv, heads, g, d)
     cos, sin = (qkv, qkv) if angles is None else angles
@@ -268,22 +268,18 @@ def lay_qkv(
     return rooms
 
 
-def seen(laid: Laid, pack: Pack, window: int | None) -> Tensor:
-    """Which keys each query may see: (n 1 s S)."""
-    q, k, _ = laid
-    at = torch.arange(q.shape[1], device=q.device)[None]
-    if pack.sizes.whole:
-        at = at + pack.starts[:, None]
-    gap = at[:, :, None] - torch.arange(k.shape[1], device=q.device)
+def seen(pack: Pack, size: int, window: int | None) -> Tensor:
+    """Which of a text's first `size` keys each query may see: (n 1 s size)."""
+    at = torch.arange(pack.grid.shape[1], device=pack.grid.device) + pack.starts[:, None]
+    gap = at[:, :, None] - torch.arange(size, device=at.device)
     mask = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
     return mask[:, None]
 
 
-def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
-    """Causal attention of q (n s h d) over k, v of the same tokens, or of whole texts (n S g d) where some of them was
-    in the cache; back as tokens (t, h e)."""
+def attend(laid: Laid, pack: Pack, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Causal attention of q (n s h d) over k, v of the same tokens, or by a mask (n 1 s S) over whole texts (n S g d);
+    back as tokens (t, h e)."""
     q, k, v = (x.transpose(1, 2) for x in laid)
-    mask = seen(laid, pack, window) if pack.sizes.whole or window is not None else None
     o = fused(q, k, v, mask, causal=mask is None, scale=scale)
     return o.transpose(1, 2).flatten(2).flatten(0, 1)[pack.back]
 
