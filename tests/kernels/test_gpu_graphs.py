@@ -12,6 +12,7 @@ import regard
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
+from regard.kernels.triton import measured as gpu_measured
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
 from regard.models import Tokens, TransformerConfig
@@ -428,3 +429,41 @@ def test_greedy_choice_without_a_greatest_number_is_none() -> None:
     inf, nan = float("inf"), float("nan")
     rows = [[1.0, 3.0, 3.0], [nan, 1.0, 2.0], [-inf] * 3, [inf, 0.0, 1.0], [-inf, -5.0, -inf]]
     assert gpu_sample.best(torch.tensor(rows))[0].tolist() == [1, -1, -1, -1, 1]
+
+
+def test_faster_form_is_measured_once_and_kept(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    monkeypatch.setattr(gpu_measured, "card", lambda: "a card")
+    times = {"ours": 1.0, "torch": 1.0}
+    tried: list[str] = []
+
+    def seconds(call: Any) -> float:
+        tried.append(call())
+        return times[call()]
+
+    monkeypatch.setattr(gpu_measured, "seconds", seconds)
+    forms = {"ours": lambda: "ours", "torch": lambda: "torch"}
+    gpu_measured.table.cache_clear()
+    recording = True
+    assert gpu_measured.fastest("a", forms) == "ours" and not tried
+    recording = False
+    # As fast is not faster.
+    assert gpu_measured.fastest("a", forms) == "ours" and tried == ["ours", "torch"]
+    times["torch"] = 0.5
+    assert gpu_measured.fastest("a", forms) == "ours"
+    assert gpu_measured.fastest("b", forms) == "torch" and len(tried) == 4
+    # Another process finds both.
+    gpu_measured.table.cache_clear()
+    recording = True
+    assert [gpu_measured.fastest(key, forms) for key in "ab"] == ["ours", "torch"]
+    # A spoilt file counts as none.
+    recording = False
+    for text in ("[1, 2", "[1]", '{"a card": 3}', '{"a card": {"b": "neither"}}'):
+        (tmp_path / "regard" / "kernels.json").write_text(text)
+        gpu_measured.table.cache_clear()
+        assert gpu_measured.fastest("b", forms) == ("ours" if "neither" in text else "torch")
+    gpu_measured.table.cache_clear()

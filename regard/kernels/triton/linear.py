@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.kernels.triton.measured import fastest
+
 try:
     import triton
     import triton.language as tl
@@ -281,5 +283,11 @@ def linear(
     """`reference`, by the kernel where that is faster: few rows on a GPU."""
     few = len(x) <= MOST and w.shape[1] <= LONGEST and x.dtype == w.dtype
     whole = x.is_contiguous() and w.is_contiguous() and w.shape[1] % 8 == 0
-    form = fused if few and whole and ready(x) else reference
-    return form(x, w, bias, norm=norm, act=act, gated=gated, residual=residual)
+    plain, ours = (
+        functools.partial(f, x, w, bias, norm=norm, act=act, gated=gated, residual=residual)
+        for f in (reference, fused)
+    )
+    if not (few and whole and ready(x)):
+        return plain()
+    key = f"linear {tuple(x.shape)} {len(w)} {norm is not None} {act} {gated} {x.dtype}"
+    return ours() if fastest(key, {"ours": ours, "torch": plain}) == "ours" else plain()

@@ -9,6 +9,8 @@ Plain forms beside each; `fast=False`, or no GPU, takes those.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,7 @@ from regard.kernels.triton.linear import (
     rms_norm,
     triton,
 )
+from regard.kernels.triton.measured import fastest
 
 if triton is not None:
     import triton.language as tl
@@ -277,14 +280,20 @@ def product(
     x: Tensor, w: Tensor, bias: Tensor | None, fast: bool = True, split: bool = False
 ) -> Tensor:
     """x w^T + bias (m n); with `split` perhaps as parts (s m n)."""
-    if not ours(x, w, bias, fast):
-        return F.linear(x, w, bias)
-    y = parts(x, w, split)
-    return y if split else y[0]
+    plain, form = partial(F.linear, x, w, bias), partial(parts, x, w, split)
+    key = f"product {tuple(x.shape)} {len(w)} {split} {x.dtype}"
+    if ours(x, w, bias, fast) and fastest(key, {"ours": form, "torch": plain}) == "ours":
+        return form() if split else form()[0]
+    return plain()
 
 
 def gated(x: Tensor, w: Tensor, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
     """act(gate) * up of x by w = [gate ; up] (2n k)."""
-    if ours(x, w, bias, fast):
-        return parts(x, w, False, act=act, gated=True)[0]
-    return gate(F.linear(x, w, bias), act, fast)
+    form = partial(parts, x, w, False, act=act, gated=True)
+    key = f"gated {tuple(x.shape)} {len(w)} {act} {x.dtype}"
+
+    def plain() -> Tensor:
+        return gate(F.linear(x, w, bias), act, fast)
+
+    mine = ours(x, w, bias, fast) and fastest(key, {"ours": form, "torch": plain}) == "ours"
+    return form()[0] if mine else plain()
