@@ -371,6 +371,10 @@ class Cuda(Specialise):
     def product(self, *modules: Any, **more: Any) -> Product:
         return Product.of(list(modules), fast=self.kernels, **more)
 
+    def note(self, weight: Tensor, why: str) -> str:
+        """What `explain` adds where a part has no kernel."""
+        return f", by torch's operations: {why}" if why and self.kernels and ready(weight) else ""
+
     def block(self, m: Block) -> nn.Module:
         norms = {name: LeftNorm(getattr(m, name), m.order == "post") for name in ("norm1", "norm3")}
         return self.copy(m, **norms)
@@ -379,6 +383,8 @@ class Cuda(Specialise):
         new, c = self.copy(m, SlotAttention), m.config
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
+        why = "" if new.fast(m.wk.weight) else f"heads of {m.d} and {m.e} features"
+        new.note = self.note(m.wk.weight, why)
         norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
         new.heads = {
             "norms": norms if m.q_norm else None,
@@ -393,6 +399,8 @@ class Cuda(Specialise):
         act, limit = m.config.activation, m.config.limit
         new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
         new.fast = self.kernels
+        why = "" if m.config.groups == 1 else "its router, as it chooses among groups"
+        new.note = self.note(m.gate, why if suits(m.gate[0], new.all) else "experts of this size")
         return new
 
     def latent(self, m: Any) -> nn.Module:
@@ -407,7 +415,7 @@ class Cuda(Specialise):
 
     def delta(self, m: Any) -> nn.Module:
         new = self.copy(m, SlotDelta)
-        new.out = self.product(m.wo)
+        new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
         return new
 
     def feed_forward(self, m: Any) -> nn.Module:
