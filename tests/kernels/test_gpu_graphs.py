@@ -258,11 +258,11 @@ def test_what_has_no_graph_says_why() -> None:
     for model, words in (
         (regard.build("t5-small", layers=1), "not one tower on tokens"),
         (regard.Probe().on(build("gqa")), "a probe watches it"),
-        (regard.prepare(build("gqa"), "bf16"), "prepared in bf16"),
+        (regard.prepare(build("gqa"), "int8"), "prepared in int8"),
     ):
         with pytest.raises(UsageError, match=f"no CUDA graph: .*{words}"):
             Engine(model, runner="graph")
-        assert f"runner {'native' if 'bf16' in words else 'torch'}: no" in Engine(model).explain()
+        assert f"runner {'native' if 'int8' in words else 'torch'}: no" in Engine(model).explain()
     model = build("gqa")
     assert "it is on cpu, not on a GPU" in Engine(model).explain()
     told = Engine(model, runner="graph", rows=5).explain()
