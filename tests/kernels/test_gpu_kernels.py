@@ -161,23 +161,21 @@ FORMS = {
 
 
 @pytest.mark.usefixtures("interpreted")
-@each_dtype
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("d, splits", [(32, 1), (48, 2)])
 def test_gpu_forms_of_attention_match_the_plain_ones(
-    form: str, d: int, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt and a step, through pages, as the plain mechanism has them."""
-    config = regard.GQA(6, 2, d, **{"rope": regard.Rope()} | FORMS[form])  # type: ignore[arg-type]
+    """Prompts and a step, heads whose width is no power of two, as the plain mechanism has them."""
+    config = regard.GQA(6, 2, 48, **{"rope": regard.Rope()} | FORMS[form])  # type: ignore[arg-type]
     tower = regard.Tower(64, 1, config, regard.MLP(64), norm=regard.Norm(rms=True))
-    model = TransformerConfig(Tokens(97), tower, regard.LM(), max_len=96).make().eval().to(dtype)
+    model = TransformerConfig(Tokens(97), tower, regard.LM(), max_len=96).make().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(3) if p.dim() > 1 else p.add_(0.3 * torch.randn_like(p))
-    monkeypatch.setattr(gpu_attention, "splits_for", lambda *_: splits)
-    engine = Engine(model, runner="graph", rows=2, page=8, chunk=16)
-    texts = [[5, 9, 2, 60], [7, 8, 9] * 9]
-    assert largest_gap(engine, texts, 2) < (BOUND if dtype is torch.float32 else 0.05)
+    monkeypatch.setattr(gpu_attention, "splits_for", lambda *_: 2)
+    # In chunks: of what was read before, from its pages.
+    engine = Engine(model, runner="graph", rows=2, page=8, chunk=16 if form == "sinks" else None)
+    assert largest_gap(engine, [[5, 9, 2, 60], [7, 8, 9] * 9], 2) < BOUND
 
 
 @each_dtype
