@@ -236,7 +236,7 @@ def part_e(args: argparse.Namespace) -> None:
             chosen = torch.stack([torch.randperm(count)[:a] for _ in range(rows)]).cuda()
             weight, used = torch.rand(rows, a, device="cuda"), len(chosen.unique())
             for part, source, out, size in (("up", x, h, 4 * m * f), ("down", h, y, 2 * m * f)):
-                now = gpu_experts.blocks_for(source.shape[1], rows, rows * a, count)
+                now = gpu_experts.blocks_for(source.shape[1], rows, rows * a, count, part == "up")
                 for blocks in dict.fromkeys([now, *((0, *b) for b in tried)]):
                     call = partial(gpu_experts.grouped, source, chosen, weight, w, (), out, blocks)
                     took = replayed([call] * 4)

@@ -26,11 +26,11 @@ from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import prompt as gpu_prompt
-from regard.kernels.triton.experts import FEW, Experts, choose, experts, scores, suits
+from regard.kernels.triton.experts import Experts, choose, experts, scores, suits
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, reference
 from regard.kernels.triton.prompt import Pack
-from regard.kernels.triton.wide import add_norm, gated, product, summed
+from regard.kernels.triton.wide import HIGHEST, add_norm, gated, product, summed
 from regard.layers import FeedForward, LMHead, RMSNorm
 from regard.mask import Span
 from regard.models import Model
@@ -482,7 +482,7 @@ class SlotExperts(MixtureOfExperts):
         return tensor(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        few = self.fast and ready(x) and len(x) <= FEW and x.dtype == self.router.weight.dtype
+        few = self.fast and ready(x) and len(x) <= HIGHEST and x.dtype == self.router.weight.dtype
         return scores(x, self.router.weight, self.router.bias) if few else super().logits(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

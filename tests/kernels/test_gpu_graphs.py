@@ -3,6 +3,7 @@ logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -460,35 +461,38 @@ def test_faster_form_is_measured_once_and_kept(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     monkeypatch.setattr(gpu_measured, "card", lambda: "a card")
     times = {"ours": 1.0, "torch": 1.0}
     tried: list[str] = []
 
-    def seconds(call: Any) -> float:
-        tried.append(call())
-        return times[call()]
+    def seconds(call: Any, weight: Any) -> float:
+        tried.append(call(weight))
+        return times[call(weight)]
+
+    def fastest(key: str) -> str:
+        on_a_gpu: Any = SimpleNamespace(is_cuda=True)
+        forms = {"ours": lambda w: "ours", "torch": lambda w: "torch"}
+        return gpu_measured.fastest(key, on_a_gpu, forms)
 
     monkeypatch.setattr(gpu_measured, "seconds", seconds)
-    forms = {"ours": lambda: "ours", "torch": lambda: "torch"}
     gpu_measured.table.cache_clear()
     recording = True
-    assert gpu_measured.fastest("a", forms) == "ours" and not tried
+    assert fastest("a") == "ours" and not tried
     recording = False
     # As fast is not faster.
-    assert gpu_measured.fastest("a", forms) == "ours" and tried == ["ours", "torch"]
+    assert fastest("a") == "ours" and tried == ["ours", "torch"]
     times["torch"] = 0.5
-    assert gpu_measured.fastest("a", forms) == "ours"
-    assert gpu_measured.fastest("b", forms) == "torch" and len(tried) == 4
+    assert fastest("a") == "ours"
+    assert fastest("b") == "torch" and len(tried) == 4
     # Another process finds both.
     gpu_measured.table.cache_clear()
     recording = True
-    assert [gpu_measured.fastest(key, forms) for key in "ab"] == ["ours", "torch"]
+    assert [fastest(key) for key in "ab"] == ["ours", "torch"]
     # A spoilt file counts as none.
     recording = False
     for text in ("[1, 2", "[1]", '{"a card": 3}', '{"a card": {"b": "neither"}}'):
         (tmp_path / "regard" / "kernels.json").write_text(text)
         gpu_measured.table.cache_clear()
-        assert gpu_measured.fastest("b", forms) == ("ours" if "neither" in text else "torch")
+        assert fastest("b") == ("ours" if "neither" in text else "torch")
     gpu_measured.table.cache_clear()

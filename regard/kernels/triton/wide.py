@@ -9,8 +9,6 @@ Plain forms beside each; `fast=False`, or no GPU, takes those.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -280,20 +278,17 @@ def product(
     x: Tensor, w: Tensor, bias: Tensor | None, fast: bool = True, split: bool = False
 ) -> Tensor:
     """x w^T + bias (m n); with `split` perhaps as parts (s m n)."""
-    plain, form = partial(F.linear, x, w, bias), partial(parts, x, w, split)
+    plain, form = (lambda w: F.linear(x, w, bias)), (lambda w: parts(x, w, split))
     key = f"product {tuple(x.shape)} {len(w)} {split} {x.dtype}"
-    if ours(x, w, bias, fast) and fastest(key, {"ours": form, "torch": plain}) == "ours":
-        return form() if split else form()[0]
-    return plain()
+    if ours(x, w, bias, fast) and fastest(key, w, {"ours": form, "torch": plain}) == "ours":
+        return form(w) if split else form(w)[0]
+    return plain(w)
 
 
 def gated(x: Tensor, w: Tensor, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
     """act(gate) * up of x by w = [gate ; up] (2n k)."""
-    form = partial(parts, x, w, False, act=act, gated=True)
+    plain = lambda w: gate(F.linear(x, w, bias), act, fast)  # noqa: E731
+    form = lambda w: parts(x, w, False, act=act, gated=True)  # noqa: E731
     key = f"gated {tuple(x.shape)} {len(w)} {act} {x.dtype}"
-
-    def plain() -> Tensor:
-        return gate(F.linear(x, w, bias), act, fast)
-
-    mine = ours(x, w, bias, fast) and fastest(key, {"ours": form, "torch": plain}) == "ours"
-    return form()[0] if mine else plain()
+    mine = ours(x, w, bias, fast) and fastest(key, w, {"ours": form, "torch": plain}) == "ours"
+    return form(w)[0] if mine else plain(w)
