@@ -69,24 +69,8 @@ def longest(model: Any) -> int | None:
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
-    names = (
-        "wq",
-        "wk",
-        "wv",
-        "wg",
-        "wz",
-        "wo",
-        "router",
-        "w_dq",
-        "w_uq",
-        "w_dkv",
-        "w_ukv",
-        "gate",
-        "up",
-        "down",
-    )
-    each = tower.named_modules()
-    return [m for name, m in each if name.rpartition(".")[2] in names]
+    last = ((name.rpartition(".")[2], m) for name, m in tower.named_modules())
+    return [m for n, m in last if n.startswith("w") or n in ("router", "gate", "up", "down")]
 
 
 # --- what flows through the blocks --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from regard.kernels.triton import measured as gpu_measured
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
 from regard.models import Tokens, TransformerConfig
+from regard.position import LongRope
 from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
 
 ROPE = regard.Rope()
@@ -93,6 +94,10 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
             regard.GQA(4, 2, 32, rope=ODD, qk_norm=1e-6, qk_norm_plus_one=True, gated=True),
         ),
         {"norm": GEMMA, "ffn": regard.MoE(8, 2, 64, **SHARED)},
+    ),
+    "longrope": (
+        regard.GQA(4, 2, 32, rope=regard.Rope(scaling=LongRope((1.5,) * 16, (4.0,) * 16, 80))),
+        {},
     ),
     "value_dim": (regard.GQA(4, 2, 32, value_dim=24, rope=ROPE), {}),
 }
