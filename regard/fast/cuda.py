@@ -88,8 +88,9 @@ def longest(model: Any) -> int | None:
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
-    last = ((name.rpartition(".")[2], m) for name, m in tower.named_modules())
-    return [m for n, m in last if n.startswith("w") or n in ("router", "gate", "up", "down")]
+    names = {f"w{x}" for x in ("q", "k", "v", "g", "z", "o", "_dq", "_uq", "_dkv", "_ukv")}
+    names |= {"router", "gate", "up", "down"}
+    return [m for name, m in tower.named_modules() if name.rpartition(".")[2] in names]
 
 
 # --- what flows through the blocks --------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ def _heads(
         if PAIRED:
             first, pair, j = i % 2 == 0, i // 2, i ^ 1
         else:
-            first, pair = i < HALF, i % HALF
-            j = tl.where(first, i + HALF, tl.where(i < TURN, i - HALF, i))
+            # Of features that do not turn, any: their sine is 0.
+            first, pair, j = i < HALF, i % HALF, (i + HALF) % TURN
         b = _read(x, j, stride, kind, D, WIDTH, PARTS)
         if NORM:
             gain = _read(weight, j, 0, tl.float32, D, WIDTH, 1) + shift

@@ -219,6 +219,9 @@ def blocks_for(k: int, n: int, split: bool, gated: bool = False) -> tuple[int, i
     """Rows of W a program, elements of K a step, parts of K, stages, warps: with `split` one wave of programs."""
     if (k, n, split) in BLOCKS:
         return BLOCKS[k, n, split]
+    if not split and n > 64 * SMS and k % 64 == 0:
+        # Programs twice as large, rather than a few in a second wave.
+        return 128, 64, 1, 4, 8
     block_n = 64 if split or gated or n >= 8192 else 32
     block_k = 128 if k % 128 == 0 else 32 if k % 32 == 0 else 16
     parts = 1
