@@ -13,10 +13,13 @@ from regard.decode.engine import Engine
 from regard.decode.graphs import Runner, SlotLane
 from regard.decode.settings import Request, Result, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
+from regard.kernels.triton import measured as gpu_measured
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
+from tests.kernels import test_gpu_graphs as small
 from tests.kernels.plain import BOUND, FEW, answer, exact, largest_gap, served, ties
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +45,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> regard.Model:
             if p.dim() > 1:
                 p.mul_(3)
     return model
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of ours, even where torch's are faster on shapes as small as these."""
+    monkeypatch.setattr(gpu_measured, "ON", False)
 
 
 def requests(count: int = 12, **settings: object) -> list[Request]:
@@ -94,6 +103,40 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
     model, asked = build(name), requests()
     for kernels in (False, True):
         assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("name", small.FORMS)
+def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
+    model, asked = small.build(name).cuda(), small.requests(rows)
+    assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
+    graphs._kept.clear()
+    assert ties(model, asked, answer(model, asked, rows)) <= FEW
+
+
+@pytest.mark.parametrize("n", [1, 40, 300])
+def test_experts_on_cuda(n: int) -> None:
+    shapes = ((16, 192, 256), (16, 192, 256), (16, 256, 192))
+    w = gpu_experts.Experts(*((torch.randn(s) / 16).cuda().bfloat16() for s in shapes))
+    x, weight = torch.randn(n, 256).cuda().bfloat16(), torch.rand(n, 4).cuda()
+    chosen = torch.stack([torch.randperm(16)[:4] for _ in range(n)]).cuda()
+    wide = gpu_experts.Experts(w.gate.float(), w.up.float(), w.down.float())
+    want = gpu_experts.reference(x.float(), chosen, weight, wide)
+    close(gpu_experts.experts(x, chosen, weight, w).float().sum(0), want)
+
+
+def test_faster_form_is_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_measured, "ON", True)
+    monkeypatch.setattr(gpu_measured, "table", lambda card: known)
+    monkeypatch.setattr(gpu_measured, "keep", lambda *_: None)
+    known: dict[str, str] = {}
+    model, asked = build("gqa", torch.bfloat16), requests(4)
+    assert answer(model, asked, 4)
+    assert {key.split()[0] for key in known} == {"linear"}
+    w = torch.ones(2**22, device="cuda")
+    slow, fast = (lambda w: w.exp().exp().exp()), (lambda w: w.exp())
+    assert gpu_measured.fastest("slow", w, {"ours": slow, "torch": fast}) == "torch"
+    assert gpu_measured.fastest("fast", w, {"ours": fast, "torch": slow}) == "ours"
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8}, {"min_p": 0.05}, {}])
