@@ -141,7 +141,7 @@ def fp8_dots(q: Tensor, k: Tensor, dots: Callable[[Tensor, Tensor], Tensor] = do
     q8, q_scale = to_fp8(q)
     k8, k_scale = to_fp8(k)
     modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
-    if dots is dots_exact and modern and q.shape[-1] % 16 == 0:
+    if dots is dots_exact and modern and q.shape[-1] % 16 == k.shape[1] % 16 == 0:
         one, pairs = torch.ones((), device=q.device), zip(q8.flatten(1, 2), k8.mT, strict=True)
         rows = [torch._scaled_mm(a, b, one, one, out_dtype=torch.float32) for a, b in pairs]
         raw = torch.stack(rows).unflatten(1, q.shape[1:3])

@@ -34,7 +34,6 @@ from regard.layers import FeedForward, LMHead
 from regard.models import Model
 from regard.position import LongRope, Rope
 
-
 SCORES = 2**25  # index scores of a prompt that are made at once
 
 
@@ -508,7 +507,7 @@ class SlotLatent(LatentAttention):
         few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
         if sizes is None or (few and self.fast(slots.mine[0])):
             each = slots.each(max(1, SCORES // slots.longest))
-            return torch.cat([self.over(q[rows], step) for rows, step in each])
+            return joined_rows([self.over(q[rows], step) for rows, step in each])
         # Heads of their own, from the latents: cheaper than to attend c wide.
         laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
         if sizes.whole:
@@ -581,10 +580,10 @@ class SlotSparse(SparseAttention):
         for rows, step in index.each(max(1, SCORES // slots.longest)):
             spots = self.spots(index_q[rows], weights[rows], step)
             out.append(attention.over(q[rows], step.only(own.entries), spots))
-        return torch.cat(out)
+        return joined_rows(out)
 
     def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
-        """Where the best k tokens of each row lie in the pool (b k), ascending: index queries (b H D), weights (b H)."""
+        """Where the best k tokens of each row lie in the pool (b k): index queries (b H D) and weights (b H)."""
         (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
         assert pos is not None
         page, fp8 = keys.shape[1], self.config.precision == "fp8"
@@ -601,6 +600,10 @@ class SlotSparse(SparseAttention):
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return self.attention.leave(o, residual)
+
+
+def joined_rows(each: list[Tensor]) -> Tensor:
+    return each[0] if len(each) == 1 else torch.cat(each)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Latent attention (MLA, absorbed) of one new token a row over pages of latents and of rotary keys on a GPU.
 
-    python bench/gpu_kernels.py --part k,d      checks and times it
+    python bench/gpu_kernels.py --part k,l      checks and times it
 
 Multi-query attention c + r wide: a program takes up to 64 heads and a part of the keys, and loads every tile of latents
 once, as keys and as values; the parts are merged after, by their log-sum-exp.

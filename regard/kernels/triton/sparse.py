@@ -1,6 +1,6 @@
 """DeepSeek's sparse attention (DSA) of one token a row over pages on a GPU: index scores, and an exact top-k.
 
-    python bench/gpu_kernels.py --part k,d      checks and times them
+    python bench/gpu_kernels.py --part k,l      checks and times them
 
 Nothing here sorts or waits for the host. The k-th largest score is found byte by byte (radix select): programs count
 the bytes of a piece of a row each, and the next pass goes on with what shares the byte that holds the k-th. What ties
@@ -28,7 +28,9 @@ def reference(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
     Where a row is shorter, all of it, and then anything."""
     at = torch.arange(scores.shape[1], device=scores.device)
     hidden = at >= lengths[:, None]
-    order = scores.masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    order = (
+        scores.masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    )
     return order[:, :k].sort(-1).values.int()
 
 
@@ -233,9 +235,7 @@ def index(
     return out
 
 
-def topk(
-    scores: Tensor, pos: Tensor, k: int, table: Tensor | None = None, page: int = 0
-) -> Tensor:
+def topk(scores: Tensor, pos: Tensor, k: int, table: Tensor | None = None, page: int = 0) -> Tensor:
     """`reference` of rows that end at `pos` (b), without a sort; what is behind a shorter row's end is unwritten. With
     a block table, the tokens' places in the pool instead. See test_gpu_topk_is_choose."""
     b, bound = scores.shape
