@@ -247,8 +247,7 @@ class Pages:
         for i in range(0, len(pack.pos), most):
             rows = slice(i, i + most)
             table = pack.table[pack.row[rows]].int()
-            new = {"pack": None, "table": table, "pos": pack.pos[rows], "bound": self.longest}
-            yield rows, replace(self, **new)
+            yield rows, replace(self, pack=None, table=table, pos=pack.pos[rows], bound=self.longest)
 
     def at(self, spots: Tensor, real: Tensor) -> tuple[Tensor, ...]:
         """What tokens of the pool (n k) left behind, (n k ...); zero where one is not `real`."""
@@ -258,7 +257,7 @@ class Pages:
 
     def store(self, *new: Tensor) -> None:
         """What each token (n ...) leaves behind, in its page."""
-        if self.pack is None and ready(self.mine[0]):
+        if self.pos is not None and self.pack is None and ready(self.mine[0]):
             for memory, x in zip(self.mine, new, strict=True):
                 gpu_latent.put(x.flatten(1), memory.flatten(2), self.table, self.pos)
             return
@@ -520,8 +519,9 @@ class SlotLatent(LatentAttention):
         nope, rope = q.split([self.d, self.r], -1)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
         if self.fast(slots.mine[0]):
-            more = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
-            o = gpu_latent.decode(q, *slots.mine, slots.table, slots.pos, **more)
+            latents, ropes = slots.mine
+            more: dict[str, Any] = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
+            o = gpu_latent.decode(q, latents, ropes, slots.table, slots.pos, **more)
         else:
             real = slots.seen(self.config.window) if spots is None else slots.chosen(spots.shape[1])
             kept = slots.kept() if spots is None else slots.at(spots, real)
@@ -587,7 +587,8 @@ class SlotSparse(SparseAttention):
         (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
         assert pos is not None
         page, fp8 = keys.shape[1], self.config.precision == "fp8"
-        if self.attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
+        attention: Any = self.attention
+        if attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
             if fp8:
                 q8, size = to_fp8(q)
                 q, weights = q8.to(q.dtype), weights * size[..., 0]

@@ -10,6 +10,8 @@ with it is taken from the left, as `regard.attention.sparse.choose` does. `laten
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -240,7 +242,7 @@ def topk(scores: Tensor, pos: Tensor, k: int, table: Tensor | None = None, page:
     a block table, the tokens' places in the pool instead. See test_gpu_topk_is_choose."""
     b, bound = scores.shape
     n = triton.next_power_of_2(triton.cdiv(bound, PIECE))
-    like = {"dtype": torch.int32, "device": scores.device}
+    like: dict[str, Any] = {"dtype": torch.int32, "device": scores.device}
     counts, state = torch.zeros(4, b, 256, **like), torch.empty(4, b, 2, **like)
     pieces, out = torch.empty(b, n, 257, **like), torch.empty(b, k, **like)
     pdl, extra = launch(scores)
