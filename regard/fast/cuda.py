@@ -43,11 +43,18 @@ SCORES = 2**25  # index scores of a prompt that are made at once
 def why_not(model: Any) -> str:
     """What about a model has no static step, or nothing."""
     c = model.config
-    if c.kind != "transformer" or c.embedding.kind != "tokens":
-        return f"{type(c).__name__} is not one tower on tokens"
-    tower, position = c.tower, c.embedding.position
-    if not tower.causal or tower.cross or tower.relative:
-        return "its tower is not causal, or has a bias on positions"
+    two = c.kind == "encoder_decoder"
+    if not two and (c.kind != "transformer" or c.embedding.kind != "tokens"):
+        return f"{type(c).__name__} is not a tower that writes tokens"
+    tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
+    if not tower.causal or (tower.cross and not two):
+        return "its tower is not causal, or reads what no encoder of its own makes"
+    if two and model.decoder.cache_specs("cross") != model.decoder.cache_specs():
+        return "its attention to the source keeps other shapes than that to the text"
+    if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
+        return "its attention to the source has latents, or a gate"
+    if tower.relative and any(a.kind != "gqa" for a in tower.each("attention")):
+        return "its attention has no kernel with a bias on positions"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
@@ -55,9 +62,9 @@ def why_not(model: Any) -> str:
     for a in tower.each("attention"):
         if inner(a).kind not in ("gqa", "mla"):
             return "its attention keeps a state"
-        if a.kind == "dsa" and (a.window or getattr(a.attention, "gated", False)):
+        if a.kind == "dsa" and (a.window or getattr(inner(a), "gated", False)):
             return "its sparse attention has a window or a gate"
-    if any(type(m) is not nn.Linear for m in _products(model.tower)):
+    if any(type(m) is not nn.Linear for m in _products(getattr(model, model.writer))):
         return "its linear layers are packed, or have adapters: merge them first"
     if any(type(p.data) is not Tensor for p in model.parameters()):
         return "its weights are spread over several devices"
@@ -72,14 +79,28 @@ def inner(attention: Any) -> Any:
 def longest(model: Any) -> int | None:
     """How long texts may be in a graph, where it is less than the model's context: LongRoPE turns every token of a
     longer text otherwise."""
-    ropes = [a.rope for a in model.config.tower.each("attention") if a.rope is not None]
-    return min(
-        (r.scaling.original_len for r in ropes if isinstance(r.scaling, LongRope)), default=None
-    )
+    each = getattr(model, model.writer).config.each("attention")
+    ropes = [inner(a).rope for a in each]
+    long = (r.scaling for r in ropes if r is not None and isinstance(r.scaling, LongRope))
+    return min((scaling.original_len for scaling in long), default=None)
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
-    names = ("wq", "wk", "wv", "wg", "wo", "router", "w_dq", "w_uq", "w_dkv", "w_ukv", "gate", "up", "down")
+    names = (
+        "wq",
+        "wk",
+        "wv",
+        "wg",
+        "wo",
+        "router",
+        "w_dq",
+        "w_uq",
+        "w_dkv",
+        "w_ukv",
+        "gate",
+        "up",
+        "down",
+    )
     each = tower.named_modules()
     return [m for name, m in each if name.rpartition(".")[2] in names]
 
@@ -311,13 +332,25 @@ class Pages:
         assert self.pos is not None
         return torch.arange(k, device=self.pos.device) <= self.pos[:, None]
 
+    @property
+    def gap(self) -> Tensor:
+        """How many tokens back each of the first `bound` places is in a step: (b 1 bound)."""
+        assert self.pos is not None
+        return self.pos[:, None, None] - torch.arange(self.bound, device=self.pos.device)
+
     def seen(self, window: int | None) -> Tensor:
         """Which of the first `bound` places a step may see: (b 1 1 bound)."""
-        assert self.pos is not None
-        at = torch.arange(self.bound, device=self.pos.device)
-        gap = self.pos[:, None] - at
+        gap = self.gap
         near = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
-        return near[:, None, None]
+        return near[:, None]
+
+    def bias(self, relative: Any) -> Tensor | None:
+        """What is added to the score of a key so many tokens back, (h n); the last counts for all farther ones."""
+        if relative is not None and relative not in self.memo:
+            far = getattr(relative.config, "max_distance", self.length)
+            at = torch.arange(min(far + 1, self.length), device=self.table.device)
+            self.memo[relative] = relative(at[-1:, None], at[None])[0, :, 0].flip(-1).contiguous()
+        return self.memo.get(relative)
 
     def angles(self, rope: Rope, dim: int) -> tuple[Tensor, Tensor]:
         """cos and sin for every position, (length r/2) each."""
@@ -355,15 +388,29 @@ class Cuda(Specialise):
         return Product.of(list(modules), fast=self.kernels, **more)
 
     def block(self, m: Block) -> nn.Module:
-        norms = {name: LeftNorm(getattr(m, name), m.order == "post") for name in ("norm1", "norm3")}
-        return self.copy(m, **norms)
+        names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
+        parts: dict[str, Any] = {n: LeftNorm(getattr(m, n), m.order == "post") for n in names}
+        if m.cross is not None:
+            parts["cross"] = self.cross(m.cross)
+        return self.copy(m, **parts)
+
+    def cross(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotCross)
+        new.first, new.out = self.product(m.wq), self.product(m.wo)
+        new.both = self.product(m.wk, m.wv)
+        self.rows[type(m).__name__, "SlotCross"] += 1
+        return new
 
     def attention(self, m: Any) -> nn.Module:
         new, c = self.copy(m, SlotAttention), m.config
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
         norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
-        new.heads = {"norms": norms if m.q_norm else None, "whole": c.qk_norm_whole, "paired": paired}
+        new.heads = {
+            "norms": norms if m.q_norm else None,
+            "whole": c.qk_norm_whole,
+            "paired": paired,
+        }
         return new
 
     def experts(self, m: Any) -> nn.Module:
@@ -408,12 +455,34 @@ class Cuda(Specialise):
 def decoder(model: Model, kernels: bool = True) -> Any:
     """The model out of these parts. It shares the model's weights, but for MLA's, which are laid out anew by head."""
     plain: Any = model
-    maker, head, weight = Cuda(kernels), plain.head, plain.embedding.weight
-    new = maker.copy(model, head=maker.copy(head, SlotHead))
+    maker, head, weight = Cuda(kernels), plain.head, getattr(plain, plain.words).weight
+    parts = {"head": maker.copy(head, SlotHead)}
+    if plain.reads_source:
+        parts |= {"source": plain.source, "encoder": plain.encoder}
+        maker.rows["Stack", "plain: the encoder reads a source once"] += 1
+    new = maker.copy(model, **parts)
     own = weight if head.weight is None else head.weight
-    new.head.product = Product(own, head.bias, fast=kernels)
+    new.head.product = vocabulary(own, head.bias, kernels)
     new.parts = dict(maker.rows)
     return new
+
+
+def vocabulary(weight: Tensor, bias: Tensor | None, kernels: bool) -> Product:
+    """The head's product. On a GPU it has rows for a multiple of 8 tokens, without which matrix products there are
+    several times slower; those added have a logit of -infinity."""
+    if weight.is_cuda and len(weight) % 8:
+        bias = lengthened(weight.new_zeros(len(weight)) if bias is None else bias, -torch.inf)
+        weight = lengthened(weight, 0.0)
+    return Product(weight.detach(), bias, fast=kernels)
+
+
+def lengthened(x: Tensor, value: float) -> Tensor:
+    """x with rows up to a multiple of 8, of which x itself is a view from then on."""
+    more = x.new_full((-len(x) % 8, *x.shape[1:]), value)
+    if x.storage_offset() or x.untyped_storage().nbytes() != x.nbytes + more.nbytes:
+        return joined([x, more], [x, None])
+    # It was before.
+    return x.detach().as_strided((len(x) + len(more), *x.shape[1:]), x.stride())
 
 
 class SlotHead(LMHead):
@@ -490,10 +559,11 @@ class SlotAttention(GroupedQueryAttention):
         if self.wg is not None:
             gate = qkv[:, -self.h * self.e :]
             qkv = qkv[:, : -self.h * self.e].contiguous()
-        form = {"scale": self.scale, "window": c.window, "softcap": c.softcap, "sinks": self.sinks}
+        form: dict[str, Any] = {"scale": self.scale, "window": c.window}
+        form |= {"softcap": c.softcap, "sinks": self.sinks}
         angles = slots.angles(c.rope, self.d) if fast and c.rope is not None else None
-        pack = slots.pack
-        if pack is not None and fast:
+        pack, bias = slots.pack, slots.bias(ctx.relative)
+        if pack is not None and fast and bias is None:
             laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
             near = c.window is not None and c.window < pack.sizes.longest
             if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
@@ -506,18 +576,20 @@ class SlotAttention(GroupedQueryAttention):
             laid = gpu_prompt.lay(pack, q, *new)
             if pack.sizes.whole:
                 laid = laid[0], *slots.kept()
-            seen = gpu_prompt.seen(laid, pack, c.window)
-            o = self.mix(laid[0], dict(zip("kv", laid[1:], strict=True)), seen, ctx, None)
+            seen, more = gpu_prompt.seen(laid, pack, c.window), gpu_prompt.gap(laid, pack)
+            kept = dict(zip("kv", laid[1:], strict=True))
+            o = self.mix(laid[0], kept, seen, ctx, spread(bias, more))
             o = o.flatten(2).flatten(0, 1)[pack.back]
         elif fast:
-            more = {"angles": angles, "table": slots.table, "bound": slots.bound, **self.heads}
-            o = gpu_attention.decode(qkv, k, v, slots.pos, heads=self.h, **form, **more).flatten(1)
+            form |= {"angles": angles, "table": slots.table, "bound": slots.bound, "bias": bias}
+            form |= {"heads": self.h, **self.heads}
+            o = gpu_attention.decode(qkv, k, v, slots.pos, **form).flatten(1)
         else:
             q, *new = self.turned(qkv, ctx)
             slots.store(*new)
             seen = ctx.once(("seen", c.window), lambda: slots.seen(c.window))
-            o = self.mix(q[:, None], dict(zip("kv", slots.kept(), strict=True)), seen, ctx, None)
-            o = o.flatten(1)
+            kept = dict(zip("kv", slots.kept(), strict=True))
+            o = self.mix(q[:, None], kept, seen, ctx, spread(bias, slots.gap)).flatten(1)
         return o if gate is None else o * self.sigmoid(gate)
 
     def weigh(self, o: Tensor, x: Any) -> Tensor:
@@ -528,7 +600,7 @@ class SlotAttention(GroupedQueryAttention):
         q, *new = self.turned(self.first(x), ctx)
         return q, tuple(new)
 
-    def over(self, q: Tensor, slots: Pages, spots: Tensor, ctx: Context) -> Tensor:
+    def over(self, q: Tensor, slots: Pages, ctx: Context, spots: Tensor) -> Tensor:
         """Queries (n h d) over tokens of the pool (n k), as far as there are any: (n, h e)."""
         real = slots.chosen(spots.shape[1])
         kept = dict(zip("kv", slots.at(spots, real), strict=True))
@@ -544,6 +616,30 @@ class SlotAttention(GroupedQueryAttention):
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
+
+
+class SlotCross(SlotAttention):
+    """Attention to a source, of which every token of a step sees all; `remember` puts it into its pages."""
+
+    both: Product
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        k, v = slots.mine
+        q = self.as_heads(self.first(x), self.q_norm)  # n h d
+        if not self.fast(k):
+            seen = ctx.once("seen", lambda: slots.seen(None))
+            kept = dict(zip("kv", slots.kept(), strict=True))
+            return self.mix(q[:, None], kept, seen, ctx, None).flatten(1)
+        sizes = ctx.once("sizes", lambda: slots.pos + 1)
+        form: dict[str, Any] = {"scale": self.scale, "softcap": self.config.softcap}
+        form |= {"sinks": self.sinks, "heads": self.h, "table": slots.table, "bound": slots.bound}
+        return gpu_attention.decode(q.flatten(1), k, v, sizes, new=False, **form).flatten(1)
+
+    def remember(self, memory: Tensor, slots: Pages) -> None:
+        """Keys and values of what an encoder gave, (n m)."""
+        k, v = self.both(memory).split([self.g * self.d, self.g * self.e], -1)
+        slots.store(self.as_heads(k, self.k_norm), v.unflatten(-1, (self.g, self.e)))
 
 
 class SlotLatent(LatentAttention):
@@ -567,16 +663,14 @@ class SlotLatent(LatentAttention):
         few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
         if sizes is None or (few and self.fast(slots.mine[0])):
             each = slots.each(max(1, SCORES // slots.longest))
-            return joined_rows([self.over(q[rows], step) for rows, step in each])
+            return joined_rows([self.over(q[rows], step, ctx) for rows, step in each])
         # Heads of their own, from the latents: cheaper than to attend c wide.
         laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
         if sizes.whole:
             laid = laid[0], *self.heads(slots.kept())
         return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
 
-    def over(
-        self, q: Tensor, slots: Any, spots: Tensor | None = None, ctx: Context | None = None
-    ) -> Tensor:
+    def over(self, q: Tensor, slots: Any, ctx: Context, spots: Tensor | None = None) -> Tensor:
         """Queries (n h d+r) of a step over their texts, or over tokens of the pool (n k): (n, h e)."""
         w_uk, w_uv = self.up
         nope, rope = q.split([self.d, self.r], -1)
@@ -642,7 +736,7 @@ class SlotSparse(SparseAttention):
         out = []
         for rows, step in index.each(max(1, SCORES // slots.longest)):
             spots = self.spots(index_q[rows], weights[rows], step)
-            out.append(attention.over(q[rows], step.only(own.entries), spots, ctx))
+            out.append(attention.over(q[rows], step.only(own.entries), within, spots))
         return joined_rows(out)
 
     def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
@@ -669,6 +763,11 @@ class SlotSparse(SparseAttention):
 
 def joined_rows(each: list[Tensor]) -> Tensor:
     return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def spread(bias: Tensor | None, gap: Tensor) -> Tensor | None:
+    """bias (h n) of keys that are `gap` (b t s) tokens back: (b h t s)."""
+    return None if bias is None else bias[:, gap.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -98,12 +98,24 @@ def paged(x: Tensor, page: int) -> tuple[Tensor, Tensor]:
 
 
 @each_dtype
+@pytest.mark.parametrize("b, size, k", [(3, 5000, 8), (2, 4097, 5), (1, 700, 9)])
+def test_gpu_largest_is_topk(b: int, size: int, k: int, dtype: torch.dtype) -> None:
+    x = torch.randn(b, size).to(dtype)
+    # The last ones too, and some in one block.
+    x[0, -3:], x[-1, 256:260] = 9.0, 8.0
+    top, at = gpu_sample.largest(x, k)
+    assert torch.equal(top, x.topk(k).values) and torch.equal(x.gather(1, at), top)
+    assert all(len(set(row)) == k for row in at.tolist())
+
+
+@each_dtype
 @pytest.mark.parametrize(
     "b, h, g, d, s, window, turned, splits",
     [
         (2, 4, 2, 32, 150, None, True, 1),
         (3, 4, 4, 64, 200, None, True, 2),
         (2, 8, 1, 32, 130, 20, False, 4),
+        (2, 4, 4, 32, 130, None, False, 1),
         (1, 4, 2, 32, 300, None, True, 4),
     ],
 )
@@ -135,10 +147,14 @@ def test_gpu_attention_matches_attend(
     if window is not None:
         seen &= at > pos[:, None] - window
     wide = [x.float() for x in (q[:, None], full_k, full_v)]
-    want = attend(*wide, seen[:, None, None], scale=d**-0.5)[:, 0]
-    plain = gpu_attention.reference(q, full_k, full_v, pos + 1, d**-0.5, window)
+    # Where nothing turns, keys have a bias by their distance.
+    bias = None if turned else torch.randn(h, s // 3)
+    more = None if bias is None else bias[:, (pos[:, None] - at).clamp(0, s // 3 - 1)]
+    more = None if more is None else more.transpose(0, 1)[:, :, None]
+    want = attend(*wide, seen[:, None, None], bias=more, scale=d**-0.5)[:, 0]
+    plain = gpu_attention.reference(q, full_k, full_v, pos + 1, d**-0.5, window, bias)
     close(plain, want, dtype)
-    same = {"heads": h, "scale": d**-0.5, "window": window, "splits": splits}
+    same = {"heads": h, "scale": d**-0.5, "window": window, "splits": splits, "bias": bias}
     (pool_k, table), (pool_v, _) = paged(k, 16), paged(v, 16)
     got = gpu_attention.decode(qkv, k, v, pos, angles=angles, **same)  # type: ignore[arg-type]
     close(got, want, dtype)
