@@ -372,6 +372,19 @@ class SlotContext(Context):
         cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
         return cos, sin
 
+    def turn(
+        self, x: Tensor, rope: Rope | None, layout: str | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """By one kernel in a step, where there is one; into `out`, which may be x."""
+        slots: Any = self.store
+        if rope is None or slots.pack is not None or not ready(x) or x.stride(-1) != 1:
+            y = super().turn(x, rope, layout)
+            return y if out is None else out.copy_(y)
+        paired, at = (layout or rope.layout) != "half", self.pos.index.flatten()
+        to = None if out is None else out.flatten(0, 1)
+        y = gpu_latent.turn(x.flatten(0, 1), slots.angles(rope, x.shape[-1]), at, paired, to)
+        return y.view(x.shape) if out is None else out
+
 
 # --- the parts ----------------------------------------------------------------------------------------------------
 
@@ -706,10 +719,12 @@ class SlotLatent(LatentAttention):
         q = q.unflatten(-1, (self.h, -1))
         if not self.r:
             return q, (latent,)
-        shape, (nope, rope) = ctx.pos.index.shape, q.split([self.d, self.r], -1)
-        rope = ctx.turn(rope.unflatten(0, shape), self.config.rope).flatten(0, 1)
-        key = ctx.turn(key.view(*shape, 1, self.r), self.config.rope).view(-1, self.r)
-        return torch.cat([nope, rope], -1), (latent, key)
+        # Where they lie: nobody else reads them.
+        here: Any = ctx
+        for y in (q[..., self.d :], key.unsqueeze(-2)):
+            y = y.unflatten(0, ctx.pos.index.shape)
+            here.turn(y, self.config.rope, out=y)
+        return q, (latent, key)
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
