@@ -114,7 +114,9 @@ def check_wide() -> None:
         got = gpu_wide.gated(x, w, None, "silu")
         show("  gated", got, gpu_wide.gate(want, "silu", fast=False))
         for i, name in enumerate(("  residual", "  norm")):
-            got, want = (gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast)[i] for fast in (True, False))
+            got, want = (
+                gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast)[i] for fast in (True, False)
+            )
             show(name, got, want)
         show("  gate", gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
 
@@ -220,8 +222,8 @@ def part_e(args: argparse.Namespace) -> None:
         assert pool is not None
         say(engine, texts, 18)  # records the graphs
         torch.cuda.reset_peak_memory_stats()
-        few, many = (min(say(engine, texts, n) for _ in range(2)) for n in (18, 66))
-        took[name] = (many - few) / 48
+        few, many = (min(say(engine, texts, n) for _ in range(2)) for n in (18, 274))
+        took[name] = (many - few) / 256
         used = torch.cuda.max_memory_allocated() - sum(p.nbytes for p in engine.model.parameters())
         print(
             f"  {name}: {took[name] * 1e3:.2f} ms a step, memory {used / pool.nbytes:.3f} times the cache of "
@@ -238,7 +240,7 @@ def long_texts(name: str, rows: int = 16, length: int = 131072) -> tuple[Engine,
     mla = regard.MLA(128, 512, 128, 64, 128, 1536, rope=regard.Rope())
     attention = mla if name == "mla" else regard.DSA(mla, 64, 128, 2048, rope_dim=64)
     ffn, norm = regard.MLP(4096, "silu", gated=True, bias=False), regard.Norm(1e-6, rms=True)
-    tower = regard.Tower(2048, 4, attention, ffn, norm=norm)
+    tower = regard.Tower(2048, 8, attention, ffn, norm=norm)
     config = TransformerConfig(Tokens(1024), tower, regard.LM(), max_len=length)
     engine = Engine(
         regard.build(config, device="cuda", dtype=BF16), rows=rows, pages=rows * length // 16
@@ -248,7 +250,7 @@ def long_texts(name: str, rows: int = 16, length: int = 131072) -> tuple[Engine,
     for store in pool.stores:
         for x in store.values():
             x.normal_()
-    texts = [[g.randrange(1024) for _ in range(length - 100)] for _ in range(rows)]
+    texts = [[g.randrange(1024) for _ in range(length - 300)] for _ in range(rows)]
     for text in texts:
         for key in page_keys(text, pool.page)[:-1]:
             page = pool.take(clean=False)
