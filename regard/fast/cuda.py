@@ -287,8 +287,7 @@ class Pages:
         for i in range(0, len(pack.pos), most):
             rows = slice(i, i + most)
             table = pack.table[pack.row[rows]].int()
-            new = {"pack": None, "table": table, "pos": pack.pos[rows], "bound": self.longest}
-            yield rows, replace(self, **new)
+            yield rows, replace(self, pack=None, table=table, pos=pack.pos[rows], bound=self.longest)
 
     def at(self, spots: Tensor, real: Tensor) -> tuple[Tensor, ...]:
         """What tokens of the pool (n k) left behind, (n k ...); zero where one is not `real`."""
@@ -298,7 +297,7 @@ class Pages:
 
     def store(self, *new: Tensor) -> None:
         """What each token (n ...) leaves behind, in its page."""
-        if self.pack is None and ready(self.mine[0]):
+        if self.pos is not None and self.pack is None and ready(self.mine[0]):
             for memory, x in zip(self.mine, new, strict=True):
                 gpu_latent.put(x.flatten(1), memory.flatten(2), self.table, self.pos)
             return
@@ -407,6 +406,19 @@ class SlotContext(Context):
         slots: Any = self.store
         cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
         return cos, sin
+
+    def turn(
+        self, x: Tensor, rope: Rope | None, layout: str | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """By one kernel in a step, where there is one; into `out`, which may be x."""
+        slots: Any = self.store
+        if rope is None or slots.pack is not None or not ready(x) or x.stride(-1) != 1:
+            y = super().turn(x, rope, layout)
+            return y if out is None else out.copy_(y)
+        paired, at = (layout or rope.layout) != "half", self.pos.index.flatten()
+        to = None if out is None else out.flatten(0, 1)
+        y = gpu_latent.turn(x.flatten(0, 1), slots.angles(rope, x.shape[-1]), at, paired, to)
+        return y.view(x.shape) if out is None else out
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -718,7 +730,7 @@ class SlotLatent(LatentAttention):
         few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
         if sizes is None or (few and self.fast(slots.mine[0])):
             each = slots.each(max(1, SCORES // slots.longest))
-            return torch.cat([self.over(q[rows], step, ctx) for rows, step in each])
+            return joined_rows([self.over(q[rows], step, ctx) for rows, step in each])
         # Heads of their own, from the latents: cheaper than to attend c wide.
         laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
         if sizes.whole:
@@ -731,8 +743,9 @@ class SlotLatent(LatentAttention):
         nope, rope = q.split([self.d, self.r], -1)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
         if self.fast(slots.mine[0]):
-            more = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
-            o = gpu_latent.decode(q, *slots.mine, slots.table, slots.pos, **more)
+            latents, ropes = slots.mine
+            more: dict[str, Any] = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
+            o = gpu_latent.decode(q, latents, ropes, slots.table, slots.pos, **more)
         else:
             real = slots.seen(self.config.window) if spots is None else slots.chosen(spots.shape[1])
             kept = slots.kept() if spots is None else slots.at(spots, real)
@@ -760,10 +773,12 @@ class SlotLatent(LatentAttention):
         q = q.unflatten(-1, (self.h, -1))
         if not self.r:
             return q, (latent,)
-        shape, (nope, rope) = ctx.pos.index.shape, q.split([self.d, self.r], -1)
-        rope = ctx.turn(rope.unflatten(0, shape), self.config.rope).flatten(0, 1)
-        key = ctx.turn(key.view(*shape, 1, self.r), self.config.rope).view(-1, self.r)
-        return torch.cat([nope, rope], -1), (latent, key)
+        # Where they lie: nobody else reads them.
+        here: Any = ctx
+        for y in (q[..., self.d :], key.unsqueeze(-2)):
+            y = y.unflatten(0, ctx.pos.index.shape)
+            here.turn(y, self.config.rope, out=y)
+        return q, (latent, key)
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
@@ -798,11 +813,11 @@ class SlotSparse(SparseAttention):
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         attention: Any = self.attention
-        y = x.tensor()
-        token = y.view(*ctx.pos.index.shape, -1)
+        x = x.tensor() if isinstance(x, Normed) else x.whole()
+        token = x.view(*ctx.pos.index.shape, -1)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
         index.store(self.indexer.keys(token, ctx).flatten(0, 1))
-        x, within = Normed(Stream(y, x.stream.wide, x.stream.fast), None), replace(ctx, store=own)
+        within = replace(ctx, store=own)
         if self.dense(slots.longest):
             return attention.look(x, within)
         q, new = attention.asked(x, within)
@@ -813,14 +828,15 @@ class SlotSparse(SparseAttention):
         for rows, step in index.each(max(1, SCORES // slots.longest)):
             spots = self.spots(index_q[rows], weights[rows], step)
             out.append(attention.over(q[rows], step.only(own.entries), within, spots))
-        return torch.cat(out)
+        return joined_rows(out)
 
     def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
-        """Where the best k tokens of each row lie in the pool (b k), ascending; q (b H D) and weights (b H)."""
+        """Where the best k tokens of each row lie in the pool (b k): index queries (b H D) and weights (b H)."""
         (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
         assert pos is not None
         page, fp8 = keys.shape[1], self.config.precision == "fp8"
-        if self.attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
+        attention: Any = self.attention
+        if attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
             if fp8:
                 q8, size = to_fp8(q)
                 q, weights = q8.to(q.dtype), weights * size[..., 0]
@@ -832,7 +848,12 @@ class SlotSparse(SparseAttention):
         return table.gather(1, at // page) * page + at % page
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return self.attention.leave(o, residual)
+        attention: Any = self.attention
+        return residual.add(attention.out, o, self.add.norm)
+
+
+def joined_rows(each: list[Tensor]) -> Tensor:
+    return each[0] if len(each) == 1 else torch.cat(each)
 
 
 def spread(bias: Tensor | None, gap: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import regard
+from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, to_fp8
 from regard.decode import graphs
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner, SlotLane
@@ -17,6 +18,7 @@ from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import measured as gpu_measured
+from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
 from tests.kernels import test_gpu_graphs as small
@@ -31,6 +33,8 @@ MECHANISMS = {
     "qk_norm": regard.GQA(4, 2, 64, rope=ROPE, qk_norm=1e-6),
     "window": regard.GQA(4, 4, 32, rope=ROPE, window=9, bias=True),
     "mla": regard.MLA(16, 64, 32, 16, rope=ROPE),
+    "dsa": regard.DSA(regard.MLA(16, 64, 32, 16, rope=ROPE), 4, 32, 40, rope_dim=16),
+    "dsa_gqa": regard.DSA(regard.GQA(8, 2, 64, rope=ROPE), 4, 32, 40, rope_dim=16),
 }
 
 
@@ -259,19 +263,53 @@ def test_attention_on_cuda(b: int, h: int, g: int, d: int, s: int) -> None:
     close(got, gpu_attention.reference(q, k, v, pos + 1, d**-0.5))
 
 
-@pytest.mark.parametrize("h", [16, 32, 128])
-def test_latent_on_cuda(h: int) -> None:
+@pytest.mark.parametrize("h, c", [(16, 512), (40, 256), (128, 512)])
+def test_latent_on_cuda(h: int, c: int) -> None:
+    """Rows of one token, of a tile and one more, and of many; parts that are empty; and some of the tokens."""
     q, entry, latents, ropes = (
         torch.randn(*n).cuda().bfloat16()
-        for n in ((2, h, 576), (2, 576), (250, 16, 512), (250, 16, 64))
+        for n in ((4, h, c + 64), (4, c + 64), (500, 16, c), (500, 16, 64))
     )
-    pos = torch.tensor([1999, 777]).cuda()
-    table = torch.randperm(250).view(2, 125).int().cuda()
-    gpu_latent.put(entry[:, :512], latents, table, pos)
-    gpu_latent.put(entry[:, 512:], ropes, table, pos)
-    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
+    pos = torch.tensor([1999, 777, 0, 64]).cuda()
+    table = torch.randperm(500).view(4, 125).int().cuda()
+    gpu_latent.put(entry[:, :c], latents, table, pos)
+    gpu_latent.put(entry[:, c:], ropes, table, pos)
     cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
-    close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))
+    assert torch.equal(cache[torch.arange(4), pos], entry)
+    want = gpu_latent.reference(q, cache, pos + 1, c, 0.05)
+    for splits in (None, 1, 8):
+        given = (q, latents, ropes, table, pos)
+        close(gpu_latent.decode(*given, scale=0.05, splits=splits), want)
+    scores = torch.randn(4, 2000).cuda()
+    spots = gpu_sparse.topk(scores, pos, 100, table, 16)
+    at = gpu_sparse.reference(scores, pos + 1, 100).long()
+    some = cache[torch.arange(4)[:, None], at]
+    want = gpu_latent.reference(q, some, (pos + 1).clamp(max=100), c, 0.05)
+    close(gpu_latent.decode(*given, scale=0.05, chosen=spots), want)
+
+
+def test_topk_on_cuda_is_choose() -> None:
+    scores = torch.randn(6, 131072).cuda()
+    scores[1] = scores[1].relu()  # half of them are zero
+    scores[2] = (scores[2] * 8).round() / 8
+    scores[3] = 0.0
+    scores[4] *= -0.0
+    pos = torch.tensor([131071, 131071, 100_000, 70_001, 2047, 2048]).cuda()
+    hidden = torch.arange(131072).cuda() > pos[:, None]
+    want = choose(scores.masked_fill(hidden, -torch.inf), 2048)
+    assert torch.equal(gpu_sparse.topk(scores, pos, 2048).long(), want)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_index_on_cuda(fp8: bool) -> None:
+    b, h, d, s = 3, 20, 64, 800
+    q, keys = torch.randn(b, h, d).cuda().bfloat16(), torch.randn(150, 16, d).cuda().bfloat16()
+    w, table = torch.randn(b, h).cuda(), torch.randperm(150).view(b, 50).int().cuda()
+    pos = torch.full((b,), s - 1).cuda()
+    q8, size = to_fp8(q) if fp8 else (q, torch.ones_like(q[..., :1]))
+    got = gpu_sparse.index(q8.bfloat16(), keys, w * size[..., 0], table, pos, s, fp8)
+    dots = (fp8_dots if fp8 else dots_exact)(q[:, None], keys[table.long()].flatten(1, 2))
+    torch.testing.assert_close(got, index_scores(dots, w[:, None])[:, 0], rtol=1e-3, atol=1e-3)
 
 
 PAIRS = ("vaswani-base", "bart-base", "t5-small")
