@@ -415,6 +415,7 @@ class SlotLane:
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
         self.idle: list[int] = []
+        self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
         self.waiting = False  # whether others wait for a slot
         runner.lane = weakref.ref(self)
@@ -454,7 +455,7 @@ class SlotLane:
                 salt = row.request.salt
                 slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
                 self._adopt(slot, len(slot.text) - 1)
-        self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
+        self.new |= {slot.index: slot.row for slot in self.slots[-len(rows) :]}
 
     def _memory(self, request: Request, homes: list[int]) -> Memory | None:
         size = source_size(self.runner.fast, request)
@@ -497,7 +498,7 @@ class SlotLane:
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
         self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
-        self.flying = None
+        self.flying, self.new = None, {}
         self.runner.reset()
 
     def over(self) -> list[int]:
@@ -507,6 +508,9 @@ class SlotLane:
 
     def step(self, model: Any, backend: str) -> list[Event]:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
+        if self.new:
+            self.runner.columns.put(list(self.new), list(self.new.values()))
+            self.new = {}
         self._encode()
         self._feed()
         launched = self._launch()

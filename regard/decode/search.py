@@ -180,7 +180,7 @@ class SearchLane(SlotLane):
         if self.prefix:
             group.keys = list(keys[: len(group.text) // self.pool.page])
             self._adopt(group, len(group.text))
-        self.runner.columns.put(group.homes, [row] * k)
+        self.new |= dict.fromkeys(group.homes, row)
 
     def _release(self, slot: Slot) -> None:
         assert isinstance(slot, Group)
