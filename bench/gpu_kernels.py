@@ -110,11 +110,11 @@ def check_wide() -> None:
 def check_latent() -> None:
     for b, h, s in ((1, 16, 700), (4, 32, 4096), (2, 128, 1000)):
         places = -(-s // 16)
-        q, entry = randn(b, h, 576), randn(b, 576)
+        q = randn(b, h, 576)
         latents, ropes = randn(b * places, 16, 512), randn(b * places, 16, 64)
         table = torch.randperm(b * places, device="cuda").view(b, places).int()
         pos = torch.randint(s // 2, s, (b,), device="cuda")
-        got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+        got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
         cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
         want = gpu_latent.reference(q, cache, pos + 1, 512, 0.05)
         show(f"latent b={b} h={h}", got, want)

@@ -22,7 +22,7 @@ from regard.decode.columns import MOST_ENDS, Columns, choose, used_by, uses
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, longest, why_not
+from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of, two, up
 from regard.kernels.triton.record import Recorder, send
@@ -327,7 +327,9 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
     enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
     tower = getattr(model, model.writer).config
-    copied = tower.relative is not None or any(a.kind == "mla" for a in tower.each("attention"))
+    copied = tower.relative is not None or any(
+        inner(a).kind == "mla" for a in tower.each("attention")
+    )
     length = min(length, longest(model) or length)
 
     def marks() -> list[tuple[int, int]]:

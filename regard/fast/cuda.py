@@ -9,7 +9,7 @@ test_graphs_give_the_engine_tokens holds both against the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
+from regard.attention.sparse import SparseAttention, to_fp8
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import prompt as gpu_prompt
+from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton.experts import FEW, Experts, choose, experts, scores, suits
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, reference
@@ -34,6 +36,8 @@ from regard.layers import FeedForward, LMHead, RMSNorm
 from regard.models import Model
 from regard.moe import MixtureOfExperts
 from regard.position import LongRope, Rope
+
+SCORES = 2**25  # index scores of a prompt that are made at once
 
 
 def why_not(model: Any) -> str:
@@ -55,8 +59,11 @@ def why_not(model: Any) -> str:
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
         return "its positions skip tokens"
-    if any(a.kind not in ("gqa", "mla") for a in tower.each("attention")):
-        return "its attention selects keys, or keeps a state"
+    for a in tower.each("attention"):
+        if inner(a).kind not in ("gqa", "mla"):
+            return "its attention keeps a state"
+        if a.kind == "dsa" and (a.window or getattr(inner(a), "gated", False)):
+            return "its sparse attention has a window or a gate"
     if any(type(m) is not nn.Linear for m in _products(getattr(model, model.writer))):
         return "its linear layers are packed, or have adapters: merge them first"
     if any(type(p.data) is not Tensor for p in model.parameters()):
@@ -64,14 +71,18 @@ def why_not(model: Any) -> str:
     return "a probe watches it" if model.watch is not None else ""
 
 
+def inner(attention: Any) -> Any:
+    """The attention that a sparse one chooses keys for; any other itself."""
+    return attention.attention if attention.kind == "dsa" else attention
+
+
 def longest(model: Any) -> int | None:
     """How long texts may be in a graph, where it is less than the model's context: LongRoPE turns every token of a
     longer text otherwise."""
     each = getattr(model, model.writer).config.each("attention")
-    ropes = [a.rope for a in each if a.rope is not None]
-    return min(
-        (r.scaling.original_len for r in ropes if isinstance(r.scaling, LongRope)), default=None
-    )
+    ropes = [inner(a).rope for a in each]
+    long = (r.scaling for r in ropes if r is not None and isinstance(r.scaling, LongRope))
+    return min((scaling.original_len for scaling in long), default=None)
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
@@ -250,17 +261,48 @@ class Pages:
     bound: int = 0
     pack: Pack | None = None
     index: int = 0
+    entries: slice = field(default_factory=lambda: slice(None))
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def layer(self, index: int) -> Pages:
         return replace(self, index=index)
 
+    def only(self, entries: slice) -> Pages:
+        """Some of what a layer's tokens leave behind."""
+        return replace(self, entries=entries)
+
     @property
     def mine(self) -> tuple[Tensor, ...]:
-        return tuple(self.stores[self.index].values())
+        return tuple(self.stores[self.index].values())[self.entries]
+
+    @property
+    def longest(self) -> int:
+        """No text that counts is longer."""
+        return self.bound if self.pack is None else self.pack.sizes.whole or self.pack.sizes.longest
+
+    def each(self, most: int) -> Iterator[tuple[slice, Pages]]:
+        """A step as it is, or the tokens of a pack, up to `most` at once, as rows of steps."""
+        if (pack := self.pack) is None:
+            yield slice(None), self
+            return
+        for i in range(0, len(pack.pos), most):
+            rows = slice(i, i + most)
+            table = pack.table[pack.row[rows]].int()
+            new = {"pack": None, "table": table, "pos": pack.pos[rows], "bound": self.longest}
+            yield rows, replace(self, **new)
+
+    def at(self, spots: Tensor, real: Tensor) -> tuple[Tensor, ...]:
+        """What tokens of the pool (n k) left behind, (n k ...); zero where one is not `real`."""
+        spots = spots.long().where(real, 0)
+        each = (memory.flatten(0, 1)[spots] for memory in self.mine)
+        return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
     def store(self, *new: Tensor) -> None:
         """What each token (n ...) leaves behind, in its page."""
+        if self.pack is None and ready(self.mine[0]):
+            for memory, x in zip(self.mine, new, strict=True):
+                gpu_latent.put(x.flatten(1), memory.flatten(2), self.table, self.pos)
+            return
         pack, size = self.pack, self.mine[0].shape[1]
         if pack is not None:
             table, row, pos = pack.table, pack.row, pack.pos
@@ -285,6 +327,11 @@ class Pages:
         real = torch.arange(s, device=lengths.device) < lengths[:, None]
         each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
         return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
+
+    def chosen(self, k: int) -> Tensor:
+        """Which of k chosen tokens there are: (b k)."""
+        assert self.pos is not None
+        return torch.arange(k, device=self.pos.device) <= self.pos[:, None]
 
     @property
     def gap(self) -> Tensor:
@@ -398,6 +445,7 @@ class Cuda(Specialise):
         Stack: lambda maker, m: maker.copy(m, norm=LeftNorm(m.norm)),
         GroupedQueryAttention: lambda maker, m: maker.attention(m),
         LatentAttention: lambda maker, m: maker.latent(m),
+        SparseAttention: lambda maker, m: maker.copy(m, SlotSparse),
         FeedForward: lambda maker, m: maker.feed_forward(m),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
@@ -548,6 +596,17 @@ class SlotAttention(GroupedQueryAttention):
     def weigh(self, o: Tensor, x: Any) -> Tensor:
         return o
 
+    def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Queries (n h d), and what each token leaves behind."""
+        q, *new = self.turned(self.first(x), ctx)
+        return q, tuple(new)
+
+    def over(self, q: Tensor, slots: Pages, ctx: Context, spots: Tensor) -> Tensor:
+        """Queries (n h d) over tokens of the pool (n k), as far as there are any: (n, h e)."""
+        real = slots.chosen(spots.shape[1])
+        kept = dict(zip("kv", slots.at(spots, real), strict=True))
+        return self.mix(q[:, None], kept, real[:, None, None], ctx, None).flatten(1)
+
     def turned(self, qkv: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q (n h d), k (n g d), v (n g e), normed and turned."""
         sizes = [self.h * self.d, self.g * self.d, self.g * self.e]
@@ -598,30 +657,34 @@ class SlotLatent(LatentAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        nope, rope, entry = self.parts(self.first(x), ctx)
+        q, new = self.asked(x, ctx)
+        slots.store(*new)
+        sizes = None if slots.pack is None else slots.pack.sizes
+        # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
+        few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
+        if sizes is None or (few and self.fast(slots.mine[0])):
+            each = slots.each(max(1, SCORES // slots.longest))
+            return torch.cat([self.over(q[rows], step, ctx) for rows, step in each])
+        # Heads of their own, from the latents: cheaper than to attend c wide.
+        laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
+        if sizes.whole:
+            laid = laid[0], *self.heads(slots.kept())
+        return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
+
+    def over(self, q: Tensor, slots: Any, ctx: Context, spots: Tensor | None = None) -> Tensor:
+        """Queries (n h d+r) of a step over their texts, or over tokens of the pool (n k): (n, h e)."""
         w_uk, w_uv = self.up
-        new = entry.split([self.c, self.r], -1)[: len(slots.mine)]
-        if slots.pack is not None:
-            # Heads of their own, from the latents: cheaper than to attend c wide.
-            slots.store(*new)
-            q = torch.cat([nope, rope], -1)
-            laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
-            if slots.pack.sizes.whole:
-                laid = laid[0], *self.heads(slots.kept())
-            return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
+        nope, rope = q.split([self.d, self.r], -1)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
         if self.fast(slots.mine[0]):
-            latents, ropes = slots.mine
-            table, pos, bound = slots.table, slots.pos, slots.bound
-            o = gpu_latent.decode(
-                q, entry, latents, ropes, table, pos, scale=self.scale, bound=bound
-            )
+            more = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
+            o = gpu_latent.decode(q, *slots.mine, slots.table, slots.pos, **more)
         else:
-            slots.store(*new)
-            kept = slots.kept()
-            seen = ctx.once(("seen", self.config.window), lambda: slots.seen(self.config.window))
+            real = slots.seen(self.config.window) if spots is None else slots.chosen(spots.shape[1])
+            kept = slots.kept() if spots is None else slots.at(spots, real)
+            mask = real if spots is None else real[:, None, None]
             k = torch.cat(kept, -1)[:, :, None]
-            o = attend(q, k, kept[0][:, :, None], seen, self.scale)
+            o = attend(q, k, kept[0][:, :, None], mask, self.scale)
         return torch.einsum("bhc,hec->bhe", o, w_uv).flatten(1)
 
     def heads(self, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -633,21 +696,67 @@ class SlotLatent(LatentAttention):
             k = torch.cat([k, turned.expand(*k.shape[:-1], -1)], -1)
         return k, torch.einsum("...c,hec->...he", kept[0], w_uv)
 
-    def parts(self, both: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token the heads' (n h d) and turned (n h r) features, and [latent | rotary key] (n c+r)."""
+    def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Queries (n h d+r), and what each token leaves behind: its latent (n c) and its rotary key (n r)."""
+        both = self.first(x)
         q, latent, key = both.split([both.shape[-1] - self.c - self.r, self.c, self.r], -1)
         if self.second is not None:
             q = self.second(Normed(Stream(q.contiguous(), False), self.q_norm))
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
-        nope, rope = q.unflatten(-1, (self.h, -1)).split([self.d, self.r], -1)
-        if self.r:
-            shape = ctx.pos.index.shape
-            rope = ctx.turn(rope.unflatten(0, shape), self.config.rope).flatten(0, 1)
-            key = ctx.turn(key.view(*shape, 1, self.r), self.config.rope).view(-1, self.r)
-        return nope, rope, torch.cat([latent, key], -1)
+        q = q.unflatten(-1, (self.h, -1))
+        if not self.r:
+            return q, (latent,)
+        shape, (nope, rope) = ctx.pos.index.shape, q.split([self.d, self.r], -1)
+        rope = ctx.turn(rope.unflatten(0, shape), self.config.rope).flatten(0, 1)
+        key = ctx.turn(key.view(*shape, 1, self.r), self.config.rope).view(-1, self.r)
+        return torch.cat([nope, rope], -1), (latent, key)
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
+
+
+class SlotSparse(SparseAttention):
+    """DSA: every token's index key is scored, and the attention in it looks at the best; its pages hold what that one's
+    do, and index keys."""
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        attention: Any = self.attention
+        y = x.tensor()
+        token = y.view(*ctx.pos.index.shape, -1)
+        own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
+        index.store(self.indexer.keys(token, ctx).flatten(0, 1))
+        x, within = Normed(Stream(y, x.stream.wide, x.stream.fast), None), replace(ctx, store=own)
+        if self.dense(slots.longest):
+            return attention.look(x, within)
+        q, new = attention.asked(x, within)
+        own.store(*new)
+        index_q = self.indexer.queries(attention.query_input(token), ctx).flatten(0, 1)
+        weights = self.indexer.weights(token).flatten(0, 1)
+        out = []
+        for rows, step in index.each(max(1, SCORES // slots.longest)):
+            spots = self.spots(index_q[rows], weights[rows], step)
+            out.append(attention.over(q[rows], step.only(own.entries), within, spots))
+        return torch.cat(out)
+
+    def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
+        """Where the best k tokens of each row lie in the pool (b k), ascending; q (b H D) and weights (b H)."""
+        (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
+        assert pos is not None
+        page, fp8 = keys.shape[1], self.config.precision == "fp8"
+        if self.attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
+            if fp8:
+                q8, size = to_fp8(q)
+                q, weights = q8.to(q.dtype), weights * size[..., 0]
+            scores = gpu_sparse.index(q, keys, weights, table, pos, step.bound, fp8)
+            return gpu_sparse.topk(scores, pos, k, table, page)
+        dots = self.indexer.dots(q[:, None], *step.kept())
+        scores = self.indexer.join(dots, weights[:, None].to(dots.dtype))[:, 0]
+        at = gpu_sparse.reference(scores, pos + 1, k).long()
+        return table.gather(1, at // page) * page + at % page
+
+    def leave(self, o: Tensor, residual: Any = None) -> Any:
+        return self.attention.leave(o, residual)
 
 
 def spread(bias: Tensor | None, gap: Tensor) -> Tensor | None:

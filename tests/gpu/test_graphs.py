@@ -224,7 +224,9 @@ def test_latent_on_cuda(h: int) -> None:
     )
     pos = torch.tensor([1999, 777]).cuda()
     table = torch.randperm(250).view(2, 125).int().cuda()
-    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+    gpu_latent.put(entry[:, :512], latents, table, pos)
+    gpu_latent.put(entry[:, 512:], ropes, table, pos)
+    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
     cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
     close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))
 

@@ -27,6 +27,11 @@ MECHANISMS = {
     "interleaved": regard.GQA(4, 2, 32, rope=ODD),
     "mla": regard.MLA(4, 64, 32, 16, rope=ROPE),
     "mla_query": regard.MLA(4, 64, 32, 16, 24, 48, rope=regard.Rope(layout="interleaved")),
+    "dsa": regard.DSA(regard.MLA(4, 64, 32, 16, rope=ROPE), 4, 32, 12, rope_dim=16),
+    "dsa_query": regard.DSA(
+        regard.MLA(4, 64, 32, 16, 24, 48, rope=ROPE), 3, 16, 20, hadamard=True, precision="fp8"
+    ),
+    "dsa_gqa": regard.DSA(regard.GQA(4, 2, 32, rope=ROPE), 4, 32, 12, rope_dim=16),
 }
 # Post-norm with sinusoids, with learned positions and a norm on them, pre-norm with T5's bias; and ALiBi.
 PAIRS = ["vaswani-base", "bart-base", "t5-small"]

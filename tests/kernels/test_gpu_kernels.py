@@ -10,6 +10,7 @@ from torch import Tensor
 
 import regard
 from regard.attention import attend
+from regard.attention.sparse import choose, dots_exact, index_scores
 from regard.decode import sampling
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
@@ -21,6 +22,7 @@ from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import loss as gpu_loss
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
+from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
 from tests.kernels.plain import BOUND, largest_gap, served
@@ -276,9 +278,66 @@ def test_gpu_latent_matches_attend(
     keys = full[:, :, None].float()
     want = attend(q[:, None].float(), keys, keys[..., :c], seen, scale=0.1)[:, 0]
     close(gpu_latent.reference(q, full, pos + 1, c, 0.1), want, dtype)
-    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.1, splits=splits)
-    close(got, want, dtype)
+    gpu_latent.put(entry[:, :c], latents, table, pos)
+    gpu_latent.put(entry[:, c:], ropes, table, pos)
     assert torch.equal(whole(), full)
+    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.1, splits=splits)
+    close(got, want, dtype)
+    # Some of the tokens: the first, every third, and as many of a row as it has.
+    at = torch.arange(0, s, 3)[None].minimum(pos[:, None])
+    spots = table.gather(1, at // page) * page + at % page
+    some = full[torch.arange(b)[:, None], at]
+    count = (pos + 1).clamp(max=at.shape[1])
+    got = gpu_latent.decode(
+        q, latents, ropes, table, pos, scale=0.1, chosen=spots.int(), splits=splits
+    )
+    close(got, gpu_latent.reference(q, some, count, c, 0.1), dtype)
+
+
+def tied_scores(b: int, s: int) -> Tensor:
+    """Rows of scores, most of them with many that are equal; zeros of both signs."""
+    x = torch.randn(b, s)
+    x[1:] = (x[1:].relu() * 4).round() / 4
+    x[2:] *= torch.where(torch.rand(b - 2, s) > 0.7, -1.0, 1.0)
+    x[3] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("s, k", [(150, 17), (64, 64)])
+def test_gpu_topk_is_choose(s: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sparse, "PIECE", 64)
+    scores, page = tied_scores(5, s), 8
+    pos = torch.tensor([s - 1, s - 1, s - 9 if s > k else s - 1, s - 1, k // 2])
+    hidden = torch.arange(s) > pos[:, None]
+    want = choose(scores.masked_fill(hidden, -torch.inf), k)
+    assert torch.equal(gpu_sparse.reference(scores, pos + 1, k).long()[:4], want[:4])
+    places = -(-s // page)
+    table = torch.randperm(5 * places).view(5, places).int()
+    spots = table.gather(1, want // page) * page + want % page
+    got = gpu_sparse.topk(scores, pos, k, table, page)
+    assert torch.equal(got[:4], spots[:4])
+    # Of a row that is shorter than k, all of it.
+    at = torch.arange(k // 2 + 1)
+    assert torch.equal(got[4, at], table[4, at // page] * page + (at % page).int())
+
+
+@each_dtype
+@pytest.mark.parametrize("h, d, s", [(5, 16, 90), (16, 32, 40)])
+def test_gpu_index_matches_scores(
+    h: int, d: int, s: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_sparse, "TILE", (16, 4, 2))
+    monkeypatch.setattr(gpu_sparse, "SPAN", 32)
+    b, page = 3, 8
+    places = -(-s // page)
+    q, keys = torch.randn(b, h, d).to(dtype), torch.randn(b * places, page, d).to(dtype)
+    w, table = torch.randn(b, h), torch.randperm(b * places).view(b, places).int()
+    pos = torch.tensor([0, 31, s - 1])
+    got = gpu_sparse.index(q, keys, w, table, pos, s, fp8=False)
+    full = keys[table.long()].flatten(1, 2)
+    want = index_scores(dots_exact(q[:, None], full), w[:, None])[:, 0]
+    for i, end in enumerate((pos + 1).tolist()):
+        close(got[i, :end], want[i, :end], dtype)
 
 
 def state(rows: int, **given: list[int]) -> gpu_sample.State:
@@ -567,12 +626,28 @@ def test_gpu_decoder_gives_the_plain_tokens(
         assert largest_gap(engine, texts[:rows], 2) < BOUND
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_gpu_sparse_decoder_gives_the_plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is read densely, and chooses among its tokens when it is longer."""
+    monkeypatch.setattr(gpu_sparse, "PIECE", 64)
+    model = small("dsa")
+    text = torch.randint(0, 97, (31,)).tolist()
+    want = served(Engine(model, runner="torch"), [Request(text, Settings(max_new_tokens=4))])
+    engine = Engine(model, runner="graph", rows=1)
+    assert engine.plain == "" and "SlotSparse" in engine.explain()
+    assert largest_gap(engine, [text], 4) < BOUND
+    assert engine.slots is not None and len(want[0].ids) == 4
+
+
 def small(name: str) -> regard.Model:
     torch.manual_seed(0)
     rope = regard.Rope()
-    attention = (
-        regard.GQA(4, 2, 32, rope=rope) if name == "gqa" else regard.MLA(4, 32, 32, 16, rope=rope)
-    )
+    latent = regard.MLA(4, 32, 32, 16, rope=rope)
+    attention = {
+        "gqa": regard.GQA(4, 2, 32, rope=rope),
+        "mla": latent,
+        "dsa": regard.DSA(latent, 4, 16, 32, rope_dim=16),
+    }[name]
     ffn, norm = regard.MLP(96, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
     config = TransformerConfig(
         Tokens(97), regard.Tower(64, 1, attention, ffn, norm=norm), regard.LM(), max_len=48

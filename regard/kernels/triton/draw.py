@@ -301,10 +301,10 @@ def _gather(
         above = tl.sum(tl.where(bin > last, mass, 0.0), 0)
         weight = tl.sum((bin > last).to(tl.float32), 0) if KIND == "top_k" else above
         tl.store(sizes + b * chunks + c, size)
-        to = parts + b * 4 * chunks + c
-        tl.store(to, top)
-        tl.store(to + chunks, above)
-        tl.store(to + 2 * chunks, weight)
+        part = parts + b * 4 * chunks + c
+        tl.store(part, top)
+        tl.store(part + chunks, above)
+        tl.store(part + 2 * chunks, weight)
         if size > 0:
             to = (b * chunks + c) * CHUNK + tl.cumsum(found.to(tl.int32), 0) - 1
             tl.store(ranks + to, _rank(score, i), mask=found)
