@@ -57,7 +57,7 @@ class Runner:
     ):
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
-        self.graph = weight.is_cuda
+        self.graph, self.vocab = weight.is_cuda, len(weight)
         self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
         self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
         places = -(-length // pool.page)
@@ -111,7 +111,8 @@ class Runner:
         than `far`."""
         s, rows = self.state, slice(0, width)
         pages = replace(self.pages, table=self.pages.table[rows], pos=s.pos[rows], bound=bound)
-        ids, pos = s.ids[rows].clamp(min=0)[:, None], s.pos[rows, None]
+        # A beam that nothing is left for may have a token that the vocabulary does not.
+        ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
         wide, memory = self.kernels and width > MOST, self.sources(rows, far)
         return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
 

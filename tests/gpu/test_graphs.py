@@ -277,7 +277,7 @@ def test_encoder_decoders_write_what_the_plain_model_writes(name: str, rows: int
         assert sum(a.ids != b.ids for a, b in zip(answers, want, strict=True)) <= 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"groups": 2, "diversity": 0.5}, {"banned": (4,)}])
+@pytest.mark.parametrize("settings", [{}, {"groups": 2, "diversity": 0.5}, {"banned": (4,), "forced_first": 9}])
 @pytest.mark.parametrize("name", ["gqa", *PAIRS])
 def test_beams_in_a_graph_find_what_the_plain_engine_finds(name: str, settings: dict) -> None:
     beams = {"beams": 4, "eos": (5, 7), "length_penalty": 0.7, **settings}
