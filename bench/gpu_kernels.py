@@ -394,4 +394,6 @@ def part_e(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="1", help="rows of x in part t")
-    run_parts(parser, {"k": part_k, "t": part_t, "w": part_w, "l": part_l, "d": part_d, "e": part_e}, "k")
+    run_parts(
+        parser, {"k": part_k, "t": part_t, "w": part_w, "l": part_l, "d": part_d, "e": part_e}, "k"
+    )

@@ -57,7 +57,7 @@ class Runner:
     ):
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
-        self.graph = weight.is_cuda
+        self.graph, self.vocab = weight.is_cuda, len(weight)
         self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
         self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
         places = -(-length // pool.page)
@@ -122,7 +122,8 @@ class Runner:
         s, rows = self.state, slice(0, width)
         mine: Any = {"table": self.pages.table[rows], "pos": s.pos[rows], "live": s.live[rows]}
         pages = replace(self.pages, bound=bound, **mine)
-        ids, pos = s.ids[rows].clamp(min=0)[:, None], s.pos[rows, None]
+        # A beam that nothing is left for may have a token that the vocabulary does not.
+        ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
         wide, memory = self.kernels and width > MOST, self.sources(rows, far)
         return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
 
@@ -436,6 +437,7 @@ class SlotLane:
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
         self.idle: list[int] = []
+        self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
         self.waiting = False  # whether others wait for a slot
         runner.lane = weakref.ref(self)
@@ -476,7 +478,7 @@ class SlotLane:
                 salt = row.request.salt
                 slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
                 self._adopt(slot, len(slot.text) - 1)
-        self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
+        self.new |= {slot.index: slot.row for slot in self.slots[-len(rows) :]}
 
     def _memory(self, request: Request, homes: list[int]) -> Memory | None:
         size = source_size(self.runner.fast, request)
@@ -519,7 +521,7 @@ class SlotLane:
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
         self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
-        self.flying = None
+        self.flying, self.new = None, {}
         self.runner.reset()
 
     def over(self) -> list[int]:
@@ -529,6 +531,9 @@ class SlotLane:
 
     def step(self, model: Any, backend: str) -> list[Event]:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
+        if self.new:
+            self.runner.columns.put(list(self.new), list(self.new.values()))
+            self.new = {}
         self._encode()
         self._feed()
         launched = self._launch()

@@ -287,7 +287,10 @@ class Pages:
         for i in range(0, len(pack.pos), most):
             rows = slice(i, i + most)
             table = pack.table[pack.row[rows]].int()
-            yield rows, replace(self, pack=None, table=table, pos=pack.pos[rows], bound=self.longest)
+            yield (
+                rows,
+                replace(self, pack=None, table=table, pos=pack.pos[rows], bound=self.longest),
+            )
 
     def at(self, spots: Tensor, real: Tensor) -> tuple[Tensor, ...]:
         """What tokens of the pool (n k) left behind, (n k ...); zero where one is not `real`."""

@@ -402,7 +402,7 @@ BEAMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", *PAIRS])
+@pytest.mark.parametrize("name", ["gqa", "mla", "dsa", *PAIRS])
 def test_beams_in_slots_are_the_plain_engines_beams(name: str) -> None:
     """All settings of a shape step together; in many slots with prompts in chunks, in few with few pages."""
     common = {"max_new_tokens": 12, "beams": 3, "n_best": 3, "eos": (3,)}
