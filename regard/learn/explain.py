@@ -3,21 +3,28 @@ code, numbers; as text or as JSON.
 
 A topic is a function with a docstring (the question, then the formula) whose parameters are the
 numbers a reader may change and whose defaults are the example. It computes by the library's own
-functions, in float64. The topics are in mechanisms.py."""
+functions, in float64. The topics are in mechanisms.py and worked.py; topics.toml has their
+chapters and the words that people use for them."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import math
+import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError
 from regard.see.format import aligned, number, strict
 
 Numbers = tuple[float, ...]
@@ -25,21 +32,24 @@ Matrix = tuple[Numbers, ...]
 Module = TypeVar("Module", bound=nn.Module)
 # The most of a whole number that is given.
 MOST = 1_000_000
-# Other names of topics.
-_PAIRS = """positions:sinusoidal mha:multi-head mqa:gqa indexer:dsa flash:online-softmax t5:t5-bias
-look-ahead:masks look-ahead-mask:masks scaled-dot-product:attention cross:cross-attention rnn:rnn-path
-scaled-dot-product-attention:attention ffn:feed-forward sampling:decoding layernorm:norms rmsnorm:norms
-quantization:quantisation teacher-forcing:objectives learning-rate:schedules"""
-ALIASES: dict[str, str] = dict(pair.split(":") for pair in _PAIRS.split())
+# Chapter -> topic -> other words for it; and words that tell no topic from another.
+CHAPTERS: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_name("topics.toml").read_text(encoding="utf-8")
+)
+FILLING = {*CHAPTERS.pop("")["filling"].split()}
+# Letters of several words that name a topic in whatever text they stand.
+TELLING = 14
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns. A cell is a number, a text, or None where there is no number."""
+    """Rows under named columns. A cell is a number, a text, or None where there is no number.
+    `draw`: how a picture shows it, as picture.py says, and perhaps from which column on."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
+    draw: str = ""
 
     def text(self) -> str:
         """In one form per column: whole numbers as they are, others with four places, tiny ones
@@ -98,9 +108,9 @@ class Topic:
         """A value as the example has it: rows, a tuple, a whole number, a number or a text. Rows
         may be given without semicolons, as one tuple that the topic divides."""
         example, flag = self.inputs[name], _flag(name)
+        text = value if isinstance(value, str) else " ".join(map(str, value))
         if isinstance(example, str):
-            return value
-        text = " ".join(map(str, value))
+            return text
         divided = _nested(example) and ";" in text
         try:
             rows = [tuple(map(float, row.split())) for row in text.split(";" if divided else None)]
@@ -142,21 +152,79 @@ def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
 
 
 def find(name: str) -> Topic:
-    """The topic of this name; the nearest one is named where there is none."""
+    """The topic that this name, or these words, mean; the three nearest are told where there is
+    none."""
     known = {each.name: each for each in TOPICS}
-    plain = name.strip().lower().replace("_", "-").replace(" ", "-")
-    plain = ALIASES.get(plain, plain)
-    if plain not in known:
-        hint = nearest(plain, [*known, *ALIASES])
-        raise UsageError(f"there is no topic {name!r:.60}; {hint} (regard explain lists them all)")
-    return known[plain]
+    found = names().get("".join(_words(name))) or _covering(name)
+    if found is None:
+        close = _nearest(name)
+        raise UsageError(
+            f"there is no topic {name!r:.60}; the nearest are {close} (regard explain lists all)"
+        )
+    return known[found]
+
+
+@cache
+def names() -> dict[str, str]:
+    """Every word for a topic, spelt without case, spaces and hyphens -> the topic."""
+    table: dict[str, str] = {}
+    for topics in CHAPTERS.values():
+        for name, words in topics.items():
+            for word in (name, *words.split(",")):
+                table.setdefault("".join(_words(word)), name)
+    return table
+
+
+def _words(text: str) -> list[str]:
+    """A text as words that can be compared: small letters, singular, American, without filling."""
+    plain = re.sub(r"\\[a-z]+|[{}$]", "", text.lower())
+    found = re.findall(r"[a-z0-9]+", re.sub(r"\bk *- *v\b", "kv", plain))
+    single = (re.sub(r"(?<=[a-z]{3})(?<!s)s$", "", re.sub("ies$", "ys", word)) for word in found)
+    spelt = (word.replace("isation", "ization") for word in single)
+    return [word for word in spelt if word not in FILLING]
+
+
+def _covering(text: str) -> str | None:
+    """The topic whose words are the largest part of a longer text, such as a heading: most of it,
+    or several words that tell enough."""
+    said, best = _words(text), ("", "")
+    for first, last in combinations(range(len(said) + 1), 2):
+        part = "".join(said[first:last])
+        share, several = len(part) / len("".join(said)), last - first > 1
+        enough = share > 0.75 or (several and (share > 0.5 or len(part) >= TELLING))
+        if enough and part in names() and len(part) > len(best[0]):
+            best = part, names()[part]
+    return best[1] or None
+
+
+def _nearest(name: str) -> str:
+    """Three topics whose names, or one of whose words, are spelt most like this."""
+    key, far = "".join(_words(name)), {each.name: 0.0 for each in TOPICS}
+    for word, topic in names().items():
+        far[topic] = max(far[topic], difflib.SequenceMatcher(None, key, word).ratio())
+    first, second, third = sorted(far, key=lambda topic: -far[topic])[:3]
+    return f"{first}, {second} and {third}"
+
+
+def called(name: str, numbers: tuple[str, ...]) -> tuple[Topic, tuple[str, ...]]:
+    """The topic and its numbers; a name of several words need not be quoted."""
+    for count in range(len(numbers), 0, -1):
+        whole_name = "".join(_words(" ".join([name, *numbers[:count]])))
+        if whole_name in names() and whole_name != "".join(_words(name)):
+            return find(whole_name), numbers[count:]
+    return find(name), numbers
 
 
 def explained(
-    name: str, numbers: tuple[str, ...], given: dict[str, Any], *, as_json: bool = False
+    name: str,
+    numbers: tuple[str, ...],
+    given: dict[str, Any],
+    *,
+    as_json: bool = False,
+    output: Path | None = None,
 ) -> str:
-    """The topic with the numbers of one call."""
-    topic = find(name)
+    """The topic with the numbers of one call; its picture goes to `output`."""
+    topic, numbers = called(name, numbers)
     if numbers:
         first = next(iter(topic.inputs))
         if first in given or isinstance(topic.inputs[first], str):
@@ -164,6 +232,11 @@ def explained(
         given = {first: numbers, **given}
     values = topic.read(given)
     tables, formula = list(topic.compute(**values)), topic.formula.splitlines()
+    if output:
+        from regard.learn.picture import drawn
+        from regard.see.plots import save
+
+        save(drawn(topic, tables, values), output)
     if not as_json:
         said = "   ".join(f"{_flag(n)} {shown(value)}" for n, value in values.items())
         lines = [f"{topic.name}: {topic.question}", "", *(f"  {line}" for line in formula)]
@@ -182,11 +255,22 @@ def explained(
 
 
 def listed(as_json: bool = False) -> str:
-    """Every topic with its question."""
+    """Every topic with its question, by chapter."""
+    known = {each.name: each.question for each in TOPICS}
     if as_json:
-        return json.dumps([{"topic": t.name, "question": t.question} for t in TOPICS])
-    table = aligned([(t.name, t.question) for t in TOPICS])
-    return f"{table}\n\nregard explain TOPIC, with numbers of your own or without"
+        rows = [(c, n, w) for c, topics in CHAPTERS.items() for n, w in topics.items()]
+        return json.dumps(
+            [
+                {"chapter": c, "topic": n, "question": known[n], "words": re.split(", *", w)}
+                for c, n, w in rows
+            ]
+        )
+    wide = max(map(len, known))
+    parts = [
+        "\n".join([chapter, *(f"  {name:<{wide}}  {known[name]}" for name in topics)])
+        for chapter, topics in CHAPTERS.items()
+    ]
+    return "\n\n".join([*parts, "regard explain TOPIC, with numbers of your own or without"])
 
 
 # --- what topics share ----------------------------------------------------------------------------

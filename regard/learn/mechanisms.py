@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context, Terms, attend, softmax, weights
+from regard.attention import DSA, GQA, MLA, Context, Terms, softmax, weights
 from regard.attention.core import scores as dot_scores
 from regard.attention.latent import LatentAttention
 from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
@@ -47,10 +47,12 @@ from regard.models.adapt import LoRA, LowRank
 from regard.models.base import parameters
 from regard.models.recurrent import CELLS, MemoryAttention
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
+from regard.presets import build
+from regard.see.probe import Probe
 from regard.train import loss
 from regard.train.checkpoint import Checkpoints
 from regard.train.measure import text_scores
-from regard.train.optim import SHAPES, Optim, Schedule, noam
+from regard.train.optim import SHAPES, Optim, Schedule, clip, noam
 from regard.train.trainer import Train, Trainer
 
 ATTENTION, POOLING = "regard/attention/core.py", "regard/attention/pooling.py"
@@ -121,6 +123,27 @@ def multiply_adds(attention: GQA, dim: int, tokens: int) -> tuple[int, int]:
     return tokens * weights, tokens**2 * layer.h * (layer.d + layer.e)
 
 
+def grid(title: str, x: Tensor, row: str, column: str, draw: str = "") -> Table:
+    """A matrix as a table: row 1, row 2, ... under column 1, column 2, ..."""
+    columns = [row, *(f"{column}{j + 1}" for j in range(x.shape[1]))]
+    return Table(title, columns, [[i, *each.tolist()] for i, each in enumerate(x, 1)], draw)
+
+
+def steps(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tables:
+    """softmax(q k^T / sqrt(d)) v of one head (t d), (s d), (s e), one table for each step."""
+    scale = q.shape[1] ** -0.5
+    plain, scaled = (dot_scores(q[None, None], k[None, None], Terms(s))[0, 0] for s in (1.0, scale))
+    yield grid("scores q.k", plain, "query", "key ")
+    yield grid(f"divided by sqrt({q.shape[1]})", scaled, "query", "key ")
+    seen = Visible(mask or Full(), Span.run(0, len(q)), Span.run(0, len(k))).tensor()[0, 0]
+    if mask is not None:
+        hidden = scaled.masked_fill(~seen, -torch.inf)
+        yield grid("masked: later keys are hidden", hidden, "query", "key ")
+    a = softmax(scaled, seen)
+    yield grid("weights, softmax of each row", a, "query", "key ", "map")
+    yield grid("output, weights times values", a @ v, "query", "o_")
+
+
 def _numbered(letter: str, rows: Tensor) -> list[str]:
     return [f"{letter}_{i + 1}" for i in range(rows.shape[1])]
 
@@ -138,7 +161,7 @@ def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     m, d = trace[-1].m, trace[-1].d
     rows = [[a, a - m, p * d, p] for a, p in zip(x, weights.tolist())]
     total = ["sum", "", d, weights.sum().item()]
-    yield Table(f"m = {m:g}", ["x", "x - m", "e^(x - m)", "softmax"], [*rows, total])
+    yield Table(f"m = {m:g}", ["x", "x - m", "e^(x - m)", "softmax"], [*rows, total], "bars")
 
 
 @topic(f"{NUMBERS}::saturation", f"{NUMBERS}::softmax_jacobian")
@@ -150,7 +173,7 @@ def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> Tables:
     largest = [softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
     weights = saturation(real(a)).tolist()
     columns = ["a", "weight of 2a", "largest |dp/dx|"]
-    yield Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)))
+    yield Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)), "lines")
 
 
 @topic(f"{NUMBERS}::softmax_jacobian")
@@ -162,7 +185,7 @@ def jacobian(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     p, matrix = softmax(real(x)), softmax_jacobian(real(x))
     rows = torch.cat([p[:, None], matrix, matrix.sum(-1, keepdim=True)], -1)
     columns = ["p_i", *(f"d/dx_{j}" for j in range(1, len(x) + 1)), "sum"]
-    yield Table("one row for each p_i", columns, rows.round(decimals=15).tolist())
+    yield Table("one row for each p_i", columns, rows.round(decimals=15).tolist(), "map d/dx_1")
 
 
 @topic(f"{NUMBERS}::dot_moments", "regard/attention/scores.py::ScaledDot")
@@ -176,14 +199,14 @@ def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> Tables:
         moments = *dot_moments(d), dot_moments(d, d**-0.5)[1], dot_moments(d, same=True)[0]
         rows.append([d, *(round(x, 12) for x in moments)])
     columns = ["d", "mean q.k", "variance", "variance of q.k/sqrt(d)", "mean q.q"]
-    yield Table("all q, k in {-1, +1}^d", columns, rows)
+    yield Table("all q, k in {-1, +1}^d", columns, rows, "lines variance")
 
 
 @topic(f"{ATTENTION}::reference", f"{ATTENTION}::attend")
 def attention(
-    q: Matrix = ((1.0, 0.0),),
-    k: Matrix = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)),
-    v: Matrix = ((1.0,), (2.0,), (4.0,)),
+    q: Matrix = ((0.1, 0.4), (0.3, 0.7)),
+    k: Matrix = ((0.2, 0.5), (0.6, 0.3)),
+    v: Matrix = ((1.2, 0.9), (0.8, 1.1)),
 ) -> Tables:
     """What does a query get from keys and values?
 
@@ -198,19 +221,7 @@ def attention(
         )
     keys = rows_of("k", k, width=queries.shape[1])
     values = rows_of("v", v, count=len(keys))
-    heads = queries[None, None], keys[None, None]
-    scaled = dot_scores(*heads, Terms(queries.shape[1] ** -0.5))[0, 0]
-    plain = dot_scores(*heads, Terms(1.0))[0, 0]
-    out = attend(*(x[None, :, None] for x in (queries, keys, values)), backend="reference")
-    steps = torch.stack([plain, scaled, softmax(scaled)], -1).flatten(0, 1)
-    pairs = [(i + 1, j + 1) for i in range(len(queries)) for j in range(len(keys))]
-    weights = [[*pair, *step.tolist()] for pair, step in zip(pairs, steps)]
-    outputs = [[i + 1, *o.tolist()] for i, o in enumerate(out[0, :, 0])]
-    columns = ["query", "key", "q.k", "q.k/sqrt(d)", "softmax"]
-    names = ["query", *_numbered("o", values)]
-    first = 1 if len(queries) == 1 else 0
-    yield Table("weights", columns[first:], [row[first:] for row in weights])
-    yield Table("output", names[first:], [row[first:] for row in outputs])
+    return steps(queries, keys, values)
 
 
 @topic("regard/mask.py::Causal", "regard/mask.py::Visible")
@@ -233,7 +244,7 @@ def masks(tokens: int = 5, window: int = 3) -> Tables:
     seen = [Visible(rule, here, here).tensor()[0, 0] for rule in rules.values()]
     rows = [[i, *(" ".join(".1"[int(x)] for x in mask[i]) for mask in seen)] for i in range(n)]
     title = "1: may be seen, one row a query, one column a key"
-    yield Table(title, ["query", *rules], rows)
+    yield Table(title, ["query", *rules], rows, "masks")
 
 
 @topic(f"{POOLING}::one_loop", f"{ATTENTION}::online")
@@ -245,11 +256,11 @@ def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -
     values = rows_of("v", v, count=len(x))
     last, trace = one_loop(real(x), values)
     names = ["o"] if values.shape[1] == 1 else _numbered("o", values)
-    steps = [
+    found = [
         [i, score, step.m, step.d, *cast(Tensor, step.o).tolist()]
         for i, (score, step) in enumerate(zip(x, trace), 1)
     ]
-    yield Table("after each key", ["key", "x", "m", "d", *names], steps)
+    yield Table("after each key", ["key", "x", "m", "d", *names], found, "lines")
     yield Table("softmax(x) v, in three passes", names, [(softmax(real(x)) @ values).tolist()])
 
 
@@ -268,7 +279,8 @@ def nadaraya_watson(
         raise UsageError(f"--k has {len(k)} numbers and --v {len(v)}; give as many of both")
     positive("width", width)
     estimates = [regress(real(q), real(k), real(v), kernel, width).tolist() for kernel in KERNELS]
-    yield Table("estimates; none: no key is near", ["q", *KERNELS], list(zip(q, *estimates)))
+    rows = list(zip(q, *estimates))
+    yield Table("estimates; none: no key is near", ["q", *KERNELS], rows, "lines")
 
 
 @topic("regard/attention/scores.py::Additive", "regard/attention/scores.py::Bilinear")
@@ -282,7 +294,7 @@ def scores(q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0
     with torch.no_grad():
         values = [score(real(q)[None], keys)[0].tolist() for score in layers]
     rows = list(zip(range(1, len(keys) + 1), *values))
-    yield Table("one row for each key", ["key", *SCORES], rows)
+    yield Table("one row for each key", ["key", *SCORES], rows, "map")
 
 
 @topic("regard/models/recurrent.py::BahdanauStep", "regard/models/recurrent.py::MemoryAttention")
@@ -304,11 +316,30 @@ def bahdanau(
         cached = {"h": memory[None], "k": layer.score.key(memory)[None]}
         c = layer(real(q)[None, None], cached, backend="reference")
     rows = list(zip(range(1, tokens + 1), e.tolist(), softmax(e).tolist()))
-    yield Table("alignment", ["source", "score e", "weight a"], rows)
+    yield Table("alignment", ["source", "score e", "weight a"], rows, "bars")
     yield Table("context", _numbered("c", memory), [c.flatten().tolist()])
 
 
 # --- layers of attention ------------------------------------------------------------------------
+
+
+@topic(f"{HEADS}::GroupedQueryAttention", "regard/see/probe.py::Probe")
+def self_attention(
+    x: Matrix = ((1.0, 0.0, 0.0, 1.0), (0.0, 2.0, 0.0, 0.0), (0.5, 0.0, -1.0, 1.0)), heads: int = 2
+) -> Tables:
+    """How does every token of a text read the others?
+
+    Q = X W_Q,   K = X W_K,   V = X W_V, all of one text X;   O = softmax(Q K^T / sqrt(d) + mask) V W_O
+    One layer, called alone, under the look-ahead mask; its weights by a probe. x: a row for each token.
+    Without positions permuted tokens give permuted outputs: it sees a set."""
+    given, probe = torch.atleast_2d(real(x)), Probe()
+    layer = fill(GQA(whole("heads", heads)).make(given.shape[1]))
+    with torch.no_grad():
+        ctx = Context(Span.run(0, len(given)), Causal(), probe=probe, site="0.self")
+        out = layer(given[None], ctx)[0]
+    for i, a in enumerate(probe.maps["0.self"][0][0], 1):
+        yield grid(f"weights of head {i}", a, "query", "key ", "map")
+    yield grid("output", out, "token", "o_")
 
 
 @topic(f"{HEADS}::GroupedQueryAttention", f"{NUMBERS}::multiply_adds")
@@ -324,7 +355,7 @@ def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> Tables:
         projections, pairs = multiply_adds(GQA(h), dim, tokens)
         rows.append([h, dim // h, projections // tokens, projections, pairs, h * tokens**2])
     columns = ["heads", "d", "weights", "n weights", "scores and sums", "weights a, all heads"]
-    yield Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows)
+    yield Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows, "bars")
 
 
 @topic(f"{HEADS}::GroupedQueryAttention.entries", "regard/block.py::Block")
@@ -347,7 +378,7 @@ def cross_attention(
         out = layer(states[None], ctx)[0]
     sources = [f"source {i + 1}" for i in range(len(memory))]
     read, outputs = ([[i, *row.tolist()] for i, row in enumerate(x, 1)] for x in (a, out))
-    yield Table("weights", ["target", *sources], read)
+    yield Table("weights", ["target", *sources], read, "map")
     yield Table("output", ["target", *_numbered("o", out)], outputs)
 
 
@@ -367,7 +398,7 @@ def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> Tables:
     share = heads // chosen.groups
     members = [range(j * share, (j + 1) * share) for j in range(chosen.groups)]
     groups = [[j, " ".join(map(str, each))] for j, each in enumerate(members)]
-    yield Table("numbers in the cache", ["g", "name", "per token", "of MHA"], rows)
+    yield Table("numbers in the cache", ["g", "name", "per token", "of MHA"], rows, "bars")
     yield Table(f"g = {chosen.groups}: who shares", ["key head", "query heads"], groups)
 
 
@@ -393,7 +424,8 @@ def mla(
     counts = {name: cache_numbers(kind, dim) for name, kind in kinds.items()}
     counts["MLA"] = cache_numbers(config, dim)
     weights = mla_weights(config, dim)
-    yield Table("numbers in the cache, per token and layer", ["kind", "numbers"], [*counts.items()])
+    title = "numbers in the cache, per token and layer"
+    yield Table(title, ["kind", "numbers"], [*counts.items()], "bars")
     yield Table("weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[*weights]])
 
 
@@ -417,7 +449,7 @@ def dsa(
         for s, value in enumerate(index)
     ]
     heads = [f"q.k head {j + 1}" for j in range(len(w))]
-    yield Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows)
+    yield Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows, "bars")
 
 
 @topic("regard/cache/base.py::CacheSpec", f"{NUMBERS}::dot_products")
@@ -438,7 +470,59 @@ def kv_cache(
         products = (dot_products(n, cached=cached) for cached in (True, False))
         rows.append([n, *products, n * layers * each * HALF])
     columns = ["tokens", "q.k with cache", "without", "bytes of cache"]
-    yield Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows)
+    yield Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows, "log")
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+# The three set-ups: what they are called, a preset, what they learn.
+SETUPS = {
+    "GPT: decoder alone": ("gpt2", "the next token"),
+    "BERT: encoder alone": ("bert-base", "hidden tokens"),
+    "2017: both": ("vaswani-base", "the target's next token"),
+}
+
+
+@topic(
+    "regard/block.py::Block",
+    "regard/models/transformer.py::EncoderDecoder",
+    "regard/presets.py::build",
+)
+def transformer(layers: int = 6, dim: int = 512, heads: int = 8, width: int = 2048) -> Tables:
+    """What is a Transformer made of, and how do GPT, BERT and the full one differ?
+
+    x_0 = embedding + positions;   each layer: x + attention(x), then x + FFN(x), with norms;   logits = x_L E^T
+    GPT: one tower, each token sees the past.   BERT: one tower, sees all.   2017: an encoder that sees all of the
+    source, and a decoder that sees the past of the target and, by a second attention, all of the source."""
+    rows = []
+    for setup, (preset, learns) in SETUPS.items():
+        sizes = {"layers": layers, "dim": dim, "heads": heads, "ffn_dim": width}
+        model = build(preset, device="meta", **sizes)
+        blocks = [block for tower in model.towers for block in getattr(model, tower).blocks]
+        parts = (
+            sum(parameters(p) for b in blocks if (p := getattr(b, n)))
+            for n in ("attention", "cross", "ffn")
+        )
+        order = getattr(model.config, next(iter(model.towers))).order
+        rows.append([setup, preset, order, learns, *parts, parameters(model)])
+    kinds = [
+        ["self-attention, both ways", "the text", "the same text", "padding", "BERT; the encoder"],
+        ["causal self-attention", "the text", "the same text", "later tokens", "GPT; the decoder"],
+        ["cross-attention", "the target", "the encoder's output", "padding", "the decoder"],
+    ]
+    columns = [
+        "set-up",
+        "preset",
+        "norm",
+        "learns",
+        "attention",
+        "cross",
+        "feed-forward",
+        "all weights",
+    ]
+    yield Table("three set-ups, weights by part", columns, rows, "figure")
+    names = ["kind", "queries from", "keys, values from", "hidden", "in"]
+    yield Table("three kinds of attention", names, kinds)
 
 
 # --- positions and parts ------------------------------------------------------------------------
@@ -453,7 +537,8 @@ def sinusoidal(pos: Numbers = (0.0, 1.0, 2.0, 3.0), dim: int = 4, base: float = 
     whole("dim", dim, 1, 16)
     table = sinusoid(real(pos), dim, positive("base", base))
     columns = ["position", *(f"{('sin', 'cos')[i % 2]} w_{i // 2}" for i in range(dim))]
-    yield Table("what is added", columns, [[p, *row.tolist()] for p, row in zip(pos, table)])
+    rows = [[p, *row.tolist()] for p, row in zip(pos, table)]
+    yield Table("what is added", columns, rows, "map")
 
 
 @topic(f"{POSITION}::rotate", f"{POSITION}::Rope")
@@ -475,10 +560,11 @@ def rope(
     columns = ["position", *(f"x_{i}" for i in range(len(x)))]
     for layout in ("half", "interleaved"):
         vectors = turned([whole("pos", p, 0) for p in pos], layout).tolist()
-        yield Table(f"turned, {layout}", columns, [[p, *row] for p, row in zip(pos, vectors)])
+        rows = [[p, *row] for p, row in zip(pos, vectors)]
+        yield Table(f"turned, {layout}", columns, rows, "map")
     # x with itself, one key two places further.
-    rows = [[p, p + 2, float(torch.dot(*turned([p, p + 2])))] for p in (0, 10, 1000)]
-    yield Table("the score depends on the distance alone", ["query at", "key at", "q.k"], rows)
+    dots = [[p, p + 2, float(torch.dot(*turned([p, p + 2])))] for p in (0, 10, 1000)]
+    yield Table("the score depends on the distance alone", ["query at", "key at", "q.k"], dots)
 
 
 @topic(f"{POSITION}::alibi_slopes", f"{POSITION}::RelativeBias")
@@ -490,7 +576,7 @@ def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> Tables:
     slopes = alibi_slopes(whole("heads", heads, 1, 128)).double()
     rows = [[h + 1, float(s), *(-float(s) * abs(p) for p in pos)] for h, s in enumerate(slopes)]
     columns = ["head", "slope", *(f"at {p:g}" for p in pos)]
-    yield Table("what is added to the scores", columns, rows)
+    yield Table("what is added to the scores", columns, rows, "map at")
 
 
 @topic(f"{POSITION}::t5_bucket", f"{POSITION}::T5Bias")
@@ -505,7 +591,7 @@ def t5_bias(
     distance = torch.tensor([whole("pos", p, -(10**6)) for p in pos])
     both, causal = (t5_bucket(distance, T5Bias(1, buckets, causal=c)) for c in (False, True))
     rows = list(zip(distance.tolist(), both.tolist(), causal.tolist()))
-    yield Table("buckets", ["key - query", "both ways", "causal"], rows)
+    yield Table("buckets", ["key - query", "both ways", "causal"], rows, "lines")
 
 
 @topic("regard/layers.py::RMSNorm", "regard/layers.py::Norm", "regard/block.py::Block")
@@ -523,7 +609,56 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> Tables:
     # Without the last bits, which another machine may have otherwise.
     mean = ["mean", *(round(y.mean().item(), 12) for y in (layer, rms))]
     variance = ["variance", *(round(y.var(correction=0).item(), 12) for y in (layer, rms))]
-    yield Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance])
+    yield Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance], "lines")
+
+
+@topic("regard/layers.py::Norm")
+def batch_norm(
+    x: Matrix = ((1.0, 3.0, 2.0, 6.0), (10.0, 20.0, 30.0, 0.0), (-1.0, 0.0, 2.0, 1.0)),
+    eps: float = 1e-5,
+) -> Tables:
+    """Why is each token normed, and not each feature over the batch?
+
+    LayerNorm: mean and variance over the features of ONE token;   BatchNorm: of one feature over ALL tokens
+    With BatchNorm a token depends on later ones, on other texts and on padding; alone, it is all zeros.
+    x: a row for each token."""
+    given = torch.atleast_2d(real(x))
+    layer = Norm(positive("eps", eps)).make(given.shape[1]).double()
+
+    def batch(x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.var(0, correction=0) + eps).sqrt()
+
+    other = given.clone()
+    other[-1] *= 10
+    moved = []
+    with torch.no_grad():
+        for name, norm, over in (("LayerNorm", layer, "row"), ("BatchNorm", batch, "column")):
+            yield grid(f"{name}: each {over} has mean 0", norm(given), "token", "feature ", "map")
+            moved.append(
+                [
+                    name,
+                    float((norm(other) - norm(given))[:-1].abs().max()) if len(given) > 1 else 0.0,
+                ]
+            )
+    title = "how far the other tokens move when the last one is ten times as large"
+    yield Table(title, ["norm", "largest change"], moved)
+
+
+@topic("regard/layers.py::Add", "regard/layers.py::FeedForward")
+def dropout(x: Numbers = (1.0, 2.0, -1.0, 0.5, 3.0, -2.0), p: float = 0.1) -> Tables:
+    """Why are some activations dropped in training, and the others made larger?
+
+    y_i = x_i m_i / (1 - p),   m_i = 0 with probability p, else 1;   E[y] = x,   Var[y] = x^2 p / (1 - p)
+    p is the share that is DROPPED, as in torch; texts also write p for the share that is kept.
+    It falls on what attention and feed-forward add, on embeddings, on attention weights; never in evaluation."""
+    if not 0 <= p < 1:
+        raise UsageError(f"--p is {p:g}; give the share to drop, from 0 to below 1")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        draws = [F.dropout(real(x), p).tolist() for _ in range(3)]
+    variance = (real(x).square() * p / (1 - p)).tolist()
+    columns = ["x", "draw 1", "draw 2", "draw 3", "mean", "variance", "in evaluation"]
+    yield Table(f"p = {p:g}", columns, list(zip(x, *draws, x, variance, x)))
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")
@@ -542,7 +677,7 @@ def feed_forward(
         with torch.device("meta"):
             count = parameters(MLP(whole("width", width), gated=gated, bias=False).make(dim))
         sizes.append(["gated" if gated else "plain", count, 2 * count])
-    yield Table("activations", ["x", *names], list(zip(x, *curves)))
+    yield Table("activations", ["x", *names], list(zip(x, *curves)), "lines")
     yield Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes)
 
 
@@ -560,7 +695,7 @@ def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 76
         weights = dim * (config.channels * side**2 + 1 + n + config.extra)
         rows.append([side, config.count, n, weights, n * n])
     columns = ["patch", "patches", "tokens", "weights", "pairs a head"]
-    yield Table(f"images of {size} x {size}", columns, rows)
+    yield Table(f"images of {size} x {size}", columns, rows, "bars tokens")
 
 
 @topic("regard/models/recurrent.py::elman", "regard/models/recurrent.py::Cell")
@@ -584,7 +719,29 @@ def rnn_path(
             slopes.append(slope.item())
         rows.append([n, *slopes, n, 1])
     columns = ["steps", *(f"lambda {v:g}" for v in x), "path of the RNN", "of attention"]
-    yield Table("d h_t / d h_0", columns, rows)
+    yield Table("d h_t / d h_0", columns, rows, "log")
+
+
+@topic(f"{NUMBERS}::multiply_adds", "regard/models/recurrent.py::elman")
+def cost(tokens: Numbers = (64.0, 512.0, 1024.0, 8192.0), dim: int = 512) -> Tables:
+    """What does a layer of attention cost against a recurrent one?
+
+    attention: 4 n m^2 for projections and 2 n^2 m for scores and sums;   RNN: 2 n m^2;   GRU: 6 n m^2
+    The recurrence is not dearer, but its n steps wait for one another; attention's path is one step long."""
+    rows = []
+    for n in (whole("tokens", value) for value in tokens):
+        projections, pairs = multiply_adds(GQA(1), dim, n)
+        rows.append([n, projections, pairs, 2 * n * dim**2, 6 * n * dim**2, n, 1])
+    columns = [
+        "n",
+        "projections",
+        "scores and sums",
+        "RNN",
+        "GRU",
+        "steps of the RNN",
+        "of attention",
+    ]
+    yield Table(f"multiply-adds of one layer of width {dim}", columns, rows, "log")
 
 
 @topic("regard/models/adapt.py::LowRank", "regard/models/adapt.py::LoRA")
@@ -602,7 +759,7 @@ def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 1
         full, low = dim * dim, layer.a.numel() + layer.b.numel()
         rows.append([r, full, low, f"{100 * low / full:.2f} %", config.scale])
     columns = ["rank", "weights of W", "of A and B", "share", "alpha / r"]
-    yield Table(f"one square layer of width {dim}", columns, rows)
+    yield Table(f"one square layer of width {dim}", columns, rows, "bars of A and B")
 
 
 @topic("regard/kernels/linear.py::Int8", "regard/kernels/linear.py::Int4")
@@ -621,7 +778,7 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
     rows = [*zip(x, eight.tolist(), four.tolist(), eighth.tolist())]
     worst = ["worst error", *(float((row[0] - y).abs().max()) for y in (eight, four, eighth))]
     bits = ["bits a weight", "8", f"{4 + 32 / GROUP:g}", "8"]
-    yield Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits])
+    yield Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits], "lines")
 
 
 # --- training and decoding ------------------------------------------------------------------------
@@ -648,7 +805,7 @@ def decoding(
     }
     columns = [way.softmax(-1).tolist() for way in ways.values()]
     rows = list(zip(range(len(x)), x, *columns))
-    yield Table("probabilities", ["token", "logit", *ways], rows)
+    yield Table("probabilities", ["token", "logit", *ways], rows, "lines softmax")
 
 
 @topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
@@ -674,7 +831,7 @@ def beam(
             rows.append(
                 [width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()]
             )
-    yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)
+    yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows, "bars")
 
 
 @topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
@@ -699,7 +856,7 @@ def label_smoothing(
         total = loss.smoothed_loss(given, target, share, over, padding)[0]
         ends.append(f"{total.item():.4f}")
     rows = [*zip(map(str, range(len(x))), x, *columns.values()), ends]
-    yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)
+    yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows, "map q")
 
 
 @topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
@@ -716,7 +873,22 @@ def schedules(
     plans = [Schedule(shape, last, warmup, decay=decay.get(shape, 0)) for shape in SHAPES]
     rows = [[step, noam(step, dim, warmup), *(plan(step) for plan in plans)] for step in at]
     columns = ["step", "lr of 2017", *(f"{shape} / peak" for shape in SHAPES)]
-    yield Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)
+    title = f"warm-up {warmup:,}, end at {last:,}"
+    yield Table(title, columns, rows, f"lines {columns[2]}")
+
+
+@topic("regard/train/optim.py::clip")
+def clipping(x: Numbers = (3.0, 4.0, -12.0), size: float = 1.0) -> Tables:
+    """What keeps one bad batch from throwing a model off?
+
+    g <- g min(1, c / (|g| + 1e-6)),   |g| the length of ALL gradients taken as one vector
+    The direction stays. It is against exploding gradients; against vanishing ones it does nothing. size: c."""
+    weight = nn.Parameter(real(x))
+    weight.grad = real(x)
+    length = clip([weight], positive("size", size))
+    rows = list(zip(x, weight.grad.tolist()))
+    title = f"length {float(length):.4g} before, {float(weight.grad.norm()):.4g} after"
+    yield Table(title, ["g", "clipped"], rows, "lines")
 
 
 @topic("regard/train/measure.py::text_scores")
@@ -731,7 +903,7 @@ def bleu(text: str = "the cat sat on a mat", reference: str = "the cat sat on th
     score = metric.corpus_score([text], [[reference]])
     rows = [[n + 1, score.counts[n], score.totals[n], p] for n, p in enumerate(score.precisions)]
     figures: list[list[Any]] = [[name, float(values[name])] for name in names]
-    yield Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows)
+    yield Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows, "bars")
     yield Table("figures", ["name", "value"], figures)
 
 
