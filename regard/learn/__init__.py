@@ -1,5 +1,4 @@
 """The mechanisms explained: topics, and the numbers behind them."""
 
-# They fill explain.TOPICS.
+# It fills explain.TOPICS.
 from regard.learn import mechanisms as mechanisms
-from regard.learn import worked as worked

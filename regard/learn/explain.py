@@ -2,9 +2,9 @@
 code, numbers; as text or as JSON.
 
 A topic is a function with a docstring (the question, then the formula) whose parameters are the
-numbers a reader may change and whose defaults are the example. It computes by the library's own
-functions, in float64. The topics are in mechanisms.py and worked.py; topics.toml has their
-chapters and the words that people use for them."""
+numbers a reader may change; its example is their defaults, or in examples.toml. It computes by the
+library's own functions, in float64. The topics are in mechanisms.py; topics.toml has their chapters
+and the words that people use for them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,19 @@ Matrix = tuple[Numbers, ...]
 Module = TypeVar("Module", bound=nn.Module)
 # The most of a whole number that is given.
 MOST = 1_000_000
+
+
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
 # Chapter -> topic -> other words for it; and words that tell no topic from another.
-CHAPTERS: dict[str, dict[str, str]] = tomllib.loads(
-    Path(__file__).with_name("topics.toml").read_text(encoding="utf-8")
-)
+CHAPTERS = _table("topics.toml")
 FILLING = {*CHAPTERS.pop("")["filling"].split()}
 # Letters of several words that name a topic in whatever text they stand.
 TELLING = 14
+# Topic -> input -> numbers of the example.
+EXAMPLES = _table("examples.toml")
 
 
 @dataclass(frozen=True)
@@ -143,8 +149,10 @@ def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
 
     def decorate(compute: Callable[..., Tables]) -> Topic:
         question, _, formula = inspect.cleandoc(compute.__doc__ or "").partition("\n")
-        inputs = {n: p.default for n, p in inspect.signature(compute).parameters.items()}
         name = compute.__name__.strip("_").replace("_", "-")
+        example = {n: _tuples(x) for n, x in EXAMPLES.get(name, {}).items()}
+        defaults = inspect.signature(compute).parameters.items()
+        inputs = {n: example.get(n, p.default) for n, p in defaults}
         TOPICS.append(Topic(name, question, formula.strip("\n"), code, inputs, compute))
         return TOPICS[-1]
 
@@ -152,27 +160,23 @@ def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
 
 
 def find(name: str) -> Topic:
-    """The topic that this name, or these words, mean; the three nearest are told where there is
-    none."""
-    known = {each.name: each for each in TOPICS}
-    found = names().get("".join(_words(name))) or _covering(name)
-    if found is None:
-        close = _nearest(name)
-        raise UsageError(
-            f"there is no topic {name!r:.60}; the nearest are {close} (regard explain lists all)"
-        )
-    return known[found]
+    """The topic that these words mean; the three nearest are told where there is none."""
+    key = "".join(_words(name))
+    if found := names().get(key) or _covering(_words(name)):
+        return next(each for each in TOPICS if each.name == found)
+    near = dict.fromkeys(names().values(), 0.0)
+    for word, topic in names().items():
+        near[topic] = max(near[topic], difflib.SequenceMatcher(None, key, word).ratio())
+    first, second, third, *_ = sorted(near, key=lambda topic: -near[topic])
+    close = f"the nearest are {first}, {second} and {third}"
+    raise UsageError(f"there is no topic {name!r:.60}; {close} (regard explain lists all)")
 
 
 @cache
 def names() -> dict[str, str]:
     """Every word for a topic, spelt without case, spaces and hyphens -> the topic."""
-    table: dict[str, str] = {}
-    for topics in CHAPTERS.values():
-        for name, words in topics.items():
-            for word in (name, *words.split(",")):
-                table.setdefault("".join(_words(word)), name)
-    return table
+    pairs = ((n, w) for ts in CHAPTERS.values() for n in ts for w in (n, *ts[n].split(",")))
+    return {"".join(_words(word)): name for name, word in pairs}
 
 
 def _words(text: str) -> list[str]:
@@ -180,38 +184,27 @@ def _words(text: str) -> list[str]:
     plain = re.sub(r"\\[a-z]+|[{}$]", "", text.lower())
     found = re.findall(r"[a-z0-9]+", re.sub(r"\bk *- *v\b", "kv", plain))
     single = (re.sub(r"(?<=[a-z]{3})(?<!s)s$", "", re.sub("ies$", "ys", word)) for word in found)
-    spelt = (word.replace("isation", "ization") for word in single)
-    return [word for word in spelt if word not in FILLING]
+    return [w for w in (s.replace("isation", "ization") for s in single) if w not in FILLING]
 
 
-def _covering(text: str) -> str | None:
+def _covering(said: list[str]) -> str | None:
     """The topic whose words are the largest part of a longer text, such as a heading: most of it,
     or several words that tell enough."""
-    said, best = _words(text), ("", "")
+    best, whole = "", len("".join(said))
     for first, last in combinations(range(len(said) + 1), 2):
-        part = "".join(said[first:last])
-        share, several = len(part) / len("".join(said)), last - first > 1
-        enough = share > 0.75 or (several and (share > 0.5 or len(part) >= TELLING))
-        if enough and part in names() and len(part) > len(best[0]):
-            best = part, names()[part]
-    return best[1] or None
-
-
-def _nearest(name: str) -> str:
-    """Three topics whose names, or one of whose words, are spelt most like this."""
-    key, far = "".join(_words(name)), {each.name: 0.0 for each in TOPICS}
-    for word, topic in names().items():
-        far[topic] = max(far[topic], difflib.SequenceMatcher(None, key, word).ratio())
-    first, second, third = sorted(far, key=lambda topic: -far[topic])[:3]
-    return f"{first}, {second} and {third}"
+        part, several = "".join(said[first:last]), last - first > 1
+        telling = several and (len(part) > whole / 2 or len(part) >= TELLING)
+        if part in names() and len(part) > len(best) and (telling or len(part) > 3 * whole / 4):
+            best = part
+    return names().get(best)
 
 
 def called(name: str, numbers: tuple[str, ...]) -> tuple[Topic, tuple[str, ...]]:
     """The topic and its numbers; a name of several words need not be quoted."""
     for count in range(len(numbers), 0, -1):
-        whole_name = "".join(_words(" ".join([name, *numbers[:count]])))
-        if whole_name in names() and whole_name != "".join(_words(name)):
-            return find(whole_name), numbers[count:]
+        longer = "".join(_words(" ".join([name, *numbers[:count]])))
+        if longer in names() and longer != "".join(_words(name)):
+            return find(longer), numbers[count:]
     return find(name), numbers
 
 
@@ -256,18 +249,13 @@ def explained(
 
 def listed(as_json: bool = False) -> str:
     """Every topic with its question, by chapter."""
-    known = {each.name: each.question for each in TOPICS}
+    asked = {each.name: each.question for each in TOPICS}
     if as_json:
-        rows = [(c, n, w) for c, topics in CHAPTERS.items() for n, w in topics.items()]
-        return json.dumps(
-            [
-                {"chapter": c, "topic": n, "question": known[n], "words": re.split(", *", w)}
-                for c, n, w in rows
-            ]
-        )
-    wide = max(map(len, known))
+        rows = [(c, n, asked[n], ts[n].split(", ")) for c, ts in CHAPTERS.items() for n in ts]
+        return json.dumps([dict(zip(("chapter", "topic", "question", "words"), r)) for r in rows])
+    wide = max(map(len, asked))
     parts = [
-        "\n".join([chapter, *(f"  {name:<{wide}}  {known[name]}" for name in topics)])
+        "\n".join([chapter, *(f"  {name:<{wide}}  {asked[name]}" for name in topics)])
         for chapter, topics in CHAPTERS.items()
     ]
     return "\n\n".join([*parts, "regard explain TOPIC, with numbers of your own or without"])
@@ -327,6 +315,10 @@ def shown(value: Any) -> str:
 
 def _nested(value: Any) -> bool:
     return isinstance(value, tuple) and bool(value) and isinstance(value[0], tuple)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _flag(name: str) -> str:

@@ -25,7 +25,7 @@ from regard.checkpoint import load
 from regard.config import divisors
 from regard.data.feed import Batch
 from regard.data.read import needed
-from regard.decode.sampling import beam_search, min_p, top_k, top_p
+from regard.decode.sampling import beam_search, greedy, min_p, top_k, top_p
 from regard.errors import Notice, UsageError
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, LM, MLP, Norm
@@ -123,25 +123,40 @@ def multiply_adds(attention: GQA, dim: int, tokens: int) -> tuple[int, int]:
     return tokens * weights, tokens**2 * layer.h * (layer.d + layer.e)
 
 
-def grid(title: str, x: Tensor, row: str, column: str, draw: str = "") -> Table:
-    """A matrix as a table: row 1, row 2, ... under column 1, column 2, ..."""
+def grid(title: str, x: Tensor, row: str = "token", column: str = "o_", draw: str = "") -> Table:
+    """A matrix as a table: row 1, row 2, ... under column1, column2, ..."""
     columns = [row, *(f"{column}{j + 1}" for j in range(x.shape[1]))]
     return Table(title, columns, [[i, *each.tolist()] for i, each in enumerate(x, 1)], draw)
 
 
-def steps(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tables:
+def times(x: Tensor, **weights: Matrix) -> list[Tensor]:
+    """x W^T for each W, which is stored (out, in)."""
+    return [x @ rows_of(name, w, width=x.shape[1]).T for name, w in weights.items()]
+
+
+def like(name: str, x: Matrix | Numbers, other: Tensor) -> Tensor:
+    """Numbers in as many rows of as many as `other` has."""
+    given = torch.atleast_2d(real(x))
+    if given.shape != other.shape:
+        size, wanted = (" x ".join(map(str, each.shape)) for each in (given, other))
+        raise UsageError(f"--{name} is {size}, but {wanted} fits the rest (semicolons divide rows)")
+    return given
+
+
+def steps_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tables:
     """softmax(q k^T / sqrt(d)) v of one head (t d), (s d), (s e), one table for each step."""
-    scale = q.shape[1] ** -0.5
+    spans, scale = (Span.run(0, len(q)), Span.run(0, len(k))), q.shape[1] ** -0.5
+    if q.shape[1] != k.shape[1]:
+        raise UsageError(f"queries have {q.shape[1]} numbers, keys {k.shape[1]}; give both as many")
     plain, scaled = (dot_scores(q[None, None], k[None, None], Terms(s))[0, 0] for s in (1.0, scale))
     yield grid("scores q.k", plain, "query", "key ")
     yield grid(f"divided by sqrt({q.shape[1]})", scaled, "query", "key ")
-    seen = Visible(mask or Full(), Span.run(0, len(q)), Span.run(0, len(k))).tensor()[0, 0]
+    seen = Visible(mask or Full(), *spans).tensor()[0, 0]
     if mask is not None:
-        hidden = scaled.masked_fill(~seen, -torch.inf)
-        yield grid("masked: later keys are hidden", hidden, "query", "key ")
+        yield grid("masked", scaled.masked_fill(~seen, -torch.inf), "query", "key ")
     a = softmax(scaled, seen)
     yield grid("weights, softmax of each row", a, "query", "key ", "map")
-    yield grid("output, weights times values", a @ v, "query", "o_")
+    yield grid("output, weights times values", a @ v, "query")
 
 
 def _numbered(letter: str, rows: Tensor) -> list[str]:
@@ -203,11 +218,7 @@ def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> Tables:
 
 
 @topic(f"{ATTENTION}::reference", f"{ATTENTION}::attend")
-def attention(
-    q: Matrix = ((0.1, 0.4), (0.3, 0.7)),
-    k: Matrix = ((0.2, 0.5), (0.6, 0.3)),
-    v: Matrix = ((1.2, 0.9), (0.8, 1.1)),
-) -> Tables:
+def attention(q: Matrix, k: Matrix, v: Matrix) -> Tables:
     """What does a query get from keys and values?
 
     o = sum_j a_j v_j,   a = softmax(q.k_j / sqrt(d));   of all queries: softmax(Q K^T / sqrt(d)) V
@@ -221,7 +232,7 @@ def attention(
         )
     keys = rows_of("k", k, width=queries.shape[1])
     values = rows_of("v", v, count=len(keys))
-    return steps(queries, keys, values)
+    return steps_of(queries, keys, values)
 
 
 @topic("regard/mask.py::Causal", "regard/mask.py::Visible")
@@ -265,12 +276,7 @@ def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -
 
 
 @topic(f"{POOLING}::regress", f"{POOLING}::kernel_weights")
-def nadaraya_watson(
-    q: Numbers = (0.0, 0.5, 1.5, 2.9, 10.0),
-    k: Numbers = (0.0, 1.0, 2.0, 3.0),
-    v: Numbers = (0.0, 0.8, 0.9, 0.1),
-    width: float = 1.0,
-) -> Tables:
+def nadaraya_watson(q: Numbers, k: Numbers, v: Numbers, width: float = 1.0) -> Tables:
     """What was attention before it had weights to learn?
 
     f(q) = sum_j a_j(q) v_j,   a_j(q) = K(u_j) / sum_i K(u_i),   u_j = |q - k_j| / width
@@ -298,11 +304,7 @@ def scores(q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0
 
 
 @topic("regard/models/recurrent.py::BahdanauStep", "regard/models/recurrent.py::MemoryAttention")
-def bahdanau(
-    q: Numbers = (1.0, -0.5),
-    k: Numbers = (0.2, 0.4, -0.1, 0.5, -0.3, 0.8, -0.6, 0.1, 0.3),
-    tokens: int = 3,
-) -> Tables:
+def bahdanau(q: Numbers, k: Numbers, tokens: int = 3) -> Tables:
     """How did the first attention look back at the source?
 
     e_s = w_v^T tanh(W_q h_{t-1} + W_k m_s),   a = softmax(e),   c_t = sum_s a_s m_s
@@ -324,9 +326,7 @@ def bahdanau(
 
 
 @topic(f"{HEADS}::GroupedQueryAttention", "regard/see/probe.py::Probe")
-def self_attention(
-    x: Matrix = ((1.0, 0.0, 0.0, 1.0), (0.0, 2.0, 0.0, 0.0), (0.5, 0.0, -1.0, 1.0)), heads: int = 2
-) -> Tables:
+def self_attention(x: Matrix, heads: int = 2) -> Tables:
     """How does every token of a text read the others?
 
     Q = X W_Q,   K = X W_K,   V = X W_V, all of one text X;   O = softmax(Q K^T / sqrt(d) + mask) V W_O
@@ -339,7 +339,7 @@ def self_attention(
         out = layer(given[None], ctx)[0]
     for i, a in enumerate(probe.maps["0.self"][0][0], 1):
         yield grid(f"weights of head {i}", a, "query", "key ", "map")
-    yield grid("output", out, "token", "o_")
+    yield grid("output", out)
 
 
 @topic(f"{HEADS}::GroupedQueryAttention", f"{NUMBERS}::multiply_adds")
@@ -359,9 +359,7 @@ def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> Tables:
 
 
 @topic(f"{HEADS}::GroupedQueryAttention.entries", "regard/block.py::Block")
-def cross_attention(
-    x: Numbers = (1.0, 0.0, 0.0, 1.0), k: Numbers = (1.0, 0.5, -0.5, 1.0, 0.0, -1.0)
-) -> Tables:
+def cross_attention(x: Numbers, k: Numbers) -> Tables:
     """How does a decoder read the source?
 
     Q = X W_Q,   K = M W_K,   V = M W_V;   O = softmax(Q K^T / sqrt(d)) V W_O
@@ -376,10 +374,8 @@ def cross_attention(
         q, k_heads = layer.queries(states[None], ctx), layer.entries(states[None], ctx)["k"]
         a = weights(q.transpose(1, 2), k_heads.transpose(1, 2), None, Terms(layer.scale))[0, 0]
         out = layer(states[None], ctx)[0]
-    sources = [f"source {i + 1}" for i in range(len(memory))]
-    read, outputs = ([[i, *row.tolist()] for i, row in enumerate(x, 1)] for x in (a, out))
-    yield Table("weights", ["target", *sources], read, "map")
-    yield Table("output", ["target", *_numbered("o", out)], outputs)
+    yield grid("weights", a, "target", "source ", "map")
+    yield grid("output", out, "target")
 
 
 @topic(f"{HEADS}::GQA", f"{HEADS}::GroupedQueryAttention.mix")
@@ -403,14 +399,7 @@ def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> Tables:
 
 
 @topic("regard/attention/latent.py::LatentAttention.absorbed", "regard/attention/latent.py::MLA")
-def mla(
-    dim: int = 7168,
-    heads: int = 128,
-    head_dim: int = 128,
-    latent: int = 512,
-    rope_dim: int = 64,
-    rank: int = 1536,
-) -> Tables:
+def mla(dim: int, heads: int, head_dim: int, latent: int, rope_dim: int, rank: int) -> Tables:
     """How can every head keep keys of its own while the cache stays small?
 
     c = norm(W_DKV x),   k = [W_UK c ; RoPE(W_KR x)],   v = W_UV c;   cached: c and the one rotary key
@@ -430,11 +419,7 @@ def mla(
 
 
 @topic("regard/attention/sparse.py::index_scores", "regard/attention/sparse.py::choose")
-def dsa(
-    x: Numbers = (0.09, -0.66, -1.26, -0.39, -0.33, 0.68, -0.31, 0.56),
-    w: Numbers = (0.84, 0.55),
-    topk: int = 2,
-) -> Tables:
+def dsa(x: Numbers, w: Numbers, topk: int = 2) -> Tables:
     """Which k of all past tokens are worth attending to?
 
     I_ts = sum_j w_tj ReLU(q_tj . k_s);   S_t = the k largest I_ts of the visible s, ties to the earliest
@@ -454,11 +439,7 @@ def dsa(
 
 @topic("regard/cache/base.py::CacheSpec", f"{NUMBERS}::dot_products")
 def kv_cache(
-    tokens: Numbers = (10.0, 100.0, 1000.0, 10000.0),
-    layers: int = 12,
-    heads: int = 12,
-    kv_heads: int = 12,
-    head_dim: int = 64,
+    tokens: Numbers, layers: int = 12, heads: int = 12, kv_heads: int = 12, head_dim: int = 64
 ) -> Tables:
     """What does decoding save by remembering keys and values, and what does the memory cost?
 
@@ -475,53 +456,34 @@ def kv_cache(
 
 # --- the whole ------------------------------------------------------------------------------------
 
-# The three set-ups: what they are called, a preset, what they learn.
+# What the three set-ups are called -> a preset, and what it learns.
 SETUPS = {
     "GPT: decoder alone": ("gpt2", "the next token"),
     "BERT: encoder alone": ("bert-base", "hidden tokens"),
     "2017: both": ("vaswani-base", "the target's next token"),
 }
+KINDS = """kind|queries from|keys and values from|hidden|in
+self-attention, both ways|the text|the same text|padding|BERT, the encoder
+causal self-attention|the text|the same text|later tokens|GPT, the decoder
+cross-attention|the target|the encoder's output|padding|the decoder"""
 
 
-@topic(
-    "regard/block.py::Block",
-    "regard/models/transformer.py::EncoderDecoder",
-    "regard/presets.py::build",
-)
+@topic("regard/block.py::Block", "regard/models/transformer.py::EncoderDecoder")
 def transformer(layers: int = 6, dim: int = 512, heads: int = 8, width: int = 2048) -> Tables:
     """What is a Transformer made of, and how do GPT, BERT and the full one differ?
 
     x_0 = embedding + positions;   each layer: x + attention(x), then x + FFN(x), with norms;   logits = x_L E^T
     GPT: one tower, each token sees the past.   BERT: one tower, sees all.   2017: an encoder that sees all of the
     source, and a decoder that sees the past of the target and, by a second attention, all of the source."""
-    rows = []
+    rows, parts = [], ("attention", "cross", "ffn")
     for setup, (preset, learns) in SETUPS.items():
-        sizes = {"layers": layers, "dim": dim, "heads": heads, "ffn_dim": width}
-        model = build(preset, device="meta", **sizes)
+        model = build(preset, device="meta", layers=layers, dim=dim, heads=heads, ffn_dim=width)
         blocks = [block for tower in model.towers for block in getattr(model, tower).blocks]
-        parts = (
-            sum(parameters(p) for b in blocks if (p := getattr(b, n)))
-            for n in ("attention", "cross", "ffn")
-        )
-        order = getattr(model.config, next(iter(model.towers))).order
-        rows.append([setup, preset, order, learns, *parts, parameters(model)])
-    kinds = [
-        ["self-attention, both ways", "the text", "the same text", "padding", "BERT; the encoder"],
-        ["causal self-attention", "the text", "the same text", "later tokens", "GPT; the decoder"],
-        ["cross-attention", "the target", "the encoder's output", "padding", "the decoder"],
-    ]
-    columns = [
-        "set-up",
-        "preset",
-        "norm",
-        "learns",
-        "attention",
-        "cross",
-        "feed-forward",
-        "all weights",
-    ]
-    yield Table("three set-ups, weights by part", columns, rows, "figure")
-    names = ["kind", "queries from", "keys, values from", "hidden", "in"]
+        sizes = [sum(parameters(p) for b in blocks if (p := getattr(b, n))) for n in parts]
+        rows.append([setup, preset, blocks[0].order, learns, *sizes, parameters(model)])
+    columns = ["set-up", "preset", "norm", "learns", *parts, "all weights"]
+    yield Table("three set-ups, and the weights of their parts", columns, rows, "figure")
+    names, *kinds = (row.split("|") for row in KINDS.splitlines())
     yield Table("three kinds of attention", names, kinds)
 
 
@@ -542,9 +504,7 @@ def sinusoidal(pos: Numbers = (0.0, 1.0, 2.0, 3.0), dim: int = 4, base: float = 
 
 
 @topic(f"{POSITION}::rotate", f"{POSITION}::Rope")
-def rope(
-    x: Numbers = (1.0, 2.0, 3.0, 4.0), pos: Numbers = (0.0, 1.0, 3.0), base: float = 10000.0
-) -> Tables:
+def rope(x: Numbers, pos: Numbers, base: float = 10000.0) -> Tables:
     """How can a score know the distance of two tokens, and nothing else of their places?
 
     (a, b) -> (a cos pw - b sin pw, b cos pw + a sin pw) for each pair,   w_i = base^(-2i/d)
@@ -580,9 +540,7 @@ def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> Tables:
 
 
 @topic(f"{POSITION}::t5_bucket", f"{POSITION}::T5Bias")
-def t5_bias(
-    pos: Numbers = (-128.0, -20.0, -8.0, -1.0, 0.0, 1.0, 8.0, 20.0, 128.0), buckets: int = 32
-) -> Tables:
+def t5_bias(pos: Numbers, buckets: int = 32) -> Tables:
     """How can distances share a few trained numbers?
 
     score_ij = q_i.k_j + table[bucket(j - i), head];   no 1/sqrt(d)
@@ -613,34 +571,24 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> Tables:
 
 
 @topic("regard/layers.py::Norm")
-def batch_norm(
-    x: Matrix = ((1.0, 3.0, 2.0, 6.0), (10.0, 20.0, 30.0, 0.0), (-1.0, 0.0, 2.0, 1.0)),
-    eps: float = 1e-5,
-) -> Tables:
+def batch_norm(x: Matrix, eps: float = 1e-5) -> Tables:
     """Why is each token normed, and not each feature over the batch?
 
     LayerNorm: mean and variance over the features of ONE token;   BatchNorm: of one feature over ALL tokens
     With BatchNorm a token depends on later ones, on other texts and on padding; alone, it is all zeros.
     x: a row for each token."""
     given = torch.atleast_2d(real(x))
+    other = torch.cat([given[:-1], 10 * given[-1:]])
     layer = Norm(positive("eps", eps)).make(given.shape[1]).double()
-
-    def batch(x: Tensor) -> Tensor:
-        return (x - x.mean(0)) / (x.var(0, correction=0) + eps).sqrt()
-
-    other = given.clone()
-    other[-1] *= 10
+    batch = nn.BatchNorm1d(given.shape[1], eps, affine=False).double()
     moved = []
-    with torch.no_grad():
-        for name, norm, over in (("LayerNorm", layer, "row"), ("BatchNorm", batch, "column")):
-            yield grid(f"{name}: each {over} has mean 0", norm(given), "token", "feature ", "map")
-            moved.append(
-                [
-                    name,
-                    float((norm(other) - norm(given))[:-1].abs().max()) if len(given) > 1 else 0.0,
-                ]
-            )
-    title = "how far the other tokens move when the last one is ten times as large"
+    for norm, over in ((layer, "row"), (batch, "column")):
+        with torch.no_grad():
+            y, change = norm(given), (norm(other) - norm(given))[:1].abs().max().item()
+        name = type(norm).__name__.removesuffix("1d")
+        yield grid(f"{name}: each {over} has mean 0", y, "token", "feature ", "map")
+        moved.append([name, change])
+    title = "how far the first token moves when the last one is ten times as large"
     yield Table(title, ["norm", "largest change"], moved)
 
 
@@ -662,9 +610,7 @@ def dropout(x: Numbers = (1.0, 2.0, -1.0, 0.5, 3.0, -2.0), p: float = 0.1) -> Ta
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")
-def feed_forward(
-    x: Numbers = (-2.0, -1.0, 0.0, 1.0, 2.0), dim: int = 512, width: int = 2048
-) -> Tables:
+def feed_forward(x: Numbers, dim: int = 512, width: int = 2048) -> Tables:
     """What happens to a token between two attentions?
 
     FFN(x) = W_2 act(W_1 x + b_1) + b_2;   gated: W_2 (act(W_g x) * W_1 x)
@@ -699,9 +645,7 @@ def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 76
 
 
 @topic("regard/models/recurrent.py::elman", "regard/models/recurrent.py::Cell")
-def rnn_path(
-    x: Numbers = (0.5, 0.9, 1.0, 1.1), steps: Numbers = (1.0, 10.0, 50.0, 100.0)
-) -> Tables:
+def rnn_path(x: Numbers, steps: Numbers) -> Tables:
     """What does a recurrent network still know of a word t steps back?
 
     h_t = tanh(W x_t + U h_{t-1});   d h_t / d h_0 = prod of diag(tanh') U  ~  lambda^t
@@ -785,9 +729,7 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
 
 
 @topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
-def decoding(
-    x: Numbers = (2.0, 1.0, 0.5, 0.0, -1.0), topk: int = 3, p: float = 0.7, temperature: float = 0.7
-) -> Tables:
+def decoding(x: Numbers, topk: int = 3, p: float = 0.7, temperature: float = 0.7) -> Tables:
     """How is the next token chosen?
 
     greedy: argmax_v x_v;   drawn: v ~ softmax(x / T) after a filter
@@ -809,9 +751,7 @@ def decoding(
 
 
 @topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
-def beam(
-    w: Numbers = (0.6, 0.4), x: Numbers = (0.4, 0.35, 0.25, 0.9, 0.05, 0.05), beams: int = 2
-) -> Tables:
+def beam(w: Numbers, x: Numbers, beams: int = 2) -> Tables:
     """What does greedy decoding miss?
 
     keep the `beams` prefixes with the largest sum_t log p(y_t | y_<t); at the end divide by length^penalty
@@ -835,9 +775,7 @@ def beam(
 
 
 @topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
-def label_smoothing(
-    x: Numbers = (1.0, 2.0, 3.0, 0.5, -1.0), label: int = 2, eps: float = 0.1
-) -> Tables:
+def label_smoothing(x: Numbers, label: int = 2, eps: float = 0.1) -> Tables:
     """Why not ask for the right word with certainty?
 
     loss = - sum_v q_v log softmax(x)_v;   V-1: q = 1 - eps, the others eps / (V-1)
@@ -855,14 +793,12 @@ def label_smoothing(
         columns[f"q {name}"] = loss.smooth(target, len(x), share, over, padding)[0].tolist()
         total = loss.smoothed_loss(given, target, share, over, padding)[0]
         ends.append(f"{total.item():.4f}")
-    rows = [*zip(map(str, range(len(x))), x, *columns.values()), ends]
+    rows = [*zip(range(len(x)), x, *columns.values()), ends]
     yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows, "map q")
 
 
 @topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
-def schedules(
-    steps: Numbers = (1.0, 100.0, 1000.0, 4000.0, 10000.0), dim: int = 512, warmup: int = 4000
-) -> Tables:
+def schedules(steps: Numbers, dim: int = 512, warmup: int = 4000) -> Tables:
     """How large should a step be, and when?
 
     2017: lr = dim^-0.5 min(step^-0.5, step warmup^-1.5), largest at warmup; steps count from 1
@@ -987,3 +923,88 @@ def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str
         trainer.run(lambda: trainer.at.step >= stop)
     losses = [event["loss"] for event in events if event["kind"] == "step"]
     return losses, {**trainer.model.state_dict(), **trainer.optimizer.state()}
+
+
+# --- worked numbers, step by step -----------------------------------------------------------------
+
+
+@topic(f"{HEADS}::GroupedQueryAttention", "regard/mask.py::Causal")
+def worked_masked(x: Matrix, wq: Matrix, wk: Matrix, wv: Matrix) -> Tables:
+    """What does the look-ahead mask do to one head over four tokens, in numbers?
+
+    Q = X W_Q^T,   K = X W_K^T,   V = X W_V^T;   weights = softmax(Q K^T / sqrt(d) + mask), mask 0 or -inf
+    The first token sees itself alone, so its output is its own value. Weights are stored (out, in)."""
+    q, k, v = times(torch.atleast_2d(real(x)), wq=wq, wk=wk, wv=wv)
+    for name, each in {"Q": q, "K": k, "V": v}.items():
+        yield grid(name, each, "token", f"{name.lower()}_")
+    yield from steps_of(q, k, v, Causal())
+
+
+@topic(f"{HEADS}::GroupedQueryAttention.entries", "regard/block.py::Block")
+def worked_cross(
+    x: Matrix, k: Matrix, v: Matrix, wq: Matrix, wk: Matrix, wv: Matrix, head: Matrix, wo: Matrix
+) -> Tables:
+    """How does a decoder with its own W's read an encoder, in numbers?
+
+    Q = X W_Q^T from the decoder,   K = M W_K^T and V = M' W_V^T from the encoder;   output [head_1 head_2] W_O^T
+    x: decoder states; k, v: what keys and values are made from (in a model the same states); head: the second
+    head, as given. Weights are stored (out, in)."""
+    states = torch.atleast_2d(real(x))
+    source = rows_of("k", k, width=states.shape[1])
+    q, keys = times(states, wq=wq)[0], times(source, wk=wk)[0]
+    values = times(like("v", v, source), wv=wv)[0]
+    yield grid("Q, from the decoder", q, "target", "q_")
+    yield grid("K, from the encoder", keys, "source", "k_")
+    yield grid("V, from the encoder", values, "source", "v_")
+    yield from (found := list(steps_of(q, keys, values)))
+    first = real(tuple(tuple(row[1:]) for row in found[-1].rows))
+    joined = torch.cat([first, like("head", head, first)], -1)
+    yield grid("heads joined", joined, "target", "")
+    yield grid("projected by W_O", times(joined, wo=wo)[0], "target")
+
+
+@topic("regard/layers.py::FeedForward")
+def worked_feed_forward(x: Matrix, w1: Matrix, b1: Numbers, w2: Matrix, b2: Numbers) -> Tables:
+    """What does a feed-forward do to two tokens, in numbers?
+
+    h = x W_1^T + b_1;   r = max(0, h);   output = r W_2^T + b_2
+    Each token on its own. Weights are stored (out, in). In a model W_2 leads back to the width of x."""
+    h = times(torch.atleast_2d(real(x)), w1=w1)[0]
+    h = h + like("b1", b1, h[:1])
+    r = ACTIVATIONS["relu"](h)
+    out = times(r, w2=w2)[0]
+    yield grid("h, before the ReLU", h, "token", "h_", "map")
+    yield grid("r, after it", r, "token", "r_", "map")
+    yield grid("output", out + like("b2", b2, out[:1]), "token", "o_", "map")
+
+
+@topic(f"{POSITION}::sinusoid", f"{POSITION}::PositionVectors")
+def worked_embedding(x: Matrix, base: float = 10000.0) -> Tables:
+    """What enters the first layer: embeddings and positions, in numbers?
+
+    x_p = embedding_p + PE(p);   in the paper of 2017 sqrt(d) embedding_p + PE(p)
+    x: one embedding for each token. Each pair of features has its own speed: only the first turns at 1."""
+    given = torch.atleast_2d(real(x))
+    root, places = given.shape[1] ** 0.5, torch.arange(len(given)).double()
+    added = sinusoid(places, given.shape[1], positive("base", base))
+    yield grid("positions PE", added, "token", "feature ", "map")
+    yield grid("embedding + PE", given + added, "token", "feature ", "map")
+    yield grid(f"{root:.4g} embedding + PE", root * given + added, "token", "feature ")
+
+
+@topic(f"{SAMPLING}::greedy", f"{SAMPLING}::beam_search")
+def worked_greedy(x: Matrix, text: str = "the cat sat on <END>") -> Tables:
+    """How does greedy decoding write a text of five steps, in numbers?
+
+    y_t = argmax over v of p(v | y_<t);   p(text) = product of p(y_t | y_<t);   one pass of the model a token
+    x: one row of probabilities a step, each divided by its sum; text: the vocabulary, whose last word ends."""
+    words = text.split() or ["<END>"]
+    given = rows_of("x", x, width=len(words))
+    if bool((given < 0).any()) or not bool((given.sum(-1) > 0).all()):
+        raise UsageError("--x are probabilities: numbers from 0, and a sum above 0 in each row")
+    rows = given / given.sum(-1, keepdim=True)
+    ((ids, total),) = beam_search(lambda done: rows[len(done)].log(), 1, len(rows), len(words) - 1)
+    said = [[t, *rows[t].tolist(), words[int(greedy(rows[t]))]] for t in range(len(ids))]
+    yield Table("each step", ["t", *words, "chosen"], said, "map")
+    told = " ".join(words[i] for i in ids if i != len(words) - 1)
+    yield Table("the whole", ["text", "log p", "p"], [[told, total, real((total,)).exp().item()]])

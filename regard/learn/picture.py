@@ -1,14 +1,16 @@
-"""A topic as a picture: its tables drawn, or the Transformer as a figure of boxes and arrows.
+"""A topic as a picture: its tables drawn, or the Transformer as boxes and arrows.
 
-A table says how it is drawn (`Table.draw`): "bars" of its last column of numbers, "lines" or
-"log" lines of every column against the first, a "map" of its cells, "masks"; a word behind it names
-the column to begin with. The figure is laid out from the configs of models, as shapes, which
-matplotlib draws here and docs/ as SVG."""
+A table says how it is drawn (`Table.draw`): "bars" of its last column of numbers, "lines" or "log"
+lines of every column against the first, a "map" of its cells, "masks"; a word behind it names the
+column to begin with. The Transformer is laid out from the configs of models, on a board: here
+matplotlib's, in docs/ one of SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from itertools import zip_longest
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,101 +25,86 @@ from regard.see.format import number
 from regard.see.plots import Sheet, ink, sheet
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKS = "osD^vP"
+Point = tuple[float, float]
 
 
 def drawn(topic: Topic, tables: Sequence[Table], values: dict[str, Any]) -> Figure:
-    """The tables that are drawn, side by side; or the figure."""
+    """The tables that are drawn, side by side; or the Transformer in the sizes that are given."""
     shown = [part for table in tables if table.draw for part in _parts(table)]
     if not shown:
         raise UsageError(f"{topic.name} has no picture; leave --output out")
     if shown[0].draw == "figure":
-        return figure(setups(values), topic.question)
-    wide = max(2.2 + 0.75 * len(table.rows[0]) for table in shown) if len(shown) > 1 else 7.0
-    page = sheet(min(wide * len(shown), 24), 4.6, len(shown))
-    for ax, table in zip(page.axes, shown):
-        kind, _, column = table.draw.partition(" ")
-        named = [i for i, name in enumerate(table.columns) if column and name.startswith(column)]
-        # Rows whose first cell is a word, where others have numbers, are sums and figures.
-        words = all(isinstance(row[0], str) for row in table.rows)
-        rows = [row for row in table.rows if words or not isinstance(row[0], str)]
-        of = range(named[0] if named else 1, len(table.columns))
-        use = [i for i in of if all(isinstance(row[i], (int, float)) for row in rows)]
-        _DRAW[kind](page, ax, table, rows, use[:1] if named and kind == "bars" else use)
-        page.dress(ax, ax.get_xlabel() or table.columns[0], ax.get_ylabel(), table.title)
-    page.title(f"{topic.name}: {topic.question}")
+        page = sheet(14.6, 11.2)
+        sketch(Board(page), setups(values))
+    else:
+        columns, rows = min(len(shown), 3), -(-len(shown) // 3)
+        wide = max(7.0 / columns, max(1.8 + 0.6 * len(table.columns) for table in shown))
+        page = sheet(wide * columns, 4.6 * rows, columns, rows)
+        for ax, table in zip_longest(page.axes, shown):
+            _draw(page, ax, table) if table else ax.remove()
+    title = f"{topic.name}: {topic.question}"
+    page.title(fill(title, int(9 * page.figure.get_figwidth())))
     return page.figure
 
 
-def _parts(table: Table) -> Iterator[Table]:
-    """A table of masks as a map for each of them."""
+def _parts(table: Table) -> list[Table]:
+    """A table of masks as a map for each of them; any other as it is."""
     if table.draw != "masks":
-        yield table
-        return
-    for i, name in enumerate(table.columns[1:], 1):
-        cells = [[float(cell == "1") for cell in row[i].split()] for row in table.rows]
-        rows = [[row[0], *each] for row, each in zip(table.rows, cells)]
-        yield Table(name, ["query", *map(str, range(len(cells[0])))], rows, "map")
+        return [table]
+    columns, found = ["query", *(str(row[0]) for row in table.rows)], []
+    for at, name in enumerate(table.columns[1:], 1):
+        cells = [[r[0], *(float(cell == "1") for cell in r[at].split())] for r in table.rows]
+        found.append(Table(name, columns, cells, "map"))
+    return found
 
 
-def _bars(page: Sheet, ax: Axes, table: Table, rows: Sequence[Any], use: list[int]) -> None:
-    texts = [[cell for cell in row if isinstance(cell, str) and cell.strip()] for row in rows]
-    names = [
-        " ".join(t if isinstance(r[0], str) else [number(r[0]), *t]) for r, t in zip(rows, texts)
+def _draw(page: Sheet, ax: Any, table: Table) -> None:
+    kind, _, column = table.draw.partition(" ")
+    named = [i for i, name in enumerate(table.columns) if column and name.startswith(column)]
+    # A row whose first cell is a word, where others have numbers, is a sum or a figure.
+    words = all(isinstance(row[0], str) for row in table.rows)
+    rows = [row for row in table.rows if words or not isinstance(row[0], str)]
+    first = named[0] if named else 1
+    use = [
+        i for i in range(first, len(table.columns)) if not any(isinstance(r[i], str) for r in rows)
     ]
-    ax.bar(range(len(rows)), [row[use[-1]] for row in rows], color=page.series[0])
-    ax.set_xticks(range(len(rows)), names)
-    ax.set_ylabel(table.columns[use[-1]])
+    names = [" ".join(cell for cell in row if isinstance(cell, str) and cell) for row in rows]
+    names = names if words else [f"{number(row[0])} {n}" for row, n in zip(rows, names)]
+    x, y = table.columns[0], ""
+    if kind == "map":
+        cells = torch.tensor([[row[i] for i in use] for row in rows], dtype=torch.float64)
+        share = float(cells.abs().max() <= 1)  # of 1: weights and probabilities
+        image, x, y = page.image(ax, cells, share), "", table.columns[0]
+        for i, j in torch.ones_like(cells).nonzero().tolist() if cells.numel() <= 144 else ():
+            value = cells[i, j].item()
+            how = {"color": ink(image, value) if value else page.text, "fontsize": 8}
+            ax.text(j, i, number(value, 2), ha="center", va="center", **how)
+        ax.set_xticks(
+            range(len(use)), [table.columns[i] for i in use], rotation=90 * (len(use) > 6)
+        )
+        ax.set_yticks(range(len(rows)), names)
+    elif kind == "bars":
+        y = table.columns[first if named else use[-1]]
+        ax.bar(
+            range(len(rows)), [row[table.columns.index(y)] for row in rows], color=page.series[0]
+        )
+        ax.set_xticks(range(len(rows)), names)
+    else:
+        for colour, mark, at in zip(page.series * 2, "osD^vPosD^vP", use):
+            how = {"color": colour, "marker": mark, "markersize": 4, "label": table.columns[at]}
+            ax.plot(*zip(*((row[0], row[at]) for row in rows)), **how)
+        ax.legend(frameon=False, labelcolor=page.text, fontsize=9)
+        if kind == "log":
+            ax.set(xscale="log", yscale="log")
+    page.dress(ax, x, y, table.title)
 
 
-def _lines(page: Sheet, ax: Axes, table: Table, rows: Sequence[Any], use: list[int]) -> None:
-    for i, at in enumerate(use):
-        how = {"color": page.series[i % 6], "marker": MARKS[i % 6], "markersize": 4}
-        ax.plot(*zip(*((row[0], row[at]) for row in rows)), label=table.columns[at], **how)
-    ax.legend(frameon=False, labelcolor=page.text, fontsize=9)
+# --- the Transformer --------------------------------------------------------------------------------
 
-
-def _log(page: Sheet, ax: Axes, table: Table, rows: Sequence[Any], use: list[int]) -> None:
-    _lines(page, ax, table, rows, use)
-    ax.set(xscale="log", yscale="log")
-
-
-def _map(page: Sheet, ax: Axes, table: Table, rows: Sequence[Any], use: list[int]) -> None:
-    cells = torch.tensor([[row[i] for i in use] for row in rows], dtype=torch.float64)
-    image = page.image(ax, cells)
-    for i, j in torch.ones_like(cells).nonzero().tolist() if cells.numel() <= 144 else ():
-        value = cells[i, j].item()
-        colour = {"color": ink(image, value) if value else page.text}
-        ax.text(j, i, number(value, 2), ha="center", va="center", fontsize=8, **colour)
-    ax.set_yticks(
-        range(len(rows)), [number(r[0]) if not isinstance(r[0], str) else r[0] for r in rows]
-    )
-    ax.set_xticks(
-        range(len(use)), [table.columns[i] for i in use], rotation=90 if len(use) > 6 else 0
-    )
-    ax.set(xlabel=" ", ylabel=table.columns[0])
-
-
-_DRAW = {"bars": _bars, "lines": _lines, "log": _log, "map": _map}
-
-# --- the Transformer as a figure ------------------------------------------------------------------
-
-
-class Shape(NamedTuple):
-    """A box around (x, y) with a text, or, of several points, a line with an arrow at its end.
-    `colour`: the number of a series, NONE, or FRAME around other boxes."""
-
-    points: tuple[tuple[float, float], ...]
-    text: str = ""
-    size: tuple[float, float] = (0.0, 0.0)
-    colour: int = -1
-
-
-NONE, FRAME, STEP, APART = -1, -2, 0.93, 4.6
-# The three kinds of attention: colour, what is seen of the keys, and of whose.
+PLAIN, FRAME, STEP, APART = -1, -2, 0.93, 4.9
+# The three kinds of attention: the number of a colour, which keys are seen, and whose.
 KINDS: dict[str, tuple[int, Mask, str]] = {
     "self-attention, both ways": (2, Full(), "all of its own text"),
     "causal self-attention": (0, Causal(), "its own text up to itself"),
@@ -125,96 +112,85 @@ KINDS: dict[str, tuple[int, Mask, str]] = {
 }
 
 
+class Board:
+    """Boxes and arrows by matplotlib."""
+
+    def __init__(self, page: Sheet):
+        self.page = page
+        self.ax: Any = page.axes[0]
+
+    def box(self, at: Point, size: Point, text: str, colour: int) -> None:
+        from matplotlib.patches import Rectangle
+
+        page, (x, y), (w, h), frame = self.page, at, size, colour == FRAME
+        look: Any = {
+            "facecolor": page.series[colour] if colour >= 0 else page.paper,
+            "linewidth": 0.9,
+        }
+        look |= {"edgecolor": page.faint if frame else page.text, "zorder": 0 if frame else 2}
+        self.ax.add_patch(Rectangle((x - w / 2, y - h / 2), w, h, **look, visible=w > 0))
+        how = {"va": "center", "ha": "right" if frame else "center", "fontsize": 8.5, "zorder": 3}
+        shade = page.paper if colour >= 0 else page.text
+        self.ax.text(x + (w / 2 - 0.1) * frame, y, text, color=shade, **how)
+
+    def arrow(self, *points: Point) -> None:
+        self.ax.plot(*zip(*points[:-1]), color=self.page.text, linewidth=0.9, zorder=1)
+        how = {"arrowstyle": "-|>", "color": self.page.text, "shrinkA": 0, "shrinkB": 0}
+        self.ax.annotate("", points[-1], points[-2], arrowprops=how)
+
+    def end(self, width: float, low: float, high: float) -> None:
+        self.ax.set(xlim=(0, width), ylim=(low, high), aspect="equal")
+        self.ax.axis("off")
+
+
 def setups(values: dict[str, Any]) -> dict[str, list[Tower]]:
     """The towers of each set-up in these sizes."""
     sizes = {"ffn_dim" if name == "width" else name: size for name, size in values.items()}
     made = {name: customize(PRESETS[preset][1](), sizes) for name, (preset, _) in SETUPS.items()}
-    names = ("tower", "encoder", "decoder")
-    return {n: [getattr(c, t) for t in names if hasattr(c, t)] for n, c in made.items()}
+    roles = ("tower", "encoder", "decoder")
+    return {n: [getattr(c, r) for r in roles if hasattr(c, r)] for n, c in made.items()}
 
 
-def shapes(models: dict[str, list[Tower]]) -> tuple[list[Shape], float]:
+def sketch(board: Any, models: dict[str, list[Tower]]) -> None:
     """A column of boxes for each tower, from the bottom up; below them what each kind of attention
-    sees. Also how wide they are, in units of which a box is 3 wide."""
-    found: list[Shape] = []
-    at = 2.4
+    sees. A box is 3 wide."""
+    at, high, used = 2.4, 0.0, {""}
     for name, towers in models.items():
-        middle = at + APART * (len(towers) - 1) / 2
-        found.append(Shape(((middle, -STEP),), name))
+        board.box((at + APART * (len(towers) - 1) / 2, -STEP), (0, 0), name, PLAIN)
         for i, tower in enumerate(towers):
-            found += _column(tower, at, "states of the source" if towers[i + 1 :] else "logits")
-            at += APART
-    used = [kind for kind in KINDS if any(shape.text == kind for shape in found)]
-    here = Span.run(0, 5)
-    for i, kind in enumerate(used):
-        left = 1.2 + i * max((at - 2.4) / len(used), 3.6)
+            last = "states of the source" if towers[i + 1 :] else "logits"
+            words = _column(board, tower, at, last)
+            at, high, used = at + APART, max(high, STEP * len(words)), used | {*words}
+    here, left = Span.run(0, 5), 1.8
+    for kind in (kind for kind in KINDS if kind in used):
         colour, mask, seen = KINDS[kind]
-        found.append(Shape(((left + 0.6, -3.9),), f"{kind}:\n{seen}"))
         for row, column in Visible(mask, here, here).tensor()[0, 0].nonzero().tolist():
-            cell = left + 0.3 * column, -1.9 - 0.3 * row
-            found.append(Shape((cell,), "", (0.26, 0.26), colour))
-    return found, at - 2.4
+            board.box((left + 0.3 * column, -1.9 - 0.3 * row), (0.26, 0.26), "", colour)
+        board.box((left + 0.6, -3.75), (0, 0), f"{kind}:", PLAIN)
+        board.box((left + 0.6, -4.1), (0, 0), seen, PLAIN)
+        left += (at - 2.4) / sum(kind in used for kind in KINDS)
+    board.end(at - 2.4, -4.5, high)
 
 
-def _column(tower: Tower, at: float, last: str) -> Iterator[Shape]:
+def _column(board: Any, tower: Tower, at: float, last: str) -> list[str]:
     pre = tower.order == "pre"
     kind = "causal self-attention" if tower.causal else "self-attention, both ways"
     subs = [kind, *(["cross-attention"] if tower.cross else []), "feed-forward"]
     stack = [w for s in subs for w in (("norm", s, "+") if pre else (s, "+", "norm"))]
-    ends = ["norm"] * (pre and tower.final_norm)
-    middle, tall = STEP * (len(stack) + 1) / 2, STEP * len(stack) + 0.1
-    yield Shape(((at - 0.15, middle),), f"x {tower.layers}", (3.9, tall), FRAME)
-    for i, word in enumerate(["embedding + positions", *stack, *ends, last]):
-        y, colour = STEP * i, KINDS[word][0] if word in KINDS else NONE
-        yield Shape(((at, y),), word, (0.44, 0.44) if word == "+" else (3.0, 0.6), colour)
+    words = ["embedding + positions", *stack, *["norm"] * (pre and tower.final_norm), last]
+    middle = at + 0.1, STEP * (len(stack) + 1) / 2
+    board.box(middle, (4.3, STEP * len(stack) + 0.1), f"x {tower.layers}", FRAME)
+    half = [0.22 if word == "+" else 0.3 for word in words]
+    for i, word in enumerate(words):
+        y, colour = STEP * i, KINDS[word][0] if word in KINDS else PLAIN
+        board.box((at, y), (0.44 if word == "+" else 3.0, 2 * half[i]), word, colour)
         if i:
-            yield Shape(((at, y - STEP + 0.3), (at, y - 0.3)))
+            board.arrow((at, y - STEP + half[i - 1]), (at, y - half[i]))
         if word == "+":
-            below = y - STEP * (1.5 + pre)
-            yield Shape(((at, below), (at - 1.75, below), (at - 1.75, y), (at - 0.22, y)))
+            low = y - STEP * (1.5 + pre)
+            board.arrow((at, low), (at - 1.75, low), (at - 1.75, y), (at - 0.22, y))
         if word == "cross-attention":
-            # From the last box of the tower before it, whose layers have one sub-layer less.
-            top, side = STEP * (len(stack) - 2 + len(ends)), at - APART / 2
-            yield Shape(((at - APART + 1.5, top), (side, top), (side, y), (at - 1.5, y)))
-
-
-def figure(models: dict[str, list[Tower]], title: str) -> Figure:
-    from matplotlib.patches import Rectangle
-
-    found, wide = shapes(models)
-    high = max(y for shape in found for _, y in shape.points)
-    page = sheet(0.72 * wide + 0.6, 0.72 * (high + 6))
-    ax = page.axes[0]
-    ax.set(xlim=(0, wide), ylim=(-4.6, high + 0.7), aspect="equal")
-    ax.axis("off")
-    for points, text, (w, h), colour in found:
-        x, y = points[0]
-        if len(points) > 1:
-            ax.plot(*zip(*points[:-1]), color=page.text, linewidth=0.9)
-            how = {
-                "arrowstyle": "-|>",
-                "color": page.text,
-                "linewidth": 0.9,
-                "shrinkA": 0,
-                "shrinkB": 0,
-            }
-            ax.annotate("", points[-1], points[-2], arrowprops=how)
-            continue
-        if w:
-            fill = page.series[colour] if colour >= 0 else page.paper
-            edge = page.faint if colour == FRAME else page.text
-            box = {
-                "facecolor": fill,
-                "edgecolor": edge,
-                "linewidth": 0.9,
-                "zorder": colour == FRAME and -1 or 2,
-            }
-            ax.add_patch(Rectangle((x - w / 2, y - h / 2), w, h, **box))
-        place = (x + w / 2 - 0.1, y + h / 2 - 0.1) if colour == FRAME else (x, y)
-        align = (
-            {"ha": "right", "va": "top"} if colour == FRAME else {"ha": "center", "va": "center"}
-        )
-        ink = page.paper if colour >= 0 else page.text
-        ax.text(*place, text, color=ink, fontsize=8.5, zorder=3, **align)
-    page.title(title)
-    return page.figure
+            # From the last box of the encoder, whose layers have one sub-layer less.
+            top, side = STEP * (len(words) - 4), at - APART / 2
+            board.arrow((at - APART + 1.5, top), (side, top), (side, y), (at - 1.5, y))
+    return words

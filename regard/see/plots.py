@@ -274,9 +274,9 @@ class Sheet:
             colours = ListedColormap(table(scheme, True)[1:] / 255)
             return ax.imshow(weights.numpy(), colours, Normalize(-most, most), **how)
         masked, *ramp = table(scheme) / 255
-        colours = ListedColormap(ramp).with_extremes(bad=tuple(masked))
+        ramps = ListedColormap(ramp).with_extremes(bad=tuple(masked))
         cells = np.ma.masked_equal(weights.numpy(), 0.0)
-        return ax.imshow(cells, colours, PowerNorm(0.5, 0.0, most), **how)
+        return ax.imshow(cells, ramps, PowerNorm(0.5, 0.0, most), **how)
 
     def bar(self, image: Any, ax: Axes, label: str) -> None:
         """The scale of a heat map's colours, as high as the map."""
