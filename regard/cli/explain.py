@@ -39,12 +39,12 @@ def _flags() -> list[tuple[str, Any, None]]:
     """An option for each input of a topic, and which topics take it; read from their source, as
     importing them would import torch, for which help need not wait."""
     takers: dict[str, list[str]] = {}
-    for path in sorted(Path(__file__).parents[1].joinpath("learn").glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", ())]
-            if isinstance(node, ast.FunctionDef) and any(m.startswith("topic(") for m in marks):
-                for each in node.args.args:
-                    takers.setdefault(each.arg, []).append(node.name.strip("_").replace("_", "-"))
+    source = Path(__file__).parents[1] / "learn" / "mechanisms.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", ())]
+        if isinstance(node, ast.FunctionDef) and any(m.startswith("topic(") for m in marks):
+            for each in node.args.args:
+                takers.setdefault(each.arg, []).append(node.name.strip("_").replace("_", "-"))
     kind = tuple[str, ...] | None
     return [(n, Annotated[kind, told(f"for {', '.join(t)}")], None) for n, t in takers.items()]
 
@@ -54,7 +54,7 @@ Options.__doc__ = Question.__doc__
 
 
 def run(options: Question) -> int:
-    from regard.learn.explain import explained, listed
+    from regard.learn.explain import called, explained, listed
 
     own = {field.name for field in fields(Question)}
     given = {n: x for n, x in asdict(options).items() if n not in own and x is not None}
@@ -63,7 +63,12 @@ def run(options: Question) -> int:
             raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
         print(listed(options.json))
         return 0
-    endings = (".png", ".svg", ".pdf")
-    path = output_file(options.output, endings, ".png, .svg or .pdf") if options.output else None
-    print(explained(options.topic, options.numbers, given, as_json=options.json, output=path))
+    said = explained(options.topic, options.numbers, given, as_json=options.json)
+    if options.output:
+        from regard.learn.picture import drawn
+        from regard.see.plots import FORMATS, save
+
+        path = output_file(options.output, tuple(FORMATS), ".png, .svg or .pdf")
+        save(drawn(*called(options.topic, options.numbers, given)), path)
+    print(said)
     return 0

@@ -161,14 +161,13 @@ def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
 
 def find(name: str) -> Topic:
     """The topic that these words mean; the three nearest are told where there is none."""
-    key = "".join(_words(name))
-    if found := names().get(key) or _covering(_words(name)):
+    key = "".join(_words(name[:400]))
+    if found := names().get(key) or _covering(_words(name[:400])):
         return next(each for each in TOPICS if each.name == found)
     near = dict.fromkeys(names().values(), 0.0)
     for word, topic in names().items():
         near[topic] = max(near[topic], difflib.SequenceMatcher(None, key, word).ratio())
-    first, second, third, *_ = sorted(near, key=lambda topic: -near[topic])
-    close = f"the nearest are {first}, {second} and {third}"
+    close = "the nearest are {}, {} and {}".format(*sorted(near, key=lambda topic: -near[topic]))
     raise UsageError(f"there is no topic {name!r:.60}; {close} (regard explain lists all)")
 
 
@@ -199,37 +198,31 @@ def _covering(said: list[str]) -> str | None:
     return names().get(best)
 
 
-def called(name: str, numbers: tuple[str, ...]) -> tuple[Topic, tuple[str, ...]]:
-    """The topic and its numbers; a name of several words need not be quoted."""
+def called(
+    name: str, numbers: tuple[str, ...], given: dict[str, Any]
+) -> tuple[Topic, dict[str, Any]]:
+    """The topic and its values. A name of several words need not be quoted; numbers after it are
+    for the first input."""
     for count in range(len(numbers), 0, -1):
         longer = "".join(_words(" ".join([name, *numbers[:count]])))
         if longer in names() and longer != "".join(_words(name)):
-            return find(longer), numbers[count:]
-    return find(name), numbers
-
-
-def explained(
-    name: str,
-    numbers: tuple[str, ...],
-    given: dict[str, Any],
-    *,
-    as_json: bool = False,
-    output: Path | None = None,
-) -> str:
-    """The topic with the numbers of one call; its picture goes to `output`."""
-    topic, numbers = called(name, numbers)
+            name, numbers = longer, numbers[count:]
+            break
+    topic = find(name)
     if numbers:
         first = next(iter(topic.inputs))
         if first in given or isinstance(topic.inputs[first], str):
             raise UsageError(f"{topic.name} takes {topic.takes()}; say each number once")
         given = {first: numbers, **given}
-    values = topic.read(given)
-    tables, formula = list(topic.compute(**values)), topic.formula.splitlines()
-    if output:
-        from regard.learn.picture import drawn
-        from regard.see.plots import save
+    return topic, topic.read(given)
 
-        save(drawn(topic, tables, values), output)
+
+def explained(
+    name: str, numbers: tuple[str, ...], given: dict[str, Any], *, as_json: bool = False
+) -> str:
+    """The topic with the numbers of one call."""
+    topic, values = called(name, numbers, given)
+    tables, formula = list(topic.compute(**values)), topic.formula.splitlines()
     if not as_json:
         said = "   ".join(f"{_flag(n)} {shown(value)}" for n, value in values.items())
         lines = [f"{topic.name}: {topic.question}", "", *(f"  {line}" for line in formula)]

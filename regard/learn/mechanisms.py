@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context, Terms, softmax, weights
+from regard.attention import DSA, GQA, MLA, Context, Terms, softmax
 from regard.attention.core import scores as dot_scores
 from regard.attention.latent import LatentAttention
 from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
@@ -368,13 +368,11 @@ def cross_attention(x: Numbers, k: Numbers) -> Tables:
     states = rows_of("x", x, count=2)
     memory = rows_of("k", k, width=states.shape[1])
     layer = fill(GQA(1).make(states.shape[1]))
-    spans = Span.run(0, len(states)), Span.run(0, len(memory))
-    ctx = Context(spans[0], memory=memory[None], memory_pos=spans[1])
+    spans, probe = (Span.run(0, len(states)), Span.run(0, len(memory))), Probe()
+    ctx = Context(spans[0], memory=memory[None], memory_pos=spans[1], probe=probe, site="cross")
     with torch.no_grad():
-        q, k_heads = layer.queries(states[None], ctx), layer.entries(states[None], ctx)["k"]
-        a = weights(q.transpose(1, 2), k_heads.transpose(1, 2), None, Terms(layer.scale))[0, 0]
         out = layer(states[None], ctx)[0]
-    yield grid("weights", a, "target", "source ", "map")
+    yield grid("weights", probe.maps["cross"][0][0, 0], "target", "source ", "map")
     yield grid("output", out, "target")
 
 
@@ -822,9 +820,8 @@ def clipping(x: Numbers = (3.0, 4.0, -12.0), size: float = 1.0) -> Tables:
     weight = nn.Parameter(real(x))
     weight.grad = real(x)
     length = clip([weight], positive("size", size))
-    rows = list(zip(x, weight.grad.tolist()))
     title = f"length {float(length):.4g} before, {float(weight.grad.norm()):.4g} after"
-    yield Table(title, ["g", "clipped"], rows, "lines")
+    yield Table(title, ["g", "clipped"], list(zip(x, weight.grad.tolist())), "lines")
 
 
 @topic("regard/train/measure.py::text_scores")

@@ -7,10 +7,9 @@ matplotlib's, in docs/ one of SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,15 +23,13 @@ from regard.presets import PRESETS
 from regard.see.format import number
 from regard.see.plots import Sheet, ink, sheet
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Point = tuple[float, float]
 
 
-def drawn(topic: Topic, tables: Sequence[Table], values: dict[str, Any]) -> Figure:
-    """The tables that are drawn, side by side; or the Transformer in the sizes that are given."""
-    shown = [part for table in tables if table.draw for part in _parts(table)]
+def drawn(topic: Topic, values: dict[str, Any]) -> Any:
+    """The tables of a topic that are drawn, side by side; or the Transformer in these sizes. A
+    figure of matplotlib."""
+    shown = [part for t in topic.compute(**values) if t.draw for part in _parts(t)]
     if not shown:
         raise UsageError(f"{topic.name} has no picture; leave --output out")
     if shown[0].draw == "figure":
@@ -44,8 +41,7 @@ def drawn(topic: Topic, tables: Sequence[Table], values: dict[str, Any]) -> Figu
         page = sheet(wide * columns, 4.6 * rows, columns, rows)
         for ax, table in zip_longest(page.axes, shown):
             _draw(page, ax, table) if table else ax.remove()
-    title = f"{topic.name}: {topic.question}"
-    page.title(fill(title, int(9 * page.figure.get_figwidth())))
+    page.title(fill(f"{topic.name}: {topic.question}", int(9 * page.figure.get_figwidth())))
     return page.figure
 
 
@@ -154,21 +150,22 @@ def setups(values: dict[str, Any]) -> dict[str, list[Tower]]:
 def sketch(board: Any, models: dict[str, list[Tower]]) -> None:
     """A column of boxes for each tower, from the bottom up; below them what each kind of attention
     sees. A box is 3 wide."""
-    at, high, used = 2.4, 0.0, {""}
+    at, high, words = 2.4, 0.0, [""]
     for name, towers in models.items():
         board.box((at + APART * (len(towers) - 1) / 2, -STEP), (0, 0), name, PLAIN)
         for i, tower in enumerate(towers):
             last = "states of the source" if towers[i + 1 :] else "logits"
-            words = _column(board, tower, at, last)
-            at, high, used = at + APART, max(high, STEP * len(words)), used | {*words}
+            column = _column(board, tower, at, last)
+            at, high, words = at + APART, max(high, STEP * len(column)), words + column
+    used = [kind for kind in dict.fromkeys(words) if kind in KINDS]
     here, left = Span.run(0, 5), 1.8
-    for kind in (kind for kind in KINDS if kind in used):
+    for kind in used:
         colour, mask, seen = KINDS[kind]
-        for row, column in Visible(mask, here, here).tensor()[0, 0].nonzero().tolist():
-            board.box((left + 0.3 * column, -1.9 - 0.3 * row), (0.26, 0.26), "", colour)
+        for row, key in Visible(mask, here, here).tensor()[0, 0].nonzero().tolist():
+            board.box((left + 0.3 * key, -1.9 - 0.3 * row), (0.26, 0.26), "", colour)
         board.box((left + 0.6, -3.75), (0, 0), f"{kind}:", PLAIN)
         board.box((left + 0.6, -4.1), (0, 0), seen, PLAIN)
-        left += (at - 2.4) / sum(kind in used for kind in KINDS)
+        left += (at - 2.4) / len(used)
     board.end(at - 2.4, -4.5, high)
 
 

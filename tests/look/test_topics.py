@@ -117,9 +117,11 @@ def test_words_that_only_share_one_with_a_topic_are_not_taken_for_it() -> None:
 
 
 def test_name_of_several_words_needs_no_quotes() -> None:
-    assert called("layer", ("norm", "1", "2")) == (find("norms"), ("1", "2"))
-    assert called("softmax", ("1", "2")) == (find("softmax"), ("1", "2"))
-    assert called("softmax", ("one",)) == (find("softmax"), ("one",))
+    topic, values = called("layer", ("norm", "1", "2"), {})
+    assert topic == find("norms") and values["x"] == (1, 2)
+    assert called("softmax", ("1", "2"), {}) == (find("softmax"), {"x": (1, 2)})
+    with pytest.raises(UsageError, match="'one' is no number"):
+        called("softmax", ("one",), {})
 
 
 # --- the numbers --------------------------------------------------------------------------------------------------
