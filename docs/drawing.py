@@ -39,7 +39,8 @@ def draw(name: str) -> str:
         for scheme, ink in (("light", "#1c1c1c"), ("dark", "#e6e6e6"))
     )
     style = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
-    text = PICTURES[name]()
+    # A template gives Markup, which would escape what is put into it.
+    text = str(PICTURES[name]())
     size = re.sub(r'viewBox="0 0 (\d+) (\d+)"', r'width="\1" height="\2" \g<0>', text, count=1)
     return size.replace("</title>", f"</title>{style}", 1) + "\n"
 
