@@ -473,11 +473,11 @@ def transformer(layers: int = 6, dim: int = 512, heads: int = 8, width: int = 20
     x_0 = embedding + positions;   each layer: x + attention(x), then x + FFN(x), with norms;   logits = x_L E^T
     GPT: one tower, each token sees the past.   BERT: one tower, sees all.   2017: an encoder that sees all of the
     source, and a decoder that sees the past of the target and, by a second attention, all of the source."""
-    rows, parts = [], ("attention", "cross", "ffn")
+    n, rows, parts = whole("layers", layers, 1, 200), [], ("attention", "cross", "ffn")
     for setup, (preset, learns) in SETUPS.items():
-        model = build(preset, device="meta", layers=layers, dim=dim, heads=heads, ffn_dim=width)
+        model = build(preset, device="meta", layers=n, dim=dim, heads=heads, ffn_dim=width)
         blocks = [block for tower in model.towers for block in getattr(model, tower).blocks]
-        sizes = [sum(parameters(p) for b in blocks if (p := getattr(b, n))) for n in parts]
+        sizes = [sum(parameters(p) for b in blocks if (p := getattr(b, part))) for part in parts]
         rows.append([setup, preset, blocks[0].order, learns, *sizes, parameters(model)])
     columns = ["set-up", "preset", "norm", "learns", *parts, "all weights"]
     yield Table("three set-ups, and the weights of their parts", columns, rows, "figure")
@@ -573,9 +573,10 @@ def batch_norm(x: Matrix, eps: float = 1e-5) -> Tables:
     """Why is each token normed, and not each feature over the batch?
 
     LayerNorm: mean and variance over the features of ONE token;   BatchNorm: of one feature over ALL tokens
-    With BatchNorm a token depends on later ones, on other texts and on padding; alone, it is all zeros.
+    With BatchNorm a token depends on later ones, on other texts and on padding; alone it could not be normed.
     x: a row for each token."""
-    given = torch.atleast_2d(real(x))
+    if len(given := torch.atleast_2d(real(x))) < 2:
+        raise UsageError("--x needs two tokens or more: rows are divided by semicolons")
     other = torch.cat([given[:-1], 10 * given[-1:]])
     layer = Norm(positive("eps", eps)).make(given.shape[1]).double()
     batch = nn.BatchNorm1d(given.shape[1], eps, affine=False).double()
@@ -599,12 +600,10 @@ def dropout(x: Numbers = (1.0, 2.0, -1.0, 0.5, 3.0, -2.0), p: float = 0.1) -> Ta
     It falls on what attention and feed-forward add, on embeddings, on attention weights; never in evaluation."""
     if not 0 <= p < 1:
         raise UsageError(f"--p is {p:g}; give the share to drop, from 0 to below 1")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        draws = [F.dropout(real(x), p).tolist() for _ in range(3)]
-    variance = (real(x).square() * p / (1 - p)).tolist()
-    columns = ["x", "draw 1", "draw 2", "draw 3", "mean", "variance", "in evaluation"]
-    yield Table(f"p = {p:g}", columns, list(zip(x, *draws, x, variance, x)))
+    kept, variance = real(x) / (1 - p), real(x).square() * p / (1 - p)
+    rows = [[v, a, 0.0, (1 - p) * a, b, v] for v, a, b in zip(x, kept.tolist(), variance.tolist())]
+    columns = ["x", "kept", "dropped", "mean", "variance", "in evaluation"]
+    yield Table(f"p = {p:g}", columns, rows)
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")

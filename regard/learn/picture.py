@@ -63,9 +63,8 @@ def _draw(page: Sheet, ax: Any, table: Table) -> None:
     words = all(isinstance(row[0], str) for row in table.rows)
     rows = [row for row in table.rows if words or not isinstance(row[0], str)]
     first = named[0] if named else 1
-    use = [
-        i for i in range(first, len(table.columns)) if not any(isinstance(r[i], str) for r in rows)
-    ]
+    texts = {i for row in rows for i, cell in enumerate(row) if isinstance(cell, str)}
+    use = [i for i in range(first, len(table.columns)) if i not in texts]
     names = [" ".join(cell for cell in row if isinstance(cell, str) and cell) for row in rows]
     names = names if words else [f"{number(row[0])} {n}" for row, n in zip(rows, names)]
     x, y = table.columns[0], ""
@@ -77,15 +76,13 @@ def _draw(page: Sheet, ax: Any, table: Table) -> None:
             value = cells[i, j].item()
             how = {"color": ink(image, value) if value else page.text, "fontsize": 8}
             ax.text(j, i, number(value, 2), ha="center", va="center", **how)
-        ax.set_xticks(
-            range(len(use)), [table.columns[i] for i in use], rotation=90 * (len(use) > 6)
-        )
+        turn = 90 * (len(use) > 6)
+        ax.set_xticks(range(len(use)), [table.columns[i] for i in use], rotation=turn)
         ax.set_yticks(range(len(rows)), names)
     elif kind == "bars":
-        y = table.columns[first if named else use[-1]]
-        ax.bar(
-            range(len(rows)), [row[table.columns.index(y)] for row in rows], color=page.series[0]
-        )
+        at = first if named else use[-1]
+        y = table.columns[at]
+        ax.bar(range(len(rows)), [row[at] for row in rows], color=page.series[0])
         ax.set_xticks(range(len(rows)), names)
     else:
         for colour, mark, at in zip(page.series * 2, "osD^vPosD^vP", use):
@@ -119,11 +116,9 @@ class Board:
         from matplotlib.patches import Rectangle
 
         page, (x, y), (w, h), frame = self.page, at, size, colour == FRAME
-        look: Any = {
-            "facecolor": page.series[colour] if colour >= 0 else page.paper,
-            "linewidth": 0.9,
-        }
-        look |= {"edgecolor": page.faint if frame else page.text, "zorder": 0 if frame else 2}
+        face = page.series[colour] if colour >= 0 else page.paper
+        look: Any = {"facecolor": face, "linewidth": 0.9, "zorder": 0 if frame else 2}
+        look["edgecolor"] = page.faint if frame else page.text
         self.ax.add_patch(Rectangle((x - w / 2, y - h / 2), w, h, **look, visible=w > 0))
         how = {"va": "center", "ha": "right" if frame else "center", "fontsize": 8.5, "zorder": 3}
         shade = page.paper if colour >= 0 else page.text

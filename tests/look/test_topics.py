@@ -249,10 +249,13 @@ def test_layer_norm_leaves_other_tokens_alone_and_batch_norm_does_not() -> None:
 
 
 def test_dropout_keeps_the_mean() -> None:
-    (table,) = tables("dropout", x=(2.0, -3.0), p=(0.25,))
-    for row in table.rows:
-        assert all(y in (0, pytest.approx(row[0] / 0.75)) for y in row[1:4])
-        assert 0.75 * (row[0] / 0.75) == row[4] and row[5] == pytest.approx(row[0] ** 2 / 3)
+    x, p = (2.0, -3.0), 0.25
+    (table,) = tables("dropout", x=x, p=(p,))
+    drawn = torch.nn.functional.dropout(torch.tensor(x).expand(20_000, 2), p)
+    for i, row in enumerate(table.rows):
+        assert sorted(set(drawn[:, i].abs().tolist())) == [0.0, pytest.approx(abs(row[1]))]
+        assert row[2] == 0 and row[3] == pytest.approx(row[0]) and row[5] == row[0]
+        assert drawn[:, i].var().item() == pytest.approx(row[4], rel=0.05)
 
 
 def test_clipping_keeps_the_direction() -> None:
@@ -373,6 +376,10 @@ def test_fill_is_the_same_every_time_and_not_symmetric() -> None:
         ("worked-greedy", {"x": ("-1 0 0 0 1;",)}, "numbers from 0"),
         ("worked-greedy", {"text": "the cat"}, "are not rows of 2"),
         ("dropout", {"p": (1,)}, "from 0 to below 1"),
+        ("batch-norm", {"x": ("1 2 3;",)}, "two tokens or more"),
+        ("transformer", {"layers": (10**6,)}, "from 1 to 200"),
+        ("transformer", {"heads": (7,)}, "heads"),
+        ("self-attention", {"heads": (3,)}, "heads"),
         ("clipping", {"size": (0,)}, "above 0"),
     ],
 )
