@@ -159,6 +159,14 @@ def steps_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Table
     yield grid("output, weights times values", a @ v, "query")
 
 
+def sight(rules: dict[str, Mask], n: int) -> Table:
+    """What each of n queries may see of n keys under each rule."""
+    here = Span.run(0, n)
+    seen = [Visible(rule, here, here).tensor()[0, 0] for rule in rules.values()]
+    rows = [[i, *(" ".join(".1"[int(x)] for x in mask[i]) for mask in seen)] for i in range(n)]
+    return Table("1: seen (row: query, column: key)", ["query", *rules], rows, "masks")
+
+
 def _numbered(letter: str, rows: Tensor) -> list[str]:
     return [f"{letter}_{i + 1}" for i in range(rows.shape[1])]
 
@@ -243,7 +251,7 @@ def masks(tokens: int = 5, window: int = 3) -> Tables:
     window: |i - j| < w,   prefix: j <= i or j < n
     Rules are joined with &. A row that sees nothing gives zeros."""
     n = whole("tokens", tokens, 2, 20)
-    here, half = Span.run(0, n), torch.tensor([n // 2])
+    half = torch.tensor([n // 2])
     rules: dict[str, Mask] = {
         "full": Full(),
         "causal": Causal(),
@@ -252,10 +260,7 @@ def masks(tokens: int = 5, window: int = 3) -> Tables:
         f"padding after {n - 1}": Padding(torch.tensor([n - 1])),
         "causal & documents": Causal() & Documents((torch.arange(n) >= half)[None].long()),
     }
-    seen = [Visible(rule, here, here).tensor()[0, 0] for rule in rules.values()]
-    rows = [[i, *(" ".join(".1"[int(x)] for x in mask[i]) for mask in seen)] for i in range(n)]
-    title = "1: may be seen, one row a query, one column a key"
-    yield Table(title, ["query", *rules], rows, "masks")
+    yield sight(rules, n)
 
 
 @topic(f"{POOLING}::one_loop", f"{ATTENTION}::online")
@@ -603,7 +608,7 @@ def dropout(x: Numbers = (1.0, 2.0, -1.0, 0.5, 3.0, -2.0), p: float = 0.1) -> Ta
     kept, variance = real(x) / (1 - p), real(x).square() * p / (1 - p)
     rows = [[v, a, 0.0, (1 - p) * a, b, v] for v, a, b in zip(x, kept.tolist(), variance.tolist())]
     columns = ["x", "kept", "dropped", "mean", "variance", "in evaluation"]
-    yield Table(f"p = {p:g}", columns, rows)
+    yield Table(f"p = {p:g}", columns, rows, "lines")
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")
@@ -863,7 +868,11 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
         for name, (total, count) in kinds.items()
     ]
     title = f"of a model that knows nothing: log {vocab} each"
+    half = Prefix(torch.tensor([len(x) // 2]))
     yield Table("teacher forcing", ["place", "reads", "must say"], rows)
+    yield sight(
+        {"causal (GPT)": Causal(), "masked (BERT)": Full(), "prefix": half}, min(len(x), 20)
+    )
     yield Table(title, ["objective", "sum", "count", "mean"], losses)
 
 
@@ -896,10 +905,10 @@ def resume(steps: int = 6) -> Tables:
         resumed, other = _trained(Path(home, "two"), steps, steps)
     equal = end.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in end.items())
     pairs = enumerate(zip(straight, begun + resumed, strict=True), 1)
-    rows = [[k, f"{a:.2f}", f"{b:.2f}", "yes" if a == b else "no"] for k, (a, b) in pairs]
+    rows = [[k, round(a, 2), round(b, 2), "yes" if a == b else "no"] for k, (a, b) in pairs]
     columns = ["step", "loss, straight", f"loss, stopped after {half}", "equal"]
     result = "equal to the bit" if equal else "different"
-    yield Table(f"weights and moments at the end: {result}", columns, rows)
+    yield Table(f"weights and moments at the end: {result}", columns, rows, "lines")
 
 
 def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str, Tensor]]:

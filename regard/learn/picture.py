@@ -15,7 +15,6 @@ import torch
 
 from regard.block import Tower
 from regard.config import customize
-from regard.errors import UsageError
 from regard.learn.explain import Table, Topic
 from regard.learn.mechanisms import SETUPS
 from regard.mask import Causal, Full, Mask, Span, Visible
@@ -30,8 +29,6 @@ def drawn(topic: Topic, values: dict[str, Any]) -> Any:
     """The tables of a topic that are drawn, side by side; or the Transformer in these sizes. A
     figure of matplotlib."""
     shown = [part for t in topic.compute(**values) if t.draw for part in _parts(t)]
-    if not shown:
-        raise UsageError(f"{topic.name} has no picture; leave --output out")
     if shown[0].draw == "figure":
         page = sheet(14.6, 11.2)
         sketch(Board(page), setups(values))
@@ -87,7 +84,7 @@ def _draw(page: Sheet, ax: Any, table: Table) -> None:
     else:
         for colour, mark, at in zip(page.series * 2, "osD^vPosD^vP", use):
             how = {"color": colour, "marker": mark, "markersize": 4, "label": table.columns[at]}
-            ax.plot(*zip(*((row[0], row[at]) for row in rows)), **how)
+            ax.plot(*zip(*sorted((row[0], row[at]) for row in rows)), **how)
         ax.legend(frameon=False, labelcolor=page.text, fontsize=9)
         if kind == "log":
             ax.set(xscale="log", yscale="log")
