@@ -48,8 +48,8 @@ WORTH = 10_000_000  # parameters for which the C code is compiled if it is not y
 def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> Model:
     """`model` ready to run in `precision`: fp32, bf16, int8 or int4, at any number of rows.
 
-    fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too, and is refused on a CPU that does not
-    multiply it. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU without
+    fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too; a CPU that does not multiply it is
+    given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU without
     bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much better.
     Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
 
@@ -66,9 +66,8 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
         )
     on_cpu = next(model.parameters()).is_cpu
     if precision == "bf16" and on_cpu and model.towers and not half_is_fast():
-        raise UsageError(
-            'this CPU does not multiply bf16, which would be slower than fp32; take "int8", the fastest here, or "fp32"'
-        )
+        notice("this CPU does not multiply bf16: fp32, which is faster, is taken; int8 is the fastest here")
+        precision = "fp32"
     large = on_cpu and sum(p.numel() for p in model.parameters()) >= WORTH
     if large and not native.build():
         notice(f"no C code for this CPU, torch's slower products are used: {native.why()}")
