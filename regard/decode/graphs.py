@@ -21,7 +21,7 @@ from regard.decode.columns import MOST_ENDS, Columns, choose, held, uses
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, why_not
+from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, longest, why_not
 from regard.kernels.triton.linear import MOST
 from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of
 from regard.kernels.triton.record import Recorder, send
@@ -88,7 +88,8 @@ class Runner:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
         span = Span(pos)
         x = self.fast.embedding(ids, span).flatten(0, 1).contiguous()
-        return self.fast.tower(Stream(x, wide), SlotContext(span, Causal()), caches=(pages, None))
+        stream, ctx = Stream(x, wide, self.kernels), SlotContext(span, Causal())
+        return self.fast.tower(stream, ctx, caches=(pages, None))
 
     def logits(self, width: int, bound: int) -> Tensor:
         """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`."""
@@ -218,6 +219,7 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
     enough. A weight that changes in place is seen by views of it, but not by MLA's copies."""
     copied = any(a.kind == "mla" for a in model.config.tower.each("attention"))
+    length = min(length, longest(model) or length)
 
     def marks() -> list[tuple[int, int]]:
         return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]

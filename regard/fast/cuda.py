@@ -25,11 +25,14 @@ from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import prompt as gpu_prompt
-from regard.kernels.triton.linear import ACTIVATIONS, linear, reference
+from regard.kernels.triton.experts import FEW, Experts, choose, experts, scores, suits
+from regard.kernels.triton.experts import reference as expert_reference
+from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, reference
 from regard.kernels.triton.prompt import Pack
 from regard.kernels.triton.wide import add_norm, gated, product, summed
-from regard.layers import FeedForward, LMHead
+from regard.layers import FeedForward, LMHead, RMSNorm
 from regard.models import Model
+from regard.moe import MixtureOfExperts
 from regard.position import LongRope, Rope
 
 
@@ -39,25 +42,14 @@ def why_not(model: Any) -> str:
     if c.kind != "transformer" or c.embedding.kind != "tokens":
         return f"{type(c).__name__} is not one tower on tokens"
     tower, position = c.tower, c.embedding.position
-    if not tower.causal or tower.order != "pre" or tower.cross or tower.relative:
-        return "its tower is not causal and pre-norm, or has a bias on positions"
-    if tower.norm.plus_one or not (tower.norm.rms or tower.norm.biased):
-        return "its norms have another form"
+    if not tower.causal or tower.cross or tower.relative:
+        return "its tower is not causal, or has a bias on positions"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
         return "its positions skip tokens"
-    if any(f.kind != "mlp" or f.activation not in ACTIVATIONS for f in tower.each("ffn")):
-        return "it has experts, or an activation without a kernel"
-    for a in tower.each("attention"):
-        if a.kind not in ("gqa", "mla") or (a.kind == "gqa" and (a.sinks or a.softcap)):
-            return "its attention selects keys, keeps a state, or has sinks or a softcap"
-        if a.kind == "gqa" and a.gated:
-            return "its attention has a gate"
-        if a.kind == "gqa" and (a.qk_norm_whole or a.qk_norm_plus_one):
-            return "its queries and keys have norms of another form"
-        if a.rope is not None and (a.rope.wide or isinstance(a.rope.scaling, LongRope)):
-            return "its RoPE turns in float32, or long texts otherwise"
+    if any(a.kind not in ("gqa", "mla") for a in tower.each("attention")):
+        return "its attention selects keys, or keeps a state"
     if any(type(m) is not nn.Linear for m in _products(model.tower)):
         return "its linear layers are packed, or have adapters: merge them first"
     if any(type(p.data) is not Tensor for p in model.parameters()):
@@ -65,8 +57,17 @@ def why_not(model: Any) -> str:
     return "a probe watches it" if model.watch is not None else ""
 
 
+def longest(model: Any) -> int | None:
+    """How long texts may be in a graph, where it is less than the model's context: LongRoPE turns every token of a
+    longer text otherwise."""
+    ropes = [a.rope for a in model.config.tower.each("attention") if a.rope is not None]
+    return min(
+        (r.scaling.original_len for r in ropes if isinstance(r.scaling, LongRope)), default=None
+    )
+
+
 def _products(tower: nn.Module) -> list[nn.Module]:
-    names = ("wq", "wk", "wv", "wo", "w_dq", "w_uq", "w_dkv", "w_ukv", "gate", "up", "down")
+    names = ("wq", "wk", "wv", "wg", "wo", "router", "w_dq", "w_uq", "w_dkv", "w_ukv", "gate", "up", "down")
     each = tower.named_modules()
     return [m for name, m in each if name.rpartition(".")[2] in names]
 
@@ -74,19 +75,37 @@ def _products(tower: nn.Module) -> list[nn.Module]:
 # --- what flows through the blocks --------------------------------------------------------------------------------
 
 
+def rms(norm: Any) -> Rms | None:
+    """An RMS norm as the kernels take it."""
+    return (norm.weight, norm.eps, float(norm.plus_one)) if isinstance(norm, RMSNorm) else None
+
+
 @dataclass
 class Stream:
-    """The residual stream (n m). Of many rows (`wide`) the last sum is left to the norm that reads it."""
+    """The residual stream (n m). What is added last may be left to the norm that reads it: always of many rows
+    (`wide`), and where it has a norm of its own or comes in parts."""
 
     value: Tensor
     wide: bool
-    more: Tensor | None = None  # to be added, perhaps in parts (s n m)
+    fast: bool = True
+    more: Tensor | None = None  # to be added, perhaps in parts (s n m),
+    norm: Any = None  # after this norm
 
-    def add(self, product: Product, o: Tensor) -> Stream:
+    def add(self, product: Product, o: Tensor, norm: Any = None) -> Stream:
         """The stream with what `product` makes of o."""
         if self.wide:
-            return Stream(self.value, True, product.wide(o, split=True))
-        return Stream(product(o, residual=self.value), False)
+            return self.plus(product.wide(o, split=True), norm)
+        if norm is not None:
+            return self.plus(product(o), norm)
+        return Stream(product(o, residual=self.whole()), False, self.fast)
+
+    def plus(self, y: Tensor, norm: Any = None) -> Stream:
+        """The stream with y (n m), or parts of it (s n m)."""
+        return Stream(self.whole(), self.wide, self.fast, y, norm)
+
+    def whole(self) -> Tensor:
+        """All of it added up."""
+        return Normed(self, None).tensor()
 
 
 @dataclass
@@ -99,33 +118,29 @@ class Normed:
     def take(self, rows: Tensor) -> Normed:
         s = self.stream
         more = None if s.more is None else s.more[..., rows, :]
-        return Normed(Stream(s.value[rows], s.wide, more), self.norm)
+        return Normed(Stream(s.value[rows], s.wide, s.fast, more, s.norm), self.norm)
 
-    @property
-    def rms(self) -> bool:
-        return self.norm is not None and getattr(self.norm, "bias", None) is None
-
-    def tensor(self, fast: bool = True) -> Tensor:
+    def tensor(self) -> Tensor:
         """The sum made, in the stream too, and normed."""
         s, norm = self.stream, self.norm
-        if self.rms and s.wide:
-            s.value, y = add_norm(s.value, s.more, norm.weight, norm.eps, fast)
-        else:
-            s.value = summed(s.value, s.more)
-            y = s.value if norm is None else norm(s.value)
-        s.more = None
-        return y
+        if s.more is not None and s.norm is not None and rms(s.norm) is None:
+            plus = s.more.sum(0).to(s.value.dtype) if s.more.dim() == 3 else s.more
+            s.more, s.norm = s.norm(plus), None
+        s.value, y = add_norm(s.value, s.more, rms(norm), rms(s.norm), s.fast)
+        s.more = s.norm = None
+        return y if norm is None or rms(norm) is not None else norm(y)
 
 
 class LeftNorm(nn.Module):
-    """A norm of the stream, for the product that reads it."""
+    """A norm of the stream, for the product that reads it; `made` at once where the stream itself is normed."""
 
-    def __init__(self, norm: Any):
+    def __init__(self, norm: Any, made: bool = False):
         super().__init__()
-        self.norm = norm
+        self.norm, self.made = norm, made
 
-    def forward(self, x: Stream) -> Normed:
-        return Normed(x, self.norm)
+    def forward(self, x: Stream) -> Any:
+        left = Normed(x, self.norm)
+        return Stream(left.tensor(), x.wide, x.fast) if self.made else left
 
 
 @dataclass
@@ -151,14 +166,18 @@ class Product:
         return cls(joined(weights, weights), bias, **more)
 
     def __call__(
-        self, x: Tensor | Normed, split: bool = False, residual: Tensor | None = None
+        self, x: Tensor | Normed | Stream, split: bool = False, residual: Tensor | None = None
     ) -> Tensor:
         norm = None
+        if isinstance(x, Stream):
+            x = Normed(x, None)
         if isinstance(x, Normed):
             if x.stream.wide:
-                return self.wide(x.tensor(self.fast), split)
-            norm = (x.norm.weight, x.norm.eps) if x.rms else None
-            x = x.stream.value if x.rms else x.tensor(self.fast)
+                return self.wide(x.tensor(), split)
+            norm = rms(x.norm) if x.stream.more is None else None
+            x = x.tensor() if norm is None else x.stream.value
+        elif len(x) > MOST and residual is None:
+            return self.wide(x, split)
         form = linear if self.fast else reference
         return form(
             x,
@@ -258,7 +277,8 @@ class Pages:
         if (rope, dim) not in self.memo:
             like = self.mine[0]
             at = torch.arange(self.length, device=like.device)
-            cos, sin = rope.angles(at[None], dim, like.dtype)
+            wide = torch.promote_types(like.dtype, torch.float32)
+            cos, sin = rope.angles(at[None], dim, wide if rope.wide else like.dtype)
             self.memo[rope, dim] = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
         return self.memo[rope, dim]
 
@@ -288,11 +308,23 @@ class Cuda(Specialise):
         return Product.of(list(modules), fast=self.kernels, **more)
 
     def block(self, m: Block) -> nn.Module:
-        return self.copy(m, norm1=LeftNorm(m.norm1), norm3=LeftNorm(m.norm3))
+        norms = {name: LeftNorm(getattr(m, name), m.order == "post") for name in ("norm1", "norm3")}
+        return self.copy(m, **norms)
 
     def attention(self, m: Any) -> nn.Module:
-        new = self.copy(m, SlotAttention)
-        new.first, new.out = self.product(m.wq, m.wk, m.wv), self.product(m.wo)
+        new, c = self.copy(m, SlotAttention), m.config
+        gate = [] if m.wg is None else [m.wg]
+        new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
+        norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
+        new.heads = {"norms": norms if m.q_norm else None, "whole": c.qk_norm_whole, "paired": paired}
+        return new
+
+    def experts(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotExperts)
+        biases = None if m.gate_bias is None else (m.gate_bias, m.up_bias, m.down_bias)
+        act, limit = m.config.activation, m.config.limit
+        new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
+        new.fast = self.kernels
         return new
 
     def latent(self, m: Any) -> nn.Module:
@@ -319,6 +351,7 @@ class Cuda(Specialise):
         GroupedQueryAttention: lambda maker, m: maker.attention(m),
         LatentAttention: lambda maker, m: maker.latent(m),
         FeedForward: lambda maker, m: maker.feed_forward(m),
+        MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
 
 
@@ -340,7 +373,7 @@ class SlotHead(LMHead):
 
     def features(self, h: Any) -> Any:
         scaled = getattr(self.config, "scaled", False)
-        return super().features(h.tensor(self.product.fast)) if scaled else h
+        return super().features(h.tensor()) if scaled else h
 
     def project(self, x: Any, weight: Tensor) -> Tensor:
         return self.product(x)
@@ -354,7 +387,39 @@ class SlotFeedForward(FeedForward):
         return self.first(x)
 
     def leave(self, h: Tensor, residual: Any) -> Any:
-        return residual.add(self.out, h)
+        return self.out(h) if residual is None else residual.add(self.out, h, self.add.norm)
+
+
+class SlotExperts(MixtureOfExperts):
+    """Experts by grouped products; without kernels every expert reads every token, as a graph needs fixed shapes."""
+
+    all: Experts
+    fast: bool
+
+    def enter(self, x: Any) -> Tensor:
+        return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
+
+    def logits(self, x: Tensor) -> Tensor:
+        few = self.fast and ready(x) and len(x) <= FEW and x.dtype == self.router.weight.dtype
+        return scores(x, self.router.weight, self.router.bias) if few else super().logits(x)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c = self.config
+        if c.groups > 1 or not (self.fast and ready(x)):
+            return super().route(x)
+        sigmoid = c.score == "sigmoid"
+        more = {"normalized": c.normalized, "gain": c.gain, "correction": self.correction}
+        return choose(self.logits(x), c.active, sigmoid=sigmoid, **more)
+
+    def mix(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        form = experts if self.fast and suits(x, self.all) else expert_reference
+        return form(x, chosen, weight, self.all)
+
+    def plus(self, out: Tensor, shared: Tensor) -> Tensor:
+        return summed(shared, out)
+
+    def leave(self, out: Tensor, residual: Any) -> Any:
+        return residual.plus(out, self.add.norm)
 
 
 class SlotAttention(GroupedQueryAttention):
@@ -362,58 +427,53 @@ class SlotAttention(GroupedQueryAttention):
 
     first: Product
     out: Product
+    heads: dict[str, Any]  # how the kernels norm and turn them
 
     def fast(self, k: Tensor) -> bool:
         return (
             self.first.fast and self.d == self.e and gpu_attention.suits(self.h, self.g, self.d, k)
         )
 
-    @property
-    def plain_rope(self) -> bool:
-        """Whether the kernels can turn queries and keys themselves."""
-        rope = self.config.rope
-        whole = rope is None or (rope.width(self.d) == self.d and rope.layout == "half")
-        return self.q_norm is None and whole
-
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         k, v = slots.mine
-        fast, window = self.fast(k), self.config.window
-        ours = fast and self.plain_rope
-        qkv = self.first(x, split=ours and slots.pack is None)
-        turns = ours and self.config.rope is not None
-        angles = slots.angles(self.config.rope, self.d) if turns else None
-        if slots.pack is not None:
-            if ours:
-                laid = gpu_prompt.lay_qkv(qkv, slots.pack, k, v, self.h, angles)
+        fast, c = self.fast(k), self.config
+        qkv, gate = self.first(x, split=fast and slots.pack is None and self.wg is None), None
+        if self.wg is not None:
+            gate = qkv[:, -self.h * self.e :]
+            qkv = qkv[:, : -self.h * self.e].contiguous()
+        form = {"scale": self.scale, "window": c.window, "softcap": c.softcap, "sinks": self.sinks}
+        angles = slots.angles(c.rope, self.d) if fast and c.rope is not None else None
+        pack = slots.pack
+        if pack is not None and fast:
+            laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
+            near = c.window is not None and c.window < pack.sizes.longest
+            if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
+                o = gpu_prompt.over_pages(laid[0], k, v, pack, **form)
             else:
-                q, *new = self.turned(qkv, ctx)
-                slots.store(*new)
-                laid = gpu_prompt.lay(slots.pack, q, *new)
-            if slots.pack.sizes.whole:
-                laid = laid[0], *slots.kept()
-            return gpu_prompt.attend(laid, slots.pack, self.scale, window)
-        if not ours:
+                o = gpu_prompt.attend(laid, pack, self.scale, None)
+        elif pack is not None:
             q, *new = self.turned(qkv, ctx)
-            if not fast:
-                slots.store(*new)
-                seen = ctx.once(("seen", window), lambda: slots.seen(window))
-                kept_k, kept_v = slots.kept()
-                return attend(q, kept_k, kept_v, seen, self.scale).flatten(1)
-            qkv = torch.cat([q.flatten(1), *(y.flatten(1) for y in new)], 1)
-        o = gpu_attention.decode(
-            qkv,
-            k,
-            v,
-            slots.pos,
-            heads=self.h,
-            scale=self.scale,
-            angles=angles,
-            window=window,
-            table=slots.table,
-            bound=slots.bound,
-        )
-        return o.flatten(1)
+            slots.store(*new)
+            laid = gpu_prompt.lay(pack, q, *new)
+            if pack.sizes.whole:
+                laid = laid[0], *slots.kept()
+            seen = gpu_prompt.seen(laid, pack, c.window)
+            o = self.mix(laid[0], dict(zip("kv", laid[1:], strict=True)), seen, ctx, None)
+            o = o.flatten(2).flatten(0, 1)[pack.back]
+        elif fast:
+            more = {"angles": angles, "table": slots.table, "bound": slots.bound, **self.heads}
+            o = gpu_attention.decode(qkv, k, v, slots.pos, heads=self.h, **form, **more).flatten(1)
+        else:
+            q, *new = self.turned(qkv, ctx)
+            slots.store(*new)
+            seen = ctx.once(("seen", c.window), lambda: slots.seen(c.window))
+            o = self.mix(q[:, None], dict(zip("kv", slots.kept(), strict=True)), seen, ctx, None)
+            o = o.flatten(1)
+        return o if gate is None else o * self.sigmoid(gate)
+
+    def weigh(self, o: Tensor, x: Any) -> Tensor:
+        return o
 
     def turned(self, qkv: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q (n h d), k (n g d), v (n g e), normed and turned."""
@@ -424,7 +484,7 @@ class SlotAttention(GroupedQueryAttention):
         return tuple(y.flatten(0, 1).contiguous() for y in each)  # type: ignore[return-value]
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return residual.add(self.out, o)
+        return residual.add(self.out, o, self.add.norm)
 
 
 class SlotLatent(LatentAttention):
@@ -490,7 +550,7 @@ class SlotLatent(LatentAttention):
         return nope, rope, torch.cat([latent, key], -1)
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return residual.add(self.out, o)
+        return residual.add(self.out, o, self.add.norm)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -181,7 +181,7 @@ def test_wide_kernels_on_cuda(m: int) -> None:
     g, more = torch.rand(2048).cuda().bfloat16(), gpu_wide.parts(x, w)
     close(more.sum(0), x.float() @ w.float().T)
     close(gpu_wide.parts(x, w, split=False)[0], x.float() @ w.float().T)
-    got, want = (gpu_wide.add_norm(x, more, g, 1e-5, fast) for fast in (True, False))
+    got, want = (gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast) for fast in (True, False))
     close(got[0], want[0]), close(got[1], want[1])
     close(gpu_wide.gated(x, w, None, "silu"), gpu_wide.gated(x, w, None, "silu", fast=False))
     close(gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
@@ -197,7 +197,7 @@ def test_linear_on_cuda(m: int, k: int, n: int, gated: bool) -> None:
     x, g = torch.randn(m, k).cuda().bfloat16(), torch.rand(k).cuda().bfloat16()
     w = (torch.randn(n * (1 + gated), k) / k**0.5).cuda().bfloat16()
     act = "silu" if gated else ""
-    got = gpu_linear.fused(x, w, norm=(g, 1e-5), act=act, gated=gated)
+    got = gpu_linear.fused(x, w, norm=(g, 1e-5, 0.0), act=act, gated=gated)
     wide = (g.float(), 1e-5)
     close(got, gpu_linear.reference(x.float(), w.float(), norm=wide, act=act, gated=gated))
 

@@ -29,6 +29,51 @@ MECHANISMS = {
 }
 
 
+PLAIN, WIDE = regard.GQA(4, 2, 32, rope=ROPE), regard.Rope(wide=True)
+RMS, GEMMA = regard.Norm(1e-5, rms=True), regard.Norm(1e-5, rms=True, plus_one=True)
+SHARED = {"shared": 1, "shared_gated": True}
+# Towers of other forms: their attention, and what else differs.
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mixtral": (PLAIN, {"ffn": regard.MoE(8, 2, 64)}),
+    "qwen3_moe": (MECHANISMS["qk_norm"], {"ffn": regard.MoE(16, 4, 32, normalized=False)}),
+    "gpt_oss": (
+        regard.GQA(4, 2, 32, rope=ROPE, bias=True, out_bias=True, sinks=True, window=9),
+        {"ffn": regard.MoE(8, 2, 64, "quick_gelu", bias=True, limit=7.0)},
+    ),
+    "deepseek_moe": (
+        MECHANISMS["mla"],
+        {"ffn": regard.MoE(8, 3, 32, shared=1, score="sigmoid", groups=4, active_groups=2, corrected=True, gain=2.5)},
+    ),
+    "gated": (
+        regard.GQA(4, 2, 32, rope=ODD, qk_norm=1e-6, qk_norm_plus_one=True, gated=True),
+        {"norm": GEMMA, "ffn": regard.MoE(8, 2, 64, **SHARED)},
+    ),
+    "gemma3": (
+        regard.GQA(4, 2, 32, rope=ROPE, qk_norm=1e-6, qk_norm_plus_one=True, window=20),
+        {"norm": GEMMA, "order": "sandwich"},
+    ),
+    "gemma2": (regard.GQA(4, 2, 32, rope=ROPE, softcap=5.0), {"norm": GEMMA, "order": "sandwich"}),
+    "olmo2": (
+        regard.GQA(4, 2, 32, rope=WIDE, qk_norm=1e-6, qk_norm_whole=True),
+        {"order": "inner"},
+    ),
+    "neox": (
+        regard.GQA(4, 4, 32, rope=regard.Rope(partial=0.25), bias=True),
+        {"norm": regard.Norm(), "order": "parallel", "ffn": regard.MLP(256, "gelu")},
+    ),
+    "parallel_rms": (PLAIN, {"order": "parallel"}),
+    "parallel_experts": (PLAIN, {"order": "parallel", "ffn": regard.MoE(4, 2, 64)}),
+    "post": (PLAIN, {"norm": regard.Norm(), "order": "post", "final_norm": False}),
+    "post_experts": (PLAIN, {"order": "post", "ffn": regard.MoE(4, 2, 64), "final_norm": False}),
+    "sandwich_layernorm": (PLAIN, {"norm": regard.Norm(biased=False), "order": "sandwich"}),
+    "other_activations": (
+        PLAIN,
+        {"ffn": (regard.MLP(64, "tanh"), regard.MLP(64, "quick_gelu", gated=True))},
+    ),
+    "value_dim": (regard.GQA(4, 2, 32, value_dim=24, rope=ROPE), {}),
+}
+
+
 def build(name: str, tied: bool = True) -> regard.Model:
     torch.manual_seed(0)
     if name == "gpt2":
@@ -36,13 +81,15 @@ def build(name: str, tied: bool = True) -> regard.Model:
         model = regard.build("gpt2", **sizes)
     else:
         ffn, norm = regard.MLP(256, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
-        tower = regard.Tower(128, 2, MECHANISMS[name], ffn, norm=norm)
+        attention, more = FORMS.get(name) or (MECHANISMS[name], {})
+        more = {"ffn": ffn, "norm": norm} | more
+        tower = regard.Tower(128, 2, attention, **more)
         head = regard.LM(tied=tied and name != "qk_norm")
         model = TransformerConfig(Tokens(97), tower, head, max_len=96).make()
     with torch.no_grad():
         for p in model.parameters():
-            if p.dim() > 1:
-                p.mul_(3)  # so that answers differ
+            # So that answers differ, and that no norm, bias or sink is one that does nothing.
+            p.mul_(3) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
     return model.eval()
 
 
@@ -74,7 +121,7 @@ def by_torch(model: regard.Model, asked: list[Request], **options: Any) -> list[
     return served(Engine(model, runner="torch", rows=4, **options), asked)
 
 
-@pytest.mark.parametrize("name", [*MECHANISMS, "gpt2"])
+@pytest.mark.parametrize("name", [*MECHANISMS, *FORMS, "gpt2"])
 @pytest.mark.parametrize("settings", [{}, {"eos": (5, 7, 11, 20)}], ids=["length", "eos"])
 def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
     model, asked = build(name), requests(**settings)
@@ -86,7 +133,7 @@ def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 6])
-@pytest.mark.parametrize("name", [*MECHANISMS, "gpt2"])
+@pytest.mark.parametrize("name", [*MECHANISMS, *FORMS, "gpt2"])
 def test_graphs_give_the_logits_of_the_plain_model(name: str, rows: int) -> None:
     engine = Engine(build(name), runner="graph", rows=rows)
     assert largest_gap(engine, [r.ids for r in requests(rows)], 6) < BOUND

@@ -15,6 +15,7 @@ from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import draw as gpu_draw
+from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import loss as gpu_loss
@@ -50,6 +51,8 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
         (2, 128, 33, "silu", True, True, False, False),
         (4, 80, 20, "gelu", True, False, True, False),
         (5, 48, 20, "gelu_tanh", False, False, True, True),
+        (2, 48, 20, "tanh", False, False, True, False),
+        (2, 48, 20, "quick_gelu", True, False, True, False),
     ],
 )
 def test_gpu_linear_matches_reference(
@@ -69,11 +72,13 @@ def test_gpu_linear_matches_reference(
     weight = (torch.rand(k) + 0.5).to(dtype)
     residual = torch.randn(m, n).to(dtype) if added else None
     more = {"act": act, "gated": gated}
-    norm = (weight, 1e-5) if normed else None
+    # A norm by 1 + w, as Gemma has it, where k is 128.
+    shift = float(k == 128)
+    norm = (weight, 1e-5, shift) if normed else None
     got = gpu_linear.fused(x, w, bias, norm=norm, residual=residual, blocks=blocks, **more)  # type: ignore[arg-type]
     x, w, weight = x.float(), w.float(), weight.float()
     bias, residual = (None if y is None else y.float() for y in (bias, residual))
-    norm = (weight, 1e-5) if normed else None
+    norm = (weight, 1e-5, shift) if normed else None
     want = gpu_linear.reference(x, w, bias, norm=norm, residual=residual, **more)  # type: ignore[arg-type]
     assert got.dtype is dtype
     close(got, want, dtype)
@@ -141,6 +146,95 @@ def test_gpu_attention_matches_attend(
     alone = q.flatten(1).contiguous()
     got = gpu_attention.decode(alone, k, v, pos + 1, new=False, **same)  # type: ignore[arg-type]
     close(got, want, dtype)
+
+
+FORMS = {
+    "norms": {"qk_norm": 1e-6},
+    "whole": {"qk_norm": 1e-6, "qk_norm_whole": True},
+    "plus_one": {"qk_norm": 1e-6, "qk_norm_plus_one": True},
+    "partial": {"rope": regard.Rope(partial=0.25)},
+    "neighbours": {"rope": regard.Rope(layout="interleaved", partial=0.5), "qk_norm": 1e-6},
+    "wide": {"rope": regard.Rope(wide=True)},
+    "sinks": {"sinks": True, "window": 20},
+    "softcap": {"softcap": 2.0, "sinks": True},
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@each_dtype
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("d, splits", [(32, 1), (48, 2)])
+def test_gpu_forms_of_attention_match_the_plain_ones(
+    form: str, d: int, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt and a step, through pages, as the plain mechanism has them."""
+    config = regard.GQA(6, 2, d, **{"rope": regard.Rope()} | FORMS[form])  # type: ignore[arg-type]
+    tower = regard.Tower(64, 1, config, regard.MLP(64), norm=regard.Norm(rms=True))
+    model = TransformerConfig(Tokens(97), tower, regard.LM(), max_len=96).make().eval().to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3) if p.dim() > 1 else p.add_(0.3 * torch.randn_like(p))
+    monkeypatch.setattr(gpu_attention, "splits_for", lambda *_: splits)
+    engine = Engine(model, runner="graph", rows=2, page=8, chunk=16)
+    texts = [[5, 9, 2, 60], [7, 8, 9] * 9]
+    assert largest_gap(engine, texts, 2) < (BOUND if dtype is torch.float32 else 0.05)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "n, m, f, e, a, biased",
+    [(1, 64, 48, 8, 2, False), (5, 64, 48, 4, 3, True), (7, 32, 80, 16, 2, False)],
+)
+@pytest.mark.parametrize("few", [64, 0], ids=["few", "sorted"])
+def test_gpu_experts_match_reference(
+    n: int,
+    m: int,
+    f: int,
+    e: int,
+    a: int,
+    biased: bool,
+    few: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_experts, "FEW", few)
+    shapes = ((e, f, m), (e, f, m), (e, m, f))
+    biases = tuple(torch.randn(e, size).to(dtype) for size in (f, f, m)) if biased else None
+    more = ("quick_gelu", 1.5) if biased else ("silu", None)
+    w = gpu_experts.Experts(*((torch.randn(s) / 8).to(dtype) for s in shapes), biases, *more)  # type: ignore[arg-type]
+    x, weight = torch.randn(n, m).to(dtype), torch.rand(n, a)
+    chosen = torch.stack([torch.randperm(e)[:a] for _ in range(n)])
+    got = gpu_experts.experts(x, chosen, weight, w)
+    wide = [y.float() for y in (w.gate, w.up, w.down)]
+    wide_biases = None if biases is None else tuple(y.float() for y in biases)
+    want = gpu_experts.reference(
+        x.float(), chosen, weight, gpu_experts.Experts(*wide, wide_biases, *more)  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert got.shape == (a, n, m)
+    close(got.sum(0), want, dtype)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"normalized": False, "gain": 2.0}, {"score": "sigmoid", "corrected": True, "bias": True}],
+)
+def test_gpu_router_matches_the_plain_one(settings: dict) -> None:
+    layer = regard.MoE(12, 3, 16, **settings).make(80).eval()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p))
+    x = torch.randn(5, 80)
+    x[3], x[4, 7] = 0.0, torch.nan  # ties, and no numbers
+    c = layer.config
+    logits = gpu_experts.scores(x, layer.router.weight, layer.router.bias)
+    torch.testing.assert_close(logits, layer.logits(x), equal_nan=True)
+    more = {"normalized": c.normalized, "gain": c.gain, "correction": layer.correction}
+    chosen, weight = gpu_experts.choose(logits, 3, sigmoid=c.score == "sigmoid", **more)
+    want = layer.route(x)
+    assert torch.equal(chosen[:4], want[0][:4])
+    torch.testing.assert_close(weight[:4], want[1][:4])
+    assert weight[4].isnan().all() and (chosen[4] >= 0).all() and (chosen[4] < 12).all()
 
 
 @each_dtype
@@ -335,16 +429,22 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @each_dtype
+@pytest.mark.parametrize("normed, after", [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("m, n, parts", [(3, 40, None), (6, 64, 0), (5, 50, 1), (7, 96, 4)])
-def test_gpu_add_norm_matches_torch(m: int, n: int, parts: int | None, dtype: torch.dtype) -> None:
+def test_gpu_add_norm_matches_torch(
+    m: int, n: int, parts: int | None, normed: bool, after: bool, dtype: torch.dtype
+) -> None:
     x, weight = torch.randn(m, n).to(dtype), (torch.rand(n) + 0.5).to(dtype)
     # parts of a product are sums, in float32
     more = None if parts is None else torch.randn(*(parts,) * bool(parts), m, n)
     more = more if more is None or parts else more.to(dtype)
     before = x.clone()
-    got = gpu_wide.add_norm(x, more, weight, 1e-5)
+    norm = (weight, 1e-5, 0.0) if normed else None
+    post = (weight.flip(0).contiguous(), 1e-4, 1.0) if after else None
+    got = gpu_wide.add_norm(x, more, norm, post)
     wide = None if more is None else more.float()
-    want = gpu_wide.add_norm(x.float(), wide, weight.float(), 1e-5, fast=False)
+    norm, post = (None if y is None else (y[0].float(), *y[1:]) for y in (norm, post))
+    want = gpu_wide.add_norm(x.float(), wide, norm, post, fast=False)
     assert all(y.dtype is dtype for y in got)
     close(got[0], want[0], dtype), close(got[1], want[1], dtype)
     assert torch.equal(x, before)
