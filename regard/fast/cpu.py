@@ -31,7 +31,7 @@ from regard.block import Block, Stack, _at
 from regard.cache import Contiguous, Paged
 from regard.cache.base import Layer
 from regard.errors import UsageError, notice
-from regard.fast.specialise import Row, Specialise, direct
+from regard.fast.specialise import Row, Specialise, direct, share
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
 from regard.kernels.c.rows import attend_one, enter, norm
@@ -339,8 +339,10 @@ class Native(Join):
         return self.copy(module, NativeCrossAttention, wk=None, wv=None, **parts)
 
     def stack(self, module: Stack) -> nn.Module:
-        new = self.copy(module, NativeStack)
-        new.tapes = Tapes()
+        new = self.copy(module)
+        if module.relative is None and all(map(_recorded, new.blocks)):
+            new = share(self.kind(NativeStack), new)
+            new.tapes = Tapes()
         return new
 
     def feed_forward(self, module: FeedForward) -> nn.Module:
@@ -378,7 +380,7 @@ class NativeStack(Stack):
                 return step.play(x, ctx, caches)
             if step is None:
                 return super().forward(x, ctx, cross, caches)
-            fresh = Step(x, ctx, caches)
+            fresh = Step(x, ctx, cross, caches)
             with fresh.tape.recording():
                 fresh.y = super().forward(fresh.x, ctx, cross, caches)
             self.tapes.keep(key, fresh)
@@ -389,7 +391,7 @@ class NativeStack(Stack):
     def key(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple) -> Any:
         """What a recorded step must have in common with another; None if it cannot be recorded."""
         own, source = caches
-        if self.relative is not None or ctx.probe is not None or ctx.mask != CAUSAL:
+        if ctx.probe is not None or ctx.mask != CAUSAL:
             return None
         if not isinstance(own, Contiguous | Paged) or _step(_at(ctx, own, 0, "")) is None:
             return None
@@ -404,14 +406,24 @@ class NativeStack(Stack):
         return memory, rest, None if source is None else (source.batch, source.capacity)
 
 
+def _recorded(block: Any) -> bool:
+    """Whether a step of a block is C calls alone, each on what another gave."""
+    parts = [block.attention] if block.cross is None else [block.attention, block.cross]
+    alone = all(isinstance(p, _Native) and p.bare and p.q_norm is None and p.wg is None for p in parts)
+    parts.append(block.ffn)
+    return alone and isinstance(block.ffn, NativeFeedForward) and all(p.add.norm is None for p in parts)
+
+
 class Step:
     """A recorded step: its input, its output, and what changes between them from step to step."""
 
     y: Tensor
 
-    def __init__(self, x: Tensor, ctx: Context, caches: tuple):
+    def __init__(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple):
         self.tape, self.x, self.memo = Tape(), x.float().contiguous().clone(), ctx.memo
         self.memo |= self.changing(ctx, caches)
+        if cross is not None:
+            cross.memo["last"] = self.memo["last"]
 
     def changing(self, ctx: Context, caches: tuple) -> dict[Any, Any]:
         own, source = caches
@@ -446,15 +458,13 @@ class Tapes:
     MOST = 8
 
     def __init__(self) -> None:
-        self.lock, self.steps, self.off = threading.Lock(), dict[Any, Any](), False
+        self.lock, self.steps = threading.Lock(), dict[Any, Any]()
 
     def __deepcopy__(self, memo: Any) -> Tapes:
         return Tapes()
 
     def found(self, key: Any) -> Step | bool | None:
         """The step, True if it is to be recorded now, None if not yet."""
-        if self.off:
-            return None
         step = self.steps.pop(key, None)
         self.steps[key] = True if step is None else step
         while len(self.steps) > self.MOST:
@@ -462,9 +472,8 @@ class Tapes:
         return step
 
     def keep(self, key: Any, step: Step) -> None:
-        """Unless it cannot be played: a part of the stack computes in torch."""
-        self.off = not step.tape.whole(step.y)
-        self.steps[key] = True if self.off else step
+        assert step.tape.whole(step.y), "a part of this stack computes outside of the C code"
+        self.steps[key] = step
 
 
 class NativeNorm(nn.Module):
@@ -571,7 +580,7 @@ def _memory(layer: Layer, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None, 
         pages = cache.pool.stores[layer.index]
         return pages["k"], pages["v"], ctx.once("place", lambda: cache.table.int()), cache.page
     slots = cache.slots[layer.index]
-    return slots["k"], slots["v"], ctx.once("place", lambda: cache.place), 0
+    return slots["k"], slots["v"], ctx.memo.get("place", cache.place), 0
 
 
 def _last(cache: Any, rows: int) -> Tensor:
