@@ -296,7 +296,7 @@ def feed_of(
         return TextFeed(columns["ids"], **more)
     more["around"] = (coder.before, coder.after)
     if task != "seq2seq":
-        return LabelFeed(columns["ids"], columns["labels"], **more)
+        return LabelFeed(columns["ids"], columns["labels"], divider=coder.divider, **more)
     if coder.start is None or coder.end is None:
         raise UsageError("translation needs a tokenizer with an end token (eos)")
     more |= {"start": coder.start, "end": coder.end}

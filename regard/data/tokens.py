@@ -40,6 +40,8 @@ class Coder:
         self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
         core, special = tokenizer.core, tokenizer.special
         self.before, self.between, self.after = _template(tokenizer)
+        # The token after which a second text begins, where the second is of another type (BERT's segments).
+        self.divider = self.between[-1] if self.between and _typed(tokenizer) else None
         self.end = special.eos[0] if special.eos else None
         starts = (special.start, special.bos, special.pad, self.end)
         self.start = next((i for i in starts if i is not None), None)
@@ -109,6 +111,12 @@ def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], t
         return tuple(before), tuple(after), tuple(after)
     marks = zip(pair.ids[inner], pair.special_tokens_mask[inner])
     return tuple(before), tuple(i for i, special in marks if special), tuple(after)
+
+
+def _typed(tokenizer: Tokenizer) -> bool:
+    """Whether the second of two texts is of type 1."""
+    with blaming("the tokenizer does not take two texts"):
+        return any(tokenizer.core.encode("x", "x", add_special_tokens=True).type_ids)
 
 
 # --- records -> ids in shards ----------------------------------------------------------------------------------------
