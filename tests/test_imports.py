@@ -255,7 +255,7 @@ def test_size_budget() -> None:
     """The sum of the lines is what a reader pays; no file or function has a cap of its own."""
     total = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources())
     assert total <= 36_520, f"regard/ has {total} lines of Python, at most 36,520"
-    assert len(sources()) <= 155, f"regard/ has {len(sources())} files, at most 155"
+    assert len(sources()) <= 158, f"regard/ has {len(sources())} files, at most 158"
 
 
 def test_no_machine_paths() -> None:
