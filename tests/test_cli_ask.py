@@ -18,7 +18,21 @@ from tests.test_cli import call, folder
 from tests.test_cli_eval import encoder, figures
 
 MASKED = "The [MASK] plays in the [MASK]."
-WORDS = "The dog plays in the park Ein kleiner Hund läuft a little ball".split()
+WORDS = [
+    "The",
+    "dog",
+    "plays",
+    "in",
+    "the",
+    "park",
+    "Ein",
+    "kleiner",
+    "Hund",
+    "läuft",
+    "a",
+    "little",
+    "ball",
+]
 STORY = " ".join(random.Random(0).choices(WORDS, k=40))
 
 

@@ -75,6 +75,13 @@ class Coder:
             raise UsageError("a tokenizer of two sides does not tell which characters a token has")
         return [(e.ids, e.offsets) for e in _many(self._plain.encode_batch, texts)]
 
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Tokens that end a sentence: a full stop, ! or ?, perhaps with a quote or a line break behind it."""
+        pieces = self.tokenizer.core.get_vocab().items()
+        ends = sorted(i for piece, i in pieces if re.search("[.!?][\"'ĊĠ▁\\s]*$", piece))
+        return tuple(i for i in ends if i not in self.reserved)
+
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The pieces, one per id; those of a byte-level vocabulary as the text they stand for, if it is whole."""
         core = self.tokenizer.core

@@ -264,7 +264,7 @@ def marks(coder: Coder | None) -> Marks | None:
     numbers = [coder.tokenizer.core.token_to_id(name) for name in SENTINELS]
     sentinels = tuple(i for i in numbers if i is not None)
     ends = (coder.start, coder.end, coder.pad)
-    return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)
+    return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends, coder.stops)
 
 
 # --- does the model suit task, tokenizer and data ---------------------------------------------------
