@@ -26,6 +26,8 @@ SMALLER = {
     "kjv": [*TINY, *LAYERS, "--tokenizer.vocab", "400", "--data.tokens", "512"],
     "bert-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "300"],
     "bert-finetune": [],
+    "t5-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
+    "bart-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
 }
 
 

@@ -22,7 +22,10 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "verses": corpora.make_pairs,
     "parts": corpora.make_parts,
 }
-NAMES = ("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune")
+NAMES = (
+    *("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune"),
+    *("t5-pretrain", "bart-pretrain"),
+)
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,10 @@ def assemble(
 def start_of(config: Config, **how: Any) -> Any:
     """The model that `config` names a folder of, if it does."""
     with blaming(DATA):
-        folder = config.model.get("folder")
-        return None if folder is None else load_model(resolve_model(folder), **how)
+        folder, size = (config.model.get(name) for name in ("folder", "size"))
+        if folder is None:
+            return None
+        return load_model(resolve_model(folder), image_size=size, **how)
 
 
 def read_data(
@@ -109,6 +111,8 @@ def read_data(
 def make_model(config: Config, start: Any, coder: Coder | None, classes: list[str]) -> Any:
     """The preset with its changes, or the folder's model; with a head that suits the task."""
     changes = {k: v for k, v in config.model.items() if k not in ("preset", "folder")}
+    if start is not None:
+        changes.pop("size", None)  # see start_of
     if start is not None and changes:
         raise UsageError(f"[model] folder is taken as it is; leave {', '.join(changes)} out")
     model = start

@@ -103,6 +103,10 @@ class Config:
             )
         if task.indexed and self.adapt.method != "full":
             raise UsageError(f"the task {self.task} trains indexers; leave [adapt] out")
+        if self.adapt.method == "lora" and "size" in self.model:
+            raise UsageError(
+                'an adapter stands on the folder as it is: leave [model] size out, or say "frozen"'
+            )
         if self.adapt.method != "full" and "folder" not in self.model:
             raise UsageError(
                 f'adapt.method = "{self.adapt.method}" is for a trained model: name one, [model] folder = "..."'
