@@ -130,7 +130,11 @@ def test_each_stage_trains_the_indexers_it_should(
 ) -> None:
     before, moved = sparse_folder(home), {}
     for task in ("lm", "dense_index", "sparse_index"):
-        (home / f"{task}.toml").write_text(FOLDER.replace("lm", task))
+        # Rows of no more than topk tokens are dense attention.
+        text = FOLDER.replace("lm", task)
+        (home / f"{task}.toml").write_text(
+            text.replace("length = 16", "length = 4") if task == "lm" else text
+        )
         told = said(capsys, "train", f"{task}.toml", "--quiet")
         assert ("indexers of sparse attention no gradient" in told.err) == (task == "lm")
         model = regard.load(f"runs/{task}/last")
@@ -138,6 +142,19 @@ def test_each_stage_trains_the_indexers_it_should(
         moved[task] = {"indexer" in n for n in changed}
     assert moved == {"lm": {False}, "dense_index": {True}, "sparse_index": {True, False}}
     assert "no gradient" in said(capsys, "plan", "lm.toml").out
+
+
+def test_indexer_that_would_choose_untrained_is_an_error(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse_folder(home)
+    (home / "more.toml").write_text(FOLDER)
+    for command in ("train", "plan"):
+        told = said(capsys, command, "more.toml", code=2)
+        assert 'task = "lm" gives the indexers of sparse attention no gradient' in told.err
+        assert "choose 4 keys in rows of 16 tokens: say data.length = 4" in told.err
+        assert 'task = "dense_index", then task = "sparse_index"' in told.err
+    assert main(["train", "more.toml", "--quiet", "--adapt.method", "lora"]) == 0
 
 
 def test_indexers_are_trained_where_there_are_some(

@@ -27,6 +27,9 @@ SMALLER = {
     "bert-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "300"],
     "bert-finetune": [],
     "t5-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
+    "dsa-base": [*TINY, "--model.layers", "1"],
+    "dsa-warmup": [],
+    "dsa-sparse": [],
     "bart-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
 }
 
@@ -208,8 +211,10 @@ def test_recipe_trains_saves_and_loads(
     makers = {key: partial(short, make) for key, make in recipes.MAKERS.items()}
     makers["dates"] = partial(dates.make, train=300, test=20)
     monkeypatch.setattr(recipes, "MAKERS", makers)
-    if found.first:
-        tried(found.first)
-    tried(name)
+    before = [name]
+    while earlier := recipes.recipe(before[0]).first:
+        before.insert(0, earlier)
+    for each in before:
+        tried(each)
     said = capsys.readouterr()
     assert "reloaded:" in said.err and f"runs/{name}/checkpoints/step-00000003" in said.out

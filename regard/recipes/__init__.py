@@ -24,7 +24,7 @@ MAKERS: dict[str, Callable[[Path], str]] = {
 }
 NAMES = (
     *("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune"),
-    *("t5-pretrain", "bart-pretrain"),
+    *("t5-pretrain", "bart-pretrain", "dsa-base", "dsa-warmup", "dsa-sparse"),
 )
 
 

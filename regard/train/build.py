@@ -246,14 +246,21 @@ def texts_of(config: Config) -> Iterator[str]:
 
 
 def notices(config: Config, model: Any) -> list[str]:
-    """What a config does that its user may not expect."""
+    """What a config does that its user may not expect; an error where indexers of sparse attention would choose
+    without being trained."""
     texts = []
-    if sparse_layers(model) and not TASKS[config.task].indexed and config.adapt.method == "full":
-        texts.append(
-            f"task = {config.task} gives the indexers of sparse attention no gradient: they stay as they are; "
-            "task = dense_index, then sparse_index trains them"
-        )
-    length, longest = config.data.length, context_of(model)
+    length, longest, layers = config.data.length, context_of(model), sparse_layers(model)
+    if layers and not TASKS[config.task].indexed and config.adapt.method == "full":
+        most = min(layer.config.topk for layer in layers)
+        why = f'task = "{config.task}" gives the indexers of sparse attention no gradient'
+        how = 'task = "dense_index", then task = "sparse_index" trains them'
+        if length is None or length > most:
+            rows = "any length" if length is None else f"{length} tokens"
+            raise UsageError(
+                f"{why}, and they would choose {most} keys in rows of {rows}: say data.length = {most}, which is dense "
+                f'attention; {how}; or [adapt] method = "lora", which leaves them as they are'
+            )
+        texts.append(f"{why}: attention to {length} tokens is dense, topk = {most}; later {how}")
     if "preset" in config.model and length is not None and length < (longest or 0):
         texts.append(
             f"positions from {length} to {longest} will not be trained: data.length = {length}, the model's context is "
