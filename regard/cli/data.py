@@ -42,7 +42,8 @@ class Options:
     tokenizer: FolderName = None
     # auto: seq2seq with a target, image for pictures, classify with a label, else lm
     task: Literal[
-        "auto", "lm", "prefix", "mlm", "spans", "infill", "seq2seq", "classify", "tag", "answer", "image"
+        "auto", "lm", "prefix", "mlm", "spans", "infill", "seq2seq", "classify", "tag", "answer", "image",
+        "caption",
     ] = "auto"  # fmt: skip
     # tokens of a row; default: 128 where documents are packed, else as long as the data
     length: Count = None
@@ -110,8 +111,7 @@ def from_files(options: Options, folder: Path) -> Peek:
     # Rows that are repaired whole are not shared.
     pack = "stream" if row.reads in ROWED and not row.packed and pack == "documents" else pack
     packed = row.reads in ROWED and pack != "none"
-    asked = {name: getattr(options, name) for name in ("target", "tokens", "overlong")}
-    asked["pack"] = pack
+    asked = {n: getattr(options, n) for n in ("target", "tokens", "overlong")} | {"pack": pack}
     asked["length"] = 128 if options.length is None and packed else options.length
     asked["rows"] = 4 if options.rows is None and options.tokens is None else options.rows
     loaded = load(row.reads, Data(options.files, **asked, **reading), coder, folder, options.seed)
@@ -155,7 +155,7 @@ class Peek:
         if b.labels.shape == b.ids.shape:
             row["labels"] = row["labels"][: len(ids)]
             row["counted"] = [label >= 0 for label in row["labels"]]
-        if b.source is not None:
+        if b.source is not None and b.source.dim() == 2:
             length = None if b.source_lengths is None else int(b.source_lengths[i])
             row["source_ids"] = b.source[i, :length].tolist()
             row["source"] = self.coder.tokens(row["source_ids"])
@@ -192,9 +192,11 @@ class Peek:
         width = shutil.get_terminal_size((100, 24)).columns
         for i, row in enumerate(self.rows):
             lines += ["", f"row {i}"]
-            lines += (
-                picture(b.ids[i]) if self.coder is None else self._table(row, self.coder, width)
-            )
+            pictures = b.ids if self.coder is None else b.source
+            if pictures is not None and pictures.dim() > 2:
+                lines += picture(pictures[i])
+            if self.coder is not None:
+                lines += self._table(row, self.coder, width)
             if label := self._label(row):
                 lines.append(f"  label  {label}")
         return "\n".join(lines)

@@ -28,12 +28,12 @@ class Options:
 
 
 def run(options: Options) -> int:
-    from regard.evaluate.ask import fill_masks
+    from regard.evaluate.ask import fill
 
     cli.check_counts(options, "top")
     text = cli.read_stdin() if options.text in (None, "-") else options.text
     opened = cli.open_model(options.model, options.machine, rows=1)
-    for number, ranking in enumerate(fill_masks(opened, str(text), options.top, options.model)):
+    for number, ranking in enumerate(fill(opened, str(text), top=options.top)):
         if options.json:
             tokens = [{"token": token, "probability": p} for token, p in ranking]
             print(json.dumps({"mask": number, "tokens": tokens}, ensure_ascii=False))

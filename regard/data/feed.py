@@ -764,6 +764,33 @@ class ImageFeed(Base):
         return f"{len(self.pictures):,} pictures of {size}; {self.epoch:,} batches a pass"
 
 
+@dataclass(eq=False)
+class CaptionFeed(ImageFeed):
+    """Pictures as an ImageFeed has them, for an encoder, and a text for each: a decoder reads `start` text and must say
+    text `end`."""
+
+    _: KW_ONLY
+    texts: Column
+    start: int
+    end: int
+    pad: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sizes = self.texts.lengths + 1
+        special = {"start": self.start, "end": self.end, "pad": self.pad}
+        self.sign({"texts": self.texts}, texts=self.texts.fingerprint, **special)
+
+    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        assert self.sizes is not None and self.texts.ends is not None
+        pictures, whole = super().make(numbers, part, k).ids, self.sizes[numbers]
+        steps, width = whole[part], self.batching.width(whole)
+        text = (self.texts.values, self.texts.ends[numbers[part]], steps - 1, width)
+        ids = framed(*text, self.pad, (self.start,))
+        labels = framed(*text, IGNORE, (), (self.end,))
+        return tensors(ids, labels, steps, whole, source=pictures.numpy())
+
+
 def boxes(size: tuple[int, ...], drawn: np.ndarray, sides: np.ndarray) -> np.ndarray:
     """Where (b h w) a box with these sides (b 2) is, its middle anywhere by two draws (b 2); the rest is cut off."""
     first = (drawn % np.array(size, np.uint64)).astype(np.int64) - sides // 2

@@ -145,7 +145,10 @@ class Source:
 
 
 def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    """The examples with these roles."""
+    """The examples with these roles. The labels of pictures can be read as texts: captions."""
+    if list(roles) == ["label"] and format_of(source.files()[0], source.format) in ARRAYS:
+        yield from ({"label": name} for name in pictures(source)[1])
+        return
     if source.beside:
         yield from _parallel(source, roles)
         return

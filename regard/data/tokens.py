@@ -322,6 +322,18 @@ def fill_pictures(filling: Filling) -> None:
     filling.writer.notes = {"records": len(images), "empty": 0, "classes": list(number)}
 
 
+def fill_captions(filling: Filling) -> None:
+    """Pictures, and what is said of each."""
+    images, texts = pictures(filling.source)
+    rows = filling.counted(filling.coder.encode(texts))
+    if lacking := rows.count([]):
+        raise DataError(f"{lacking:,} of {len(rows):,} pictures have no caption")
+    filling.count["records"] = len(rows)
+    filling.add(target=rows)
+    filling.writer.array("images", images)
+    filling.done()
+
+
 class Numbers(dict[str, int]):
     """The classes of the training data, each with its number."""
 

@@ -106,8 +106,7 @@ def evaluate(
     if beams < 1:
         raise UsageError(f"beams is {beams}; give a number from 1")
     judge = Judge(model, device, dtype, quantize, beams)
-    if shots is None:
-        names = suited(metrics or TASKS[judge.task].metrics, judge.task)
+    names = () if shots is not None else suited(metrics or TASKS[judge.task].metrics, judge.task)
     judge.read(files, others, {**READING, **(reading or {})}, length, overlong)
     if shots is not None:
         shots = Shots(shots) if isinstance(shots, int) else shots

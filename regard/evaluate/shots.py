@@ -65,11 +65,9 @@ class Shots:
 
 
 def pairs(source: Source) -> list[Pair]:
-    found = []
-    for number, record in enumerate(records(source, ("source", "target")), 1):
-        if not isinstance(record["source"], str) or not isinstance(record["target"], str):
-            raise Fault(f"example {number}: source and target must be text", DATA)
-        found.append((record["source"], record["target"]))
+    found = [(r["source"], r["target"]) for r in records(source, ("source", "target"))]
+    if wrong := [i for i, pair in enumerate(found, 1) if not all(isinstance(x, str) for x in pair)]:
+        raise Fault(f"example {wrong[0]}: source and target must be text", DATA)
     return found
 
 

@@ -18,7 +18,7 @@ from regard.config import to_dict
 from regard.data.config import Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
-from regard.data.feed import Feed, ImageFeed, TextFeed
+from regard.data.feed import CaptionFeed, Feed, ImageFeed, TextFeed
 from regard.data.read import records
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import train_tokenizer, write_files
@@ -285,7 +285,7 @@ def kind_of(model: Any) -> str:
     """What a model is, in a word."""
     reads = [getattr(model.config, name) for name in model.towers.values()]
     if reads and isinstance(reads[0], Patches):
-        return "model of pictures"
+        return "captioner" if model.reads_source else "model of pictures"
     if model.reads_source:
         return "encoder-decoder"
     if not model.towers:
@@ -334,13 +334,13 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
     a recurrent model."""
     c, feed = model.config, loaded.feed
     if isinstance(feed, ImageFeed):
-        shape, want = feed.pictures.values.shape[1:], c.embedding
+        shape = feed.pictures.values.shape[1:]
+        want = c.source if isinstance(feed, CaptionFeed) else c.embedding
         if shape != (want.size, want.size, want.channels):
             raise UsageError(
                 f"the pictures are {' x '.join(map(str, shape))}, the model reads {want.size} x {want.size} x "
                 f"{want.channels}; say other size and channels in [model], or scale them by data.size"
             )
-        return
     packed = isinstance(feed, TextFeed) and feed.pack == "documents"
     if packed and not model.towers:
         raise UsageError(
@@ -352,6 +352,9 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
         if limit is not None and limit > most:
             what = f"data.length = {limit}, but the model's context is {most} tokens"
             raise UsageError(f"{what}; say data.length = {most}, or a larger max-len in [model]")
+        if isinstance(feed, CaptionFeed):
+            why = f"a caption has {size:,} tokens, the model's context is {most:,}"
+            raise UsageError(f"{why}; shorten it, or say a larger max-len in [model]")
         raise UsageError(
             f"an example has {size:,} tokens, the model's context is {most:,}; say data.length = {most} and "
             "data.overlong = truncate or drop, or a larger max-len in [model]"

@@ -160,7 +160,7 @@ class Taken:
         rows = range(len(batch.ids))
         if logits is not None:
             self._label(batch, logits.float().cpu())
-        elif batch.source is not None:
+        elif batch.source is not None and batch.source.dim() == 2:
             for i in rows[: self.few]:
                 source, labels = _real(batch.source, batch.source_lengths, i), batch.labels[i]
                 self.pairs.append((source, labels[labels != IGNORE].tolist()))

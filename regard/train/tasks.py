@@ -97,6 +97,9 @@ TASKS: dict[str, Task] = {
         metrics=_CLASSES,
         head=Classify,
     ),
+    "caption": Task(
+        "caption", loss.seq2seq, ("captioner",), "captioner", recipe={"task": "seq2seq"}
+    ),
     # The two stages of sparse attention's indexer.
     "dense_index": Task(
         "lm", loss.dense_index, ("decoder",), "deepseek-v3.2", smoothed=False, **_INDEX
