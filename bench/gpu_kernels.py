@@ -52,8 +52,8 @@ def check_linear() -> None:
     ):
         x, w, g = randn(m, k), randn(n * (1 + gated), k, by=k**-0.5), randn(k)
         more: dict[str, Any] = {"act": "silu" if gated else "", "gated": gated}
-        got = gpu_linear.fused(x, w, norm=(g, 1e-5), residual=randn(m, n).zero_(), **more)
-        want = gpu_linear.reference(x.float(), w.float(), norm=(g.float(), 1e-5), **more)
+        got = gpu_linear.fused(x, w, norm=(g, 1e-5, 0.0), residual=randn(m, n).zero_(), **more)
+        want = gpu_linear.reference(x.float(), w.float(), norm=(g.float(), 1e-5, 0.0), **more)
         show(f"linear m={m} k={k} n={n} gated={gated}", got, want)
 
 
@@ -102,7 +102,7 @@ def check_wide() -> None:
         got = gpu_wide.gated(x, w, None, "silu")
         show("  gated", got, gpu_wide.gate(want, "silu", fast=False))
         for i, name in enumerate(("  residual", "  norm")):
-            got, want = (gpu_wide.add_norm(x, more, g, 1e-5, fast)[i] for fast in (True, False))
+            got, want = (gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast)[i] for fast in (True, False))
             show(name, got, want)
         show("  gate", gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
 
@@ -110,11 +110,11 @@ def check_wide() -> None:
 def check_latent() -> None:
     for b, h, s in ((1, 16, 700), (4, 32, 4096), (2, 128, 1000)):
         places = -(-s // 16)
-        q, entry = randn(b, h, 576), randn(b, 576)
+        q = randn(b, h, 576)
         latents, ropes = randn(b * places, 16, 512), randn(b * places, 16, 64)
         table = torch.randperm(b * places, device="cuda").view(b, places).int()
         pos = torch.randint(s // 2, s, (b,), device="cuda")
-        got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+        got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
         cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
         want = gpu_latent.reference(q, cache, pos + 1, 512, 0.05)
         show(f"latent b={b} h={h}", got, want)

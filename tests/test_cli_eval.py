@@ -262,7 +262,7 @@ def test_shots_come_from_the_runs_training_data(tmp_path: Path) -> None:
     [
         (["--shots", 3], 4, "3 shots need as many other examples, there are 2"),
         (["--shots", 1, "--template", "{source}" + "dog " * 60 + "{target};"], 4,
-         "example 1 with 1 shot has "),
+         "more than the model's context of 96; ask for fewer shots"),
         (["--shots", 1, "--template", "{source}: {target}"], 2, "then what ends an answer"),
         (["--shots", 1, "--template", "{target}: {source};"], 2, "it needs {source}, then {target}"),
         (["--shots", -1], 2, "count = -1"),

@@ -35,12 +35,11 @@ def run(options: Options) -> int:
     if options.question is None:
         raise UsageError('say what is asked: --question "..."')
     context = cli.read_stdin() if options.context in (None, "-") else options.context
-    opened = cli.open_model(options.model, options.machine, rows=1)
+    opened = cli.open_model(options.model, options.machine)
     found = answer(opened, options.question, str(context), longest=options.longest)
     if options.json:
-        text, start, end, score = found
-        fields = {"answer": text, "start": start, "end": end, "score": score}
-        print(json.dumps(fields, ensure_ascii=False))
+        names = ("answer", "start", "end", "score")
+        print(json.dumps(dict(zip(names, found)), ensure_ascii=False))
         return 0
     if found.text is None:
         tell("note", "the text has no answer to this question")

@@ -32,7 +32,7 @@ def run(options: Options) -> int:
 
     cli.check_counts(options, "top")
     text = cli.read_stdin() if options.text in (None, "-") else options.text
-    opened = cli.open_model(options.model, options.machine, rows=1)
+    opened = cli.open_model(options.model, options.machine)
     for number, ranking in enumerate(fill(opened, str(text), top=options.top)):
         if options.json:
             tokens = [{"token": token, "probability": p} for token, p in ranking]

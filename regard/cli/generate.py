@@ -116,7 +116,7 @@ def run(options: Options) -> int:
     # A wrong setting is told before the model is read.
     rows = Settings.of(given).rows
     prompt = read_prompt(options)
-    opened = cli.open_model(options.model, options.machine, rows)
+    opened = cli.open_model(options.model, options.machine)
     model, tokenizer = opened.model, opened.tokenizer
     if model.reads_source and isinstance(wanted := getattr(model.config, "source", None), Patches):
         if options.ids:
@@ -131,7 +131,7 @@ def run(options: Options) -> int:
         if lost := unread(needed(tokenizer), prompt):
             tell("note", lost)
     if drafted is not None:
-        given["draft_model"] = cli.open_model(drafted, options.machine, rows).model
+        given["draft_model"] = cli.open_model(drafted, options.machine).model
     given["stop"] = options.stop
     as_it_comes = rows == 1 and not options.json and tokenizer is not None
     rate = cli.Rate(streaming=as_it_comes)

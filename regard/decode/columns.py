@@ -54,6 +54,11 @@ def forced(s: Settings, said: int) -> int | None:
     return s.forced_last if said == s.max_new_tokens - 1 else None
 
 
+def used_by(s: Settings, first: int, last: int) -> frozenset[str]:
+    """What the tokens from number `first` to `last` of a row depend on."""
+    return uses(s) if held(s, first, last) else uses(s) - {"held"}
+
+
 class Columns:
     """Settings of n rows as columns (n 1), and what they say of single tokens (n V): made when some row first uses
     them, and from then on where they are."""
@@ -168,7 +173,7 @@ def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
 
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     """Bias and bans, penalties, the least length and forced tokens."""
-    if columns.keys() & {"bias", *PENALTIES}:
+    if columns.keys() & {"bias", "avoided", *PENALTIES}:
         logits = logits.float()
     if "bias" in columns:
         logits = logits + columns["bias"]
@@ -178,6 +183,9 @@ def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tenso
         logits = logits - columns["presence_penalty"] * (columns["said"] > 0)
     if "frequency_penalty" in columns:
         logits = logits - columns["frequency_penalty"] * columns["said"]
+    if "avoided" in columns:
+        # Of beams in groups: what the others say.
+        logits = logits - columns["avoided"]
     if "held" not in columns:
         return logits
     least, most, first, last, *_ = columns["held"].T

@@ -1,8 +1,8 @@
 """The one decoding loop: requests come in, lanes of rows advance, events come out.
 
 A request is prefilled in a small lane of its own, in chunks, and then joins the lane of its kind (one for all sampling,
-one for each width of beam search), so that every step serves whatever is there. On a GPU what needs no beams and no
-guesses goes into the slots of a CUDA graph instead (graphs.py), if the model has one.
+one for each shape of beam search), so that every step serves whatever is there. On a GPU what needs no guesses goes
+into the slots of a CUDA graph instead (graphs.py, search.py), if the model has one.
 
 With a paged cache rows come and go freely, texts that begin alike share pages, and when pages run out the youngest
 request is put back into the queue and goes on later: with the same text, because choices depend on (seed, request,
@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, taken_back
-from regard.decode.beam import BeamLane, candidates
+from regard.decode.beam import BeamLane, Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
-from regard.decode.graphs import SlotLane, runner_of, why_plain
+from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
 from regard.decode.prefill import Prefill, first_text
 from regard.decode.rows import Row, page_keys
 from regard.decode.sample import SampleLane
+from regard.decode.search import SearchLane, search_of
 from regard.decode.settings import Event, Request, Result
 from regard.decode.window import WindowLane
 from regard.errors import UsageError
@@ -37,6 +38,7 @@ from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
 
 Lane = SampleLane | BeamLane | SlotLane
+BEAMS = (BeamLane, SearchLane)
 ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 WINDOW = "window"  # the lane of rows that have outgrown the context
 SLOTS = "slots"  # the lane of the CUDA graph
@@ -95,9 +97,11 @@ class Engine:
         paged = layout == "paged" and any(spec.token for spec in self.specs)
         exact = pages is not None
         if paged and pages is None:
-            pages = pages_in(
-                memory, weight.device, self.specs, page, weight.dtype, rows, self.longest
-            )
+            longest = self.longest
+            if not self.plain and model.reads_source and longest is not None:
+                # Sources lie in pages too.
+                longest += source_length(model) or 0
+            pages = pages_in(memory, weight.device, self.specs, page, weight.dtype, rows, longest)
         self.pool: Pool | None = None
         slots = None
         if not self.plain and pages is not None:
@@ -110,6 +114,7 @@ class Engine:
         self.prefix = prefix and whole and self.pool is not None
         self.chunk = chunk or (512 if slots is None else 16384)
         self.slots = None if slots is None else SlotLane(slots, self.prefix, self.chunk)
+        self.searches: dict[Any, SearchLane] = {}  # slots of beams, by their shape
         self.waiting: deque[Request] = deque()  # oldest first, and younger than all that runs
         # Rows of preempted requests, to go on where they were.
         self.resumed: dict[int, list[Row]] = {}
@@ -128,7 +133,7 @@ class Engine:
             how = "CUDA graphs" if runner.graph else "steps as in a CUDA graph"
             size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
             first = f"runner graph: {how} of {runner.rows} slots over {size}"
-            more = "beam search, guesses and texts past the context: runner torch"
+            more = "guesses and texts past the context: runner torch"
             return f"{first}\n{runner.fast.explain()}\n{more}"
         name = "native" if isinstance(self.model, Prepared) else "torch"
         return f"runner {name}: no CUDA graph, as {self.plain}\n{self.model.explain()}"
@@ -139,7 +144,7 @@ class Engine:
         if request.settings.draft:
             check_drafted(request, self.draft, self.model)
         if self.pool is not None:
-            check_pages(request, self.pool, self.model)
+            check_pages(request, self.pool, self.model, self._source(request))
         if request.number >= 0:  # given before: the same words, another request
             request = replace(request)
         request.number = self.count
@@ -192,7 +197,7 @@ class Engine:
         finished = {number: dict(done) for number, done in self.finished.items()}
         active = {r.number: r for r in self._active()}
         for lane in self.lanes.values():
-            for row in () if isinstance(lane, BeamLane) else lane.rows:
+            for row in () if isinstance(lane, BEAMS) else lane.rows:
                 resumed.setdefault(row.request.number, []).append(row)
         said = [(row, len(row.ids)) for rows in resumed.values() for row in rows]
         try:
@@ -203,8 +208,8 @@ class Engine:
             self.waiting = deque([*(active[n] for n in sorted(active)), *waiting, *new])
             if self.pool is not None:
                 self.pool.clear()
-            if self.slots is not None:
-                self.slots.clear()
+            for slots in self._slots():
+                slots.clear()
             for row, size in said:
                 row.back(size)
             raise
@@ -225,14 +230,12 @@ class Engine:
         pages = 0 if self.pool is None else self.pool.available - running
         batch: list[Request] = []
         # Keys of the pages that others will publish.
-        coming = (
-            set(self.slots.coming()) if self.slots is not None and self.prefix else set[bytes]()
-        )
+        coming = {key for lane in self._slots() for key in lane.coming()} if self.prefix else set()
         for request in list(self.waiting):
             times, need = self._times(request), 0
             long = self._outgrown(self.resumed.get(request.number) or self._rows(request))
             if self.pool is not None and not long:
-                need = self._text(request) // self.pool.page + 1 + times
+                need = self._text(request) // self.pool.page + 1 + times + self._source(request)
             fits = times <= room and need <= pages
             if not fits and (batch or self.lanes):  # alone it may enter however large
                 break
@@ -241,8 +244,7 @@ class Engine:
                 if not (self.prefix and self._shares(request, keys, coming)):
                     self.waiting.remove(request)
                     rows = self.resumed.pop(request.number, []) or self._rows(request)
-                    self.slots.admit(rows, keys)
-                    self.lanes[SLOTS] = self.slots
+                    self._into_slots(rows, keys)
                     room, pages = room - times, pages - need
                 continue
             if long:
@@ -257,12 +259,27 @@ class Engine:
             self.waiting.remove(request)
             batch.append(request)
             room, pages = room - times, pages - need
-        if self.slots is not None:
-            self.slots.waiting = bool(self.waiting)
+        for lane in self._slots():
+            lane.waiting = bool(self.waiting)
         if batch:
             self.loading = Prefill(batch, self.resumed, self._cache(batch))
             if self.prefix:
                 self.loading.adopt()
+
+    def _slots(self) -> list[SlotLane]:
+        return [] if self.slots is None else [self.slots, *self.searches.values()]
+
+    def _into_slots(self, rows: list[Row], keys: list[bytes]) -> None:
+        """The rows of one request."""
+        assert self.slots is not None
+        shape, lane = _kind(rows[0].request), self.slots
+        if shape is not None:
+            if shape not in self.searches:
+                search = search_of(lane.runner, shape, max(1, self.rows // shape.beams))
+                self.searches[shape] = SearchLane(search, self.prefix, self.chunk)
+            lane = self.searches[shape]
+        lane.admit(rows, keys)
+        self.lanes[SLOTS if shape is None else shape] = lane
 
     def _keys(self, request: Request) -> list[bytes]:
         """Of the full pages of what a waiting request is fed first."""
@@ -284,6 +301,14 @@ class Engine:
     def _times(self, request: Request) -> int:
         """Rows that a waiting request will have."""
         return len(self.resumed.get(request.number, ())) or request.settings.rows
+
+    def _source(self, request: Request) -> int:
+        """Pages that a request takes in slots besides those of its text: its source's."""
+        if self.slots is None or not self.slots.takes(request):
+            return 0
+        # What beams write begins with a page of their own.
+        page = request.settings.beams > 1
+        return page + -(-source_size(self.model, request) // self.slots.pool.page)
 
     def _text(self, request: Request) -> int:
         """Tokens that a waiting request must be fed."""
@@ -391,7 +416,7 @@ class Engine:
         events: list[Event] = []
         gone = lane.over()
         for i in gone:
-            if isinstance(lane, BeamLane):
+            if isinstance(lane, BEAMS):
                 events.append(Event(lane.requests()[i].number, done=lane.results(i)))
                 continue
             row = lane.rows[i]
@@ -426,7 +451,7 @@ class Engine:
         key, lane = next((k, x) for k, x in self.lanes.items() if request in x.requests())
         rows: list[Row] = []
         results: list[Result] = []
-        if not isinstance(lane, BeamLane):
+        if not isinstance(lane, BEAMS):
             rows = [row for row in lane.rows if row.request is request]
             lane.drop([i for i, row in enumerate(lane.rows) if row.request is request])
         else:
@@ -526,4 +551,4 @@ def free_memory(device: torch.device) -> int:
 def _kind(request: Request) -> Any:
     """Requests of one kind share a lane: all sampling; beam search by its shape."""
     s = request.settings
-    return (s.beams, s.groups, candidates(s)) if s.beams > 1 else None
+    return Shape.of(s) if s.beams > 1 else None

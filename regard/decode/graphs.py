@@ -9,25 +9,27 @@ Off a GPU the same steps run as they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.attention.protocol import Context
 from regard.cache import OutOfPages, Pool
-from regard.decode.columns import MOST_ENDS, Columns, choose, held, uses
+from regard.decode.columns import MOST_ENDS, Columns, choose, used_by, uses
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, why_not
+from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
 from regard.kernels.triton.linear import MOST
-from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of
+from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of, two, up
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, best, greedy_advance
-from regard.mask import Causal, Span
+from regard.mask import Causal, Full, Span
 from regard.models.base import Model
+from regard.models.embedding import Patches, context
 
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
@@ -51,15 +53,24 @@ class Runner:
         *,
         kernels: bool = True,
         look: int = 16,
+        fast: Any = None,
     ):
-        weight: Tensor = model.embedding.weight  # type: ignore[union-attr,assignment]
+        weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
         self.graph = weight.is_cuda
-        self.fast, self.pool = decoder(model, kernels), pool
+        self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
+        self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
         places = -(-length // pool.page)
         table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
         self.pages = Pages(pool.stores, table, length)
         self.length = length
+        # What cross-attention reads, named by a table of its own: `pos` is the last token of each row's source.
+        self.memory: Pages | None = None
+        if model.reads_source:
+            most = source_length(model) or len(pool.users) * pool.page
+            table = torch.full_like(table[:, :1], pool.blank).repeat(1, -(-most // pool.page))
+            pos = torch.zeros(rows, dtype=torch.long, device=self.device)
+            self.memory = Pages(pool.stores, table, most, pos)
 
         def zeros(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=self.device)
@@ -76,7 +87,7 @@ class Runner:
         )
         # The log probability of the first token of a row, which its prompt's pass chose.
         self.first = zeros(rows, kind=torch.float32)
-        self.columns = Columns(rows, model.config.embedding.vocab, self.device)
+        self.columns = Columns(rows, len(self.fast.head.product.weight), self.device)
         self.recorder = Recorder()
         self.marks: list[tuple[int, int]] = []
         self.lane: Any = lambda: None  # a weak reference to who has it
@@ -84,22 +95,34 @@ class Runner:
 
     # --- what a graph holds ---
 
-    def hidden(self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool) -> Normed:
+    def hidden(
+        self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool, memory: Pages | None
+    ) -> Normed:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
-        span = Span(pos)
-        x = self.fast.embedding(ids, span).flatten(0, 1).contiguous()
-        return self.fast.tower(Stream(x, wide), SlotContext(span, Causal()), caches=(pages, None))
+        span, fast = Span(pos), self.fast
+        x = Stream(
+            getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide, self.kernels
+        )
+        ctx, cross = SlotContext(span, Causal()), memory and SlotContext(span, Full())
+        return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
 
-    def logits(self, width: int, bound: int) -> Tensor:
-        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`."""
-        s = self.state
-        pages = replace(self.pages, table=self.pages.table[:width], pos=s.pos[:width], bound=bound)
-        ids, pos = s.ids[:width].clamp(min=0)[:, None], s.pos[:width, None]
-        return self.fast.logits(self.hidden(ids, pos, pages, self.kernels and width > MOST))
+    def logits(self, width: int, bound: int, far: int) -> Tensor:
+        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`, no source
+        than `far`."""
+        s, rows = self.state, slice(0, width)
+        pages = replace(self.pages, table=self.pages.table[rows], pos=s.pos[rows], bound=bound)
+        ids, pos = s.ids[rows].clamp(min=0)[:, None], s.pos[rows, None]
+        wide, memory = self.kernels and width > MOST, self.sources(rows, far)
+        return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
 
-    def step(self, width: int, bound: int, used: frozenset[str]) -> None:
+    def sources(self, rows: slice | Tensor, far: int) -> Pages | None:
+        """What some rows see of their sources, none longer than `far`."""
+        m = self.memory
+        return m and replace(m, table=m.table[rows], pos=m.pos[rows], bound=min(far, m.length))  # type: ignore[index]
+
+    def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
         """Logits, choice, and the state moved on by one token."""
-        logits, state = self.logits(width, bound), self.state.narrow(width)
+        logits, state = self.logits(width, bound, far), self.state.narrow(width)
         if used:
             tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
             self.columns.said(slice(0, width), tokens, state.live)
@@ -118,8 +141,10 @@ class Runner:
 
     def read(self, pack: Pack, used: frozenset[str]) -> None:
         """Prompts into their pages; those that are through begin to write."""
-        pages = replace(self.pages, pack=pack)
-        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True)
+        pages = replace(self.pages, stores=self.pool.stores, pack=pack)
+        # Every token is a row that sees the source of its prompt.
+        memory = self.memory and self.sources(pack.homes[pack.row], pack.sizes.source)
+        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
         if not pack.sizes.ends:
             return
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
@@ -138,25 +163,72 @@ class Runner:
         the device busy without."""
         sizes = sizes_of(parts, self.pool.page)
         numbers = send(flat(parts, sizes), self.device)
-        key = (sizes, used)
-        again = key in self.rooms
-        small = self.graph and sizes.tokens <= RECORDED and not sizes.whole
+        small = sizes.tokens <= RECORDED and not sizes.whole
+        self.again((sizes, used), numbers, lambda x: self.read(Pack.of(x, sizes), used), small)
+
+    def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], None], small: bool) -> None:
+        """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
+        again, small = key in self.rooms, small and self.graph
         if small and len(self.rooms) < KEPT:
             self.rooms.setdefault(key, torch.empty_like(numbers))
         if not (again and small):
-            return self.read(Pack.of(numbers, sizes), used)
+            return call(numbers)
         room = self.rooms[key]
         if key not in self.recorder.graphs:
-            self.recorder.record(key, lambda: self.read(Pack.of(room, sizes), used))
+            self.recorder.record(key, lambda: call(room))
         room.copy_(numbers)
         self.recorder.graphs[key].replay()
 
+    def remember(self, memories: Sequence[Memory]) -> None:
+        """Encode sources, and put what the decoder's layers keep of them into their pages."""
+        page, device = self.pool.page, self.device
+        each = [m.request.source for m in memories if m.request.source is not None]
+        inside = torch.arange(page)
+        places = [
+            (torch.tensor(m.pages)[:, None] * page + inside).flatten()[: m.size] for m in memories
+        ]
+        if each[0].dim() > 1:
+            found, _ = self.fast.encode(send(torch.stack(each), device))
+            self.keep_sources(found, send(torch.cat(places), device))
+        else:
+            # Padding goes to a place that nobody reads.
+            b, s = two(len(each)), up(max(map(len, each)), 16)
+            ids, lengths = torch.zeros(b, s, dtype=torch.long), torch.ones(b, dtype=torch.long)
+            to = torch.full_like(ids, self.pool.scratch * page)
+            for i, (source, place) in enumerate(zip(each, places, strict=True)):
+                ids[i, : len(source)], to[i, : len(source)], lengths[i] = source, place, len(source)
+            numbers = send(torch.cat([ids.flatten(), to.flatten(), lengths]), device)
+            small = b * s <= RECORDED and recordable(self.fast.config.encoder)
+            self.again(("source", b, s), numbers, lambda x: self.read_sources(x, b, s), small)
+        edits = [
+            (row, i, number, m.size - 1)
+            for m in memories
+            for row in m.homes
+            for i, number in enumerate(m.pages)
+        ]
+        assert self.memory is not None and self.memory.pos is not None
+        row, i, number, last = send(edits, device).T
+        self.memory.table[row, i], self.memory.pos[row] = number.int(), last
+
+    def read_sources(self, numbers: Tensor, b: int, s: int) -> None:
+        """Source ids (b s), the places of their tokens (b s), and their lengths (b)."""
+        ids, to, lengths = numbers.split([b * s, b * s, b])
+        pos, fast = Span.ragged(lengths, s), self.fast
+        ctx = Context(pos, fast.config.encoder.mask, site="encoder.")
+        self.keep_sources(fast.encoder(fast.source(ids.view(b, s), pos), ctx), to)
+
+    def keep_sources(self, memory: Tensor, to: Tensor) -> None:
+        """What an encoder gave (b s m), at its places (b s)."""
+        pages = Pages(by_token(self.pool), to[:, None], 1, torch.zeros_like(to))
+        for i, block in enumerate(self.fast.decoder.blocks):
+            block.cross.remember(memory.flatten(0, 1), pages.layer(i))
+
     def run(
-        self, steps: int, width: int, bound: int, used: frozenset[str]
+        self, steps: int, width: int, bound: int, far: int, used: frozenset[str]
     ) -> tuple[Tensor, Tensor, Any]:
         """Advance the first `width` rows by `steps` <= look tokens. What they were fed first and what they chose then,
         with its log probability (steps + 1, width), on its way to the host; and what tells that it has arrived."""
-        s, key = self.state, (width, bound, used)
+        s, key = self.state, (width, bound, far, used)
         if self.graph and steps and key not in self.recorder.graphs:
             changed = [
                 *s.tensors(),
@@ -168,15 +240,24 @@ class Runner:
         s.tick.fill_(1)
         for _ in range(steps):
             self.recorder.graphs[key].replay() if self.graph else self.step(*key)
-        both = s.log[: steps + 1, :width], s.logp[: steps + 1, :width]
+        log, logp = self.to_host([s.log[: steps + 1, :width], s.logp[: steps + 1, :width]])
+        return log, logp, self.arrival()
+
+    def to_host(self, each: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on their way, as they are when all that was launched before is done."""
         if not self.graph:
-            return both[0].clone(), both[1].clone(), None
-        log, logp = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in both)
-        log.copy_(both[0], non_blocking=True)
-        logp.copy_(both[1], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return log, logp, event
+            return [x.clone() for x in each]
+        found = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in each]
+        for x, y in zip(found, each, strict=True):
+            x.copy_(y, non_blocking=True)
+        return found
+
+    def arrival(self) -> Any:
+        """What tells that copies have arrived."""
+        event = torch.cuda.Event() if self.graph else None
+        if event is not None:
+            event.record()
+        return event
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
@@ -199,6 +280,34 @@ class Runner:
         self.state.pos.zero_()
 
 
+def recordable(encoder: Any) -> bool:
+    """Whether a pass of the plain tower waits for nothing on the host: no experts, no choice of keys, no slopes."""
+    plain = all(a.kind == "gqa" for a in encoder.each("attention"))
+    experts = any(f.kind != "mlp" for f in encoder.each("ffn"))
+    return plain and not experts and getattr(encoder.relative, "kind", "") != "alibi"
+
+
+def by_token(pool: Pool) -> list[dict[str, Tensor]]:
+    """What the layers keep, as pages of one token."""
+    return [{n: x.flatten(0, 1)[:, None] for n, x in store.items()} for store in pool.stores]
+
+
+def source_length(model: Any) -> int | None:
+    """The longest source that a model reads."""
+    c = model.config
+    if isinstance(c.source, Patches):
+        return c.source.extra + c.source.count
+    return context(c.max_len, c.source)
+
+
+def source_size(model: Any, request: Request) -> int:
+    """Tokens of what an encoder gives for a request's source."""
+    source = request.source
+    if source is None:
+        return 0
+    return len(source) if source.dim() == 1 else source_length(model) or 0
+
+
 _kept: weakref.WeakKeyDictionary[Model, Runner] = weakref.WeakKeyDictionary()
 
 
@@ -216,8 +325,12 @@ def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bo
 
 def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact: bool) -> Runner:
     """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
-    enough. A weight that changes in place is seen by views of it, but not by MLA's copies."""
-    copied = any(a.kind == "mla" for a in model.config.tower.each("attention"))
+    enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
+    tower = getattr(model, model.writer).config
+    copied = tower.relative is not None or any(
+        inner(a).kind == "mla" for a in tower.each("attention")
+    )
+    length = min(length, longest(model) or length)
 
     def marks() -> list[tuple[int, int]]:
         return [(p.data_ptr(), p._version if copied else 0) for p in model.parameters()]
@@ -247,6 +360,17 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
 
 
 @dataclass(eq=False)
+class Memory:
+    """What an encoder made of a request's source, for all its rows."""
+
+    request: Request
+    size: int
+    homes: list[int]  # its rows
+    pages: list[int] = field(default_factory=list)
+    ready: bool = False
+
+
+@dataclass(eq=False)
 class Slot:
     """A row and its place."""
 
@@ -259,8 +383,19 @@ class Slot:
     asked: int = 0  # tokens the device was asked to choose
     fresh: bool = True  # its first token has not been read by the host
     gone: bool = False
+    memory: Memory | None = None
     # Samples that begin where the prompt is through.
     siblings: list[Slot] = field(default_factory=list)
+
+    @property
+    def homes(self) -> list[int]:
+        """The rows of a step that are its own."""
+        return [self.index]
+
+    @property
+    def unread(self) -> bool:
+        """Whether its source is not in its pages."""
+        return self.memory is not None and not self.memory.ready
 
     @property
     def left(self) -> int:
@@ -278,7 +413,7 @@ class SlotLane:
 
     def __init__(self, runner: Runner, prefix: bool, chunk: int):
         self.runner, self.pool, self.prefix, self.chunk = runner, runner.pool, prefix, chunk
-        self.free = list(range(runner.rows))  # the lowest first
+        self.free = list(range(runner.places))  # the lowest first
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
         self.idle: list[int] = []
@@ -288,7 +423,7 @@ class SlotLane:
 
     def takes(self, request: Request) -> bool:
         s = request.settings
-        plain = s.beams == 1 and not (s.lookup or s.draft) and request.source is None
+        plain = not (s.lookup or s.draft)
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
         return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
 
@@ -309,8 +444,9 @@ class SlotLane:
         """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once. `keys`: of
         the prompt's pages, if they are known."""
         first: Slot | None = None
+        memory = self._memory(rows[0].request, self.free[: len(rows)])
         for row in rows:
-            slot = Slot(row, self.free.pop(0), row.request.ids + row.ids)
+            slot = Slot(row, self.free.pop(0), row.request.ids + row.ids, memory=memory)
             self.slots.append(slot)
             if first is not None and not row.ids:
                 first.siblings.append(slot)
@@ -319,13 +455,17 @@ class SlotLane:
             if self.prefix:
                 salt = row.request.salt
                 slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
-                self._adopt(slot)
+                self._adopt(slot, len(slot.text) - 1)
         self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
 
-    def _adopt(self, slot: Slot) -> None:
-        """Begin with pages that others left; at least one token stays to be fed, for its logits."""
+    def _memory(self, request: Request, homes: list[int]) -> Memory | None:
+        size = source_size(self.runner.fast, request)
+        return Memory(request, size, homes) if size else None
+
+    def _adopt(self, slot: Slot, most: int) -> None:
+        """Begin with pages that others left, of the first `most` tokens: one stays to be fed, for its logits."""
         row, page = slot.row, self.pool.page
-        for key in slot.keys[: (len(slot.text) - 1) // page]:
+        for key in slot.keys[: most // page]:
             if key not in self.pool.published:
                 break
             slot.pages.append(self.pool.published[key])
@@ -338,9 +478,11 @@ class SlotLane:
         for slot in [self.slots[i] for i in index]:
             self.slots.remove(slot)
             slot.gone = True
-            self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
-            while slot.pages:
-                self.pool.drop(slot.pages.pop())
+            self._release(slot)
+            if slot.memory is not None:
+                slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
+                while slot.memory.pages and not slot.memory.homes:
+                    self.pool.drop(slot.memory.pages.pop())
             self.idle.append(slot.index)
             self.free.append(slot.index)
             # Another sample reads the prompt instead.
@@ -349,9 +491,14 @@ class SlotLane:
                 heir.siblings = rest
         self.free.sort()
 
+    def _release(self, slot: Slot) -> None:
+        self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
+        while slot.pages:
+            self.pool.drop(slot.pages.pop())
+
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
-        self.free, self.slots, self.edits, self.idle = list(range(self.runner.rows)), [], [], []
+        self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
         self.flying = None
         self.runner.reset()
 
@@ -362,6 +509,7 @@ class SlotLane:
 
     def step(self, model: Any, backend: str) -> list[Event]:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
+        self._encode()
         self._feed()
         launched = self._launch()
         events, self.flying = self._land(), launched
@@ -375,6 +523,26 @@ class SlotLane:
                 self.edits.append((slot.index, len(slot.pages), page))
             slot.pages.append(page)
 
+    def _encode(self) -> None:
+        """Read sources, up to a chunk of their tokens, oldest first; those of about one length together."""
+        fresh = {id(m): m for m in (s.memory for s in self.slots) if m is not None and not m.ready}
+        room, group = self.chunk, list[Memory]()
+        for m in fresh.values():
+            if group and m.size > room:
+                break
+            while len(m.pages) * self.pool.page < m.size:
+                m.pages.append(self.pool.take(clean=False))
+            group.append(m)
+            room -= m.size
+        group.sort(key=lambda m: -m.size)
+        while group:
+            few = len(group) * group[0].size <= RECORDED
+            some = [m for m in group if few or 2 * m.size >= group[0].size]
+            self.runner.remember(some)
+            for m in some:
+                m.ready = True
+            group = group[len(some) :]
+
     def _feed(self) -> None:
         """Up to a chunk of tokens of the prompts that are not through, oldest first."""
         room, longest = self.chunk, 0
@@ -382,7 +550,7 @@ class SlotLane:
         readers = {id(s) for slot in self.slots for s in slot.siblings if slot.fed < len(slot.text)}
         for slot in self.slots:
             size = min(room, len(slot.text) - slot.fed)
-            if not size or slot.asked or id(slot) in readers:
+            if not size or slot.asked or slot.unread or id(slot) in readers:
                 continue
             self._reserve(slot, slot.fed + size)
             if group and max(longest, size) * (len(group) + 1) > PADDED * self.chunk:
@@ -399,15 +567,14 @@ class SlotLane:
             end = slot.fed + size
             writers = [slot, *slot.siblings] if end == len(slot.text) else []
             writers = [s for s in writers if not s.gone]
-            ends = [(s.index, s.said) for s in writers]
-            parts.append(Part(slot.text[slot.fed : end], slot.fed, slot.pages, ends))
+            parts.append(self._part(slot, size, [(s.index, s.said) for s in writers]))
             through += [(slot, s) for s in writers]
         own = [s for slot, s in through if s is not slot and len(slot.text) % self.pool.page]
         if self.pool.available < len(own):
             raise OutOfPages(f"{len(own)} samples need a page each; free a row, or make more pages")
         copies = [self._share(slot, s) for slot, s in through if s is not slot]
         now = [(s.row.request.settings, s.said) for _, s in through]
-        used = frozenset().union(*(_used(s, n, n) for s, n in now))
+        used = frozenset().union(*(used_by(s, n, n) for s, n in now))
         self.runner.prefill(parts, used)
         for source, target in filter(None, copies):
             self.pool.copy(source, target)
@@ -416,6 +583,10 @@ class SlotLane:
         for _, s in through:
             s.fed, s.asked = len(s.text), 1
             self.edits += [(s.index, i, page) for i, page in enumerate(s.pages)]
+
+    def _part(self, slot: Slot, size: int, ends: Sequence[tuple[int, int]] = ()) -> Part:
+        tokens, source = slot.text[slot.fed : slot.fed + size], slot.memory and slot.memory.size
+        return Part(tokens, slot.fed, slot.pages, ends, slot.homes[0], source or 0)
 
     def _share(self, slot: Slot, other: Slot) -> tuple[int, int] | None:
         """A sample's pages: those of the prompt that are full, and one of its own for the rest, to be copied."""
@@ -429,27 +600,36 @@ class SlotLane:
         return slot.pages[-1], other.pages[-1]
 
     def _launch(self) -> Flight | None:
-        """The next round: until an eighth of the rows are through where others wait, or for `look` steps."""
+        """The next round."""
         live = [s for s in self.slots if s.asked and (s.left or s.fresh)]
         if not live:
             self._place()
             return None
-        lefts = sorted(s.left for s in live)
-        few = max(1, len(live) // 8) if self.waiting else len(live)
-        steps = min(self.runner.look, lefts[few - 1])
+        steps = self._steps([s.left for s in live])
         lines, longest, used = [], 1, frozenset[str]()
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
             self._reserve(slot, len(slot.text) + slot.asked + took - 1)
-            used |= _used(slot.row.request.settings, said, said + took - 1)
+            used |= used_by(slot.row.request.settings, said, said + took - 1)
             longest = max(longest, len(slot.text) + slot.asked + took)
             lines.append((slot, 0 if slot.fresh else 1, 1 + took))
         self._place()
         for slot, _, last in lines:
             slot.asked, slot.fresh = slot.asked + last - 1, False
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
-        flight = self.runner.run(steps, width, self.runner.bucket(longest), used)
+        bounds = self.runner.bucket(longest), self._far(live)
+        flight = self.runner.run(steps, width, *bounds, used)
         return *flight, lines
+
+    def _steps(self, lefts: list[int]) -> int:
+        """Of a round: until an eighth of the rows are through where others wait, or `look`."""
+        few = max(1, len(lefts) // 8) if self.waiting else len(lefts)
+        return min(self.runner.look, sorted(lefts)[few - 1])
+
+    def _far(self, live: Sequence[Slot]) -> int:
+        """A bound of the longest source; 0 where there is none."""
+        far = max(s.memory.size if s.memory else 0 for s in live)
+        return far and max(SHORTEST, two(far))
 
     def _place(self) -> None:
         busy = {slot.index for slot in self.slots if slot.asked}
@@ -497,8 +677,3 @@ class SlotLane:
         for slot in self.slots:
             if slot.fresh:
                 yield from slot.keys
-
-
-def _used(s: Any, first: int, last: int) -> frozenset[str]:
-    """What the tokens from number `first` to `last` of a row depend on."""
-    return uses(s) if held(s, first, last) else uses(s) - {"held"}

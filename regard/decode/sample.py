@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import Cache, Paged
-from regard.decode.columns import Columns, choose, held, uses
+from regard.decode.columns import Columns, choose, used_by
 from regard.decode.draft import Draft
 from regard.decode.rows import BROKEN, Row, page_keys
 from regard.decode.settings import Event, Request
@@ -108,9 +108,8 @@ class SampleLane:
 
     def used(self, rows: list[Row]) -> frozenset[str]:
         """What the choice of these rows depends on now."""
-        used = frozenset().union(*(uses(row.request.settings) for row in rows))
-        said = (held(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
-        return used if any(said) else used - {"held"}
+        each = (used_by(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
+        return frozenset().union(*each)
 
     def pick(
         self, logits: Tensor, rows: list[Row], index: list[int], used: frozenset[str]

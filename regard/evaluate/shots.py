@@ -79,33 +79,28 @@ class Questions:
     ):
         self.asked, self.coder, self.stop = asked, coder, shots.parts[2]
         prompts = [shots.prompt(pool, i, pair) for i, pair in enumerate(asked)]
-        texts = [prompt + pair[1] + self.stop for prompt, pair in zip(prompts, asked)]
-        before = [*coder.before]
-        self.prompts = [
-            before + ids for ids in coder.encode([text.rstrip(" ") for text in prompts])
-        ]
-        self.whole = [before + ids for ids in coder.encode(texts)]
+        whole = [prompt + pair[1] + self.stop for prompt, pair in zip(prompts, asked)]
+        texts = ([text.rstrip(" ") for text in prompts], whole)
+        self.prompts, self.whole = ([[*coder.before, *x] for x in coder.encode(t)] for t in texts)
         # A token may join the prompt's end and the answer's beginning: it is a part of the answer.
-        both = zip(self.prompts, self.whole)
+        both = [*zip(self.prompts, self.whole)]
         self.given = [sum(1 for _ in takewhile(lambda x: x[0] == x[1], zip(*x))) for x in both]
-        for number, ids in enumerate(self.whole, 1):
-            if longest is not None and len(ids) > longest:
-                why = f"example {number} with {shots.named} has {len(ids):,} tokens"
-                less = "ask for fewer shots, or give shorter ones"
-                raise Fault(f"{why}, the model's context is {longest:,}; {less}", DATA)
+        self.most = max(len(ids) - n for ids, n in zip(self.whole, self.given))
+        for number, ids in enumerate(self.prompts, 1):
+            if longest is not None and len(ids) + self.most > longest:
+                why = f"example {number} with {shots.named} has {len(ids):,} tokens, and answers "
+                why += f"{self.most:,}: more than the model's context of {longest:,}"
+                raise Fault(f"{why}; ask for fewer shots, or give shorter ones", DATA)
 
     def feed(self, batching: Batching) -> TextFeed:
         """Of which the answers alone are counted."""
-        column, prompts = Column.of(self.whole), np.array(self.given, np.int64)
-        feed = TextFeed(
-            column, batching, pack="none", shift=True, prompts=prompts, pad=self.coder.pad
-        )
+        how: Any = {"prompts": np.array(self.given, np.int64), "pad": self.coder.pad}
+        feed = TextFeed(Column.of(self.whole), batching, pack="none", shift=True, **how)
         feed.held = feed
         return feed
 
     def exact(self, model: Any) -> float:
         """How many of the greedy answers are the target's text."""
-        most = max(len(w) - n for w, n in zip(self.whole, self.given))
-        results = generate(model, self.prompts, stop=self.stop, max_new_tokens=most)
+        results = generate(model, self.prompts, stop=self.stop, max_new_tokens=self.most)
         texts = [(r.text or "").strip() for r in results]
         return share(texts, [target.strip() for _, target in self.asked])

@@ -2,6 +2,8 @@
 and its tokens but for ties within that bound. Skipped without a GPU; on any machine
 tests/kernels/test_gpu_graphs.py does the same without kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,13 +11,13 @@ import regard
 from regard.decode import graphs
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner, SlotLane
-from regard.decode.settings import Request, Settings
+from regard.decode.settings import Request, Result, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
-from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
+from tests.kernels.plain import BOUND, FEW, answer, exact, largest_gap, served, ties
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: there is none here"
@@ -181,7 +183,7 @@ def test_wide_kernels_on_cuda(m: int) -> None:
     g, more = torch.rand(2048).cuda().bfloat16(), gpu_wide.parts(x, w)
     close(more.sum(0), x.float() @ w.float().T)
     close(gpu_wide.parts(x, w, split=False)[0], x.float() @ w.float().T)
-    got, want = (gpu_wide.add_norm(x, more, g, 1e-5, fast) for fast in (True, False))
+    got, want = (gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast) for fast in (True, False))
     close(got[0], want[0]), close(got[1], want[1])
     close(gpu_wide.gated(x, w, None, "silu"), gpu_wide.gated(x, w, None, "silu", fast=False))
     close(gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
@@ -197,7 +199,7 @@ def test_linear_on_cuda(m: int, k: int, n: int, gated: bool) -> None:
     x, g = torch.randn(m, k).cuda().bfloat16(), torch.rand(k).cuda().bfloat16()
     w = (torch.randn(n * (1 + gated), k) / k**0.5).cuda().bfloat16()
     act = "silu" if gated else ""
-    got = gpu_linear.fused(x, w, norm=(g, 1e-5), act=act, gated=gated)
+    got = gpu_linear.fused(x, w, norm=(g, 1e-5, 0.0), act=act, gated=gated)
     wide = (g.float(), 1e-5)
     close(got, gpu_linear.reference(x.float(), w.float(), norm=wide, act=act, gated=gated))
 
@@ -222,9 +224,74 @@ def test_latent_on_cuda(h: int) -> None:
     )
     pos = torch.tensor([1999, 777]).cuda()
     table = torch.randperm(250).view(2, 125).int().cuda()
-    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+    gpu_latent.put(entry[:, :512], latents, table, pos)
+    gpu_latent.put(entry[:, 512:], ropes, table, pos)
+    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
     cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
     close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))
+
+
+PAIRS = ("vaswani-base", "bart-base", "t5-small")
+
+
+def pair(name: str) -> regard.Model:
+    torch.manual_seed(0)
+    model = regard.build(name, layers=2, dim=128, heads=4, head_dim=32, ffn_dim=256, vocab=97)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(2).add_(torch.randn_like(p), alpha=0.1)
+    return model.cuda()
+
+
+def sources(count: int, **settings: object) -> list[Request]:
+    """Requests with the prompts of `requests` as sources."""
+    return [
+        Request([0], replace(r.settings, **settings), source=torch.tensor(r.ids))
+        for r in requests(count)
+    ]
+
+
+@torch.no_grad()
+def off_by(model: regard.Model, asked: list[Request], answers: list[Result]) -> float:
+    """How far any log probability is from the plain model's in float64, of the same text."""
+    plain, gaps = exact(model), []
+    for r, result in zip(asked, answers, strict=True):
+        ids = torch.tensor([[*r.ids, *result.ids]])
+        more = {} if r.source is None else {"source": r.source[None]}
+        logp = plain(ids, **more).log_softmax(-1)[0, len(r.ids) - 1 : -1]
+        want = logp.gather(1, ids[0, len(r.ids) :, None])[:, 0]
+        gaps.append((torch.tensor(result.logprobs) - want).abs().max().item())
+    return max(gaps)
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("name", PAIRS)
+def test_encoder_decoders_write_what_the_plain_model_writes(name: str, rows: int) -> None:
+    model, asked = pair(name), sources(12)
+    for _ in range(3):
+        # Eager, recorded, replayed.
+        answers = answer(model, asked, rows)
+        assert off_by(model, asked, answers) < BOUND
+        want = served(Engine(exact(model), rows=12), asked)
+        assert sum(a.ids != b.ids for a, b in zip(answers, want, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"groups": 2, "diversity": 0.5}, {"banned": (4,)}])
+@pytest.mark.parametrize("name", ["gqa", *PAIRS])
+def test_beams_in_a_graph_find_what_the_plain_engine_finds(name: str, settings: dict) -> None:
+    beams = {"beams": 4, "eos": (5, 7), "length_penalty": 0.7, **settings}
+    if name in PAIRS:
+        model, asked = pair(name), sources(12, **beams)
+    else:
+        model, asked = build(name), requests(12, **beams)
+    want = served(Engine(exact(model), rows=48), asked)
+    for rows in (4, 48, 48):
+        answers = answer(model, asked, rows)
+        assert off_by(model, asked, answers) < BOUND
+        for a, b in zip(answers, want, strict=True):
+            assert a.score == pytest.approx(b.score, abs=1e-4)
+        assert sum(a.ids != b.ids for a, b in zip(answers, want, strict=True)) <= 1
 
 
 def test_two_engines_of_a_model_do_not_meet() -> None:

@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.triton.linear import ACTIVATIONS, SWITCH, _activate, jit, launch, ready, triton
+from regard.kernels.triton.linear import (
+    ACTIVATIONS,
+    SWITCH,
+    Rms,
+    _activate,
+    jit,
+    launch,
+    ready,
+    rms_norm,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
@@ -36,18 +46,28 @@ def _add_norm(
     x,
     more,
     weight,
+    post,
     total,
     y,
     stride,
     eps,
+    shift,
+    post_eps,
+    post_shift,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    NORM: tl.constexpr,
+    POST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n = tl.arange(0, BLOCK)
     valid = n < N
-    g = tl.load(weight + n, mask=valid, other=0.0).to(tl.float32)
+    kind = total.dtype.element_ty
+    if NORM:
+        g = tl.load(weight + n, mask=valid, other=0.0).to(tl.float32) + shift
+    if POST:
+        p = tl.load(post + n, mask=valid, other=0.0).to(tl.float32) + post_shift
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -55,47 +75,60 @@ def _add_norm(
     a = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
     if PARTS:
         plus = tl.zeros([BLOCK], tl.float32)
-        for p in tl.static_range(PARTS):
-            plus += tl.load(more + p * stride + at, mask=valid, other=0.0).to(tl.float32)
-        rounded = (a + plus).to(total.dtype.element_ty)
+        for i in tl.static_range(PARTS):
+            plus += tl.load(more + i * stride + at, mask=valid, other=0.0).to(tl.float32)
+        if POST:
+            plus = plus.to(kind).to(tl.float32)
+            plus = plus * tl.rsqrt(tl.sum(plus * plus, 0) / N + post_eps) * p
+            plus = plus.to(kind).to(tl.float32)
+        rounded = (a + plus).to(kind)
         tl.store(total + at, rounded, mask=valid)
         a = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(a * a, 0) / N + eps)
-    tl.store(y + at, (a * scale * g).to(y.dtype.element_ty), mask=valid)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(a * a, 0) / N + eps)
+        tl.store(y + at, (a * scale * g).to(kind), mask=valid)
 
 
-def summed(x: Tensor, more: Tensor | None) -> Tensor:
-    """x (m n) + more (m n), or the sum of its parts (s m n)."""
+def summed(x: Tensor, more: Tensor | None, post: Rms | None = None) -> Tensor:
+    """x (m n) + more (m n), or the sum of its parts (s m n), normed first by `post`."""
     if more is None:
         return x
-    return x + (more.sum(0).to(x.dtype) if more.dim() == 3 else more)
+    plus = more.sum(0).to(x.dtype) if more.dim() == 3 else more
+    return x + (plus if post is None else rms_norm(plus, post))
 
 
 def add_norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, fast: bool = True
+    x: Tensor, more: Tensor | None, norm: Rms | None, post: Rms | None = None, fast: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """s = `summed(x, more)` and its RMS norm. See test_gpu_add_norm_matches_torch."""
+    """s = `summed(x, more, post)` and its RMS norm. See test_gpu_add_norm_matches_torch."""
     if not (fast and ready(x) and x.is_contiguous() and (more is None or more.is_contiguous())):
-        s = summed(x, more)
-        return s, F.rms_norm(s, weight.shape, weight, eps)
+        s = summed(x, more, post)
+        return s, s if norm is None else rms_norm(s, norm)
+    if more is None and norm is None:
+        return x, x
     m, n = x.shape
-    y = torch.empty_like(x)
     total = x if more is None else torch.empty_like(x)
+    y = total if norm is None else torch.empty_like(x)
     parts = 0 if more is None else (len(more) if more.dim() == 3 else 1)
     block = triton.next_power_of_2(n)
     warps = max(1, min(16, block // 256))
     pdl, extra = launch(x)
+    (weight, *one), (after, *two) = (each or (x, 0.0, 0.0) for each in (norm, post))
     _add_norm[(m,)](
         x,
         x if more is None else more,
         weight,
+        after,
         total,
         y,
         m * n,
-        eps,
+        *one,
+        *two,
         N=n,
         BLOCK=block,
         PARTS=parts,
+        NORM=norm is not None,
+        POST=post is not None,
         PDL=pdl,
         num_warps=warps,
         **extra,
