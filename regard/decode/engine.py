@@ -414,10 +414,10 @@ class Engine:
     def _settle(self, lane: Lane) -> list[Event]:
         """Hand out what is finished and drop its rows."""
         events: list[Event] = []
-        gone = lane.over()
+        gone, requests = lane.over(), lane.requests()
         for i in gone:
             if isinstance(lane, BEAMS):
-                events.append(Event(lane.requests()[i].number, done=lane.results(i)))
+                events.append(Event(requests[i].number, done=lane.results(i)))
                 continue
             row = lane.rows[i]
             done = self.finished.setdefault(row.request.number, {})

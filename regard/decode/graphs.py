@@ -57,12 +57,22 @@ class Runner:
     ):
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
-        self.graph = weight.is_cuda
+        self.graph, self.vocab = weight.is_cuda, len(weight)
         self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
         self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
         places = -(-length // pool.page)
         table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
-        self.pages = Pages(pool.stores, table, length)
+        # In float32 at least, as the mechanisms have them.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        states = [
+            {
+                name: torch.zeros(rows, *size, dtype=wide, device=self.device)
+                for name, size in spec.state.items()
+            }
+            for spec in model.cache_specs()
+        ]
+        self.pages = Pages(pool.stores, table, length, states=states)
+        self.stateful = any(states)
         self.length = length
         # What cross-attention reads, named by a table of its own: `pos` is the last token of each row's source.
         self.memory: Pages | None = None
@@ -110,8 +120,10 @@ class Runner:
         """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`, no source
         than `far`."""
         s, rows = self.state, slice(0, width)
-        pages = replace(self.pages, table=self.pages.table[rows], pos=s.pos[rows], bound=bound)
-        ids, pos = s.ids[rows].clamp(min=0)[:, None], s.pos[rows, None]
+        mine: Any = {"table": self.pages.table[rows], "pos": s.pos[rows], "live": s.live[rows]}
+        pages = replace(self.pages, bound=bound, **mine)
+        # A beam that nothing is left for may have a token that the vocabulary does not.
+        ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
         wide, memory = self.kernels and width > MOST, self.sources(rows, far)
         return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
 
@@ -147,6 +159,7 @@ class Runner:
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
         if not pack.sizes.ends:
             return
+        pages.part()
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
         tokens, greatest, norm = self.choose(logits, at, pack.said, used)
         self.columns.said(at, tokens)
@@ -234,7 +247,11 @@ class Runner:
                 *s.tensors(),
                 *([said] if (said := self.columns.values.get("said")) is not None else []),
             ]
+            live = s.live.clone()
+            # A try must not move a state on.
+            s.live.zero_()
             self.recorder.try_and_record(key, lambda: self.step(*key), changed)
+            s.live.copy_(live)
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
         s.tick.fill_(1)
@@ -349,7 +366,8 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     weight = next(model.parameters())
     pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
     slots = 1 << (rows - 1).bit_length()
-    new = Runner(model, pool, max(slots, SLOTS) if weight.is_cuda else slots, length)
+    free = weight.is_cuda and not any(spec.state for spec in model.cache_specs())
+    new = Runner(model, pool, max(slots, SLOTS) if free else slots, length)
     if new.graph:
         # Joining has moved weights.
         new.marks, _kept[model] = marks(), new
@@ -412,18 +430,22 @@ class SlotLane:
     """Rows of any sampling settings in the slots of a runner: what the engine calls a lane."""
 
     def __init__(self, runner: Runner, prefix: bool, chunk: int):
-        self.runner, self.pool, self.prefix, self.chunk = runner, runner.pool, prefix, chunk
+        self.runner, self.pool, self.chunk = runner, runner.pool, chunk
+        # Pages alone do not bring back a state.
+        self.prefix = prefix and not runner.stateful
         self.free = list(range(runner.places))  # the lowest first
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
         self.idle: list[int] = []
+        self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
         self.waiting = False  # whether others wait for a slot
         runner.lane = weakref.ref(self)
 
     def takes(self, request: Request) -> bool:
         s = request.settings
-        plain = not (s.lookup or s.draft)
+        # A state is not taken over by another beam.
+        plain = not (s.lookup or s.draft or (s.beams > 1 and self.runner.stateful))
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
         return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
 
@@ -456,7 +478,7 @@ class SlotLane:
                 salt = row.request.salt
                 slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
                 self._adopt(slot, len(slot.text) - 1)
-        self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
+        self.new |= {slot.index: slot.row for slot in self.slots[-len(rows) :]}
 
     def _memory(self, request: Request, homes: list[int]) -> Memory | None:
         size = source_size(self.runner.fast, request)
@@ -499,7 +521,7 @@ class SlotLane:
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
         self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
-        self.flying = None
+        self.flying, self.new = None, {}
         self.runner.reset()
 
     def over(self) -> list[int]:
@@ -509,6 +531,9 @@ class SlotLane:
 
     def step(self, model: Any, backend: str) -> list[Event]:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
+        if self.new:
+            self.runner.columns.put(list(self.new), list(self.new.values()))
+            self.new = {}
         self._encode()
         self._feed()
         launched = self._launch()
