@@ -642,7 +642,7 @@ class LabelFeed(Base):
         b = self.batching
         self.before, self.after = ends_of(self.around, b, "a labelled text")
         columns = {"texts": self.texts, "labels": self.labels}
-        if self.divider not in self.texts.values[: self.texts.lengths[0]]:
+        if self.divider not in self.texts[0]:
             self.divider = None
         types = {} if self.divider is None else {"divider": self.divider}
         self.sign(columns, pad=self.pad, around=[self.before, self.after], **types)
