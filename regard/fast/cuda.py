@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.attention.sparse import SparseAttention, to_fp8
+from regard.attention.sparse import SparseAttention
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
@@ -819,7 +819,7 @@ class SlotSparse(SparseAttention):
         x = x.tensor() if isinstance(x, Normed) else x.whole()
         token = x.view(*ctx.pos.index.shape, -1)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
-        index.store(self.indexer.keys(token, ctx).flatten(0, 1))
+        self.put(self.indexer.keys(token, ctx).flatten(0, 1), index)
         within = replace(ctx, store=own)
         if self.dense(slots.longest):
             return attention.look(x, within)
@@ -833,17 +833,25 @@ class SlotSparse(SparseAttention):
             out.append(attention.over(q[rows], step.only(own.entries), within, spots))
         return joined_rows(out)
 
+    def fast(self, keys: Tensor) -> bool:
+        i, attention, fp8 = self.indexer, cast(Any, self.attention), self.config.precision == "fp8"
+        return attention.first.fast and gpu_sparse.suits(i.d, i.h, keys, fp8)
+
+    def put(self, k: Tensor, index: Pages) -> None:
+        """Index keys (n D) into their pages."""
+        fp8, step = self.config.precision == "fp8", index.pack is None
+        if fp8 and step and index.pos is not None and self.fast(index.mine[0]):
+            gpu_sparse.put_fp8(k, index.mine[0], index.table, index.pos)
+        else:
+            index.store(self.indexer.kept(k))
+
     def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
         """Where the best k tokens of each row lie in the pool (b k): index queries (b H D) and weights (b H)."""
         (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
         assert pos is not None
         page, fp8 = keys.shape[1], self.config.precision == "fp8"
-        attention: Any = self.attention
-        if attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
-            if fp8:
-                q8, size = to_fp8(q)
-                q, weights = q8.to(q.dtype), weights * size[..., 0]
-            scores = gpu_sparse.index(q, keys, weights, table, pos, step.bound, fp8)
+        if self.fast(keys):
+            scores = gpu_sparse.index(q.contiguous(), keys, weights, table, pos, step.bound, fp8)
             return gpu_sparse.topk(scores, pos, k, table, page)
         dots = self.indexer.dots(q[:, None], *step.kept())
         scores = self.indexer.join(dots, weights[:, None].to(dots.dtype))[:, 0]
