@@ -219,7 +219,7 @@ def paged_latents(b: int, h: int, s: int, page: int) -> tuple[torch.Tensor, ...]
 
 
 def part_d(args: argparse.Namespace) -> None:
-    """A step at 131,072 tokens, batch 16, through regard.Engine: DeepSeek-V3.2's attention in layers 2,048 wide."""
+    """A step at 131,072 tokens, batch 16, through regard.Engine: DeepSeek-V3.2's attention in 8 layers 1,024 wide."""
     took = {}
     for name in ("mla", "exact", "fp8"):
         engine, texts = long_texts(name)
@@ -248,8 +248,8 @@ def long_texts(name: str, rows: int = 16, length: int = 131072) -> tuple[Engine,
     mla = regard.MLA(128, 512, 128, 64, 128, 1536, rope=regard.Rope())
     sparse = {"rope_dim": 64, "precision": name}
     attention = mla if name == "mla" else regard.DSA(mla, 64, 128, 2048, **sparse)
-    ffn, norm = regard.MLP(4096, "silu", gated=True, bias=False), regard.Norm(1e-6, rms=True)
-    tower = regard.Tower(2048, 8, attention, ffn, norm=norm)
+    ffn, norm = regard.MLP(2048, "silu", gated=True, bias=False), regard.Norm(1e-6, rms=True)
+    tower = regard.Tower(1024, 8, attention, ffn, norm=norm)
     config = TransformerConfig(Tokens(1024), tower, regard.LM(), max_len=length)
     engine = Engine(
         regard.build(config, device="cuda", dtype=BF16), rows=rows, pages=rows * length // 16

@@ -102,11 +102,13 @@ class Indexer(nn.Module):
         return self._place(self.k_norm(self.wk(x))[:, :, None], ctx)[:, :, 0]  # b t D
 
     def _place(self, x: Tensor, ctx: Context) -> Tensor:
-        r = self.config.rope_dim
-        if r:
-            turned = ctx.turn(x[..., :r], self.config.attention.rope, "half")
-            x = torch.cat([turned, x[..., r:]], -1)
+        x = self.turned(x, ctx) if self.config.rope_dim else x
         return hadamard(x) if self.config.hadamard else x
+
+    def turned(self, x: Tensor, ctx: Context) -> Tensor:
+        r = self.config.rope_dim
+        turned = ctx.turn(x[..., :r], self.config.attention.rope, "half")
+        return torch.cat([turned, x[..., r:]], -1)
 
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
         """I (b t s) of queries (b t H D) against every key that was kept; x gives the head weights."""

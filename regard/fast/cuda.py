@@ -21,7 +21,7 @@ from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.attention.sparse import SparseAttention
+from regard.attention.sparse import Indexer, SparseAttention
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
@@ -510,6 +510,7 @@ class Cuda(Specialise):
         LatentAttention: lambda maker, m: maker.latent(m),
         GatedDeltaRule: lambda maker, m: maker.delta(m),
         SparseAttention: lambda maker, m: maker.copy(m, SlotSparse),
+        Indexer: lambda maker, m: maker.copy(m, SlotIndexer),
         FeedForward: lambda maker, m: maker.feed_forward(m),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
@@ -665,10 +666,12 @@ class SlotAttention(GroupedQueryAttention):
         o = self.mix(laid[0], kept, seen, ctx, spread(bias, gap)).flatten(2).flatten(0, 1)
         return o if pack is None else o[pack.back]
 
-    def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Queries (n h d), and what each token leaves behind."""
+    def asked(
+        self, x: Any, ctx: Context, read: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """Queries (n h d), what each token leaves behind, and what queries are made of."""
         q, *new = self.turned(self.first(x), ctx)
-        return q, tuple(new)
+        return q, tuple(new), x
 
     def over(self, q: Tensor, slots: Pages, ctx: Context, spots: Tensor) -> Tensor:
         """Queries (n h d) over tokens of the pool (n k), as far as there are any: (n, h e)."""
@@ -726,7 +729,7 @@ class SlotLatent(LatentAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        q, new = self.asked(x, ctx)
+        q, new, _ = self.asked(x, ctx)
         slots.store(*new)
         sizes = None if slots.pack is None else slots.pack.sizes
         # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
@@ -766,22 +769,27 @@ class SlotLatent(LatentAttention):
             k = torch.cat([k, turned.expand(*k.shape[:-1], -1)], -1)
         return k, torch.einsum("...c,hec->...he", kept[0], w_uv)
 
-    def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Queries (n h d+r), and what each token leaves behind: its latent (n c) and its rotary key (n r)."""
-        both = self.first(x)
+    def asked(
+        self, x: Any, ctx: Context, read: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """Queries (n h d+r), what each token leaves behind, its latent (n c) and its rotary key (n r), and what queries
+        are made of: made itself if others `read` it."""
+        both, c_q = self.first(x), x
         q, latent, key = both.split([both.shape[-1] - self.c - self.r, self.c, self.r], -1)
         if self.second is not None:
-            q = self.second(Normed(Stream(q.contiguous(), False), self.q_norm))
+            c_q = Normed(Stream(q.contiguous(), False), self.q_norm)
+            c_q = c_q.tensor() if read else c_q
+            q = self.second(c_q)
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         q = q.unflatten(-1, (self.h, -1))
         if not self.r:
-            return q, (latent,)
+            return q, (latent,), c_q
         # Where they lie: nobody else reads them.
         here: Any = ctx
         for y in (q[..., self.d :], key.unsqueeze(-2)):
             y = y.unflatten(0, ctx.pos.index.shape)
             here.turn(y, self.config.rope, out=y)
-        return q, (latent, key)
+        return q, (latent, key), c_q
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
@@ -809,6 +817,15 @@ class SlotDelta(GatedDeltaRule):
         return residual.add(self.out, o.flatten(1), self.add.norm)
 
 
+class SlotIndexer(Indexer):
+    def turned(self, x: Tensor, ctx: Context) -> Tensor:
+        """Where they lie: nobody else reads them."""
+        here: Any = ctx
+        some = x[..., : self.config.rope_dim]
+        here.turn(some, self.config.attention.rope, "half", out=some)
+        return x
+
+
 class SlotSparse(SparseAttention):
     """DSA: every token's index key is scored, and the attention in it looks at the best; its pages hold what that one's
     do, and index keys."""
@@ -823,9 +840,9 @@ class SlotSparse(SparseAttention):
         within = replace(ctx, store=own)
         if self.dense(slots.longest):
             return attention.look(x, within)
-        q, new = attention.asked(x, within)
+        q, new, c_q = attention.asked(x, within, read=True)
         own.store(*new)
-        index_q = self.indexer.queries(attention.query_input(token), ctx).flatten(0, 1)
+        index_q = self.indexer.queries(c_q.view(*token.shape[:2], -1), ctx).flatten(0, 1)
         weights = self.indexer.weights(token).flatten(0, 1)
         out = []
         for rows, step in index.each(max(1, SCORES // slots.longest)):

@@ -102,7 +102,7 @@ def _index(
     h, d, k = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, BLOCK_S)
     real = h < H
     asked = tl.load(q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None])
-    w = tl.load(weights + b * H + h, mask=real, other=0.0)
+    w = tl.load(weights + b * H + h, mask=real, other=0.0).to(tl.float32)
     if FP8:
         asked, size = _rounded(asked.to(tl.float32), 0)
         w *= size
@@ -265,8 +265,8 @@ def put_fp8(x: Tensor, keys: Tensor, table: Tensor, pos: Tensor) -> None:
 def index(
     q: Tensor, keys: Tensor, weights: Tensor, table: Tensor, pos: Tensor, bound: int, fp8: bool
 ) -> Tensor:
-    """Scores (b bound) of the keys up to `pos` (b), what is behind unwritten: q (b H D), weights (b H) float32, keys
-    (pages page D) by a block table (b places). `fp8`: keys are those of `packed_fp8`, and q is rounded too."""
+    """Scores (b bound) of the keys up to `pos` (b), what is behind unwritten: q (b H D), weights (b H), keys (pages
+    page D) by a block table (b places). `fp8`: keys are those of `packed_fp8`, and q is rounded too."""
     (b, h, d), (tile, warps, stages) = q.shape, TILE
     out = torch.empty(b, bound, dtype=torch.float32, device=q.device)
     pdl, extra = launch(q)
@@ -317,5 +317,6 @@ def topk(scores: Tensor, pos: Tensor, k: int, table: Tensor | None = None, page:
         last = bits
     table = out if table is None else table
     place = (table, out, table.shape[1], bound)
+    sizes["num_warps"] = 2 * WARPS
     _pick[(n, b)](*same, *place, PAGE=page, PASSES=passes, BITS=last, **sizes)
     return out
