@@ -257,8 +257,9 @@ def long_texts(name: str, rows: int = 16, length: int = 131072) -> tuple[Engine,
     pool, g = engine.pool, random.Random(0)
     assert pool is not None and not engine.plain, engine.plain
     for store in pool.stores:
-        for x in store.values():
-            x.normal_()
+        for key, x in store.items():
+            float8 = key == "index_k" and name == "fp8"
+            x.copy_(packed_fp8(randn(*x.shape[:2], 128))) if float8 else x.normal_()
     texts = [[g.randrange(1024) for _ in range(length - 300)] for _ in range(rows)]
     for text in texts:
         for key in page_keys(text, pool.page)[:-1]:
