@@ -692,9 +692,12 @@ class SlotLane:
         row, page = slot.row, self.pool.page
         full = (row.size - 1) // page
         if full > len(row.keys):
-            text = (row.request.ids + row.ids)[: full * page]
-            row.keys = page_keys(text, page, row.request.salt, row.keys)
-            for number, key in zip(slot.pages, row.keys, strict=False):
+            # From the last page that is known on: a text may be long.
+            known, ids = max(0, len(row.keys) - 1), row.request.ids
+            text = ids[known * page :] + row.ids[max(0, known * page - len(ids)) :]
+            text = text[: (full - known) * page]
+            row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
+            for number, key in zip(slot.pages[known:], row.keys[known:], strict=False):
                 self.pool.publish(number, key)
 
     def coming(self) -> Iterable[bytes]:
