@@ -368,7 +368,7 @@ def attention_tiles() -> None:
 
 
 def part_e(args: argparse.Namespace) -> None:
-    """The chosen experts, both products and the order in which they are taken; the rate is that of weights read once."""
+    """The chosen experts, both products and their order; the rate is that of weights that are read once."""
     for name, m, f, count, a in (("Mixtral", 4096, 14336, 8, 2), ("Qwen3-MoE", 2048, 768, 128, 8)):
         shapes = ((count, f, m), (count, f, m), (count, m, f))
         weights = (torch.empty(s, dtype=BF16, device="cuda").normal_(0, 0.02) for s in shapes)
