@@ -536,6 +536,9 @@ def pages_in(
     share = 0.9 if memory is None else memory
     if share <= 1:
         share *= free_memory(device)
+    # States lie beside the pages, one for each row, in float32 at least.
+    states = sum(torch.Size(size).numel() for spec in specs for size in spec.state.values())
+    share = max(0.0, share - states * max(4, dtype.itemsize) * (1 << (rows - 1).bit_length()))
     have = int(share) // (page * dtype.itemsize * max(1, sum(spec.numbers() for spec in specs)))
     if have < 1:
         raise UsageError(f"{int(share):,} bytes hold no page of {page} tokens; give more memory")

@@ -3,6 +3,7 @@ and its tokens but for ties within that bound. Skipped without a GPU; on any mac
 tests/kernels/test_gpu_graphs.py does the same without kernels."""
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -114,8 +115,7 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
         assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
 
 
-@pytest.mark.parametrize("rows", [3, 16])
-@pytest.mark.parametrize("name", small.FORMS)
+@pytest.mark.parametrize("name, rows", zip(small.FORMS, itertools.cycle((3, 16))))
 def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
     model, asked = small.build(name).cuda(), small.requests(rows)
     assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
