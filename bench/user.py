@@ -12,7 +12,7 @@ c  512 requests that arrive by and by (Poisson), prompts of 16 to 2,048 tokens, 
 d  the first token: a process of its own from `regard.load` on, with kernels compiled anew and from their cache
 e  chats: 64 of 8 turns with one system prompt, by regard.Engine: how many tokens of the prompts are not read again
 f  a Mixtral shape (8 experts, 2 chosen; 4 layers of it) and a Qwen3-4B shape (norms on queries and keys), random
-   weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of the experts only those that were chosen
+   weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of experts those that were chosen
 g  Marian-base and T5-small, random weights in bf16, 64 sources of 16 to 48 tokens, 64 new each: beams of 4 and greedy,
    against transformers on the same weights
 
@@ -417,5 +417,13 @@ def part_g(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs at all")
-    parts = {"a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e, "f": part_f, "g": part_g}
+    parts = {
+        "a": part_a,
+        "b": part_b,
+        "c": part_c,
+        "d": part_d,
+        "e": part_e,
+        "f": part_f,
+        "g": part_g,
+    }
     run_parts(parser, parts, "a,b,c,d,e,f,g")

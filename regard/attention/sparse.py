@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention.core import Terms, softmax
+from regard.attention.core import Terms
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.protocol import Context, Entries, Mechanism, Seen
@@ -141,7 +141,7 @@ def fp8_dots(q: Tensor, k: Tensor, dots: Callable[[Tensor, Tensor], Tensor] = do
     q8, q_scale = to_fp8(q)
     k8, k_scale = to_fp8(k)
     modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
-    if dots is dots_exact and modern and q.shape[-1] % 16 == 0:
+    if dots is dots_exact and modern and q.shape[-1] % 16 == k.shape[1] % 16 == 0:
         one, pairs = torch.ones((), device=q.device), zip(q8.flatten(1, 2), k8.mT, strict=True)
         rows = [torch._scaled_mm(a, b, one, one, out_dtype=torch.float32) for a, b in pairs]
         raw = torch.stack(rows).unflatten(1, q.shape[1:3])
@@ -179,17 +179,6 @@ def choose(scores: Tensor, k: int) -> Tensor:
     room = k - above.sum(-1, keepdim=True)
     chosen = above | (tied & (tied.cumsum(-1) <= room))
     return chosen.nonzero()[:, -1].view(*scores.shape[:-1], k)
-
-
-def index_loss(scores: Tensor, dense: Tensor, visible: Tensor) -> Tensor:
-    """How the indexer is trained: KL(p || softmax(I)), p the dense weights (b h t s) summed over heads and
-    normalised; a mean over rows that see something. First on all visible keys, then on the chosen ones."""
-    p = dense.detach().sum(1)
-    p = p / p.sum(-1, keepdim=True).clamp(min=1e-12)
-    log_q = softmax(scores, visible).clamp(min=1e-12).log()
-    rows = visible.any(-1)
-    kl = (p * (p.clamp(min=1e-12).log() - log_q)).sum(-1)
-    return (kl * rows).sum() / rows.sum().clamp(min=1)
 
 
 # --- attention over the choice ------------------------------------------------------------------------------------

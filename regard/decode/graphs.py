@@ -62,7 +62,17 @@ class Runner:
         self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
         places = -(-length // pool.page)
         table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
-        self.pages = Pages(pool.stores, table, length)
+        # In float32 at least, as the mechanisms have them.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        states = [
+            {
+                name: torch.zeros(rows, *size, dtype=wide, device=self.device)
+                for name, size in spec.state.items()
+            }
+            for spec in model.cache_specs()
+        ]
+        self.pages = Pages(pool.stores, table, length, states=states)
+        self.stateful = any(states)
         self.length = length
         # What cross-attention reads, named by a table of its own: `pos` is the last token of each row's source.
         self.memory: Pages | None = None
@@ -110,7 +120,8 @@ class Runner:
         """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`, no source
         than `far`."""
         s, rows = self.state, slice(0, width)
-        pages = replace(self.pages, table=self.pages.table[rows], pos=s.pos[rows], bound=bound)
+        mine: Any = {"table": self.pages.table[rows], "pos": s.pos[rows], "live": s.live[rows]}
+        pages = replace(self.pages, bound=bound, **mine)
         # A beam that nothing is left for may have a token that the vocabulary does not.
         ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
         wide, memory = self.kernels and width > MOST, self.sources(rows, far)
@@ -148,6 +159,7 @@ class Runner:
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
         if not pack.sizes.ends:
             return
+        pages.part()
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
         tokens, greatest, norm = self.choose(logits, at, pack.said, used)
         self.columns.said(at, tokens)
@@ -235,7 +247,11 @@ class Runner:
                 *s.tensors(),
                 *([said] if (said := self.columns.values.get("said")) is not None else []),
             ]
+            live = s.live.clone()
+            # A try must not move a state on.
+            s.live.zero_()
             self.recorder.try_and_record(key, lambda: self.step(*key), changed)
+            s.live.copy_(live)
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
         s.tick.fill_(1)
@@ -350,7 +366,8 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     weight = next(model.parameters())
     pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
     slots = 1 << (rows - 1).bit_length()
-    new = Runner(model, pool, max(slots, SLOTS) if weight.is_cuda else slots, length)
+    free = weight.is_cuda and not any(spec.state for spec in model.cache_specs())
+    new = Runner(model, pool, max(slots, SLOTS) if free else slots, length)
     if new.graph:
         # Joining has moved weights.
         new.marks, _kept[model] = marks(), new
@@ -413,7 +430,9 @@ class SlotLane:
     """Rows of any sampling settings in the slots of a runner: what the engine calls a lane."""
 
     def __init__(self, runner: Runner, prefix: bool, chunk: int):
-        self.runner, self.pool, self.prefix, self.chunk = runner, runner.pool, prefix, chunk
+        self.runner, self.pool, self.chunk = runner, runner.pool, chunk
+        # Pages alone do not bring back a state.
+        self.prefix = prefix and not runner.stateful
         self.free = list(range(runner.places))  # the lowest first
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
@@ -425,7 +444,8 @@ class SlotLane:
 
     def takes(self, request: Request) -> bool:
         s = request.settings
-        plain = not (s.lookup or s.draft)
+        # A state is not taken over by another beam.
+        plain = not (s.lookup or s.draft or (s.beams > 1 and self.runner.stateful))
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
         return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
 

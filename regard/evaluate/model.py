@@ -98,6 +98,8 @@ class Opened:
         self.model: Any = (
             prepare(model, self.precision, consume=ours and alone) if packed else model
         )
+        if packed:
+            self.precision = self.model.precision
         if alone:
             self.plain = self.model
         self.about = f"{place} ({why}), {self.precision}"

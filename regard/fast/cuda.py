@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
@@ -27,12 +28,13 @@ from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sparse as gpu_sparse
-from regard.kernels.triton.experts import FEW, Experts, choose, experts, scores, suits
+from regard.kernels.triton.experts import Experts, choose, experts, scores, suits
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, reference
 from regard.kernels.triton.prompt import Pack
-from regard.kernels.triton.wide import add_norm, gated, product, summed
+from regard.kernels.triton.wide import HIGHEST, add_norm, gated, product, summed
 from regard.layers import FeedForward, LMHead, RMSNorm
+from regard.mask import Span
 from regard.models import Model
 from regard.moe import MixtureOfExperts
 from regard.position import LongRope, Rope
@@ -59,11 +61,11 @@ def why_not(model: Any) -> str:
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
         return "its positions skip tokens"
-    for a in tower.each("attention"):
-        if inner(a).kind not in ("gqa", "mla"):
-            return "its attention keeps a state"
-        if a.kind == "dsa" and (a.window or getattr(inner(a), "gated", False)):
-            return "its sparse attention has a window or a gate"
+    if any(
+        a.kind == "dsa" and (a.window or getattr(inner(a), "gated", False))
+        for a in tower.each("attention")
+    ):
+        return "its sparse attention has a window or a gate"
     if any(type(m) is not nn.Linear for m in _products(getattr(model, model.writer))):
         return "its linear layers are packed, or have adapters: merge them first"
     if any(type(p.data) is not Tensor for p in model.parameters()):
@@ -86,23 +88,9 @@ def longest(model: Any) -> int | None:
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
-    names = (
-        "wq",
-        "wk",
-        "wv",
-        "wg",
-        "wo",
-        "router",
-        "w_dq",
-        "w_uq",
-        "w_dkv",
-        "w_ukv",
-        "gate",
-        "up",
-        "down",
-    )
-    each = tower.named_modules()
-    return [m for name, m in each if name.rpartition(".")[2] in names]
+    names = {f"w{x}" for x in ("q", "k", "v", "g", "z", "o", "_dq", "_uq", "_dkv", "_ukv")}
+    names |= {"router", "gate", "up", "down"}
+    return [m for name, m in tower.named_modules() if name.rpartition(".")[2] in names]
 
 
 # --- what flows through the blocks --------------------------------------------------------------------------------
@@ -138,7 +126,7 @@ class Stream:
 
     def whole(self) -> Tensor:
         """All of it added up."""
-        return Normed(self, None).tensor()
+        return tensor(self)
 
 
 @dataclass
@@ -147,6 +135,7 @@ class Normed:
 
     stream: Stream
     norm: Any
+    made: Tensor | None = None
 
     def take(self, rows: Tensor) -> Normed:
         s = self.stream
@@ -155,13 +144,20 @@ class Normed:
 
     def tensor(self) -> Tensor:
         """The sum made, in the stream too, and normed."""
+        if self.made is not None:
+            return self.made
         s, norm = self.stream, self.norm
         if s.more is not None and s.norm is not None and rms(s.norm) is None:
             plus = s.more.sum(0).to(s.value.dtype) if s.more.dim() == 3 else s.more
             s.more, s.norm = s.norm(plus), None
         s.value, y = add_norm(s.value, s.more, rms(norm), rms(s.norm), s.fast)
         s.more = s.norm = None
-        return y if norm is None or rms(norm) is not None else norm(y)
+        self.made = y if norm is None or rms(norm) is not None else norm(y)
+        return self.made
+
+
+def tensor(x: Stream | Normed) -> Tensor:
+    return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
 
 
 class LeftNorm(nn.Module):
@@ -252,16 +248,19 @@ def joined(parts: Sequence[Tensor], owners: Sequence[Tensor | None]) -> Tensor:
 @dataclass
 class Pages:
     """The caches of all layers, pages that are named by a block table (b places), and what is asked now: a step at
-    positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`."""
+    positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`. States of fixed size have a
+    place for every row; those of rows that are not `live` stay as they are."""
 
     stores: list[dict[str, Tensor]]  # of each layer: (pages page ...)
     table: Tensor
     length: int
     pos: Tensor | None = None
+    live: Tensor | None = None
     bound: int = 0
     pack: Pack | None = None
     index: int = 0
     entries: slice = field(default_factory=lambda: slice(None))
+    states: list[dict[str, Tensor]] = field(default_factory=list)  # of each layer: (rows ...)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def layer(self, index: int) -> Pages:
@@ -288,8 +287,10 @@ class Pages:
         for i in range(0, len(pack.pos), most):
             rows = slice(i, i + most)
             table = pack.table[pack.row[rows]].int()
-            new = {"pack": None, "table": table, "pos": pack.pos[rows], "bound": self.longest}
-            yield rows, replace(self, **new)
+            yield (
+                rows,
+                replace(self, pack=None, table=table, pos=pack.pos[rows], bound=self.longest),
+            )
 
     def at(self, spots: Tensor, real: Tensor) -> tuple[Tensor, ...]:
         """What tokens of the pool (n k) left behind, (n k ...); zero where one is not `real`."""
@@ -299,7 +300,7 @@ class Pages:
 
     def store(self, *new: Tensor) -> None:
         """What each token (n ...) leaves behind, in its page."""
-        if self.pack is None and ready(self.mine[0]):
+        if self.pos is not None and self.pack is None and ready(self.mine[0]):
             for memory, x in zip(self.mine, new, strict=True):
                 gpu_latent.put(x.flatten(1), memory.flatten(2), self.table, self.pos)
             return
@@ -327,6 +328,37 @@ class Pages:
         real = torch.arange(s, device=lengths.device) < lengths[:, None]
         each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
         return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
+
+    # As a cache has it: nothing is forgotten.
+    window: ClassVar[None] = None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Of every row of the step, or of every prompt: nothing where a text begins."""
+        mine, pack = self.states[self.index], self.pack
+        if pack is None:
+            assert self.pos is not None
+            return {name: x[: len(self.pos)] for name, x in mine.items()}
+        new = pack.starts == 0
+        return {name: x[pack.homes].masked_fill(_as(new, x), 0) for name, x in mine.items()}
+
+    def put(self, state: dict[str, Tensor], past: Any) -> None:
+        """`past`, what takes tokens back, is not asked for here."""
+        for name, x in self.states[self.index].items():
+            if self.pack is not None:
+                x[self.pack.homes] = state[name].to(x.dtype)
+            else:
+                assert self.live is not None
+                old = x[: len(self.live)]
+                old.copy_(torch.where(_as(self.live > 0, x), state[name].to(x.dtype), old))
+
+    def part(self) -> None:
+        """The prompts' last states, to every row that goes on from them."""
+        assert self.pack is not None
+        source = self.pack.homes[self.pack.row[self.pack.last]]
+        for states in self.states:
+            for x in states.values():
+                x[self.pack.rows] = x[source]
 
     def chosen(self, k: int) -> Tensor:
         """Which of k chosen tokens there are: (b k)."""
@@ -364,6 +396,11 @@ class Pages:
         return self.memo[rope, dim]
 
 
+def _as(rows: Tensor, x: Tensor) -> Tensor:
+    """(b) as (b 1 ...), as many axes as x has."""
+    return rows.view(-1, *[1] * (x.dim() - 1))
+
+
 @dataclass
 class SlotContext(Context):
     """Angles come from a table: a graph may not wait for numbers that the host makes."""
@@ -372,6 +409,19 @@ class SlotContext(Context):
         slots: Any = self.store
         cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
         return cos, sin
+
+    def turn(
+        self, x: Tensor, rope: Rope | None, layout: str | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """By one kernel in a step, where there is one; into `out`, which may be x."""
+        slots: Any = self.store
+        if rope is None or slots.pack is not None or not ready(x) or x.stride(-1) != 1:
+            y = super().turn(x, rope, layout)
+            return y if out is None else out.copy_(y)
+        paired, at = (layout or rope.layout) != "half", self.pos.index.flatten()
+        to = None if out is None else out.flatten(0, 1)
+        y = gpu_latent.turn(x.flatten(0, 1), slots.angles(rope, x.shape[-1]), at, paired, to)
+        return y.view(x.shape) if out is None else out
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -387,6 +437,10 @@ class Cuda(Specialise):
 
     def product(self, *modules: Any, **more: Any) -> Product:
         return Product.of(list(modules), fast=self.kernels, **more)
+
+    def note(self, weight: Tensor, why: str) -> str:
+        """What `explain` adds where a part has no kernel."""
+        return f", by torch's operations: {why}" if why and self.kernels and ready(weight) else ""
 
     def block(self, m: Block) -> nn.Module:
         names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
@@ -406,6 +460,8 @@ class Cuda(Specialise):
         new, c = self.copy(m, SlotAttention), m.config
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
+        why = "" if new.fast(m.wk.weight) else f"heads of {m.d} and {m.e} features"
+        new.note = self.note(m.wk.weight, why)
         norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
         new.heads = {
             "norms": norms if m.q_norm else None,
@@ -420,6 +476,8 @@ class Cuda(Specialise):
         act, limit = m.config.activation, m.config.limit
         new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
         new.fast = self.kernels
+        why = "" if m.config.groups == 1 else "its router, as it chooses among groups"
+        new.note = self.note(m.gate, why if suits(m.gate[0], new.all) else "experts of this size")
         return new
 
     def latent(self, m: Any) -> nn.Module:
@@ -430,6 +488,11 @@ class Cuda(Specialise):
         new.up = tuple(
             w.contiguous() for w in m.w_ukv.weight.view(m.h, -1, m.c).split([m.d, m.e], 1)
         )
+        return new
+
+    def delta(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotDelta)
+        new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
         return new
 
     def feed_forward(self, m: Any) -> nn.Module:
@@ -445,6 +508,7 @@ class Cuda(Specialise):
         Stack: lambda maker, m: maker.copy(m, norm=LeftNorm(m.norm)),
         GroupedQueryAttention: lambda maker, m: maker.attention(m),
         LatentAttention: lambda maker, m: maker.latent(m),
+        GatedDeltaRule: lambda maker, m: maker.delta(m),
         SparseAttention: lambda maker, m: maker.copy(m, SlotSparse),
         FeedForward: lambda maker, m: maker.feed_forward(m),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
@@ -515,10 +579,10 @@ class SlotExperts(MixtureOfExperts):
     fast: bool
 
     def enter(self, x: Any) -> Tensor:
-        return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
+        return tensor(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        few = self.fast and ready(x) and len(x) <= FEW and x.dtype == self.router.weight.dtype
+        few = self.fast and ready(x) and len(x) <= HIGHEST and x.dtype == self.router.weight.dtype
         return scores(x, self.router.weight, self.router.bias) if few else super().logits(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -526,8 +590,8 @@ class SlotExperts(MixtureOfExperts):
         if c.groups > 1 or not (self.fast and ready(x)):
             return super().route(x)
         sigmoid = c.score == "sigmoid"
-        more = {"normalized": c.normalized, "gain": c.gain, "correction": self.correction}
-        return choose(self.logits(x), c.active, sigmoid=sigmoid, **more)
+        more: dict[str, Any] = {"normalized": c.normalized, "correction": self.correction}
+        return choose(self.logits(x), c.active, sigmoid=sigmoid, gain=c.gain, **more)
 
     def mix(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         form = experts if self.fast and suits(x, self.all) else expert_reference
@@ -554,47 +618,52 @@ class SlotAttention(GroupedQueryAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        k, v = slots.mine
-        fast, c = self.fast(k), self.config
-        qkv, gate = self.first(x, split=fast and slots.pack is None and self.wg is None), None
+        fast, gate, wide = self.fast(slots.mine[0]), None, self.h * self.e
+        qkv = self.first(x, split=fast and slots.pack is None and self.wg is None)
         if self.wg is not None:
-            gate = qkv[:, -self.h * self.e :]
-            qkv = qkv[:, : -self.h * self.e].contiguous()
-        form: dict[str, Any] = {"scale": self.scale, "window": c.window}
-        form |= {"softcap": c.softcap, "sinks": self.sinks}
-        angles = slots.angles(c.rope, self.d) if fast and c.rope is not None else None
-        pack, bias = slots.pack, slots.bias(ctx.relative)
-        if pack is not None and fast and bias is None:
-            laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
-            near = c.window is not None and c.window < pack.sizes.longest
-            if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
-                o = gpu_prompt.over_pages(laid[0], k, v, pack, **form)
-            else:
-                o = gpu_prompt.attend(laid, pack, self.scale, None)
-        elif pack is not None:
-            q, *new = self.turned(qkv, ctx)
-            slots.store(*new)
-            laid = gpu_prompt.lay(pack, q, *new)
-            if pack.sizes.whole:
-                laid = laid[0], *slots.kept()
-            seen, more = gpu_prompt.seen(laid, pack, c.window), gpu_prompt.gap(laid, pack)
-            kept = dict(zip("kv", laid[1:], strict=True))
-            o = self.mix(laid[0], kept, seen, ctx, spread(bias, more))
-            o = o.flatten(2).flatten(0, 1)[pack.back]
-        elif fast:
-            form |= {"angles": angles, "table": slots.table, "bound": slots.bound, "bias": bias}
-            form |= {"heads": self.h, **self.heads}
-            o = gpu_attention.decode(qkv, k, v, slots.pos, **form).flatten(1)
+            qkv, gate = qkv[:, :-wide].contiguous(), qkv[:, -wide:]
+        bias = slots.bias(ctx.relative)
+        # torch's kernels for prompts, and ours, have no bias on positions.
+        if fast and (bias is None or slots.pack is None):
+            o = self.by_kernels(qkv, slots, bias)
         else:
-            q, *new = self.turned(qkv, ctx)
-            slots.store(*new)
-            seen = ctx.once(("seen", c.window), lambda: slots.seen(c.window))
-            kept = dict(zip("kv", slots.kept(), strict=True))
-            o = self.mix(q[:, None], kept, seen, ctx, spread(bias, slots.gap)).flatten(1)
+            o = self.by_torch(qkv, slots, ctx, bias)
         return o if gate is None else o * self.sigmoid(gate)
 
     def weigh(self, o: Tensor, x: Any) -> Tensor:
+        """`look` had its gate at hand."""
         return o
+
+    def by_kernels(self, qkv: Tensor, slots: Any, bias: Tensor | None) -> Tensor:
+        c, (k, v), pack = self.config, slots.mine, slots.pack
+        angles = None if c.rope is None else slots.angles(c.rope, self.d)
+        form: dict[str, Any] = {"scale": self.scale, "window": c.window}
+        form |= {"softcap": c.softcap, "sinks": self.sinks}
+        if pack is None:
+            form |= {"angles": angles, "table": slots.table, "bound": slots.bound, "bias": bias}
+            form |= {"heads": self.h, **self.heads}
+            return gpu_attention.decode(qkv, k, v, slots.pos, **form).flatten(1)
+        laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
+        near = c.window is not None and c.window < pack.sizes.longest
+        if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
+            return gpu_prompt.over_pages(laid[0], k, v, pack, **form)
+        return gpu_prompt.attend(laid, pack, self.scale, None)
+
+    def by_torch(self, qkv: Tensor, slots: Pages, ctx: Context, bias: Tensor | None) -> Tensor:
+        c, pack = self.config, slots.pack
+        q, *new = self.turned(qkv, ctx)
+        slots.store(*new)
+        laid: Any
+        if pack is None:
+            laid, gap = (q[:, None], *slots.kept()), slots.gap
+            seen = ctx.once(("seen", c.window), lambda: slots.seen(c.window))
+        else:
+            laid = gpu_prompt.lay(pack, q, *new)
+            laid = (laid[0], *slots.kept()) if pack.sizes.whole else laid
+            seen, gap = gpu_prompt.seen(laid, pack, c.window), gpu_prompt.gap(laid, pack)
+        kept = dict(zip("kv", laid[1:], strict=True))
+        o = self.mix(laid[0], kept, seen, ctx, spread(bias, gap)).flatten(2).flatten(0, 1)
+        return o if pack is None else o[pack.back]
 
     def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Queries (n h d), and what each token leaves behind."""
@@ -664,7 +733,7 @@ class SlotLatent(LatentAttention):
         few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
         if sizes is None or (few and self.fast(slots.mine[0])):
             each = slots.each(max(1, SCORES // slots.longest))
-            return torch.cat([self.over(q[rows], step, ctx) for rows, step in each])
+            return joined_rows([self.over(q[rows], step, ctx) for rows, step in each])
         # Heads of their own, from the latents: cheaper than to attend c wide.
         laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
         if sizes.whole:
@@ -677,8 +746,9 @@ class SlotLatent(LatentAttention):
         nope, rope = q.split([self.d, self.r], -1)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
         if self.fast(slots.mine[0]):
-            more = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
-            o = gpu_latent.decode(q, *slots.mine, slots.table, slots.pos, **more)
+            latents, ropes = slots.mine
+            more: dict[str, Any] = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
+            o = gpu_latent.decode(q, latents, ropes, slots.table, slots.pos, **more)
         else:
             real = slots.seen(self.config.window) if spots is None else slots.chosen(spots.shape[1])
             kept = slots.kept() if spots is None else slots.at(spots, real)
@@ -706,13 +776,37 @@ class SlotLatent(LatentAttention):
         q = q.unflatten(-1, (self.h, -1))
         if not self.r:
             return q, (latent,)
-        shape, (nope, rope) = ctx.pos.index.shape, q.split([self.d, self.r], -1)
-        rope = ctx.turn(rope.unflatten(0, shape), self.config.rope).flatten(0, 1)
-        key = ctx.turn(key.view(*shape, 1, self.r), self.config.rope).view(-1, self.r)
-        return torch.cat([nope, rope], -1), (latent, key)
+        # Where they lie: nobody else reads them.
+        here: Any = ctx
+        for y in (q[..., self.d :], key.unsqueeze(-2)):
+            y = y.unflatten(0, ctx.pos.index.shape)
+            here.turn(y, self.config.rope, out=y)
+        return q, (latent, key)
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
+
+
+class SlotDelta(GatedDeltaRule):
+    """The gated delta rule as it is, its states in the rows' places."""
+
+    out: Product
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        x, pack = tensor(x), slots.pack
+        if pack is None:
+            return super().look(x[:, None], ctx)[:, 0]
+        place = torch.arange(pack.grid.shape[1], device=x.device)
+        real = place < (pack.totals - pack.starts)[:, None]
+        span = Span(torch.where(real, place + pack.starts[:, None], -1))
+        return super().look(x[pack.grid], replace(ctx, pos=span)).flatten(0, 1)[pack.back]
+
+    def weigh(self, o: Tensor, x: Any) -> Tensor:
+        return super().weigh(o, tensor(x))
+
+    def leave(self, o: Tensor, residual: Any = None) -> Any:
+        return residual.add(self.out, o.flatten(1), self.add.norm)
 
 
 class SlotSparse(SparseAttention):
@@ -722,11 +816,11 @@ class SlotSparse(SparseAttention):
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         attention: Any = self.attention
-        y = x.tensor()
-        token = y.view(*ctx.pos.index.shape, -1)
+        x = x.tensor() if isinstance(x, Normed) else x.whole()
+        token = x.view(*ctx.pos.index.shape, -1)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
         index.store(self.indexer.keys(token, ctx).flatten(0, 1))
-        x, within = Normed(Stream(y, x.stream.wide, x.stream.fast), None), replace(ctx, store=own)
+        within = replace(ctx, store=own)
         if self.dense(slots.longest):
             return attention.look(x, within)
         q, new = attention.asked(x, within)
@@ -737,14 +831,15 @@ class SlotSparse(SparseAttention):
         for rows, step in index.each(max(1, SCORES // slots.longest)):
             spots = self.spots(index_q[rows], weights[rows], step)
             out.append(attention.over(q[rows], step.only(own.entries), within, spots))
-        return torch.cat(out)
+        return joined_rows(out)
 
     def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
-        """Where the best k tokens of each row lie in the pool (b k), ascending; q (b H D) and weights (b H)."""
+        """Where the best k tokens of each row lie in the pool (b k): index queries (b H D) and weights (b H)."""
         (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
         assert pos is not None
         page, fp8 = keys.shape[1], self.config.precision == "fp8"
-        if self.attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
+        attention: Any = self.attention
+        if attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
             if fp8:
                 q8, size = to_fp8(q)
                 q, weights = q8.to(q.dtype), weights * size[..., 0]
@@ -756,7 +851,12 @@ class SlotSparse(SparseAttention):
         return table.gather(1, at // page) * page + at % page
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return self.attention.leave(o, residual)
+        attention: Any = self.attention
+        return residual.add(attention.out, o, self.add.norm)
+
+
+def joined_rows(each: list[Tensor]) -> Tensor:
+    return each[0] if len(each) == 1 else torch.cat(each)
 
 
 def spread(bias: Tensor | None, gap: Tensor) -> Tensor | None:

@@ -499,7 +499,7 @@ class Seen:
         with torch.no_grad():
             c_q = layer.attention.query_input(x)
         index_q, index_k = index.queries(c_q, self.ctx), index.keys(x, self.ctx)
-        gate = index.ww(x) * (index.h * index.d) ** -0.5
+        gate = index.weights(x)
         mask = self.ctx.visible(self.ctx.pos, layer.config.window)
         target = torch.cat(self.target, 1)
 

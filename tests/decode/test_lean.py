@@ -1,5 +1,7 @@
 """Prepared blocks in native code say what the plain blocks say: prompts, single steps, beams that trade places."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.cache import Cache, Contiguous
+from regard.cache import Cache, Contiguous, Paged
 from regard.fast.cpu import NativeAttention, prepare
 from regard.kernels.c import native
 from regard.kernels.c.linear import usable
@@ -45,6 +47,8 @@ DECODERS = {
     "llama": lambda: decoder(GQA(4, 2, rope=Rope()), GATED, RMS, None),
     "window": lambda: decoder(GQA(4, 1, rope=Rope(), window=5), GATED, RMS, None),
     "partial": lambda: decoder(GQA(3, 3, 16, rope=Rope(layout="interleaved")), MLP(96, "gelu"), Norm(), None),
+    "gemma": lambda: decoder(GQA(4, 2, rope=Rope(), qk_norm=1e-6), GATED, RMS, None, order="sandwich"),
+    "olmo": lambda: decoder(GQA(4, rope=Rope(), qk_norm=1e-6, qk_norm_whole=True), GATED, RMS, None, order="inner"),
     "wide": lambda: decoder(GQA(4, 2, 20, value_dim=12, qk_norm=1e-6), MLP(50), Norm(), Learned(64), order="post"),
 }  # fmt: skip
 PAIRS = {
@@ -64,7 +68,7 @@ def error(y: Tensor, want: Tensor) -> float:
     return ((y - want).norm() / want.norm()).item()
 
 
-def story(model: Model, name: str) -> Tensor:
+def story(model: Model, name: str, **layout: Any) -> Tensor:
     """A ragged prompt, then steps between which rows trade places, go and come: all logits, one after the other."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB, (4, 40), generator=g)
@@ -72,7 +76,7 @@ def story(model: Model, name: str) -> Tensor:
     lengths = torch.tensor([5, 5, 3, 3])
     if name in PAIRS:
         more = {"source": torch.randint(VOCAB, (4, 7), generator=g), "source_lengths": [7, 2, 5, 7]}
-    cache: Cache = model.cache(4, capacity=8)
+    cache: Cache = model.cache(4, **(layout or {"capacity": 8}))
     out = [model.next_logits(ids[:, :5], lengths, cache=cache, **more)]
     for step, rows in enumerate(
         [None, [1, 0, 3, 2], [0, 0, 2, 2], None, [1, 1, 3, 2], [2, 3, 0], None]
@@ -91,6 +95,21 @@ def test_lean_blocks_give_the_models_logits(name: str, precision: str) -> None:
     lean = prepare(model, precision)
     assert any(isinstance(m, NativeAttention) for m in lean.modules())
     assert error(story(lean, name), story(model, name)) < BOUND[precision]
+
+
+@precisions
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+@torch.inference_mode()
+def test_lean_blocks_read_pages_where_they_lie(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of rows, to the bit, and no step gathers the keys of a row."""
+    lean = prepare(made(name), precision)
+    want = story(lean, name)
+    steps, read = [], Paged._read
+    monkeypatch.setattr(Paged, "_read", lambda *args: steps.append(args) or read(*args))
+    assert torch.equal(story(lean, name, layout="paged", pages=40, page=4), want)
+    assert len(steps) == 2  # of the prompt, by each layer
 
 
 @pytest.mark.parametrize("name", ["llama", *PAIRS])

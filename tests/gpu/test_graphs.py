@@ -10,15 +10,20 @@ import pytest
 import torch
 
 import regard
+from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, to_fp8
 from regard.decode import graphs
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner, SlotLane
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
+from regard.kernels.triton import measured as gpu_measured
+from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
+from tests.kernels import test_gpu_graphs as small
 from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +35,8 @@ MECHANISMS = {
     "qk_norm": regard.GQA(4, 2, 64, rope=ROPE, qk_norm=1e-6),
     "window": regard.GQA(4, 4, 32, rope=ROPE, window=9, bias=True),
     "mla": regard.MLA(16, 64, 32, 16, rope=ROPE),
+    "dsa": regard.DSA(regard.MLA(16, 64, 32, 16, rope=ROPE), 4, 32, 40, rope_dim=16),
+    "dsa_gqa": regard.DSA(regard.GQA(8, 2, 64, rope=ROPE), 4, 32, 40, rope_dim=16),
 }
 
 
@@ -44,6 +51,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> regard.Model:
             if p.dim() > 1:
                 p.mul_(3)
     return model
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of ours, even where torch's are faster on shapes as small as these."""
+    monkeypatch.setattr(gpu_measured, "ON", False)
 
 
 def requests(count: int = 12, **settings: object) -> list[Request]:
@@ -96,6 +109,40 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
     model, asked = build(name), requests()
     for kernels in (False, True):
         assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("name", small.FORMS)
+def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
+    model, asked = small.build(name).cuda(), small.requests(rows)
+    assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
+    graphs._kept.clear()
+    assert ties(model, asked, answer(model, asked, rows)) <= FEW
+
+
+@pytest.mark.parametrize("n", [1, 40, 300])
+def test_experts_on_cuda(n: int) -> None:
+    shapes = ((16, 192, 256), (16, 192, 256), (16, 256, 192))
+    w = gpu_experts.Experts(*((torch.randn(s) / 16).cuda().bfloat16() for s in shapes))
+    x, weight = torch.randn(n, 256).cuda().bfloat16(), torch.rand(n, 4).cuda()
+    chosen = torch.stack([torch.randperm(16)[:4] for _ in range(n)]).cuda()
+    wide = gpu_experts.Experts(w.gate.float(), w.up.float(), w.down.float())
+    want = gpu_experts.reference(x.float(), chosen, weight, wide)
+    close(gpu_experts.experts(x, chosen, weight, w).float().sum(0), want)
+
+
+def test_faster_form_is_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_measured, "ON", True)
+    monkeypatch.setattr(gpu_measured, "table", lambda card: known)
+    monkeypatch.setattr(gpu_measured, "keep", lambda *_: None)
+    known: dict[str, str] = {}
+    model, asked = build("gqa", torch.bfloat16), requests(4)
+    assert answer(model, asked, 4)
+    assert {key.split()[0] for key in known} == {"linear"}
+    w = torch.ones(2**22, device="cuda")
+    slow, fast = (lambda w: w.exp().exp().exp()), (lambda w: w.exp())
+    assert gpu_measured.fastest("slow", w, {"ours": slow, "torch": fast}) == "torch"
+    assert gpu_measured.fastest("fast", w, {"ours": fast, "torch": slow}) == "ours"
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8}, {"min_p": 0.05}, {}])
@@ -218,19 +265,53 @@ def test_attention_on_cuda(b: int, h: int, g: int, d: int, s: int) -> None:
     close(got, gpu_attention.reference(q, k, v, pos + 1, d**-0.5))
 
 
-@pytest.mark.parametrize("h", [16, 32, 128])
-def test_latent_on_cuda(h: int) -> None:
+@pytest.mark.parametrize("h, c", [(16, 512), (40, 256), (128, 512)])
+def test_latent_on_cuda(h: int, c: int) -> None:
+    """Rows of one token, of a tile and one more, and of many; parts that are empty; and some of the tokens."""
     q, entry, latents, ropes = (
         torch.randn(*n).cuda().bfloat16()
-        for n in ((2, h, 576), (2, 576), (250, 16, 512), (250, 16, 64))
+        for n in ((4, h, c + 64), (4, c + 64), (500, 16, c), (500, 16, 64))
     )
-    pos = torch.tensor([1999, 777]).cuda()
-    table = torch.randperm(250).view(2, 125).int().cuda()
-    gpu_latent.put(entry[:, :512], latents, table, pos)
-    gpu_latent.put(entry[:, 512:], ropes, table, pos)
-    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
+    pos = torch.tensor([1999, 777, 0, 64]).cuda()
+    table = torch.randperm(500).view(4, 125).int().cuda()
+    gpu_latent.put(entry[:, :c], latents, table, pos)
+    gpu_latent.put(entry[:, c:], ropes, table, pos)
     cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
-    close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))
+    assert torch.equal(cache[torch.arange(4), pos], entry)
+    want = gpu_latent.reference(q, cache, pos + 1, c, 0.05)
+    for splits in (None, 1, 8):
+        given = (q, latents, ropes, table, pos)
+        close(gpu_latent.decode(*given, scale=0.05, splits=splits), want)
+    scores = torch.randn(4, 2000).cuda()
+    spots = gpu_sparse.topk(scores, pos, 100, table, 16)
+    at = gpu_sparse.reference(scores, pos + 1, 100).long()
+    some = cache[torch.arange(4)[:, None], at]
+    want = gpu_latent.reference(q, some, (pos + 1).clamp(max=100), c, 0.05)
+    close(gpu_latent.decode(*given, scale=0.05, chosen=spots), want)
+
+
+def test_topk_on_cuda_is_choose() -> None:
+    scores = torch.randn(6, 131072).cuda()
+    scores[1] = scores[1].relu()  # half of them are zero
+    scores[2] = (scores[2] * 8).round() / 8
+    scores[3] = 0.0
+    scores[4] *= -0.0
+    pos = torch.tensor([131071, 131071, 100_000, 70_001, 2047, 2048]).cuda()
+    hidden = torch.arange(131072).cuda() > pos[:, None]
+    want = choose(scores.masked_fill(hidden, -torch.inf), 2048)
+    assert torch.equal(gpu_sparse.topk(scores, pos, 2048).long(), want)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_index_on_cuda(fp8: bool) -> None:
+    b, h, d, s = 3, 20, 64, 800
+    q, keys = torch.randn(b, h, d).cuda().bfloat16(), torch.randn(150, 16, d).cuda().bfloat16()
+    w, table = torch.randn(b, h).cuda(), torch.randperm(150).view(b, 50).int().cuda()
+    pos = torch.full((b,), s - 1).cuda()
+    q8, size = to_fp8(q) if fp8 else (q, torch.ones_like(q[..., :1]))
+    got = gpu_sparse.index(q8.bfloat16(), keys, w * size[..., 0], table, pos, s, fp8)
+    dots = (fp8_dots if fp8 else dots_exact)(q[:, None], keys[table.long()].flatten(1, 2))
+    torch.testing.assert_close(got, index_scores(dots, w[:, None])[:, 0], rtol=1e-3, atol=1e-3)
 
 
 PAIRS = ("vaswani-base", "bart-base", "t5-small")

@@ -3,6 +3,7 @@ logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,14 @@ from regard.decode.graphs import Runner
 from regard.decode.search import ROOM
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
+from regard.fast import cuda
+from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import experts as gpu_experts
+from regard.kernels.triton import measured as gpu_measured
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
 from regard.models import Tokens, TransformerConfig
+from regard.position import LongRope
 from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
 
 ROPE = regard.Rope()
@@ -91,6 +97,17 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
         PLAIN,
         {"ffn": (regard.MLP(64, "tanh"), regard.MLP(64, "quick_gelu", gated=True))},
     ),
+    "qwen3_next": (
+        (
+            regard.DeltaRule(2, 4, 16, 32),
+            regard.GQA(4, 2, 32, rope=ODD, qk_norm=1e-6, qk_norm_plus_one=True, gated=True),
+        ),
+        {"norm": GEMMA, "ffn": regard.MoE(8, 2, 64, **SHARED)},
+    ),
+    "longrope": (
+        regard.GQA(4, 2, 32, rope=regard.Rope(scaling=LongRope((1.5,) * 16, (4.0,) * 16, 80))),
+        {},
+    ),
     "value_dim": (regard.GQA(4, 2, 32, value_dim=24, rope=ROPE), {}),
 }
 
@@ -156,7 +173,7 @@ def by_torch(model: regard.Model, asked: list[Request], **options: Any) -> list[
     return served(Engine(model, runner="torch", rows=4, **options), asked)
 
 
-@pytest.mark.parametrize("name", [*MECHANISMS, *FORMS, "gpt2", "alibi", *PAIRS])
+@pytest.mark.parametrize("name", [*MECHANISMS, "gpt2", "alibi", *PAIRS])
 @pytest.mark.parametrize("settings", [{}, {"eos": (5, 7, 11, 20)}], ids=["length", "eos"])
 def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
     model, asked = build(name), [asked_of(name, r) for r in requests(**settings)]
@@ -166,6 +183,15 @@ def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
     same(answer(model, asked, 16, chunk=24, page=8), want)  # prompts in several chunks
     # Rows are put back.
     same(answer(model, asked, 4, pages=17 if name in PAIRS else 12, page=8, prefix=False), want)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_gives_the_engine_tokens(name: str) -> None:
+    """Few rows and many, whole prompts and chunks, in float64: to the token."""
+    model, asked = build(name).double(), requests(4, eos=(5, 7, 11, 20))
+    want = by_torch(model, asked)
+    same(answer(model, asked, 3), want)
+    same(answer(model, asked, 5, chunk=24, page=8), want)
 
 
 @pytest.mark.parametrize("rows", [2, 6])
@@ -201,8 +227,9 @@ def test_every_setting_is_the_same_in_slots(settings: dict) -> None:
     same(answer(model, asked, 4), by_torch(model, asked))
 
 
-def test_samples_read_their_prompt_once_and_part_after_it() -> None:
-    model = build("gqa")
+@pytest.mark.parametrize("name", ["gqa", "qwen3_next"])
+def test_samples_read_their_prompt_once_and_part_after_it(name: str) -> None:
+    model = build(name)
     asked = [
         Request([5] * n, Settings(max_new_tokens=9, samples=3, temperature=1.0))
         for n in (7, 16, 33)
@@ -270,6 +297,19 @@ def test_what_has_no_graph_says_why() -> None:
     assert "it is on cpu, not on a GPU" in Engine(model).explain()
     told = Engine(model, runner="graph", rows=5).explain()
     assert "8 slots over 1,024 pages of 16 tokens" in told and "SlotAttention" in told
+
+
+def test_parts_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "ready", lambda x: True)
+    monkeypatch.setattr(gpu_attention, "ready", lambda x: True)
+    monkeypatch.setattr(gpu_experts, "ready", lambda x: True)
+    for name, words in (
+        ("value_dim", "SlotAttention, by torch's operations: heads of 32 and 24 features"),
+        ("qwen3_next", "SlotDelta, by torch's operations: its state has no kernel"),
+        ("deepseek_moe", "SlotExperts, by torch's operations: its router"),
+    ):
+        assert words in cuda.decoder(build(name)).explain()
+    assert "by torch" not in cuda.decoder(build("gpt_oss")).explain()
 
 
 def test_joined_weights_are_held_once_and_still_learn() -> None:
@@ -414,7 +454,9 @@ def test_cancelled_rows_and_deadlines_free_their_slots() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["gqa", "window", "mla_query", "gpt2", "alibi", *PAIRS])
+@pytest.mark.parametrize(
+    "name", ["gqa", "window", "mla_query", "gpt2", "alibi", "qwen3_next", *PAIRS]
+)
 def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
     """Random settings, arrivals, cancels, chunks and small pools, in float64: whoever else is there changes nothing."""
     g, model = random.Random(seed), build(name).double()
@@ -524,6 +566,47 @@ def test_greedy_choice_without_a_greatest_number_is_none() -> None:
     inf, nan = float("inf"), float("nan")
     rows = [[1.0, 3.0, 3.0], [nan, 1.0, 2.0], [-inf] * 3, [inf, 0.0, 1.0], [-inf, -5.0, -inf]]
     assert gpu_sample.best(torch.tensor(rows))[0].tolist() == [1, -1, -1, -1, 1]
+
+
+def test_faster_form_is_measured_once_and_kept(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    monkeypatch.setattr(gpu_measured, "card", lambda: "a card")
+    times = {"ours": 1.0, "torch": 1.0}
+    tried: list[str] = []
+
+    def seconds(call: Any, weight: Any) -> float:
+        tried.append(call(weight))
+        return times[call(weight)]
+
+    def fastest(key: str) -> str:
+        on_a_gpu: Any = SimpleNamespace(is_cuda=True)
+        forms = {"ours": lambda w: "ours", "torch": lambda w: "torch"}
+        return gpu_measured.fastest(key, on_a_gpu, forms)
+
+    monkeypatch.setattr(gpu_measured, "seconds", seconds)
+    gpu_measured.table.cache_clear()
+    recording = True
+    assert fastest("a") == "ours" and not tried
+    recording = False
+    # As fast is not faster.
+    assert fastest("a") == "ours" and tried == ["ours", "torch"]
+    times["torch"] = 0.5
+    assert fastest("a") == "ours"
+    assert fastest("b") == "torch" and len(tried) == 4
+    # Another process finds both.
+    gpu_measured.table.cache_clear()
+    recording = True
+    assert [fastest(key) for key in "ab"] == ["ours", "torch"]
+    # A spoilt file counts as none.
+    recording = False
+    for text in ("[1, 2", "[1]", '{"a card": 3}', '{"a card": {"b": "neither"}}'):
+        (tmp_path / "regard" / "kernels.json").write_text(text)
+        gpu_measured.table.cache_clear()
+        assert fastest("b") == ("ours" if "neither" in text else "torch")
+    gpu_measured.table.cache_clear()
 
 
 def test_captions_in_slots_are_the_plain_engines() -> None:

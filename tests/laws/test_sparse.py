@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.attention import DSA, GQA, MLA, attend, weights
+from regard.attention import DSA, GQA, MLA, attend
 from regard.attention import sparse as select
-from regard.attention.core import Terms
-from regard.attention.sparse import choose, fp8_dots, hadamard, index_loss, index_scores
+from regard.attention.sparse import choose, fp8_dots, hadamard, index_scores
 from regard.cache import LAYOUTS
 from regard.mask import Causal, Full, Span, Visible
+from regard.train.loss import divergence
 from tests.laws.mechanisms import DIM, MECHANISMS, OPTIONS, TIGHT, context, layer
 
 SPARSE = {n: c for n, c in MECHANISMS.items() if isinstance(c, DSA)}
@@ -180,20 +180,6 @@ def test_fp8_dots_are_close_to_exact_ones() -> None:
     assert (fp8_dots(q, k) - exact).abs().max() < 0.1 * exact.abs().max()
 
 
-def test_index_loss_is_zero_when_the_indexer_equals_the_dense_weights() -> None:
-    seen = torch.ones(2, 6, 6).tril().bool()
-    scores = torch.randn(2, 6, 6).double()
-    dense = scores.masked_fill(~seen, -torch.inf).softmax(-1)[:, None].expand(-1, 3, -1, -1)
-    assert index_loss(scores, dense, seen).abs() < 1e-10
-    assert index_loss(torch.randn(2, 6, 6).double(), dense, seen) > 0.01
-
-
-def test_index_loss_ignores_rows_that_see_nothing() -> None:
-    seen = torch.ones(1, 4, 4).tril(-1).bool()  # row 0 sees nothing
-    dense = weights(*torch.randn(2, 1, 1, 4, 8), seen[:, None], Terms(1.0))
-    assert torch.isfinite(index_loss(torch.randn(1, 4, 4), dense, seen))
-
-
 @pytest.mark.parametrize("name", ["dsa_mla", "dsa_gqa"])
 def test_index_loss_falls_when_the_indexer_is_trained(name: str) -> None:
     dsa, x, ctx = layer(SPARSE[name]), torch.randn(2, 8, DIM).double(), context(8)
@@ -204,7 +190,7 @@ def test_index_loss_falls_when_the_indexer_is_trained(name: str) -> None:
     losses = []
     for _ in range(15):
         index = dsa.indexer.scores(dsa.indexer.queries(c_q, ctx), dsa.indexer.keys(x, ctx), x)
-        loss = index_loss(index, dense, seen[:, 0].expand(2, -1, -1))
+        loss = divergence(index, dense.sum(1), seen[:, 0].expand(2, -1, -1)).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -78,7 +78,7 @@ def _place(table, b, s, row, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexp
 
 @jit
 def _read(x, i, stride, kind, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Features i of what begins at x, rounded to `kind`, zero from D on; or the sum of PARTS that lie `stride` apart."""
+    """Features i of what begins at x, or the sum of PARTS that lie `stride` apart, as `kind`; from D on zero."""
     if D == WIDTH:
         a = tl.load(x + i)
         for p in tl.static_range(1, PARTS):
@@ -139,8 +139,8 @@ def _heads(
         if PAIRED:
             first, pair, j = i % 2 == 0, i // 2, i ^ 1
         else:
-            first, pair = i < HALF, i % HALF
-            j = tl.where(first, i + HALF, tl.where(i < TURN, i - HALF, i))
+            # Of features that do not turn, any: their sine is 0.
+            first, pair, j = i < HALF, i % HALF, (i + HALF) % TURN
         b = _read(x, j, stride, kind, D, WIDTH, PARTS)
         if NORM:
             gain = _read(weight, j, 0, tl.float32, D, WIDTH, 1) + shift

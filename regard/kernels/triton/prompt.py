@@ -35,7 +35,7 @@ class Part:
     pages: Sequence[int]
     # What begins to write when the prompt is through: rows of the decoder, and how many tokens each has said.
     ends: Sequence[tuple[int, int]] = ()
-    # Of an encoder-decoder: a row that knows the source's pages, and the source's tokens.
+    # A row that has its state or knows its source's pages; and the source's tokens.
     home: int = 0
     source: int = 0
 
@@ -121,8 +121,8 @@ class Pack:
     grid: Tensor  # (n s) the token at each place
     table: Tensor  # (n places) each prompt's pages,
     starts: Tensor  # (n) how much of its text the cache has
-    totals: Tensor  # (n) and will have
-    homes: Tensor  # (n) and a row that knows its source
+    totals: Tensor  # (n) and will have,
+    homes: Tensor  # (n) and a row that has its state or knows its source
     last: Tensor  # (e) the last token of those that are through,
     rows: Tensor  # (e) where each goes on,
     said: Tensor  # (e) what it has said
@@ -236,8 +236,8 @@ def lay_qkv(
     norms: tuple[Rms, Rms] | None = None,
     whole: bool = False,
 ) -> Laid:
-    """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page g
-    d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
+    """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page
+    g d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
     page, g, d = keys.shape[1:]
     rooms = pack.rooms(qkv, heads, g, d)
     cos, sin = (qkv, qkv) if angles is None else angles
