@@ -1,7 +1,8 @@
 """The runner `graph`: rows in fixed slots over pages, a step of one token for each of them recorded as a CUDA graph.
 
 The choice stays on the device, and the host reads a round of up to `look` steps one round late, so that the device
-always has work. Prompts are read packed end to end, a chunk of them a step. A row whose answer has ended goes on until
+always has work. Prompts are read packed end to end, a chunk of them a step; a source is encoded once, and what the
+decoder's layers keep of it lies in pages that a second table names. A row whose answer has ended goes on until
 the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's scratch page.
 Off a GPU the same steps run as they are.
 """
