@@ -176,7 +176,7 @@ def report(
 def together(args: argparse.Namespace) -> None:
     """16 requests of mixed lengths, all there at once: by one engine, in pages too, and one after the other."""
     import regard
-    from regard.decode import Engine, Request, Settings
+    from regard import Engine, Request, Settings
 
     model = regard.prepare(regard.from_hf(peer("gpt2", args.quick)), "int8")
     vocab = model.config.embedding.vocab
