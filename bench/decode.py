@@ -197,7 +197,10 @@ def together(args: argparse.Namespace) -> None:
     ways["16 together, in pages"] = dict(rows=16, pages=200)
     times = medians([partial(run, **how) for how in ways.values()], args.repeats)
     for name, seconds in zip(ways, times, strict=True):
-        print(f"together: GPT-2 int8, 16 requests {name}: {seconds:.2f} s, {times[0] / seconds:.2f} times", flush=True)
+        print(
+            f"together: GPT-2 int8, 16 requests {name}: {seconds:.2f} s, {times[0] / seconds:.2f} times",
+            flush=True,
+        )
 
 
 # --- translation of real sentences --------------------------------------------------------------------------------

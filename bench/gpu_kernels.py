@@ -102,7 +102,9 @@ def check_wide() -> None:
         got = gpu_wide.gated(x, w, None, "silu")
         show("  gated", got, gpu_wide.gate(want, "silu", fast=False))
         for i, name in enumerate(("  residual", "  norm")):
-            got, want = (gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast)[i] for fast in (True, False))
+            got, want = (
+                gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast)[i] for fast in (True, False)
+            )
             show(name, got, want)
         show("  gate", gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
 

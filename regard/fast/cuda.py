@@ -67,7 +67,21 @@ def longest(model: Any) -> int | None:
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
-    names = ("wq", "wk", "wv", "wg", "wo", "router", "w_dq", "w_uq", "w_dkv", "w_ukv", "gate", "up", "down")
+    names = (
+        "wq",
+        "wk",
+        "wv",
+        "wg",
+        "wo",
+        "router",
+        "w_dq",
+        "w_uq",
+        "w_dkv",
+        "w_ukv",
+        "gate",
+        "up",
+        "down",
+    )
     each = tower.named_modules()
     return [m for name, m in each if name.rpartition(".")[2] in names]
 
@@ -316,7 +330,11 @@ class Cuda(Specialise):
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
         norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
-        new.heads = {"norms": norms if m.q_norm else None, "whole": c.qk_norm_whole, "paired": paired}
+        new.heads = {
+            "norms": norms if m.q_norm else None,
+            "whole": c.qk_norm_whole,
+            "paired": paired,
+        }
         return new
 
     def experts(self, m: Any) -> nn.Module:

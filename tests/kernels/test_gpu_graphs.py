@@ -42,7 +42,19 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "deepseek_moe": (
         MECHANISMS["mla"],
-        {"ffn": regard.MoE(8, 3, 32, shared=1, score="sigmoid", groups=4, active_groups=2, corrected=True, gain=2.5)},
+        {
+            "ffn": regard.MoE(
+                8,
+                3,
+                32,
+                shared=1,
+                score="sigmoid",
+                groups=4,
+                active_groups=2,
+                corrected=True,
+                gain=2.5,
+            )
+        },
     ),
     "gated": (
         regard.GQA(4, 2, 32, rope=ODD, qk_norm=1e-6, qk_norm_plus_one=True, gated=True),

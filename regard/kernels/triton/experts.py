@@ -21,7 +21,9 @@ if triton is not None:
     import triton.language as tl
 
 FEW = 64  # rows up to which nothing is sorted
-Blocks = tuple[int, int, int, int, int]  # tokens and rows of W a program, elements of K a step, stages, warps
+Blocks = tuple[
+    int, int, int, int, int
+]  # tokens and rows of W a program, elements of K a step, stages, warps
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,11 @@ def suits(x: Tensor, w: Experts) -> bool:
 
 
 def experts(
-    x: Tensor, chosen: Tensor, weight: Tensor, w: Experts, blocks: tuple[Blocks, Blocks] | None = None
+    x: Tensor,
+    chosen: Tensor,
+    weight: Tensor,
+    w: Experts,
+    blocks: tuple[Blocks, Blocks] | None = None,
 ) -> Tensor:
     """Equals `reference`, in parts (a n m) whose sum it is. See test_gpu_experts_match_reference."""
     (n, m), a, (count, f, _) = x.shape, chosen.shape[1], w.gate.shape
@@ -314,7 +320,13 @@ def experts(
 
 
 def grouped(
-    x: Tensor, chosen: Tensor, weight: Tensor, w: Experts, plan: tuple[Tensor, ...], out: Tensor, blocks: Blocks
+    x: Tensor,
+    chosen: Tensor,
+    weight: Tensor,
+    w: Experts,
+    plan: tuple[Tensor, ...],
+    out: Tensor,
+    blocks: Blocks,
 ) -> None:
     """One of the two products: into h (pairs f), or from h into y (a n m)."""
     (n, a), count, first = chosen.shape, len(w.gate), out.dim() == 2
