@@ -402,11 +402,11 @@ class NativeStack(Stack):
         stores = own.pool.stores if isinstance(own, Paged) else own.slots
         stores = stores if source is None else [*stores, *source.slots]
         memory = tuple(t.data_ptr() for store in stores for t in store.values())
-        memory += (stores[0]["k"].stride(), stores[-1]["k"].stride())
+        strides = stores[0]["k"].stride(), stores[-1]["k"].stride()
         table = own.table if isinstance(own, Paged) else own.place
         shape = None if table is None else table.shape
         rest = (len(x), getattr(own, "capacity", 0), shape, torch.is_inference_mode_enabled())
-        return memory, rest, None if source is None else (source.batch, source.capacity)
+        return memory, strides, rest, None if source is None else (source.batch, source.capacity)
 
 
 def _recorded(block: Any) -> bool:
