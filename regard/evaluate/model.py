@@ -99,7 +99,7 @@ class Opened:
             prepare(model, self.precision, consume=ours and alone) if packed else model
         )
         if packed:
-            self.precision = self.model.precision
+            self.precision = str(self.model.precision)
         if alone:
             self.plain = self.model
         self.about = f"{place} ({why}), {self.precision}"
