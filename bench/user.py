@@ -247,10 +247,10 @@ def part_e(args: argparse.Namespace) -> None:
     runner = engine.slots.runner  # type: ignore[union-attr]
     prefill = runner.prefill
 
-    def counted(parts: Any, used: Any) -> None:
+    def counted(parts: Any, *more: Any) -> Any:
         nonlocal read
         read += sum(len(p.tokens) for p in parts)
-        prefill(parts, used)
+        return prefill(parts, *more)
 
     runner.prefill = counted
     start = time.perf_counter()

@@ -204,7 +204,8 @@ class SparseAttention(Mechanism):
 
     def cache_spec(self) -> CacheSpec:
         spec = self.attention.cache_spec()
-        return CacheSpec(token={**spec.token, "index_k": (self.config.index_dim,)})
+        token = {**spec.token, "index_k": (self.config.index_dim,)}
+        return CacheSpec(token=token, turned=None)
 
     def flops(self, context: int) -> int:
         index = 2 * context * self.indexer.h * self.indexer.d

@@ -1,8 +1,10 @@
 """The runner `graph`: rows in fixed slots over pages, a step of one token for each of them recorded as a CUDA graph.
 
 The choice stays on the device, and the host reads a round of up to `look` steps one round late, so that the device
-always has work. Prompts are read packed end to end, a chunk of them a step. A row whose answer has ended goes on until
-the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's scratch page.
+always has work. Where a row has a mask, its next token depends on what the host says of the last one: then rounds have
+one step and are read before the next begins. Prompts are read packed end to end, a chunk of them a step. A row whose
+answer has ended goes on until the host has seen that: what it writes lies behind its text, in a page of its own or in
+the pool's scratch page.
 Off a GPU the same steps run as they are.
 """
 
@@ -17,9 +19,10 @@ import torch
 from torch import Tensor
 
 from regard.cache import OutOfPages, Pool
-from regard.decode.columns import MOST_ENDS, Columns, choose, held, uses
-from regard.decode.rows import BROKEN, Row, page_keys
-from regard.decode.settings import Event, Request
+from regard.decode.columns import MASK, MOST_ENDS, TOPS, Columns, best_n, choose, held, scored, uses
+from regard.decode.prefill import SLICE, Scores, unscored
+from regard.decode.rows import BROKEN, NOTHING, Row, page_keys
+from regard.decode.settings import MOST_TOPS, Event, Request, Tops
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, why_not
 from regard.kernels.triton.linear import MOST
@@ -35,8 +38,10 @@ RECORDED = 4096  # tokens of a pass over prompts that is recorded
 KEPT = 32  # recorded passes over prompts
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
-# Tokens, their log probabilities, what tells that they have arrived, and which lines are whose.
-Flight = tuple[Tensor, Tensor, Any, list[tuple["Slot", int, int]]]
+# Tokens, their log probabilities, and where asked for the best ones and theirs; what tells that they have arrived.
+Round = tuple[list[Tensor], Any]
+# A round, and which lines are whose.
+Flight = tuple[Round, list[tuple["Slot", int, int]]]
 
 
 class Runner:
@@ -76,6 +81,10 @@ class Runner:
         )
         # The log probability of the first token of a row, which its prompt's pass chose.
         self.first = zeros(rows, kind=torch.float32)
+        # The best tokens of each line of the log, and their log probabilities; and those of the first.
+        k = min(MOST_TOPS, model.config.embedding.vocab)
+        self.tops = [zeros(look + 1, rows, k), zeros(look + 1, rows, k, kind=torch.float32)]
+        self.first_tops = [torch.zeros_like(x[0]) for x in self.tops]
         self.columns = Columns(rows, model.config.embedding.vocab, self.device)
         self.recorder = Recorder()
         self.marks: list[tuple[int, int]] = []
@@ -102,6 +111,10 @@ class Runner:
         logits, state = self.logits(width, bound), self.state.narrow(width)
         if used:
             tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
+            if TOPS in used:
+                at = state.tick.clamp(max=self.look), torch.arange(width, device=self.device)
+                for table, new in zip(self.tops, best_n(logits, rest[1]), strict=True):
+                    table[at] = new
             self.columns.said(slice(0, width), tokens, state.live)
             advance(state, logits, tokens, *rest)
         else:
@@ -112,18 +125,35 @@ class Runner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The next token of some rows; what is greatest, -1 where the logits are no numbers, and their log sum exp."""
         tokens, norm = best(logits)
-        if not used:
+        if not used - {TOPS}:
             return tokens, tokens, norm
-        return choose(logits, self.columns.at(rows, used), count), tokens, norm
+        chosen = choose(logits, self.columns.at(rows, used), count)
+        if MASK in used:
+            tokens, chosen = torch.where(chosen < 0, -1, tokens), chosen.clamp(min=0)
+        return chosen, tokens, norm
 
-    def read(self, pack: Pack, used: frozenset[str]) -> None:
-        """Prompts into their pages; those that are through begin to write."""
+    def read(
+        self, pack: Pack, used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
+    ) -> list[Tensor]:
+        """Prompts into their pages; those that are through begin to write. `wanted`: places of the pack, and tokens
+        that follow there, whose log probabilities (and the best ones, and theirs) are given."""
         pages = replace(self.pages, pack=pack)
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True)
-        if not pack.sizes.ends:
-            return
+        found = []
+        for first in range(0, len(wanted), SLICE):
+            at, tokens = send(list(wanted[first : first + SLICE]), self.device).T
+            found.append(scored(self.fast.logits(hidden.take(at)), tokens))
+        if pack.sizes.ends:
+            self._begin(pack, hidden, used)
+        return [torch.cat(x) for x in zip(*found, strict=True)]
+
+    def _begin(self, pack: Pack, hidden: Normed, used: frozenset[str]) -> None:
+        """The first token of prompts that are through."""
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
         tokens, greatest, norm = self.choose(logits, at, pack.said, used)
+        if TOPS in used:
+            for table, new in zip(self.first_tops, best_n(logits, norm), strict=True):
+                table[at] = new
         self.columns.said(at, tokens)
         tokens = torch.where(greatest < 0, -1, tokens)
         own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
@@ -133,9 +163,14 @@ class Runner:
 
     # --- what the host calls ---
 
-    def prefill(self, parts: Sequence[Part], used: frozenset[str]) -> None:
-        """Read prompts without waiting for the device. Sizes that come again are recorded as a graph; large ones keep
-        the device busy without."""
+    def prefill(
+        self,
+        parts: Sequence[Part],
+        used: frozenset[str],
+        wanted: Sequence[tuple[int, int]] = (),
+    ) -> list[Tensor]:
+        """Read prompts without waiting for the device; what `wanted` asks for (see `read`) is on its way to the host.
+        Sizes that come again are recorded as a graph; large ones keep the device busy without."""
         sizes = sizes_of(parts, self.pool.page)
         numbers = send(flat(parts, sizes), self.device)
         key = (sizes, used)
@@ -143,17 +178,25 @@ class Runner:
         small = self.graph and sizes.tokens <= RECORDED and not sizes.whole
         if small and len(self.rooms) < KEPT:
             self.rooms.setdefault(key, torch.empty_like(numbers))
-        if not (again and small):
-            return self.read(Pack.of(numbers, sizes), used)
+        if wanted or not (again and small):
+            return self._home(self.read(Pack.of(numbers, sizes), used, wanted))
         room = self.rooms[key]
         if key not in self.recorder.graphs:
             self.recorder.record(key, lambda: self.read(Pack.of(room, sizes), used))
         room.copy_(numbers)
         self.recorder.graphs[key].replay()
+        return []
 
-    def run(
-        self, steps: int, width: int, bound: int, used: frozenset[str]
-    ) -> tuple[Tensor, Tensor, Any]:
+    def _home(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Copies for the host: on their way, where the device is another."""
+        if not self.graph:
+            return [x.clone() for x in given]
+        home = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in given]
+        for new, x in zip(home, given, strict=True):
+            new.copy_(x, non_blocking=True)
+        return home
+
+    def run(self, steps: int, width: int, bound: int, used: frozenset[str]) -> Round:
         """Advance the first `width` rows by `steps` <= look tokens. What they were fed first and what they chose then,
         with its log probability (steps + 1, width), on its way to the host; and what tells that it has arrived."""
         s, key = self.state, (width, bound, used)
@@ -165,18 +208,18 @@ class Runner:
             self.recorder.try_and_record(key, lambda: self.step(*key), changed)
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
+        for table, first in zip(self.tops, self.first_tops, strict=True):
+            table[0].copy_(first)
         s.tick.fill_(1)
         for _ in range(steps):
             self.recorder.graphs[key].replay() if self.graph else self.step(*key)
-        both = s.log[: steps + 1, :width], s.logp[: steps + 1, :width]
+        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        home = self._home([x[: steps + 1, :width] for x in logs])
         if not self.graph:
-            return both[0].clone(), both[1].clone(), None
-        log, logp = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in both)
-        log.copy_(both[0], non_blocking=True)
-        logp.copy_(both[1], non_blocking=True)
+            return home, None
         event = torch.cuda.Event()
         event.record()
-        return log, logp, event
+        return home, event
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
@@ -261,6 +304,8 @@ class Slot:
     gone: bool = False
     # Samples that begin where the prompt is through.
     siblings: list[Slot] = field(default_factory=list)
+    # Log probabilities of its prompt that are on their way.
+    scored: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     @property
     def left(self) -> int:
@@ -276,7 +321,11 @@ class Slot:
 class SlotLane:
     """Rows of any sampling settings in the slots of a runner: what the engine calls a lane."""
 
-    def __init__(self, runner: Runner, prefix: bool, chunk: int):
+    def __init__(
+        self, runner: Runner, prefix: bool, chunk: int, scores: dict[int, Scores] | None = None
+    ):
+        # Log probabilities of prompts that are through.
+        self.scores = {} if scores is None else scores
         self.runner, self.pool, self.prefix, self.chunk = runner, runner.pool, prefix, chunk
         self.free = list(range(runner.rows))  # the lowest first
         self.slots: list[Slot] = []  # in the order in which they came
@@ -325,6 +374,8 @@ class SlotLane:
     def _adopt(self, slot: Slot) -> None:
         """Begin with pages that others left; at least one token stays to be fed, for its logits."""
         row, page = slot.row, self.pool.page
+        if unscored(row.request, self.scores):
+            return
         for key in slot.keys[: (len(slot.text) - 1) // page]:
             if key not in self.pool.published:
                 break
@@ -360,6 +411,19 @@ class SlotLane:
 
     # --- one step ---
 
+    def ask(self) -> list[Event]:
+        """Where rows have masks: read the round before, and ask for what may come next."""
+        masked = [slot for slot in self.slots if slot.row.request.mask is not None]
+        if not masked:
+            return []
+        events, self.flying = self._land(), None
+        for slot in masked:
+            if not slot.row.finish and not (slot.asked and slot.fresh):
+                words = slot.row.allowed(self.runner.columns.vocab)
+                if words is not None:
+                    self.runner.columns.allow([slot.index], [words])
+        return events
+
     def step(self, model: Any, backend: str) -> list[Event]:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
         self._feed()
@@ -376,11 +440,11 @@ class SlotLane:
             slot.pages.append(page)
 
     def _feed(self) -> None:
-        """Up to a chunk of tokens of the prompts that are not through, oldest first."""
+        """Up to a chunk of tokens of the prompts that are not through, by the rank of their requests."""
         room, longest = self.chunk, 0
         group: list[tuple[Slot, int]] = []
         readers = {id(s) for slot in self.slots for s in slot.siblings if slot.fed < len(slot.text)}
-        for slot in self.slots:
+        for slot in sorted(self.slots, key=lambda s: s.row.request.rank):
             size = min(room, len(slot.text) - slot.fed)
             if not size or slot.asked or id(slot) in readers:
                 continue
@@ -394,9 +458,16 @@ class SlotLane:
             self._read(group)
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
-        parts, through = [], []
+        parts, through, place = [], [], 0
+        wanted: list[tuple[int, int]] = []
+        owners: list[tuple[Slot, int]] = []
         for slot, size in group:
             end = slot.fed + size
+            if unscored(slot.row.request, self.scores):
+                after = slot.row.request.ids[slot.fed + 1 : end + 1]
+                wanted += [(place + i, token) for i, token in enumerate(after)]
+                owners.append((slot, len(after)))
+            place += size
             writers = [slot, *slot.siblings] if end == len(slot.text) else []
             writers = [s for s in writers if not s.gone]
             ends = [(s.index, s.said) for s in writers]
@@ -408,7 +479,12 @@ class SlotLane:
         copies = [self._share(slot, s) for slot, s in through if s is not slot]
         now = [(s.row.request.settings, s.said) for _, s in through]
         used = frozenset().union(*(_used(s, n, n) for s, n in now))
-        self.runner.prefill(parts, used)
+        if any(s.row.request.mask is not None for _, s in through):
+            used |= {MASK}
+        found = self.runner.prefill(parts, used, wanted)
+        each = zip(*(x.split([n for _, n in owners]) for x in found), strict=True)
+        for (slot, _), mine in zip(owners, each, strict=False):
+            slot.scored.append(mine)
         for source, target in filter(None, copies):
             self.pool.copy(source, target)
         for slot, size in group:
@@ -430,7 +506,7 @@ class SlotLane:
 
     def _launch(self) -> Flight | None:
         """The next round: until an eighth of the rows are through where others wait, or for `look` steps."""
-        live = [s for s in self.slots if s.asked and (s.left or s.fresh)]
+        live = [s for s in self.slots if s.asked and (s.left or s.fresh) and not s.row.finish]
         if not live:
             self._place()
             return None
@@ -438,6 +514,10 @@ class SlotLane:
         few = max(1, len(live) // 8) if self.waiting else len(live)
         steps = min(self.runner.look, lefts[few - 1])
         lines, longest, used = [], 1, frozenset[str]()
+        masked = [s for s in live if s.row.request.mask is not None]
+        if masked:
+            # What follows a first token is asked when the host has read it.
+            steps, used = min(steps, 0 if any(s.fresh for s in masked) else 1), frozenset({MASK})
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
             self._reserve(slot, len(slot.text) + slot.asked + took - 1)
@@ -448,8 +528,7 @@ class SlotLane:
         for slot, _, last in lines:
             slot.asked, slot.fresh = slot.asked + last - 1, False
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
-        flight = self.runner.run(steps, width, self.runner.bucket(longest), used)
-        return *flight, lines
+        return self.runner.run(steps, width, self.runner.bucket(longest), used), lines
 
     def _place(self) -> None:
         busy = {slot.index for slot in self.slots if slot.asked}
@@ -462,22 +541,35 @@ class SlotLane:
         """Read the round before; what a row said after its end is dropped."""
         if self.flying is None:
             return []
-        log, logp, event, lines = self.flying
+        ((log, logp, *tops), event), lines = self.flying
         if event is not None:
             event.synchronize()
         tokens, logprobs = log.T.tolist(), logp.T.tolist()
         events: list[Event | None] = []
         for slot, first, last in lines:
             row, index = slot.row, slot.index
-            for token, logprob in zip(
-                tokens[index][first:last], logprobs[index][first:last], strict=True
+            count, listed = row.request.settings.top_logprobs, list[Tops]()
+            if count:
+                pairs = (x[first:last, index, :count].tolist() for x in tops)
+                listed = [list(zip(*pair, strict=True)) for pair in zip(*pairs, strict=True)]
+            if unscored(row.request, self.scores):
+                scores = Scores()
+                for each in slot.scored:
+                    scores.add(*each, count)
+                # The one of its samples that has read the prompt knows it.
+                if len(scores.logprobs) == len(row.request.ids):
+                    self.scores[row.request.number] = scores
+            for i, (token, logprob) in enumerate(
+                zip(tokens[index][first:last], logprobs[index][first:last], strict=True)
             ):
                 if slot.gone or row.finish:
                     break
                 if token < 0:
                     row.finish, row.error = "error", BROKEN
+                    if row.request.mask is not None:
+                        row.error = f"{BROKEN}, or {NOTHING}"
                 else:
-                    events.append(row.say(token, logprob))
+                    events.append(row.say(token, logprob, listed[i] if count else []))
             if self.prefix and not slot.gone and row.error is None:
                 self._publish(slot)
         return [e for e in events if e is not None]
