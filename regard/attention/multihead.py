@@ -96,8 +96,8 @@ class GroupedQueryAttention(Mechanism):
         return None if c.qk_norm is None else RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
 
     def cache_spec(self) -> CacheSpec:
-        token = {"k": (self.g, self.d), "v": (self.g, self.e)}
-        return CacheSpec(token=token, turned=turned("k", self.config.rope))
+        turns = turned("k", self.config.rope)
+        return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)}, turned=turns)
 
     def flops(self, context: int) -> int:
         return 2 * min(context, self.config.window or context) * self.h * (self.d + self.e)

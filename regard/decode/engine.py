@@ -199,7 +199,7 @@ class Engine:
         threads = threads_for(
             self.weights * rows if self.loading is None else self.weights * self.chunk
         )
-        with threads, self._whole(), evaluation(self.modules):
+        with self._whole(), threads, evaluation(self.modules):
             events = self._expire()
             reading = [] if self.loading is None else list(self.loading.requests)
             if self.waiting and all(self.waiting[0].priority > r.priority for r in reading):
@@ -212,7 +212,7 @@ class Engine:
             for key, lane in list(self.lanes.items()):
                 if self.lanes.get(key) is lane:  # an earlier lane may have put its requests back
                     events += self._advance(key, lane)
-        return self._done(events)
+            return self._done(events)
 
     def run(self) -> Iterator[Event]:
         """Events until nothing is left to do."""
@@ -226,6 +226,7 @@ class Engine:
         first, waiting, resumed = self.count, list(self.waiting), dict(self.resumed)
         self.tried = []
         finished = {number: dict(done) for number, done in self.finished.items()}
+        deadlines, scores = dict(self.deadlines), dict(self.scores)
         active = {r.number: r for r in self._active()}
         for lane in self.lanes.values():
             for row in () if isinstance(lane, BeamLane) else lane.rows:
@@ -238,6 +239,8 @@ class Engine:
             self.tried = [r for r in (*active.values(), *waiting) if r not in self.waiting]
             self.loading, self.lanes, self.resumed, self.finished = None, {}, resumed, finished
             self.waiting = sorted([*active.values(), *waiting, *new], key=RANK)
+            self.deadlines.update(deadlines)
+            self.scores.update(scores)
             if self.pool is not None:
                 self.pool.clear()
             if self.slots is not None:
@@ -250,10 +253,10 @@ class Engine:
         for event in events:
             if event.done is not None:
                 self.deadlines.pop(event.request, None)
-                scores = self.scores.pop(event.request, None)
-                for result in event.done if scores is not None else ():
-                    result.prompt_logprobs = scores.logprobs
-                    result.prompt_top_logprobs = scores.tops if any(scores.tops) else []
+                if (scores := self.scores.pop(event.request, None)) is not None:
+                    for result in event.done:
+                        result.prompt_logprobs = scores.logprobs
+                        result.prompt_top_logprobs = scores.tops if any(scores.tops) else []
                 self.cap = min(self.rows, self.cap + len(event.done))
         return events
 

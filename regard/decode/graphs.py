@@ -333,6 +333,7 @@ class SlotLane:
         self.idle: list[int] = []
         self.flying: Flight | None = None
         self.waiting = False  # whether others wait for a slot
+        self.paused = False  # whether the last round had no step, for the sake of a mask
         runner.lane = weakref.ref(self)
 
     def takes(self, request: Request) -> bool:
@@ -448,6 +449,9 @@ class SlotLane:
             size = min(room, len(slot.text) - slot.fed)
             if not size or slot.asked or id(slot) in readers:
                 continue
+            # The others go on in between, however many such prompts come.
+            if self.paused and slot.row.request.mask is not None:
+                continue
             self._reserve(slot, slot.fed + size)
             if group and max(longest, size) * (len(group) + 1) > PADDED * self.chunk:
                 self._read(group)
@@ -510,14 +514,15 @@ class SlotLane:
         if not live:
             self._place()
             return None
-        lefts = sorted(s.left for s in live)
-        few = max(1, len(live) // 8) if self.waiting else len(live)
+        lefts = sorted(s.left for s in live if s.left) or [0]
+        few = max(1, len(lefts) // 8) if self.waiting else len(lefts)
         steps = min(self.runner.look, lefts[few - 1])
         lines, longest, used = [], 1, frozenset[str]()
         masked = [s for s in live if s.row.request.mask is not None]
+        # What follows a first token is asked when the host has read it.
+        self.paused = any(s.fresh for s in masked)
         if masked:
-            # What follows a first token is asked when the host has read it.
-            steps, used = min(steps, 0 if any(s.fresh for s in masked) else 1), frozenset({MASK})
+            steps, used = min(steps, 0 if self.paused else 1), frozenset({MASK})
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
             self._reserve(slot, len(slot.text) + slot.asked + took - 1)
@@ -555,7 +560,7 @@ class SlotLane:
             if unscored(row.request, self.scores):
                 scores = Scores()
                 for each in slot.scored:
-                    scores.add(*each, count)
+                    scores.add(count, *each)
                 # The one of its samples that has read the prompt knows it.
                 if len(scores.logprobs) == len(row.request.ids):
                     self.scores[row.request.number] = scores

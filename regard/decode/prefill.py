@@ -25,7 +25,7 @@ class Scores:
         self.logprobs: list[float | None] = [None]
         self.tops: list[Tops] = [[]]
 
-    def add(self, logprobs: Tensor, ids: Tensor, tops: Tensor, count: int) -> None:
+    def add(self, count: int, logprobs: Tensor, ids: Tensor, tops: Tensor) -> None:
         """Those of some tokens more (n), with the `count` best (n k)."""
         self.logprobs += logprobs.tolist()
         for each in zip(ids[:, :count].tolist(), tops[:, :count].tolist(), strict=True):
@@ -140,7 +140,7 @@ class Prefill:
         for at in range(0, len(after), SLICE):
             logits = model.logits(hidden[None, at : at + SLICE][:, : len(after) - at])[0]
             each = scored(logits, tokens[at : at + SLICE])
-            found.add(*each, request.settings.top_logprobs)
+            found.add(request.settings.top_logprobs, *each)
         if len(found.logprobs) == len(request.ids):
             self.scores[request.number] = found
 
