@@ -374,8 +374,11 @@ def main() -> int:
             wrong += 1
             print(f"WRONG {error}", flush=True)
         seed += args.every
-        if seed // args.every % 50 == 0:
-            print(f"{time.perf_counter() - began:6.0f} s, round {seed}: {dict(counts)}", flush=True)
+        if (seed - args.first) // args.every % 10 == 0:
+            print(
+                f"{time.perf_counter() - began:.0f} s, round {seed}, {wrong} wrong: {dict(counts)}",
+                flush=True,
+            )
     print(
         f"{sum(counts[e] for e in ends)} requests in {time.perf_counter() - began:.0f} s, {wrong} rounds wrong: "
         f"{dict(counts)}"
