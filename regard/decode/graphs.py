@@ -340,6 +340,7 @@ class SlotLane:
         s = request.settings
         plain = s.beams == 1 and not (s.lookup or s.draft) and request.source is None
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
+        fits = fits and s.samples <= self.runner.rows
         return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
 
     # --- membership ---

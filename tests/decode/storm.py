@@ -370,9 +370,9 @@ def main() -> int:
     while sum(counts[e] for e in ends) < args.requests or counts["faults"] < args.faults:
         try:
             counts += play(seed, args.faults > 0, seed % 7 == 3)
-        except AssertionError as error:
+        except Exception as error:
             wrong += 1
-            print(f"WRONG {error}", flush=True)
+            print(f"WRONG round {seed}: {type(error).__name__}: {error}", flush=True)
         seed += args.every
         if (seed - args.first) // args.every % 10 == 0:
             print(
