@@ -174,3 +174,28 @@ def test_more_best_tokens_than_words_are_all_words() -> None:
             "gqa_rope", [([1], Settings(max_new_tokens=2, top_logprobs=20))], **options
         )
         assert [sorted(i for i, _ in tops) for tops in r.top_logprobs] == [list(range(VOCAB))] * 2
+
+
+def test_best_tokens_are_taken_back_with_the_step_that_raised() -> None:
+    """Ctrl-C in a callback, after some rows of the step have said their token."""
+    s, calls = Settings(max_new_tokens=8, **BEST), iter(range(100))
+
+    def stop(sample: int, ids: list[int]) -> bool:
+        if next(calls) in (2, 5):
+            raise KeyboardInterrupt
+        return False
+
+    engine = Engine(model("gqa_rope"), page=4)
+    engine.submit(request("gqa_rope", [4, 5], s, key=0))
+    engine.submit(request("gqa_rope", [1, 2], s, key=1, stop=stop))
+    done, raised = {}, 0
+    while not engine.idle:
+        try:
+            done |= {e.request: e.done[0] for e in engine.step() if e.done}
+        except KeyboardInterrupt:
+            raised += 1
+    want = served("gqa_rope", [([4, 5], s), ([1, 2], s)])
+    assert raised == 2
+    for i in (0, 1):
+        pairs = zip(done[i].top_logprobs, want[i][0].top_logprobs, strict=True)
+        assert all([t for t, _ in a] == [t for t, _ in b] for a, b in pairs)

@@ -195,3 +195,18 @@ def test_mask_is_told_what_it_cannot_do() -> None:
 def test_generate_and_stream_take_a_mask() -> None:
     (result,) = regard.generate(model("gqa_rope"), [[5]], max_new_tokens=20, eos=(END,), mask=bits)
     assert in_grammar(result.ids) and len(result.ids) > 1
+
+
+def test_slot_that_had_a_mask_has_none() -> None:
+    """Rows with and without masks take turns in few slots, always beside each other."""
+    asked = [(p, bits if i % 3 else None) for i, p in enumerate(prompts((3,) * 12))]
+
+    def found(**options: Any) -> list[list[int]]:
+        engine = Engine(model("gqa_rope"), runner="graph", page=4, pages=60, **options)
+        for i, (prompt, mask) in enumerate(asked):
+            s = Settings(max_new_tokens=3 + i % 4, eos=(END,), frequency_penalty=0.5)
+            engine.submit(request("gqa_rope", prompt, s, key=i, mask=mask))
+        done = run(engine)
+        return [done[i][0].ids for i in range(len(asked))]
+
+    assert found(rows=2) == found(rows=12)
