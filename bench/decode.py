@@ -6,8 +6,14 @@ Random weights of real shape, no end token, so that every side makes the same nu
 and search: median milliseconds and tokens per second of each side, the ratio (the better of transformers' fp32 and bf16
 over ours; above 1: Regard is faster), and how many rows have the tokens of transformers' fp32. `translate` runs beam 4
 over 200 sentences of ../shared/data/multi30k and adds the memory of each side, in a process of its own (every one has
-torch in it, which CTranslate2 imports where it finds it). CTranslate2 takes part if it can be imported. Each part takes
-up to four minutes on two cores; run it alone. It changes nothing.
+torch in it, which CTranslate2 imports where it finds it). CTranslate2 takes part in `gpt2` and `translate` if it can be
+imported; bf16 where the CPU multiplies it. Each part takes up to four minutes on two cores; run it alone. It changes
+nothing.
+
+A CPU without AMX, or with AVX2 alone, is had by hiding the rest from all sides:
+
+    REGARD_ISA=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI CT2_FORCE_CPU_ISA=AVX512 MKL_ENABLE_INSTRUCTIONS=AVX512_E1
+    REGARD_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 CT2_FORCE_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 """
 
 from __future__ import annotations
@@ -33,12 +39,17 @@ from measure import growth, header, medians
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
 PARTS = ("gpt2", "llama", "marian", "t5", "translate")
-PRECISIONS = ("fp32", "bf16", "int8")
 PROMPT, NEW, BATCHES = 32, 64, (1, 8)
 LINES, LINE_NEW, BEAMS, BATCH = 200, 16, 4, 32  # of the part `translate`
 
 Prompts = Sequence[Sequence[int]]
 Side = Callable[[], list[list[int]]]
+
+
+def precisions() -> list[str]:
+    from regard.kernels.linear import half_is_fast
+
+    return ["fp32", "bf16", "int8"] if half_is_fast() else ["fp32", "int8"]
 
 
 # --- the models ---------------------------------------------------------------------------------------------------
@@ -126,11 +137,17 @@ def compare(name: str, args: argparse.Namespace) -> None:
     for batch in BATCHES:
         for beams in (1, BEAMS) if two else (1,):
             prompts = ragged(batch, plain.config.vocab_size, about)
-            made = {p: regard.prepare(model, p, rows=batch * beams) for p in PRECISIONS}
+            made = {p: regard.prepare(model, p) for p in precisions()}
             sides: dict[str, Side] = {
                 f"transformers {p}": partial(theirs, m, prompts, beams, new) for p, m in peers.items()
             } | {f"regard {p}": partial(ours, m, prompts, beams, new) for p, m in made.items()}  # fmt: skip
-            report(f"{name} batch {batch} beams {beams}", sides, batch * new, args.repeats)
+            with tempfile.TemporaryDirectory() as home:
+                if name == "gpt2" and importlib.util.find_spec("ctranslate2"):
+                    plain.save_pretrained(home)
+                    convert(Path(home), plain.config.vocab_size)
+                    for p in ("fp32", "int8"):
+                        sides[f"ctranslate2 {p}"] = writer(Path(home, p), prompts, new)
+                report(f"{name} batch {batch} beams {beams}", sides, batch * new, args.repeats)
 
 
 def report(
@@ -147,7 +164,7 @@ def report(
         ratio = "" if name.startswith("transformers") else f"{best / seconds:.2f}"
         print(f"{title:<26} {name:<18} {seconds * 1e3:>9.1f} {tokens / seconds:>9.1f} {ratio:>6}  "
               f"{same}/{len(truth)} {(notes or {}).get(name, '')}".rstrip(), flush=True)  # fmt: skip
-    for p in PRECISIONS:
+    for p in ("fp32", "int8"):
         if f"ctranslate2 {p}" in times:
             ratio = f"{times[f'ctranslate2 {p}'] / times[f'regard {p}']:.2f}"
             print(f"{title:<26} regard {p} is {ratio} times as fast as ctranslate2 {p}")
@@ -197,7 +214,7 @@ def make(side: str, folder: Path, lines: list[list[int]], new: int) -> Side:
 
         kind = torch.float32 if precision == "fp32" else torch.bfloat16
         read = regard.load(folder, dtype=kind)
-        model = regard.prepare(read, precision, rows=BATCH * BEAMS, consume=True)
+        model = regard.prepare(read, precision, consume=True)
         return partial(ours, model, lines, BEAMS, new, [vocab - 1], BATCH * BEAMS)
     import transformers
 
@@ -235,6 +252,26 @@ def translator(folder: Path, lines: list[list[int]], new: int, words: list[str])
     return run
 
 
+def writer(folder: Path, prompts: Prompts, new: int) -> Side:
+    """CTranslate2's decoder, greedy, of prompts as they are."""
+    import ctranslate2
+
+    kind = "int8" if folder.name == "int8" else "float32"
+    engine = ctranslate2.Generator(
+        str(folder), compute_type=kind, inter_threads=1, intra_threads=torch.get_num_threads()
+    )
+    words = json.loads((folder / "vocabulary.json").read_text())
+    number = {word: i for i, word in enumerate(words)}
+    source = [[words[i] for i in prompt] for prompt in prompts]
+
+    def run() -> list[list[int]]:
+        limits = dict(max_length=new, min_length=new, include_prompt_in_result=False)
+        out = engine.generate_batch(source, beam_size=1, **limits)
+        return [[number[word] for word in result.sequences[0]] for result in out]
+
+    return run
+
+
 def convert(folder: Path, vocab: int) -> None:
     """The folder's weights for CTranslate2, in fp32 and in int8."""
     from ctranslate2.converters import TransformersConverter
@@ -257,7 +294,7 @@ def translate(args: argparse.Namespace) -> None:
         model.save_pretrained(folder)
         new = 4 if args.quick else LINE_NEW
         (folder / "lines.json").write_text(json.dumps({"lines": lines, "new": new}))
-        names = [f"regard {p}" for p in PRECISIONS]
+        names = [f"regard {p}" for p in precisions()]
         if importlib.util.find_spec("ctranslate2"):
             convert(folder, model.config.vocab_size)
             names += ["ctranslate2 fp32", "ctranslate2 int8"]

@@ -3,6 +3,7 @@
 python bench/gpu_kernels.py                 k: every kernel's error
 python bench/gpu_kernels.py --part t        sweeps the shapes of linear layers of few rows, prints the best as a table
 python bench/gpu_kernels.py --part w        the same for products of 8 and 64 rows, and attention
+python bench/gpu_kernels.py --part e        the same for the products of experts
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from gpu_measure import BF16, replayed, run_parts
 
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import wide as gpu_wide
@@ -52,8 +54,8 @@ def check_linear() -> None:
     ):
         x, w, g = randn(m, k), randn(n * (1 + gated), k, by=k**-0.5), randn(k)
         more: dict[str, Any] = {"act": "silu" if gated else "", "gated": gated}
-        got = gpu_linear.fused(x, w, norm=(g, 1e-5), residual=randn(m, n).zero_(), **more)
-        want = gpu_linear.reference(x.float(), w.float(), norm=(g.float(), 1e-5), **more)
+        got = gpu_linear.fused(x, w, norm=(g, 1e-5, 0.0), residual=randn(m, n).zero_(), **more)
+        want = gpu_linear.reference(x.float(), w.float(), norm=(g.float(), 1e-5, 0.0), **more)
         show(f"linear m={m} k={k} n={n} gated={gated}", got, want)
 
 
@@ -102,7 +104,9 @@ def check_wide() -> None:
         got = gpu_wide.gated(x, w, None, "silu")
         show("  gated", got, gpu_wide.gate(want, "silu", fast=False))
         for i, name in enumerate(("  residual", "  norm")):
-            got, want = (gpu_wide.add_norm(x, more, g, 1e-5, fast)[i] for fast in (True, False))
+            got, want = (
+                gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast)[i] for fast in (True, False)
+            )
             show(name, got, want)
         show("  gate", gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
 
@@ -110,11 +114,11 @@ def check_wide() -> None:
 def check_latent() -> None:
     for b, h, s in ((1, 16, 700), (4, 32, 4096), (2, 128, 1000)):
         places = -(-s // 16)
-        q, entry = randn(b, h, 576), randn(b, 576)
+        q = randn(b, h, 576)
         latents, ropes = randn(b * places, 16, 512), randn(b * places, 16, 64)
         table = torch.randperm(b * places, device="cuda").view(b, places).int()
         pos = torch.randint(s // 2, s, (b,), device="cuda")
-        got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+        got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
         cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
         want = gpu_latent.reference(q, cache, pos + 1, 512, 0.05)
         show(f"latent b={b} h={h}", got, want)
@@ -219,7 +223,31 @@ def attention_tiles() -> None:
         print(f"  attention, 64 rows of {keys} keys, (keys a step, warps, stages) us: {line}")
 
 
+def part_e(args: argparse.Namespace) -> None:
+    """Both products of the chosen experts, over shapes of programs; the rate is that of the weights read once."""
+    tried = ((64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 8), (128, 128, 3, 8), (32, 128, 4, 4))
+    for name, m, f, count, a in (("Mixtral", 4096, 14336, 8, 2), ("Qwen3-MoE", 2048, 768, 128, 8)):
+        shapes = ((count, f, m), (count, f, m), (count, m, f))
+        w = gpu_experts.Experts(
+            *(torch.empty(s, dtype=BF16, device="cuda").normal_(0, 0.02) for s in shapes)
+        )
+        for rows in (1, 8, 64):
+            x, h, y = randn(rows, m), randn(rows * a, f), torch.empty(a, rows, m, device="cuda")
+            chosen = torch.stack([torch.randperm(count)[:a] for _ in range(rows)]).cuda()
+            weight, used = torch.rand(rows, a, device="cuda"), len(chosen.unique())
+            for part, source, out, size in (("up", x, h, 4 * m * f), ("down", h, y, 2 * m * f)):
+                now = gpu_experts.blocks_for(source.shape[1], rows, rows * a, count, part == "up")
+                for blocks in dict.fromkeys([now, *((0, *b) for b in tried)]):
+                    call = partial(gpu_experts.grouped, source, chosen, weight, w, (), out, blocks)
+                    took = replayed([call] * 4)
+                    rate = (
+                        f"{used * size / took / 1e12:.2f} TB/s{' (now)' if blocks == now else ''}"
+                    )
+                    print(f"  {name} {part}, {rows} rows: {blocks} {took * 1e6:.1f} us, {rate}")
+        del w
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="1", help="rows of x in part t")
-    run_parts(parser, {"k": part_k, "t": part_t, "w": part_w}, "k")
+    run_parts(parser, {"k": part_k, "t": part_t, "w": part_w, "e": part_e}, "k")

@@ -56,9 +56,9 @@ def bandwidth() -> float:
     return 2 * len(x) / statistics.median(seconds(lambda: y.copy_(x)) for _ in range(9))
 
 
-def prompts(n: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
+def prompts(n: int, low: int, high: int, seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
     r = random.Random(seed)
-    return [[r.randrange(VOCAB) for _ in range(r.randint(low, high))] for _ in range(n)]
+    return [[r.randrange(vocab) for _ in range(r.randint(low, high))] for _ in range(n)]
 
 
 def run_parts(

@@ -62,7 +62,7 @@ def compare(name: str, dtype: str, args: argparse.Namespace) -> None:
     steady = ready(model, ragged(1, vocab, about))
     for batch in BATCHES:
         prompts = ragged(batch, vocab, about)
-        fast = regard.prepare(model, DTYPES[dtype], rows=batch)
+        fast = regard.prepare(model, DTYPES[dtype])
         models = {"plain": (model, False), "prepared": (fast, False), "invariant": (steady, True)}
         found: dict[str, list[Answer]] = {}
 

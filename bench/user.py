@@ -1,6 +1,6 @@
 """What a user types, timed: regard.generate with its defaults on a GPU, against transformers' generate, in one run.
 
-    python bench/user.py                    all parts; about four minutes on an H200
+    python bench/user.py                    all parts; about five minutes on an H200
     python bench/user.py --quick            tiny sizes: whether it runs at all
     python bench/user.py --part a           one part
 
@@ -11,8 +11,12 @@ c  512 requests that arrive by and by (Poisson), prompts of 16 to 2,048 tokens, 
    regard.Engine, against as many tokens in static batches; how long a request waits for its first token
 d  the first token: a process of its own from `regard.load` on, with kernels compiled anew and from their cache
 e  chats: 64 of 8 turns with one system prompt, by regard.Engine: how many tokens of the prompts are not read again
-f  on a CPU: 16 requests to a GPT-2 of 124M (prompts of 16 to 64 tokens, answers of 16 to 48), by regard.Engine with
-   its defaults, together and one at a time; needs no GPU: --part f
+f  a Mixtral shape (8 experts, 2 chosen; 4 layers of it) and a Qwen3-4B shape (norms on queries and keys), random
+   weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of experts those that were chosen
+g  Marian-base and T5-small, random weights in bf16, 64 sources of 16 to 48 tokens, 64 new each: beams of 4 and greedy,
+   against transformers on the same weights
+h  on a CPU: 16 requests to a GPT-2 of 124M (prompts of 16 to 64 tokens, answers of 16 to 48), by regard.Engine with
+   its defaults, together and one at a time; needs no GPU: --part h
 
 Nothing but torch, triton and transformers must be installed. It changes nothing.
 """
@@ -27,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,6 +40,8 @@ from gpu_measure import BF16, VOCAB, bandwidth, prompts, run_parts, seconds
 import regard
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
+from regard.models import Tokens, TransformerConfig
+from regard.moe import MixtureOfExperts
 
 TOP_P = {"temperature": 1.0, "top_p": 0.9, "seed": 1}
 
@@ -273,7 +279,144 @@ def part_e(args: argparse.Namespace) -> None:
     )
 
 
+def shaped(name: str, quick: bool) -> Any:
+    """A model of part f."""
+    torch.manual_seed(0)
+    norm = regard.Norm(1e-6, rms=True)
+    if name == "mixtral":
+        attention = regard.GQA(32, 8, 128, rope=regard.Rope(1e6))
+        dim, layers, ffn = 4096, 4, regard.MoE(8, 2, 14336)
+    else:
+        attention = regard.GQA(32, 8, 128, rope=regard.Rope(1e6), qk_norm=1e-6)
+        dim, layers, ffn = 2560, 36, regard.MLP(9728, "silu", gated=True, bias=False)
+    tower = regard.Tower(dim, 1 if quick else layers, attention, ffn, norm=norm)
+    words = Tokens(32000 if name == "mixtral" else 151936)
+    config = TransformerConfig(words, tower, regard.LM(tied=name != "mixtral"), max_len=8192)
+    return regard.build(config, device="cuda", dtype=BF16)
+
+
+@torch.no_grad()
+def read_in_a_step(model: Any, texts: list[list[int]], out: Any) -> float:
+    """Bytes of weights that a step reads at least: all but the embedding of an untied head and, by what the plain model
+    chooses for these very texts, the experts that no row chose; the mean over steps."""
+    size = sum(p.nbytes for p in model.parameters())
+    size -= 0 if model.config.head.tied else model.embedding.weight.nbytes
+    layers = [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
+    seen: dict[Any, list[torch.Tensor]] = {layer: [] for layer in layers}
+
+    def route(layer: Any, x: torch.Tensor) -> Any:
+        chosen, weight = MixtureOfExperts.route(layer, x)
+        seen[layer].append(chosen)
+        return chosen, weight
+
+    for layer in layers:
+        layer.route = partial(route, layer)
+    for ids, result in zip(texts if layers else [], out, strict=False):
+        model(torch.tensor([ids + result.ids], device="cuda"))
+        for rows in seen.values():
+            rows[-1] = rows[-1][len(ids) : -1]
+    for layer, rows in seen.items():
+        del layer.route
+        every = layer.config.experts
+        used = statistics.mean(len(step.unique()) for step in torch.stack(rows, 1).cpu())
+        size -= (1 - used / every) * sum(w.nbytes for w in (layer.gate, layer.up, layer.down))
+        print(f"    a step reads {used:.2f} of {every} experts")
+    return size
+
+
 def part_f(args: argparse.Namespace) -> None:
+    new, speed = 32 if args.quick else 256, bandwidth()
+    print(f"  copy {speed / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}")
+    for name in ("mixtral", "qwen3"):
+        model = shaped(name, args.quick)
+        each = model.config.tower.attention
+        cache_token = model.config.tower.layers * 2 * each.kv_heads * each.head_dim * 2
+        for batch in (1, 64):
+            texts = prompts(batch, *((128, 128) if batch == 1 else (96, 160)), batch, 32000)
+            asked: dict[str, Any] = {"max_new_tokens": new}
+            for _ in range(3):
+                out = regard.generate(model, texts, **asked)
+            took = statistics.median(
+                seconds(lambda: regard.generate(model, texts, **asked))  # noqa: B023
+                for _ in range(3)
+            )
+            size = read_in_a_step(model, texts, out) + batch * (128 + new // 2) * cache_token
+            share = size * new / took / speed
+            print(
+                f"  {name}, batch {batch}: {batch * new / took:,.0f} tokens/s, {1e3 * took / new:.3f} ms a token, "
+                f"{size / 1e9:.2f} GB a step, {100 * share:.1f} % of the copy's speed, "
+                f"{100 * share * speed / 4.8e12:.1f} % of 4.8 TB/s",
+                flush=True,
+            )
+        print("  " + Engine(model, rows=64, memory=2**30).explain().replace("\n", "\n  "))
+
+
+@cache
+def pair(name: str, quick: bool) -> tuple[Any, Any]:
+    """transformers' model, and ours with its weights."""
+    import transformers as tf
+
+    tf.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    layers = 1 if quick else 6
+    if name == "Marian-base":
+        sizes = {"layers": layers, "attention_heads": 8, "ffn_dim": 2048}
+        each = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in sizes.items()}
+        hf: Any = tf.MarianMTModel(tf.MarianConfig(
+            vocab_size=58101, d_model=512, max_position_embeddings=512, scale_embedding=True, pad_token_id=58100,
+            decoder_start_token_id=58100, eos_token_id=0, forced_eos_token_id=None, **each,
+        ))  # fmt: skip
+    else:
+        hf = tf.T5ForConditionalGeneration(
+            tf.T5Config(num_layers=layers, decoder_start_token_id=0, tie_word_embeddings=True)
+        )
+    start, pad = hf.config.decoder_start_token_id, hf.config.pad_token_id
+    # Nothing ends early, on either side.
+    hf.generation_config = tf.GenerationConfig(pad_token_id=pad, decoder_start_token_id=start)
+    hf = hf.to("cuda", BF16).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save_pretrained(folder)
+        return hf, regard.load(folder, device="cuda", dtype=BF16)
+
+
+def raced(hf: Any, model: Any, texts: list[list[int]], beams: int, new: int) -> str:
+    """Both sides on the same sources, in turn."""
+    width, pad = max(map(len, texts)), hf.config.pad_token_id
+    ids = torch.tensor([t + [pad] * (width - len(t)) for t in texts], device="cuda")
+    mask = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t in texts], device="cuda")
+    said: dict[str, list[list[int]]] = {}
+
+    def ours() -> None:
+        out = regard.generate(model, texts, beams=beams, max_new_tokens=new, eos=())
+        said["ours"] = [x.ids for x in out]
+
+    def other() -> None:
+        asked = {"num_beams": beams, "max_new_tokens": new, "do_sample": False}
+        with torch.inference_mode():
+            said["theirs"] = hf.generate(ids, attention_mask=mask, **asked)[:, 1:].tolist()
+
+    for _ in range(3):
+        ours()
+    other()
+    each = [(len(texts) * new / seconds(ours), len(texts) * new / seconds(other)) for _ in range(3)]
+    rate, peers = (statistics.median(x) for x in zip(*each, strict=True))
+    alike = sum(a == b for a, b in zip(said["ours"], said["theirs"], strict=True))
+    return f"{rate:8,.0f} {peers:13,.0f} {rate / peers:9.1f} times   {alike} of {len(texts)}"
+
+
+def part_g(args: argparse.Namespace) -> None:
+    count, new = (8, 16) if args.quick else (64, 64)
+    print("               beams  positions/s  transformers              same answers")
+    for name, vocab in (("Marian-base", 58000), ("T5-small", 32000)):
+        hf, model = pair(name, args.quick)
+        r = random.Random(3)
+        texts = [[r.randrange(3, vocab) for _ in range(r.randint(16, 48))] for _ in range(count)]
+        for beams in (4, 1):
+            print(f"  {name:12} {beams:5d}     {raced(hf, model, texts, beams, new)}", flush=True)
+        print("  " + Engine(model, rows=64, memory=2**30).explain().replace("\n", "\n  "))
+
+
+def part_h(args: argparse.Namespace) -> None:
     r = random.Random(3)
     torch.manual_seed(0)
     model = regard.build("gpt2", **({"layers": 4, "dim": 256, "heads": 4} if args.quick else {}))
@@ -306,5 +449,13 @@ def part_f(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs at all")
-    parts = {"a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e, "f": part_f}
-    run_parts(parser, parts, "a,b,c,d,e,f", anywhere="f")
+    parts = {
+        "a": part_a,
+        "b": part_b,
+        "c": part_c,
+        "d": part_d,
+        "e": part_e,
+        "f": part_f,
+        "g": part_g,
+    }
+    run_parts(parser, {**parts, "h": part_h}, "a,b,c,d,e,f,g,h", anywhere="h")

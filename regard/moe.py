@@ -139,19 +139,33 @@ class MixtureOfExperts(nn.Module):
             self.routed = score, chosen
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        x = self.enter(x)
+        out = self.mix(x, *self.route(x.flatten(0, -2)))
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = self.sigmoid(self.shared_gate(x)) * shared
+            out = self.plus(out, shared)
+        return self.leave(out, residual)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the router and all experts read."""
+        return x
+
+    def mix(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """The chosen experts (n a) of each token, by their weights (n a)."""
         flat = x.flatten(0, -2)  # n m
-        chosen, weight = self.route(flat)
         out = torch.zeros_like(flat)
         for e in chosen.unique().tolist():
             token, place = (chosen == e).nonzero(as_tuple=True)
             y = self.expert(flat[token], e) * weight[token, place, None]
             out.index_add_(0, token, y.to(out.dtype))
-        out = out.view_as(x)
-        if self.shared is not None:
-            shared = self.shared(x)
-            if self.shared_gate is not None:
-                shared = self.sigmoid(self.shared_gate(x)) * shared
-            out = out + shared
+        return out.view_as(x)
+
+    def plus(self, out: Tensor, shared: Tensor) -> Tensor:
+        return out + shared
+
+    def leave(self, out: Tensor, residual: Tensor | None) -> Tensor:
         return self.add(out, residual)
 
     def expert(self, x: Tensor, e: int) -> Tensor:

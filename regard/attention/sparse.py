@@ -110,7 +110,10 @@ class Indexer(nn.Module):
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
         """I (b t s) of queries (b t H D) against every key (b s D); x gives the head weights."""
         dots = self.dots(q, k)
-        return self.join(dots, self.ww(x).to(dots.dtype) * (self.h * self.d) ** -0.5)
+        return self.join(dots, self.weights(x).to(dots.dtype))
+
+    def weights(self, x: Tensor) -> Tensor:
+        return self.ww(x) * (self.h * self.d) ** -0.5  # b t H
 
     def dots(self, q: Tensor, k: Tensor) -> Tensor:
         return (fp8_dots if self.config.precision == "fp8" else dots_exact)(q, k)

@@ -159,6 +159,11 @@ class Paged(Cache):
     def users(self) -> list[int]:
         return self.pool.users
 
+    @property
+    def table(self) -> Tensor:
+        """The page (b, pages) of every stretch of `page` positions."""
+        return self._table
+
     def adopt(self, row: int, keys: Sequence[Hashable]) -> int:
         """Begin an empty row with the published pages of the longest run of `keys`, up to one with states where the
         model has states; how many tokens that gives."""

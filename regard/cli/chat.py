@@ -45,7 +45,7 @@ def run(options: Options) -> int:
     given = settings_of(options)
     Settings.of(given)
     check_unicode(options.system or "", "--system")
-    opened = cli.open_model(options.model, options.machine, rows=1)
+    opened = cli.open_model(options.model, options.machine)
     check_reads_text(opened.model)
     conversation = Conversation(opened, options, given)
     for line in lines():

@@ -41,7 +41,7 @@ def run(options: Options) -> int:
 
     cli.check_counts(options, "top", "rows")
     cli.check_file(options.file)
-    opened = cli.open_model(options.model, options.machine, options.rows)
+    opened = cli.open_model(options.model, options.machine)
     classifier = Classifier(opened, options.overlong, options.model)
     rows = 1 if cli.is_typed(options.file) else options.rows
     if classifier.pictures is not None and options.file != "-":

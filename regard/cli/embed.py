@@ -43,7 +43,7 @@ def run(options: Options) -> int:
     if options.output is not None and not options.output.endswith(".npy"):
         raise UsageError(f"--output {options.output}: give a name that ends in .npy")
     cli.check_file(options.file)
-    opened = cli.open_model(options.model, options.machine, options.rows)
+    opened = cli.open_model(options.model, options.machine)
     embedder = Embedder(opened, options.normalize, options.overlong)
     whole = []
     for block in cli.line_blocks(options.file, 1 if cli.is_typed(options.file) else options.rows):

@@ -118,7 +118,7 @@ def run(options: Options) -> int:
             "--top-logprobs and --prompt-logprobs are printed with --json; give it too"
         )
     prompt = read_prompt(options)
-    opened = cli.open_model(options.model, options.machine, rows)
+    opened = cli.open_model(options.model, options.machine)
     check_reads_text(opened.model)
     cli.compare(opened, prompt)
     model, tokenizer, ids = opened.model, opened.tokenizer, prompt
@@ -127,7 +127,7 @@ def run(options: Options) -> int:
         if lost := unread(needed(tokenizer), prompt):
             tell("note", lost)
     if drafted is not None:
-        given["draft_model"] = cli.open_model(drafted, options.machine, rows).model
+        given["draft_model"] = cli.open_model(drafted, options.machine).model
     given["stop"] = options.stop
     as_it_comes = rows == 1 and not options.json and tokenizer is not None
     rate = cli.Rate(streaming=as_it_comes)

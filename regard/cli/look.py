@@ -54,7 +54,7 @@ def run(options: Options) -> int:
     asked = {name: getattr(options, name) for name in ("image", "target", "layer", "head")}
     panels = []
     for folder, title in zip(names, titles(names)):
-        opened = cli.open_model(folder, options.machine, 1)
+        opened = cli.open_model(folder, options.machine)
         how: Any = {"precision": opened.precision, "compared": options.compare is not None}
         panels.append(look(opened.model, opened.tokenizer, title, text, **asked, **how))
     what = clip(visible(text), 80) if text else Path(options.image or "").name

@@ -182,11 +182,11 @@ def values(options: Any) -> dict[str, Any]:
 # --- models in, folders and files out -------------------------------------------------------------
 
 
-def open_model(folder: str, machine: Machine, rows: int) -> Opened:
+def open_model(folder: str, machine: Machine) -> Opened:
     """The model of a folder, ready to run where and how the flags say."""
     from regard.evaluate.model import Opened
 
-    opened = Opened(folder, rows, **dataclasses.asdict(machine))
+    opened = Opened(folder, **dataclasses.asdict(machine))
     talk(opened.about)
     return opened
 

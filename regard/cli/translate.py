@@ -74,7 +74,7 @@ class Translator:
         self.options, self.settings, self.tokens = options, settings, 0
         # A sentence for each line that ended with an error.
         self.failed: list[str] = []
-        self.opened = cli.open_model(options.model, options.machine, rows)
+        self.opened = cli.open_model(options.model, options.machine)
         self.model = self.opened.model
         if not self.model.reads_source:
             raise UsageError(

@@ -135,13 +135,13 @@ def check_drafted(request: Request, draft: Any, model: Any) -> None:
         )
 
 
-def check_pages(request: Request, pool: Pool, model: Any) -> None:
-    """Alone it must fit the pool: rows share the prompt's full pages, the rest is each row's own. The last token is
-    said, not kept."""
+def check_pages(request: Request, pool: Pool, model: Any, source: int = 0) -> None:
+    """Alone it must fit the pool: rows share the prompt's full pages and those of a `source`, the rest is each row's
+    own. The last token is said, not kept."""
     s, page, have = request.settings, pool.page, len(pool.users)
     tokens = min(kept(request, model), len(request.ids) + s.max_new_tokens - 1)
     shared = min(len(request.ids), tokens) // page
-    need = shared + s.rows * (-(-tokens // page) - shared)
+    need = source + shared + s.rows * (-(-tokens // page) - shared)
     if need > have:
         rows = "" if s.rows == 1 else f" in {s.rows} rows"
         raise UsageError(

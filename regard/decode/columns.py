@@ -58,6 +58,11 @@ def forced(s: Settings, said: int) -> int | None:
     return s.forced_last if said == s.max_new_tokens - 1 else None
 
 
+def used_by(s: Settings, first: int, last: int) -> frozenset[str]:
+    """What the tokens from number `first` to `last` of a row depend on."""
+    return uses(s) if held(s, first, last) else uses(s) - {"held"}
+
+
 class Columns:
     """Settings of n rows as columns (n 1), and what they say of single tokens (n V): made when some row first uses
     them, and from then on where they are."""
@@ -212,7 +217,7 @@ def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tenso
 
 
 def _adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    if columns.keys() & {"bias", *PENALTIES}:
+    if columns.keys() & {"bias", "avoided", *PENALTIES}:
         logits = logits.float()
     if "bias" in columns:
         logits = logits + columns["bias"]
@@ -222,6 +227,9 @@ def _adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tens
         logits = logits - columns["presence_penalty"] * (columns["said"] > 0)
     if "frequency_penalty" in columns:
         logits = logits - columns["frequency_penalty"] * columns["said"]
+    if "avoided" in columns:
+        # Of beams in groups: what the others say.
+        logits = logits - columns["avoided"]
     if "held" not in columns:
         return logits
     least, most, first, last, *_ = columns["held"].T

@@ -1,9 +1,9 @@
 """The one decoding loop: requests come in, lanes of rows advance, events come out.
 
 Requests are served by their rank: those of the highest priority first, of them the oldest. A request is prefilled in a
-small lane of its own, in chunks, and then joins the lane of its kind (one for all sampling, one for each width of beam
-search), so that every step serves whatever is there. On a GPU what needs no beams and no guesses goes into the slots of
-a CUDA graph instead (graphs.py), if the model has one.
+small lane of its own, in chunks, and then joins the lane of its kind (one for all sampling, one for each shape of beam
+search), so that every step serves whatever is there. On a GPU what needs no guesses goes into the slots of a CUDA graph
+instead (graphs.py, search.py), if the model has one.
 
 With a paged cache rows come and go freely, texts that begin alike share pages, and when pages run out the request of
 the last rank is put back into the queue and goes on later: with the same text, because choices depend on (seed,
@@ -26,13 +26,14 @@ from typing import Any
 import torch
 
 from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, Sinks, taken_back
-from regard.decode.beam import BeamLane, candidates
+from regard.decode.beam import BeamLane, Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
-from regard.decode.graphs import SlotLane, runner_of, why_plain
+from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
 from regard.decode.prefill import Prefill, Scores, first_text, unscored
 from regard.decode.rows import Row, page_keys
 from regard.decode.sample import SampleLane
+from regard.decode.search import SearchLane, search_of
 from regard.decode.settings import Event, Request, Result
 from regard.decode.window import WindowLane, streams
 from regard.errors import UsageError
@@ -40,6 +41,7 @@ from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
 
 Lane = SampleLane | BeamLane | SlotLane
+BEAMS = (BeamLane, SearchLane)
 ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 WINDOW = (
     "window"  # the lane of rows that have outgrown the context, and are read anew for each token
@@ -103,9 +105,11 @@ class Engine:
         paged = layout == "paged" and any(spec.token for spec in self.specs)
         exact = pages is not None
         if paged and pages is None:
-            pages = pages_in(
-                memory, weight.device, self.specs, page, weight.dtype, rows, self.longest
-            )
+            longest = self.longest
+            if not self.plain and model.reads_source and longest is not None:
+                # Sources lie in pages too.
+                longest += source_length(model) or 0
+            pages = pages_in(memory, weight.device, self.specs, page, weight.dtype, rows, longest)
         self.pool: Pool | None = None
         slots = None
         if not self.plain and pages is not None:
@@ -121,6 +125,7 @@ class Engine:
         self.slots = (
             None if slots is None else SlotLane(slots, self.prefix, self.chunk, self.scores)
         )
+        self.searches: dict[Any, SearchLane] = {}  # slots of beams, by their shape
         # Whether texts past the context go on in a cache that forgets, if they are to keep their first tokens.
         self.streams = self.longest is not None and streams(model)
         self.waiting: list[Request] = []  # by rank
@@ -143,7 +148,7 @@ class Engine:
             how = "CUDA graphs" if runner.graph else "steps as in a CUDA graph"
             size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
             first = f"runner graph: {how} of {runner.rows} slots over {size}"
-            more = "beam search, guesses and texts past the context: runner torch"
+            more = "guesses and texts past the context: runner torch"
             slow = "rows with a mask: rounds of one step, for all that run beside them"
             return f"{first}\n{runner.fast.explain()}\n{more}\n{slow}"
         name = "native" if isinstance(self.model, Prepared) else "torch"
@@ -155,7 +160,7 @@ class Engine:
         if request.settings.draft:
             check_drafted(request, self.draft, self.model)
         if self.pool is not None:
-            check_pages(request, self.pool, self.model)
+            check_pages(request, self.pool, self.model, self._source(request))
         if request.number >= 0:  # given before: the same words, another request
             request = replace(request)
         request.number = self.count
@@ -230,7 +235,7 @@ class Engine:
         deadlines, scores = dict(self.deadlines), dict(self.scores)
         active = {r.number: r for r in self._active()}
         for lane in self.lanes.values():
-            for row in () if isinstance(lane, BeamLane) else lane.rows:
+            for row in () if isinstance(lane, BEAMS) else lane.rows:
                 resumed.setdefault(row.request.number, []).append(row)
         said = [(row, len(row.ids)) for rows in resumed.values() for row in rows]
         try:
@@ -244,8 +249,8 @@ class Engine:
             self.scores.update(scores)
             if self.pool is not None:
                 self.pool.clear()
-            if self.slots is not None:
-                self.slots.clear()
+            for slots in self._slots():
+                slots.clear()
             for row, size in said:
                 row.back(size)
             raise
@@ -274,9 +279,7 @@ class Engine:
         room, pages = self._room()
         batch: list[Request] = []
         # Keys of the pages that others will publish.
-        coming = (
-            set(self.slots.coming()) if self.slots is not None and self.prefix else set[bytes]()
-        )
+        coming = {key for lane in self._slots() for key in lane.coming()} if self.prefix else set()
         for request in list(self.waiting):
             times, need = self._times(request), self._need(request)
             # Alone it may enter however large.
@@ -288,8 +291,7 @@ class Engine:
                 if not (self.prefix and self._shares(request, keys, coming)):
                     self.waiting.remove(request)
                     rows = self.resumed.pop(request.number, []) or self._rows(request)
-                    self.slots.admit(rows, keys)
-                    self.lanes[SLOTS] = self.slots
+                    self._into_slots(rows, keys)
                     room, pages = room - times, pages - need
                 continue
             if long and not self._sinks(request):
@@ -304,8 +306,8 @@ class Engine:
             self.waiting.remove(request)
             batch.append(request)
             room, pages = room - times, pages - need
-        if self.slots is not None:
-            self.slots.waiting = bool(self.waiting)
+        for lane in self._slots():
+            lane.waiting = bool(self.waiting)
         if batch:
             window = self.longest if self._sinks(batch[0]) else None
             cache = self._cache(batch, window)
@@ -326,7 +328,8 @@ class Engine:
         """Pages that a waiting request will take."""
         if self.pool is None or self._long(request):
             return 0
-        return self._text(request) // self.pool.page + 1 + self._times(request)
+        text = self._text(request) // self.pool.page + 1 + self._times(request)
+        return text + self._source(request)
 
     def _long(self, request: Request) -> bool:
         return self._outgrown(self.resumed.get(request.number) or self._rows(request))
@@ -334,6 +337,21 @@ class Engine:
     def _sinks(self, request: Request) -> bool:
         """Whether it has outgrown the context, and goes on in a cache that forgets."""
         return self.streams and request.settings.overflow == "sinks" and self._long(request)
+
+    def _slots(self) -> list[SlotLane]:
+        return [] if self.slots is None else [self.slots, *self.searches.values()]
+
+    def _into_slots(self, rows: list[Row], keys: list[bytes]) -> None:
+        """The rows of one request."""
+        assert self.slots is not None
+        shape, lane = _kind(rows[0].request), self.slots
+        if shape is not None:
+            if shape not in self.searches:
+                search = search_of(lane.runner, shape, max(1, self.rows // shape.beams))
+                self.searches[shape] = SearchLane(search, self.prefix, self.chunk, self.scores)
+            lane = self.searches[shape]
+        lane.admit(rows, keys)
+        self.lanes[SLOTS if shape is None else shape] = lane
 
     def _keys(self, request: Request) -> list[bytes]:
         """Of the full pages of what a waiting request is fed first."""
@@ -356,6 +374,14 @@ class Engine:
     def _times(self, request: Request) -> int:
         """Rows that a waiting request will have."""
         return len(self.resumed.get(request.number, ())) or request.settings.rows
+
+    def _source(self, request: Request) -> int:
+        """Pages that a request takes in slots besides those of its text: its source's."""
+        if self.slots is None or not self.slots.takes(request):
+            return 0
+        # What beams write begins with a page of their own.
+        page = request.settings.beams > 1
+        return page + -(-source_size(self.model, request) // self.slots.pool.page)
 
     def _text(self, request: Request) -> int:
         """Tokens that a waiting request must be fed."""
@@ -478,7 +504,7 @@ class Engine:
         events: list[Event] = []
         gone = lane.over()
         for i in gone:
-            if isinstance(lane, BeamLane):
+            if isinstance(lane, BEAMS):
                 events.append(Event(lane.requests()[i].number, done=lane.results(i)))
                 continue
             row = lane.rows[i]
@@ -516,7 +542,7 @@ class Engine:
         key, lane = next((k, x) for k, x in self.lanes.items() if request in x.requests())
         rows: list[Row] = []
         results: list[Result] = []
-        if not isinstance(lane, BeamLane):
+        if not isinstance(lane, BEAMS):
             rows = [row for row in lane.rows if row.request is request]
             lane.drop([i for i, row in enumerate(lane.rows) if row.request is request])
         else:
@@ -616,4 +642,4 @@ def free_memory(device: torch.device) -> int:
 def _kind(request: Request) -> Any:
     """Requests of one kind share a lane: all sampling; beam search by its shape."""
     s = request.settings
-    return (s.beams, s.groups, candidates(s)) if s.beams > 1 else None
+    return Shape.of(s) if s.beams > 1 else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.decode.check import check_tokens, written
 from regard.decode.engine import Engine, free_memory
-from regard.decode.graphs import why_plain
+from regard.decode.graphs import source_size, why_plain
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError, notice
 from regard.fast.invariant import invariant as steady
@@ -23,6 +23,7 @@ from regard.text.tokenizer import check_stop
 
 Prompt = str | Sequence[int] | Tensor
 PAGE = 16  # tokens
+ROWS = 64
 LEAST = 2**28  # bytes of pages on a GPU
 Mask = Callable[[int, list[int]], Any] | None
 
@@ -38,7 +39,7 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     *,
     stop: str | Sequence[str] = (),
-    rows: int = 64,
+    rows: int | None = None,
     layout: str | None = None,
     invariant: bool = False,
     draft_model: Any = None,
@@ -48,7 +49,8 @@ def generate(
     """Answers to prompts, which are texts or lists of ids (an encoder-decoder's source; images for a captioner).
 
     settings: see regard.decode.settings.Settings. With n_best or samples above 1 a prompt's results follow each other.
-    `rows` bounds the batch; more prompts than fit are served as rows become free. `layout`: paged or contiguous; if it
+    `rows` bounds the batch (64 if not said; in a CUDA graph 64 prompts with all their beams); more prompts than fit are
+    served as rows become free. `layout`: paged or contiguous; if it
     is not said, paged in a CUDA graph, where the model is on a GPU and has one, and contiguous elsewhere. `invariant`:
     an answer has the same bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a
     small model of the same vocabulary that guesses tokens ahead (`draft` of them, 4 if not said). `mask(sample, ids)`
@@ -75,17 +77,21 @@ def generate(
 
 
 def engine_for(
-    model: Any, requests: list[Request], rows: int, layout: str | None, draft: Any
+    model: Any, requests: list[Request], rows: int | None, layout: str | None, draft: Any
 ) -> Engine:
     """An engine for just these requests: in a CUDA graph if they and the model can be, with pages for all that run
     together."""
     s = requests[0].settings
-    rows = min(rows, len(requests) * s.rows)
-    plain = s.beams > 1 or s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
+    plain = s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
+    rows = min(rows or (ROWS if plain else ROWS * s.beams), len(requests) * s.rows)
     if plain:
         return Engine(model, layout=layout or "contiguous", runner="torch", rows=rows, draft=draft)
+    each = -(-rows // s.rows)
     sizes = sorted((len(r.ids) + s.max_new_tokens for r in requests), reverse=True)
-    pages = s.samples * sum(-(-size // PAGE) for size in sizes[: -(-rows // s.samples)])
+    pages = s.rows * sum(-(-size // PAGE) for size in sizes[:each])
+    if model.reads_source:
+        sizes = sorted((source_size(model, r) for r in requests), reverse=True)
+        pages += sum(-(-size // PAGE) for size in sizes[:each])
     numbers = sum(spec.numbers() for spec in model.cache_specs()) * PAGE
     weight = next(model.parameters())
     wanted = max(LEAST, (1 << pages.bit_length()) * numbers * weight.element_size())
@@ -107,7 +113,7 @@ def answers(
     prompts: Prompt | Sequence[Prompt],
     *,
     stop: str | Sequence[str] = (),
-    rows: int = 64,
+    rows: int | None = None,
     layout: str | None = None,
     invariant: bool = False,
     draft_model: Any = None,
@@ -122,7 +128,7 @@ def answers(
     if invariant:
         layout = layout or "contiguous"
         engine = Engine(
-            steady(model), layout=layout, rows=rows, backend="ordered", draft=draft_model
+            steady(model), layout=layout, rows=rows or ROWS, backend="ordered", draft=draft_model
         )
     else:
         engine = engine_for(model, many, rows, layout, draft_model)
@@ -173,7 +179,7 @@ def stream(
 
 
 def translate(
-    model: Any, lines: Sequence[str], *, beams: int = 4, rows: int = 128, **settings: Any
+    model: Any, lines: Sequence[str], *, beams: int = 4, rows: int | None = None, **settings: Any
 ) -> list[str] | list[list[str]]:
     """One translation per line, by beam search; with n_best or samples above 1 a list of them per line. Empty lines
     stay empty. A line that fails is as far as it came, and a warning says so."""
@@ -185,6 +191,8 @@ def translate(
     sources = [tokenizer.encode(line) if line.strip() else [] for line in lines]
     full = [source for source in sources if source]
     settings.setdefault("max_new_tokens", default_length(model, full) if full else 1)
+    if rows is None and why_plain(model):
+        rows = 2 * ROWS
     groups = answers(model, full, beams=beams, rows=rows, **settings) if full else []
     fault = failed([result for group in groups for result in group])
     if fault:

@@ -48,13 +48,14 @@ class Prefill:
         requests: list[Request],
         resumed: dict[int, list[Row]],
         cache: Cache,
-        scores: dict[int, Scores],
+        scores: dict[int, Scores] | None = None,
         window: int | None = None,
     ):
         self.requests, self.cache = requests, cache
         self.window = window  # of a cache that forgets
         # Of prompts that are through; and of those that are read.
-        self.scores, self.scoring = scores, {r.number: Scores() for r in requests}
+        self.scores = {} if scores is None else scores
+        self.scoring = {r.number: Scores() for r in requests}
         self.rows = [resumed.get(r.number, []) for r in requests]
         self.times = len(self.rows[0]) or requests[0].settings.rows
         self.split = self.times == 1 or not self.rows[0]  # nothing is left to part

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import Cache, Paged
-from regard.decode.columns import MASK, TOPS, Columns, choose, held, uses
+from regard.decode.columns import MASK, TOPS, Columns, choose, used_by
 from regard.decode.draft import Draft
 from regard.decode.rows import BROKEN, NOTHING, Row, page_keys
 from regard.decode.settings import Event, Request
@@ -117,11 +117,9 @@ class SampleLane:
 
     def used(self, rows: list[Row]) -> frozenset[str]:
         """What the choice of these rows depends on now."""
-        used = frozenset().union(*(uses(row.request.settings) for row in rows)) - {TOPS}
-        if any(row.request.mask is not None for row in rows):
-            used |= {MASK}
-        said = (held(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
-        return used if any(said) else used - {"held"}
+        each = (used_by(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
+        masked = {MASK} if any(row.request.mask is not None for row in rows) else set()
+        return frozenset().union(*each, masked) - {TOPS}
 
     def pick(
         self,
@@ -129,13 +127,13 @@ class SampleLane:
         rows: list[Row],
         index: list[int],
         used: frozenset[str],
-        masks: dict[int, Tensor | None],
+        masks: dict[int, Tensor | None] | None = None,
     ) -> Tensor:
         """Ids (n): the most probable, or drawn from what the row's settings and its mask leave."""
         if self._columns is None:
             self._columns = Columns(len(self.rows), logits.shape[-1], logits.device)
             self._columns.put(range(len(self.rows)), self.rows)
-        words = {i: mask for i, mask in masks.items() if mask is not None}
+        words = {i: mask for i, mask in (masks or {}).items() if mask is not None}
         if words:
             self._columns.allow([*words], [*words.values()])
         every = len(index) == len(self.rows)

@@ -19,7 +19,7 @@ from regard.decode.generate import generate, special_of, tokenizer_of, told
 from regard.errors import DATA, RUN, Fault, UsageError, blaming, notice
 from regard.fast.cpu import perplexity_change, prepare
 from regard.files import TRAINED, resolve_model
-from regard.kernels.linear import packs
+from regard.kernels.linear import half_is_fast
 from regard.layers import Classify
 from regard.models import Model, Patches, Transformer
 from regard.models.adapt import classes_of
@@ -46,7 +46,7 @@ def classify(
     probabilities, the most probable first; [] for an empty text. `model` is a folder, a run's
     folder, or a model; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate"
     cuts them."""
-    classifier = Classifier(Opened(model, rows, device=device), overlong)
+    classifier = Classifier(Opened(model, device=device), overlong)
     rankings: list[Ranking] = []
     for start in range(0, len(texts), rows):
         rankings += classifier(classifier.read(texts[start : start + rows], start))
@@ -65,7 +65,7 @@ def embed(
     """Vectors (texts, width) in float32, of length 1 if `normalize`; NaN for an empty text. `model`
     is a folder, a run's folder, or a model; `rows` of texts are a batch; `overlong` texts are an
     "error", or "truncate" cuts them."""
-    embedder = Embedder(Opened(model, rows, device=device), normalize, overlong)
+    embedder = Embedder(Opened(model, device=device), normalize, overlong)
     vectors: list[np.ndarray | None] = []
     for start in range(0, len(texts), rows):
         vectors += embedder(texts[start : start + rows], start)
@@ -79,13 +79,13 @@ class Opened:
     def __init__(
         self,
         model: str | Path | Model,
-        rows: int = 1,
         *,
         device: str = "auto",
         dtype: str = "auto",
         quantize: str = "none",
     ):
         place, why = pick_device(device)
+        ours = not isinstance(model, Model)
         with blaming(DATA):
             model = loaded(model, place, dtype)
             self.tokenizer = tokenizer_of(model)
@@ -94,8 +94,11 @@ class Opened:
         self.precision = quantize if quantize != "none" else precision_of(model, dtype)
         place = next(model.parameters()).device
         packed = quantize != "none" or place.type == "cpu"
-        self.model: Any = prepare(model, self.precision, rows=rows) if packed else model
-        if quantize == "none":
+        alone = quantize == "none"
+        self.model: Any = (
+            prepare(model, self.precision, consume=ours and alone) if packed else model
+        )
+        if alone:
             self.plain = self.model
         self.about = f"{place} ({why}), {self.precision}"
 
@@ -138,7 +141,7 @@ def precision_of(model: Model, asked: str) -> str:
     if weight.device.type != "cpu":
         return NAMES.get(weight.dtype, str(weight.dtype))
     half = weight.dtype.itemsize < 4
-    return "bf16" if half and (asked == "bf16" or packs("cpu", torch.bfloat16)) else "fp32"
+    return "bf16" if half and (asked == "bf16" or half_is_fast()) else "fp32"
 
 
 def trained_length(model: Model) -> int | None:

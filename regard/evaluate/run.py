@@ -37,7 +37,6 @@ from regard.text import needed
 from regard.train.loss import masked_lm_loss
 from regard.train.measure import (
     LABELLED,
-    ROWS,
     context_of,
     known,
     measure,
@@ -143,7 +142,7 @@ class Judge:
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
         self.classes = class_names(model) if self.task in LABELLED[:3] else []
         self.quantized = quantize != "none"
-        self.model: Any = prepare(model, quantize, rows=BATCH) if self.quantized else model
+        self.model: Any = prepare(model, quantize) if self.quantized else model
 
     @cached_property
     def fast(self) -> Any:
@@ -151,7 +150,7 @@ class Judge:
         if self.quantized or next(self.model.parameters()).device.type != "cpu":
             return self.model
         precision = precision_of(self.model, self.dtype)
-        return prepare(self.model, precision, rows=ROWS["cpu"] * self.beams)
+        return prepare(self.model, precision)
 
     def read(
         self,

@@ -4,8 +4,8 @@
     logits = fast(ids, cache=fast.cache(1))
 
 The prepared model is called like the model it came from, which stays as it was, and is for inference alone. Where the
-C code has products (`usable`), every part runs in it: each product takes its activation and residual along, and one new
-token per row is turned, stored and attended to where the cache lies; the stream is float32.
+C code is there (`usable`), products run in it, each takes its activation and residual along, norms too, and one new
+token per row is turned, stored and attended to where the cache lies, in rows or in pages; the stream is float32.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
 from regard.block import Block
-from regard.cache import Contiguous
+from regard.cache import Contiguous, Paged
 from regard.cache.base import Layer
-from regard.errors import UsageError
+from regard.errors import UsageError, notice
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.c import native
-from regard.kernels.c.linear import ACTIVATIONS, MOST, NativeLinear, usable
+from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
 from regard.kernels.c.rows import attend_one, enter, norm
-from regard.kernels.linear import PRECISIONS, THEN, Fused, Packed, gelu_tanh, pack, packs
+from regard.kernels.linear import PRECISIONS, half_is_fast, pack
 from regard.layers import FeedForward, LMHead, RMSNorm, times
 from regard.mask import Causal, Visible
 from regard.models import Model
@@ -45,33 +45,36 @@ CAUSAL = Causal()
 WORTH = 10_000_000  # parameters for which the C code is compiled if it is not yet
 
 
-def prepare(
-    model: Model, precision: str = "fp32", *, rows: int = 1, consume: bool = False
-) -> Model:
-    """`model` ready to run in `precision`: fp32, bf16, int8 or int4. `rows` is how many rows a step will have (batch
-    times beams): the packing that suits them is taken; any other number works too.
+def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> Model:
+    """`model` ready to run in `precision`: fp32, bf16, int8 or int4, at any number of rows.
 
-    fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too. int8 and int4 hold linear layers in 8
-    or 4 bits and the rest in bf16 (in float32 on a CPU without bf16), experts of a mixture and MLA's up-projection
-    among it; the head of int4 is int8, no slower and much better. Recurrent cells keep their dtype; what is linear
-    around them is packed. Logits are float32.
+    fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too, and is refused on a CPU that does not
+    multiply it. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU without
+    bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much better.
+    Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
 
     `consume` gives up the weights of `model` as they are packed, so that never both are in memory: it is of no use
     afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
-    x dim numbers beside the embedding; not where nothing is packed (fp32, few rows): both stay one."""
+    x dim numbers beside the embedding."""
     if precision not in PRECISIONS:
         raise UsageError(
             f"precision {precision!r} is unknown; choose one of {', '.join(PRECISIONS)}"
         )
-    if rows < 1:
-        raise UsageError(f"rows={rows}: a step has at least one row")
     if isinstance(model, Prepared):
         raise UsageError(
             f"this model is already prepared in {model.precision}; prepare the original"
         )
-    why = why_not_native(model, precision)
-    kind = Join if why else Native
-    maker = kind(precision, rows, _stream(model, precision), _spent(model) if consume else set())
+    on_cpu = next(model.parameters()).is_cpu
+    if precision == "bf16" and on_cpu and model.towers and not half_is_fast():
+        raise UsageError(
+            'this CPU does not multiply bf16, which would be slower than fp32; take "int8", the fastest here, or "fp32"'
+        )
+    large = on_cpu and sum(p.numel() for p in model.parameters()) >= WORTH
+    if large and not native.build():
+        notice(f"no C code for this CPU, torch's slower products are used: {native.why()}")
+    dtype = _stream(model, precision)
+    why = why_not_native(model, precision, dtype)
+    maker = (Join if why else Native)(precision, dtype, _spent(model) if consume else set())
     parts = {}
     if isinstance(model.head, LMHead):
         words = model.get_submodule("target" if model.reads_source else "embedding")
@@ -80,28 +83,28 @@ def prepare(
     made = maker.copy(model, _prepared(cls), **parts)
     made.precision, made.parts = precision, dict(maker.rows)
     if why:
-        made.parts["C code", f"none: {why}"] = 1
+        made.parts[
+            "C code", f"{'products alone' if on_cpu and usable(precision) else 'none'}: {why}"
+        ] = 1
     return made.eval()
 
 
-def why_not_native(model: Model, precision: str) -> str:
-    """Why the blocks of a model cannot run in C code here, or nothing."""
+def why_not_native(model: Model, precision: str, dtype: torch.dtype | None) -> str:
+    """Why the blocks of a model, whose other parts compute in `dtype`, cannot run in C code here, or nothing."""
     if not model.towers:
         return "recurrent cells have none"
     if not next(model.parameters()).is_cpu:
         return "it is for the CPU"
-    for block in (m for m in model.modules() if isinstance(m, Block)):
+    if not usable(precision):
+        return native.why() or f"no products in {precision} on this CPU"
+    # In float32 parts without C code stand among the others.
+    for block in (m for m in model.modules() if isinstance(m, Block) and dtype != torch.float32):
         for part in (block.attention, block.cross):
             if part is not None and type(part) is not GroupedQueryAttention:
-                return f"{type(part).__name__} has none"
-        ffn = block.ffn
-        if not isinstance(ffn, FeedForward) or ffn.config.activation not in ACTIVATIONS:
-            return "its feed-forward has none"
-        if block.attention.add.norm is not None:
-            return f"a norm stands before the residual (order {block.order!r})"
-    if sum(p.numel() for p in model.parameters()) >= WORTH:
-        native.build()
-    return "" if usable(precision) else native.why() or f"no products in {precision} on this CPU"
+                return f"{type(part).__name__} has none in bf16"
+        if not isinstance(block.ffn, FeedForward) or block.ffn.config.activation not in ACTIVATIONS:
+            return "its feed-forward has none in bf16"
+    return ""
 
 
 def _spent(model: Model) -> set[int]:
@@ -115,8 +118,7 @@ def _stream(model: Model, precision: str) -> torch.dtype | None:
     """The dtype of all that is not packed; None: as it is."""
     if not model.towers:
         return None
-    device = next(model.parameters()).device.type
-    slow = device == "cpu" and not packs(device, torch.bfloat16)
+    slow = next(model.parameters()).is_cpu and not half_is_fast()
     return (
         torch.float32 if precision == "fp32" or (slow and precision != "bf16") else torch.bfloat16
     )
@@ -160,10 +162,10 @@ def _prepared(cls: Any) -> Any:
 class Join(Specialise):
     """Parts on shared or packed weights, products that share their input joined into one."""
 
-    def __init__(self, precision: str, rows: int, dtype: torch.dtype | None, spent: set[int]):
+    def __init__(self, precision: str, dtype: torch.dtype | None, spent: set[int]):
         """`spent`: parameters (their ids) that may be given up when they have been packed."""
         super().__init__()
-        self.precision, self.step_rows, self.dtype, self.spent = precision, rows, dtype, spent
+        self.precision, self.dtype, self.spent = precision, dtype, spent
         self.cast: dict[int, nn.Parameter] = {}  # a weight used twice stays one
 
     def kind(self, kind: Any) -> Any:
@@ -194,7 +196,7 @@ class Join(Specialise):
 
     def product(self, *linears: nn.Linear, out: torch.dtype | None = None) -> nn.Module:
         """One layer that gives the outputs of all `linears` after each other."""
-        made = pack(*stacked(linears), self.precision, rows=self.step_rows, out=out)
+        made = pack(*stacked(linears), self.precision, out)
         self.give_up(linears)
         return made
 
@@ -222,22 +224,13 @@ class Join(Specialise):
         return self.copy(module, JoinedCrossAttention, wk=None, wv=None, wkv=wkv)
 
     def feed_forward(self, module: FeedForward) -> nn.Module:
-        """Between the products int8 stays in the float32 that it gives, and gelu_tanh is faster there."""
-        name = module.config.activation
-        inner = torch.float32 if self.precision == "int8" or name == "gelu_tanh" else None
+        """Between the products int8 stays in the float32 that it gives."""
+        inner = torch.float32 if self.precision == "int8" else None
         down = self.product(module.down, out=self.dtype)
-        if module.gate is not None:
-            both = self.product(module.gate, module.up, out=inner)
-            new = self.copy(module, JoinedFeedForward, gate=None, up=None, gate_up=both, down=down)
-        else:
-            up = self.product(module.up, out=inner)
-            new = self.copy(module, up=up, down=down)
-            if isinstance(up, Packed) and name in THEN:
-                up.then, up.out, new.act = THEN[name], None, _same
-                return new
-        if name == "gelu_tanh":
-            new.act = gelu_tanh
-        return new
+        if module.gate is None:
+            return self.copy(module, up=self.product(module.up, out=inner), down=down)
+        both = self.product(module.gate, module.up, out=inner)
+        return self.copy(module, JoinedFeedForward, gate=None, up=None, gate_up=both, down=down)
 
     def head(self, module: LMHead, embedding: Any) -> nn.Module:
         weight = embedding if module.weight is None else module.weight
@@ -251,7 +244,7 @@ class Join(Specialise):
         return new
 
     def head_product(self, weight: Tensor, bias: Tensor | None, precision: str) -> nn.Module:
-        return pack(weight, bias, precision, rows=self.step_rows, out=torch.float32, alike=True)
+        return pack(weight, bias, precision, torch.float32)
 
     table: ClassVar[Mapping[type, Row]] = {
         nn.Linear: lambda maker, m: maker.product(m),
@@ -273,10 +266,6 @@ def stacked(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     biases = [w.bias.detach() for w in linears if w.bias is not None]
     weight = torch.cat([w.weight.detach() for w in linears])
     return weight, torch.cat(biases) if biases else None
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 class JoinedAttention(GroupedQueryAttention):
@@ -331,24 +320,12 @@ class PackedHead(LMHead):
 
 
 class Native(Join):
-    """Every part in C code, for models whose blocks all have it."""
+    """Every part in C code that has one."""
 
     def linear(self, *linears: Any, act: str = "", gated: bool = False) -> nn.Module:
-        made = self.pack(*stacked(linears), self.precision, act, gated)
+        made = NativeLinear(*stacked(linears), self.precision, act=act, gated=gated)
         self.give_up(linears)
         return made
-
-    def pack(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        precision: str,
-        act: str = "",
-        gated: bool = False,
-    ) -> nn.Module:
-        if precision == "fp32" and self.step_rows > MOST:
-            return Fused(weight, bias, act, gated)
-        return NativeLinear(weight, bias, precision, act=act, gated=gated)
 
     def attention(self, module: GroupedQueryAttention) -> nn.Module:
         parts = {"wqkv": self.linear(module.wq, module.wk, module.wv), "wo": self.linear(module.wo)}
@@ -361,12 +338,11 @@ class Native(Join):
 
     def feed_forward(self, module: FeedForward) -> nn.Module:
         act, gate = module.config.activation, module.gate
+        if act not in ACTIVATIONS:
+            return super().feed_forward(module)
         both = [module.up] if gate is None else [gate, module.up]
         up = self.linear(*both, act=act, gated=gate is not None)
         return self.copy(module, NativeFeedForward, gate=None, up=up, down=self.linear(module.down))
-
-    def head_product(self, weight: Tensor, bias: Tensor | None, precision: str) -> nn.Module:
-        return self.pack(weight, bias, precision)
 
     table: ClassVar[Mapping[type, Row]] = {
         **Join.table,
@@ -387,7 +363,7 @@ class NativeNorm(nn.Module):
         self.bias = None if given is None else given.detach().float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return norm(x.float(), self.weight, self.bias, self.eps, self.kind)
+        return norm(x.float().contiguous(), self.weight, self.bias, self.eps, self.kind)
 
 
 class NativeFeedForward(FeedForward):
@@ -397,7 +373,7 @@ class NativeFeedForward(FeedForward):
         return self.up(x)
 
     def leave(self, h: Tensor, residual: Tensor | None) -> Tensor:
-        return self.down(h, residual)
+        return super().leave(h, residual) if self.add.norm else self.down(h, residual)
 
 
 class _Native(GroupedQueryAttention):
@@ -410,7 +386,7 @@ class _Native(GroupedQueryAttention):
         return super().mix(q.to(kept["k"].dtype), kept, *rest)
 
     def leave(self, o: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.wo(o.flatten(2), residual)
+        return super().leave(o, residual) if self.add.norm else self.wo(o.flatten(2), residual)
 
 
 class NativeAttention(_Native, JoinedAttention):
@@ -418,20 +394,27 @@ class NativeAttention(_Native, JoinedAttention):
 
     def look(self, x: Tensor, ctx: Context) -> Tensor:
         layer = _step(ctx)
-        if layer is None or not self.bare or self.q_norm is not None or ctx.mask != CAUSAL:
+        if layer is None or not self.bare or ctx.mask != CAUSAL:
             return super().look(x, ctx)
         qkv, c, cache = self.wqkv(x).squeeze(1), self.config, layer.cache
-        k, v, place = _memory(layer)
+        if self.q_norm is not None:
+            h, g, d = self.h, self.g, self.d
+            q, k, v = qkv.split((h * d, g * d, g * self.e), -1)
+            q, k = self.as_heads(q, self.q_norm), self.as_heads(k, self.k_norm)
+            qkv = torch.cat([q.flatten(1), k.flatten(1), v], -1)
+        k, v, place, page = _memory(layer, ctx)
         pos = ctx.once("rows", lambda: ctx.pos.index[:, 0].expand(len(qkv)).contiguous())
+        slot, home = ctx.once("home", lambda: _home(pos, place, page))
         cos, sin = ctx.angles(c.rope, self.d, torch.float32) if c.rope else (None, None)
         layout = c.rope.layout if c.rope else ""
-        enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, pos)
+        enter(qkv, self.h, self.g, self.d, self.e, cos, sin, layout, k, v, slot, home)
         q = qkv.narrow(1, 0, self.h * self.d).view(-1, self.h, self.d)
         bias = ctx.bias(cache.span)
         if bias is not None:
             given = bias
             bias = ctx.once("bias of rows", lambda: given[:, :, 0].float().contiguous())
-        o = attend_one(q, k, v, pos, scale=self.scale, place=place, window=c.window, bias=bias)
+        more = {"scale": self.scale, "place": place, "page": page, "window": c.window}
+        o = attend_one(q, k, v, pos, **more, bias=bias)
         if ctx.probe is not None:
             terms = Terms(self.scale, None if bias is None else bias[:, :, None])
             _show(ctx, layer, q[:, None], ctx.visible(cache.span, c.window), terms)
@@ -446,7 +429,7 @@ class NativeCrossAttention(_Native, JoinedCrossAttention):
         if layer is None or ctx.memory is not None or not self.bare:
             return super().look(x, ctx)
         q = self.queries(x, ctx)
-        (k, v, _), lengths = _memory(layer), layer.cache.lengths
+        (k, v, *_), lengths = _memory(layer, ctx), layer.cache.lengths
         share = len(q) // len(lengths)
         pos = ctx.once("last", lambda: (lengths - 1).repeat_interleave(share))
         o = attend_one(q[:, 0], k, v, pos, share=share, scale=self.scale)
@@ -458,18 +441,29 @@ class NativeCrossAttention(_Native, JoinedCrossAttention):
 
 
 def _step(ctx: Context) -> Layer | None:
-    """The cache, if this is a step of one token per row over memory that lies by position."""
+    """The cache, if this is a step of one token per row over memory that lies by position, in rows or pages."""
     store = ctx.store
     if ctx.backend != "sdpa" or ctx.pos.size != 1:
         return None
-    return store if isinstance(store, Layer) and type(store.cache) is Contiguous else None
+    return store if isinstance(store, Layer) and type(store.cache) in (Contiguous, Paged) else None
 
 
-def _memory(layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values, and which row holds each token if not its own."""
-    assert isinstance(layer.cache, Contiguous)
-    slots = layer.cache.slots[layer.index]
-    return slots["k"], slots["v"], layer.cache.place
+def _memory(layer: Layer, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Keys, values, which row holds each token if not its own, and how many tokens at a time if it holds pages."""
+    cache: Any = layer.cache
+    if isinstance(cache, Paged):
+        pages = cache.pool.stores[layer.index]
+        return pages["k"], pages["v"], ctx.once("pages", lambda: cache.table.int()), cache.page
+    slots = cache.slots[layer.index]
+    return slots["k"], slots["v"], cache.place, 0
+
+
+def _home(pos: Tensor, place: Tensor | None, page: int) -> tuple[Tensor, Tensor | None]:
+    """The slot of a new token, and in pages the page that has it; -1 where there is none."""
+    if not page or place is None:
+        return pos, None
+    home = place.gather(1, pos.clamp(min=0)[:, None] // page)[:, 0].long()
+    return torch.where(pos < 0, -1, pos % page), home
 
 
 def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: Terms) -> None:

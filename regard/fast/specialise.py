@@ -27,7 +27,8 @@ Row = Callable[[Any, Any], nn.Module | str]
 def share(kind: type[P], plain: nn.Module, **parts: nn.Module | None) -> P:
     """A `kind` with everything that `plain` holds, the same weights among it, but for `parts`."""
     new = kind.__new__(kind)
-    new.__dict__ = dict(plain.__dict__)
+    # A part that plain has not is a plain attribute there, None, which would hide the new one.
+    new.__dict__ = {name: x for name, x in plain.__dict__.items() if name not in parts}
     new._parameters, new._buffers = dict(plain._parameters), dict(plain._buffers)
     new._modules = dict(plain._modules) | parts
     return new
@@ -76,7 +77,7 @@ class Specialise:
         if isinstance(fast, str):
             self.rows[plain, f"plain: {fast}"] += 1
             return self.copy(module)
-        self.rows[plain, type(fast).__name__] += 1
+        self.rows[plain, type(fast).__name__ + getattr(fast, "note", "")] += 1
         return fast
 
     def copy(self, module: nn.Module, kind: Any = None, **parts: nn.Module | None) -> Any:

@@ -1,65 +1,50 @@
-"""Linear layers for inference, y = x W^T + b: W packed once for the CPU's matrix units, in 32, 16, 8 or 4 bits.
+"""Linear layers for inference, y = x W^T + b: W packed once for this CPU, in 32, 16, 8 or 4 bits.
 
     python bench/linear.py      times them against F.linear
 
-Everything that torch calls private is in this file. Where an op is missing, or the weight is not on the CPU, `pack`
-gives the plain form: F.linear, on weights turned back from 8 or 4 bits at each call. A layer takes x of any dtype and
-returns `out`, or else the dtype of x.
+Where the C code multiplies such numbers, it does (`NativeLinear`); elsewhere the plain form is F.linear, on weights
+turned back from 8 or 4 bits at each call. Everything that torch calls private is in this file. A layer takes x of any
+dtype and returns `out`, or else the dtype of x.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
-import warnings
-from collections.abc import Callable
+import platform
+import sys
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from regard.kernels.c import native
+from regard.kernels.c.linear import Layer, NativeLinear, usable
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
-FEW = 2  # fp32 rows up to which F.linear reads W as fast as memory gives it
-SOME = 32  # bf16 rows up to which W x^T is faster than x W^T when W is not packed
-LIGHT = 2**23  # int8 multiplications up to which fbgemm's quick start beats oneDNN
 DENSE = 40  # rows above which a 4-bit W is better turned back first
 GROUP = 32  # inputs that share a scale in 4 bits
 
 
 def pack(
-    weight: Tensor,
-    bias: Tensor | None,
-    precision: str,
-    *,
-    rows: int = 1,
-    out: torch.dtype | None = None,
-    alike: bool = False,
+    weight: Tensor, bias: Tensor | None, precision: str, out: torch.dtype | None = None
 ) -> Layer:
-    """A layer for W (n k) and b (n) that is fast at about `rows` rows of x. W is not copied where it stays as it is.
-    `alike`: the rows of x are of one size, as after a norm, and may share one scale in int8."""
+    """A layer for W (n k) and b (n), fast at any number of rows. The plain form does not copy a W that stays as it is.
+    4 bits need groups of inputs: what they do not divide has 8."""
     assert precision in PRECISIONS, precision
     if precision == "int4" and weight.shape[1] % GROUP == 0:
         return Int4(weight, bias, out)
-    if precision in ("int4", "int8"):
-        return Int8(weight, bias, rows, out, alike)
+    precision = "int8" if precision == "int4" else precision
+    if weight.is_cpu and usable(precision):
+        return NativeLinear(weight, bias, precision, out=out)
+    if precision == "int8":
+        return Int8(weight, bias, out)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-    if not packs(weight.device.type, dtype):
-        return Plain(weight, bias, out)
-    if dtype == torch.float32:
-        return Packed(weight, bias, out) if rows > FEW else Plain(weight, bias, out)
-    return Packed(weight, bias, out) if rows > 1 else Half(weight.contiguous(), bias, out)
-
-
-class Layer(nn.Module):
-    """A call is a call: no hooks, which would cost as much as a small product."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    return Plain(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype), out)
 
 
 class Plain(Layer):
-    """F.linear in W's dtype: the best there is for one or two fp32 rows."""
+    """F.linear in W's dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None):
         super().__init__()
@@ -69,81 +54,32 @@ class Plain(Layer):
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(self.out or x.dtype)
 
 
-class Half(Plain):
-    """bf16, W as it lies: few rows as W x^T, for which oneDNN reads W in order, as fast as memory gives it. For one row
-    that is as fast as `Packed`, and needs no other copy of W."""
+class Int8(Layer):
+    """W in int8, one scale for each output, turned back at each call; x stays exact."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None):
+        super().__init__()
+        w = weight.detach().float()
+        self.scale = w.abs().amax(1).clamp(min=1e-12) / 127
+        self.q = (w / self.scale[:, None]).round().to(torch.int8)
+        self.out, self.bias = out, w.new_zeros(len(w)) if bias is None else bias.detach().float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        flat, dtype = x.to(torch.bfloat16).reshape(-1, x.shape[-1]), self.out or x.dtype
-        if flat.shape[0] > SOME:
-            return super().__call__(x)
-        if flat.shape[0] == 1:
-            y = torch.mv(self.weight, flat[0]).to(dtype)
-        else:
-            y = torch.mm(self.weight, flat.t()).t()
-            y = torch.empty(y.shape, dtype=dtype).copy_(y)
-        y = y if self.bias is None else y.add_(self.bias)
-        return y.view(*x.shape[:-1], -1)
+        y = F.linear(x, self.q.to(x.dtype)) * self.scale + self.bias
+        return y.to(self.out or x.dtype)
 
 
 class Packed(Layer):
     """oneDNN's own order of W, fp32 or bf16: as many bytes as W, and none of the copying that F.linear does."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, out: torch.dtype | None = None):
+    def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        self.dtype, self.bias, self.out = weight.dtype, bias, out
+        self.bias = bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 32)
-        self.then = NOTHING
+        self.product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = _pointwise()(x.to(self.dtype), self.packed, self.bias, *self.then)
-        return y.to(self.out or x.dtype)
-
-
-class Fused(Layer):
-    """Packed float32 with what follows: act(x W^T + b) + add; `gated`: W is [gate ; up], act(gate x) * up x."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, act: str = "", gated: bool = False):
-        super().__init__()
-        parts = 2 if gated else 1
-        weights = weight.detach().float().chunk(parts)
-        biases = [None] * parts if bias is None else bias.detach().float().chunk(parts)
-        self.first, *rest = (Packed(w, b) for w, b in zip(weights, biases, strict=True))
-        self.first.then = THEN[act] if act else NOTHING
-        self.up = rest[0] if gated else None
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        x = x.float()
-        y = self.first(x) if self.up is None else self.first(x).mul_(self.up(x))
-        return y if add is None else y.add_(add)
-
-
-@functools.cache
-def _pointwise() -> Callable[..., Tensor]:
-    return torch.ops.mkldnn._linear_pointwise.default
-
-
-NOTHING: tuple[str, list, str] = ("none", [], "")
-THEN: dict[str, tuple[str, list, str]] = {  # activations that a packed layer can do on its way
-    "relu": ("relu", [], ""),
-    "gelu": ("gelu", [], "none"),
-    "gelu_tanh": ("gelu", [], "tanh"),
-    "silu": ("swish", [], ""),
-}
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """F.gelu(x, approximate="tanh") as x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)): half the time from 8 rows on."""
-    y = torch.addcmul(_constant(C, x.dtype, x.device), x, x, value=0.044715 * C)
-    return y.mul_(x).sigmoid_().mul_(x)
-
-
-C = math.sqrt(8 / math.pi)
-
-
-@functools.cache
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
+        return self.product(x, self.packed, self.bias, "none", [], "")
 
 
 @functools.cache
@@ -160,92 +96,13 @@ def packs(device: str, dtype: torch.dtype) -> bool:
         return False
 
 
-# --- 8 bits -------------------------------------------------------------------------------------------------------
-
-
-class Int8(Layer):
-    """W in int8, one scale an output; x is rounded to 8 bits as it comes, each row by its own largest number (unless
-    they are `alike`): no row suffers from another's outliers.
-
-    fbgemm starts sooner and reads W faster, oneDNN multiplies faster: where `rows` call for the first, both packings
-    are kept (2 bytes a weight), the second for prompts; otherwise oneDNN's alone. Without these engines W is turned
-    back at each call and x stays exact."""
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: int,
-        out: torch.dtype | None,
-        alike: bool = False,
-    ):
-        super().__init__()
-        w = weight.detach().float()
-        scale = w.abs().amax(1).clamp(min=1e-12) / 127
-        self.out, self.alike, self.few, self.many = out, alike, None, None
-        self.light = max(1, LIGHT // w.numel())  # rows
-        self.bias = w.new_zeros(len(w)) if bias is None else bias.detach().float()
-        if w.is_cpu and quantizes():
-            inside = self.bias if alike and bias is not None else None
-            self.many = _prepack(w, scale, inside, "onednn")
-            self.few = _prepack(w, scale, inside, "x86") if rows <= self.light else self.many
-            # oneDNN keeps what it sets up for the first shape it sees
-            _dynamic()(w.new_zeros(rows, w.shape[1]), self.many, _narrow())
-        else:
-            self.q, self.scale = (w / scale[:, None]).round().to(torch.int8), scale
-
-    def __call__(self, x: Tensor) -> Tensor:
-        dtype, rows = self.out or x.dtype, x.numel() // x.shape[-1]
-        if self.many is None:
-            y = F.linear(x, self.q.to(x.dtype)) * self.scale + self.bias
-            return y.to(dtype)
-        flat, w = x.reshape(rows, -1).float(), self.few if rows <= self.light else self.many
-        if self.alike:
-            y = _dynamic()(flat, w, _narrow())
-        elif rows == 1:
-            y = _dynamic()(flat, w, _narrow()).add_(self.bias)
-        else:
-            size = torch.maximum(flat.amax(1, keepdim=True), flat.amin(1, keepdim=True).neg_())
-            size.clamp_(min=1e-30)
-            y = _dynamic()(flat * size.reciprocal(), w, _narrow())
-            y = torch.addcmul(self.bias, y, size, out=y)
-        return y.view(*x.shape[:-1], -1).to(dtype)
-
-
-def _prepack(w: Tensor, scale: Tensor, bias: Tensor | None, engine: str) -> torch.ScriptObject:
-    before, zeros = torch.backends.quantized.engine, torch.zeros(len(w), dtype=torch.long)
-    torch.backends.quantized.engine = engine
-    try:
-        with warnings.catch_warnings():  # torch means to give this up; `quantizes` will notice
-            warnings.simplefilter("ignore")
-            q = torch.quantize_per_channel(w, scale.double(), zeros, 0, torch.qint8)
-        return torch.ops.quantized.linear_prepack(q, bias)
-    finally:
-        torch.backends.quantized.engine = before
-
-
 @functools.cache
-def quantizes() -> bool:
-    """Whether both 8-bit engines are here and work."""
-    if not {"x86", "onednn"} <= set(torch.backends.quantized.supported_engines):
-        return False
-    w, scale = torch.eye(16), torch.full((16,), 1 / 127)
-    try:
-        ys = [_dynamic()(w, _prepack(w, scale, None, e)) for e in ("x86", "onednn")]
-        return all(torch.allclose(y, w, atol=0.02) for y in ys)
-    except (AttributeError, RuntimeError):
-        return False
-
-
-@functools.cache
-def _dynamic() -> Callable[..., Tensor]:
-    return torch.ops.quantized.linear_dynamic.default._op
-
-
-@functools.cache
-def _narrow() -> bool:
-    """Without VNNI, sums of two 8-bit products overflow 16 bits unless x has 7 bits."""
-    return not torch.cpu._is_vnni_supported()
+def half_is_fast() -> bool:
+    """Whether this CPU multiplies bf16, rather than widen it first."""
+    if platform.machine() == "x86_64" and sys.platform == "linux":
+        with contextlib.suppress(RuntimeError):  # REGARD_ISA names what is not there
+            return native.form() in ("amx", "avx512bf16")
+    return packs("cpu", torch.bfloat16)
 
 
 # --- 4 bits -------------------------------------------------------------------------------------------------------

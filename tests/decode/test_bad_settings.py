@@ -158,7 +158,7 @@ def test_request_over_the_context_says_both_numbers_and_the_ways_out() -> None:
         says = (
             "10 tokens of prompt and 7 new ones are more than the model's context of 16; "
             "shorten the prompt, or ask for at most 6 new tokens, "
-            "or go on with 16 tokens of the text: the last ones, or its first 4 and the last: overflow='crop' or 'sinks'"
+            "or go on with 16 tokens of the text: the last ones, or its first 4 and the last: overflow='crop'"
         )
         with pytest.raises(UsageError, match=says):
             engine.submit(Request([1] * 10, Settings(max_new_tokens=7)))

@@ -21,9 +21,8 @@ VOCAB, DIM = 61, 48
 BOUND = {"fp32": 2e-6, "bf16": 0.03, "int8": 0.06}
 RMS, GATED = Norm(1e-6, rms=True), MLP(80, "silu", gated=True, bias=False)
 
-pytestmark = pytest.mark.skipif(
-    not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}"
-)
+precisions = pytest.mark.parametrize("precision", [p for p in BOUND if usable(p)])
+pytestmark = pytest.mark.skipif(not usable("fp32"), reason=f"no native products: {native.why()}")
 
 
 def decoder(attention: GQA, ffn: MLP, norm: Norm, position: object, **more: object) -> Model:
@@ -85,7 +84,7 @@ def story(model: Model, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
-@pytest.mark.parametrize("precision", BOUND)
+@precisions
 @torch.inference_mode()
 def test_lean_blocks_give_the_models_logits(name: str, precision: str) -> None:
     model = made(name)

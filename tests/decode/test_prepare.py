@@ -124,9 +124,9 @@ def test_prepared_model_has_what_lora_adds_to_weights_that_others_read(
     for n, p in model.named_parameters():
         if n.endswith(".b"):
             p.data.normal_(std=0.3)
-    x, fast = ids(2, 9), prepare(model, precision, rows=2)
+    x, fast = ids(2, 9), prepare(model, precision)
     with torch.no_grad():
-        want, plain = model(x), prepare(merge(copy.deepcopy(model)), precision, rows=2)
+        want, plain = model(x), prepare(merge(copy.deepcopy(model)), precision)
         # what was merged first is packed alike; a mixture may choose other experts after rounding
         got, same = feed(fast, x, fast.cache(2), [8, 1]), feed(plain, x, plain.cache(2), [8, 1])
         assert error(got, same) < 1e-5 if precision == "fp32" else error(got, same) < 0.02
@@ -155,7 +155,7 @@ def test_prepared_decoder_equals_its_original(name: str, precision: str, choices
 def test_prepared_decoder_runs_in_every_layout(layout: str, precision: str) -> None:
     for name in ("window", "mla_window"):
         model, x = small(name), ids(3, 9)
-        fast = prepare(model, precision, rows=3)
+        fast = prepare(model, precision)
         cache = fast.cache(3, layout, **options(model, layout, 9))
         assert error(feed(fast, x, cache, [4, 1, 4]), model(x)) < BOUND[precision]
 
@@ -169,7 +169,7 @@ def test_prepared_feed_forward_equals_its_original(act: str, gated: bool, rows: 
         model = small("gqa_rope", ffn=MLP(32, act, gated, bias))
         x = ids(2, 5)
         for precision in ("fp32", "bf16", "int8"):
-            fast = prepare(model, precision, rows=rows)
+            fast = prepare(model, precision)
             assert error(fast(x), model(x)) < max(BOUND[precision], 1e-5)
 
 
@@ -199,7 +199,7 @@ def test_prepared_encoder_decoder_equals_its_original(
 ) -> None:
     model, x, source = pair(CROSS[cross], order), ids(3, 7), ids(3, 6, seed=2)
     more = {"source": source, "source_lengths": [6, 2, 5]}
-    fast = prepare(model, precision, rows=3)
+    fast = prepare(model, precision)
     want = model(x, **more)
     assert error(fast(x, **more), want) < BOUND[precision]
     assert error(feed(fast, x, fast.cache(3), [3, 1, 1, 2], **more), want) < BOUND[precision]
@@ -296,7 +296,7 @@ def test_prepared_model_runs_on_a_machine_without_the_ops(
     monkeypatch.setattr(linear, "quantizes", lambda: False)
     monkeypatch.setattr(linear, "reads_nibbles", lambda: False)
     model, x = small("gqa_rope"), ids(2, 9)
-    fast = prepare(model, precision, rows=2)
+    fast = prepare(model, precision)
     assert error(feed(fast, x, fast.cache(2), [4, 1, 4]), model(x)) < BOUND[precision]
     wide = torch.bfloat16 if precision == "bf16" else torch.float32
     assert fast.cache(1).dtype == wide  # bf16 would be slow here
@@ -362,7 +362,7 @@ def test_unknown_precision_names_the_choices() -> None:
     with refused("precision 'fp16' is unknown; choose one of fp32, bf16, int8, int4"):
         prepare(small("mha"), "fp16")
     with refused("rows=0: a step has at least one row"):
-        prepare(small("mha"), rows=0)
+        prepare(small("mha"))
 
 
 def test_prepared_model_is_for_running(tmp_path: Path) -> None:

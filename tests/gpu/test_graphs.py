@@ -2,6 +2,8 @@
 and its tokens but for ties within that bound. Skipped without a GPU; on any machine
 tests/kernels/test_gpu_graphs.py does the same without kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,13 +11,16 @@ import regard
 from regard.decode import graphs
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner, SlotLane
-from regard.decode.settings import Request, Settings
+from regard.decode.settings import Request, Result, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
+from regard.kernels.triton import measured as gpu_measured
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
-from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
+from tests.kernels import test_gpu_graphs as small
+from tests.kernels.plain import BOUND, FEW, answer, exact, largest_gap, served, ties
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: there is none here"
@@ -40,6 +45,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> regard.Model:
             if p.dim() > 1:
                 p.mul_(3)
     return model
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of ours, even where torch's are faster on shapes as small as these."""
+    monkeypatch.setattr(gpu_measured, "ON", False)
 
 
 def requests(count: int = 12, **settings: object) -> list[Request]:
@@ -92,6 +103,40 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
     model, asked = build(name), requests()
     for kernels in (False, True):
         assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("name", small.FORMS)
+def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
+    model, asked = small.build(name).cuda(), small.requests(rows)
+    assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
+    graphs._kept.clear()
+    assert ties(model, asked, answer(model, asked, rows)) <= FEW
+
+
+@pytest.mark.parametrize("n", [1, 40, 300])
+def test_experts_on_cuda(n: int) -> None:
+    shapes = ((16, 192, 256), (16, 192, 256), (16, 256, 192))
+    w = gpu_experts.Experts(*((torch.randn(s) / 16).cuda().bfloat16() for s in shapes))
+    x, weight = torch.randn(n, 256).cuda().bfloat16(), torch.rand(n, 4).cuda()
+    chosen = torch.stack([torch.randperm(16)[:4] for _ in range(n)]).cuda()
+    wide = gpu_experts.Experts(w.gate.float(), w.up.float(), w.down.float())
+    want = gpu_experts.reference(x.float(), chosen, weight, wide)
+    close(gpu_experts.experts(x, chosen, weight, w).float().sum(0), want)
+
+
+def test_faster_form_is_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_measured, "ON", True)
+    monkeypatch.setattr(gpu_measured, "table", lambda card: known)
+    monkeypatch.setattr(gpu_measured, "keep", lambda *_: None)
+    known: dict[str, str] = {}
+    model, asked = build("gqa", torch.bfloat16), requests(4)
+    assert answer(model, asked, 4)
+    assert {key.split()[0] for key in known} == {"linear"}
+    w = torch.ones(2**22, device="cuda")
+    slow, fast = (lambda w: w.exp().exp().exp()), (lambda w: w.exp())
+    assert gpu_measured.fastest("slow", w, {"ours": slow, "torch": fast}) == "torch"
+    assert gpu_measured.fastest("fast", w, {"ours": fast, "torch": slow}) == "ours"
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8}, {"min_p": 0.05}, {}])
@@ -181,7 +226,7 @@ def test_wide_kernels_on_cuda(m: int) -> None:
     g, more = torch.rand(2048).cuda().bfloat16(), gpu_wide.parts(x, w)
     close(more.sum(0), x.float() @ w.float().T)
     close(gpu_wide.parts(x, w, split=False)[0], x.float() @ w.float().T)
-    got, want = (gpu_wide.add_norm(x, more, g, 1e-5, fast) for fast in (True, False))
+    got, want = (gpu_wide.add_norm(x, more, (g, 1e-5, 0.0), None, fast) for fast in (True, False))
     close(got[0], want[0]), close(got[1], want[1])
     close(gpu_wide.gated(x, w, None, "silu"), gpu_wide.gated(x, w, None, "silu", fast=False))
     close(gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
@@ -197,7 +242,7 @@ def test_linear_on_cuda(m: int, k: int, n: int, gated: bool) -> None:
     x, g = torch.randn(m, k).cuda().bfloat16(), torch.rand(k).cuda().bfloat16()
     w = (torch.randn(n * (1 + gated), k) / k**0.5).cuda().bfloat16()
     act = "silu" if gated else ""
-    got = gpu_linear.fused(x, w, norm=(g, 1e-5), act=act, gated=gated)
+    got = gpu_linear.fused(x, w, norm=(g, 1e-5, 0.0), act=act, gated=gated)
     wide = (g.float(), 1e-5)
     close(got, gpu_linear.reference(x.float(), w.float(), norm=wide, act=act, gated=gated))
 
@@ -222,9 +267,74 @@ def test_latent_on_cuda(h: int) -> None:
     )
     pos = torch.tensor([1999, 777]).cuda()
     table = torch.randperm(250).view(2, 125).int().cuda()
-    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+    gpu_latent.put(entry[:, :512], latents, table, pos)
+    gpu_latent.put(entry[:, 512:], ropes, table, pos)
+    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
     cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
     close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))
+
+
+PAIRS = ("vaswani-base", "bart-base", "t5-small")
+
+
+def pair(name: str) -> regard.Model:
+    torch.manual_seed(0)
+    model = regard.build(name, layers=2, dim=128, heads=4, head_dim=32, ffn_dim=256, vocab=97)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(2).add_(torch.randn_like(p), alpha=0.1)
+    return model.cuda()
+
+
+def sources(count: int, **settings: object) -> list[Request]:
+    """Requests with the prompts of `requests` as sources."""
+    return [
+        Request([0], replace(r.settings, **settings), source=torch.tensor(r.ids))
+        for r in requests(count)
+    ]
+
+
+@torch.no_grad()
+def off_by(model: regard.Model, asked: list[Request], answers: list[Result]) -> float:
+    """How far any log probability is from the plain model's in float64, of the same text."""
+    plain, gaps = exact(model), []
+    for r, result in zip(asked, answers, strict=True):
+        ids = torch.tensor([[*r.ids, *result.ids]])
+        more = {} if r.source is None else {"source": r.source[None]}
+        logp = plain(ids, **more).log_softmax(-1)[0, len(r.ids) - 1 : -1]
+        want = logp.gather(1, ids[0, len(r.ids) :, None])[:, 0]
+        gaps.append((torch.tensor(result.logprobs) - want).abs().max().item())
+    return max(gaps)
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("name", PAIRS)
+def test_encoder_decoders_write_what_the_plain_model_writes(name: str, rows: int) -> None:
+    model, asked = pair(name), sources(12)
+    for _ in range(3):
+        # Eager, recorded, replayed.
+        answers = answer(model, asked, rows)
+        assert off_by(model, asked, answers) < BOUND
+        want = served(Engine(exact(model), rows=12), asked)
+        assert sum(a.ids != b.ids for a, b in zip(answers, want, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"groups": 2, "diversity": 0.5}, {"banned": (4,)}])
+@pytest.mark.parametrize("name", ["gqa", *PAIRS])
+def test_beams_in_a_graph_find_what_the_plain_engine_finds(name: str, settings: dict) -> None:
+    beams = {"beams": 4, "eos": (5, 7), "length_penalty": 0.7, **settings}
+    if name in PAIRS:
+        model, asked = pair(name), sources(12, **beams)
+    else:
+        model, asked = build(name), requests(12, **beams)
+    want = served(Engine(exact(model), rows=48), asked)
+    for rows in (4, 48, 48):
+        answers = answer(model, asked, rows)
+        assert off_by(model, asked, answers) < BOUND
+        for a, b in zip(answers, want, strict=True):
+            assert a.score == pytest.approx(b.score, abs=1e-4)
+        assert sum(a.ids != b.ids for a, b in zip(answers, want, strict=True)) <= 1
 
 
 def test_two_engines_of_a_model_do_not_meet() -> None:

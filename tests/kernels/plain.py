@@ -71,7 +71,8 @@ def largest_gap(engine: Engine, texts: Sequence[list[int]], steps: int) -> float
     plain, gaps = exact(engine.model), []
     for i, (ids, result) in enumerate(zip(texts, answers, strict=True)):
         want = plain(torch.tensor([ids + result.ids]))[0, len(ids) - 1 : -1]
-        got = torch.stack(seen[i][:steps]).cpu().double()
+        # On a GPU there are rows for some more tokens.
+        got = torch.stack(seen[i][:steps]).cpu().double()[:, : want.shape[-1]]
         gaps.append((got - want).abs().max().item())
     return max(gaps)
 

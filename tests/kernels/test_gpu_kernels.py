@@ -10,16 +10,19 @@ from torch import Tensor
 
 import regard
 from regard.attention import attend
+from regard.attention.sparse import choose, dots_exact, index_scores
 from regard.decode import sampling
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import draw as gpu_draw
+from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import loss as gpu_loss
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
+from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
 from tests.kernels.plain import BOUND, largest_gap, served
@@ -50,6 +53,8 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
         (2, 128, 33, "silu", True, True, False, False),
         (4, 80, 20, "gelu", True, False, True, False),
         (5, 48, 20, "gelu_tanh", False, False, True, True),
+        (2, 48, 20, "tanh", False, False, True, False),
+        (2, 48, 20, "quick_gelu", True, False, True, False),
     ],
 )
 def test_gpu_linear_matches_reference(
@@ -69,11 +74,13 @@ def test_gpu_linear_matches_reference(
     weight = (torch.rand(k) + 0.5).to(dtype)
     residual = torch.randn(m, n).to(dtype) if added else None
     more = {"act": act, "gated": gated}
-    norm = (weight, 1e-5) if normed else None
+    # A norm by 1 + w, as Gemma has it, where k is 128.
+    shift = float(k == 128)
+    norm = (weight, 1e-5, shift) if normed else None
     got = gpu_linear.fused(x, w, bias, norm=norm, residual=residual, blocks=blocks, **more)  # type: ignore[arg-type]
     x, w, weight = x.float(), w.float(), weight.float()
     bias, residual = (None if y is None else y.float() for y in (bias, residual))
-    norm = (weight, 1e-5) if normed else None
+    norm = (weight, 1e-5, shift) if normed else None
     want = gpu_linear.reference(x, w, bias, norm=norm, residual=residual, **more)  # type: ignore[arg-type]
     assert got.dtype is dtype
     close(got, want, dtype)
@@ -91,12 +98,24 @@ def paged(x: Tensor, page: int) -> tuple[Tensor, Tensor]:
 
 
 @each_dtype
+@pytest.mark.parametrize("b, size, k", [(3, 5000, 8), (2, 4097, 5), (1, 700, 9)])
+def test_gpu_largest_is_topk(b: int, size: int, k: int, dtype: torch.dtype) -> None:
+    x = torch.randn(b, size).to(dtype)
+    # The last ones too, and some in one block.
+    x[0, -3:], x[-1, 256:260] = 9.0, 8.0
+    top, at = gpu_sample.largest(x, k)
+    assert torch.equal(top, x.topk(k).values) and torch.equal(x.gather(1, at), top)
+    assert all(len(set(row)) == k for row in at.tolist())
+
+
+@each_dtype
 @pytest.mark.parametrize(
     "b, h, g, d, s, window, turned, splits",
     [
         (2, 4, 2, 32, 150, None, True, 1),
         (3, 4, 4, 64, 200, None, True, 2),
         (2, 8, 1, 32, 130, 20, False, 4),
+        (2, 4, 4, 32, 130, None, False, 1),
         (1, 4, 2, 32, 300, None, True, 4),
     ],
 )
@@ -128,10 +147,14 @@ def test_gpu_attention_matches_attend(
     if window is not None:
         seen &= at > pos[:, None] - window
     wide = [x.float() for x in (q[:, None], full_k, full_v)]
-    want = attend(*wide, seen[:, None, None], scale=d**-0.5)[:, 0]
-    plain = gpu_attention.reference(q, full_k, full_v, pos + 1, d**-0.5, window)
+    # Where nothing turns, keys have a bias by their distance.
+    bias = None if turned else torch.randn(h, s // 3)
+    more = None if bias is None else bias[:, (pos[:, None] - at).clamp(0, s // 3 - 1)]
+    more = None if more is None else more.transpose(0, 1)[:, :, None]
+    want = attend(*wide, seen[:, None, None], bias=more, scale=d**-0.5)[:, 0]
+    plain = gpu_attention.reference(q, full_k, full_v, pos + 1, d**-0.5, window, bias)
     close(plain, want, dtype)
-    same = {"heads": h, "scale": d**-0.5, "window": window, "splits": splits}
+    same = {"heads": h, "scale": d**-0.5, "window": window, "splits": splits, "bias": bias}
     (pool_k, table), (pool_v, _) = paged(k, 16), paged(v, 16)
     got = gpu_attention.decode(qkv, k, v, pos, angles=angles, **same)  # type: ignore[arg-type]
     close(got, want, dtype)
@@ -141,6 +164,106 @@ def test_gpu_attention_matches_attend(
     alone = q.flatten(1).contiguous()
     got = gpu_attention.decode(alone, k, v, pos + 1, new=False, **same)  # type: ignore[arg-type]
     close(got, want, dtype)
+
+
+FORMS = {
+    "norms": {"qk_norm": 1e-6},
+    "whole": {"qk_norm": 1e-6, "qk_norm_whole": True},
+    "plus_one": {"qk_norm": 1e-6, "qk_norm_plus_one": True},
+    "partial": {"rope": regard.Rope(partial=0.25)},
+    "neighbours": {"rope": regard.Rope(layout="interleaved", partial=0.5), "qk_norm": 1e-6},
+    "wide": {"rope": regard.Rope(wide=True)},
+    "sinks": {"sinks": True, "window": 20},
+    "softcap": {"softcap": 2.0, "sinks": True},
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_forms_of_attention_match_the_plain_ones(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and a step, heads whose width is no power of two, as the plain mechanism has them."""
+    config = regard.GQA(6, 2, 48, **{"rope": regard.Rope()} | FORMS[form])  # type: ignore[arg-type]
+    tower = regard.Tower(64, 1, config, regard.MLP(64), norm=regard.Norm(rms=True))
+    model = TransformerConfig(Tokens(97), tower, regard.LM(), max_len=96).make().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3) if p.dim() > 1 else p.add_(0.3 * torch.randn_like(p))
+    monkeypatch.setattr(gpu_attention, "splits_for", lambda *_: 2)
+    # In chunks: of what was read before, from its pages.
+    engine = Engine(model, runner="graph", rows=2, page=8, chunk=16 if form == "sinks" else None)
+    assert largest_gap(engine, [[5, 9, 2, 60], [7, 8, 9] * 9], 2) < BOUND
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "n, m, f, e, a, biased",
+    [(1, 64, 48, 8, 2, False), (5, 64, 48, 4, 3, True), (7, 32, 80, 16, 2, False)],
+)
+@pytest.mark.parametrize("few, most", [(16, 0), (0, 1024), (0, 0)], ids=["few", "sorted", "many"])
+def test_gpu_experts_match_reference(
+    n: int,
+    m: int,
+    f: int,
+    e: int,
+    a: int,
+    biased: bool,
+    few: int,
+    most: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_experts, "FEW", few)
+    monkeypatch.setattr(gpu_experts, "SORTED", most)
+    shapes = ((e, f, m), (e, f, m), (e, m, f))
+    biases = tuple(torch.randn(e, size).to(dtype) for size in (f, f, m)) if biased else None
+    more = ("quick_gelu", 1.5) if biased else ("silu", None)
+    w = gpu_experts.Experts(*((torch.randn(s) / 8).to(dtype) for s in shapes), biases, *more)  # type: ignore[arg-type]
+    x, weight = torch.randn(n, m).to(dtype), torch.rand(n, a)
+    chosen = torch.stack([torch.randperm(e)[:a] for _ in range(n)])
+    got = gpu_experts.experts(x, chosen, weight, w)
+    wide = [y.float() for y in (w.gate, w.up, w.down)]
+    wide_biases = None if biases is None else tuple(y.float() for y in biases)
+    want = gpu_experts.reference(
+        x.float(), chosen, weight, gpu_experts.Experts(*wide, wide_biases, *more)  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert got.shape == (a, n, m)
+    close(got.sum(0), want, dtype)
+
+
+@pytest.mark.parametrize("n, a, e, block", [(7, 2, 5, 16), (40, 3, 8, 16), (33, 8, 64, 32)])
+def test_gpu_sort_matches_the_plain_one(n: int, a: int, e: int, block: int) -> None:
+    chosen = torch.stack([torch.randperm(e)[:a] for _ in range(n)])
+    chosen[: n // 2, 0] = 3  # more than one tile, or it does not matter that it is there twice
+    want, got = (f(chosen, e, block) for f in (gpu_experts.sort, gpu_experts.sort_few))
+    assert torch.equal(got[0], want[0])
+    real = want[1][:, 1] < want[1][:, 2]
+    assert torch.equal(got[1][real], want[1][real])
+    assert (got[1][~real, 1] >= got[1][~real, 2]).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"normalized": False, "gain": 2.0}, {"score": "sigmoid", "corrected": True, "bias": True}],
+)
+def test_gpu_router_matches_the_plain_one(settings: dict) -> None:
+    layer = regard.MoE(12, 3, 16, **settings).make(80).eval()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p))
+    x = torch.randn(5, 80)
+    x[3], x[4, 7] = 0.0, torch.nan  # ties, and no numbers
+    c = layer.config
+    logits = gpu_experts.scores(x, layer.router.weight, layer.router.bias)
+    torch.testing.assert_close(logits, layer.logits(x), equal_nan=True)
+    more = {"normalized": c.normalized, "gain": c.gain, "correction": layer.correction}
+    chosen, weight = gpu_experts.choose(logits, 3, sigmoid=c.score == "sigmoid", **more)
+    want = layer.route(x)
+    assert torch.equal(chosen[:4], want[0][:4])
+    torch.testing.assert_close(weight[:4], want[1][:4])
+    assert weight[4].isnan().all() and (chosen[4] >= 0).all() and (chosen[4] < 12).all()
 
 
 @each_dtype
@@ -166,9 +289,66 @@ def test_gpu_latent_matches_attend(
     keys = full[:, :, None].float()
     want = attend(q[:, None].float(), keys, keys[..., :c], seen, scale=0.1)[:, 0]
     close(gpu_latent.reference(q, full, pos + 1, c, 0.1), want, dtype)
-    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.1, splits=splits)
-    close(got, want, dtype)
+    gpu_latent.put(entry[:, :c], latents, table, pos)
+    gpu_latent.put(entry[:, c:], ropes, table, pos)
     assert torch.equal(whole(), full)
+    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.1, splits=splits)
+    close(got, want, dtype)
+    # Some of the tokens: the first, every third, and as many of a row as it has.
+    at = torch.arange(0, s, 3)[None].minimum(pos[:, None])
+    spots = table.gather(1, at // page) * page + at % page
+    some = full[torch.arange(b)[:, None], at]
+    count = (pos + 1).clamp(max=at.shape[1])
+    got = gpu_latent.decode(
+        q, latents, ropes, table, pos, scale=0.1, chosen=spots.int(), splits=splits
+    )
+    close(got, gpu_latent.reference(q, some, count, c, 0.1), dtype)
+
+
+def tied_scores(b: int, s: int) -> Tensor:
+    """Rows of scores, most of them with many that are equal; zeros of both signs."""
+    x = torch.randn(b, s)
+    x[1:] = (x[1:].relu() * 4).round() / 4
+    x[2:] *= torch.where(torch.rand(b - 2, s) > 0.7, -1.0, 1.0)
+    x[3] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("s, k", [(150, 17), (64, 64)])
+def test_gpu_topk_is_choose(s: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sparse, "PIECE", 64)
+    scores, page = tied_scores(5, s), 8
+    pos = torch.tensor([s - 1, s - 1, s - 9 if s > k else s - 1, s - 1, k // 2])
+    hidden = torch.arange(s) > pos[:, None]
+    want = choose(scores.masked_fill(hidden, -torch.inf), k)
+    assert torch.equal(gpu_sparse.reference(scores, pos + 1, k).long()[:4], want[:4])
+    places = -(-s // page)
+    table = torch.randperm(5 * places).view(5, places).int()
+    spots = table.gather(1, want // page) * page + want % page
+    got = gpu_sparse.topk(scores, pos, k, table, page)
+    assert torch.equal(got[:4], spots[:4])
+    # Of a row that is shorter than k, all of it.
+    at = torch.arange(k // 2 + 1)
+    assert torch.equal(got[4, at], table[4, at // page] * page + (at % page).int())
+
+
+@each_dtype
+@pytest.mark.parametrize("h, d, s", [(5, 16, 90), (16, 32, 40)])
+def test_gpu_index_matches_scores(
+    h: int, d: int, s: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_sparse, "TILE", (16, 4, 2))
+    monkeypatch.setattr(gpu_sparse, "SPAN", 32)
+    b, page = 3, 8
+    places = -(-s // page)
+    q, keys = torch.randn(b, h, d).to(dtype), torch.randn(b * places, page, d).to(dtype)
+    w, table = torch.randn(b, h), torch.randperm(b * places).view(b, places).int()
+    pos = torch.tensor([0, 31, s - 1])
+    got = gpu_sparse.index(q, keys, w, table, pos, s, fp8=False)
+    full = keys[table.long()].flatten(1, 2)
+    want = index_scores(dots_exact(q[:, None], full), w[:, None])[:, 0]
+    for i, end in enumerate((pos + 1).tolist()):
+        close(got[i, :end], want[i, :end], dtype)
 
 
 def state(rows: int, **given: list[int]) -> gpu_sample.State:
@@ -335,16 +515,22 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @each_dtype
+@pytest.mark.parametrize("normed, after", [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("m, n, parts", [(3, 40, None), (6, 64, 0), (5, 50, 1), (7, 96, 4)])
-def test_gpu_add_norm_matches_torch(m: int, n: int, parts: int | None, dtype: torch.dtype) -> None:
+def test_gpu_add_norm_matches_torch(
+    m: int, n: int, parts: int | None, normed: bool, after: bool, dtype: torch.dtype
+) -> None:
     x, weight = torch.randn(m, n).to(dtype), (torch.rand(n) + 0.5).to(dtype)
     # parts of a product are sums, in float32
     more = None if parts is None else torch.randn(*(parts,) * bool(parts), m, n)
     more = more if more is None or parts else more.to(dtype)
     before = x.clone()
-    got = gpu_wide.add_norm(x, more, weight, 1e-5)
+    norm = (weight, 1e-5, 0.0) if normed else None
+    post = (weight.flip(0).contiguous(), 1e-4, 1.0) if after else None
+    got = gpu_wide.add_norm(x, more, norm, post)
     wide = None if more is None else more.float()
-    want = gpu_wide.add_norm(x.float(), wide, weight.float(), 1e-5, fast=False)
+    norm, post = (None if y is None else (y[0].float(), *y[1:]) for y in (norm, post))
+    want = gpu_wide.add_norm(x.float(), wide, norm, post, fast=False)
     assert all(y.dtype is dtype for y in got)
     close(got[0], want[0], dtype), close(got[1], want[1], dtype)
     assert torch.equal(x, before)
@@ -451,12 +637,28 @@ def test_gpu_decoder_gives_the_plain_tokens(
         assert largest_gap(engine, texts[:rows], 2) < BOUND
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_gpu_sparse_decoder_gives_the_plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is read densely, and chooses among its tokens when it is longer."""
+    monkeypatch.setattr(gpu_sparse, "PIECE", 64)
+    model = small("dsa")
+    text = torch.randint(0, 97, (31,)).tolist()
+    want = served(Engine(model, runner="torch"), [Request(text, Settings(max_new_tokens=4))])
+    engine = Engine(model, runner="graph", rows=1)
+    assert engine.plain == "" and "SlotSparse" in engine.explain()
+    assert largest_gap(engine, [text], 4) < BOUND
+    assert engine.slots is not None and len(want[0].ids) == 4
+
+
 def small(name: str) -> regard.Model:
     torch.manual_seed(0)
     rope = regard.Rope()
-    attention = (
-        regard.GQA(4, 2, 32, rope=rope) if name == "gqa" else regard.MLA(4, 32, 32, 16, rope=rope)
-    )
+    latent = regard.MLA(4, 32, 32, 16, rope=rope)
+    attention = {
+        "gqa": regard.GQA(4, 2, 32, rope=rope),
+        "mla": latent,
+        "dsa": regard.DSA(latent, 4, 16, 32, rope_dim=16),
+    }[name]
     ffn, norm = regard.MLP(96, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
     config = TransformerConfig(
         Tokens(97), regard.Tower(64, 1, attention, ffn, norm=norm), regard.LM(), max_len=48

@@ -8,10 +8,16 @@ from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, ROOM, NativeLinear, plain, usable
 from regard.kernels.linear import Packed, packs
 
-pytestmark = pytest.mark.skipif(
-    not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}"
-)
 PRECISIONS = ["fp32", "bf16", "int8"]
+
+
+@pytest.fixture(autouse=True)
+def multiplied(request: pytest.FixtureRequest) -> None:
+    """Numbers that the C code multiplies here."""
+    precision = getattr(request.node, "callspec", None)
+    kind = "fp32" if precision is None else precision.params.get("precision", "fp32")
+    if not usable(kind):
+        pytest.skip(f"no native products: {native.why() or f'{kind} on {native.form()}'}")
 
 
 def rounded(x: Tensor, precision: str) -> Tensor:
@@ -91,7 +97,7 @@ def test_residual_may_be_strided_or_of_another_dtype(precision: str) -> None:
     assert layer(x[:0]).shape == (0, 48)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_row_is_the_same_in_any_company(precision: str) -> None:
     x, w, b = made(70, 96, 64)
     layer = NativeLinear(w, b, precision)
@@ -106,7 +112,7 @@ def test_tiles_of_torch_are_left_as_they_were(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         x, w, b = made(64, 256, 512)
-        ours = [NativeLinear(w, b, p) for p in ("bf16", "int8")]
+        ours = [NativeLinear(w, b, p) for p in PRECISIONS if usable(p)]
         first = [layer(x) for layer in ours]
         theirs = Packed(w.bfloat16(), None) if packs("cpu", torch.bfloat16) else None
         want = None if theirs is None else theirs(x.bfloat16())

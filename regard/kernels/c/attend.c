@@ -11,9 +11,10 @@ enum {
     WORTH = 150000              /* products of two numbers that are worth a second thread */
 };
 
-/* What native_rows.attend_one packs; strides count numbers. */
+/* What rows.attend_one packs; strides count numbers. `page` slots lie together in the row that `place` names, one name
+   for them all. */
 struct attend {
-    int64_t rows, heads, groups, d, e, half, stored, slots, share, window;
+    int64_t rows, heads, groups, d, e, half, stored, slots, share, window, page;
     const float *q;
     int64_t q_row, q_head;
     const char *k;
@@ -167,9 +168,9 @@ INLINE void find(const struct attend *a, struct slots *x, int64_t last, const in
     x->n = last + 1 - x->first < BLOCK ? last + 1 - x->first : BLOCK;
     for (int64_t i = 0; i < (x->n + 3) / 4 * 4; i++) {
         int64_t p = x->first + (i < x->n ? i : x->n - 1); /* up to a multiple of four the last one again */
-        int64_t from = place ? place[p] : own;
-        x->key[i] = (from * a->k_row + p * a->k_slot) * size;
-        x->value[i] = (from * a->v_row + p * a->v_slot) * size;
+        int64_t from = place ? place[a->page ? p / a->page : p] : own, slot = a->page ? p % a->page : p;
+        x->key[i] = (from * a->k_row + slot * a->k_slot) * size;
+        x->value[i] = (from * a->v_row + slot * a->v_slot) * size;
     }
 }
 
@@ -244,7 +245,8 @@ static int64_t work(const struct attend *a, int64_t row) {
     int32_t low = 0, high = 0;
     if (a->place) {
         const int32_t *place = a->place + row * a->place_row;
-        for (int64_t p = first; p <= last; p++) {
+        int64_t each = a->page ? a->page : 1;
+        for (int64_t p = first / each; p <= (last < 0 ? -1 : last / each); p++) {
             low = place[p] < low ? place[p] : low;
             high = place[p] > high ? place[p] : high;
         }

@@ -15,7 +15,7 @@ struct rows {
     int64_t by_b, by_h, by_t;
 };
 
-/* What native_train packs: the last five are 0 on the way forward, where out and lse are written. */
+/* What train packs: the last five are 0 on the way forward, where out and lse are written. */
 struct causal {
     int64_t b, h, t, d;
     struct rows q, k, v, out, slope, dq, dk, dv;

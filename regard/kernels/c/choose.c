@@ -9,7 +9,7 @@ enum {
     WORTH = 65536       /* logits that are worth a second thread */
 };
 
-/* What native_rows.choose packs; the stride counts numbers. */
+/* What rows.choose packs; the stride counts numbers. */
 struct choose {
     int64_t rows, vocab, k, bans, logits_row;
     const float *logits;

@@ -1,133 +1,133 @@
 /* y = act(x W^T + b) + add, x (m k) and y (m n) float32, W packed once by `linear_pack`.
 
-   bf16 and int8 multiply in AMX tiles: W lies as stripes of 32 outputs, each a run of pairs of 1 KB tiles along k, in
-   the order in which they are read, so that few rows stream W from memory once and many rows keep a stripe in the
-   cache. float32 reads W as it is, with AVX-512. Called by native_linear.py, which says what it computes. */
+   One layout of W serves every kind of number and every instruction set: stripes of 32 outputs, each a run of pairs of
+   1 KB tiles along k, in the order in which they are read, so that few rows stream W from memory once and many rows
+   keep a stripe in the cache. A line of a tile is 16 outputs times 4 bytes: one float32, two bf16 or four int8 of
+   neighbouring inputs. x is laid out as blocks of rows, in each the tiles' inputs row by row. A kernel gives the sums of
+   a block of rows and a stripe; what follows a product is done while they are in the cache. AMX has a kernel of its own,
+   the others are one kernel over `step`, which says what an instruction set is good at. Called by linear.py. */
 
-#include "common.h"
+#include "vector.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
-
-#include <immintrin.h>
-#include <math.h>
-#include <omp.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define TILES 1
+#else
+#define TILES 0
+#endif
+
+#define APART __attribute__((noinline)) /* large, and compiled faster alone */
 
 enum { FP32, BF16, INT8 };
 enum { NONE, RELU, GELU, GELU_TANH, SILU };
-enum { FAR = 1 << 20 }; /* outputs that no cache near the core would keep */
+enum {
+    FAR = 1 << 20,  /* outputs that no cache near the core would keep */
+    WORTH = 1 << 20 /* products of two numbers that are worth a second thread */
+};
 
 typedef struct {
     int64_t kind, n, k, gated, act; /* n outputs of W: twice the outputs of y where gated */
-    char *tiles;                    /* packed W; float32: W itself */
+    char *tiles;                    /* packed W */
     const float *scale, *bias;      /* of each output; scale for int8 alone, bias or NULL */
 } Linear;
 
-typedef struct {
-    uint8_t palette, start, rest[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} Config;
+/* ---- what instruction sets are good at ----
 
-int amx_allowed(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+   `step` adds the products of a group of inputs, 4 bytes of each output in w, of a row in x:
 
-/* ---- what follows a product ---- */
+   FLIP   int8 W is stored with this added, as the instruction takes one side unsigned; the sums begin lower by it
+   WIDER  int8 x is stored in 16 bits, inputs 0 and 2 of a group before 1 and 3: sums of two products fit into 32 bits
+   TAKE   groups of x that are read together, since a product can name one of them */
 
-static inline __m512 exp_of(__m512 x) { /* relative error below 2e-7; NaN stays NaN */
-    x = _mm512_min_ps(_mm512_set1_ps(88.f), _mm512_max_ps(_mm512_set1_ps(-87.f), x));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x), p = _mm512_set1_ps(1.9875691500e-4f);
-    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.f)));
-    return _mm512_scalef_ps(p, n);
+#if !TILES && (defined(__AVX512VNNI__) || defined(__AVXVNNI__))
+enum { FLIP = 128, WIDER = 0 };
+#elif !TILES && defined(__SSE2__)
+enum { FLIP = 0, WIDER = 1 };
+#else
+enum { FLIP = 0, WIDER = 0 };
+#endif
+
+/* Rows and vectors of outputs whose sums fit into the registers. */
+#if LANES == 16
+enum { TAKE = 1, WIDE = 2, ROWS = 14, BYTE_ROWS = WIDER ? 12 : 14 };
+#elif LANES == 8
+enum { TAKE = 1, WIDE = 2, ROWS = 6, BYTE_ROWS = WIDER ? 4 : 6 };
+#elif defined(__ARM_NEON)
+enum { TAKE = 4, WIDE = 4, ROWS = 6, BYTE_ROWS = 6 };
+#else
+enum { TAKE = 1, WIDE = 4, ROWS = 3, BYTE_ROWS = 2 };
+#endif
+
+INLINE ints same(int32_t x) { return (ints){0} + x; }
+
+#if defined(__SSE2__)
+/* The sums of neighbouring pairs of 16-bit products. */
+INLINE ints pairs(ints a, ints b) {
+#if LANES == 16
+    return (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif LANES == 8
+    return (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return (ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#endif
+}
+#endif
+
+#if defined(__ARM_NEON) /* the compiler must see a number */
+#define NAMED(F, a, b, c)                                                                          \
+    (lane == 0 ? F(a, b, c, 0) : lane == 1 ? F(a, b, c, 1) : lane == 2 ? F(a, b, c, 2) : F(a, b, c, 3))
+#endif
+
+INLINE ints step(ints sum, ints w, const char *x, const int lane, const int kind) {
+#if defined(__ARM_NEON)
+    float32x4_t f;
+    int8x16_t i;
+    memcpy(&f, x, sizeof f), memcpy(&i, x, sizeof i);
+    if (kind == FP32) return (ints)NAMED(vfmaq_laneq_f32, (float32x4_t)sum, (float32x4_t)w, f);
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (ints)NAMED(vdotq_laneq_s32, (int32x4_t)sum, (int8x16_t)w, i);
+#else
+    for (int j = 0; j < 4; j++) sum += (w << (24 - 8 * j) >> 24) * (int32_t)i[4 * lane + j];
+    return sum;
+#endif
+#else
+    int32_t one, other;
+    memcpy(&one, x, 4);
+    (void)lane, (void)other;
+    if (kind == FP32) return (ints)((vec)sum + (vec)w * (vec)same(one));
+#if defined(__AVX512BF16__)
+    if (kind == BF16) return (ints)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)same(one));
+#endif
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)same(one));
+#elif defined(__AVXVNNI__)
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)same(one));
+#else
+    typedef int16_t narrow __attribute__((vector_size(sizeof(ints))));
+    memcpy(&other, x + 4, 4);
+    narrow even = (narrow)w << 8 >> 8, odd = (narrow)w >> 8;
+    return sum + pairs((ints)even, same(one)) + pairs((ints)odd, same(other));
+#endif
+#endif
 }
 
-static inline __m512 over(__m512 x, __m512 z) { /* x / (1 + e^-z) */
-    __m512 low = _mm512_add_ps(_mm512_set1_ps(1.f), exp_of(_mm512_sub_ps(_mm512_setzero_ps(), z)));
-    return _mm512_div_ps(x, low);
-}
-
-static inline __m512 erf_of(__m512 x) { /* Abramowitz and Stegun 7.1.26, error below 2e-7 */
-    __m512 one = _mm512_set1_ps(1.f), a = _mm512_abs_ps(x), p = _mm512_set1_ps(1.061405429f);
-    __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(_mm512_set1_ps(0.3275911f), a, one));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
-    __m512 e = exp_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), a), a));
-    __m512 y = _mm512_fnmadd_ps(_mm512_mul_ps(p, t), e, one);
-    __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    return _mm512_mask_sub_ps(y, below, _mm512_setzero_ps(), y);
-}
-
-static inline __attribute__((always_inline)) __m512 activate(__m512 x, int act) {
-    if (act == RELU) return _mm512_max_ps(_mm512_setzero_ps(), x); /* NaN stays: the second one is taken */
-    if (act == SILU) return over(x, x);
-    if (act == GELU) {
-        __m512 e = erf_of(_mm512_mul_ps(x, _mm512_set1_ps(0.70710678f)));
-        return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), _mm512_add_ps(e, _mm512_set1_ps(1.f)));
-    }
-    if (act == GELU_TANH) { /* x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) */
-        __m512 z = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.0713548162f), _mm512_set1_ps(1.5957691216f));
-        return over(x, _mm512_mul_ps(x, z));
-    }
-    return x;
-}
-
-/* The 32 columns of a stripe: what their sums are multiplied by, what is added to them, and where they go. */
-typedef struct {
-    __m512 scale[2], bias[2];
-    __mmask16 real[2];
-    int64_t at;
-} Stripe;
-
-static inline __attribute__((always_inline)) void put(float *y, __mmask16 real, __m512 x, const float *add, int past) {
-    if (add) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(real, add));
-    if (past)
-        _mm512_stream_ps(y, x);
-    else
-        _mm512_mask_storeu_ps(y, real, x);
-}
-
-/* Sums (count 32), of float32 or, with `scales` of the rows, int32, to y; `past` the cache if nobody reads it soon. */
-static inline __attribute__((always_inline)) void finish(
-    const Stripe *s, const float *sums, int64_t count, const float *scales, const float *add, float *y, int64_t outs,
-    int gated, int act, int past) {
-    for (int64_t i = 0; i < count; i++, sums += 32, y += outs, add = add ? add + outs : 0) {
-        __m512 a = _mm512_load_ps(sums), b = _mm512_load_ps(sums + 16);
-        if (scales) {
-            __m512 each = _mm512_set1_ps(scales[i]);
-            a = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(a)), _mm512_mul_ps(each, s->scale[0]));
-            b = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(b)), _mm512_mul_ps(each, s->scale[1]));
-        }
-        a = activate(_mm512_add_ps(a, s->bias[0]), act), b = _mm512_add_ps(b, s->bias[1]);
-        if (gated) {
-            put(y, s->real[0], _mm512_mul_ps(a, b), add, past);
-        } else {
-            put(y, s->real[0], a, add, past);
-            put(y + 16, s->real[1], activate(b, act), add ? add + 16 : 0, past);
-        }
-    }
+/* Which kinds are multiplied, a bit each. */
+int linear_kinds(void) {
+#if TILES || defined(__AVX512BF16__)
+    return 1 << FP32 | 1 << BF16 | 1 << INT8;
+#else
+    return 1 << FP32 | 1 << INT8;
+#endif
 }
 
 /* ---- packing ---- */
 
-static int64_t depth(int64_t kind) { return kind == BF16 ? 32 : 64; } /* inputs of a tile */
+static int64_t depth(int64_t kind) { return kind == FP32 ? 16 : kind == BF16 ? 32 : 64; } /* inputs of a tile */
 static int64_t tiles_of(int64_t k, int64_t kind) { return (k + depth(kind) - 1) / depth(kind); }
 static int64_t stripes(int64_t n, int64_t gated) { return gated ? (n / 2 + 15) / 16 : (n + 31) / 32; }
-static uint16_t half_of(float x) { /* to nearest even */
-    union { float f; uint32_t i; } u = {x};
-    return x != x ? 0x7fc0 : (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
-}
+static int64_t piece(int64_t kind) { return kind == INT8 && WIDER ? 128 : 64; } /* bytes of a row of x for a tile */
 
 int64_t linear_bytes(int64_t kind, int64_t n, int64_t k, int64_t gated) {
     return stripes(n, gated) * tiles_of(k, kind) * 2048;
@@ -149,47 +149,171 @@ void linear_pack(const Linear *l, const float *w, int64_t first, int64_t count) 
                 for (int64_t i = 0; i < deep; i++) {
                     float x = real && t * deep + i < l->k ? w[(row - first) * l->k + t * deep + i] : 0.f;
                     char *to = tile + (i / each) * 64;
-                    if (l->kind == BF16)
-                        ((uint16_t *)to)[i % each] = half_of(x);
+                    if (l->kind == FP32)
+                        memcpy(to, &x, 4);
+                    else if (l->kind == BF16)
+                        ((uint16_t *)to)[i % each] = to_bf16(x);
                     else
-                        to[i % each] = (int8_t)(real ? __builtin_rintf(x / l->scale[row]) : 0.f);
+                        to[i % each] = (char)((int)(real ? __builtin_rintf(x / l->scale[row]) : 0.f) + FLIP);
                 }
             }
 }
 
-/* ---- x as rows of tiles ---- */
+/* ---- x as rows of tiles, which lie `apart` bytes from each other ---- */
 
-static void to_half(const float *x, int64_t k, int64_t room, uint16_t *to) {
-    int64_t i = 0;
-    for (; i + 32 <= k; i += 32)
-        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i)));
-    for (; i < k; i++) to[i] = half_of(x[i]);
-    memset(to + k, 0, (room - k) * 2);
+static void to_half(const float *x, int64_t k, char *to, int64_t apart) {
+    for (int64_t i = 0; i < k; i += 32, to += apart) {
+        uint16_t *half = (uint16_t *)to;
+#if defined(__AVX512BF16__)
+        if (i + 32 <= k) {
+            __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i));
+            memcpy(half, &both, sizeof both);
+            continue;
+        }
+#endif
+        for (int64_t j = 0; j < 32; j++) half[j] = i + j < k ? to_bf16(x[i + j]) : 0;
+    }
+}
+
+/* Adding this to a number below 2^22 leaves the nearest whole one in the lowest bits. */
+static const float WHOLE = 12582912.f;
+
+/* A tile's inputs, rounded; what sums begin with grows lower. */
+INLINE void bytes_of(const float *x, float back, int8_t *to, int32_t *begin) {
+    int8_t bytes[64];
+    int32_t sum = 0;
+    for (int j = 0; j < 64; j++) {
+        float whole = x[j] * back + WHOLE;
+        int32_t low;
+        memcpy(&low, &whole, 4);
+        bytes[j] = (int8_t)low;
+    }
+    if (WIDER) {
+        int16_t *wide = (int16_t *)to;
+        for (int j = 0; j < 64; j += 4) {
+            wide[j] = bytes[j], wide[j + 1] = bytes[j + 2], wide[j + 2] = bytes[j + 1], wide[j + 3] = bytes[j + 3];
+        }
+    } else {
+        memcpy(to, bytes, 64);
+    }
+    for (int j = 0; FLIP && j < 64; j++) sum += bytes[j];
+    *begin -= FLIP * sum;
 }
 
 /* Returns the scale: largest / 127, NaN where a number is not finite. */
-static float to_bytes(const float *x, int64_t k, int64_t room, int8_t *to) {
-    __m512 top = _mm512_setzero_ps(), sum = top; /* 0 times a number is 0, or else NaN */
-    for (int64_t i = 0; i < k; i += 16) {
-        __m512 a = _mm512_maskz_loadu_ps(k - i < 16 ? (1 << (k - i)) - 1 : 0xffff, x + i);
-        top = _mm512_max_ps(top, _mm512_abs_ps(a)), sum = _mm512_fmadd_ps(a, _mm512_setzero_ps(), sum);
+static float to_bytes(const float *x, int64_t k, char *to, int64_t apart, int32_t *begin) {
+    int32_t top = 0, bits;
+    for (int64_t i = 0; i < k; i++) { /* as whole numbers, sizes have the same order, and what is not finite is above */
+        memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        top = bits > top ? bits : top;
     }
-    float most = _mm512_reduce_max_ps(top), bad = _mm512_reduce_add_ps(sum);
-    float back = most > 0.f && bad == bad ? 127.f / most : 0.f;
-    memset(to + k, 0, room - k);
-    if (bad != bad) {
-        memset(to, 0, k);
-        return NAN;
+    float most, rest[64] = {0};
+    memcpy(&most, &top, 4);
+    int finite = top < 0x7f800000;
+    float back = finite && most > 1e-30f ? 127.f / most : 0.f;
+    *begin = 0;
+    for (int64_t i = 0; i < k; i += 64, to += apart) {
+        const float *from = x + i;
+        if (k - i < 64 || !finite) {
+            memset(rest, 0, sizeof rest);
+            if (finite) memcpy(rest, from, (size_t)(k - i < 64 ? k - i : 64) * 4);
+            from = rest;
+        }
+        bytes_of(from, back, (int8_t *)to, begin);
     }
-    for (int64_t i = 0; i < k; i += 16) {
-        __mmask16 real = k - i < 16 ? (1 << (k - i)) - 1 : 0xffff;
-        __m512 a = _mm512_mul_ps(_mm512_maskz_loadu_ps(real, x + i), _mm512_set1_ps(back));
-        _mm512_mask_cvtsepi32_storeu_epi8(to + i, real, _mm512_cvtps_epi32(a));
-    }
-    return most / 127.f;
+    return finite ? most / 127.f : NAN;
 }
 
-/* ---- products ---- */
+static void to_floats(const float *x, int64_t k, char *to, int64_t apart) {
+    for (int64_t i = 0; i < k; i += 16, to += apart) {
+        int64_t left = k - i < 16 ? k - i : 16;
+        memcpy(to, x + i, (size_t)left * 4);
+        memset(to + left * 4, 0, (size_t)(16 - left) * 4);
+    }
+}
+
+/* ---- sums of a block of rows and a stripe ---- */
+
+typedef struct {
+    const char *x, *w;
+    int64_t many, row, apart; /* tiles; bytes between the rows of x, and between its tiles */
+    int64_t ahead;            /* how far before it is needed W is asked for: 0 where it is near */
+    const int32_t *begin;     /* of each row */
+    float *sums;              /* rows of 32 */
+} Block;
+
+/* `rows` of them. Few rows take the whole stripe at once, others as much of it as the registers hold. */
+INLINE void multiply(const Block *b, const int rows, const int kind) {
+    const int wide = 2 * rows <= (kind == INT8 ? BYTE_ROWS : ROWS) ? 32 / LANES : WIDE;
+    const int group = kind == INT8 && WIDER ? 8 : 4;
+    for (int part = 0; part < 32 / LANES; part += wide) {
+        ints sum[ROWS][32 / LANES];
+        const char *x = b->x, *w = b->w;
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < wide; v++) sum[r][v] = same(kind == INT8 && FLIP ? b->begin[r] : 0);
+        for (int64_t t = 0; t < b->many; t++, w += 2048, x += b->apart) {
+#pragma GCC unroll 1
+            for (int g = 0; g < 16; g += TAKE)
+#pragma GCC unroll 4
+                for (int lane = 0; lane < TAKE; lane++) {
+                    ints now[32 / LANES];
+#pragma GCC unroll 8
+                    for (int v = 0; v < wide; v++) {
+                        int at = (part + v) * LANES;
+                        const char *from = w + at / 16 * 1024 + at % 16 * 4 + (g + lane) * 64;
+                        memcpy(now + v, from, sizeof(ints));
+                        if (at % 16 == 0) __builtin_prefetch(from + b->ahead);
+                    }
+#pragma GCC unroll 16
+                    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+                        for (int v = 0; v < wide; v++)
+                            sum[r][v] = step(sum[r][v], now[v], x + (r * 16 + g) * group, lane, kind);
+                }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < wide; v++) memcpy(b->sums + r * 32 + (part + v) * LANES, &sum[r][v], sizeof(ints));
+    }
+}
+
+#define CASE(ROWS_NOW, KIND)                                                                       \
+    case ROWS_NOW: multiply(b, ROWS_NOW, KIND); return;
+#if LANES == 16
+#define CASES(KIND)                                                                                \
+    CASE(1, KIND) CASE(2, KIND) CASE(3, KIND) CASE(4, KIND) CASE(5, KIND) CASE(6, KIND)            \
+    CASE(7, KIND) CASE(8, KIND) CASE(9, KIND) CASE(10, KIND) CASE(11, KIND) CASE(12, KIND)         \
+    CASE(13, KIND) CASE(14, KIND)
+#else
+#define CASES(KIND) CASE(1, KIND) CASE(2, KIND) CASE(3, KIND) CASE(4, KIND) CASE(5, KIND) CASE(6, KIND)
+#endif
+
+static APART void multiply_floats(const Block *b, int64_t rows) {
+    switch (rows) { CASES(FP32) }
+}
+
+#if !TILES
+static APART void multiply_bytes(const Block *b, int64_t rows) {
+    switch (rows) { CASES(INT8) }
+}
+
+#if defined(__AVX512BF16__)
+static APART void multiply_halves(const Block *b, int64_t rows) {
+    switch (rows) { CASES(BF16) }
+}
+#endif
+
+#else
+
+typedef struct {
+    uint8_t palette, start, rest[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Config;
 
 static void configure(Config *c, int rows) { /* 0-3 sums, 4-5 of x, 6-7 of W */
     memset(c, 0, sizeof *c);
@@ -198,36 +322,80 @@ static void configure(Config *c, int rows) { /* 0-3 sums, 4-5 of x, 6-7 of W */
 }
 
 #define STEP(DP)                                                                                   \
-    for (int64_t t = 0; t < many; t++, w += 2048, a += 64) {                                       \
-        if (ahead)                                                                                 \
-            for (int j = 0; j < 2048; j += 64) _mm_prefetch(w + ahead + j, _MM_HINT_T0);           \
-        _tile_loadd(4, a, stride);                                                                 \
+    for (int64_t t = 0; t < b->many; t++, w += 2048, x += b->apart) {                              \
+        if (b->ahead)                                                                              \
+            for (int j = 0; j < 2048; j += 64) _mm_prefetch(w + b->ahead + j, _MM_HINT_T0);        \
+        _tile_loadd(4, x, b->row);                                                                 \
         _tile_loadd(6, w, 64);                                                                     \
         DP(0, 4, 6);                                                                               \
         _tile_loadd(7, w + 1024, 64);                                                              \
         DP(1, 4, 7);                                                                               \
         if (two) {                                                                                 \
-            _tile_loadd(5, a + 16 * stride, stride);                                               \
+            _tile_loadd(5, x + 16 * b->row, b->row);                                               \
             DP(2, 5, 6);                                                                           \
             DP(3, 5, 7);                                                                           \
         }                                                                                          \
     }
 
-/* 32 outputs of 16 or 32 rows into sums (32 32) */
-static void block(
-    int kind, const char *a, int64_t stride, const char *w, int64_t many, int two, int64_t ahead, float *sums) {
+static APART void multiply_tiles(const Block *b, int64_t rows, int64_t kind) {
+    const char *x = b->x, *w = b->w;
+    int two = rows > 16;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     if (kind == BF16) { STEP(_tile_dpbf16ps) } else { STEP(_tile_dpbssd) }
-    _tile_stored(0, sums, 128);
-    _tile_stored(1, sums + 16, 128);
+    _tile_stored(0, b->sums, 128);
+    _tile_stored(1, b->sums + 16, 128);
     if (two) {
-        _tile_stored(2, sums + 512, 128);
-        _tile_stored(3, sums + 528, 128);
+        _tile_stored(2, b->sums + 512, 128);
+        _tile_stored(3, b->sums + 528, 128);
     }
 }
+#endif
+
+/* Rows that a kernel takes together. */
+static int64_t most_rows(int64_t kind) { return kind == FP32 ? ROWS : TILES ? 32 : kind == INT8 ? BYTE_ROWS : ROWS; }
+
+static void sums_of(const Block *b, int64_t rows, int64_t kind) {
+    if (kind == FP32) multiply_floats(b, rows);
+#if TILES
+    else
+        multiply_tiles(b, rows, kind);
+#else
+    if (kind == INT8) multiply_bytes(b, rows);
+#if defined(__AVX512BF16__)
+    if (kind == BF16) multiply_halves(b, rows);
+#endif
+#endif
+}
+
+/* ---- what follows a product ---- */
+
+INLINE vec over(vec x, vec z) { return x / (1.f + exp_of(-z)); } /* x / (1 + e^-z) */
+
+INLINE vec erf_of(vec x) { /* Abramowitz and Stegun 7.1.26, error below 2e-7 */
+    bits sign = (bits)x & 0x80000000u;
+    vec a = (vec)((bits)x ^ sign), t = 1.f / (a * 0.3275911f + 1.f), p = splat(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    return (vec)((bits)(1.f - p * t * exp_of(-a * a)) | sign);
+}
+
+INLINE vec activate(vec x, const int act) {
+    if (act == RELU) return larger(splat(0), x); /* NaN stays: the second one is taken */
+    if (act == SILU) return over(x, x);
+    if (act == GELU) return x * 0.5f * (erf_of(x * 0.70710678f) + 1.f);
+    if (act == GELU_TANH) return over(x, x * (x * x * 0.0713548162f + 1.5957691216f));
+    return x;
+}
+
+typedef struct {
+    float scale[32], bias[32];
+    int64_t at, left[2]; /* where its outputs go, and how many of each half are real */
+} Stripe;
 
 static Stripe stripe_of(const Linear *l, int64_t number) {
     int64_t outs = l->gated ? l->n / 2 : l->n, at = number * (l->gated ? 16 : 32);
@@ -235,11 +403,47 @@ static Stripe stripe_of(const Linear *l, int64_t number) {
     for (int i = 0; i < 2; i++) {
         int64_t first = l->gated ? at : at + 16 * i, left = outs - first < 16 ? outs - first : 16;
         int64_t row = l->gated ? first + i * outs : first;
-        s.real[i] = left <= 0 ? 0 : (1 << left) - 1;
-        s.scale[i] = l->kind == INT8 ? _mm512_maskz_loadu_ps(s.real[i], l->scale + row) : _mm512_setzero_ps();
-        s.bias[i] = l->bias ? _mm512_maskz_loadu_ps(s.real[i], l->bias + row) : _mm512_setzero_ps();
+        s.left[i] = left;
+        size_t bytes = left > 0 ? (size_t)left * sizeof(float) : 0;
+        if (l->kind == INT8) memcpy(s.scale + 16 * i, l->scale + row, bytes);
+        if (l->bias) memcpy(s.bias + 16 * i, l->bias + row, bytes);
     }
     return s;
+}
+
+/* LANES outputs, or those that are left; `past` the cache if nobody reads it soon. */
+INLINE void put(float *y, int64_t left, vec x, const float *add, const int past) {
+    if (left >= LANES) {
+        if (add) x += load(add);
+#if LANES == 16
+        if (past) _mm512_stream_ps(y, (__m512)x);
+#elif LANES == 8
+        if (past) _mm256_stream_ps(y, (__m256)x);
+#endif
+        if (!past || LANES == 4) store(y, x);
+        return;
+    }
+    for (int64_t i = 0; i < left; i++) y[i] = x[i] + (add ? add[i] : 0.f);
+}
+
+/* Sums (count 32), of float32 or, with `scales` of the rows, int32, to y. */
+INLINE void finish(const Stripe *s, const float *sums, int64_t count, const float *scales, const float *add, float *y,
+                   int64_t outs, const int gated, const int act, const int past) {
+    for (int64_t i = 0; i < count; i++, sums += 32, y += outs, add = add ? add + outs : 0)
+        for (int v = 0; v < 16; v += LANES) {
+            vec a = load(sums + v), b = load(sums + 16 + v);
+            if (scales) {
+                a = __builtin_convertvector((ints)a, vec) * (load(s->scale + v) * scales[i]);
+                b = __builtin_convertvector((ints)b, vec) * (load(s->scale + 16 + v) * scales[i]);
+            }
+            a = activate(a + load(s->bias + v), act), b += load(s->bias + 16 + v);
+            if (gated) {
+                put(y + v, s->left[0] - v, a * b, add ? add + v : 0, past);
+            } else {
+                put(y + v, s->left[0] - v, a, add ? add + v : 0, past);
+                put(y + 16 + v, s->left[1] - v, activate(b, act), add ? add + 16 + v : 0, past);
+            }
+        }
 }
 
 #define FINISH(ACT)                                                                                \
@@ -250,11 +454,10 @@ static Stripe stripe_of(const Linear *l, int64_t number) {
             finish(s, sums, count, scales, add, y, outs, 0, ACT, 0);                               \
         break;
 
-static void rows_of(
-    const Linear *l, const Stripe *s, int64_t count, const float *sums, const float *scales, const float *add, float *y,
-    int past) {
+static APART void rows_of(const Linear *l, const Stripe *s, int64_t count, const float *sums, const float *scales,
+                    const float *add, float *y, int past) {
     int64_t outs = l->gated ? l->n / 2 : l->n;
-    if (past && s->real[0] == 0xffff && s->real[1] == 0xffff) {
+    if (past && s->left[0] == 16 && s->left[1] == 16) {
         finish(s, sums, count, scales, add, y, outs, 0, NONE, 1);
         return;
     }
@@ -267,130 +470,65 @@ static void rows_of(
     }
 }
 
-/* 0, or 1 where there is no memory for the rows of x. */
-static int by_tiles(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
-    int64_t many = tiles_of(l->k, l->kind), room = (many | 1) * 64, all = stripes(l->n, l->gated);
-    int64_t high = m <= 16 ? m : (m + 15) / 16 * 16, one = all * many * 2048 * (m < 64 ? 1 : m / 32) < 65536;
-    int64_t outs = l->gated ? l->n / 2 : l->n;
-    char *a = aligned_alloc(64, high * room);
-    float *scales = malloc(m * sizeof(float));
-    if (!a || !scales) {
-        free(a), free(scales);
+/* ---- the whole ---- */
+
+/* 0, or 1 where there is no memory for the rows of x; y is as it was then. */
+int linear(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
+    if (!m) return 0;
+    int64_t kind = l->kind, many = tiles_of(l->k, kind), all = stripes(l->n, l->gated), most = most_rows(kind);
+    int tiled = TILES && kind != FP32;
+    /* Blocks of rows of the same height, but for tiles, which are best when they are full. A kernel finds the rows of a
+       tile of inputs side by side; AMX takes them from afar, at a distance that is no power of two. */
+    int64_t blocks = (m + most - 1) / most, high = tiled && m > 16 ? 32 : (m + blocks - 1) / blocks;
+    int64_t row = tiled ? (many | 1) * 64 : piece(kind), apart = tiled ? 64 : high * row;
+    int64_t outs = l->gated ? l->n / 2 : l->n, whole = tiled ? high * row : many * apart;
+    char *a = aligned_alloc(64, (size_t)(blocks * whole));
+    float *scales = malloc((size_t)m * sizeof *scales);
+    int32_t *begin = malloc((size_t)m * sizeof *begin);
+    if (!a || !scales || !begin) {
+        free(a), free(scales), free(begin);
         return 1;
     }
-    int threads = one ? 1 : omp_get_max_threads();
+    int threads = l->n * l->k * (m + 8) < WORTH ? 1 : omp_get_max_threads();
     int past = !l->gated && l->act == NONE && m * outs > FAR && outs % 16 == 0 && (uintptr_t)y % 64 == 0;
-    if (high > m) memset(a + m * room, 0, (high - m) * room);
 #pragma omp parallel num_threads(threads)
     {
-        Config old, mine;
         float sums[1024] __attribute__((aligned(64)));
+#if TILES
+        Config old, mine;
         _tile_storeconfig(&old);
         configure(&mine, high < 16 ? high : 16);
         _tile_loadconfig(&mine);
+#endif
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < m; i++)
-            if (l->kind == BF16)
-                to_half(x + i * l->k, l->k, room / 2, (uint16_t *)(a + i * room));
-            else
-                scales[i] = to_bytes(x + i * l->k, l->k, room, (int8_t *)(a + i * room));
+        for (int64_t i = 0; i < m; i++) {
+            char *to = a + i / high * whole + i % high * row;
+            if (kind == FP32) to_floats(x + i * l->k, l->k, to, apart);
+            if (kind == BF16) to_half(x + i * l->k, l->k, to, apart);
+            if (kind == INT8) scales[i] = to_bytes(x + i * l->k, l->k, to, apart, begin + i);
+        }
 #pragma omp for schedule(dynamic, 4)
         for (int64_t number = 0; number < all; number++) {
             Stripe s = stripe_of(l, number);
-            const char *w = l->tiles + number * many * 2048;
-            for (int64_t i = 0; i < m; i += 32) {
-                int64_t count = m - i < 32 ? m - i : 32, to = i * outs + s.at;
-                block(l->kind, a + i * room, room, w, many, count > 16, i ? 0 : 8192, sums);
-                const float *each = l->kind == INT8 ? scales + i : 0;
+            for (int64_t i = 0; i < m; i += high) {
+                int64_t count = m - i < high ? m - i : high, to = i * outs + s.at;
+                const char *w = l->tiles + number * many * 2048;
+                Block b = {a + i / high * whole, w, many, row, apart, i ? 0 : 8192, begin + i, sums};
+                sums_of(&b, count, kind);
+                const float *each = kind == INT8 ? scales + i : 0;
                 rows_of(l, &s, count, sums, each, add ? add + to : 0, y + to, past);
             }
         }
+#if defined(__SSE2__)
         if (past) _mm_sfence();
+#endif
+#if TILES
         if (old.palette)
             _tile_loadconfig(&old);
         else
             _tile_release();
-    }
-    free(a), free(scales);
-    return 0;
-}
-
-/* float32: four outputs of up to six rows at a time */
-static inline __attribute__((always_inline)) void dots(
-    const float *const w[4], const float *x, int64_t k, int rows, float got[4][6]) {
-    __m512 acc[4][6];
-    for (int o = 0; o < 4; o++)
-        for (int r = 0; r < rows; r++) acc[o][r] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < k; i += 16) {
-        __mmask16 real = k - i < 16 ? (1 << (k - i)) - 1 : 0xffff;
-        __m512 a[4];
-        for (int o = 0; o < 4; o++) {
-            a[o] = _mm512_maskz_loadu_ps(real, w[o] + i);
-            _mm_prefetch((const char *)(w[o] + i) + 2048, _MM_HINT_T0);
-        }
-        for (int r = 0; r < rows; r++) {
-            __m512 b = _mm512_maskz_loadu_ps(real, x + r * k + i);
-            for (int o = 0; o < 4; o++) acc[o][r] = _mm512_fmadd_ps(a[o], b, acc[o][r]);
-        }
-    }
-    for (int o = 0; o < 4; o++)
-        for (int r = 0; r < rows; r++) got[o][r] = _mm512_reduce_add_ps(acc[o][r]);
-}
-
-static __m512 switched(__m512 x, int64_t act) {
-    switch (act) {
-    case RELU: return activate(x, RELU);
-    case GELU: return activate(x, GELU);
-    case GELU_TANH: return activate(x, GELU_TANH);
-    case SILU: return activate(x, SILU);
-    }
-    return x;
-}
-
-static void by_rows(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
-    const float *w = (const float *)l->tiles;
-    int64_t outs = l->gated ? l->n / 2 : l->n, each = l->gated ? 2 : 4;
-    int threads = l->n * l->k < 65536 ? 1 : omp_get_max_threads();
-#pragma omp parallel for schedule(dynamic, 32) num_threads(threads)
-    for (int64_t g = 0; g < (outs + each - 1) / each; g++) {
-        int64_t at = g * each, width = outs - at < each ? outs - at : each;
-        const float *from[4];
-        for (int o = 0; o < 4; o++) {
-            int64_t row = l->gated ? at + o % 2 + (o / 2) * outs : at + o;
-            int64_t most = l->gated ? outs * (1 + o / 2) : outs;
-            from[o] = w + (row < most ? row : most - 1) * l->k;
-        }
-        for (int64_t i = 0; i < m; i += 6) {
-            float got[4][6], line[4];
-            switch (m - i) {
-            case 1: dots(from, x + i * l->k, l->k, 1, got); break;
-            case 2: dots(from, x + i * l->k, l->k, 2, got); break;
-            case 3: dots(from, x + i * l->k, l->k, 3, got); break;
-            case 4: dots(from, x + i * l->k, l->k, 4, got); break;
-            case 5: dots(from, x + i * l->k, l->k, 5, got); break;
-            default: dots(from, x + i * l->k, l->k, 6, got);
-            }
-            for (int64_t r = 0; r < 6 && i + r < m; r++) {
-                int64_t to = (i + r) * outs + at;
-                for (int o = 0; o < 4; o++) line[o] = got[o][r] + (l->bias ? l->bias[(from[o] - w) / l->k] : 0.f);
-                __m512 sums = _mm512_maskz_loadu_ps(15, line), done = switched(sums, l->act);
-                if (l->gated) done = _mm512_mul_ps(done, _mm512_permutexvar_ps(_mm512_set1_epi64(0x300000002), sums));
-                put(y + to, (1 << width) - 1, done, add ? add + to : 0, 0);
-            }
-        }
-    }
-}
-
-/* 0, or 1 where there is no memory; y is as it was then. */
-int linear(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
-    if (!m) return 0; /* no tile has no rows */
-    if (l->kind != FP32) return by_tiles(l, x, m, add, y);
-    by_rows(l, x, m, add, y);
-    return 0;
-}
-
-#else
-
-int amx_allowed(void) { return 0; }
-
 #endif
+    }
+    free(a), free(scales), free(begin);
+    return 0;
+}

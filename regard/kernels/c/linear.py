@@ -1,10 +1,10 @@
-"""Linear layers in native code: y = act(x W^T + b) + add, W packed once in 32, 16 or 8 bits for AMX and AVX-512.
+"""Linear layers in native code: y = act(x W^T + b) + add, W packed once in 32, 16 or 8 bits.
 
     python bench/linear.py      times them against torch's
 
 `plain` says what is computed. Few rows stream W as fast as memory gives it; one packing serves any number of rows. x
-and y are float32: bf16 rounds x to bf16, int8 rounds each row of x by its own largest number, sums are float32 and
-int32.
+and y are float32: bf16, which not every CPU multiplies, rounds x to bf16; int8 rounds each row of x by its own largest
+number; sums are float32 and int32.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from regard.kernels.c.native import has_amx, library
-from regard.kernels.linear import Layer
+from regard.kernels.c.native import library
 
 KINDS = {"fp32": 0, "bf16": 1, "int8": 2}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,14 +30,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-MOST = 8  # rows of float32 above which torch's product is faster
 HUGE, STRETCH = 2**21, 2**25  # bytes of a huge page, and of what is asked for at once
 PART = 2048  # rows of W that are packed at once, a multiple of 32
 FIXED = Struct("8q")
 
 
 def usable(precision: str) -> bool:
-    return precision in KINDS and has_amx()
+    """Whether the C code is here and multiplies numbers of this kind."""
+    found = library()
+    return found is not None and bool(found.linear_kinds() >> KINDS.get(precision, 31) & 1)
 
 
 def plain(
@@ -97,8 +97,15 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
+class Layer(nn.Module):
+    """A call is a call: no hooks, which would cost as much as a small product."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 class NativeLinear(Layer):
-    """`plain` for a weight (n k) and bias (n), packed."""
+    """`plain` for a weight (n k) and bias (n), packed; y is `out`, or of the dtype of x."""
 
     def __init__(
         self,
@@ -108,22 +115,19 @@ class NativeLinear(Layer):
         *,
         act: str = "",
         gated: bool = False,
+        out: torch.dtype | None = torch.float32,
     ):
         super().__init__()
         n, self.k = weight.shape
-        self.n, self.act, self.gated, self.precision = n // 2 if gated else n, act, gated, precision
+        self.n, self.gated, self.precision, self.out = n // 2 if gated else n, gated, precision, out
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.scale = torch.empty(n) if precision == "int8" else None
         kind, calls = KINDS[precision], _calls()
-        if precision == "fp32":
-            self.weight = weight.detach().float().contiguous()
-        else:
-            self.weight = ROOM.take(calls.linear_bytes(kind, n, self.k, gated))
+        self.weight = ROOM.take(calls.linear_bytes(kind, n, self.k, gated))
         pointers = (0 if x is None else x.data_ptr() for x in (self.weight, self.scale, self.bias))
         act_number = list(ACTIVATIONS).index(act)
         self.fixed = FIXED.pack(kind, n, self.k, gated, act_number, *pointers)
-        if precision != "fp32":
-            self.pack(weight.detach())
+        self.pack(weight.detach())
         self.call = calls.linear
 
     def pack(self, weight: Tensor) -> None:
@@ -138,10 +142,8 @@ class NativeLinear(Layer):
             _calls().linear_pack(self.fixed, part.data_ptr(), first, len(part))
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        x = _readable(x)
+        out, x = self.out or x.dtype, _readable(x)
         m = x.numel() // self.k
-        if self.precision == "fp32" and m > MOST:
-            return plain(x, self.weight, self.bias, self.act, self.gated, add)
         y = x.new_empty((*x.shape[:-1], self.n))
         extra = None if add is None else _readable(add)
         more = 0 if extra is None else extra.data_ptr()
@@ -149,4 +151,4 @@ class NativeLinear(Layer):
             raise MemoryError(
                 f"linear: no memory for {m} rows of {self.k} numbers in {self.precision}"
             )
-        return y
+        return y if out is torch.float32 else y.to(out)

@@ -1,18 +1,23 @@
-"""C code for the CPU: every `native/*.c` beside this file, compiled once into one library that ctypes loads. `build`
-compiles it, where a model is worth the wait; from then on everybody has it.
+"""C code for the CPU: every *.c beside this file, compiled once into one library that ctypes loads. `build` compiles
+it, where a model is worth the wait; from then on everybody has it.
 
-The library is kept in the user's cache folder under a hash of all that went into it: sources, compiler, flags, CPU.
-Without a compiler, on other systems, or with REGARD_NATIVE=0 there is no library, `why` tells the reason, and callers
-take their torch forms. $CC names another compiler. Nothing happens on import.
+A library is named by a hash of what it is made of: sources, flags, instruction set. It lies beside this file where the
+wheel brought it (`make wheel`), or in the user's cache folder; a compiler is needed to make it, not to find it. Without
+one, on other systems, or with REGARD_NATIVE=0 there is no library, `why` tells the reason, and callers take their torch
+forms. $CC names another compiler. Nothing happens on import.
 
-It is compiled for the best instruction set that the CPU has. REGARD_ISA names a lower one and so
-hides what is above it, to see what a smaller machine would do:
+The best form that the CPU can run is taken. REGARD_ISA names another and so hides what is above it, to see what a
+smaller machine would do:
 
-    REGARD_ISA=amx       tiles of bf16 and int8 (x86-64 with AMX and AVX512-BF16)
-    REGARD_ISA=avx512    vectors of 16 floats (x86-64-v4)
-    REGARD_ISA=avx2      vectors of 8 floats and fused products (x86-64-v3)
-    REGARD_ISA=sse       vectors of 4 floats (any x86-64)
-    REGARD_ISA=neon      vectors of 4 floats (any aarch64, where there is no other)
+    REGARD_ISA=amx         tiles of bf16 and int8
+    REGARD_ISA=avx512bf16  vectors of 16 floats, of pairs of bf16 and of fours of int8 (VNNI)
+    REGARD_ISA=avx512      the same without bf16
+    REGARD_ISA=avx512f     vectors of 16 floats alone: int8 in 16 bits
+    REGARD_ISA=avx2vnni    vectors of 8 floats and of fours of int8
+    REGARD_ISA=avx2        vectors of 8 floats alone: int8 in 16 bits
+    REGARD_ISA=sse         vectors of 4 floats (any x86-64)
+    REGARD_ISA=dotprod     vectors of 4 floats and of fours of int8 (aarch64 since 2018)
+    REGARD_ISA=neon        vectors of 4 floats (any aarch64)
 
 One that does not exist or that this CPU cannot run is a reason for `why`. torch's own kernels have
 variables of their own: ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2.
@@ -36,21 +41,30 @@ from pathlib import Path
 import torch  # noqa: F401  its OpenMP runtime must be loaded first: the library is to share its threads
 
 SOURCES = Path(__file__).parent
-MACHINES = ("x86_64", "aarch64")
-AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-AMX = {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"}
-# Best first: what the CPU must have, by the names in /proc/cpuinfo, and the -march that hides all
-# that is better.
-FORMS: dict[str, tuple[set[str], str]] = {
-    "amx": (AVX512 | AMX, "native"),
-    "avx512": (AVX512, "x86-64-v4"),
-    "avx2": ({"avx2", "fma"}, "x86-64-v3"),
-    "sse": ({"x86_64"}, "x86-64"),
-    "neon": ({"aarch64"}, "native"),
+AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
+# Best first: the machine, what the CPU must have by the names in /proc/cpuinfo, and what the compiler is told.
+FORMS = {
+    "amx": (
+        "x86_64",
+        f"{AVX512} avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8",
+        "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",
+    ),
+    "avx512bf16": (
+        "x86_64",
+        f"{AVX512} avx512_vnni avx512_bf16",
+        "-march=x86-64-v4 -mavx512vnni -mavx512bf16",
+    ),
+    "avx512": ("x86_64", f"{AVX512} avx512_vnni", "-march=x86-64-v4 -mavx512vnni"),
+    "avx512f": ("x86_64", AVX512, "-march=x86-64-v4"),
+    "avx2vnni": ("x86_64", "avx2 fma avx_vnni", "-march=x86-64-v3 -mavxvnni"),
+    "avx2": ("x86_64", "avx2 fma", "-march=x86-64-v3"),
+    "sse": ("x86_64", "", "-march=x86-64"),
+    "dotprod": ("aarch64", "asimddp", "-march=armv8.2-a+dotprod"),
+    "neon": ("aarch64", "", "-march=armv8-a"),
 }
 # Not -ffast-math: NaN must stay NaN, and linking with it would flush denormals in the whole process.
 FLAGS = shlex.split(
-    "-std=gnu11 -O3 -fopenmp -shared -fPIC -Wl,-Bsymbolic -fno-math-errno "
+    "-std=gnu11 -O3 -fopenmp -fPIC -fno-math-errno "
     "-fno-trapping-math -fassociative-math -fno-signed-zeros -freciprocal-math"
 )
 PATIENCE = 300  # seconds for the compiler
@@ -86,13 +100,17 @@ def _found(compile: bool = False) -> tuple[ctypes.CDLL | None, str]:
 
 def forms() -> list[str]:
     """The forms of the code that this CPU can run, best first."""
-    found = {platform.machine(), *_cpu().split()}
-    return [name for name, (needs, _) in FORMS.items() if needs <= found]
+    machine, found = platform.machine(), set(_cpu().split())
+    able = [
+        n
+        for n, (kind, needs, _) in FORMS.items()
+        if kind == machine and found.issuperset(needs.split())
+    ]
+    return able if "amx" not in able or _tiles_allowed() else able[1:]
 
 
 def form() -> str:
-    """The form that is compiled here: the best, or what REGARD_ISA names. RuntimeError if the CPU
-    cannot run that."""
+    """The form that is taken here: the best, or what REGARD_ISA names. RuntimeError if the CPU cannot run that."""
     known, asked = forms(), os.environ.get("REGARD_ISA")
     if asked and asked not in known:
         raise RuntimeError(
@@ -101,82 +119,77 @@ def form() -> str:
     return asked or known[0]
 
 
-def _architecture() -> str:
-    name = form()
-    return "-march=native" if name == forms()[0] else f"-march={FORMS[name][1]}"
-
-
-def has_amx() -> bool:
-    """Whether the library multiplies tiles: it was compiled for AMX, and the system lets us use it."""
-    found = library()
-    return found is not None and bool(found.amx_allowed())
-
-
 def _loaded(compile: bool) -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("REGARD_NATIVE") == "0":
         return None, "switched off by REGARD_NATIVE=0"
-    if sys.platform != "linux" or platform.machine() not in MACHINES:
+    if sys.platform != "linux" or platform.machine() not in {kind for kind, _, _ in FORMS.values()}:
         return None, f"no native code for {platform.machine()} on {sys.platform}"
     try:
-        return _open(compile), ""
+        return _open(form(), compile), ""
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, str(error)
 
 
-def _open(compile: bool) -> ctypes.CDLL:
-    compiler = shlex.split(os.environ.get("CC") or "cc")
-    name, folder = f"native-{_key(compiler)}", _cache()
-    for path in sorted(folder.glob(f"{name}-*.so")) if folder is not None else ():
-        if path.stem.endswith(_digest(path)):  # to load a file cut short would end the process
-            with contextlib.suppress(OSError):  # a disk from which nothing may be run
-                return ctypes.CDLL(str(path))
+def _open(form: str, compile: bool) -> ctypes.CDLL:
+    # The runtime that torch has loaded, for all to see: a second one would bring threads of its own.
+    ctypes.CDLL(_openmp(), mode=ctypes.RTLD_GLOBAL)
+    folder = _cache()
+    for place in (SOURCES, folder):
+        for path in sorted(place.glob(f"{_name(form)}-*.so")) if place is not None else ():
+            if path.stem.endswith(_digest(path)):  # to load a file cut short would end the process
+                with contextlib.suppress(OSError):  # a disk from which nothing may be run
+                    return ctypes.CDLL(str(path))
     if not compile:
         raise RuntimeError(LATER)
     if folder is not None:
         with contextlib.suppress(OSError):
-            return ctypes.CDLL(_compiled(compiler, folder, name))
+            return ctypes.CDLL(str(compiled(form, folder)))
     with tempfile.TemporaryDirectory(prefix="regard-") as private:
-        return ctypes.CDLL(_compiled(compiler, Path(private), name))
+        return ctypes.CDLL(str(compiled(form, Path(private))))
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
-def _key(compiler: list[str]) -> str:
-    """A hash of everything that decides the library."""
-    try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=PATIENCE)
-    except OSError:
-        reason = f"no C compiler {compiler[0]!r}; install gcc or name one in $CC"
-        raise RuntimeError(reason) from None
-    decides = (compiler, FLAGS, _architecture(), _openmp(), _cpu())
-    digest = hashlib.sha256(repr(decides).encode() + version.stdout)
+def _name(form: str) -> str:
+    """With a hash of all that decides the library."""
+    digest = hashlib.sha256(repr((FLAGS, FORMS[form])).encode())
     for source in sorted(SOURCES.glob("*.[ch]")):
         digest.update(source.read_bytes())
-    return digest.hexdigest()[:20]
+    return f"native-{form}-{digest.hexdigest()[:20]}"
 
 
-def _compiled(compiler: list[str], folder: Path, name: str) -> str:
-    """Compiles to a name of its own, then renames it, with a hash of its bytes: other processes see a whole file or
-    none."""
-    handle, work = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
-    try:
-        sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
-        # The runtime comes before the compiler's own -lgomp, which is then not needed.
-        flags = [*FLAGS, _architecture()]
-        command = [*compiler, *flags, *sources, "-o", work, "-Wl,--as-needed", *_openmp(), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line]
-            reason = lines[0] if lines else f"exit status {done.returncode}"
-            raise RuntimeError(f"{compiler[0]} could not compile the native code: {reason}")
-        path = folder / f"{name}-{_digest(Path(work))}.so"
-        os.replace(work, path)
-    finally:
-        Path(work).unlink(missing_ok=True)
-    return str(path)
+def compiled(form: str, folder: Path) -> Path:
+    """Compiles elsewhere, then renames, with a hash of its bytes: other processes see a whole library or none."""
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
+    with tempfile.TemporaryDirectory(prefix=".regard-", dir=folder) as work:
+
+        def run(*arguments: str) -> None:
+            try:
+                done = subprocess.run(
+                    [*compiler, *arguments],
+                    cwd=work,
+                    capture_output=True,
+                    text=True,
+                    timeout=PATIENCE,
+                )
+            except OSError:
+                reason = f"no C compiler {compiler[0]!r}; install gcc or name one in $CC"
+                raise RuntimeError(reason) from None
+            if done.returncode:
+                lines = [line for line in done.stderr.splitlines() if "error" in line]
+                reason = lines[0] if lines else f"exit status {done.returncode}"
+                raise RuntimeError(f"{compiler[0]} could not compile the native code: {reason}")
+
+        run(*FLAGS, *FORMS[form][2].split(), "-c", *sources)
+        # Without -fopenmp, which would name a runtime of the compiler's.
+        objects = [f"{Path(source).stem}.o" for source in sources]
+        run("-shared", "-Wl,-Bsymbolic", *objects, "-o", "whole.so", "-lm")
+        path = folder / f"{_name(form)}-{_digest(Path(work, 'whole.so'))}.so"
+        os.replace(Path(work, "whole.so"), path)
+    return path
 
 
 def _cache() -> Path | None:
@@ -194,13 +207,32 @@ def _cache() -> Path | None:
 
 
 @functools.cache
-def _openmp() -> list[str]:
-    """The OpenMP runtime that torch has loaded: a second one would bring threads of its own."""
+def _openmp() -> str:
+    """The OpenMP runtime that torch has loaded; the system's, should there be none."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})[:1]
+    names = ("/libgomp", "/libiomp", "/libomp")
+    found = sorted({line[line.index("/") :] for line in lines if any(n in line for n in names)})
+    return found[0] if found else "libgomp.so.1"
+
+
+@functools.cache
+def _tiles_allowed() -> bool:
+    """Whether the system lets this process use AMX, which must be asked for: ARCH_REQ_XCOMP_PERM."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 @functools.cache
 def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def main() -> None:
+    """Every form of this architecture, compiled into this folder: what `make wheel` packs."""
+    for name, (machine, _, _) in FORMS.items():
+        if machine == platform.machine():
+            print(compiled(name, SOURCES).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ enum {
     PART = 32 * LANES /* numbers that are summed as floats */
 };
 
-/* What native_rows.norm packs. */
+/* What rows.norm packs. */
 struct norm {
     int64_t rows, width, rms;
     const float *x, *weight, *bias;
@@ -55,7 +55,7 @@ int norm(const struct norm *a) {
     return 0;
 }
 
-/* What native_rows.enter packs; strides count numbers. */
+/* What rows.enter packs; strides count numbers. */
 struct enter {
     int64_t rows, heads, groups, d, e, interleaved, half, stored, slots, pairs;
     const float *cos, *sin;
@@ -66,7 +66,7 @@ struct enter {
     int64_t k_row, k_slot, k_head;
     void *v;
     int64_t v_row, v_slot, v_head;
-    const int64_t *pos;
+    const int64_t *pos, *home; /* the slot of each row, and the row that holds it if not its own */
 };
 
 /* Turns the first 2n features of x by n angles: (a, b) -> (a cos - b sin, b cos + a sin). */
@@ -98,18 +98,20 @@ static void enter_row(const struct enter *a, int64_t row) {
             turn(q + j * a->d, cos, sin, a->pairs, a->pairs, 1);
         }
     }
-    int64_t slot = a->pos[row];
+    int64_t slot = a->pos[row], home = a->home ? a->home[row] : row;
     for (int64_t j = 0; slot >= 0 && j < a->groups; j++) {
-        file(a->k, row * a->k_row + slot * a->k_slot + j * a->k_head, k + j * a->d, a->d, a->half);
-        file(a->v, row * a->v_row + slot * a->v_slot + j * a->v_head, v + j * a->e, a->e, a->half);
+        file(a->k, home * a->k_row + slot * a->k_slot + j * a->k_head, k + j * a->d, a->d, a->half);
+        file(a->v, home * a->v_row + slot * a->v_slot + j * a->v_head, v + j * a->e, a->e, a->half);
     }
 }
 
 /* 0, or 1 where a position lies outside of the cache. */
 int enter(const struct enter *a) {
     int64_t width = (a->heads + a->groups) * a->d + a->groups * a->e;
-    for (int64_t row = 0; row < a->rows; row++)
-        if (a->pos[row] >= a->slots || row >= a->stored) return 1;
+    for (int64_t row = 0; row < a->rows; row++) {
+        int64_t home = a->home ? a->home[row] : row;
+        if (a->pos[row] >= a->slots || home < 0 || home >= a->stored) return 1;
+    }
 #pragma omp parallel for if (a->rows * width > WORTH)
     for (int64_t row = 0; row < a->rows; row++) enter_row(a, row);
     return 0;

@@ -3,7 +3,7 @@ turning and entering keys and values, norms, the choice among logits.
 
     python bench/rows.py        times each against its torch form
 
-Each has a plain torch form, which says what it computes, and a C form in `native/`; the C form is taken for float32
+Each has a plain torch form, which says what it computes, and a C form; the C form is taken for float32
 rows on the CPU (a cache may be bf16) where `native.library` has one and nothing asks for a gradient. Arguments go to C
 as one packed struct: ctypes takes seven times as long over them one by one.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from regard.kernels.c.native import library
 
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # what a cache may hold
-ATTEND, ENTER, NORM, CHOOSE = Struct("28qd"), Struct("24q"), Struct("7qd"), Struct("10q")
+ATTEND, ENTER, NORM, CHOOSE = Struct("29qd"), Struct("25q"), Struct("7qd"), Struct("10q")
 CALLS: dict[str, Callable[[bytes], int]] = {}
 
 
@@ -58,6 +58,7 @@ def attend_one(
     *,
     scale: float,
     place: Tensor | None = None,
+    page: int = 0,
     share: int = 1,
     window: int | None = None,
     bias: Tensor | None = None,
@@ -66,7 +67,8 @@ def attend_one(
 
     q (r h d), k (R S g d), v (R S g e), pos (r) int64, bias (1 or r, h, > pos) -> (r h e) float32. Row i sees the slots
     p with pos - window < p <= pos (none at -1: zeros). They lie in the rows place[i, p] of k and v, place (r S) int32,
-    or without it in row i // share. Query head j reads head j // (h / g); a group's query heads read a key together.
+    or without it in row i // share; in pages of `page` slots, at p % page of the row place[i, p // page]. Query head j
+    reads head j // (h / g); a group's query heads read a key together.
     """
     call, half = call_of("attend_one"), HALF.get(k.dtype)
     by_q, by_k, by_v = q.stride(), k.stride(), v.stride()
@@ -82,19 +84,19 @@ def attend_one(
         or learns(q, k, v)
     ):
         return plain_attend_one(
-            q, k, v, pos, scale=scale, place=place, share=share, window=window, bias=bias
+            q, k, v, pos, scale=scale, place=place, page=page, share=share, window=window, bias=bias
         )
     stored, slots, g, _ = k.shape
     e = v.shape[3]
     out = q.new_empty((r, h, e))
     extra, places = (0, 0, 0), (0, 0)
+    if place is not None:
+        slots = place.shape[1] * page if page else min(slots, place.shape[1])
+        places = (place.data_ptr(), place.stride(0))
     if bias is not None:
         slots = min(slots, bias.shape[2])
         extra = (bias.data_ptr(), bias.stride(0) if len(bias) > 1 else 0, bias.stride(1))
-    if place is not None:
-        slots = min(slots, place.shape[1])
-        places = (place.data_ptr(), place.stride(0))
-    sizes = (r, h, g, d, e, half, stored, slots, share, slots if window is None else window)
+    sizes = (r, h, g, d, e, half, stored, slots, share, slots if window is None else window, page)
     queries, pointers = (q.data_ptr(), *by_q[:2]), (pos.data_ptr(), *places, *extra)
     keys, values = (k.data_ptr(), *by_k[:3]), (v.data_ptr(), *by_v[:3])
     outside = call(ATTEND.pack(*sizes, *queries, *keys, *values, *pointers, out.data_ptr(), scale))
@@ -111,6 +113,7 @@ def plain_attend_one(
     *,
     scale: float,
     place: Tensor | None = None,
+    page: int = 0,
     share: int = 1,
     window: int | None = None,
     bias: Tensor | None = None,
@@ -122,9 +125,11 @@ def plain_attend_one(
     if window is not None:
         seen = seen & (slot > pos[:, None] - window)
     own = torch.arange(r, device=q.device)[:, None] // share
-    row = torch.where(seen, own if place is None else place[:, :s].long(), 0)
+    where = slot // page if page else slot
+    row = torch.where(seen, own if place is None else place[:, where].long(), 0)
     group = torch.arange(h, device=q.device) // (h // k.shape[2])
-    k, v = (x[row, slot][:, :, group].float() for x in (k, v))  # r s h d
+    within = slot % page if page else slot
+    k, v = (x[row, within][:, :, group].float() for x in (k, v))  # r s h d
     scores = torch.einsum("rhd,rshd->rhs", q.float(), k) * scale
     if bias is not None:
         scores = scores + bias[..., :s]
@@ -148,9 +153,11 @@ def enter(
     k_store: Tensor,
     v_store: Tensor,
     pos: Tensor,
+    home: Tensor | None = None,
 ) -> None:
     """Turns q and k of qkv (r, (h + g) d + g e) where they are, as `position.rotate` does by `Rope.angles` cos and sin
     (r or 1, 1, 1, n), and writes k to k_store[i, pos_i] (R S g d), v to v_store (R S g e); nothing where pos_i is -1.
+    `home` (r) names the rows of the stores if they are not those of qkv.
 
     n = cos.shape[-1] pairs of each head turn, none without cos; `layout` is "half" or "interleaved"."""
     call, r = call_of("enter"), qkv.shape[0]
@@ -159,12 +166,13 @@ def enter(
         call is None
         or half is None
         or not (_readable(qkv) and _readable(pos, torch.int64) and pos.shape[0] == r)
+        or not (home is None or (_readable(home, torch.int64) and home.shape[0] == r))
         or not (_readable(k_store, k_store.dtype) and _readable(v_store, k_store.dtype))
         or not (cos is None or (_readable(cos) and cos.is_contiguous()))
         or not (sin is None or (_readable(sin) and sin.is_contiguous()))
     ):
         return plain_enter(
-            qkv, heads, groups, width, value_width, cos, sin, layout, k_store, v_store, pos
+            qkv, heads, groups, width, value_width, cos, sin, layout, k_store, v_store, pos, home
         )
     angles = (0, 0, 0, 0)
     if cos is not None and sin is not None:
@@ -178,7 +186,7 @@ def enter(
             *(qkv.data_ptr(), qkv.stride(0)),
             *(k_store.data_ptr(), *k_store.stride()[:3]),
             *(v_store.data_ptr(), *v_store.stride()[:3]),
-            pos.data_ptr(),
+            *(pos.data_ptr(), 0 if home is None else home.data_ptr()),
         )
     )
     if outside:
@@ -198,6 +206,7 @@ def plain_enter(
     k_store: Tensor,
     v_store: Tensor,
     pos: Tensor,
+    home: Tensor | None = None,
 ) -> None:
     """What `enter` does."""
     qk, v = qkv.split(((heads + groups) * width, groups * value_width), -1)
@@ -213,8 +222,9 @@ def plain_enter(
         a.copy_(c)
         b.copy_(d)
     row = (pos >= 0).nonzero()[:, 0]
-    k_store[row, pos[row]] = qk[row, heads:].to(k_store.dtype)
-    v_store[row, pos[row]] = v[row].unflatten(-1, (groups, value_width)).to(v_store.dtype)
+    at = row if home is None else home[row]
+    k_store[at, pos[row]] = qk[row, heads:].to(k_store.dtype)
+    v_store[at, pos[row]] = v[row].unflatten(-1, (groups, value_width)).to(v_store.dtype)
 
 
 # --- norms --------------------------------------------------------------------------------------------------------

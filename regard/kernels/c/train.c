@@ -30,7 +30,7 @@ INLINE void put(void *x, int64_t i, vec y, int64_t count, const int half) {
     }
 }
 
-/* What native_train.gelu packs: `dy` is 0 on the way forward. */
+/* What train.gelu packs: `dy` is 0 on the way forward. */
 struct gelu {
     int64_t n, half;
     const void *x, *dy;
@@ -73,7 +73,7 @@ int gelu(const struct gelu *a) {
     return 0;
 }
 
-/* What native_train.bias_gelu packs: x (rows width), runs of `run` rows; `dy` is 0 on the way forward, and `sums` has a
+/* What train.bias_gelu packs: x (rows width), runs of `run` rows; `dy` is 0 on the way forward, and `sums` has a
    row for each run: what its rows of `out` add up to. */
 struct bias_gelu {
     int64_t rows, width, run;

@@ -4,8 +4,11 @@
 
 #include "common.h"
 
-#if defined(__AVX__)
+#if defined(__SSE2__)
 #include <immintrin.h>
+#endif
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -119,6 +122,44 @@ INLINE vec exp_below(vec x) {
     p = p * (r * r) + (r + 1.0f);
     vec power = (vec)(((bits)n + 127) << 23);
     return (vec)((bits)(p * power) & ~(bits)(x < -87.0f));
+}
+
+/* The nearest whole number. */
+INLINE vec nearest(vec x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_roundscale_ps((__m512)x, 8);
+#elif defined(__AVX__)
+    return (vec)_mm256_round_ps((__m256)x, 8);
+#elif defined(__ARM_NEON)
+    return (vec)vrndnq_f32((float32x4_t)x);
+#else
+    vec half = (vec)(((bits)x & 0x80000000u) | 0x3f000000u);
+    return __builtin_convertvector(__builtin_convertvector(x + half, ints), vec);
+#endif
+}
+
+/* e^x, relative error below 2e-7, between e^-87 and e^88; NaN stays NaN. */
+INLINE vec exp_of(vec x) {
+    x = -larger(splat(-88.f), -larger(splat(-87.f), x));
+    vec n = nearest(x * 1.44269504f), p = splat(1.9875691500e-4f);
+#if defined(__FMA__) || defined(__ARM_NEON)
+    vec r = x - n * 0.693147182f;
+#else
+    vec r = x - n * 0.693359375f;
+    __asm__("" : "+x"(r)); /* or the compiler joins the two constants, whose first product is exact */
+    r += n * 2.12194440e-4f;
+#endif
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.f);
+#if defined(__AVX512F__)
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return p * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
+#endif
 }
 
 #endif

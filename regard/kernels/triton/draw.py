@@ -4,8 +4,8 @@ order, then the inverse of the cumulative probability. decode/sampling.py has th
 Each token has a rank in its row, an int64 with the bits of its score above those of its id, so that no two are equal
 and of equal scores the lowest id comes first. A filter keeps the ranks from one number per row upwards, the cut: the
 largest rank at which the probability (top-k: the number) of the tokens from there upwards reaches the goal. It is found
-in four launches. Two rounds of `_split` weigh what lies above each of 16 scores, so that the cut is known to a 256th of
-the range; `_gather` lists the tokens in between, a few hundred; `_settle` bisects them.
+in four launches: two rounds of `_count` count the tokens in 63 equal parts of a range of scores, which bounds what lies
+above each of them; `_gather` lists the tokens where the cut may lie, some hundreds; `_settle` bisects them.
 
 Shapes are static, nothing waits for the host, and sums have a fixed order: equal inputs give equal tokens, in a CUDA
 graph or outside.
@@ -24,11 +24,11 @@ from regard.kernels.triton.linear import jit, launch, triton
 if triton is not None:
     import triton.language as tl
 
+    STAT = tl.constexpr(8)  # numbers that a search keeps of a row
+
 CHUNK = 4096  # tokens per program
-WIDTH = 256  # of them at a time in `_split`, one per thread
-TILE = 2048  # listed tokens at a time in `_settle`
-ROUNDS = 2  # of `_split`
-BINS = 16  # scores per round
+TILE = 1024  # listed tokens at a time in `_settle`
+BINS = 64  # of scores, in each of two rounds
 
 
 # --- what a program reads -----------------------------------------------------------------------------------------
@@ -78,8 +78,9 @@ def _kept(logits, heat, cuts, stat, b, i, V, CUT: tl.constexpr, TYPICAL: tl.cons
 
 @jit
 def _stat(stat, b):
-    """What a search knows of row b: the largest x, log sum exp(x - largest), the entropy, the goal."""
-    at = stat + 4 * b
+    """What a search knows of row b: the largest x, log sum exp(x - largest), the entropy, the goal; then the
+    range of the bins."""
+    at = stat + STAT * b
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
@@ -104,14 +105,17 @@ def _mass(
     cuts,
     stat,
     parts,
+    counts,
     V,
     FIRST: tl.constexpr,
     CUT: tl.constexpr,
     TYPICAL: tl.constexpr,
+    BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of a chunk: the largest x, sum exp(x - largest), sum exp(x - largest) (x - largest), the smallest x."""
+    """Of a chunk: the largest x, sum exp(x - largest), sum exp(x - largest) (x - largest), the smallest x. And no bin
+    has a token yet."""
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
@@ -125,10 +129,12 @@ def _mass(
     tl.store(to + chunks, tl.sum(mass, 0))
     tl.store(to + 2 * chunks, tl.sum(tl.where(mass > 0, mass * under, 0.0), 0))
     tl.store(to + 3 * chunks, tl.min(tl.where(x == float("-inf"), 3e38, x), 0))
-    if FIRST & (c == 0):
-        # Nothing is dropped yet.
-        tl.store(cuts + 2 * b, -9223372036854775807)
-        tl.store(cuts + 2 * b + 1, -9223372036854775807)
+    if c == 0:
+        tl.store(counts + 4 * BINS * b + tl.arange(0, 4 * BINS), tl.zeros([4 * BINS], tl.int32))
+        if FIRST:
+            # Nothing is dropped yet.
+            tl.store(cuts + 2 * b, -9223372036854775807)
+            tl.store(cuts + 2 * b + 1, -9223372036854775807)
 
 
 @jit
@@ -185,74 +191,119 @@ def _start(parts, want, b, V, chunks, KIND: tl.constexpr, C: tl.constexpr):
 
 
 @jit
-def _narrow(sums, marks, goal, b, chunks, BINS: tl.constexpr, C: tl.constexpr):
-    """Between which two scores the cut lies, low <= score < high, and the weight from `high` upwards."""
-    c, j = tl.arange(0, C)[None, :], tl.arange(0, BINS)
-    at = sums + (b * chunks + c) * BINS + j[:, None]
-    weight = tl.sum(tl.load(at, mask=c < chunks, other=0.0).to(tl.float64), 1)
-    bin = tl.sum((weight >= goal).to(tl.int32), 0) - 1
-    mark = marks + b * (BINS + 2)
-    low = tl.load(mark + bin, mask=bin >= 0, other=float("-inf"))
-    high = tl.load(mark + bin + 1)
-    above = tl.sum(tl.where(j == bin + 1, weight, 0.0), 0).to(tl.float32)
-    above = tl.where(bin == BINS - 1, tl.load(mark + BINS + 1), above)
-    return low, high, above
+def _bin(score, low, high, BINS: tl.constexpr):
+    """From 1 on, which of the equal parts from low to high a score lies in; 0 below, BINS above."""
+    at = tl.minimum(tl.maximum((score - low) * ((BINS - 1) / (high - low)), 0.0), BINS - 2.0)
+    return tl.where(score >= high, BINS, tl.where(score >= low, 1 + at.to(tl.int32), 0))
 
 
 @jit
-def _split(
+def _count(
     logits,
     heat,
     want,
     cuts,
     stat,
     parts,
-    sums,
-    marks,
-    new_sums,
-    new_marks,
+    counts,
     V,
     KIND: tl.constexpr,
-    FIRST: tl.constexpr,
+    ROUND: tl.constexpr,
     CUT: tl.constexpr,
     BINS: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The weight of a chunk's tokens above each of BINS scores, the marks: of the whole range, or of the bin in which
-    the round before has found the cut."""
+    """Count the tokens of each bin, of typical_p those apart that are more probable than typical: in the whole range of
+    scores, or in what the round before has left of it. Then what lies above is weighed."""
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     if _active(heat, want, b, V, KIND):
-        if FIRST:
+        x = _kept(logits, heat, cuts, stat, b, c * CHUNK + tl.arange(0, CHUNK), V, CUT, False)
+        at = stat + STAT * b
+        if ROUND == 0:
             low, high, top, log_sum, entropy, goal = _start(parts, want, b, V, chunks, KIND, C)
-            above = goal * 0.0
             if c == 0:
-                tl.store(stat + 4 * b, top)
-                tl.store(stat + 4 * b + 1, log_sum)
-                tl.store(stat + 4 * b + 2, entropy)
-                tl.store(stat + 4 * b + 3, goal)
+                tl.store(at, top)
+                tl.store(at + 1, log_sum)
+                tl.store(at + 2, entropy)
+                tl.store(at + 3, goal)
         else:
-            top, log_sum, entropy, goal = _stat(stat, b)
-            low, high, above = _narrow(sums, marks, goal, b, chunks, BINS, C)
-        j = tl.arange(0, BINS)
-        mark = low + (high - low) * (j / BINS)
+            top, log_sum, entropy, _ = _stat(stat, b)
+            first, last, low, high = _between(stat, parts, counts, b, chunks, KIND, 0, BINS, C)
+            # A little more on both sides, for rounding; all below where not even the lowest bin is enough.
+            wide, small = (high - low) / (BINS - 1), 2.4e-7 * (tl.abs(low) + tl.abs(high))
+            high = low + (last + 0.02) * wide + small
+            low = tl.where(first > 0, low + (first - 1.02) * wide - small, -3e38)
         if c == 0:
-            to = new_marks + b * (BINS + 2)
-            tl.store(to + j, mark)
-            tl.store(to + BINS, high)
-            tl.store(to + BINS + 1, above)
-        weight = tl.zeros([BINS, WIDTH], tl.float32)
-        for start in tl.static_range(0, CHUNK, WIDTH):
-            i = c * CHUNK + start + tl.arange(0, WIDTH)
-            x = _kept(logits, heat, cuts, stat, b, i, V, CUT, False)
-            score = _score(x, top, log_sum, entropy, KIND)
-            w = tl.exp(x - top) if KIND != "top_k" else tl.full([WIDTH], 1.0, tl.float32)
-            weight += tl.where(score[None, :] >= mark[:, None], w[None, :], 0.0)
-        tl.store(new_sums + (b * chunks + c) * BINS + j, tl.sum(weight, 1))
+            tl.store(at + 4 + 2 * ROUND, low)
+            tl.store(at + 5 + 2 * ROUND, high)
+        bin = _bin(_score(x, top, log_sum, entropy, KIND), low, high, BINS)
+        if ROUND == 1:
+            weight = tl.where(bin == BINS, _weight(x, top, KIND), 0.0)
+            tl.store(parts + (b * 4 + 2) * chunks + c, tl.sum(weight, 0))
+        bin = tl.where(bin == BINS, 0, bin)
+        SIZE: tl.constexpr = 2 * BINS if KIND == "typical_p" else BINS
+        if KIND == "typical_p":
+            bin = tl.where(log_sum - (x - top) < entropy, bin + BINS, bin)
+        n = tl.histogram(bin, SIZE)
+        to = counts + (2 * b + ROUND) * 2 * BINS + tl.arange(0, SIZE)
+        tl.atomic_add(to, n, mask=n > 0, sem="relaxed")
+
+
+@jit
+def _weight(x, top, KIND: tl.constexpr):
+    """What a token counts for: its mass, or of top_k as one."""
+    mass = tl.exp(x - top)
+    return (x > float("-inf")).to(tl.float32) if KIND == "top_k" else mass
+
+
+@jit
+def _between(
+    stat,
+    parts,
+    counts,
+    b,
+    chunks,
+    KIND: tl.constexpr,
+    ROUND: tl.constexpr,
+    BINS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The lowest and the highest bin of a round in which the cut may lie, and its range: a token weighs no less than
+    the lower end of its bin, no more than the upper one. Bins are taken to be wider by a hundredth, for rounding."""
+    top, log_sum, entropy, goal = _stat(stat, b)
+    low = tl.load(stat + STAT * b + 4 + 2 * ROUND)
+    high = tl.load(stat + STAT * b + 5 + 2 * ROUND)
+    j, wide = tl.arange(0, BINS), (high - low) / (BINS - 1)
+    at = counts + (2 * b + ROUND) * 2 * BINS + j
+    n = tl.where(j > 0, tl.load(at), 0).to(tl.float32)
+    less, more = n, n
+    if KIND != "top_k":
+        start = low - top if KIND == "top_p" else low
+        lower, upper = start + (j - 1.01) * wide, start + (j + 0.01) * wide
+        if KIND == "top_p":
+            less, more = _times(n, lower), _times(n, upper)
+        else:
+            # How much more probable the typical token is than the most probable one.
+            base = log_sum - entropy
+            m = tl.where(j > 0, tl.load(at + BINS), 0).to(tl.float32)
+            less = _times(n, base + lower) + _times(m, base - upper)
+            more = _times(n, base + upper) + _times(m, base - lower)
+    least = tl.cumsum(less, 0, reverse=True) * (1 - 1e-4)
+    most = tl.cumsum(more, 0, reverse=True) * (1 + 1e-4)
+    if ROUND == 1:
+        above = tl.sum(_part(parts, b, chunks, 2, 0.0, C).to(tl.float64), 0).to(tl.float32)
+        least, most = least + above * (1 - 1e-6), most + above * (1 + 1e-6)
+    first = tl.max(tl.where(least >= goal, j, 0), 0)
+    return first, tl.max(tl.where(most >= goal, j, 0), 0), low, high
+
+
+@jit
+def _times(n, exponent):
+    return tl.where(n > 0, n * tl.exp(exponent), 0.0)
 
 
 @jit
@@ -262,11 +313,11 @@ def _gather(
     want,
     cuts,
     stat,
-    sums,
-    marks,
+    parts,
     counts,
+    sizes,
     ranks,
-    weights,
+    masses,
     V,
     KIND: tl.constexpr,
     CUT: tl.constexpr,
@@ -275,25 +326,29 @@ def _gather(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List the tokens of a chunk among which the cut lies."""
+    """List the tokens of a chunk among which the cut lies; of those above, the mass and what they weigh."""
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     if _active(heat, want, b, V, KIND):
-        top, log_sum, entropy, goal = _stat(stat, b)
-        low, high, _ = _narrow(sums, marks, goal, b, chunks, BINS, C)
         i = c * CHUNK + tl.arange(0, CHUNK)
         x = _kept(logits, heat, cuts, stat, b, i, V, CUT, False)
+        top, log_sum, entropy, _ = _stat(stat, b)
+        first, last, low, high = _between(stat, parts, counts, b, chunks, KIND, 1, BINS, C)
         score = _score(x, top, log_sum, entropy, KIND)
-        # `high` is NaN where the range was too large for a number: then nothing lies above.
-        found = (x > float("-inf")) & (score >= low) & ((score >= high) == 0)
-        count = tl.sum(found.to(tl.int32), 0)
-        tl.store(counts + b * chunks + c, count)
-        if count > 0:
+        bin, mass = _bin(score, low, high, BINS), tl.exp(x - top)
+        found = (x > float("-inf")) & (bin >= first) & (bin <= last)
+        size = tl.sum(found.to(tl.int32), 0)
+        tl.store(sizes + b * chunks + c, size)
+        part = parts + b * 4 * chunks + c
+        tl.store(part, top)
+        tl.store(part + chunks, tl.sum(tl.where(bin > last, mass, 0.0), 0))
+        weight = tl.where(bin > last, _weight(x, top, KIND), 0.0)
+        tl.store(part + 3 * chunks, tl.sum(weight, 0))
+        if size > 0:
             to = (b * chunks + c) * CHUNK + tl.cumsum(found.to(tl.int32), 0) - 1
-            w = tl.exp(x - top) if KIND != "top_k" else tl.full([CHUNK], 1.0, tl.float32)
             tl.store(ranks + to, _rank(score, i), mask=found)
-            tl.store(weights + to, w, mask=found)
+            tl.store(masses + to, mass, mask=found)
 
 
 @jit
@@ -302,54 +357,64 @@ def _settle(
     want,
     cuts,
     stat,
-    sums,
-    marks,
-    counts,
+    parts,
+    sizes,
     ranks,
-    weights,
+    masses,
     V,
     chunks,
     KIND: tl.constexpr,
-    BINS: tl.constexpr,
     C: tl.constexpr,
     EACH: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Bisect the listed tokens, EACH of every chunk at a time, for the largest rank that reaches the goal."""
+    """Bisect the listed tokens, EACH of every chunk at a time, for the largest rank that reaches the goal; then add
+    what is kept of them to the mass of their chunks."""
     _wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     if _active(heat, want, b, V, KIND):
         _, _, _, goal = _stat(stat, b)
-        _, _, above = _narrow(sums, marks, goal, b, chunks, BINS, C)
-        c, slot = tl.arange(0, C * EACH) // EACH, tl.arange(0, C * EACH) % EACH
-        count = tl.load(counts + b * chunks + c, mask=c < chunks, other=0)
+        above = tl.sum(_part(parts, b, chunks, 3, 0.0, C).to(tl.float64), 0)
+        c, slot = tl.arange(0, C)[:, None], tl.arange(0, EACH)[None, :]
+        size = tl.load(sizes + b * chunks + c, mask=c < chunks, other=0)
         at = (b * chunks + c) * CHUNK + slot
-        most = tl.max(count, 0)
+        most = tl.max(size)
         low = tl.full([], 9223372036854775807, tl.int64)
         high = tl.full([], -9223372036854775807, tl.int64)
         for start in range(0, most, EACH):
-            here = slot + start < count
+            here = slot + start < size
             rank = tl.load(ranks + at + start, mask=here, other=0)
-            low = tl.minimum(low, tl.min(tl.where(here, rank, 9223372036854775807), 0))
-            high = tl.maximum(high, tl.max(tl.where(here, rank, -9223372036854775807), 0))
+            low = tl.minimum(low, tl.min(tl.where(here, rank, 9223372036854775807)))
+            high = tl.maximum(high, tl.max(tl.where(here, rank, -9223372036854775807)))
         # The ranks low <= high are listed, and the cut is one of those from low to high.
         while low < high:
             middle = low + (high - low) // 2 + 1
             weight = tl.full([], 0.0, tl.float64)
             next_low, next_high = high, low
             for start in range(0, most, EACH):
-                here = slot + start < count
+                here = slot + start < size
                 rank = tl.load(ranks + at + start, mask=here, other=0)
-                w = tl.load(weights + at + start, mask=here, other=0.0)
-                upper = rank >= middle
-                weight += tl.sum(tl.where(upper, w, 0.0), 0).to(tl.float64)
-                next_low = tl.minimum(next_low, tl.min(tl.where(here & upper, rank, high), 0))
-                next_high = tl.maximum(next_high, tl.max(tl.where(here & ~upper, rank, low), 0))
+                w = tl.load(masses + at + start, mask=here, other=0.0)
+                upper = here & (rank >= middle)
+                if KIND == "top_k":
+                    w = upper.to(tl.float32)
+                weight += tl.sum(tl.where(upper, w, 0.0)).to(tl.float64)
+                next_low = tl.minimum(next_low, tl.min(tl.where(upper, rank, high)))
+                next_high = tl.maximum(next_high, tl.max(tl.where(here & ~upper, rank, low)))
             enough = above + weight >= goal
             low, high = tl.where(enough, next_low, low), tl.where(enough, high, next_high)
         if most > 0:
             tl.store(cuts + 2 * b + (KIND == "typical_p"), low)
+        kept = tl.zeros([C], tl.float32)
+        for start in range(0, most, EACH):
+            here = slot + start < size
+            rank = tl.load(ranks + at + start, mask=here, other=0)
+            w = tl.load(masses + at + start, mask=here, other=0.0)
+            kept += tl.sum(tl.where(here & (rank >= low), w, 0.0), 1)
+        c = tl.arange(0, C)
+        mass = parts + (b * 4 + 1) * chunks + c
+        tl.store(mass, tl.load(mass, mask=c < chunks) + kept, mask=c < chunks)
 
 
 # --- the draw -----------------------------------------------------------------------------------------------------
@@ -435,45 +500,37 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
     per_chunk = {"CHUNK": CHUNK, "PDL": pdl, "num_warps": 8, **extra}
     new = partial(torch.empty, device=logits.device)
     heat = columns["temperature"]
-    cuts, stat = new(n, 2, dtype=torch.int64), new(n, 4)
+    cuts, stat = new(n, 2, dtype=torch.int64), new(n, STAT.value)
     parts, tokens = new(n, 4, chunks), new(n, dtype=torch.int64)
+    counts = new(n, 2, 2 * BINS, dtype=torch.int32)
     shared = (logits, heat, cuts, stat)
-    _mass[n, chunks](*shared, parts, vocab, FIRST=True, CUT=False, TYPICAL=False, **per_chunk)
+    mass = partial(_mass[n, chunks], *shared, parts, counts, vocab, BINS=BINS, **per_chunk)
+    mass(FIRST=True, CUT=False, TYPICAL=False)
     # A cut in the order of x, and one in the order of typical_p.
     cut = typical = False
-    for kind in ("top_k", "top_p", "min_p", "typical_p"):
-        if kind not in columns:
-            continue
+    kinds = [kind for kind in ("top_k", "top_p", "min_p", "typical_p") if kind in columns]
+    for kind in kinds:
         want = columns[kind]
         if kind == "min_p":
             _floor[(n,)](want, cuts, parts, chunks, C=padded, PDL=pdl, num_warps=1, **extra)
         else:
-            search = {"KIND": kind, "BINS": BINS, "C": padded, **per_chunk}
-            rounds = [(new(n, chunks, BINS), new(n, BINS + 2)) for _ in range(ROUNDS)]
-            before = rounds[0]
-            for i, now in enumerate(rounds):
-                _split[n, chunks](
-                    *(logits, heat, want, cuts, stat, parts, *before, *now, vocab),
-                    FIRST=i == 0,
-                    CUT=cut,
-                    WIDTH=min(WIDTH, CHUNK),
-                    **search,
-                )
-                before = now
+            search = {"KIND": kind, "C": padded, **per_chunk}
+            found = (heat, want, cuts, stat, parts)
             listed = (
                 new(n, chunks, dtype=torch.int32),
                 new(n, chunks, CHUNK, dtype=torch.int64),
                 new(n, chunks, CHUNK),
             )
-            _gather[n, chunks](
-                logits, heat, want, cuts, stat, *before, *listed, vocab, CUT=cut, **search
-            )
+            bins = {"CUT": cut, "BINS": BINS, **search}
+            for i in range(2):
+                _count[n, chunks](logits, *found, counts, vocab, ROUND=i, **bins)
+            _gather[n, chunks](logits, *found, counts, *listed, vocab, **bins)
             each = max(1, TILE // padded)
-            _settle[(n,)](
-                heat, want, cuts, stat, *before, *listed, vocab, chunks, EACH=each, **search
-            )
+            _settle[(n,)](*found, *listed, vocab, chunks, EACH=each, **search)
         cut, typical = cut or kind != "typical_p", kind == "typical_p"
-        _mass[n, chunks](*shared, parts, vocab, FIRST=False, CUT=cut, TYPICAL=typical, **per_chunk)
+        # The draw needs the mass of each chunk alone, and a search leaves that behind.
+        if kind == "min_p" or kind != kinds[-1]:
+            mass(FIRST=False, CUT=cut, TYPICAL=typical)
     _pick[(n,)](
         *(*shared, parts, u, tokens, vocab, chunks), CUT=cut, TYPICAL=typical, C=padded, **per_chunk
     )

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from regard.kernels.triton.measured import fastest
 
 try:
     import triton
@@ -40,10 +43,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "tanh": torch.tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
+# An RMS norm: its weight, eps, and what is added to the weight (1 in Gemma).
+Rms = tuple[Tensor, float, float]
 
 
 # --- the plain form -----------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, norm: Rms) -> Tensor:
+    weight, eps, shift = norm
+    if not shift:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + shift, eps).to(x.dtype)
 
 
 def reference(
@@ -51,15 +66,15 @@ def reference(
     w: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Rms | None = None,
     act: str = "",
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x (m k), w (n k) -> act(norm(x) w^T + bias) + residual (m n). `norm`: an RMS norm's weight and eps. `gated`: w is
-    [gate ; up] (2n k) and the result act(gate x) * up x."""
+    """x (m k), w (n k) -> act(norm(x) w^T + bias) + residual (m n). `gated`: w is [gate ; up] (2n k) and the result
+    act(gate x) * up x."""
     if norm is not None:
-        x = F.rms_norm(x, norm[0].shape, norm[0], norm[1])
+        x = rms_norm(x, norm)
     y = F.linear(x, w, bias)
     if gated:
         gate, up = y.chunk(2, -1)
@@ -84,6 +99,10 @@ def _activate(x, ACT: tl.constexpr):
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":  # 0.5 (1 + tanh z) = sigmoid(2z)
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == "tanh":
+        x = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    elif ACT == "quick_gelu":
+        x = x * tl.sigmoid(1.702 * x)
     return x
 
 
@@ -107,6 +126,7 @@ def _rows(
     y,
     n_out,
     eps,
+    shift,
     K: tl.constexpr,
     M: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -134,9 +154,9 @@ def _rows(
             b = _tile(w, (at + n_out)[:, None], k, K, BLOCK_K)
         if NORM:
             if K % BLOCK_K == 0:
-                g = tl.load(norm + k).to(tl.float32)
+                g = tl.load(norm + k).to(tl.float32) + shift
             else:
-                g = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+                g = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) + shift
         if PDL and k0 == 0:
             tl.extra.cuda.gdc_wait()  # only now x must be there
         for i in tl.static_range(M):
@@ -187,10 +207,14 @@ def launch(x: Tensor) -> tuple[bool, dict[str, bool]]:
 
 
 def shape(k: int, n: int, gated: bool) -> tuple[int, int, int]:
-    """Rows of W a program, elements of K a step, warps: 64 numbers of W a thread on the way at once."""
+    """Rows of W a program, elements of K a step, warps: 64 numbers of W a thread on the way at once; where the last
+    step would be mostly empty, smaller ones."""
     if (k, n, gated) in SHAPES:
         return SHAPES[k, n, gated]
     block_k = min(1 << (k - 1).bit_length(), 8192)
+    if k > 1024 and -k % block_k > k // 4:
+        block_k = next(b for b in (4096, 2048, 1024) if -k % b <= k // 4 or b == 1024)
+        return 4096 // block_k, block_k, 4
     warps = 8 if n >= 16384 or block_k == 8192 else 4
     block_n = max(1, 2048 * warps // block_k // (2 if gated else 1))
     return block_n, block_k, warps
@@ -201,7 +225,7 @@ def fused(
     w: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Rms | None = None,
     act: str = "",
     gated: bool = False,
     residual: Tensor | None = None,
@@ -221,7 +245,7 @@ def fused(
         x if residual is None else residual,
         y,
         n,
-        0.0 if norm is None else norm[1],
+        *((0.0, 0.0) if norm is None else norm[1:]),
         K=k,
         M=rows,
         BLOCK_M=1 << (rows - 1).bit_length(),
@@ -252,7 +276,7 @@ def linear(
     w: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Rms | None = None,
     act: str = "",
     gated: bool = False,
     residual: Tensor | None = None,
@@ -260,5 +284,9 @@ def linear(
     """`reference`, by the kernel where that is faster: few rows on a GPU."""
     few = len(x) <= MOST and w.shape[1] <= LONGEST and x.dtype == w.dtype
     whole = x.is_contiguous() and w.is_contiguous() and w.shape[1] % 8 == 0
-    form = fused if few and whole and ready(x) else reference
-    return form(x, w, bias, norm=norm, act=act, gated=gated, residual=residual)
+    more: Any = {"bias": bias, "norm": norm, "act": act, "gated": gated, "residual": residual}
+    ours, plain = (lambda w, f=f: f(x, w, **more) for f in (fused, reference))
+    if not (few and whole and ready(x)):
+        return plain(w)
+    key = f"linear {tuple(x.shape)} {len(w)} {norm is not None} {act} {gated} {x.dtype}"
+    return ours(w) if fastest(key, w, {"ours": ours, "torch": plain}) == "ours" else plain(w)

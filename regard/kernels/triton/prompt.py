@@ -2,8 +2,8 @@
 
 Sizes are rounded up, so that a few CUDA graphs hold every pass: spare tokens repeat the last one, spare prompts the
 last prompt, and both write again what it wrote. One kernel turns queries and keys, stores keys and values in the pages
-of a cache, and lays all three out for torch's attention; `lay` is that in torch. A prompt whose beginning is in the
-cache already attends to its pages instead.
+of a cache, and lays all three out for torch's attention; `lay` is that in torch. What that has no form for (windows,
+sinks, a softcap, a text whose beginning is in the cache already) attends to the pages instead, by a kernel of ours.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from regard.kernels.fused import fused
-from regard.kernels.triton.linear import jit, triton
+from regard.kernels.triton.attention import _heads, _mean_square, _score, scaled
+from regard.kernels.triton.linear import Rms, jit, triton
 
 if triton is not None:
     import triton.language as tl
@@ -34,6 +35,9 @@ class Part:
     pages: Sequence[int]
     # What begins to write when the prompt is through: rows of the decoder, and how many tokens each has said.
     ends: Sequence[tuple[int, int]] = ()
+    # A row that has its state or knows its source's pages; and the source's tokens.
+    home: int = 0
+    source: int = 0
 
 
 class Sizes(NamedTuple):
@@ -43,6 +47,7 @@ class Sizes(NamedTuple):
     whole: int  # tokens of a text, what is in the cache among them; 0 where nothing is
     places: int  # pages of a text
     ends: int
+    source: int  # tokens of the longest source
 
 
 def up(n: int, least: int = 64) -> int:
@@ -66,13 +71,14 @@ def sizes_of(parts: Sequence[Part], page: int) -> Sizes:
         whole,
         -(-max(whole, longest) // page),
         two(sum(len(p.ends) for p in parts)),
+        two(max(p.source for p in parts)),
     )
 
 
 def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
     """All the numbers of a Pack, in its order, for one copy to the device."""
     count = torch.tensor([len(p.tokens) for p in parts])
-    start = torch.tensor([p.start for p in parts])
+    start, home = torch.tensor([(p.start, p.home) for p in parts]).T
     first = count.cumsum(0) - count
     row = torch.arange(len(parts)).repeat_interleave(count)
     ids = torch.tensor([token for p in parts for token in p.tokens])
@@ -92,7 +98,7 @@ def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
     by_token = (ids, start[row] + place, row, row * sizes.longest + place)
     each = [
         *(_filled(x, sizes.tokens) for x in by_token),
-        *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count)),
+        *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count, home)),
         *(_filled(x, sizes.ends) for x in columns),
     ]
     return torch.cat([x.flatten() for x in each])
@@ -115,7 +121,8 @@ class Pack:
     grid: Tensor  # (n s) the token at each place
     table: Tensor  # (n places) each prompt's pages,
     starts: Tensor  # (n) how much of its text the cache has
-    totals: Tensor  # (n) and will have
+    totals: Tensor  # (n) and will have,
+    homes: Tensor  # (n) and a row that has its state or knows its source
     last: Tensor  # (e) the last token of those that are through,
     rows: Tensor  # (e) where each goes on,
     said: Tensor  # (e) what it has said
@@ -124,8 +131,8 @@ class Pack:
 
     @classmethod
     def of(cls, numbers: Tensor, sizes: Sizes) -> Pack:
-        t, n, s, _, places, e = sizes
-        each = numbers.split([t, t, t, t, n * s, n * places, n, n, e, e, e, e])
+        t, n, s, _, places, e, _ = sizes
+        each = numbers.split([t, t, t, t, n * s, n * places, n, n, n, e, e, e, e])
         ids, pos, row, back, grid, table, *rest = each
         return cls(sizes, ids, pos, row, back, grid.view(n, s), table.view(n, places), *rest)
 
@@ -152,6 +159,8 @@ def _lay(
     qkv,
     cos,
     sin,
+    q_norm,
+    k_norm,
     pos,
     row,
     back,
@@ -162,42 +171,57 @@ def _lay(
     keys,
     values,
     places,
+    eps,
+    shift,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
     PAGE: tl.constexpr,
-    ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURN: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
-    HALF: tl.constexpr = D // 2
-    t = tl.program_id(0).to(tl.int64)
-    r, half = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    """The queries of a token, its keys, or its values."""
+    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.load(pos + t)
     page = tl.load(table + tl.load(row + t) * places + at // PAGE)
     to = tl.load(back + t)
-    mine = qkv + t * ((H + 2 * G) * D) + r * D + half
-    a = tl.load(mine, mask=r < H + 2 * G, other=0.0).to(tl.float32)
-    b = tl.load(mine + HALF, mask=r < H + 2 * G, other=0.0).to(tl.float32)
-    if ROPE:
-        c = tl.where(r < H + G, tl.load(cos + at * HALF + half).to(tl.float32), 1.0)
-        s = tl.where(r < H + G, tl.load(sin + at * HALF + half).to(tl.float32), 0.0)
-        a, b = a * c - b * s, b * c + a * s
-    a, b = a.to(q.dtype.element_ty), b.to(q.dtype.element_ty)
-    spot = (page * PAGE + at % PAGE) * G
-    is_q, is_k, is_v = r < H, (r >= H) & (r < H + G), (r >= H + G) & (r < H + 2 * G)
-    to_q = q + (to * H + r) * D + half
-    tl.store(to_q, a, mask=is_q)
-    tl.store(to_q + HALF, b, mask=is_q)
-    to_k = (r - H) * D + half
-    tl.store(k + to * G * D + to_k, a, mask=is_k)
-    tl.store(k + to * G * D + to_k + HALF, b, mask=is_k)
-    tl.store(keys + spot * D + to_k, a, mask=is_k)
-    tl.store(keys + spot * D + to_k + HALF, b, mask=is_k)
-    to_v = (r - H - G) * D + half
-    tl.store(v + to * G * D + to_v, a, mask=is_v)
-    tl.store(v + to * G * D + to_v + HALF, b, mask=is_v)
-    tl.store(values + spot * D + to_v, a, mask=is_v)
-    tl.store(values + spot * D + to_v + HALF, b, mask=is_v)
+    spot = (page * PAGE + at % PAGE) * G * D
+    mine = qkv + t * ((H + 2 * G) * D)
+    kind = q.dtype.element_ty
+    i = tl.arange(0, WIDTH)[None, :]
+    cos += at * (TURN // 2)
+    sin += at * (TURN // 2)
+    square = 0.0
+    if part == 0:
+        each = tl.arange(0, HEADS)[:, None]
+        if WHOLE:
+            square = _mean_square(mine, 0, kind, H, HEADS, D, WIDTH, 1)
+        queries = _heads(
+            mine, tl.minimum(each, H - 1), 0, q_norm, square, eps, shift, cos, sin, kind,
+            D, WIDTH, 1, NORM, WHOLE, TURN, PAIRED
+        )  # fmt: skip
+        tl.store(q + (to * H + each) * D + i, queries, mask=(each < H) & (i < D))
+    else:
+        r = tl.arange(0, GROUPS)[:, None]
+        head, place, real = tl.minimum(r, G - 1), r * D + i, (r < G) & (i < D)
+        if part == 1:
+            if WHOLE:
+                square = _mean_square(mine + H * D, 0, kind, G, GROUPS, D, WIDTH, 1)
+            a = _heads(
+                mine + H * D, head, 0, k_norm, square, eps, shift, cos, sin, kind,
+                D, WIDTH, 1, NORM, WHOLE, TURN, PAIRED
+            )  # fmt: skip
+            tl.store(k + to * G * D + place, a, mask=real)
+            tl.store(keys + spot + place, a, mask=real)
+        else:
+            a = tl.load(mine + (H + G) * D + place, mask=real).to(kind)
+            tl.store(v + to * G * D + place, a, mask=real)
+            tl.store(values + spot + place, a, mask=real)
 
 
 def lay_qkv(
@@ -207,16 +231,21 @@ def lay_qkv(
     values: Tensor,
     heads: int,
     angles: tuple[Tensor, Tensor] | None,
+    *,
+    paired: bool = False,
+    norms: tuple[Rms, Rms] | None = None,
+    whole: bool = False,
 ) -> Laid:
-    """qkv (t, (h + 2g) d) before RoPE: keys and values into their pages (pages page g d), and q, k, v in rows
-    (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
+    """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page
+    g d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
     page, g, d = keys.shape[1:]
     rooms = pack.rooms(qkv, heads, g, d)
     cos, sin = (qkv, qkv) if angles is None else angles
-    _lay[(len(qkv),)](
+    _lay[(len(qkv), 3)](
         qkv,
         cos,
         sin,
+        *((qkv, qkv) if norms is None else (norms[0][0], norms[1][0])),
         pack.pos,
         pack.row,
         pack.back,
@@ -225,35 +254,154 @@ def lay_qkv(
         keys,
         values,
         pack.table.shape[1],
+        *((0.0, 0.0) if norms is None else norms[0][1:]),
         H=heads,
         G=g,
         D=d,
-        HEADS=triton.next_power_of_2(heads + 2 * g),
+        WIDTH=triton.next_power_of_2(d),
+        HEADS=triton.next_power_of_2(heads),
+        GROUPS=triton.next_power_of_2(g),
         PAGE=page,
-        ROPE=angles is not None,
+        NORM=norms is not None,
+        WHOLE=whole,
+        TURN=0 if angles is None else 2 * cos.shape[1],
+        PAIRED=paired,
         num_warps=4,
     )
     return rooms
 
 
+def gap(laid: Laid, pack: Pack) -> Tensor:
+    """How many tokens back each key is from each query: (n s S)."""
+    q, k, _ = laid
+    at = torch.arange(q.shape[1], device=q.device)[None]
+    if pack.sizes.whole:
+        at = at + pack.starts[:, None]
+    return at[:, :, None] - torch.arange(k.shape[1], device=q.device)
+
+
+def seen(laid: Laid, pack: Pack, window: int | None) -> Tensor:
+    """Which keys each query may see: (n 1 s S)."""
+    back = gap(laid, pack)
+    mask = (back >= 0) if window is None else (back >= 0) & (back < window)
+    return mask[:, None]
+
+
 def attend(laid: Laid, pack: Pack, scale: float, window: int | None) -> Tensor:
     """Causal attention of q (n s h d) over k, v of the same tokens, or of whole texts (n S g d) where some of them was
     in the cache; back as tokens (t, h e)."""
-    q, k, v = laid
-    mask = None
-    if pack.sizes.whole or window is not None:
-        at = torch.arange(q.shape[1], device=q.device)[None]
-        if pack.sizes.whole:
-            at = at + pack.starts[:, None]
-        gap = at[:, :, None] - torch.arange(k.shape[1], device=q.device)
-        mask = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
-        mask = mask[:, None]
-    o = fused(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        mask,
-        causal=mask is None,
-        scale=scale,
-    )
+    q, k, v = (x.transpose(1, 2) for x in laid)
+    mask = seen(laid, pack, window) if pack.sizes.whole or window is not None else None
+    o = fused(q, k, v, mask, causal=mask is None, scale=scale)
     return o.transpose(1, 2).flatten(2).flatten(0, 1)[pack.back]
+
+
+@jit
+def _pages(
+    q,
+    keys,
+    values,
+    table,
+    starts,
+    totals,
+    sinks,
+    out,
+    size,
+    places,
+    scale,
+    cap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    CAP: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """BLOCK_Q tokens of a prompt and one head over the pages of its text, with a running maximum and sum."""
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    n, first, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_Q, tl.program_id(2)
+    start, end = tl.load(starts + n).to(tl.int32), tl.load(totals + n).to(tl.int32)
+    i, full = first + tl.arange(0, BLOCK_Q), tl.arange(0, WIDTH)[None, :]
+    pos = start + i
+    home = ((n * size + i)[:, None] * H + head) * D + full
+    real = (i < size)[:, None] & (full < D)
+    x_q = tl.load(q + home, mask=real, other=0.0)
+    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    if SINKS:
+        top = total + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(start + first + 1 - WINDOW, 0) // BLOCK_S * BLOCK_S
+    high = tl.minimum(end, start + first + BLOCK_Q)
+    for s0 in tl.range(low, high, BLOCK_S):
+        at = s0 + tl.arange(0, BLOCK_S)
+        page = tl.load(table + n * places + tl.minimum(at, end - 1) // PAGE)
+        place = ((page * PAGE + at % PAGE) * G + head // (H // G)) * D
+        there = (at < high)[:, None] & (full < D)
+        k = tl.load(keys + place[:, None] + full, mask=there, other=0.0)
+        x = _score(tl.dot(x_q, tl.trans(k), input_precision=precision), scale, cap, CAP)
+        gap = pos[:, None] - at[None, :]
+        seen = (gap >= 0) & (gap < WINDOW) if WINDOW else gap >= 0
+        x = tl.where(seen, x, float("-inf"))
+        new = tl.maximum(top, tl.max(x, 1))
+        # Of a row that has seen nothing yet, exp(-inf - -inf) counts as 0.
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        shrink, p = tl.exp2(top - safe), tl.exp2(x - safe[:, None])
+        v = tl.load(values + place[:, None] + full, mask=there, other=0.0)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=precision)
+        top = new
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + home, acc.to(out.dtype.element_ty), mask=real)
+
+
+def over_pages(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pack: Pack,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` of q (n s h d) over pages (pages page g d) that hold the texts, whatever torch's kernels have no form
+    for: windows that are not read as a mask, a softcap, sinks, texts that began before. Back as tokens (t, h d)."""
+    (n, s, h, d), (_, page, g, _) = q.shape, keys.shape
+    exact, out = q.element_size() == 4, torch.empty_like(q)
+    block = 32 if exact or d > 128 else 64
+    _pages[(n, triton.cdiv(s, block), h)](
+        q,
+        keys,
+        values,
+        pack.table,
+        pack.starts,
+        pack.totals,
+        q if sinks is None else sinks,
+        out,
+        s,
+        pack.table.shape[1],
+        *scaled(scale, softcap),
+        H=h,
+        G=g,
+        D=d,
+        WIDTH=triton.next_power_of_2(d),
+        PAGE=page,
+        BLOCK_Q=block,
+        BLOCK_S=block,
+        WINDOW=window or 0,
+        SINKS=sinks is not None,
+        CAP=softcap is not None,
+        EXACT=q.dtype == torch.float32,
+        num_warps=4,
+    )
+    return out.flatten(2).flatten(0, 1)[pack.back]

@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.triton.linear import ACTIVATIONS, SWITCH, _activate, jit, launch, ready, triton
+from regard.kernels.triton.linear import (
+    ACTIVATIONS,
+    SWITCH,
+    Rms,
+    _activate,
+    jit,
+    launch,
+    ready,
+    rms_norm,
+    triton,
+)
+from regard.kernels.triton.measured import fastest
 
 if triton is not None:
     import triton.language as tl
@@ -36,18 +47,28 @@ def _add_norm(
     x,
     more,
     weight,
+    post,
     total,
     y,
     stride,
     eps,
+    shift,
+    post_eps,
+    post_shift,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    NORM: tl.constexpr,
+    POST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n = tl.arange(0, BLOCK)
     valid = n < N
-    g = tl.load(weight + n, mask=valid, other=0.0).to(tl.float32)
+    kind = total.dtype.element_ty
+    if NORM:
+        g = tl.load(weight + n, mask=valid, other=0.0).to(tl.float32) + shift
+    if POST:
+        p = tl.load(post + n, mask=valid, other=0.0).to(tl.float32) + post_shift
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -55,47 +76,60 @@ def _add_norm(
     a = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
     if PARTS:
         plus = tl.zeros([BLOCK], tl.float32)
-        for p in tl.static_range(PARTS):
-            plus += tl.load(more + p * stride + at, mask=valid, other=0.0).to(tl.float32)
-        rounded = (a + plus).to(total.dtype.element_ty)
+        for i in tl.static_range(PARTS):
+            plus += tl.load(more + i * stride + at, mask=valid, other=0.0).to(tl.float32)
+        if POST:
+            plus = plus.to(kind).to(tl.float32)
+            plus = plus * tl.rsqrt(tl.sum(plus * plus, 0) / N + post_eps) * p
+            plus = plus.to(kind).to(tl.float32)
+        rounded = (a + plus).to(kind)
         tl.store(total + at, rounded, mask=valid)
         a = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(a * a, 0) / N + eps)
-    tl.store(y + at, (a * scale * g).to(y.dtype.element_ty), mask=valid)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(a * a, 0) / N + eps)
+        tl.store(y + at, (a * scale * g).to(kind), mask=valid)
 
 
-def summed(x: Tensor, more: Tensor | None) -> Tensor:
-    """x (m n) + more (m n), or the sum of its parts (s m n)."""
+def summed(x: Tensor, more: Tensor | None, post: Rms | None = None) -> Tensor:
+    """x (m n) + more (m n), or the sum of its parts (s m n), normed first by `post`."""
     if more is None:
         return x
-    return x + (more.sum(0).to(x.dtype) if more.dim() == 3 else more)
+    plus = more.sum(0).to(x.dtype) if more.dim() == 3 else more
+    return x + (plus if post is None else rms_norm(plus, post))
 
 
 def add_norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, fast: bool = True
+    x: Tensor, more: Tensor | None, norm: Rms | None, post: Rms | None = None, fast: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """s = `summed(x, more)` and its RMS norm. See test_gpu_add_norm_matches_torch."""
+    """s = `summed(x, more, post)` and its RMS norm. See test_gpu_add_norm_matches_torch."""
     if not (fast and ready(x) and x.is_contiguous() and (more is None or more.is_contiguous())):
-        s = summed(x, more)
-        return s, F.rms_norm(s, weight.shape, weight, eps)
+        s = summed(x, more, post)
+        return s, s if norm is None else rms_norm(s, norm)
+    if more is None and norm is None:
+        return x, x
     m, n = x.shape
-    y = torch.empty_like(x)
     total = x if more is None else torch.empty_like(x)
+    y = total if norm is None else torch.empty_like(x)
     parts = 0 if more is None else (len(more) if more.dim() == 3 else 1)
     block = triton.next_power_of_2(n)
     warps = max(1, min(16, block // 256))
     pdl, extra = launch(x)
+    (weight, *one), (after, *two) = (each or (x, 0.0, 0.0) for each in (norm, post))
     _add_norm[(m,)](
         x,
         x if more is None else more,
         weight,
+        after,
         total,
         y,
         m * n,
-        eps,
+        *one,
+        *two,
         N=n,
         BLOCK=block,
         PARTS=parts,
+        NORM=norm is not None,
+        POST=post is not None,
         PDL=pdl,
         num_warps=warps,
         **extra,
@@ -185,6 +219,9 @@ def blocks_for(k: int, n: int, split: bool, gated: bool = False) -> tuple[int, i
     """Rows of W a program, elements of K a step, parts of K, stages, warps: with `split` one wave of programs."""
     if (k, n, split) in BLOCKS:
         return BLOCKS[k, n, split]
+    if not split and n > 64 * SMS and k % 64 == 0:
+        # Programs twice as large, rather than a few in a second wave.
+        return 128, 64, 1, 4, 8
     block_n = 64 if split or gated or n >= 8192 else 32
     block_k = 128 if k % 128 == 0 else 32 if k % 32 == 0 else 16
     parts = 1
@@ -244,14 +281,17 @@ def product(
     x: Tensor, w: Tensor, bias: Tensor | None, fast: bool = True, split: bool = False
 ) -> Tensor:
     """x w^T + bias (m n); with `split` perhaps as parts (s m n)."""
-    if not ours(x, w, bias, fast):
-        return F.linear(x, w, bias)
-    y = parts(x, w, split)
-    return y if split else y[0]
+    plain, form = (lambda w: F.linear(x, w, bias)), (lambda w: parts(x, w, split))
+    key = f"product {tuple(x.shape)} {len(w)} {split} {x.dtype}"
+    if ours(x, w, bias, fast) and fastest(key, w, {"ours": form, "torch": plain}) == "ours":
+        return form(w) if split else form(w)[0]
+    return plain(w)
 
 
 def gated(x: Tensor, w: Tensor, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
     """act(gate) * up of x by w = [gate ; up] (2n k)."""
-    if ours(x, w, bias, fast):
-        return parts(x, w, False, act=act, gated=True)[0]
-    return gate(F.linear(x, w, bias), act, fast)
+    plain = lambda w: gate(F.linear(x, w, bias), act, fast)  # noqa: E731
+    form = lambda w: parts(x, w, False, act=act, gated=True)  # noqa: E731
+    key = f"gated {tuple(x.shape)} {len(w)} {act} {x.dtype}"
+    mine = ours(x, w, bias, fast) and fastest(key, w, {"ours": form, "torch": plain}) == "ours"
+    return form(w)[0] if mine else plain(w)
