@@ -85,8 +85,8 @@ class Options:
     # the text, or the name of a picture; stdin if left out or -
     prompt: Annotated[Positional[str | None], arg(metavar="[PROMPT]")] = None
     max_new_tokens: int = 64  # end after this many tokens
-    # a text longer than the model's context: an error, or go on with its last tokens
-    overflow: Literal["refuse", "crop"] = "refuse"
+    # a text longer than the model's context: an error, go on with its last tokens, or with its first four and its last
+    overflow: Literal["error", "crop", "sinks"] = "error"
     # 0: always the most probable token; 1: draw by the model's probabilities
     temperature: float = 0.0
     top_p: float = 1.0  # draw from the most probable tokens that make up this probability
@@ -94,6 +94,8 @@ class Options:
     stop: cli.Texts = ()  # end before this text
     ids: cli.Switch = False  # the prompt is token ids: "5 9 2"
     json: cli.Switch = False  # one JSON object for each answer: text, ids, logprobs, score, finish
+    top_logprobs: int = 0  # with --json: the N most probable tokens beside each one
+    prompt_logprobs: cli.Switch = False  # with --json: log probabilities of the prompt's tokens too
     sampling: Sampling = Sampling()
     search: Search = Search()
     tokens: Rules = Rules()
@@ -115,6 +117,10 @@ def run(options: Options) -> int:
         raise UsageError("--draft counts the guesses of a draft model: --draft-model FOLDER")
     # A wrong setting is told before the model is read.
     rows = Settings.of(given).rows
+    if (given["top_logprobs"] or given["prompt_logprobs"]) and not options.json:
+        raise UsageError(
+            "--top-logprobs and --prompt-logprobs are printed with --json; give it too"
+        )
     prompt = read_prompt(options)
     opened = cli.open_model(options.model, options.machine)
     model, tokenizer = opened.model, opened.tokenizer
@@ -207,5 +213,7 @@ def as_json(result: Result, **more: Any) -> str:
     from regard.report.run import strict
 
     answer = {n: getattr(result, n) for n in ("text", "ids", "logprobs", "score", "finish")}
+    asked = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
+    answer |= {n: found for n in asked if (found := getattr(result, n))}
     error = {} if result.error is None else {"error": result.error}
     return json.dumps({**strict(answer), **error, **more}, ensure_ascii=False)
