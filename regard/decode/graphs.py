@@ -1,7 +1,8 @@
 """The runner `graph`: rows in fixed slots over pages, a step of one token for each of them recorded as a CUDA graph.
 
 The choice stays on the device, and the host reads a round of up to `look` steps one round late, so that the device
-always has work. Prompts are read packed end to end, a chunk of them a step. A row whose answer has ended goes on until
+always has work. Prompts are read packed end to end, a chunk of them a step; a source is encoded once, and what the
+decoder's layers keep of it lies in pages that a second table names. A row whose answer has ended goes on until
 the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's scratch page.
 Off a GPU the same steps run as they are.
 """
@@ -692,9 +693,12 @@ class SlotLane:
         row, page = slot.row, self.pool.page
         full = (row.size - 1) // page
         if full > len(row.keys):
-            text = (row.request.ids + row.ids)[: full * page]
-            row.keys = page_keys(text, page, row.request.salt, row.keys)
-            for number, key in zip(slot.pages, row.keys, strict=False):
+            # From the last page that is known on: a text may be long.
+            known, ids = max(0, len(row.keys) - 1), row.request.ids
+            text = ids[known * page :] + row.ids[max(0, known * page - len(ids)) :]
+            text = text[: (full - known) * page]
+            row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
+            for number, key in zip(slot.pages[known:], row.keys[known:], strict=False):
                 self.pool.publish(number, key)
 
     def coming(self) -> Iterable[bytes]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import regard
-from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, to_fp8
+from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
 from regard.decode import graphs
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner, SlotLane
@@ -37,6 +37,9 @@ MECHANISMS = {
     "window": regard.GQA(4, 4, 32, rope=ROPE, window=9, bias=True),
     "mla": regard.MLA(16, 64, 32, 16, rope=ROPE),
     "dsa": regard.DSA(regard.MLA(16, 64, 32, 16, rope=ROPE), 4, 32, 40, rope_dim=16),
+    "dsa_fp8": regard.DSA(
+        regard.MLA(16, 64, 32, 16, rope=ROPE), 4, 32, 40, rope_dim=16, precision="fp8"
+    ),
     "dsa_gqa": regard.DSA(regard.GQA(8, 2, 64, rope=ROPE), 4, 32, 40, rope_dim=16),
 }
 
@@ -307,11 +310,15 @@ def test_index_on_cuda(fp8: bool) -> None:
     b, h, d, s = 3, 20, 64, 800
     q, keys = torch.randn(b, h, d).cuda().bfloat16(), torch.randn(150, 16, d).cuda().bfloat16()
     w, table = torch.randn(b, h).cuda(), torch.randperm(150).view(b, 50).int().cuda()
-    pos = torch.full((b,), s - 1).cuda()
-    q8, size = to_fp8(q) if fp8 else (q, torch.ones_like(q[..., :1]))
-    got = gpu_sparse.index(q8.bfloat16(), keys, w * size[..., 0], table, pos, s, fp8)
-    dots = (fp8_dots if fp8 else dots_exact)(q[:, None], keys[table.long()].flatten(1, 2))
-    torch.testing.assert_close(got, index_scores(dots, w[:, None])[:, 0], rtol=1e-3, atol=1e-3)
+    pos, new = torch.full((b,), s - 1).cuda(), torch.randn(b, d).cuda().bfloat16()
+    kept = packed_fp8(keys) if fp8 else keys
+    if fp8:
+        gpu_sparse.put_fp8(new, kept, table, pos)
+        last = kept[table[:, -1].long(), 15].view(torch.uint8)
+        assert torch.equal(last, packed_fp8(new).view(torch.uint8))
+    got = gpu_sparse.index(q, kept, w, table, pos, s, fp8)
+    dots = (fp8_dots if fp8 else dots_exact)(q[:, None], kept[table.long()].flatten(1, 2))
+    torch.testing.assert_close(got, index_scores(dots, w[:, None])[:, 0], rtol=2e-3, atol=2e-3)
 
 
 PAIRS = ("vaswani-base", "bart-base", "t5-small")

@@ -12,6 +12,7 @@ import torch
 import regard
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner
+from regard.decode.search import ROOM
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast import cuda
@@ -401,6 +402,20 @@ def test_cancelled_beams_give_what_the_host_knew() -> None:
     assert [e.done[0].finish for e in engine.cancel(early) if e.done] == ["cancelled"]
     (rest,) = [e for e in engine.run() if e.done is not None]
     assert rest.request == other and engine.pool.available == len(engine.pool.users)
+
+
+def test_beams_that_fill_their_room_wait_for_others() -> None:
+    """Texts as long as there is place for, done while the host has not read that and others go on."""
+    model = build("gqa").double()
+    asked = [Request([1, i], Settings(max_new_tokens=ROOM, beams=2)) for i in range(3)]
+    engine = Engine(model, runner="graph", rows=8)
+    numbers = []
+    for r in asked:
+        numbers.append(engine.submit(r))
+        engine.step()
+    done = {e.request: e.done for e in engine.run() if e.done is not None}
+    for n, r in zip(numbers, asked, strict=True):
+        same(done[n], by_torch(model, [r]))
 
 
 BEAMS: list[dict[str, Any]] = [
