@@ -3,7 +3,7 @@
 python bench/gpu_kernels.py                 k: every kernel's error
 python bench/gpu_kernels.py --part t        sweeps the shapes of linear layers of few rows, prints the best as a table
 python bench/gpu_kernels.py --part w        the same for products of 8 and 64 rows, and attention
-python bench/gpu_kernels.py --part e        the same for the products of experts
+python bench/gpu_kernels.py --part e        experts of 1 to 4,096 rows
 python bench/gpu_kernels.py --part l        latent attention at 32k tokens; index scores and top-2,048 at 128k
 python bench/gpu_kernels.py --part d        DSA against dense MLA at 128k tokens through regard.Engine
 """
@@ -23,7 +23,7 @@ import torch
 from gpu_measure import BF16, replayed, run_parts, seconds
 
 import regard
-from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, to_fp8
+from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
 from regard.decode.engine import Engine
 from regard.decode.rows import page_keys
 from regard.decode.settings import Request, Settings
@@ -146,10 +146,10 @@ def check_sparse() -> None:
     same = torch.equal(gpu_sparse.topk(scores, pos, k).long(), want)
     print(f"  top-{k:,} of {s:,}, batch {b}: {'the same as choose' if same else 'WRONG'}")
     q, keys, w, table, pos = indexed(3, 3008)
-    full = keys[table.long()].flatten(1, 2)
     for fp8 in (False, True):
-        q8, size = to_fp8(q) if fp8 else (q, torch.ones_like(q[..., :1]))
-        got = gpu_sparse.index(q8.to(BF16), keys, w * size[..., 0], table, pos, 3008, fp8)
+        kept = packed_fp8(keys) if fp8 else keys
+        got = gpu_sparse.index(q, kept, w, table, pos, 3008, fp8)
+        full = kept[table.long()].flatten(1, 2)
         dots = (fp8_dots if fp8 else dots_exact)(q[:, None], full)
         show(f"index scores fp8={fp8}", got, index_scores(dots, w[:, None])[:, 0])
 
@@ -193,8 +193,11 @@ def part_l(args: argparse.Namespace) -> None:
         del q, latents, ropes, table
     s, k = 131072, 2048
     q, keys, w, table, pos = indexed(16, s)
-    took = replayed([partial(gpu_sparse.index, q, keys, w, table, pos, s, False)] * 10)
-    print(f"  index scores, batch 16: {took * 1e6:.1f} us, {keys.nbytes / took / 1e12:.2f} TB/s")
+    for fp8 in (False, True):
+        kept = packed_fp8(keys) if fp8 else keys
+        took = replayed([partial(gpu_sparse.index, q, kept, w, table, pos, s, fp8)] * 10)
+        speed = f"{took * 1e6:.1f} us, {kept.nbytes / took / 1e12:.2f} TB/s"
+        print(f"  index scores, batch 16, {'float8' if fp8 else 'bf16'} keys: {speed}")
     scores = gpu_sparse.index(q, keys, w, table, pos, s, False)
     took = replayed([partial(gpu_sparse.topk, scores, pos, k, table, 16)] * 10)
     plain = replayed([partial(scores.topk, k)] * 10)
@@ -216,9 +219,9 @@ def paged_latents(b: int, h: int, s: int, page: int) -> tuple[torch.Tensor, ...]
 
 
 def part_d(args: argparse.Namespace) -> None:
-    """A step at 131,072 tokens, batch 16, through regard.Engine: DeepSeek-V3.2's attention in layers 2,048 wide."""
+    """A step at 131,072 tokens, batch 16, through regard.Engine: DeepSeek-V3.2's attention in 8 layers 1,024 wide."""
     took = {}
-    for name in ("mla", "dsa"):
+    for name in ("mla", "exact", "fp8"):
         engine, texts = long_texts(name)
         pool = engine.pool
         assert pool is not None
@@ -234,15 +237,19 @@ def part_d(args: argparse.Namespace) -> None:
         print(textwrap.indent(engine.explain(), "    "))
         del engine, pool
         torch.cuda.empty_cache()
-    print(f"  dense MLA takes {took['mla'] / took['dsa']:.1f} times as long")
+    for name in ("exact", "fp8"):
+        print(
+            f"  dense MLA takes {took['mla'] / took[name]:.1f} times as long as DSA, index keys {name}"
+        )
 
 
 def long_texts(name: str, rows: int = 16, length: int = 131072) -> tuple[Engine, list[list[int]]]:
     """An engine, and texts whose pages are in its pool as another request would have left them, but for their end."""
     mla = regard.MLA(128, 512, 128, 64, 128, 1536, rope=regard.Rope())
-    attention = mla if name == "mla" else regard.DSA(mla, 64, 128, 2048, rope_dim=64)
-    ffn, norm = regard.MLP(4096, "silu", gated=True, bias=False), regard.Norm(1e-6, rms=True)
-    tower = regard.Tower(2048, 8, attention, ffn, norm=norm)
+    sparse = {"rope_dim": 64, "precision": name}
+    attention = mla if name == "mla" else regard.DSA(mla, 64, 128, 2048, **sparse)
+    ffn, norm = regard.MLP(2048, "silu", gated=True, bias=False), regard.Norm(1e-6, rms=True)
+    tower = regard.Tower(1024, 8, attention, ffn, norm=norm)
     config = TransformerConfig(Tokens(1024), tower, regard.LM(), max_len=length)
     engine = Engine(
         regard.build(config, device="cuda", dtype=BF16), rows=rows, pages=rows * length // 16
@@ -250,8 +257,9 @@ def long_texts(name: str, rows: int = 16, length: int = 131072) -> tuple[Engine,
     pool, g = engine.pool, random.Random(0)
     assert pool is not None and not engine.plain, engine.plain
     for store in pool.stores:
-        for x in store.values():
-            x.normal_()
+        for key, x in store.items():
+            float8 = key == "index_k" and name == "fp8"
+            x.copy_(packed_fp8(randn(*x.shape[:2], 128))) if float8 else x.normal_()
     texts = [[g.randrange(1024) for _ in range(length - 300)] for _ in range(rows)]
     for text in texts:
         for key in page_keys(text, pool.page)[:-1]:
@@ -368,26 +376,20 @@ def attention_tiles() -> None:
 
 
 def part_e(args: argparse.Namespace) -> None:
-    """Both products of the chosen experts, over shapes of programs; the rate is that of the weights read once."""
-    tried = ((64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 8), (128, 128, 3, 8), (32, 128, 4, 4))
+    """The chosen experts, both products and their order; the rate is that of weights that are read once."""
     for name, m, f, count, a in (("Mixtral", 4096, 14336, 8, 2), ("Qwen3-MoE", 2048, 768, 128, 8)):
         shapes = ((count, f, m), (count, f, m), (count, m, f))
-        w = gpu_experts.Experts(
-            *(torch.empty(s, dtype=BF16, device="cuda").normal_(0, 0.02) for s in shapes)
-        )
-        for rows in (1, 8, 64):
-            x, h, y = randn(rows, m), randn(rows * a, f), torch.empty(a, rows, m, device="cuda")
-            chosen = torch.stack([torch.randperm(count)[:a] for _ in range(rows)]).cuda()
-            weight, used = torch.rand(rows, a, device="cuda"), len(chosen.unique())
-            for part, source, out, size in (("up", x, h, 4 * m * f), ("down", h, y, 2 * m * f)):
-                now = gpu_experts.blocks_for(source.shape[1], rows, rows * a, count, part == "up")
-                for blocks in dict.fromkeys([now, *((0, *b) for b in tried)]):
-                    call = partial(gpu_experts.grouped, source, chosen, weight, w, (), out, blocks)
-                    took = replayed([call] * 4)
-                    rate = (
-                        f"{used * size / took / 1e12:.2f} TB/s{' (now)' if blocks == now else ''}"
-                    )
-                    print(f"  {name} {part}, {rows} rows: {blocks} {took * 1e6:.1f} us, {rate}")
+        weights = (torch.empty(s, dtype=BF16, device="cuda").normal_(0, 0.02) for s in shapes)
+        w = gpu_experts.Experts(*weights)
+        for rows in (1, 8, 64, 4096):
+            chosen = torch.rand(rows, count, device="cuda").topk(a).indices
+            x, weight = randn(rows, m), torch.rand(rows, a, device="cuda")
+            took = replayed([partial(gpu_experts.experts, x, chosen, weight, w)] * 4)
+            size, work = len(chosen.unique()) * 6 * m * f, rows * a * 6 * m * f
+            print(
+                f"  {name}, {rows} rows: {took * 1e6:.1f} us, {size / took / 1e12:.2f} TB/s, "
+                f"{work / took / 1e12:.0f} TFLOP/s"
+            )
         del w
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.attention.sparse import SparseAttention, to_fp8
+from regard.attention.sparse import Indexer, SparseAttention
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
@@ -510,6 +510,7 @@ class Cuda(Specialise):
         LatentAttention: lambda maker, m: maker.latent(m),
         GatedDeltaRule: lambda maker, m: maker.delta(m),
         SparseAttention: lambda maker, m: maker.copy(m, SlotSparse),
+        Indexer: lambda maker, m: maker.copy(m, SlotIndexer),
         FeedForward: lambda maker, m: maker.feed_forward(m),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
@@ -665,10 +666,12 @@ class SlotAttention(GroupedQueryAttention):
         o = self.mix(laid[0], kept, seen, ctx, spread(bias, gap)).flatten(2).flatten(0, 1)
         return o if pack is None else o[pack.back]
 
-    def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Queries (n h d), and what each token leaves behind."""
+    def asked(
+        self, x: Any, ctx: Context, read: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """Queries (n h d), what each token leaves behind, and what queries are made of."""
         q, *new = self.turned(self.first(x), ctx)
-        return q, tuple(new)
+        return q, tuple(new), x
 
     def over(self, q: Tensor, slots: Pages, ctx: Context, spots: Tensor) -> Tensor:
         """Queries (n h d) over tokens of the pool (n k), as far as there are any: (n, h e)."""
@@ -726,7 +729,7 @@ class SlotLatent(LatentAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        q, new = self.asked(x, ctx)
+        q, new, _ = self.asked(x, ctx)
         slots.store(*new)
         sizes = None if slots.pack is None else slots.pack.sizes
         # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
@@ -766,22 +769,27 @@ class SlotLatent(LatentAttention):
             k = torch.cat([k, turned.expand(*k.shape[:-1], -1)], -1)
         return k, torch.einsum("...c,hec->...he", kept[0], w_uv)
 
-    def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Queries (n h d+r), and what each token leaves behind: its latent (n c) and its rotary key (n r)."""
-        both = self.first(x)
+    def asked(
+        self, x: Any, ctx: Context, read: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """Queries (n h d+r), what each token leaves behind, its latent (n c) and its rotary key (n r), and what queries
+        are made of: made itself if others `read` it."""
+        both, c_q = self.first(x), x
         q, latent, key = both.split([both.shape[-1] - self.c - self.r, self.c, self.r], -1)
         if self.second is not None:
-            q = self.second(Normed(Stream(q.contiguous(), False), self.q_norm))
+            c_q = Normed(Stream(q.contiguous(), False), self.q_norm)
+            c_q = c_q.tensor() if read else c_q
+            q = self.second(c_q)
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         q = q.unflatten(-1, (self.h, -1))
         if not self.r:
-            return q, (latent,)
+            return q, (latent,), c_q
         # Where they lie: nobody else reads them.
         here: Any = ctx
         for y in (q[..., self.d :], key.unsqueeze(-2)):
             y = y.unflatten(0, ctx.pos.index.shape)
             here.turn(y, self.config.rope, out=y)
-        return q, (latent, key)
+        return q, (latent, key), c_q
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
@@ -809,6 +817,15 @@ class SlotDelta(GatedDeltaRule):
         return residual.add(self.out, o.flatten(1), self.add.norm)
 
 
+class SlotIndexer(Indexer):
+    def turned(self, x: Tensor, ctx: Context) -> Tensor:
+        """Where they lie: nobody else reads them."""
+        here: Any = ctx
+        some = x[..., : self.config.rope_dim]
+        here.turn(some, self.config.attention.rope, "half", out=some)
+        return x
+
+
 class SlotSparse(SparseAttention):
     """DSA: every token's index key is scored, and the attention in it looks at the best; its pages hold what that one's
     do, and index keys."""
@@ -816,16 +833,16 @@ class SlotSparse(SparseAttention):
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         attention: Any = self.attention
-        x = x.tensor() if isinstance(x, Normed) else x.whole()
+        x = tensor(x)
         token = x.view(*ctx.pos.index.shape, -1)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
-        index.store(self.indexer.keys(token, ctx).flatten(0, 1))
+        self.put(self.indexer.keys(token, ctx).flatten(0, 1), index)
         within = replace(ctx, store=own)
         if self.dense(slots.longest):
             return attention.look(x, within)
-        q, new = attention.asked(x, within)
+        q, new, c_q = attention.asked(x, within, read=True)
         own.store(*new)
-        index_q = self.indexer.queries(attention.query_input(token), ctx).flatten(0, 1)
+        index_q = self.indexer.queries(c_q.view(*token.shape[:2], -1), ctx).flatten(0, 1)
         weights = self.indexer.weights(token).flatten(0, 1)
         out = []
         for rows, step in index.each(max(1, SCORES // slots.longest)):
@@ -833,17 +850,25 @@ class SlotSparse(SparseAttention):
             out.append(attention.over(q[rows], step.only(own.entries), within, spots))
         return joined_rows(out)
 
+    def fast(self, keys: Tensor) -> bool:
+        i, attention, fp8 = self.indexer, cast(Any, self.attention), self.config.precision == "fp8"
+        return attention.first.fast and gpu_sparse.suits(i.d, i.h, keys, fp8)
+
+    def put(self, k: Tensor, index: Pages) -> None:
+        """Index keys (n D) into their pages."""
+        fp8, step = self.config.precision == "fp8", index.pack is None
+        if fp8 and step and index.pos is not None and self.fast(index.mine[0]):
+            gpu_sparse.put_fp8(k, index.mine[0], index.table, index.pos)
+        else:
+            index.store(self.indexer.kept(k))
+
     def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
         """Where the best k tokens of each row lie in the pool (b k): index queries (b H D) and weights (b H)."""
         (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
         assert pos is not None
         page, fp8 = keys.shape[1], self.config.precision == "fp8"
-        attention: Any = self.attention
-        if attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
-            if fp8:
-                q8, size = to_fp8(q)
-                q, weights = q8.to(q.dtype), weights * size[..., 0]
-            scores = gpu_sparse.index(q, keys, weights, table, pos, step.bound, fp8)
+        if self.fast(keys):
+            scores = gpu_sparse.index(q.contiguous(), keys, weights, table, pos, step.bound, fp8)
             return gpu_sparse.topk(scores, pos, k, table, page)
         dots = self.indexer.dots(q[:, None], *step.kept())
         scores = self.indexer.join(dots, weights[:, None].to(dots.dtype))[:, 0]

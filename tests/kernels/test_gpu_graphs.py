@@ -299,6 +299,19 @@ def test_what_has_no_graph_says_why() -> None:
     assert "8 slots over 1,024 pages of 16 tokens" in told and "SlotAttention" in told
 
 
+def test_states_are_inside_the_memory() -> None:
+    model = build("qwen3_next")
+    engine = Engine(model, runner="graph", rows=6, memory=2**18)
+    assert engine.slots is not None and engine.pool is not None
+    states = [x for layer in engine.slots.runner.pages.states for x in layer.values()]
+    size = sum(x.nbytes for x in states)
+    page = 16 * sum(spec.numbers() for spec in model.cache_specs()) * 4
+    assert {len(x) for x in states} == {8} and size > 2**16
+    assert len(engine.pool.users) == (2**18 - size) // page < 6 * 96 // 16
+    with pytest.raises(UsageError, match="hold no page"):
+        Engine(model, runner="graph", rows=64, memory=2**18)
+
+
 def test_parts_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "ready", lambda x: True)
     monkeypatch.setattr(gpu_attention, "ready", lambda x: True)

@@ -38,9 +38,42 @@ def reference(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
 
 
 @jit
+def _rounded(x, AXIS: tl.constexpr):
+    """x in float8, and the scales of its rows, as `to_fp8` has them."""
+    size = tl.maximum(tl.max(tl.abs(x), AXIS), 1e-12) / 448.0
+    return tl.div_rn(x, tl.expand_dims(size, AXIS)).to(tl.float8e4nv), size
+
+
+@jit
+def _put8(
+    x,
+    keys,
+    sizes,
+    table,
+    pos,
+    row,
+    D: tl.constexpr,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row's new key, x (b D), into its page as `packed_fp8` has it."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b, d, one = tl.program_id(0).to(tl.int64), tl.arange(0, D)[None, :], tl.arange(0, 1)
+    at = tl.load(pos + b)
+    spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+    y, size = _rounded(tl.load(x + b * D + d).to(tl.float32), 1)
+    tl.store(keys + spot * ROW + d, y)
+    tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + one, size)
+
+
+@jit
 def _index(
     q,
     keys,
+    sizes,
     weights,
     table,
     pos,
@@ -49,6 +82,7 @@ def _index(
     bound,
     H: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SPAN: tl.constexpr,
@@ -58,7 +92,7 @@ def _index(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out (b bound) = sum_j w_j relu(q_j . k_s) for a SPAN of the keys of a row."""
+    """out (b bound) = sum_j w_j relu(q_j . k_s) for a SPAN of the keys of a row, which are ROW numbers apart."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -67,25 +101,23 @@ def _index(
     end = tl.minimum(tl.load(pos + b).to(tl.int32) + 1, start + SPAN)
     h, d, k = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, BLOCK_S)
     real = h < H
-    mine = q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None]
-    asked = tl.load(mine)
-    w = tl.load(weights + b * H + h, mask=real, other=0.0)
+    asked = tl.load(q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None])
+    w = tl.load(weights + b * H + h, mask=real, other=0.0).to(tl.float32)
+    if FP8:
+        asked, size = _rounded(asked.to(tl.float32), 0)
+        w *= size
     home = table + b * row
     page = tl.load(home + tl.minimum(start + k, end - 1) // PAGE, mask=start + k < end, other=0)
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
         at = tl.minimum(s0 + k, end - 1)
-        spot = (page.to(tl.int64) * PAGE + at % PAGE)[:, None]
-        x = tl.load(keys + spot * D + d[None, :])
+        spot = page.to(tl.int64) * PAGE + at % PAGE
+        x = tl.load(keys + spot[:, None] * ROW + d[None, :])
         # The next pages, so that no load of keys waits for one of the table.
         page = tl.load(home + tl.minimum(at + BLOCK_S, end - 1) // PAGE)
-        if FP8:
-            wide = x.to(tl.float32)
-            size = tl.maximum(tl.max(tl.abs(wide), 1), 1e-12) / 448.0
-            x = tl.div_rn(wide, size[:, None]).to(tl.float8e4nv).to(tl.float32).to(x.dtype)
         dots = tl.dot(x, asked, input_precision=precision)
         y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
         if FP8:
-            y *= size
+            y *= tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4)
         tl.store(out + b * bound + s0 + k, y, mask=s0 + k < end)
 
 
@@ -206,22 +238,43 @@ def _pick(
 # --- calls --------------------------------------------------------------------------------------------------------
 
 
-def suits(dim: int, heads: int, x: Tensor) -> bool:
-    """Whether the kernels can do it: an index of 16 to 256 (a power of two) wide, up to 128 heads."""
-    return ready(x) and dim & (dim - 1) == 0 and 16 <= dim <= 256 and heads <= 128
+def suits(dim: int, heads: int, x: Tensor, fp8: bool) -> bool:
+    """Whether the kernels can do it: an index of 16 to 256 (a power of two) wide, up to 128 heads; float8 on a GPU that
+    multiplies it, 32 wide at least."""
+    if fp8 and not (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)):
+        return False
+    least = 32 if fp8 else 16
+    return ready(x) and dim & (dim - 1) == 0 and least <= dim <= 256 and heads <= 128
+
+
+def fp8_parts(keys: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Keys of `packed_fp8` (pages page .) as float8 and, for their scales, as float32 numbers; and bytes a key."""
+    bits = keys.view(torch.float8_e4m3fn)
+    return bits, keys.view(torch.float32), bits.shape[-1]
+
+
+def put_fp8(x: Tensor, keys: Tensor, table: Tensor, pos: Tensor) -> None:
+    """x (b D), index keys of the tokens at `pos` (b), into their pages as `packed_fp8` has them."""
+    (bits, sizes, row), (pdl, extra) = fp8_parts(keys), launch(x)
+    given = (x.contiguous(), bits, sizes, table, pos, table.shape[1])
+    _put8[(len(x),)](
+        *given, D=x.shape[1], ROW=row, PAGE=keys.shape[1], PDL=pdl, num_warps=1, **extra
+    )
 
 
 def index(
     q: Tensor, keys: Tensor, weights: Tensor, table: Tensor, pos: Tensor, bound: int, fp8: bool
 ) -> Tensor:
-    """Scores (b bound) of the keys up to `pos` (b), what is behind unwritten: q (b H D), weights (b H) float32, keys
-    (pages page D) by a block table (b places). `fp8`: keys are rounded as `to_fp8` does; q comes so."""
+    """Scores (b bound) of the keys up to `pos` (b), what is behind unwritten: q (b H D), weights (b H), keys (pages
+    page D) by a block table (b places). `fp8`: keys are those of `packed_fp8`, and q is rounded too."""
     (b, h, d), (tile, warps, stages) = q.shape, TILE
     out = torch.empty(b, bound, dtype=torch.float32, device=q.device)
     pdl, extra = launch(q)
+    bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
     _index[(triton.cdiv(bound, SPAN), b)](
         q,
-        keys,
+        bits,
+        sizes,
         weights,
         table,
         pos,
@@ -230,6 +283,7 @@ def index(
         bound,
         H=h,
         D=d,
+        ROW=row,
         HEADS=max(16, triton.next_power_of_2(h)),
         BLOCK_S=tile,
         SPAN=SPAN,
@@ -263,5 +317,6 @@ def topk(scores: Tensor, pos: Tensor, k: int, table: Tensor | None = None, page:
         last = bits
     table = out if table is None else table
     place = (table, out, table.shape[1], bound)
+    sizes["num_warps"] = 2 * WARPS
     _pick[(n, b)](*same, *place, PAGE=page, PASSES=passes, BITS=last, **sizes)
     return out
