@@ -25,7 +25,7 @@ print(f"installed: torch {torch}, Python {sys.version.split()[0]}")
 endef
 export CHECK_TORCH
 
-.PHONY: help demo tour test test-kernels test-browser faults mutants bench format clean
+.PHONY: help demo tour test test-kernels test-browser faults mutants bench wheel format clean
 
 help:
 	@echo "make demo    set up, then train the Transformer of 2017 on dates in 76 languages (five minutes)"
@@ -36,6 +36,7 @@ help:
 	@echo "make faults  set up, then kill, starve, spoil and poison training runs (about fifteen minutes)"
 	@echo "make mutants  set up, then plant 150 small mistakes and see whether the tests notice (as long as several suites)"
 	@echo "make bench   set up, then time forward passes and sparse attention (run it alone)"
+	@echo "make wheel   set up, then a wheel in dist/ with the C code compiled for every CPU of this architecture"
 	@echo "make format  let ruff fix and format the code"
 	@echo "make clean   remove .venv, every cache and what the demo wrote"
 
@@ -87,6 +88,12 @@ mutants: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/forward.py
 	$(BIN)/python bench/sparse.py
+
+# Who installs it needs no compiler. The libraries go into the wheel and not into the tree.
+wheel: $(STAMP)
+	$(BIN)/python -m regard.kernels.c.native
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .; \
+	  status=$$?; rm -f regard/kernels/c/*.so; exit $$status
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

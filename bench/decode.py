@@ -1,6 +1,6 @@
 """Decoding on the CPU: Regard against transformers' generate and CTranslate2, the same weights, one interleaved run.
 
-    python bench/decode.py [--part gpt2 llama marian t5 translate] [--quick] [--repeats 3]
+    python bench/decode.py [--part gpt2 llama marian t5 together translate] [--quick] [--repeats 3]
 
 Random weights of real shape, no end token, so that every side makes the same number of tokens. For each model, batch
 and search: median milliseconds and tokens per second of each side, the ratio (the better of transformers' fp32 and bf16
@@ -38,7 +38,7 @@ from measure import growth, header, medians
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
-PARTS = ("gpt2", "llama", "marian", "t5", "translate")
+PARTS = ("gpt2", "llama", "marian", "t5", "together", "translate")
 PROMPT, NEW, BATCHES = 32, 64, (1, 8)
 LINES, LINE_NEW, BEAMS, BATCH = 200, 16, 4, 32  # of the part `translate`
 
@@ -168,6 +168,39 @@ def report(
         if f"ctranslate2 {p}" in times:
             ratio = f"{times[f'ctranslate2 {p}'] / times[f'regard {p}']:.2f}"
             print(f"{title:<26} regard {p} is {ratio} times as fast as ctranslate2 {p}")
+
+
+# --- many requests ---
+
+
+def together(args: argparse.Namespace) -> None:
+    """16 requests of mixed lengths, all there at once: by one engine, in pages too, and one after the other."""
+    import regard
+    from regard import Engine, Request, Settings
+
+    model = regard.prepare(regard.from_hf(peer("gpt2", args.quick)), "int8")
+    vocab = model.config.embedding.vocab
+    asked = [
+        Request(prompt, Settings(max_new_tokens=8 + i % 5 * 14, eos=()))
+        for i, prompt in enumerate(ragged(16, vocab, 8 if args.quick else PROMPT))
+    ]
+
+    def run(**how: Any) -> int:
+        engine, said = Engine(model, **how), 0
+        for request in asked:
+            engine.submit(request)
+        for event in engine.run():
+            said += event.token is not None
+        return said
+
+    ways = {"one after the other": dict(rows=1), "16 together": dict(rows=16)}
+    ways["16 together, in pages"] = dict(rows=16, pages=200)
+    times = medians([partial(run, **how) for how in ways.values()], args.repeats)
+    for name, seconds in zip(ways, times, strict=True):
+        print(
+            f"together: GPT-2 int8, 16 requests {name}: {seconds:.2f} s, {times[0] / seconds:.2f} times",
+            flush=True,
+        )
 
 
 # --- translation of real sentences --------------------------------------------------------------------------------
@@ -356,7 +389,8 @@ def main() -> None:
     print(f"{header()}, transformers {transformers.__version__}")
     print(f"{'':<26} {'side':<18} {'ms':>9} {'tokens/s':>9} {'ratio':>6}  same")
     for name in ["translate"] if args.translate else args.part:
-        translate(args) if name == "translate" else compare(name, args)
+        ways = {"translate": translate, "together": together}
+        ways[name](args) if name in ways else compare(name, args)
 
 
 if __name__ == "__main__":

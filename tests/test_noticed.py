@@ -102,8 +102,8 @@ def test_lean_blocks_are_for_transformers_on_the_cpu(
     monkeypatch.setattr(lean, "usable", lambda precision: True)
     made = copy.deepcopy(model(name))
     blocks = [part for part in made.modules() if isinstance(part, Block)]
-    assert lean.why_not_native(made, "fp32") or blocks
-    assert lean.why_not_native(made.to("meta"), "fp32")
+    assert lean.why_not_native(made, "fp32", torch.float32) or blocks
+    assert lean.why_not_native(made.to("meta"), "fp32", torch.float32)
 
 
 @pytest.mark.parametrize("layout", [Contiguous, Paged])

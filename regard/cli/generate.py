@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -75,12 +76,13 @@ class Options:
     """Answer a prompt.
 
     regard generate MODEL "Once upon a time"                      the most probable text, as it is made
+    regard generate MODEL photo.png                               a model of pictures: what it says of one
     regard generate MODEL "Once" --temperature 0.8 --top-p 0.9    drawn; --seed N for another one
     echo "Once" | regard generate MODEL --json                    prompt from stdin; ids, log-probabilities, score
     """
 
     model: cli.Folder
-    # the text; stdin if left out or -
+    # the text, or the name of a picture; stdin if left out or -
     prompt: Annotated[Positional[str | None], arg(metavar="[PROMPT]")] = None
     max_new_tokens: int = 64  # end after this many tokens
     # a text longer than the model's context: an error, go on with its last tokens, or with its first four and its last
@@ -101,9 +103,11 @@ class Options:
 
 
 def run(options: Options) -> int:
+    from regard.data.read import Pictures
     from regard.decode.generate import Unanswered, answers, failed, stream, unread
     from regard.decode.settings import Settings
     from regard.evaluate.model import check_reads_text, notice_length
+    from regard.models import Patches
     from regard.text import needed
 
     given, drafted = settings_of(options), options.search.draft_model
@@ -119,9 +123,15 @@ def run(options: Options) -> int:
         )
     prompt = read_prompt(options)
     opened = cli.open_model(options.model, options.machine)
-    check_reads_text(opened.model)
+    model, tokenizer = opened.model, opened.tokenizer
+    if model.reads_source and isinstance(wanted := getattr(model.config, "source", None), Patches):
+        if options.ids:
+            raise UsageError("this model reads images, not ids: name a picture and leave --ids out")
+        prompt = Pictures(wanted, model.origin).file(Path(prompt))
+    else:
+        check_reads_text(model)
     cli.compare(opened, prompt)
-    model, tokenizer, ids = opened.model, opened.tokenizer, prompt
+    ids = prompt
     if isinstance(prompt, str):
         ids = needed(tokenizer).encode(prompt)
         if lost := unread(needed(tokenizer), prompt):

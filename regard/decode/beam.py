@@ -8,7 +8,6 @@ log probability / length ** penalty. A group is done when its finished texts can
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -77,7 +76,8 @@ class Beams:
     @property
     def last(self) -> Tensor:
         """The newest token of every beam (g w)."""
-        at = (self.count - 1)[:, None, None].expand(-1, self.ids.shape[1], 1)
+        at = (self.count - 1).clamp(max=self.ids.shape[-1] - 1)[:, None, None]
+        at = at.expand(-1, self.ids.shape[1], 1)
         return self.ids.gather(2, at)[..., 0]
 
 
@@ -246,20 +246,23 @@ def results(b: Beams, s: Settings, broken: bool, why: str = "") -> list[Result]:
     """The n best finished texts of a request, all of whose groups are here; with `why` running ones too."""
     if broken:
         return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
-    found = []
-    for row, j in itertools.product(range(len(b.score)), range(b.score.shape[1])):
-        size, score = int(b.count[row]), float(b.score[row, j])
-        if bool(b.done[row, j]):
-            end = int(b.done_size[row, j])
-            ids, logp = b.done_ids[row, j, :end].tolist(), b.done_logp[row, j, :end].tolist()
-            ends = bool(ids) and ids[-1] in s.eos
-            kept, finish = (ids[:-1], "eos") if ends else (ids, "length")
-            found.append(Result(kept, logp[: len(kept)], float(b.done_score[row, j]), finish))
-        if why and size and score > WORST / 2:
-            ids, logp = b.ids[row, j, :size].tolist(), b.logp[row, j, :size].tolist()
-            found.append(Result(ids, logp, score / size**s.length_penalty, why))
-    found.sort(key=lambda r: -r.score)
-    return found[: s.n_best]
+    columns = (b.done, b.done_score, b.done_size, b.score, b.count[:, None].expand_as(b.score))
+    found: list[tuple[float, int, int, bool]] = []  # score, place, tokens, whether it runs
+    for i, row in enumerate(zip(*(x.flatten().tolist() for x in columns), strict=True)):
+        done, done_score, size, score, count = row
+        if done:
+            found.append((done_score, i, size, False))
+        if why and count and score > WORST / 2:
+            found.append((score / count**s.length_penalty, i, count, True))
+    out = []
+    for score, i, size, runs in sorted(found, key=lambda x: -x[0])[: s.n_best]:
+        texts = (b.ids, b.logp) if runs else (b.done_ids, b.done_logp)
+        ids, logp = (x.flatten(0, 1)[i, :size].tolist() for x in texts)
+        ends = not runs and bool(ids) and ids[-1] in s.eos
+        finish = why if runs else "eos" if ends else "length"
+        kept = ids[:-1] if ends else ids
+        out.append(Result(kept, logp[: len(kept)], score, finish))
+    return out
 
 
 # --- one step -----------------------------------------------------------------------------------------------------

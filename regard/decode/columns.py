@@ -92,15 +92,17 @@ class Columns:
                 blank = torch.zeros(len(rows), self.vocab, device=self.device)
                 self._table(name)[at] = counts(texts, blank)
         if "bias" in new or "bias" in self.values:
-            self._table("bias")[at] = 0.0
-            for i, s in zip(places, each, strict=True):
-                if s.logit_bias:
-                    ids, bias = (
-                        send(list(x), self.device) for x in zip(*s.logit_bias, strict=True)
-                    )
-                    self._table("bias")[i].index_add_(0, ids, bias.float())
-                if s.banned:
-                    self._table("bias")[i, send(list(s.banned), self.device)] = -torch.inf
+            table = self._table("bias")
+            table[at] = 0.0
+            both = list(zip(places, each, strict=True))
+            biases = [(i, *pair) for i, s in both for pair in s.logit_bias]
+            if biases:
+                row, token, bias = (send(x, self.device) for x in zip(*biases, strict=True))
+                table.index_put_((row, token), bias.float(), accumulate=True)
+            bans = [(i, token) for i, s in both for token in s.banned]
+            if bans:
+                row, token = send(bans, self.device).T
+                table[row, token] = -torch.inf
         if MASK in self.values:
             self.values[MASK][at] = -1
         if "held" in new or "held" in self.values:

@@ -502,10 +502,10 @@ class Engine:
     def _settle(self, lane: Lane) -> list[Event]:
         """Hand out what is finished and drop its rows."""
         events: list[Event] = []
-        gone = lane.over()
+        gone, requests = lane.over(), lane.requests()
         for i in gone:
             if isinstance(lane, BEAMS):
-                events.append(Event(lane.requests()[i].number, done=lane.results(i)))
+                events.append(Event(requests[i].number, done=lane.results(i)))
                 continue
             row = lane.rows[i]
             done = self.finished.setdefault(row.request.number, {})
@@ -627,6 +627,9 @@ def pages_in(
     share = 0.9 if memory is None else memory
     if share <= 1:
         share *= free_memory(device)
+    # States lie beside the pages, one for each row, in float32 at least.
+    states = sum(torch.Size(size).numel() for spec in specs for size in spec.state.values())
+    share = max(0.0, share - states * max(4, dtype.itemsize) * (1 << (rows - 1).bit_length()))
     have = int(share) // (page * dtype.itemsize * max(1, sum(spec.numbers() for spec in specs)))
     if have < 1:
         raise UsageError(f"{int(share):,} bytes hold no page of {page} tokens; give more memory")

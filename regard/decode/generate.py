@@ -232,6 +232,7 @@ class Job:
         self.model, self.stop, self.mask = model, check_stop(stop), mask
         self.live = live or bool(self.stop)
         self.two = model.reads_source
+        self.start = (special_of(model).start or 0) if self.two else 0
         self.tokenizer = tokenizer_of(model)
         self.settings = _settings(model, settings)
         self.streams: dict[tuple[int, int], Stream] = {}
@@ -252,8 +253,7 @@ class Job:
             source = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.long)
             if source.dim() == 1 and len(source) == 0:
                 raise UsageError("the source is empty; give at least one token")
-            start = special_of(self.model).start
-            request = Request([0 if start is None else start], self.settings, source, key=key)
+            request = Request([self.start], self.settings, source, key=key)
         request.mask = self.mask
         if self.stop:
             needed(self.tokenizer)

@@ -2,9 +2,10 @@
 
 The choice stays on the device, and the host reads a round of up to `look` steps one round late, so that the device
 always has work. Where a row has a mask, its next token depends on what the host says of the last one: then rounds have
-one step and are read before the next begins. Prompts are read packed end to end, a chunk of them a step. A row whose
-answer has ended goes on until the host has seen that: what it writes lies behind its text, in a page of its own or in
-the pool's scratch page.
+one step and are read before the next begins. Prompts are read packed end to end, a chunk of them a step; a source is
+encoded once, and what the decoder's layers keep of it lies in pages that a second table names. A row whose answer has
+ended goes on until the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's
+scratch page.
 Off a GPU the same steps run as they are.
 """
 
@@ -71,7 +72,7 @@ class Runner:
     ):
         weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
-        self.graph = weight.is_cuda
+        self.graph, self.vocab = weight.is_cuda, len(weight)
         self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
         self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
         places = -(-length // pool.page)
@@ -140,7 +141,8 @@ class Runner:
         s, rows = self.state, slice(0, width)
         mine: Any = {"table": self.pages.table[rows], "pos": s.pos[rows], "live": s.live[rows]}
         pages = replace(self.pages, bound=bound, **mine)
-        ids, pos = s.ids[rows].clamp(min=0)[:, None], s.pos[rows, None]
+        # A beam that nothing is left for may have a token that the vocabulary does not.
+        ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
         wide, memory = self.kernels and width > MOST, self.sources(rows, far)
         return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
 
@@ -490,6 +492,7 @@ class SlotLane:
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
         self.idle: list[int] = []
+        self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
         self.waiting = False  # whether others wait for a slot
         self.paused = False  # whether the last round had no step, for the sake of a mask
@@ -532,7 +535,7 @@ class SlotLane:
                 salt = row.request.salt
                 slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
                 self._adopt(slot, len(slot.text) - 1)
-        self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
+        self.new |= {slot.index: slot.row for slot in self.slots[-len(rows) :]}
 
     def _memory(self, request: Request, homes: list[int]) -> Memory | None:
         size = source_size(self.runner.fast, request)
@@ -577,7 +580,7 @@ class SlotLane:
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
         self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
-        self.flying = None
+        self.flying, self.new = None, {}
         self.runner.reset()
 
     def over(self) -> list[int]:
@@ -590,6 +593,7 @@ class SlotLane:
         masked = [slot for slot in self.slots if slot.row.request.mask is not None]
         if not masked:
             return []
+        self._know()
         events, self.flying = self._land(), None
         for slot in masked:
             if not slot.row.finish and not (slot.asked and slot.fresh):
@@ -598,8 +602,15 @@ class SlotLane:
                     self.runner.columns.allow([slot.index], [words])
         return events
 
+    def _know(self) -> None:
+        """The settings of new rows, to the runner."""
+        if self.new:
+            self.runner.columns.put(list(self.new), list(self.new.values()))
+            self.new = {}
+
     def step(self, model: Any, backend: str) -> list[Event]:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
+        self._know()
         self._encode()
         self._feed()
         launched = self._launch()
@@ -801,9 +812,12 @@ class SlotLane:
         row, page = slot.row, self.pool.page
         full = (row.size - 1) // page
         if full > len(row.keys):
-            text = (row.request.ids + row.ids)[: full * page]
-            row.keys = page_keys(text, page, row.request.salt, row.keys)
-            for number, key in zip(slot.pages, row.keys, strict=False):
+            # From the last page that is known on: a text may be long.
+            known, ids = max(0, len(row.keys) - 1), row.request.ids
+            text = ids[known * page :] + row.ids[max(0, known * page - len(ids)) :]
+            text = text[: (full - known) * page]
+            row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
+            for number, key in zip(slot.pages[known:], row.keys[known:], strict=False):
                 self.pool.publish(number, key)
 
     def coming(self) -> Iterable[bytes]:

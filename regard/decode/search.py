@@ -47,17 +47,16 @@ class SearchRunner(Runner):
 
     def grow(self, length: int, room: int) -> None:
         """Make place for texts of so many tokens, `room` of them new."""
-        more, longer = two(length) - self.length, two(room) - self.texts.ids.shape[-1]
-        if more <= 0 and longer <= 0:
+        more = max(two(length) - self.length, 0)
+        if not more and room <= self.texts.ids.shape[-1]:
             return
         if self.graph:
             torch.cuda.synchronize(self.device)
         nowhere = self.pool.scratch * self.pool.page
-        self.length += max(more, 0)
         self.own, self.pages.table = (
-            F.pad(x, (0, max(more, 0)), value=nowhere) for x in (self.own, self.pages.table)
+            F.pad(x, (0, more), value=nowhere) for x in (self.own, self.pages.table)
         )
-        self.texts = self.texts.roomy(max(two(room), self.texts.ids.shape[-1]))
+        self.length, self.texts = self.length + more, self.texts.roomy(two(room))
         self.recorder, self.rooms = Recorder(), {}
 
     def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
@@ -180,7 +179,7 @@ class SearchLane(SlotLane):
         if self.prefix:
             group.keys = list(keys[: len(group.text) // self.pool.page])
             self._adopt(group, len(group.text))
-        self.runner.columns.put(group.homes, [row] * k)
+        self.new |= dict.fromkeys(group.homes, row)
 
     def _release(self, slot: Slot) -> None:
         assert isinstance(slot, Group)

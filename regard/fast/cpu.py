@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,20 +27,22 @@ from regard.attention.core import Terms
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.block import Block
+from regard.block import Block, Stack, _at
 from regard.cache import Contiguous, Paged
 from regard.cache.base import Layer
 from regard.errors import UsageError, notice
-from regard.fast.specialise import Row, Specialise, direct
+from regard.fast.specialise import Row, Specialise, direct, share
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
 from regard.kernels.c.rows import attend_one, enter, norm
+from regard.kernels.c.tape import Tape
 from regard.kernels.linear import PRECISIONS, half_is_fast, pack
 from regard.layers import FeedForward, LMHead, RMSNorm, times
 from regard.mask import Causal, Visible
 from regard.models import Model
 from regard.models.adapt import LowRank
 from regard.moe import MixtureOfExperts
+from regard.position import Rope
 
 CAUSAL = Causal()
 WORTH = 10_000_000  # parameters for which the C code is compiled if it is not yet
@@ -48,10 +51,10 @@ WORTH = 10_000_000  # parameters for which the C code is compiled if it is not y
 def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> Model:
     """`model` ready to run in `precision`: fp32, bf16, int8 or int4, at any number of rows.
 
-    fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too, and is refused on a CPU that does not
-    multiply it. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU without
-    bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much better.
-    Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
+    fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too; a CPU that does not multiply it is
+    given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU
+    without bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much
+    better. Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
 
     `consume` gives up the weights of `model` as they are packed, so that never both are in memory: it is of no use
     afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
@@ -66,9 +69,10 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
         )
     on_cpu = next(model.parameters()).is_cpu
     if precision == "bf16" and on_cpu and model.towers and not half_is_fast():
-        raise UsageError(
-            'this CPU does not multiply bf16, which would be slower than fp32; take "int8", the fastest here, or "fp32"'
+        notice(
+            "this CPU does not multiply bf16: fp32, which is faster, is taken; int8 is the fastest here"
         )
+        precision = "fp32"
     large = on_cpu and sum(p.numel() for p in model.parameters()) >= WORTH
     if large and not native.build():
         notice(f"no C code for this CPU, torch's slower products are used: {native.why()}")
@@ -336,6 +340,13 @@ class Native(Join):
         parts["wo"] = self.linear(module.wo)
         return self.copy(module, NativeCrossAttention, wk=None, wv=None, **parts)
 
+    def stack(self, module: Stack) -> nn.Module:
+        new = self.copy(module)
+        if module.relative is None and all(map(_recorded, new.blocks)):
+            new = share(self.kind(NativeStack), new)
+            new.tapes = Tapes()
+        return new
+
     def feed_forward(self, module: FeedForward) -> nn.Module:
         act, gate = module.config.activation, module.gate
         if act not in ACTIVATIONS:
@@ -348,7 +359,127 @@ class Native(Join):
         **Join.table,
         nn.LayerNorm: lambda maker, m: NativeNorm(m),
         RMSNorm: lambda maker, m: NativeNorm(m),
+        Stack: lambda maker, m: maker.stack(m),
     }
+
+
+class NativeStack(Stack):
+    """A step that comes again, one token per row over the same memory, is recorded and then played: the C calls of all
+    blocks by one call. What another step has, positions, angles, tables, is written to where the recorded one read it.
+    """
+
+    tapes: Tapes
+
+    def forward(
+        self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple = (None, None)
+    ) -> Tensor:
+        key = self.key(x, ctx, cross, caches)
+        if key is None or not self.tapes.lock.acquire(blocking=False):
+            return super().forward(x, ctx, cross, caches)
+        try:
+            step = self.tapes.found(key)
+            if isinstance(step, Step):
+                return step.play(x, ctx, caches)
+            if step is None:
+                return super().forward(x, ctx, cross, caches)
+            fresh = Step(x, ctx, cross, caches)
+            with fresh.tape.recording():
+                fresh.y = super().forward(fresh.x, ctx, cross, caches)
+            self.tapes.keep(key, fresh)
+            return fresh.y.clone()
+        finally:
+            self.tapes.lock.release()
+
+    def key(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple) -> Any:
+        """What a recorded step must have in common with another; None if it cannot be recorded."""
+        own, source = caches
+        if ctx.probe is not None or ctx.mask != CAUSAL:
+            return None
+        if not isinstance(own, Contiguous | Paged) or _step(_at(ctx, own, 0, "")) is None:
+            return None
+        if cross is not None and (cross.memory is not None or type(source) is not Contiguous):
+            return None
+        stores = own.pool.stores if isinstance(own, Paged) else own.slots
+        stores = stores if source is None else [*stores, *source.slots]
+        memory = tuple(t.data_ptr() for store in stores for t in store.values())
+        strides = stores[0]["k"].stride(), stores[-1]["k"].stride()
+        table = own.table if isinstance(own, Paged) else own.place
+        shape = None if table is None else table.shape
+        rest = (len(x), getattr(own, "capacity", 0), shape, torch.is_inference_mode_enabled())
+        return memory, strides, rest, None if source is None else (source.batch, source.capacity)
+
+
+def _recorded(block: Any) -> bool:
+    """Whether a step of a block is C calls alone, each on what another gave."""
+    parts = [block.attention] if block.cross is None else [block.attention, block.cross]
+    alone = all(
+        isinstance(p, _Native) and p.bare and p.q_norm is None and p.wg is None for p in parts
+    )
+    parts.append(block.ffn)
+    return (
+        alone
+        and isinstance(block.ffn, NativeFeedForward)
+        and all(p.add.norm is None for p in parts)
+    )
+
+
+class Step:
+    """A recorded step: its input, its output, and what changes between them from step to step."""
+
+    y: Tensor
+
+    def __init__(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple):
+        self.tape, self.x, self.memo = Tape(), x.float().contiguous().clone(), ctx.memo
+        self.memo |= self.changing(ctx, caches)
+        if self.memo["place"] is not None:  # another step must not write to the cache's own
+            self.memo["place"] = self.memo["place"].clone()
+        if cross is not None:
+            cross.memo["last"] = self.memo["last"]
+
+    def changing(self, ctx: Context, caches: tuple) -> dict[Any, Any]:
+        own, source = caches
+        pos = ctx.pos.index[:, 0].expand(len(self.x)).contiguous()
+        place = own.table.int() if isinstance(own, Paged) else own.place
+        page = own.page if isinstance(own, Paged) else 0
+        found = {"rows": pos, "place": place, "home": _home(pos, place, page)}
+        if source is not None:
+            found["last"] = _last(source, len(self.x))
+        return found
+
+    def play(self, x: Tensor, ctx: Context, caches: tuple) -> Tensor:
+        self.x.copy_(x)
+        new = self.changing(ctx, caches)
+        ropes = [key for key in self.memo if isinstance(key, tuple) and isinstance(key[0], Rope)]
+        new |= {key: key[0].angles(ctx.pos.index, *key[1:]) for key in ropes}
+        for key, value in new.items():
+            olds = self.memo[key] if isinstance(value, tuple) else (self.memo[key],)
+            for old, now in zip(olds, value if isinstance(value, tuple) else (value,), strict=True):
+                if now is not None:
+                    old.copy_(now)
+        if not self.tape.play():
+            raise IndexError("a recorded step: a position lies outside of the cache, or no memory")
+        return self.y.clone()
+
+
+class Tapes:
+    """The steps of a stack that were recorded last. A step is recorded when it is met for the second time."""
+
+    MOST = 8
+
+    def __init__(self) -> None:
+        self.lock, self.steps = threading.Lock(), dict[Any, Any]()
+
+    def found(self, key: Any) -> Step | bool | None:
+        """The step, True if it is to be recorded now, None if not yet."""
+        step = self.steps.pop(key, None)
+        self.steps[key] = True if step is None else step
+        while len(self.steps) > self.MOST:
+            del self.steps[next(iter(self.steps))]
+        return step
+
+    def keep(self, key: Any, step: Step) -> None:
+        assert step.tape.whole(step.y), "a part of this stack computes outside of the C code"
+        self.steps[key] = step
 
 
 class NativeNorm(nn.Module):
@@ -431,7 +562,7 @@ class NativeCrossAttention(_Native, JoinedCrossAttention):
         q = self.queries(x, ctx)
         (k, v, *_), lengths = _memory(layer, ctx), layer.cache.lengths
         share = len(q) // len(lengths)
-        pos = ctx.once("last", lambda: (lengths - 1).repeat_interleave(share))
+        pos = ctx.once("last", lambda: _last(layer.cache, len(q)))
         o = attend_one(q[:, 0], k, v, pos, share=share, scale=self.scale)
         # Beams stand side by side, as in `mix`.
         if ctx.probe is not None:
@@ -453,9 +584,14 @@ def _memory(layer: Layer, ctx: Context) -> tuple[Tensor, Tensor, Tensor | None, 
     cache: Any = layer.cache
     if isinstance(cache, Paged):
         pages = cache.pool.stores[layer.index]
-        return pages["k"], pages["v"], ctx.once("pages", lambda: cache.table.int()), cache.page
+        return pages["k"], pages["v"], ctx.once("place", lambda: cache.table.int()), cache.page
     slots = cache.slots[layer.index]
-    return slots["k"], slots["v"], cache.place, 0
+    return slots["k"], slots["v"], ctx.memo.get("place", cache.place), 0
+
+
+def _last(cache: Any, rows: int) -> Tensor:
+    """The last token of the source of each row."""
+    return (cache.lengths - 1).repeat_interleave(rows // len(cache.lengths))
 
 
 def _home(pos: Tensor, place: Tensor | None, page: int) -> tuple[Tensor, Tensor | None]:

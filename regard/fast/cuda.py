@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.attention.sparse import SparseAttention, to_fp8
+from regard.attention.sparse import Indexer, SparseAttention
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
@@ -287,8 +287,10 @@ class Pages:
         for i in range(0, len(pack.pos), most):
             rows = slice(i, i + most)
             table = pack.table[pack.row[rows]].int()
-            new = {"pack": None, "table": table, "pos": pack.pos[rows], "bound": self.longest}
-            yield rows, replace(self, **new)
+            yield (
+                rows,
+                replace(self, pack=None, table=table, pos=pack.pos[rows], bound=self.longest),
+            )
 
     def at(self, spots: Tensor, real: Tensor) -> tuple[Tensor, ...]:
         """What tokens of the pool (n k) left behind, (n k ...); zero where one is not `real`."""
@@ -298,7 +300,7 @@ class Pages:
 
     def store(self, *new: Tensor) -> None:
         """What each token (n ...) leaves behind, in its page."""
-        if self.pack is None and ready(self.mine[0]):
+        if self.pos is not None and self.pack is None and ready(self.mine[0]):
             for memory, x in zip(self.mine, new, strict=True):
                 gpu_latent.put(x.flatten(1), memory.flatten(2), self.table, self.pos)
             return
@@ -408,6 +410,19 @@ class SlotContext(Context):
         cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
         return cos, sin
 
+    def turn(
+        self, x: Tensor, rope: Rope | None, layout: str | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """By one kernel in a step, where there is one; into `out`, which may be x."""
+        slots: Any = self.store
+        if rope is None or slots.pack is not None or not ready(x) or x.stride(-1) != 1:
+            y = super().turn(x, rope, layout)
+            return y if out is None else out.copy_(y)
+        paired, at = (layout or rope.layout) != "half", self.pos.index.flatten()
+        to = None if out is None else out.flatten(0, 1)
+        y = gpu_latent.turn(x.flatten(0, 1), slots.angles(rope, x.shape[-1]), at, paired, to)
+        return y.view(x.shape) if out is None else out
+
 
 # --- the parts ----------------------------------------------------------------------------------------------------
 
@@ -495,6 +510,7 @@ class Cuda(Specialise):
         LatentAttention: lambda maker, m: maker.latent(m),
         GatedDeltaRule: lambda maker, m: maker.delta(m),
         SparseAttention: lambda maker, m: maker.copy(m, SlotSparse),
+        Indexer: lambda maker, m: maker.copy(m, SlotIndexer),
         FeedForward: lambda maker, m: maker.feed_forward(m),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
@@ -650,10 +666,12 @@ class SlotAttention(GroupedQueryAttention):
         o = self.mix(laid[0], kept, seen, ctx, spread(bias, gap)).flatten(2).flatten(0, 1)
         return o if pack is None else o[pack.back]
 
-    def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Queries (n h d), and what each token leaves behind."""
+    def asked(
+        self, x: Any, ctx: Context, read: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """Queries (n h d), what each token leaves behind, and what queries are made of."""
         q, *new = self.turned(self.first(x), ctx)
-        return q, tuple(new)
+        return q, tuple(new), x
 
     def over(self, q: Tensor, slots: Pages, ctx: Context, spots: Tensor) -> Tensor:
         """Queries (n h d) over tokens of the pool (n k), as far as there are any: (n, h e)."""
@@ -711,14 +729,14 @@ class SlotLatent(LatentAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        q, new = self.asked(x, ctx)
+        q, new, _ = self.asked(x, ctx)
         slots.store(*new)
         sizes = None if slots.pack is None else slots.pack.sizes
         # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
         few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
         if sizes is None or (few and self.fast(slots.mine[0])):
             each = slots.each(max(1, SCORES // slots.longest))
-            return torch.cat([self.over(q[rows], step, ctx) for rows, step in each])
+            return joined_rows([self.over(q[rows], step, ctx) for rows, step in each])
         # Heads of their own, from the latents: cheaper than to attend c wide.
         laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
         if sizes.whole:
@@ -731,8 +749,9 @@ class SlotLatent(LatentAttention):
         nope, rope = q.split([self.d, self.r], -1)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
         if self.fast(slots.mine[0]):
-            more = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
-            o = gpu_latent.decode(q, *slots.mine, slots.table, slots.pos, **more)
+            latents, ropes = slots.mine
+            more: dict[str, Any] = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
+            o = gpu_latent.decode(q, latents, ropes, slots.table, slots.pos, **more)
         else:
             real = slots.seen(self.config.window) if spots is None else slots.chosen(spots.shape[1])
             kept = slots.kept() if spots is None else slots.at(spots, real)
@@ -750,20 +769,27 @@ class SlotLatent(LatentAttention):
             k = torch.cat([k, turned.expand(*k.shape[:-1], -1)], -1)
         return k, torch.einsum("...c,hec->...he", kept[0], w_uv)
 
-    def asked(self, x: Any, ctx: Context) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Queries (n h d+r), and what each token leaves behind: its latent (n c) and its rotary key (n r)."""
-        both = self.first(x)
+    def asked(
+        self, x: Any, ctx: Context, read: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """Queries (n h d+r), what each token leaves behind, its latent (n c) and its rotary key (n r), and what queries
+        are made of: made itself if others `read` it."""
+        both, c_q = self.first(x), x
         q, latent, key = both.split([both.shape[-1] - self.c - self.r, self.c, self.r], -1)
         if self.second is not None:
-            q = self.second(Normed(Stream(q.contiguous(), False), self.q_norm))
+            c_q = Normed(Stream(q.contiguous(), False), self.q_norm)
+            c_q = c_q.tensor() if read else c_q
+            q = self.second(c_q)
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         q = q.unflatten(-1, (self.h, -1))
         if not self.r:
-            return q, (latent,)
-        shape, (nope, rope) = ctx.pos.index.shape, q.split([self.d, self.r], -1)
-        rope = ctx.turn(rope.unflatten(0, shape), self.config.rope).flatten(0, 1)
-        key = ctx.turn(key.view(*shape, 1, self.r), self.config.rope).view(-1, self.r)
-        return torch.cat([nope, rope], -1), (latent, key)
+            return q, (latent,), c_q
+        # Where they lie: nobody else reads them.
+        here: Any = ctx
+        for y in (q[..., self.d :], key.unsqueeze(-2)):
+            y = y.unflatten(0, ctx.pos.index.shape)
+            here.turn(y, self.config.rope, out=y)
+        return q, (latent, key), c_q
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
@@ -791,6 +817,15 @@ class SlotDelta(GatedDeltaRule):
         return residual.add(self.out, o.flatten(1), self.add.norm)
 
 
+class SlotIndexer(Indexer):
+    def turned(self, x: Tensor, ctx: Context) -> Tensor:
+        """Where they lie: nobody else reads them."""
+        here: Any = ctx
+        some = x[..., : self.config.rope_dim]
+        here.turn(some, self.config.attention.rope, "half", out=some)
+        return x
+
+
 class SlotSparse(SparseAttention):
     """DSA: every token's index key is scored, and the attention in it looks at the best; its pages hold what that one's
     do, and index keys."""
@@ -798,33 +833,42 @@ class SlotSparse(SparseAttention):
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         attention: Any = self.attention
-        y = x.tensor()
-        token = y.view(*ctx.pos.index.shape, -1)
+        x = tensor(x)
+        token = x.view(*ctx.pos.index.shape, -1)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
-        index.store(self.indexer.keys(token, ctx).flatten(0, 1))
-        x, within = Normed(Stream(y, x.stream.wide, x.stream.fast), None), replace(ctx, store=own)
+        self.put(self.indexer.keys(token, ctx).flatten(0, 1), index)
+        within = replace(ctx, store=own)
         if self.dense(slots.longest):
             return attention.look(x, within)
-        q, new = attention.asked(x, within)
+        q, new, c_q = attention.asked(x, within, read=True)
         own.store(*new)
-        index_q = self.indexer.queries(attention.query_input(token), ctx).flatten(0, 1)
+        index_q = self.indexer.queries(c_q.view(*token.shape[:2], -1), ctx).flatten(0, 1)
         weights = self.indexer.weights(token).flatten(0, 1)
         out = []
         for rows, step in index.each(max(1, SCORES // slots.longest)):
             spots = self.spots(index_q[rows], weights[rows], step)
             out.append(attention.over(q[rows], step.only(own.entries), within, spots))
-        return torch.cat(out)
+        return joined_rows(out)
+
+    def fast(self, keys: Tensor) -> bool:
+        i, attention, fp8 = self.indexer, cast(Any, self.attention), self.config.precision == "fp8"
+        return attention.first.fast and gpu_sparse.suits(i.d, i.h, keys, fp8)
+
+    def put(self, k: Tensor, index: Pages) -> None:
+        """Index keys (n D) into their pages."""
+        fp8, step = self.config.precision == "fp8", index.pack is None
+        if fp8 and step and index.pos is not None and self.fast(index.mine[0]):
+            gpu_sparse.put_fp8(k, index.mine[0], index.table, index.pos)
+        else:
+            index.store(self.indexer.kept(k))
 
     def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
-        """Where the best k tokens of each row lie in the pool (b k), ascending; q (b H D) and weights (b H)."""
+        """Where the best k tokens of each row lie in the pool (b k): index queries (b H D) and weights (b H)."""
         (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
         assert pos is not None
         page, fp8 = keys.shape[1], self.config.precision == "fp8"
-        if self.attention.first.fast and gpu_sparse.suits(q.shape[2], q.shape[1], keys):
-            if fp8:
-                q8, size = to_fp8(q)
-                q, weights = q8.to(q.dtype), weights * size[..., 0]
-            scores = gpu_sparse.index(q, keys, weights, table, pos, step.bound, fp8)
+        if self.fast(keys):
+            scores = gpu_sparse.index(q.contiguous(), keys, weights, table, pos, step.bound, fp8)
             return gpu_sparse.topk(scores, pos, k, table, page)
         dots = self.indexer.dots(q[:, None], *step.kept())
         scores = self.indexer.join(dots, weights[:, None].to(dots.dtype))[:, 0]
@@ -832,7 +876,12 @@ class SlotSparse(SparseAttention):
         return table.gather(1, at // page) * page + at % page
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
-        return self.attention.leave(o, residual)
+        attention: Any = self.attention
+        return residual.add(attention.out, o, self.add.norm)
+
+
+def joined_rows(each: list[Tensor]) -> Tensor:
+    return each[0] if len(each) == 1 else torch.cat(each)
 
 
 def spread(bias: Tensor | None, gap: Tensor) -> Tensor | None:

@@ -1,5 +1,8 @@
 """Prepared blocks in native code say what the plain blocks say: prompts, single steps, beams that trade places."""
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,8 +10,8 @@ from torch import Tensor
 import regard
 from regard.attention import GQA
 from regard.block import Tower
-from regard.cache import Cache, Contiguous
-from regard.fast.cpu import NativeAttention, prepare
+from regard.cache import Cache, Contiguous, Paged
+from regard.fast.cpu import NativeAttention, NativeStack, Step, prepare
 from regard.kernels.c import native
 from regard.kernels.c.linear import usable
 from regard.layers import LM, MLP, Norm
@@ -45,6 +48,8 @@ DECODERS = {
     "llama": lambda: decoder(GQA(4, 2, rope=Rope()), GATED, RMS, None),
     "window": lambda: decoder(GQA(4, 1, rope=Rope(), window=5), GATED, RMS, None),
     "partial": lambda: decoder(GQA(3, 3, 16, rope=Rope(layout="interleaved")), MLP(96, "gelu"), Norm(), None),
+    "gemma": lambda: decoder(GQA(4, 2, rope=Rope(), qk_norm=1e-6), GATED, RMS, None, order="sandwich"),
+    "olmo": lambda: decoder(GQA(4, rope=Rope(), qk_norm=1e-6, qk_norm_whole=True), GATED, RMS, None, order="inner"),
     "wide": lambda: decoder(GQA(4, 2, 20, value_dim=12, qk_norm=1e-6), MLP(50), Norm(), Learned(64), order="post"),
 }  # fmt: skip
 PAIRS = {
@@ -64,7 +69,7 @@ def error(y: Tensor, want: Tensor) -> float:
     return ((y - want).norm() / want.norm()).item()
 
 
-def story(model: Model, name: str) -> Tensor:
+def story(model: Model, name: str, **layout: Any) -> Tensor:
     """A ragged prompt, then steps between which rows trade places, go and come: all logits, one after the other."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB, (4, 40), generator=g)
@@ -72,7 +77,7 @@ def story(model: Model, name: str) -> Tensor:
     lengths = torch.tensor([5, 5, 3, 3])
     if name in PAIRS:
         more = {"source": torch.randint(VOCAB, (4, 7), generator=g), "source_lengths": [7, 2, 5, 7]}
-    cache: Cache = model.cache(4, capacity=8)
+    cache: Cache = model.cache(4, **(layout or {"capacity": 8}))
     out = [model.next_logits(ids[:, :5], lengths, cache=cache, **more)]
     for step, rows in enumerate(
         [None, [1, 0, 3, 2], [0, 0, 2, 2], None, [1, 1, 3, 2], [2, 3, 0], None]
@@ -91,6 +96,63 @@ def test_lean_blocks_give_the_models_logits(name: str, precision: str) -> None:
     lean = prepare(model, precision)
     assert any(isinstance(m, NativeAttention) for m in lean.modules())
     assert error(story(lean, name), story(model, name)) < BOUND[precision]
+
+
+@precisions
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+@torch.inference_mode()
+def test_lean_blocks_read_pages_where_they_lie(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of rows, to the bit, and no step gathers the keys of a row."""
+    lean = prepare(made(name), precision)
+    want = story(lean, name)
+    steps, read = [], Paged._read
+    monkeypatch.setattr(Paged, "_read", lambda *args: steps.append(args) or read(*args))
+    assert torch.equal(story(lean, name, layout="paged", pages=40, page=4), want)
+    assert len(steps) == 2  # of the prompt, by each layer
+
+
+def steps_of(model: Model, name: str, layout: dict[str, Any]) -> Tensor:
+    """Steps over memory that stays, of rows that trade places in the middle and become fewer at the end."""
+    g = torch.Generator().manual_seed(2)
+    ids, more = torch.randint(VOCAB, (4, 24), generator=g), dict[str, Any]()
+    if name in PAIRS:
+        more = {"source": torch.randint(VOCAB, (4, 7), generator=g), "source_lengths": [7, 2, 5, 7]}
+    cache: Cache = model.cache(4, **layout)
+    out = [model.next_logits(ids[:, :5], torch.tensor([5, 5, 3, 3]), cache=cache, **more)]
+    for i in range(16):
+        rows = {6: [1, 0, 3, 2], 7: [0, 0, 2, 3], 8: [1, 1, 2, 2], 9: [1, 0, 2, 2], 12: [2, 3, 0]}
+        if i in rows:
+            cache = cache.take(torch.tensor(rows[i]))
+        out.append(model.next_logits(ids[: cache.batch, 5 + i : 6 + i], cache=cache))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("layout", [{"capacity": 64}, {"layout": "paged", "pages": 60, "page": 4}])
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+@torch.inference_mode()
+def test_steps_that_are_played_are_those_that_are_made(
+    name: str, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; and so that this says something, steps are played where the blocks are C code alone."""
+    lean, played, play = prepare(made(name), "fp32"), [], Step.play
+    monkeypatch.setattr(Step, "play", lambda *args: played.append(args) or play(*args))
+    got = steps_of(lean, name, layout)
+    tower = lean.decoder if name in PAIRS else lean.tower
+    assert isinstance(tower, NativeStack) == (name not in ("gemma", "olmo", "wide", "t5"))
+    assert len(played) > 2 if isinstance(tower, NativeStack) else not played
+    monkeypatch.setattr(NativeStack, "key", lambda *_: None)
+    count = len(played)
+    assert torch.equal(steps_of(lean, name, layout), got) and len(played) == count
+
+
+def test_steps_of_several_threads_keep_apart() -> None:
+    lean = prepare(made("llama"), "fp32")
+    want = steps_of(lean, "llama", {"capacity": 64})
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda _: steps_of(lean, "llama", {"capacity": 64}), range(9))
+    assert all(torch.equal(each, want) for each in found)
 
 
 @pytest.mark.parametrize("name", ["llama", *PAIRS])

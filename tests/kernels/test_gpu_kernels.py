@@ -25,6 +25,7 @@ from regard.kernels.triton import sample as gpu_sample
 from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
+from regard.position import rotate
 from tests.kernels.plain import BOUND, largest_gap, served
 
 pytestmark = pytest.mark.skipif(
@@ -303,6 +304,22 @@ def test_gpu_latent_matches_attend(
         q, latents, ropes, table, pos, scale=0.1, chosen=spots.int(), splits=splits
     )
     close(got, gpu_latent.reference(q, some, count, c, 0.1), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_gpu_turn_matches_rotate(layout: str, dtype: torch.dtype) -> None:
+    """Features inside wider ones, some of which do not turn; out of place and in place."""
+    whole, pos = torch.randn(5, 3, 44).to(dtype), torch.tensor([7, 0, 3, 3, 9])
+    cos, sin = (torch.randn(10, 6).to(dtype) for _ in range(2))
+    x = whole[..., 20:36]
+    want = rotate(x[:, None], cos[pos][:, None, None], sin[pos][:, None, None], layout)[:, 0]
+    close(gpu_latent.turn(x, (cos, sin), pos, layout != "half"), want, dtype)
+    before = whole.clone()
+    gpu_latent.turn(x, (cos, sin), pos, layout != "half", out=x)
+    close(x, want, dtype)
+    before[..., 20:36] = x
+    assert torch.equal(whole, before)
 
 
 def tied_scores(b: int, s: int) -> Tensor:

@@ -70,6 +70,28 @@ def test_attend_one_in_c_is_the_plain_form(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page", [1, 3, 16])
+@pytest.mark.parametrize("window", [None, 9])
+def test_attend_one_over_pages_is_attention_over_rows(
+    form: str, dtype: torch.dtype, page: int, window: int | None
+) -> None:
+    """To the bit: pages change where a key lies, not when it is added."""
+    rows, pages = 5, 30
+    table = torch.randperm(rows * pages, dtype=torch.int32).view(rows, pages)
+    k, v = cache(rows * pages, page, 2, 33, dtype), cache(rows * pages, page, 2, 40, dtype)
+    q, pos = torch.randn(rows, 6, 33), torch.tensor([-1, 0, page, 7 * page - 1, pages * page - 1])
+    options: dict[str, Any] = {"scale": 0.2, "window": window}
+    options["bias"] = torch.randn(rows, 6, pages * page)
+    whole = [x[table.long()].flatten(1, 2) for x in (k, v)]
+    mine = attend_one(q, k, v, pos, place=table, page=page, **options)
+    assert torch.equal(mine, attend_one(q, *whole, pos, **options))
+    table[4, 2] = rows * pages
+    if window is None and form == "native":
+        with pytest.raises(IndexError, match="outside of the cache"):
+            attend_one(q, k, v, pos, place=table, page=page, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_attend_one_through_a_place_table_is_attention_over_gathered_rows(
     form: str, dtype: torch.dtype
 ) -> None:

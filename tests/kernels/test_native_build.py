@@ -3,6 +3,7 @@ asked for, and its absence is told, never a failure."""
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,18 +49,36 @@ def test_nothing_is_compiled_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert list((tmp_path / "regard").iterdir()) == []
 
 
-def test_compiled_once_and_a_spoiled_library_anew(tmp_path: Path) -> None:
+def test_compiled_once_found_without_a_compiler_and_anew_if_spoiled(tmp_path: Path) -> None:
     if native.why():
         pytest.skip(f"no native code: {native.why()}")
     assert told(XDG_CACHE_HOME=str(tmp_path)) == "True |"
     (library,) = (tmp_path / "regard").iterdir()
     before = library.stat().st_mtime_ns
-    assert told(XDG_CACHE_HOME=str(tmp_path)) == "True |"
+    there = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "", "CC": "no-such-compiler"}
+    assert told(**there) == "True |"
     assert library.stat().st_mtime_ns == before
     assert (tmp_path / "regard").stat().st_mode & 0o777 == 0o700
     library.write_bytes(library.read_bytes()[:1000])
     assert told(XDG_CACHE_HOME=str(tmp_path)) == "True |"
     assert library.stat().st_size > 1000
+
+
+def test_library_of_a_wheel_is_found_beside_its_sources(tmp_path: Path) -> None:
+    """And no other: one of other sources is not this one."""
+    if native.why():
+        pytest.skip(f"no native code: {native.why()}")
+    shutil.copytree(native.SOURCES, tmp_path / "c")
+    shutil.copy(native.library()._name, tmp_path / "c")  # type: ignore[union-attr]
+    code = f"""from pathlib import Path
+from regard.kernels.c import native
+native.SOURCES = Path({str(tmp_path / "c")!r})
+print(native.library() is not None, "|", native.why())"""
+    there = {"XDG_CACHE_HOME": str(tmp_path / "none"), "PATH": "", "CC": "no-such-compiler"}
+    assert told(code, **there) == "True |"
+    with open(tmp_path / "c" / "gemm.c", "a", encoding="utf-8") as file:
+        file.write("/* another */")
+    assert told(code, **there) == f"False | {native.LATER}"
 
 
 def test_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
@@ -75,13 +94,24 @@ def test_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
 
 SSE = "flags : fpu sse2"
 AVX2 = f"{SSE} avx2 fma"
-AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
-AMX = f"{AVX512} amx_tile amx_bf16 amx_int8 avx512_bf16"
+AVX2VNNI = f"{AVX2} avx_vnni"
+AVX512F = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
+AVX512 = f"{AVX512F} avx512_vnni"
+AVX512BF16 = f"{AVX512} avx512_bf16"
+AMX = f"{AVX512BF16} avx_vnni amx_tile amx_bf16 amx_int8"
 CPUS = {
-    "amx": ("x86_64", AMX, ["amx", "avx512", "avx2", "sse"]),
-    "avx512": ("x86_64", AVX512, ["avx512", "avx2", "sse"]),
+    "amx": (
+        "x86_64",
+        AMX,
+        ["amx", "avx512bf16", "avx512", "avx512f", "avx2vnni", "avx2", "sse"],
+    ),
+    "avx512bf16": ("x86_64", AVX512BF16, ["avx512bf16", "avx512", "avx512f", "avx2", "sse"]),
+    "avx512": ("x86_64", AVX512, ["avx512", "avx512f", "avx2", "sse"]),
+    "avx512f": ("x86_64", AVX512F, ["avx512f", "avx2", "sse"]),
+    "avx2vnni": ("x86_64", AVX2VNNI, ["avx2vnni", "avx2", "sse"]),
     "avx2": ("x86_64", AVX2, ["avx2", "sse"]),
     "sse": ("x86_64", SSE, ["sse"]),
+    "dotprod": ("aarch64", "Features : fp asimd asimddp", ["dotprod", "neon"]),
     "neon": ("aarch64", "Features : fp asimd", ["neon"]),
 }
 
@@ -92,6 +122,7 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     machine, found, _ = CPUS[request.param]
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(native, "_cpu", lambda: found)
+    monkeypatch.setattr(native, "_tiles_allowed", lambda: True)
     monkeypatch.delenv("REGARD_ISA", raising=False)
     return request.param
 
@@ -100,19 +131,22 @@ def test_every_form_is_the_best_of_some_cpu() -> None:
     assert list(CPUS) == list(native.FORMS)
 
 
-def test_best_form_of_a_cpu_is_native_and_others_hide_it(
+def test_best_form_of_a_cpu_is_taken_and_others_hide_it(
     cpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = CPUS[cpu][2]
     assert native.forms() == known and native.form() == cpu
-    keys = {native._key([sys.executable])}
-    assert native._architecture() == "-march=native"
     for lower in known[1:]:
         monkeypatch.setenv("REGARD_ISA", lower)
         assert native.form() == lower
-        assert native._architecture() == f"-march={native.FORMS[lower][1]}" != "-march=native"
-        keys.add(native._key([sys.executable]))
-    assert len(keys) == len(known)  # a library of its own for each
+    assert len({native._name(form) for form in known}) == len(known)  # a library for each
+
+
+def test_tiles_that_the_system_forbids_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native, "_cpu", lambda: AMX)
+    monkeypatch.setattr(native, "_tiles_allowed", lambda: False)
+    assert native.forms() == CPUS["amx"][2][1:]
 
 
 @pytest.mark.parametrize("asked", ["avx12", *native.FORMS])
@@ -125,7 +159,7 @@ def test_form_that_the_cpu_cannot_run_is_told(
     if asked in known:
         assert native.form() == asked
         return
-    assert not native.build() and not native.has_amx()
+    assert not native.build()
     assert native.why() == (
         f"REGARD_ISA={asked} is not an instruction set of this CPU; it has {', '.join(known)}"
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from regard.kernels.c import native
 from regard.kernels.c.linear import usable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +58,7 @@ def test_attention_without_memory_is_told() -> None:
     assert told(CAUSAL) == "causal attention: no memory for a block of scores"
 
 
-@pytest.mark.skipif(
-    not usable("bf16"), reason=f"no native products here: {native.why() or 'no AMX'}"
-)
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", [p for p in ("fp32", "bf16", "int8") if usable(p)])
 def test_product_without_memory_is_told(precision: str) -> None:
     want = f"linear: no memory for {2**23} rows of 64 numbers in {precision}"
     assert told(LINEAR.format(precision)) == want

@@ -41,7 +41,7 @@ def test_what_was_run_and_what_was_not_is_told() -> None:
         ),
     }
     assert lines(stats) == [
-        "native C: avx512, avx2 run; amx, neon: not on this CPU; sse: FAILED",
+        "native C: avx512, avx2 run; amx, avx512bf16, avx512f, avx2vnni, dotprod, neon: not on this CPU; sse: FAILED",
         "Triton kernels: not run here (triton is not installed; make test-kernels)",
         "GPU: no CUDA device; 2 tests skipped",
     ]
@@ -55,13 +55,3 @@ def test_nothing_is_told_of_tests_that_nobody_asked_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(native, "why", lambda: "no C compiler")
     stats = {"skipped": reports("kernels/test_native_rows.py::test_a")}
     assert lines(stats) == ["native C: not run here (no C compiler)"]
-
-
-@pytest.mark.usefixtures("small")
-def test_tiles_that_the_system_forbids_are_not_called_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "forms", lambda: ["amx", "avx512", "avx2", "sse"])
-    monkeypatch.setattr(native, "form", lambda: "amx")
-    stats = {"passed": reports("kernels/test_native_rows.py::test_a")}
-    assert "amx: not run" in lines(stats)[0]
-    stats["passed"] += reports("kernels/test_native_linear.py::test_a")
-    assert "amx run" in lines(stats)[0]

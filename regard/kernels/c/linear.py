@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.kernels.c.native import library
+from regard.kernels.c.tape import RECORDING, kept
 
 KINDS = {"fp32": 0, "bf16": 1, "int8": 2}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -144,10 +145,12 @@ class NativeLinear(Layer):
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         out, x = self.out or x.dtype, _readable(x)
         m = x.numel() // self.k
-        y = x.new_empty((*x.shape[:-1], self.n))
+        y = kept(x.new_empty((*x.shape[:-1], self.n)))
+        tape = RECORDING.get()
+        call = self.call if tape is None else tape.recorded("linear", self.call)
         extra = None if add is None else _readable(add)
         more = 0 if extra is None else extra.data_ptr()
-        if self.call(self.fixed, x.data_ptr(), m, more, y.data_ptr()):
+        if call(self.fixed, x.data_ptr(), m, more, y.data_ptr()):
             raise MemoryError(
                 f"linear: no memory for {m} rows of {self.k} numbers in {self.precision}"
             )

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels.c.native import library
+from regard.kernels.c.tape import RECORDING, kept
 
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # what a cache may hold
 ATTEND, ENTER, NORM, CHOOSE = Struct("29qd"), Struct("25q"), Struct("7qd"), Struct("10q")
@@ -35,7 +36,8 @@ def call_of(name: str) -> Callable[[bytes], int] | None:
         function = getattr(found, name)
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
         CALLS[name] = function
-    return CALLS[name]
+    tape = RECORDING.get()
+    return CALLS[name] if tape is None else tape.recorded(name, CALLS[name])
 
 
 def _readable(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
@@ -88,7 +90,7 @@ def attend_one(
         )
     stored, slots, g, _ = k.shape
     e = v.shape[3]
-    out = q.new_empty((r, h, e))
+    out = kept(q.new_empty((r, h, e)))
     extra, places = (0, 0, 0), (0, 0)
     if place is not None:
         slots = place.shape[1] * page if page else min(slots, place.shape[1])
@@ -242,7 +244,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) 
     ):
         return plain_norm(x, weight, bias, eps, kind)
     m = x.shape[-1]
-    out = torch.empty_like(x)
+    out = kept(torch.empty_like(x))
     given = 0 if bias is None else bias.data_ptr()
     pointers = (x.data_ptr(), weight.data_ptr(), given, out.data_ptr())
     call(NORM.pack(x.numel() // m, m, kind == "rms", *pointers, eps))

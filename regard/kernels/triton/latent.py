@@ -1,6 +1,6 @@
 """Latent attention (MLA, absorbed) of one new token a row over pages of latents and of rotary keys on a GPU.
 
-    python bench/gpu_kernels.py --part k,d      checks and times it
+    python bench/gpu_kernels.py --part k,l      checks and times it
 
 Multi-query attention c + r wide: a program takes up to 64 heads and a part of the keys, and loads every tile of latents
 once, as keys and as values; the parts are merged after, by their log-sum-exp.
@@ -55,6 +55,46 @@ def _put(
     at = tl.load(pos + b)
     spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
     tl.store(pool + spot * W + i, tl.load(x + b * stride + i, mask=i < W), mask=i < W)
+
+
+@jit
+def _turn(
+    x,
+    out,
+    cos,
+    sin,
+    pos,
+    stride,
+    head,
+    to_stride,
+    to_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRED: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """RoPE of one token's heads; the tables (s HALF) are read at its position. out may be x."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    n = tl.program_id(0).to(tl.int64)
+    h, i = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
+    real, at = (h < H) & (i < HALF), tl.load(pos + n) * HALF + i
+    c = tl.load(cos + at, mask=i < HALF).to(tl.float32)
+    s = tl.load(sin + at, mask=i < HALF).to(tl.float32)
+    first, second = (2 * i, 2 * i + 1) if PAIRED else (i, HALF + i)
+    mine, to = x + n * stride + h * head, out + n * to_stride + h * to_head
+    a = tl.load(mine + first, mask=real).to(tl.float32)
+    b = tl.load(mine + second, mask=real).to(tl.float32)
+    kind = out.dtype.element_ty
+    tl.store(to + first, (a * c - b * s).to(kind), mask=real)
+    tl.store(to + second, (b * c + a * s).to(kind), mask=real)
+    for j in tl.static_range(2 * HALF, D, WIDTH):  # what does not turn
+        rest = (h < H) & (j + i < D)
+        tl.store(to + j + i, tl.load(mine + j + i, mask=rest), mask=rest)
 
 
 @jit
@@ -168,6 +208,34 @@ def put(x: Tensor, pool: Tensor, table: Tensor, pos: Tensor) -> None:
     _put[(len(x),)](
         x, pool, x.stride(0), table, pos, table.shape[1], **sizes, PDL=pdl, num_warps=1, **extra
     )
+
+
+def turn(
+    x: Tensor, angles: tuple[Tensor, Tensor], pos: Tensor, paired: bool, out: Tensor | None = None
+) -> Tensor:
+    """x (n h d), its first features turned by cos and sin (s r/2) at `pos` (n); into `out`, which may be x. Equals
+    `rotate`; see test_gpu_turn_matches_rotate."""
+    (n, h, d), (cos, sin), (pdl, extra) = x.shape, angles, launch(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    half = cos.shape[1]
+    sizes = {"HEADS": triton.next_power_of_2(h), "WIDTH": triton.next_power_of_2(half)}
+    strides = (*x.stride()[:2], *out.stride()[:2])
+    _turn[(n,)](
+        x,
+        out,
+        cos,
+        sin,
+        pos,
+        *strides,
+        H=h,
+        D=d,
+        HALF=half,
+        PAIRED=paired,
+        PDL=pdl,
+        **sizes,
+        **extra,
+    )
+    return out
 
 
 def decode(

@@ -1,14 +1,16 @@
 """DeepSeek's sparse attention (DSA) of one token a row over pages on a GPU: index scores, and an exact top-k.
 
-    python bench/gpu_kernels.py --part k,d      checks and times them
+    python bench/gpu_kernels.py --part k,l      checks and times them
 
-Nothing here sorts or waits for the host. The k-th largest score is found byte by byte (radix select): programs count
-the bytes of a piece of a row each, and the next pass goes on with what shares the byte that holds the k-th. What ties
+Nothing here sorts or waits for the host. The k-th largest score is found digit by digit (radix select): programs count
+the digits of a piece of a row each, and the next pass goes on with what shares the digit of the k-th. What ties
 with it is taken from the left, as `regard.attention.sparse.choose` does. `latent.decode` attends to the choice.
 """
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,10 @@ from regard.kernels.triton.linear import jit, launch, ready, triton
 if triton is not None:
     import triton.language as tl
 
-PIECE, WARPS = 4096, 8  # scores a program of the top-k counts, and its warps
+PIECE, WARPS = 4096, 4  # scores a program of the top-k counts, and its warps
+DIGITS = (7, 7, 6, 6, 6)  # bits of a score that are counted at once, up to 8
 TILE = (128, 4, 3)  # keys a step of the index, warps, stages
-SPAN = 1024  # keys a program of the index
+SPAN = 2048  # keys a program of the index
 
 
 def reference(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
@@ -35,9 +38,42 @@ def reference(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
 
 
 @jit
+def _rounded(x, AXIS: tl.constexpr):
+    """x in float8, and the scales of its rows, as `to_fp8` has them."""
+    size = tl.maximum(tl.max(tl.abs(x), AXIS), 1e-12) / 448.0
+    return tl.div_rn(x, tl.expand_dims(size, AXIS)).to(tl.float8e4nv), size
+
+
+@jit
+def _put8(
+    x,
+    keys,
+    sizes,
+    table,
+    pos,
+    row,
+    D: tl.constexpr,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row's new key, x (b D), into its page as `packed_fp8` has it."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b, d, one = tl.program_id(0).to(tl.int64), tl.arange(0, D)[None, :], tl.arange(0, 1)
+    at = tl.load(pos + b)
+    spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+    y, size = _rounded(tl.load(x + b * D + d).to(tl.float32), 1)
+    tl.store(keys + spot * ROW + d, y)
+    tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + one, size)
+
+
+@jit
 def _index(
     q,
     keys,
+    sizes,
     weights,
     table,
     pos,
@@ -46,6 +82,7 @@ def _index(
     bound,
     H: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SPAN: tl.constexpr,
@@ -55,7 +92,7 @@ def _index(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out (b bound) = sum_j w_j relu(q_j . k_s) for a SPAN of the keys of a row."""
+    """out (b bound) = sum_j w_j relu(q_j . k_s) for a SPAN of the keys of a row, which are ROW numbers apart."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -64,25 +101,23 @@ def _index(
     end = tl.minimum(tl.load(pos + b).to(tl.int32) + 1, start + SPAN)
     h, d, k = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, BLOCK_S)
     real = h < H
-    mine = q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None]
-    asked = tl.load(mine)
-    w = tl.load(weights + b * H + h, mask=real, other=0.0)
+    asked = tl.load(q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None])
+    w = tl.load(weights + b * H + h, mask=real, other=0.0).to(tl.float32)
+    if FP8:
+        asked, size = _rounded(asked.to(tl.float32), 0)
+        w *= size
     home = table + b * row
     page = tl.load(home + tl.minimum(start + k, end - 1) // PAGE, mask=start + k < end, other=0)
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
         at = tl.minimum(s0 + k, end - 1)
-        spot = (page.to(tl.int64) * PAGE + at % PAGE)[:, None]
-        x = tl.load(keys + spot * D + d[None, :])
+        spot = page.to(tl.int64) * PAGE + at % PAGE
+        x = tl.load(keys + spot[:, None] * ROW + d[None, :])
         # The next pages, so that no load of keys waits for one of the table.
         page = tl.load(home + tl.minimum(at + BLOCK_S, end - 1) // PAGE)
-        if FP8:
-            wide = x.to(tl.float32)
-            size = tl.maximum(tl.max(tl.abs(wide), 1), 1e-12) / 448.0
-            x = tl.div_rn(wide, size[:, None]).to(tl.float8e4nv).to(tl.float32).to(x.dtype)
         dots = tl.dot(x, asked, input_precision=precision)
         y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
         if FP8:
-            y *= size
+            y *= tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4)
         tl.store(out + b * bound + s0 + k, y, mask=s0 + k < end)
 
 
@@ -95,14 +130,14 @@ def _ordered(scores, at, end):
 
 
 @jit
-def _found(counts, state):
-    """Of the counts of a byte: the higher bytes and this one of what is looked for, and how many are above it."""
+def _found(counts, state, BITS: tl.constexpr):
+    """Of the counts of a digit: the digits up to it of what is looked for, and which of those that have them it is."""
     high, need = tl.load(state).to(tl.uint32, bitcast=True), tl.load(state + 1)
-    byte = tl.arange(0, 256)
-    count = tl.load(counts + byte)
+    digit = tl.arange(0, 1 << BITS)
+    count = tl.load(counts + digit)
     above = tl.sum(count, 0) - tl.cumsum(count, 0)
     hit = (above < need) & (above + count >= need)
-    high = (high << 8) | tl.sum(tl.where(hit, byte, 0), 0).to(tl.uint32)
+    high = (high << BITS) | tl.sum(tl.where(hit, digit, 0), 0).to(tl.uint32)
     return high, need - tl.sum(tl.where(hit, above, 0), 0)
 
 
@@ -116,13 +151,17 @@ def _count(
     bound,
     K: tl.constexpr,
     PASS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LAST: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add up the bytes of number PASS, from the highest on, of the scores whose higher bytes are the k-th largest's.
-    counts (4 b 256), of zeros; state (4 b 2): those bytes, and which of what has them is looked for. The last pass
-    leaves in pieces (b PIECES 257) what each piece counted, and how many of it have higher bytes."""
+    """Count a digit, BITS wide from bit SHIFT on, of the scores whose higher digits are the k-th largest's; the one
+    before it was LAST wide. counts (passes b 256), of zeros; state (passes b 2): those higher digits, and which of what
+    has them is looked for. The last pass leaves in pieces (b PIECES 257) what each piece counted, and how many of it
+    have higher digits."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -134,19 +173,19 @@ def _count(
         if PASS == 0:
             high, need = tl.zeros([], tl.uint32), tl.minimum(end, K)
         else:
-            high, need = _found(counts + (here - rows) * 256, state + (here - rows) * 2)
-            kept = real & ((bits >> (32 - 8 * PASS)) == high)
+            high, need = _found(counts + (here - rows) * 256, state + (here - rows) * 2, LAST)
+            kept = real & ((bits >> (SHIFT + BITS)) == high)
         if piece == 0:
             tl.store(state + here * 2, high.to(tl.int32, bitcast=True))
             tl.store(state + here * 2 + 1, need)
-        byte = ((bits >> (24 - 8 * PASS)) & 255).to(tl.int32)
-        found = tl.histogram(byte, 256, mask=real if PASS == 0 else kept)
-        at = tl.arange(0, 256)
+        digit = ((bits >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
+        found = tl.histogram(digit, 1 << BITS, mask=real if PASS == 0 else kept)
+        at = tl.arange(0, 1 << BITS)
         tl.atomic_add(counts + here * 256 + at, found, mask=found > 0, sem="relaxed")
-        if PASS == 3:
+        if SHIFT == 0:
             mine = pieces + (b * PIECES + piece) * 257
             tl.store(mine + at, found)
-            tl.store(mine + 256, tl.sum((real & ((bits >> 8) > high)).to(tl.int32), 0))
+            tl.store(mine + 256, tl.sum((real & ((bits >> BITS) > high)).to(tl.int32), 0))
 
 
 @jit
@@ -162,6 +201,8 @@ def _pick(
     bound,
     K: tl.constexpr,
     PAGE: tl.constexpr,
+    PASSES: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
     PDL: tl.constexpr,
@@ -176,13 +217,13 @@ def _pick(
     if piece * BLOCK < end:
         at = piece * BLOCK + tl.arange(0, BLOCK)
         bits, real = _ordered(scores + b * bound, at, end)
-        here = 3 * tl.num_programs(1) + b
-        least, room = _found(counts + here * 256, state + here * 2)
+        here = (PASSES - 1) * tl.num_programs(1) + b
+        least, room = _found(counts + here * 256, state + here * 2, BITS)
         # What earlier pieces have.
-        p, column = tl.arange(0, PIECES)[:, None], tl.arange(0, 256)[None, :]
-        mine, byte = pieces + (b * PIECES + p) * 257, (least & 255).to(tl.int32)
-        each = tl.load(mine + column, mask=(p < piece) & (column >= byte), other=0)
-        ties = tl.sum(tl.sum(tl.where(column == byte, each, 0), 1), 0)
+        p, column = tl.arange(0, PIECES)[:, None], tl.arange(0, 1 << BITS)[None, :]
+        mine, digit = pieces + (b * PIECES + p) * 257, (least & ((1 << BITS) - 1)).to(tl.int32)
+        each = tl.load(mine + column, mask=(p < piece) & (column >= digit), other=0)
+        ties = tl.sum(tl.sum(tl.where(column == digit, each, 0), 1), 0)
         larger = tl.sum(tl.sum(each, 1), 0) - ties
         larger += tl.sum(tl.sum(tl.load(mine + 256, mask=p < piece, other=0), 1), 0)
         tied = real & (bits == least)
@@ -197,22 +238,43 @@ def _pick(
 # --- calls --------------------------------------------------------------------------------------------------------
 
 
-def suits(dim: int, heads: int, x: Tensor) -> bool:
-    """Whether the kernels can do it: an index of 16 to 256 (a power of two) wide, up to 128 heads."""
-    return ready(x) and dim & (dim - 1) == 0 and 16 <= dim <= 256 and heads <= 128
+def suits(dim: int, heads: int, x: Tensor, fp8: bool) -> bool:
+    """Whether the kernels can do it: an index of 16 to 256 (a power of two) wide, up to 128 heads; float8 on a GPU that
+    multiplies it, 32 wide at least."""
+    if fp8 and not (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)):
+        return False
+    least = 32 if fp8 else 16
+    return ready(x) and dim & (dim - 1) == 0 and least <= dim <= 256 and heads <= 128
+
+
+def fp8_parts(keys: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Keys of `packed_fp8` (pages page .) as float8 and, for their scales, as float32 numbers; and bytes a key."""
+    bits = keys.view(torch.float8_e4m3fn)
+    return bits, keys.view(torch.float32), bits.shape[-1]
+
+
+def put_fp8(x: Tensor, keys: Tensor, table: Tensor, pos: Tensor) -> None:
+    """x (b D), index keys of the tokens at `pos` (b), into their pages as `packed_fp8` has them."""
+    (bits, sizes, row), (pdl, extra) = fp8_parts(keys), launch(x)
+    given = (x.contiguous(), bits, sizes, table, pos, table.shape[1])
+    _put8[(len(x),)](
+        *given, D=x.shape[1], ROW=row, PAGE=keys.shape[1], PDL=pdl, num_warps=1, **extra
+    )
 
 
 def index(
     q: Tensor, keys: Tensor, weights: Tensor, table: Tensor, pos: Tensor, bound: int, fp8: bool
 ) -> Tensor:
-    """Scores (b bound) of the keys up to `pos` (b), what is behind unwritten: q (b H D), weights (b H) float32, keys
-    (pages page D) by a block table (b places). `fp8`: keys are rounded as `to_fp8` does; q comes so."""
+    """Scores (b bound) of the keys up to `pos` (b), what is behind unwritten: q (b H D), weights (b H), keys (pages
+    page D) by a block table (b places). `fp8`: keys are those of `packed_fp8`, and q is rounded too."""
     (b, h, d), (tile, warps, stages) = q.shape, TILE
     out = torch.empty(b, bound, dtype=torch.float32, device=q.device)
     pdl, extra = launch(q)
+    bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
     _index[(triton.cdiv(bound, SPAN), b)](
         q,
-        keys,
+        bits,
+        sizes,
         weights,
         table,
         pos,
@@ -221,6 +283,7 @@ def index(
         bound,
         H=h,
         D=d,
+        ROW=row,
         HEADS=max(16, triton.next_power_of_2(h)),
         BLOCK_S=tile,
         SPAN=SPAN,
@@ -240,14 +303,20 @@ def topk(scores: Tensor, pos: Tensor, k: int, table: Tensor | None = None, page:
     a block table, the tokens' places in the pool instead. See test_gpu_topk_is_choose."""
     b, bound = scores.shape
     n = triton.next_power_of_2(triton.cdiv(bound, PIECE))
-    like = {"dtype": torch.int32, "device": scores.device}
-    counts, state = torch.zeros(4, b, 256, **like), torch.empty(4, b, 2, **like)
+    like: dict[str, Any] = {"dtype": torch.int32, "device": scores.device}
+    passes = len(DIGITS)
+    counts, state = torch.zeros(passes, b, 256, **like), torch.empty(passes, b, 2, **like)
     pieces, out = torch.empty(b, n, 257, **like), torch.empty(b, k, **like)
     pdl, extra = launch(scores)
     same = (scores, pos, counts, state, pieces)
     sizes = {"K": k, "BLOCK": PIECE, "PIECES": n, "PDL": pdl, "num_warps": WARPS, **extra}
-    for i in range(4):
-        _count[(n, b)](*same, bound, PASS=i, **sizes)
+    last = 0
+    for i, bits in enumerate(DIGITS):
+        shift = sum(DIGITS[i + 1 :])
+        _count[(n, b)](*same, bound, PASS=i, SHIFT=shift, LAST=last, BITS=bits, **sizes)
+        last = bits
     table = out if table is None else table
-    _pick[(n, b)](*same, table, out, table.shape[1], bound, PAGE=page, **sizes)
+    place = (table, out, table.shape[1], bound)
+    sizes["num_warps"] = 2 * WARPS
+    _pick[(n, b)](*same, *place, PAGE=page, PASSES=passes, BITS=last, **sizes)
     return out
