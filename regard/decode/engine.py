@@ -152,10 +152,7 @@ class Engine:
             if runner.stateful:
                 more = f"beam search, {more}; no prefix is found again, as pages hold no state"
             slow = "rows with a mask: rounds of one step, for all that run beside them"
-            return f"{first}
-{runner.fast.explain()}
-{more}
-{slow}"
+            return "\n".join([first, runner.fast.explain(), more, slow])
         name = "native" if isinstance(self.model, Prepared) else "torch"
         return f"runner {name}: no CUDA graph, as {self.plain}\n{self.model.explain()}"
 
