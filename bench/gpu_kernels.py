@@ -3,6 +3,9 @@
 python bench/gpu_kernels.py                 k: every kernel's error
 python bench/gpu_kernels.py --part t        sweeps the shapes of linear layers of few rows, prints the best as a table
 python bench/gpu_kernels.py --part w        the same for products of 8 and 64 rows, and attention
+python bench/gpu_kernels.py --part e        experts of 1 to 4,096 rows
+python bench/gpu_kernels.py --part l        latent attention at 32k tokens; index scores and top-2,048 at 128k
+python bench/gpu_kernels.py --part d        DSA against dense MLA at 128k tokens through regard.Engine
 """
 
 from __future__ import annotations
@@ -10,17 +13,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import random
+import textwrap
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_measure import BF16, replayed, run_parts
+from gpu_measure import BF16, replayed, run_parts, seconds
 
+import regard
+from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
+from regard.decode.engine import Engine
+from regard.decode.rows import page_keys
+from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
+from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
+from regard.models import Tokens, TransformerConfig
 
 COLD = 400_000_000  # bytes of weights that a sweep reads in turn, more than the device's cache
 
@@ -39,6 +52,7 @@ def part_k(args: argparse.Namespace) -> None:
     check_attention()
     check_wide()
     check_latent()
+    check_sparse()
 
 
 def show(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -112,14 +126,154 @@ def check_wide() -> None:
 def check_latent() -> None:
     for b, h, s in ((1, 16, 700), (4, 32, 4096), (2, 128, 1000)):
         places = -(-s // 16)
-        q, entry = randn(b, h, 576), randn(b, 576)
+        q = randn(b, h, 576)
         latents, ropes = randn(b * places, 16, 512), randn(b * places, 16, 64)
         table = torch.randperm(b * places, device="cuda").view(b, places).int()
         pos = torch.randint(s // 2, s, (b,), device="cuda")
-        got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+        got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.05)
         cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
         want = gpu_latent.reference(q, cache, pos + 1, 512, 0.05)
         show(f"latent b={b} h={h}", got, want)
+
+
+def check_sparse() -> None:
+    b, s, k = 16, 131072, 2048
+    scores = torch.randn(b, s, device="cuda")
+    scores[1:9] = (scores[1:9].relu() * 8).round() / 8  # ties
+    pos = torch.randint(k, s, (b,), device="cuda")
+    hidden = torch.arange(s, device="cuda") > pos[:, None]
+    want = choose(scores.masked_fill(hidden, -torch.inf), k)
+    same = torch.equal(gpu_sparse.topk(scores, pos, k).long(), want)
+    print(f"  top-{k:,} of {s:,}, batch {b}: {'the same as choose' if same else 'WRONG'}")
+    q, keys, w, table, pos = indexed(3, 3008)
+    for fp8 in (False, True):
+        kept = packed_fp8(keys) if fp8 else keys
+        got = gpu_sparse.index(q, kept, w, table, pos, 3008, fp8)
+        full = kept[table.long()].flatten(1, 2)
+        dots = (fp8_dots if fp8 else dots_exact)(q[:, None], full)
+        show(f"index scores fp8={fp8}", got, index_scores(dots, w[:, None])[:, 0])
+
+
+def indexed(b: int, s: int, h: int = 64, d: int = 128, page: int = 16) -> tuple[torch.Tensor, ...]:
+    """Index queries, keys in pages, weights, a block table and positions."""
+    places = s // page
+    q, keys = randn(b, h, d), randn(b * places, page, d)
+    table = torch.randperm(b * places, device="cuda").view(b, places).int()
+    pos = torch.full((b,), s - 1, device="cuda")
+    return q, keys, torch.randn(b, h, device="cuda"), table, pos
+
+
+# --- latent attention ---------------------------------------------------------------------------------------------
+
+
+def part_l(args: argparse.Namespace) -> None:
+    """Latent attention (512 + 64) of 32,768 tokens in pages; a step of DSA at 131,072 tokens by its kernels."""
+    for b, h, page in (
+        (16, 16, 16),
+        (16, 32, 16),
+        (16, 64, 16),
+        (16, 64, 64),
+        (16, 128, 16),
+        (1, 64, 16),
+    ):
+        s = 32768
+        q, latents, ropes, table, pos = paged_latents(b, h, s, page)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call = partial(gpu_latent.decode, q, latents, ropes, table, pos, scale=0.05)
+        call()
+        size = latents.nbytes + ropes.nbytes
+        more = (torch.cuda.max_memory_allocated() - before) / size
+        took = replayed([call] * 10)
+        print(
+            f"  batch {b:2d}, {h:3d} heads, pages of {page}: {took * 1e6:6.1f} us, {size / took / 1e12:.2f} TB/s, "
+            f"{b * s * h * 2 * 1088 / took / 1e12:.0f} TFLOP/s, memory {1 + more:.3f} times the cache"
+        )
+        del q, latents, ropes, table
+    s, k = 131072, 2048
+    q, keys, w, table, pos = indexed(16, s)
+    for fp8 in (False, True):
+        kept = packed_fp8(keys) if fp8 else keys
+        took = replayed([partial(gpu_sparse.index, q, kept, w, table, pos, s, fp8)] * 10)
+        speed = f"{took * 1e6:.1f} us, {kept.nbytes / took / 1e12:.2f} TB/s"
+        print(f"  index scores, batch 16, {'float8' if fp8 else 'bf16'} keys: {speed}")
+    scores = gpu_sparse.index(q, keys, w, table, pos, s, False)
+    took = replayed([partial(gpu_sparse.topk, scores, pos, k, table, 16)] * 10)
+    plain = replayed([partial(scores.topk, k)] * 10)
+    print(f"  exact top-{k:,}, batch 16: {took * 1e6:.1f} us; torch.topk {plain * 1e6:.1f} us")
+    del keys
+    spots = gpu_sparse.topk(scores, pos, k, table, 16)
+    for h in (64, 128):
+        q, latents, ropes, table, pos = paged_latents(16, h, s, 16)
+        call = partial(gpu_latent.decode, q, latents, ropes, table, pos, scale=0.05, chosen=spots)
+        print(f"  attention over the choice, {h} heads: {replayed([call] * 10) * 1e6:.1f} us")
+        del q, latents, ropes
+
+
+def paged_latents(b: int, h: int, s: int, page: int) -> tuple[torch.Tensor, ...]:
+    places = s // page
+    table = torch.randperm(b * places, device="cuda").view(b, places).int()
+    latents, ropes = randn(b * places, page, 512), randn(b * places, page, 64)
+    return randn(b, h, 576), latents, ropes, table, torch.full((b,), s - 1, device="cuda")
+
+
+def part_d(args: argparse.Namespace) -> None:
+    """A step at 131,072 tokens, batch 16, through regard.Engine: DeepSeek-V3.2's attention in 8 layers 1,024 wide."""
+    took = {}
+    for name in ("mla", "exact", "fp8"):
+        engine, texts = long_texts(name)
+        pool = engine.pool
+        assert pool is not None
+        say(engine, texts, 18)  # records the graphs
+        torch.cuda.reset_peak_memory_stats()
+        few, many = (min(say(engine, texts, n) for _ in range(2)) for n in (18, 274))
+        took[name] = (many - few) / 256
+        used = torch.cuda.max_memory_allocated() - sum(p.nbytes for p in engine.model.parameters())
+        print(
+            f"  {name}: {took[name] * 1e3:.2f} ms a step, memory {used / pool.nbytes:.3f} times the cache of "
+            f"{pool.nbytes / 2**30:.1f} GiB"
+        )
+        print(textwrap.indent(engine.explain(), "    "))
+        del engine, pool
+        torch.cuda.empty_cache()
+    for name in ("exact", "fp8"):
+        print(
+            f"  dense MLA takes {took['mla'] / took[name]:.1f} times as long as DSA, index keys {name}"
+        )
+
+
+def long_texts(name: str, rows: int = 16, length: int = 131072) -> tuple[Engine, list[list[int]]]:
+    """An engine, and texts whose pages are in its pool as another request would have left them, but for their end."""
+    mla = regard.MLA(128, 512, 128, 64, 128, 1536, rope=regard.Rope())
+    sparse = {"rope_dim": 64, "precision": name}
+    attention = mla if name == "mla" else regard.DSA(mla, 64, 128, 2048, **sparse)
+    ffn, norm = regard.MLP(2048, "silu", gated=True, bias=False), regard.Norm(1e-6, rms=True)
+    tower = regard.Tower(1024, 8, attention, ffn, norm=norm)
+    config = TransformerConfig(Tokens(1024), tower, regard.LM(), max_len=length)
+    engine = Engine(
+        regard.build(config, device="cuda", dtype=BF16), rows=rows, pages=rows * length // 16
+    )
+    pool, g = engine.pool, random.Random(0)
+    assert pool is not None and not engine.plain, engine.plain
+    for store in pool.stores:
+        for key, x in store.items():
+            float8 = key == "index_k" and name == "fp8"
+            x.copy_(packed_fp8(randn(*x.shape[:2], 128))) if float8 else x.normal_()
+    texts = [[g.randrange(1024) for _ in range(length - 300)] for _ in range(rows)]
+    for text in texts:
+        for key in page_keys(text, pool.page)[:-1]:
+            page = pool.take(clean=False)
+            pool.publish(page, key)
+            pool.drop(page)
+    return engine, texts
+
+
+def say(engine: Engine, texts: list[list[int]], count: int) -> float:
+    """Seconds of `count` tokens for each text."""
+    for text in texts:
+        engine.submit(Request(text, Settings(max_new_tokens=count)))
+    return seconds(lambda: list(engine.run()))
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
@@ -221,7 +375,27 @@ def attention_tiles() -> None:
         print(f"  attention, 64 rows of {keys} keys, (keys a step, warps, stages) us: {line}")
 
 
+def part_e(args: argparse.Namespace) -> None:
+    """The chosen experts, both products and their order; the rate is that of weights that are read once."""
+    for name, m, f, count, a in (("Mixtral", 4096, 14336, 8, 2), ("Qwen3-MoE", 2048, 768, 128, 8)):
+        shapes = ((count, f, m), (count, f, m), (count, m, f))
+        weights = (torch.empty(s, dtype=BF16, device="cuda").normal_(0, 0.02) for s in shapes)
+        w = gpu_experts.Experts(*weights)
+        for rows in (1, 8, 64, 4096):
+            chosen = torch.rand(rows, count, device="cuda").topk(a).indices
+            x, weight = randn(rows, m), torch.rand(rows, a, device="cuda")
+            took = replayed([partial(gpu_experts.experts, x, chosen, weight, w)] * 4)
+            size, work = len(chosen.unique()) * 6 * m * f, rows * a * 6 * m * f
+            print(
+                f"  {name}, {rows} rows: {took * 1e6:.1f} us, {size / took / 1e12:.2f} TB/s, "
+                f"{work / took / 1e12:.0f} TFLOP/s"
+            )
+        del w
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="1", help="rows of x in part t")
-    run_parts(parser, {"k": part_k, "t": part_t, "w": part_w}, "k")
+    run_parts(
+        parser, {"k": part_k, "t": part_t, "w": part_w, "l": part_l, "d": part_d, "e": part_e}, "k"
+    )

@@ -12,7 +12,11 @@ c  512 requests that arrive by and by (Poisson), prompts of 16 to 2,048 tokens, 
 d  the first token: a process of its own from `regard.load` on, with kernels compiled anew and from their cache
 e  chats: 64 of 8 turns with one system prompt, by regard.Engine: how many tokens of the prompts are not read again
 f  a Mixtral shape (8 experts, 2 chosen; 4 layers of it) and a Qwen3-4B shape (norms on queries and keys), random
-   weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of the experts only those that were chosen
+   weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of experts those that were chosen
+g  Marian-base and T5-small, random weights in bf16, 64 sources of 16 to 48 tokens, 64 new each: beams of 4 and greedy,
+   against transformers on the same weights
+h  on a CPU: 16 requests to a GPT-2 of 124M (prompts of 16 to 64 tokens, answers of 16 to 48), by regard.Engine with
+   its defaults, together and one at a time; needs no GPU: --part h
 
 Nothing but torch, triton and transformers must be installed. It changes nothing.
 """
@@ -251,10 +255,10 @@ def part_e(args: argparse.Namespace) -> None:
     runner = engine.slots.runner  # type: ignore[union-attr]
     prefill = runner.prefill
 
-    def counted(parts: Any, used: Any) -> None:
+    def counted(parts: Any, *more: Any) -> Any:
         nonlocal read
         read += sum(len(p.tokens) for p in parts)
-        prefill(parts, used)
+        return prefill(parts, *more)
 
     runner.prefill = counted
     start = time.perf_counter()
@@ -347,8 +351,111 @@ def part_f(args: argparse.Namespace) -> None:
         print("  " + Engine(model, rows=64, memory=2**30).explain().replace("\n", "\n  "))
 
 
+@cache
+def pair(name: str, quick: bool) -> tuple[Any, Any]:
+    """transformers' model, and ours with its weights."""
+    import transformers as tf
+
+    tf.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    layers = 1 if quick else 6
+    if name == "Marian-base":
+        sizes = {"layers": layers, "attention_heads": 8, "ffn_dim": 2048}
+        each = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in sizes.items()}
+        hf: Any = tf.MarianMTModel(tf.MarianConfig(
+            vocab_size=58101, d_model=512, max_position_embeddings=512, scale_embedding=True, pad_token_id=58100,
+            decoder_start_token_id=58100, eos_token_id=0, forced_eos_token_id=None, **each,
+        ))  # fmt: skip
+    else:
+        hf = tf.T5ForConditionalGeneration(
+            tf.T5Config(num_layers=layers, decoder_start_token_id=0, tie_word_embeddings=True)
+        )
+    start, pad = hf.config.decoder_start_token_id, hf.config.pad_token_id
+    # Nothing ends early, on either side.
+    hf.generation_config = tf.GenerationConfig(pad_token_id=pad, decoder_start_token_id=start)
+    hf = hf.to("cuda", BF16).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save_pretrained(folder)
+        return hf, regard.load(folder, device="cuda", dtype=BF16)
+
+
+def raced(hf: Any, model: Any, texts: list[list[int]], beams: int, new: int) -> str:
+    """Both sides on the same sources, in turn."""
+    width, pad = max(map(len, texts)), hf.config.pad_token_id
+    ids = torch.tensor([t + [pad] * (width - len(t)) for t in texts], device="cuda")
+    mask = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t in texts], device="cuda")
+    said: dict[str, list[list[int]]] = {}
+
+    def ours() -> None:
+        out = regard.generate(model, texts, beams=beams, max_new_tokens=new, eos=())
+        said["ours"] = [x.ids for x in out]
+
+    def other() -> None:
+        asked = {"num_beams": beams, "max_new_tokens": new, "do_sample": False}
+        with torch.inference_mode():
+            said["theirs"] = hf.generate(ids, attention_mask=mask, **asked)[:, 1:].tolist()
+
+    for _ in range(3):
+        ours()
+    other()
+    each = [(len(texts) * new / seconds(ours), len(texts) * new / seconds(other)) for _ in range(3)]
+    rate, peers = (statistics.median(x) for x in zip(*each, strict=True))
+    alike = sum(a == b for a, b in zip(said["ours"], said["theirs"], strict=True))
+    return f"{rate:8,.0f} {peers:13,.0f} {rate / peers:9.1f} times   {alike} of {len(texts)}"
+
+
+def part_g(args: argparse.Namespace) -> None:
+    count, new = (8, 16) if args.quick else (64, 64)
+    print("               beams  positions/s  transformers              same answers")
+    for name, vocab in (("Marian-base", 58000), ("T5-small", 32000)):
+        hf, model = pair(name, args.quick)
+        r = random.Random(3)
+        texts = [[r.randrange(3, vocab) for _ in range(r.randint(16, 48))] for _ in range(count)]
+        for beams in (4, 1):
+            print(f"  {name:12} {beams:5d}     {raced(hf, model, texts, beams, new)}", flush=True)
+        print("  " + Engine(model, rows=64, memory=2**30).explain().replace("\n", "\n  "))
+
+
+def part_h(args: argparse.Namespace) -> None:
+    r = random.Random(3)
+    torch.manual_seed(0)
+    model = regard.build("gpt2", **({"layers": 4, "dim": 256, "heads": 4} if args.quick else {}))
+    asked = [
+        Request([r.randrange(50257) for _ in range(r.randint(16, 64))], Settings(r.randint(16, 48)))
+        for _ in range(16)
+    ]
+    tokens = sum(request.settings.max_new_tokens for request in asked)
+
+    def serve(groups: list[list[Request]]) -> float:
+        engine, start = Engine(model), time.perf_counter()
+        for group in groups:
+            for request in group:
+                engine.submit(request)
+            for _ in engine.run():
+                pass
+        return time.perf_counter() - start
+
+    each: tuple[list[float], list[float]] = [], []
+    for _ in range(3):
+        for times, groups in zip(each, ([asked], [[request] for request in asked]), strict=True):
+            times.append(serve(groups))
+    together, alone = (min(times) for times in each)
+    print(
+        f"  16 requests, {tokens} tokens: together {tokens / together:.1f} tokens/s, one at a time "
+        f"{tokens / alone:.1f}: {alone / together:.2f} times"
+    )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs at all")
-    parts = {"a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e, "f": part_f}
-    run_parts(parser, parts, "a,b,c,d,e,f")
+    parts = {
+        "a": part_a,
+        "b": part_b,
+        "c": part_c,
+        "d": part_d,
+        "e": part_e,
+        "f": part_f,
+        "g": part_g,
+    }
+    run_parts(parser, {**parts, "h": part_h}, "a,b,c,d,e,f,g,h", anywhere="h")

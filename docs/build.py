@@ -180,7 +180,13 @@ def index(sources: dict[str, str]) -> str:
         "",
     ]
     return "\n".join(
-        [*head, *rows, "", "What the source texts got wrong: [errata](../errata.md).", ""]
+        [
+            *head,
+            *rows,
+            "",
+            "By the sections of the source texts: [texts](../texts.md). What they got wrong: [errata](../errata.md).",
+            "",
+        ]
     )
 
 

@@ -39,7 +39,8 @@ def draw(name: str) -> str:
         for scheme, ink in (("light", "#1c1c1c"), ("dark", "#e6e6e6"))
     )
     style = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
-    text = PICTURES[name]()
+    # A template gives Markup, which would escape what is put into it.
+    text = str(PICTURES[name]())
     size = re.sub(r'viewBox="0 0 (\d+) (\d+)"', r'width="\1" height="\2" \g<0>', text, count=1)
     return size.replace("</title>", f"</title>{style}", 1) + "\n"
 
@@ -81,6 +82,69 @@ def grids(
     }
     template = page.templates().from_string(GRIDS)
     return template.render(**values, panels=panels, tables=tables)
+
+
+BOARD = """
+{%- from "pictures.svg" import picture -%}
+{%- call picture(width, height, title) -%}
+{%- for points, tip in arrows -%}
+<polyline points="{{ points }}" fill="none" stroke="currentColor"/><polygon points="{{ tip }}" fill="currentColor"/>
+{%- endfor %}
+{%- for left, top, wide, tall, colour in boxes %}
+{%- set edge = colour|colour if colour >= 0 else "currentColor" -%}
+<rect x="{{ left|c }}" y="{{ top|c }}" width="{{ wide|c }}" height="{{ tall|c }}" stroke="{{ edge }}"
+{%- if colour >= 0 %} fill="{{ edge }}" fill-opacity=".25" stroke-width="2"
+{%- else %} fill="none"{% if colour == -2 %} opacity=".35"{% endif %}{% endif %}/>
+{%- endfor %}
+{%- for x, y, words, anchor in texts -%}
+<text x="{{ x|c }}" y="{{ y|c }}" text-anchor="{{ anchor }}" font-size="11" fill="currentColor">{{ words }}</text>
+{%- endfor -%}
+{%- endcall -%}
+"""
+
+
+class Board:
+    """The boxes and arrows of learn/picture.py as SVG."""
+
+    unit = 52.0
+
+    def __init__(self, title: str):
+        self.title = title
+        self.boxes: list[tuple[tuple[float, float], tuple[float, float], str, int]] = []
+        self.arrows: list[tuple[tuple[float, float], ...]] = []
+
+    def box(
+        self, at: tuple[float, float], size: tuple[float, float], text: str, colour: int
+    ) -> None:
+        self.boxes.append((at, size, text, colour))
+
+    def arrow(self, *points: tuple[float, float]) -> None:
+        self.arrows.append(points)
+
+    def end(self, width: float, low: float, high: float) -> None:
+        u = self.unit
+        boxes, texts, arrows = [], [], []
+        for (x, y), (w, h), text, colour in self.boxes:
+            middle = u * x, u * (high - y)
+            if w:
+                boxes.append((middle[0] - u * w / 2, middle[1] - u * h / 2, u * w, u * h, colour))
+            if text:
+                at = (middle[0] + u * w / 2 - 5, "end") if colour == -2 else (middle[0], "middle")
+                texts.append((at[0], middle[1] + 4, text, at[1]))
+        for points in self.arrows:
+            *_, (a, b), (x, y) = placed = [(u * x, u * (high - y)) for x, y in points]
+            along, across = ((x > a) - (x < a), (y > b) - (y < b)), 3.5
+            base = x - 8 * along[0], y - 8 * along[1]
+            side = across * along[1], across * along[0]
+            tip = [
+                (x, y),
+                (base[0] + side[0], base[1] + side[1]),
+                (base[0] - side[0], base[1] - side[1]),
+            ]
+            arrows.append([" ".join(f"{p:.1f},{q:.1f}" for p, q in line) for line in (placed, tip)])
+        size = {"width": u * width, "height": u * (high - low)}
+        parts = {"boxes": boxes, "texts": texts, "arrows": arrows, "title": self.title}
+        self.text = page.templates().from_string(BOARD).render(**parts, **size)
 
 
 def steps(low: float, high: float, count: int) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from drawing import QUERIES, Matrix, grids, picture, series, steps
+from drawing import QUERIES, Board, Matrix, grids, picture, series, steps
 
 from regard.attention import GQA, MLA, Context, Terms, weights
 from regard.attention.pooling import KERNELS, one_loop, regress
@@ -12,6 +12,9 @@ from regard.attention.sparse import choose, index_scores
 from regard.learn.explain import fill, real
 from regard.learn.mechanisms import cache_numbers, dot_products, saturation, softmax_jacobian
 from regard.learn.mechanisms import cross_attention as cross_topic
+from regard.learn.mechanisms import self_attention as self_topic
+from regard.learn.mechanisms import worked_masked as masked_topic
+from regard.learn.picture import setups, sketch
 from regard.mask import Causal, Full, Mask, Prefix, Span, Visible, Window
 from regard.position import Rope, sinusoid
 from regard.report import page
@@ -108,6 +111,45 @@ def online_softmax() -> str:
     }
     curves = [series(name, keys, values, dots=True) for name, values in found.items()]
     return page.lines(curves, "Scores 1, 3, 2, 4, 0 and values 1 to 5, key by key", "key")
+
+
+# --- the whole Transformer --------------------------------------------------------------------------
+
+
+def architecture(title: str, *wanted: str) -> str:
+    sizes = {"layers": 6, "dim": 512, "heads": 8, "width": 2048}
+    board = Board(title)
+    sketch(board, {name: each for name, each in setups(sizes).items() if name[:4] in wanted})
+    return board.text
+
+
+@picture
+def transformer() -> str:
+    title = "The Transformer of 2017: an encoder of six layers, and a decoder of six that reads it"
+    return architecture(title, "2017")
+
+
+@picture
+def set_ups() -> str:
+    title = "One tower alone: GPT, whose tokens see the past, and BERT, whose tokens see everything"
+    return architecture(title, "GPT:", "BERT")
+
+
+@picture
+def self_attention() -> str:
+    tables = self_topic.tables({})[:2]
+    parts = {t.title: [[float(x) for x in row[1:]] for row in t.rows] for t in tables}
+    return grids(parts, QUERIES, "Weights of two heads of one layer over the same three tokens")
+
+
+@picture
+def worked() -> str:
+    tables = masked_topic.tables({})
+    parts = {
+        n: [list(row[1:]) for row in tables[i].rows]
+        for n, i in (("divided by 2", 4), ("weights", 6))
+    }
+    return grids(parts, QUERIES, "Four tokens: scores, and the weights under the mask", most=1.6)
 
 
 # --- layers of attention ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from drawing import grids, picture, series, steps
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, Norm
 from regard.learn.explain import real
+from regard.learn.mechanisms import batch_norm as norm_topic
 from regard.learn.mechanisms import bleu as bleu_topic
 from regard.learn.mechanisms import lora as lora_topic
 from regard.learn.mechanisms import resume as resume_topic
@@ -84,6 +85,15 @@ def norms() -> str:
         }
     curves = [series(n, range(1, 7), y.tolist(), dots=True) for n, y in {"x": x, **made}.items()]
     return page.lines(curves, "One token before and after its norm", "feature")
+
+
+@picture
+def batch_norm() -> str:
+    tables = norm_topic.tables({})[:2]
+    parts = {t.title: [[float(x) for x in row[1:]] for row in t.rows] for t in tables}
+    axes = "row: token, column: feature; blue below 0, orange above"
+    title = "The same three tokens under LayerNorm and under BatchNorm"
+    return grids(parts, axes, title, most=1.7, signed=True)
 
 
 @picture

@@ -1,22 +1,30 @@
 """regard explain: what it prints, as text and as JSON, and how each mistake ends."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from regard.cli.main import main
-from regard.learn.explain import TOPICS
+from regard.learn.explain import CHAPTERS, TOPICS, find
+from regard.learn.picture import drawn, setups, sketch
 
 Said = pytest.CaptureFixture[str]
 
 
-def test_list_has_every_topic_with_its_question(capsys: Said) -> None:
+def test_list_has_every_topic_with_its_question_by_chapter(capsys: Said) -> None:
     assert main(["explain"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[: len(TOPICS)]] == [t.name for t in TOPICS]
-    assert all(t.question in line for t, line in zip(TOPICS, lines))
+    blocks = capsys.readouterr().out.split("\n\n")
+    assert [block.splitlines()[0] for block in blocks[:-1]] == list(CHAPTERS)
+    lines = {x.split()[0]: x for block in blocks[:-1] for x in block.splitlines()[1:]}
+    assert lines.keys() == {t.name for t in TOPICS}
+    assert all(t.question in lines[t.name] for t in TOPICS)
     assert main(["explain", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == len(TOPICS)
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == len(TOPICS)
+    assert {"chapter", "topic", "question", "words"} == set(found[0])
 
 
 def test_topic_prints_question_formula_numbers_and_code(capsys: Said) -> None:
@@ -59,10 +67,11 @@ def test_matrices_are_rows_divided_by_semicolons(capsys: Said) -> None:
     """The 2 x 2 example of the worked numbers."""
     assert main(["explain", "scaled dot-product attention", *TWO, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    weights, out = (table["rows"] for table in found["tables"])
-    assert [row[-1] for row in weights] == pytest.approx(
-        [0.5070705964, 0.4929294036, 0.503535475, 0.496464525]
-    )
+    weights, out = (table["rows"] for table in found["tables"][-2:])
+    assert [row[1:] for row in weights] == [
+        pytest.approx([0.5070705964, 0.4929294036]),
+        pytest.approx([0.503535475, 0.496464525]),
+    ]
     assert [row[1:] for row in out] == [
         pytest.approx([1.0028282386, 0.9985858807]),
         pytest.approx([1.00141419, 0.999292905]),
@@ -73,13 +82,25 @@ def test_matrices_are_rows_divided_by_semicolons(capsys: Said) -> None:
 
 def test_matrices_may_have_one_row_and_negative_numbers(capsys: Said) -> None:
     assert main(["explain", "attention", "--q", "-1 0;", "--k", "-2 1;", "--v", "-3 -4"]) == 0
-    assert capsys.readouterr().out.split("output")[1].split()[:4] == ["o_1", "o_2", "-3", "-4"]
+    said = capsys.readouterr().out.split("weights times values")[1].split()
+    assert said[:6] == ["query", "o_1", "o_2", "1", "-3", "-4"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["sofmax"], "did you mean 'softmax'?"),
+        (
+            ["sofmax"],
+            "there is no topic 'sofmax'; the nearest are softmax, masks and online-softmax",
+        ),
+        (["no", "such", "thing"], "there is no topic 'no'; the nearest are"),
+        (
+            ["softmax", "--output", "softmax"],
+            "--output softmax: give a name that ends in .png, .svg",
+        ),
+        (["softmax", "--output", "softmax.jpg"], "give a name that ends in .png, .svg or .pdf"),
+        (["softmax", "--output", "nowhere/x.png"], "there is no folder nowhere; make it first"),
+        (["--output", "x.png"], "say which topic"),
         (["softmax", "--v", "1"], "softmax has no --v; it takes --x"),
         (["softmax", "one"], "'one' is no number"),
         (["softmax", "--x"], "--x needs numbers"),
@@ -93,7 +114,7 @@ def test_matrices_may_have_one_row_and_negative_numbers(capsys: Said) -> None:
         ),
         (["attention", "--q", "1 0; 1"], "--q needs rows of as many numbers each"),
         (["attention", "--q", "1 0 2;"], "are not rows of 3; rows are divided by semicolons"),
-        (["attention", "--v", "1; 2"], "are not 3 rows; rows are divided by semicolons"),
+        (["attention", "--v", "1; 2; 3"], "are not 2 rows; rows are divided by semicolons"),
         (["softmax", "1; 2"], "'1;' is no number"),
     ],
 )
@@ -101,3 +122,90 @@ def test_mistake_is_one_line_and_code_two(arguments: list[str], said: str, capsy
     assert main(["explain", *arguments]) == 2
     out, err = capsys.readouterr()
     assert not out and said.removeprefix("it ") in err and len(err.splitlines()) == 1
+
+
+def test_words_may_stand_without_quotes(capsys: Said) -> None:
+    assert main(["explain", "layer", "norm", "1", "2", "6"]) == 0
+    assert "norms: What" in (out := capsys.readouterr().out) and "--x 1 2 6" in out
+
+
+# One of each kind: bars, lines, a log scale, a map with a sign, several maps, the figure.
+PICTURES = ("softmax", "decoding", "cost", "jacobian", "masks", "transformer")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_of_a_topic_is_written(name: str, tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "picture.png"
+    assert main(["explain", name, "--output", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert find(name).question in capsys.readouterr().out
+
+
+def test_picture_may_be_svg_or_pdf(tmp_path: Path, capsys: Said) -> None:
+    for ending, first in ((".svg", b"<?xml"), (".pdf", b"%PDF")):
+        path = tmp_path / f"picture{ending}"
+        assert main(["explain", "softmax", "1", "2", "--output", str(path)]) == 0
+        assert path.read_bytes().startswith(first)
+
+
+def test_every_topic_has_a_picture_of_a_known_kind() -> None:
+    kinds = {"bars", "lines", "log", "map", "masks", "figure"}
+    for each in TOPICS:
+        found = [table for table in each.tables({}) if table.draw]
+        assert found, each.name
+        for table in found:
+            kind, _, column = table.draw.partition(" ")
+            assert kind in kinds
+            assert not column or any(name.startswith(column) for name in table.columns)
+
+
+def test_picture_shows_the_numbers_of_the_call() -> None:
+    topic = find("softmax")
+    values = topic.read({"x": ("0", "0", "0", "0")})
+    (axes,) = drawn(topic, values).axes
+    assert [bar.get_height() for bar in axes.patches] == [0.25] * 4
+    topic = find("jacobian")
+    values = topic.read({})
+    (axes,) = drawn(topic, values).axes
+    shown = torch.tensor(axes.images[0].get_array().tolist())[:, :3]
+    p = torch.tensor([1.0, 2.0, 3.0]).softmax(-1)
+    torch.testing.assert_close(shown, torch.diag(p) - p[:, None] * p)
+
+
+class Notes:
+    """A board that keeps what is drawn."""
+
+    def __init__(self) -> None:
+        self.boxes: list[tuple[tuple[float, float], str, int]] = []
+        self.arrows: list[tuple[tuple[float, float], ...]] = []
+
+    def box(self, at: Any, size: Any, text: str, colour: int) -> None:
+        self.boxes.append((at, text, colour))
+
+    def arrow(self, *points: Any) -> None:
+        self.arrows.append(points)
+
+    def end(self, *sizes: float) -> None:
+        self.sizes = sizes
+
+
+def test_figure_of_the_transformer_is_that_of_the_models() -> None:
+    board = Notes()
+    towers = setups({"layers": 3, "dim": 64, "heads": 4, "width": 128})
+    sketch(board, towers)
+    texts = [text for _, text, _ in board.boxes]
+    assert texts.count("x 3") == texts.count("feed-forward") == 4
+    assert texts.count("causal self-attention") == 2 == texts.count("self-attention, both ways")
+    assert texts.count("cross-attention") == 1 and texts.count("states of the source") == 1
+    # one norm before each of two sub-layers and one at the end; one after each of 2, 2 and 3
+    assert texts.count("norm") == 3 + 2 + 2 + 3 and texts.count("+") == 2 + 2 + 2 + 3
+    # the encoder's last box is where the decoder's second attention gets its arrow from
+    (across,) = [
+        a
+        for a in board.arrows
+        if len(a) == 4 and a[0][0] < a[-1][0] and a[0][1] != a[-1][1] and a[1][0] > a[0][0]
+    ]
+    (source,) = [at for at, text, _ in board.boxes if text == "states of the source"]
+    (cross,) = [at for at, text, _ in board.boxes if text == "cross-attention"]
+    assert across[0] == pytest.approx((source[0] + 1.5, source[1]))
+    assert across[-1] == pytest.approx((cross[0] - 1.5, cross[1]))

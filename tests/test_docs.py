@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -114,6 +115,7 @@ def test_pictures_need_nothing_else() -> None:
     for name, text in built().items():
         if name.endswith(".svg"):
             assert text.startswith("<svg ") and "<title>" in text and "<script" not in text
+            assert ElementTree.fromstring(text).get("width")
             assert not re.search(r'(?:href|src)="(?!data:)|url\(', text)
             assert "prefers-color-scheme: dark" in text
 

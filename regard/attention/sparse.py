@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention.core import Terms, softmax
+from regard.attention.core import Terms
 from regard.attention.latent import MLA
 from regard.attention.multihead import GQA
 from regard.attention.protocol import Context, Entries, Mechanism, Seen
@@ -30,7 +30,8 @@ class DSA:
 
     I_ts = sum_j w_tj ReLU(q_tj . k_s / sqrt(D)) / sqrt(H),  w_t = W_w x_t;  S_t = the `topk` largest I_ts of the
     visible s, ties going to the earliest;  o_t = attention of t over S_t.   topk >= s is the dense layer itself.
-    Cache per token: the attention's own, and D.   Work per query: H D s for the index, then k instead of s.
+    Cache per token: the attention's own, and D; in fp8 D + 16 bytes.   Work per query: H D s for the index, then k
+    instead of s.
     """
 
     attention: GQA | MLA
@@ -101,16 +102,31 @@ class Indexer(nn.Module):
         return self._place(self.k_norm(self.wk(x))[:, :, None], ctx)[:, :, 0]  # b t D
 
     def _place(self, x: Tensor, ctx: Context) -> Tensor:
-        r = self.config.rope_dim
-        if r:
-            turned = ctx.turn(x[..., :r], self.config.attention.rope, "half")
-            x = torch.cat([turned, x[..., r:]], -1)
+        x = self.turned(x, ctx) if self.config.rope_dim else x
         return hadamard(x) if self.config.hadamard else x
 
+    def turned(self, x: Tensor, ctx: Context) -> Tensor:
+        r = self.config.rope_dim
+        turned = ctx.turn(x[..., :r], self.config.attention.rope, "half")
+        return torch.cat([turned, x[..., r:]], -1)
+
     def scores(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
-        """I (b t s) of queries (b t H D) against every key (b s D); x gives the head weights."""
+        """I (b t s) of queries (b t H D) against every key that was kept; x gives the head weights."""
         dots = self.dots(q, k)
-        return self.join(dots, self.ww(x).to(dots.dtype) * (self.h * self.d) ** -0.5)
+        return self.join(dots, self.weights(x).to(dots.dtype))
+
+    def weights(self, x: Tensor) -> Tensor:
+        return self.ww(x) * (self.h * self.d) ** -0.5  # b t H
+
+    @property
+    def width(self) -> int:
+        """Numbers that a cache keeps of a key."""
+        size = self.k_norm.weight.element_size()
+        return fp8_bytes(self.d) // size if self.config.precision == "fp8" else self.d
+
+    def kept(self, k: Tensor) -> Tensor:
+        """Keys (b t D) as a cache keeps them."""
+        return packed_fp8(k) if self.config.precision == "fp8" else k
 
     def dots(self, q: Tensor, k: Tensor) -> Tensor:
         return (fp8_dots if self.config.precision == "fp8" else dots_exact)(q, k)
@@ -134,17 +150,37 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def fp8_dots(q: Tensor, k: Tensor, dots: Callable[[Tensor, Tensor], Tensor] = dots_exact) -> Tensor:
-    """The same with q and k rounded to float8 e4m3, one scale a row; on the tensor cores where they have it."""
+    """The same with q and k rounded to float8 e4m3, one scale a row; on the tensor cores where they have it. k comes
+    from `packed_fp8`."""
     q8, q_scale = to_fp8(q)
-    k8, k_scale = to_fp8(k)
+    bits = k.contiguous().view(torch.uint8)
+    k8 = bits[..., : q.shape[-1]].contiguous().view(torch.float8_e4m3fn)
+    k_scale = bits[..., -16:-12].contiguous().view(torch.float32)
     modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
-    if dots is dots_exact and modern and q.shape[-1] % 16 == 0:
+    if dots is dots_exact and modern and q.shape[-1] % 16 == k.shape[1] % 16 == 0:
         one, pairs = torch.ones((), device=q.device), zip(q8.flatten(1, 2), k8.mT, strict=True)
         rows = [torch._scaled_mm(a, b, one, one, out_dtype=torch.float32) for a, b in pairs]
         raw = torch.stack(rows).unflatten(1, q.shape[1:3])
     else:
         raw = dots(q8, k8)
     return raw * q_scale * k_scale[:, None, None, :, 0]
+
+
+def fp8_bytes(d: int) -> int:
+    """Of d float8 numbers and a scale, in steps of 16 bytes, which memory is read by."""
+    return -(-d // 16) * 16 + 16
+
+
+@torch.no_grad()
+def packed_fp8(k: Tensor) -> Tensor:
+    """The bits of keys (... D) in float8, and of their scales behind them, in numbers of k's type: no cache needs to
+    know what they are."""
+    k8, scale = to_fp8(k)
+    room = k.new_zeros(*k.shape[:-1], fp8_bytes(k.shape[-1]) // k.element_size())
+    bits = room.view(torch.uint8)
+    bits[..., : k.shape[-1]] = k8.view(torch.uint8)
+    bits[..., -16:-12] = scale.view(torch.uint8)
+    return room
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,17 +214,6 @@ def choose(scores: Tensor, k: int) -> Tensor:
     return chosen.nonzero()[:, -1].view(*scores.shape[:-1], k)
 
 
-def index_loss(scores: Tensor, dense: Tensor, visible: Tensor) -> Tensor:
-    """How the indexer is trained: KL(p || softmax(I)), p the dense weights (b h t s) summed over heads and
-    normalised; a mean over rows that see something. First on all visible keys, then on the chosen ones."""
-    p = dense.detach().sum(1)
-    p = p / p.sum(-1, keepdim=True).clamp(min=1e-12)
-    log_q = softmax(scores, visible).clamp(min=1e-12).log()
-    rows = visible.any(-1)
-    kl = (p * (p.clamp(min=1e-12).log() - log_q)).sum(-1)
-    return (kl * rows).sum() / rows.sum().clamp(min=1)
-
-
 # --- attention over the choice ------------------------------------------------------------------------------------
 
 
@@ -204,7 +229,8 @@ class SparseAttention(Mechanism):
 
     def cache_spec(self) -> CacheSpec:
         spec = self.attention.cache_spec()
-        return CacheSpec(token={**spec.token, "index_k": (self.config.index_dim,)})
+        token = {**spec.token, "index_k": (self.indexer.width,)}
+        return CacheSpec(token=token, turned=None)
 
     def flops(self, context: int) -> int:
         index = 2 * context * self.indexer.h * self.indexer.d
@@ -212,7 +238,8 @@ class SparseAttention(Mechanism):
 
     def enter(self, x: Tensor, ctx: Context) -> tuple[tuple[Tensor, Tensor, Tensor], Entries]:
         c_q = self.attention.query_input(x)
-        new = {**self.attention.entries(x, ctx), "index_k": self.indexer.keys(x, ctx)}
+        index_k = self.indexer.kept(self.indexer.keys(x, ctx))
+        new = {**self.attention.entries(x, ctx), "index_k": index_k}
         return (self.attention.queries(c_q, ctx), c_q, x), new
 
     def mix(self, q: Any, kept: Entries, mask: Seen, ctx: Context, bias: Tensor | None) -> Tensor:

@@ -1,80 +1,74 @@
-"""regard explain: a mechanism in the terminal."""
+"""regard explain: a mechanism in the terminal, or as a picture."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Annotated
+import ast
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from regard.cli.shared import Switch
+from regard.cli.shared import Switch, output_file
 from regard.errors import UsageError
 
-Many = Annotated[tuple[str, ...] | None, arg(metavar="N ...", help_behavior_hint="")]
-One = Annotated[tuple[str, ...] | None, arg(metavar="N", help_behavior_hint="")]
-Text = Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")]
+
+def told(text: str, metavar: str = "N ...") -> Any:
+    return arg(metavar=metavar, help=text, help_behavior_hint="")
 
 
 @dataclass(frozen=True)
-class Options:
+class Question:
     """A mechanism in a formula, in numbers that you may change, and the file that implements it.
 
-    regard explain                                            the topics
+    regard explain                                            the topics, by chapter
+    regard explain positional encoding                        any word for a topic will do
     regard explain softmax 1 2 3                              numbers: the first thing that a topic takes
     regard explain online-softmax --x 1 3 2 --v 1 2 3         one step per key
     regard explain attention --q "1 0; 0 1" --k "1 0; 0 1; 1 1" --v "1; 2; 4"
-    regard explain kv-cache --tokens 4096 --kv-heads 2
+    regard explain transformer --output transformer.png       the picture of a topic
     """
 
-    # what to explain; all are listed if left out
-    topic: Annotated[Positional[str | None], arg(metavar="[TOPIC]", help_behavior_hint="")] = None
-    # for the first option that the topic takes
-    numbers: Annotated[
-        Positional[tuple[str, ...]], arg(metavar="[N ...]", help_behavior_hint="")
-    ] = ()
-    x: Many = None  # scores, logits or a vector, as the topic says
-    a: Many = None  # of [a, a, 2a]
-    q: Many = None  # a query, or queries: rows are divided by semicolons
-    k: Many = None  # keys, one after the other
-    v: Many = None  # values
-    w: Many = None  # weights or probabilities
-    pos: Many = None  # positions or distances
-    tokens: Many = None  # how many tokens
-    steps: Many = None  # steps of training, or back in time
-    dim: Many = None  # width of the model, or of a vector
-    rank: Many = None  # of LoRA, or of MLA's query latent
-    patch: Many = None  # sides of a patch
-    size: One = None  # side of an image
-    heads: One = None
-    kv_heads: One = None
-    head_dim: One = None
-    latent: One = None  # of MLA
-    rope_dim: One = None  # of MLA
-    layers: One = None
-    window: One = None  # of a mask
-    width: One = None  # of a kernel, or inside a feed-forward
-    topk: One = None
-    p: One = None  # mass of top-p
-    temperature: One = None
-    beams: One = None
-    base: One = None  # of the frequencies
-    buckets: One = None  # of T5's bias
-    eps: One = None
-    alpha: One = None  # of LoRA
-    label: One = None
-    warmup: One = None
-    text: Text = None  # what was said, for bleu
-    reference: Text = None  # what should have been said
-    json: Switch = False  # one JSON object
+    topic: Annotated[Positional[str | None], told("what to explain", "[TOPIC]")] = None
+    numbers: Annotated[Positional[tuple[str, ...]], told("for its first option", "[N ...]")] = ()
+    output: Annotated[str | None, told("draw its numbers: .png, .svg or .pdf", "FILE")] = None
+    json: Annotated[Switch, arg(help="one JSON object")] = False
 
 
-def run(options: Options) -> int:
-    from regard.learn.explain import explained, listed
+def _flags() -> list[tuple[str, Any, None]]:
+    """An option for each input of a topic, and which topics take it; read from their source, as
+    importing them would import torch, for which help need not wait."""
+    takers: dict[str, list[str]] = {}
+    source = Path(__file__).parents[1] / "learn" / "mechanisms.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", ())]
+        if isinstance(node, ast.FunctionDef) and any(m.startswith("topic(") for m in marks):
+            for each in node.args.args:
+                takers.setdefault(each.arg, []).append(node.name.strip("_").replace("_", "-"))
+    kind = tuple[str, ...] | None
+    return [(n, Annotated[kind, told(f"for {', '.join(t)}")], None) for n, t in takers.items()]
 
-    given = {n: x for n, x in dataclasses.asdict(options).items() if x is not None}
-    topic, numbers, as_json = given.pop("topic", None), given.pop("numbers"), given.pop("json")
-    if topic is None and given:
-        raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
-    print(listed(as_json) if topic is None else explained(topic, numbers, given, as_json=as_json))
+
+Options = make_dataclass("Options", _flags(), bases=(Question,), frozen=True)
+Options.__doc__ = Question.__doc__
+
+
+def run(options: Question) -> int:
+    from regard.learn.explain import called, explained, listed
+
+    own = {field.name for field in fields(Question)}
+    given = {n: x for n, x in asdict(options).items() if n not in own and x is not None}
+    if options.topic is None:
+        if given or options.output:
+            raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
+        print(listed(options.json))
+        return 0
+    said = explained(options.topic, options.numbers, given, as_json=options.json)
+    if options.output:
+        from regard.learn.picture import drawn
+        from regard.see.plots import FORMATS, save
+
+        path = output_file(options.output, tuple(FORMATS), ".png, .svg or .pdf")
+        save(drawn(*called(options.topic, options.numbers, given)), path)
+    print(said)
     return 0

@@ -3,13 +3,13 @@
 A group holds `beams` running texts and the best `beams` finished ones. Each step takes the best continuations over all
 running texts, files those that end, and goes on with the rest. A finished text scores
 log probability / length ** penalty. A group is done when its finished texts cannot be beaten: by the bound that
-`early_stopping` chooses.
+`early_stopping` chooses. A step is tensors of fixed shape, for every runner: `select`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.cache import Cache
-from regard.decode.columns import PENALTIES, counts, forced, held
-from regard.decode.rows import BROKEN
-from regard.decode.sampling import repeat
+from regard.decode.columns import Columns, adjusted, used_by
+from regard.decode.rows import BROKEN, Row
 from regard.decode.settings import Event, Request, Result, Settings
-from regard.kernels.c.rows import choose
+from regard.kernels.c.rows import choose as best_of
+from regard.kernels.triton.sample import largest
 
 WORST = -1.0e9
 ROOM = 32  # places for tokens at first; they double as texts grow
@@ -62,9 +62,11 @@ class Beams:
             torch.zeros(groups, dtype=torch.long, device=device),
         )
 
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, f.name) for f in fields(self)]
+
     def each(self, f: Any, *others: Beams) -> Beams:
-        names = self.__dataclass_fields__
-        return Beams(*(f(*(getattr(b, n) for b in (self, *others))) for n in names))
+        return Beams(*map(f, self.tensors(), *(b.tensors() for b in others)))
 
     def roomy(self, size: int) -> Beams:
         """With room for `size` tokens in every text."""
@@ -74,76 +76,83 @@ class Beams:
     @property
     def last(self) -> Tensor:
         """The newest token of every beam (g w)."""
-        at = (self.count - 1)[:, None, None].expand(-1, self.ids.shape[1], 1)
+        at = (self.count - 1).clamp(max=self.ids.shape[-1] - 1)[:, None, None]
+        at = at.expand(-1, self.ids.shape[1], 1)
         return self.ids.gather(2, at)[..., 0]
 
 
 @dataclass
 class Rules:
-    """The settings of g requests as columns (g 1); and what they say of single tokens (g V), where any does."""
+    """What the settings of g requests say of their search, as columns (g 1)."""
 
-    each: list[Settings]
     most: Tensor
     length_penalty: Tensor
     first: Tensor  # done when as many texts are finished as there are beams
     hopeful: Tensor  # the bound takes running texts to reach their full length
     diversity: Tensor
     eos: Tensor  # g e, filled up with -1
-    bias: Tensor | None  # bans too
-    seen: Tensor | None  # how often the prompt has each token, where some penalty asks
-    penalties: list[Tensor]  # repetition, presence, frequency (g 1 1)
 
     @staticmethod
-    def of(requests: list[Request], like: Tensor) -> Rules:
-        """Like logits (... V)."""
-        each, vocab, device = [r.settings for r in requests], like.shape[-1], like.device
+    def of(requests: Sequence[Request], ends: int) -> Rules:
+        """On the host; with room for so many end tokens."""
+        each = [r.settings for r in requests]
+        columns = [
+            [s.max_new_tokens for s in each],
+            [s.length_penalty for s in each],
+            [s.early_stopping == "first" for s in each],
+            [s.early_stopping == "never" and s.length_penalty > 0 for s in each],
+            [s.diversity for s in each],
+        ]
+        eos = [[*s.eos, *[-1] * (ends - len(s.eos))] for s in each]
+        most, penalty, first, hopeful, diversity = (torch.tensor(x)[:, None] for x in columns)
+        return Rules(most, penalty, first, hopeful, diversity, torch.tensor(eos))
 
-        def column(values: Iterable[Any]) -> Tensor:
-            return torch.tensor(list(values), device=device)[:, None]
-
-        longest = max(len(s.eos) for s in each)
-        eos = [[*s.eos, *[-1] * (longest - len(s.eos))] for s in each]
-        bias = seen = None
-        if any(s.logit_bias or s.banned for s in each):
-            bias = torch.zeros(len(each), vocab, device=device)
-            for i, s in enumerate(each):
-                for token, value in s.logit_bias:
-                    bias[i, token] += value
-                bias[i, list(s.banned)] = -torch.inf
-        if any(getattr(s, name) != idle for s in each for name, idle in PENALTIES.items()):
-            seen = counts([r.ids for r in requests], torch.zeros(len(each), vocab, device=device))
-        return Rules(
-            each,
-            column(s.max_new_tokens for s in each),
-            column(s.length_penalty for s in each),
-            column(s.early_stopping == "first" for s in each),
-            column(s.early_stopping == "never" and s.length_penalty > 0 for s in each),
-            column(s.diversity for s in each),
-            torch.tensor(eos, dtype=torch.long, device=device).view(len(each), longest),
-            bias,
-            seen,
-            [column(getattr(s, name) for s in each)[:, None] for name in PENALTIES],
-        )
+    def each(self, f: Any) -> Rules:
+        return Rules(*(f(getattr(self, x.name)) for x in fields(self)))
 
     def score(self, total: Tensor, length: Tensor) -> Tensor:
         """Log probabilities (g k) of texts of some length (g 1), with the length penalty."""
         return total / length.to(total.dtype) ** self.length_penalty
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What requests of one lane have in common: beams, the groups that these are in, and the candidates of a group:
+    should every end token be among them, enough are left to go on."""
+
+    beams: int
+    groups: int
+    candidates: int
+
+    @staticmethod
+    def of(s: Settings) -> Shape:
+        return Shape(s.beams, s.groups, max(2, 1 + len(s.eos)) * (s.beams // s.groups))
+
+    @property
+    def width(self) -> int:
+        """Beams of a group."""
+        return self.beams // self.groups
+
+    @property
+    def ends(self) -> int:
+        """End tokens that there is room for."""
+        return self.candidates // self.width - 1
+
+
 class BeamLane:
-    """Requests with as many beams, groups and candidates, each by its own settings, over one cache."""
+    """Requests of one shape, each by its own settings, over one cache."""
 
     def __init__(self, cache: Cache, requests: list[Request]):
         self.cache, self.requests_ = cache, requests
-        s = requests[0].settings
-        self.beams, self.groups = s.beams, s.groups
+        s = self.shape = Shape.of(requests[0].settings)
         size = min(max(r.settings.max_new_tokens for r in requests), ROOM)
-        n = len(requests) * s.groups
-        self.state = Beams.start(n, s.beams // s.groups, size, cache.device)
-        self.rules: Rules | None = None  # made anew when requests come or go
+        self.state = Beams.start(len(requests) * s.groups, s.width, size, cache.device)
+        # Both are made anew when requests come or go.
+        self.rules: Rules | None = None
+        self.columns: Columns | None = None
+        self.said = [0] * len(requests)
         self.closed = [False] * len(requests)
         self.broken = [False] * len(requests)
-        self.made = 0  # tokens of the longest text
 
     def step(self, model: Any, backend: str) -> list[Event]:
         ids = self.state.last.view(-1, 1)
@@ -151,85 +160,65 @@ class BeamLane:
 
     def choose(self, logits: Tensor) -> list[Event]:
         """Advance every group by logits (rows V); then put the cache's rows in the new order."""
-        g, logits = len(self.requests_), logits.float()
+        n, logits, shape = len(self.requests_), logits.float(), self.shape
         if self.rules is None:
-            self.rules = Rules.of(self.requests_, logits)
-        if self.made == self.state.ids.shape[-1]:
-            self.state = self.state.roomy(min(2 * self.made, int(self.rules.most.max())))
-        self.made += 1
-        best = Best.of(logits, self.state, self.rules)
-        bad = ~best.norm.isfinite()
-        self.broken = bad.view(g, -1).any(-1).tolist()
+            self.rules = Rules.of(self.requests_, shape.ends).each(lambda x: x.to(logits.device))
+        room = self.state.ids.shape[-1]
+        if max(self.said) == room:
+            most = max(r.settings.max_new_tokens for r in self.requests_)
+            self.state = self.state.roomy(min(2 * room, most))
+        norm, best, columns = self._best(logits)
+        bad = ~norm.isfinite()
+        self.broken = bad.view(n, -1).any(-1).tolist()
         if any(self.broken):
             logits = logits.masked_fill(bad[:, None], 0.0)
-            best = Best.of(logits, self.state, self.rules)
-        shape = (g, self.groups, self.beams // self.groups, -1)
-        parents, over = self._advance(logits.view(shape), best, self.rules)
-        rows = (torch.arange(g, device=logits.device)[:, None] * self.beams + parents).view(-1)
+            norm, best, columns = self._best(logits)
+        self.state, parents, over = select(
+            self.state, self.rules, shape, logits, norm, columns, best
+        )
+        self.said = [said + 1 for said in self.said]
+        rows = (torch.arange(n, device=logits.device)[:, None] * shape.beams + parents).view(-1)
         if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
             self.cache = self.cache.take(rows, min(len(r.ids) for r in self.requests_))
         ends = over.tolist()
-        self.closed = [ends[i] or self.broken[i] for i in range(g)]
+        self.closed = [ends[i] or self.broken[i] for i in range(n)]
         return []
 
-    def _advance(self, logits: Tensor, best: Best, rules: Rules) -> tuple[Tensor, Tensor]:
-        """All groups of beams one after the other, as a later one avoids what the earlier ones just said. logits
-        (g groups w V) -> the parent of every beam (g beams) within its request, and which requests are done (g)."""
-        g, groups, w, v = logits.shape
-        if groups == 1:
-            self.state, parents, over = advance(self.state, logits[:, 0], best, None, rules)
-            return parents, over
-        said, norm = torch.zeros(g, v, device=logits.device), best.norm.view(g, groups, -1)
-        found, ends = [], []
-        for k in range(groups):
-            at = torch.arange(k, g * groups, groups, device=logits.device)
-            part = self.state.each(lambda x, at=at: x[at])
-            mine = Best(norm[:, k].flatten())
-            part, parents, over = advance(part, logits[:, k], mine, said * rules.diversity, rules)
-            self.state = self.state.each(lambda x, y, at=at: x.index_copy(0, at, y), part)
-            said = said.scatter_add(1, part.last, torch.ones_like(part.score))
-            found.append(parents + k * w)
-            ends.append(over)
-        return torch.cat(found, 1), torch.stack(ends).all(0)
+    def _best(self, logits: Tensor) -> tuple[Tensor, Best | None, dict[str, Tensor]]:
+        """The log sum exp of every row; the largest logits where nothing changes them but bans, else what does."""
+        each = [r.settings for r in self.requests_]
+        used = frozenset().union(*map(used_by, each, self.said, self.said))
+        bans = {s.banned for s in each}
+        alike = len(bans) == 1 and not any(s.logit_bias for s in each)
+        if self.shape.groups == 1 and not used - ({"bias"} if alike else set()):
+            (banned,) = bans
+            many = min(self.shape.candidates, logits.shape[1] - len(banned))
+            norm, top, token = best_of(logits, many, banned)
+            return norm, (top, token), {}
+        if self.columns is None:
+            rows = [Row(r, 0) for r in self.requests_ for _ in range(self.shape.beams)]
+            self.columns = Columns(len(rows), logits.shape[1], logits.device)
+            self.columns.put(range(len(rows)), rows)
+        return best_of(logits, 1)[0], None, self.columns.at(slice(None), used)
 
     def results(self, i: int, why: str = "") -> list[Result]:
         """The n best finished texts of request i; if it was stopped (`why`), running ones too."""
-        s, b, found = self.requests_[i].settings, self.state, []
-        if self.broken[i]:
-            return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
-        for row in range(i * s.groups, (i + 1) * s.groups):
-            size = int(b.count[row])
-            for j in range(s.beams // s.groups):
-                if bool(b.done[row, j]):
-                    found.append(self._result(row, j, int(b.done_size[row, j]), s))
-                if why and float(b.score[row, j]) > WORST / 2:
-                    score = float(b.score[row, j]) / size**s.length_penalty
-                    ids, logp = b.ids[row, j, :size].tolist(), b.logp[row, j, :size].tolist()
-                    found.append(Result(ids, logp, score, why))
-        found.sort(key=lambda r: -r.score)
-        return found[: s.n_best]
-
-    def _result(self, row: int, j: int, size: int, s: Settings) -> Result:
-        ids = self.state.done_ids[row, j, :size].tolist()
-        logp = self.state.done_logp[row, j, :size].tolist()
-        ends = bool(ids) and ids[-1] in s.eos
-        kept = ids[:-1] if ends else ids
-        score = float(self.state.done_score[row, j])
-        return Result(kept, logp[: len(kept)], score, "eos" if ends else "length")
+        k = self.shape.groups
+        texts = self.state.each(lambda x: x[i * k : (i + 1) * k])
+        return results(texts, self.requests_[i].settings, self.broken[i], why)
 
     def drop(self, index: list[int]) -> None:
         """These requests are over."""
         gone = set(index)
         kept = [i for i in range(len(self.requests_)) if i not in gone]
-        device = self.cache.device
+        device, shape = self.cache.device, self.shape
         at = torch.tensor(kept, dtype=torch.long, device=device)
-        rows = (at[:, None] * self.beams + torch.arange(self.beams, device=device)).view(-1)
+        rows = (at[:, None] * shape.beams + torch.arange(shape.beams, device=device)).view(-1)
         self.cache = self.cache.take(rows)
-        part = (at[:, None] * self.groups + torch.arange(self.groups, device=device)).view(-1)
-        self.state, self.rules = self.state.each(lambda x: x[part]), None
-        self.requests_ = [self.requests_[i] for i in kept]
-        self.closed = [self.closed[i] for i in kept]
-        self.broken = [self.broken[i] for i in kept]
+        part = (at[:, None] * shape.groups + torch.arange(shape.groups, device=device)).view(-1)
+        self.state, self.rules, self.columns = self.state.each(lambda x: x[part]), None, None
+        for name in ("requests_", "said", "closed", "broken"):
+            setattr(self, name, [getattr(self, name)[i] for i in kept])
 
     def join(self, other: BeamLane) -> None:
         self.cache = self.cache.join(other.cache)
@@ -237,10 +226,9 @@ class BeamLane:
         self.state = self.state.roomy(size).each(
             lambda a, b: torch.cat([a, b]), other.state.roomy(size)
         )
-        self.requests_ += other.requests_
-        self.closed += other.closed
-        self.broken += other.broken
-        self.made, self.rules = max(self.made, other.made), None
+        for name in ("requests_", "said", "closed", "broken"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.rules = self.columns = None
 
     def over(self) -> list[int]:
         """The places of requests that are done."""
@@ -254,50 +242,94 @@ class BeamLane:
         return self.requests_
 
 
-@dataclass
-class Best:
-    """The log sum exp of every row's logits (r); and, where nothing changes them but bans, the largest ones and their
-    tokens (r k)."""
+def results(b: Beams, s: Settings, broken: bool, why: str = "") -> list[Result]:
+    """The n best finished texts of a request, all of whose groups are here; with `why` running ones too."""
+    if broken:
+        return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
+    columns = (b.done, b.done_score, b.done_size, b.score, b.count[:, None].expand_as(b.score))
+    found: list[tuple[float, int, int, bool]] = []  # score, place, tokens, whether it runs
+    for i, row in enumerate(zip(*(x.flatten().tolist() for x in columns), strict=True)):
+        done, done_score, size, score, count = row
+        if done:
+            found.append((done_score, i, size, False))
+        if why and count and score > WORST / 2:
+            found.append((score / count**s.length_penalty, i, count, True))
+    out = []
+    for score, i, size, runs in sorted(found, key=lambda x: -x[0])[: s.n_best]:
+        texts = (b.ids, b.logp) if runs else (b.done_ids, b.done_logp)
+        ids, logp = (x.flatten(0, 1)[i, :size].tolist() for x in texts)
+        ends = not runs and bool(ids) and ids[-1] in s.eos
+        finish = why if runs else "eos" if ends else "length"
+        kept = ids[:-1] if ends else ids
+        out.append(Result(kept, logp[: len(kept)], score, finish))
+    return out
 
-    norm: Tensor
-    top: Tensor | None = None
-    token: Tensor | None = None
 
-    @staticmethod
-    def of(logits: Tensor, b: Beams, rules: Rules) -> Best:
-        s, each = rules.each[0], rules.each
-        changed = s.groups > 1 or rules.seen is not None
-        changed = changed or any(x.logit_bias or x.banned != s.banned for x in each)
-        if changed or any(map(held, each, b.count.tolist(), b.count.tolist())):
-            return Best(choose(logits, 1)[0])
-        free = logits.shape[1] - len(s.banned)
-        return Best(*choose(logits, min(candidates(s), free), s.banned))
+# --- one step -----------------------------------------------------------------------------------------------------
+
+Best = tuple[Tensor, Tensor]  # of every row the largest logits and their tokens (r k)
 
 
-def candidates(s: Settings) -> int:
-    """Of each running text: should every end token be among them, enough are left to go on."""
-    return max(2, 1 + len(s.eos)) * (s.beams // s.groups)
+def select(
+    b: Beams,
+    rules: Rules,
+    shape: Shape,
+    logits: Tensor,
+    norm: Tensor,
+    columns: dict[str, Tensor],
+    best: Best | None = None,
+) -> tuple[Beams, Tensor, Tensor]:
+    """One step of n requests from logits (r V), whose log sum exp is `norm` (r), and the columns of what changes them:
+    the new state, the parent of every beam (n beams) within its request, and which requests are done (n).
+
+    The groups of a request come one after the other, as a later one avoids what the earlier ones just said."""
+    n, w, groups = len(rules.most), shape.width, shape.groups
+    states, parents, ends = [], [], []
+    avoid = norm.new_zeros(n, logits.shape[1] if groups > 1 else 0)
+    for i in range(groups):
+        part = b.each(lambda x, i=i: x[i::groups])
+        mine, scale, *rest = (
+            x.view(n, groups, w, -1)[:, i].flatten(0, 1) for x in (logits, norm, *columns.values())
+        )
+        count = part.count.repeat_interleave(w)
+        changes = dict(zip(columns, rest, strict=True))
+        if "seen" in changes:
+            changes["said"] = spoken(part, mine.shape[1])
+        if i:
+            changes["avoided"] = (avoid * rules.diversity).repeat_interleave(w, 0)
+        if best is None:
+            score = adjusted(mine.float() - scale, changes, count) if changes else mine
+            score, token = largest(score, min(shape.candidates, score.shape[1]))
+            logp = mine.gather(1, token).float() - scale
+            score = score if changes else logp
+        else:
+            token = best[1]
+            score = logp = best[0] - scale
+        each = (x.view(n, w, -1) for x in (score, token, logp))
+        part, parent, over = advance(part, rules, shape.candidates, *each)
+        states.append(part)
+        parents.append(parent + i * w)
+        ends.append(over)
+        if i + 1 < groups:
+            one = torch.ones_like(part.score)
+            avoid = avoid.scatter_add(1, part.last, one)
+    if groups == 1:
+        return states[0], parents[0], ends[0]
+    whole = states[0].each(lambda *x: torch.stack(x, 1).flatten(0, 1), *states[1:])
+    return whole, torch.cat(parents, 1), torch.stack(ends).all(0)
 
 
 def advance(
-    b: Beams, logits: Tensor, best: Best, penalty: Tensor | None, rules: Rules
+    b: Beams, rules: Rules, many: int, score: Tensor, token: Tensor, logp: Tensor
 ) -> tuple[Beams, Tensor, Tensor]:
-    """One step of g groups from logits (g w V): the new state, each new beam's parent (g w), and which groups are
-    done."""
-    g, w, v = logits.shape
-    k, norm = candidates(rules.each[0]), best.norm.view(g, w, 1)
-    if best.top is not None and best.token is not None:
-        token = best.token.view(g, w, -1)
-        score = logp = best.top.view(g, w, -1) - norm
-    else:
-        changed = changed_scores(logits, norm, penalty, b, rules)
-        score, token = changed.topk(min(k, v))  # g w k
-        logp = logits.gather(-1, token) - norm
+    """One step of g groups, by what may follow each running text (g w k): the new state, each new beam's parent (g w),
+    and which groups are done."""
+    g, w, k = score.shape
     total = (b.score[:, :, None] + score).view(g, -1)
-    value, index = total.topk(min(k, total.shape[1]))  # g k
-    parent, token = index // score.shape[2], token.view(g, -1).gather(1, index)
+    value, index = total.topk(min(many, total.shape[1]))  # g k
+    parent, token = index // k, token.reshape(g, -1).gather(1, index)
     texts = _append(b.ids, parent, token, b.count)
-    logps = _append(b.logp, parent, logp.view(g, -1).gather(1, index), b.count)
+    logps = _append(b.logp, parent, logp.reshape(g, -1).gather(1, index), b.count)
     count = b.count + 1
     ends = (token[..., None] == rules.eos[:, None]).any(-1) | (count[:, None] >= rules.most)
     b = _file(b, texts, logps, value, ends, count, rules)
@@ -313,34 +345,11 @@ def advance(
     return new, parent.gather(1, order), over
 
 
-def changed_scores(
-    logits: Tensor, norm: Tensor, penalty: Tensor | None, b: Beams, rules: Rules
-) -> Tensor:
-    """Log probabilities (g w V) after bias, bans, penalties and forced tokens."""
-    score = logits - norm
-    if rules.bias is not None:
-        score = score + rules.bias[:, None]
-    if rules.seen is not None:
-        score = _penalised(score, b, rules.seen, *rules.penalties)
-    if penalty is not None:
-        score = score - penalty[:, None]
-    for i, (s, n) in enumerate(zip(rules.each, b.count.tolist(), strict=True)):
-        if n < s.min_new_tokens:
-            score[i, :, list(s.eos)] = -torch.inf
-        must = forced(s, n)
-        if must is not None:
-            score[i], score[i, :, must] = -torch.inf, 0.0
-    return score
-
-
-def _penalised(
-    score: Tensor, b: Beams, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """Scores (g w V) with penalties (g 1 1), by what each beam says and its prompt (g V)."""
-    real = torch.arange(b.ids.shape[-1], device=score.device) < b.count[:, None, None]
-    said = torch.zeros_like(score).scatter_add(2, b.ids, real.expand_as(b.ids).to(score.dtype))
-    score = repeat(score, said + seen[:, None], repetition)
-    return score - presence * (said > 0) - frequency * said
+def spoken(b: Beams, vocab: int) -> Tensor:
+    """How often each running text has each token, (g w, V)."""
+    real = torch.arange(b.ids.shape[-1], device=b.ids.device) < b.count[:, None, None]
+    blank = b.score.new_zeros(*b.score.shape, vocab)
+    return blank.scatter_add(2, b.ids, real.expand_as(b.ids).to(blank.dtype)).flatten(0, 1)
 
 
 def _file(
@@ -374,5 +383,5 @@ def _file(
 def _append(texts: Tensor, parent: Tensor, new: Tensor, count: Tensor) -> Tensor:
     """texts (g w T) of the parents (g k), with `new` (g k) at place `count`: (g k T)."""
     grown = texts.gather(1, parent[..., None].expand(-1, -1, texts.shape[-1]))
-    at = count[:, None, None].expand(-1, parent.shape[1], 1)
+    at = count.clamp(max=texts.shape[-1] - 1)[:, None, None].expand(-1, parent.shape[1], 1)
     return grown.scatter(2, at, new[..., None].to(grown.dtype))

@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.decode import sampling
 from regard.decode.rows import Row
 from regard.decode.sampling import min_p, repeat, top_k, top_p, typical_p, uniform
-from regard.decode.settings import Settings
+from regard.decode.settings import MOST_TOPS, Settings
 from regard.kernels.triton import draw
 from regard.kernels.triton.linear import ready
 from regard.kernels.triton.record import send
@@ -23,6 +23,8 @@ PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_pena
 FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
 IDLE = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, **PENALTIES}
 MOST_ENDS = 16  # end tokens of a row that may have to go on
+MASK = "mask"  # some row has one
+TOPS = "tops"  # some row asks for the best tokens of each choice; they are noted, nothing is chosen otherwise
 
 
 @functools.lru_cache(4096)
@@ -35,6 +37,8 @@ def uses(s: Settings) -> frozenset[str]:
         found.add("bias")
     if s.min_new_tokens or s.forced_first is not None or s.forced_last is not None:
         found.add("held")
+    if s.top_logprobs:
+        found.add(TOPS)
     return frozenset(found)
 
 
@@ -52,6 +56,11 @@ def forced(s: Settings, said: int) -> int | None:
     if said == 0 and s.forced_first is not None:
         return s.forced_first
     return s.forced_last if said == s.max_new_tokens - 1 else None
+
+
+def used_by(s: Settings, first: int, last: int) -> frozenset[str]:
+    """What the tokens from number `first` to `last` of a row depend on."""
+    return uses(s) if held(s, first, last) else uses(s) - {"held"}
 
 
 class Columns:
@@ -83,15 +92,19 @@ class Columns:
                 blank = torch.zeros(len(rows), self.vocab, device=self.device)
                 self._table(name)[at] = counts(texts, blank)
         if "bias" in new or "bias" in self.values:
-            self._table("bias")[at] = 0.0
-            for i, s in zip(places, each, strict=True):
-                if s.logit_bias:
-                    ids, bias = (
-                        send(list(x), self.device) for x in zip(*s.logit_bias, strict=True)
-                    )
-                    self._table("bias")[i].index_add_(0, ids, bias.float())
-                if s.banned:
-                    self._table("bias")[i, send(list(s.banned), self.device)] = -torch.inf
+            table = self._table("bias")
+            table[at] = 0.0
+            both = list(zip(places, each, strict=True))
+            biases = [(i, *pair) for i, s in both for pair in s.logit_bias]
+            if biases:
+                row, token, bias = (send(x, self.device) for x in zip(*biases, strict=True))
+                table.index_put_((row, token), bias.float(), accumulate=True)
+            bans = [(i, token) for i, s in both for token in s.banned]
+            if bans:
+                row, token = send(bans, self.device).T
+                table[row, token] = -torch.inf
+        if MASK in self.values:
+            self.values[MASK][at] = -1
         if "held" in new or "held" in self.values:
             # The least and the most tokens, the first and the last one, and the end tokens.
             if "held" not in self.values:
@@ -122,9 +135,17 @@ class Columns:
             self.values[name] = torch.zeros(self.rows, self.vocab, device=self.device)
         return self.values[name]
 
+    def allow(self, places: Sequence[int], masks: Sequence[Tensor]) -> None:
+        """What may come next in some rows, as words of 32 bits; everything in the others."""
+        if MASK not in self.values:
+            shape = (self.rows, -(-self.vocab // 32))
+            self.values[MASK] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        at = send(list(places), self.device)
+        self.values[MASK][at] = send(torch.stack(list(masks)), self.device)
+
     def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
         """What is used, of some rows."""
-        names = {*used, *(("seed", "key") if "temperature" in used else ())}
+        names = {*(used - {TOPS}), *(("seed", "key") if "temperature" in used else ())}
         if used & PENALTIES.keys():
             names |= {"said", "seen"}
         return {name: self.values[name][rows] for name in sorted(names)}
@@ -148,9 +169,30 @@ def counts(texts: list[list[int]], blank: Tensor) -> Tensor:
     return blank
 
 
+def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The log probabilities of tokens (n) by logits (n V); the best ones there and theirs, (n k)."""
+    raw = logits.float()
+    norm = raw.logsumexp(-1)
+    return raw.gather(1, tokens[:, None])[:, 0] - norm, *best_n(raw, norm)
+
+
+def best_n(logits: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of logits (n V) and their log probabilities, (n k) each; norm (n) is the log sum exp."""
+    top, ids = logits.float().topk(min(MOST_TOPS, logits.shape[-1]))
+    return ids, top - norm[:, None]
+
+
 def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens."""
+    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens; -1 where a mask and the other
+    settings leave none."""
     logits = adjusted(logits, columns, count)
+    tokens = _choose(logits, columns, count)
+    if MASK in columns:
+        tokens = torch.where(logits.amax(-1) == -torch.inf, -1, tokens)
+    return tokens
+
+
+def _choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     if "temperature" not in columns:
         return logits.argmax(-1)
     hot, which = columns["temperature"], (columns["seed"][:, 0], columns["key"][:, 0], count)
@@ -167,8 +209,17 @@ def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
 
 
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    """Bias and bans, penalties, the least length and forced tokens."""
-    if columns.keys() & {"bias", *PENALTIES}:
+    """Bias and bans, penalties, the least length and forced tokens; and of all that what a mask allows."""
+    logits = _adjusted(logits, columns, count)
+    if MASK not in columns:
+        return logits
+    bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (columns[MASK][:, :, None] >> bit & 1).flatten(1)[:, : logits.shape[-1]]
+    return logits.masked_fill(allowed == 0, -torch.inf)
+
+
+def _adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
+    if columns.keys() & {"bias", "avoided", *PENALTIES}:
         logits = logits.float()
     if "bias" in columns:
         logits = logits + columns["bias"]
@@ -178,6 +229,9 @@ def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tenso
         logits = logits - columns["presence_penalty"] * (columns["said"] > 0)
     if "frequency_penalty" in columns:
         logits = logits - columns["frequency_penalty"] * columns["said"]
+    if "avoided" in columns:
+        # Of beams in groups: what the others say.
+        logits = logits - columns["avoided"]
     if "held" not in columns:
         return logits
     least, most, first, last, *_ = columns["held"].T

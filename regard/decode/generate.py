@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.decode.check import check_tokens, written
 from regard.decode.engine import Engine, free_memory
-from regard.decode.graphs import why_plain
+from regard.decode.graphs import source_size, why_plain
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError, notice
 from regard.fast.invariant import invariant as steady
@@ -23,7 +23,9 @@ from regard.text.tokenizer import check_stop
 
 Prompt = str | Sequence[int] | Tensor
 PAGE = 16  # tokens
+ROWS = 64
 LEAST = 2**28  # bytes of pages on a GPU
+Mask = Callable[[int, list[int]], Any] | None
 
 
 class Unanswered(UsageError):
@@ -37,19 +39,22 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     *,
     stop: str | Sequence[str] = (),
-    rows: int = 64,
+    rows: int | None = None,
     layout: str | None = None,
     invariant: bool = False,
     draft_model: Any = None,
+    mask: Mask = None,
     **settings: Any,
 ) -> list[Result]:
     """Answers to prompts, which are texts or lists of ids (an encoder-decoder's source; images for a captioner).
 
     settings: see regard.decode.settings.Settings. With n_best or samples above 1 a prompt's results follow each other.
-    `rows` bounds the batch; more prompts than fit are served as rows become free. `layout`: paged or contiguous; if it
+    `rows` bounds the batch (64 if not said; in a CUDA graph 64 prompts with all their beams); more prompts than fit are
+    served as rows become free. `layout`: paged or contiguous; if it
     is not said, paged in a CUDA graph, where the model is on a GPU and has one, and contiguous elsewhere. `invariant`:
     an answer has the same bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a
-    small model of the same vocabulary that guesses tokens ahead (`draft` of them, 4 if not said).
+    small model of the same vocabulary that guesses tokens ahead (`draft` of them, 4 if not said). `mask(sample, ids)`
+    gives the tokens that may follow the ids of an answer, as a grammar does: see Request.
 
     An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
     text are what it had; the others are as ever, and a warning counts the failed ones."""
@@ -61,6 +66,7 @@ def generate(
         layout=layout,
         invariant=invariant,
         draft_model=draft_model,
+        mask=mask,
         **settings,
     )
     results = [result for group in groups for result in group]
@@ -71,17 +77,21 @@ def generate(
 
 
 def engine_for(
-    model: Any, requests: list[Request], rows: int, layout: str | None, draft: Any
+    model: Any, requests: list[Request], rows: int | None, layout: str | None, draft: Any
 ) -> Engine:
     """An engine for just these requests: in a CUDA graph if they and the model can be, with pages for all that run
     together."""
     s = requests[0].settings
-    rows = min(rows, len(requests) * s.rows)
-    plain = s.beams > 1 or s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
+    plain = s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
+    rows = min(rows or (ROWS if plain else ROWS * s.beams), len(requests) * s.rows)
     if plain:
         return Engine(model, layout=layout or "contiguous", runner="torch", rows=rows, draft=draft)
+    each = -(-rows // s.rows)
     sizes = sorted((len(r.ids) + s.max_new_tokens for r in requests), reverse=True)
-    pages = s.samples * sum(-(-size // PAGE) for size in sizes[: -(-rows // s.samples)])
+    pages = s.rows * sum(-(-size // PAGE) for size in sizes[:each])
+    if model.reads_source:
+        sizes = sorted((source_size(model, r) for r in requests), reverse=True)
+        pages += sum(-(-size // PAGE) for size in sizes[:each])
     numbers = sum(spec.numbers() for spec in model.cache_specs()) * PAGE
     weight = next(model.parameters())
     wanted = max(LEAST, (1 << pages.bit_length()) * numbers * weight.element_size())
@@ -103,21 +113,22 @@ def answers(
     prompts: Prompt | Sequence[Prompt],
     *,
     stop: str | Sequence[str] = (),
-    rows: int = 64,
+    rows: int | None = None,
     layout: str | None = None,
     invariant: bool = False,
     draft_model: Any = None,
+    mask: Mask = None,
     **settings: Any,
 ) -> list[list[Result]]:
     """`generate`, each prompt's answers in a list of their own."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
-    job = Job(model, stop, settings)
+    job = Job(model, stop, settings, mask=mask)
     many = job.requests(prompts)
     if invariant:
         layout = layout or "contiguous"
         engine = Engine(
-            steady(model), layout=layout, rows=rows, backend="ordered", draft=draft_model
+            steady(model), layout=layout, rows=rows or ROWS, backend="ordered", draft=draft_model
         )
     else:
         engine = engine_for(model, many, rows, layout, draft_model)
@@ -137,13 +148,14 @@ def stream(
     *,
     stop: str | Sequence[str] = (),
     draft_model: Any = None,
+    mask: Mask = None,
     **settings: Any,
 ) -> Generator[str, None, Result]:
     """The answer to one prompt while it is made, in pieces: one for each token that completes a character; joined, they
     are generate's text. The generator's return value is the Result. If the answer fails, that is raised at its end."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
-    job = Job(model, stop, settings, live=True)
+    job = Job(model, stop, settings, live=True, mask=mask)
     if job.settings.rows > 1:
         raise UsageError("a stream is one answer; leave beams and samples out")
     (request,) = job.requests(prompt)
@@ -167,7 +179,7 @@ def stream(
 
 
 def translate(
-    model: Any, lines: Sequence[str], *, beams: int = 4, rows: int = 128, **settings: Any
+    model: Any, lines: Sequence[str], *, beams: int = 4, rows: int | None = None, **settings: Any
 ) -> list[str] | list[list[str]]:
     """One translation per line, by beam search; with n_best or samples above 1 a list of them per line. Empty lines
     stay empty. A line that fails is as far as it came, and a warning says so."""
@@ -179,6 +191,8 @@ def translate(
     sources = [tokenizer.encode(line) if line.strip() else [] for line in lines]
     full = [source for source in sources if source]
     settings.setdefault("max_new_tokens", default_length(model, full) if full else 1)
+    if rows is None and why_plain(model):
+        rows = 2 * ROWS
     groups = answers(model, full, beams=beams, rows=rows, **settings) if full else []
     fault = failed([result for group in groups for result in group])
     if fault:
@@ -208,11 +222,17 @@ class Job:
     it holds the text of every answer so far; else an answer is turned into text when it is complete."""
 
     def __init__(
-        self, model: Any, stop: str | Sequence[str], settings: dict[str, Any], live: bool = False
+        self,
+        model: Any,
+        stop: str | Sequence[str],
+        settings: dict[str, Any],
+        live: bool = False,
+        mask: Mask = None,
     ):
-        self.model, self.stop = model, check_stop(stop)
+        self.model, self.stop, self.mask = model, check_stop(stop), mask
         self.live = live or bool(self.stop)
         self.two = model.reads_source
+        self.start = (special_of(model).start or 0) if self.two else 0
         self.tokenizer = tokenizer_of(model)
         self.settings = _settings(model, settings)
         self.streams: dict[tuple[int, int], Stream] = {}
@@ -233,8 +253,8 @@ class Job:
             source = given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.long)
             if source.dim() == 1 and len(source) == 0:
                 raise UsageError("the source is empty; give at least one token")
-            start = special_of(self.model).start
-            request = Request([0 if start is None else start], self.settings, source, key=key)
+            request = Request([self.start], self.settings, source, key=key)
+        request.mask = self.mask
         if self.stop:
             needed(self.tokenizer)
         if self.live and self.tokenizer is not None:

@@ -1,33 +1,49 @@
 """The runner `graph`: rows in fixed slots over pages, a step of one token for each of them recorded as a CUDA graph.
 
 The choice stays on the device, and the host reads a round of up to `look` steps one round late, so that the device
-always has work. Prompts are read packed end to end, a chunk of them a step. A row whose answer has ended goes on until
-the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's scratch page.
+always has work. Where a row has a mask, its next token depends on what the host says of the last one: then rounds have
+one step and are read before the next begins. Prompts are read packed end to end, a chunk of them a step; a source is
+encoded once, and what the decoder's layers keep of it lies in pages that a second table names. A row whose answer has
+ended goes on until the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's
+scratch page.
 Off a GPU the same steps run as they are.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.attention.protocol import Context
 from regard.cache import OutOfPages, Pool
-from regard.decode.columns import MOST_ENDS, Columns, choose, held, uses
-from regard.decode.rows import BROKEN, Row, page_keys
-from regard.decode.settings import Event, Request
+from regard.decode.columns import (
+    MASK,
+    MOST_ENDS,
+    TOPS,
+    Columns,
+    best_n,
+    choose,
+    scored,
+    used_by,
+    uses,
+)
+from regard.decode.prefill import SLICE, Scores, unscored
+from regard.decode.rows import BROKEN, NOTHING, Row, page_keys
+from regard.decode.settings import MOST_TOPS, Event, Request, Tops
 from regard.fast.cpu import Prepared
-from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, longest, why_not
+from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
 from regard.kernels.triton.linear import MOST
-from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of
+from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of, two, up
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, best, greedy_advance
-from regard.mask import Causal, Span
+from regard.mask import Causal, Full, Span
 from regard.models.base import Model
+from regard.models.embedding import Patches, context
 
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
@@ -35,8 +51,9 @@ RECORDED = 4096  # tokens of a pass over prompts that is recorded
 KEPT = 32  # recorded passes over prompts
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
-# Tokens, their log probabilities, what tells that they have arrived, and which lines are whose.
-Flight = tuple[Tensor, Tensor, Any, list[tuple["Slot", int, int]]]
+# Tokens, their log probabilities, and where asked for the best ones and theirs; what tells that they have arrived;
+# and which lines are whose.
+Flight = tuple[tuple[list[Tensor], Any], list[tuple["Slot", int, int]]]
 
 
 class Runner:
@@ -51,15 +68,34 @@ class Runner:
         *,
         kernels: bool = True,
         look: int = 16,
+        fast: Any = None,
     ):
-        weight: Tensor = model.embedding.weight  # type: ignore[union-attr,assignment]
+        weight: Tensor = getattr(model, model.words).weight
         self.device, self.rows, self.look, self.kernels = weight.device, rows, look, kernels
-        self.graph = weight.is_cuda
-        self.fast, self.pool = decoder(model, kernels), pool
+        self.graph, self.vocab = weight.is_cuda, len(weight)
+        self.fast, self.pool, self.places = fast or decoder(model, kernels), pool, rows
+        self.searches: dict[Any, Any] = {}  # the same for beam search, by its shape: see search.py
         places = -(-length // pool.page)
         table = torch.full((rows, places), pool.scratch, dtype=torch.int32, device=self.device)
-        self.pages = Pages(pool.stores, table, length)
+        # In float32 at least, as the mechanisms have them.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        states = [
+            {
+                name: torch.zeros(rows, *size, dtype=wide, device=self.device)
+                for name, size in spec.state.items()
+            }
+            for spec in model.cache_specs()
+        ]
+        self.pages = Pages(pool.stores, table, length, states=states)
+        self.stateful = any(states)
         self.length = length
+        # What cross-attention reads, named by a table of its own: `pos` is the last token of each row's source.
+        self.memory: Pages | None = None
+        if model.reads_source:
+            most = source_length(model) or len(pool.users) * pool.page
+            table = torch.full_like(table[:, :1], pool.blank).repeat(1, -(-most // pool.page))
+            pos = torch.zeros(rows, dtype=torch.long, device=self.device)
+            self.memory = Pages(pool.stores, table, most, pos)
 
         def zeros(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=kind, device=self.device)
@@ -76,7 +112,11 @@ class Runner:
         )
         # The log probability of the first token of a row, which its prompt's pass chose.
         self.first = zeros(rows, kind=torch.float32)
-        self.columns = Columns(rows, model.config.embedding.vocab, self.device)
+        self.columns = Columns(rows, len(self.fast.head.product.weight), self.device)
+        # The best tokens of each line of the log, and their log probabilities; and those of the first.
+        k = min(MOST_TOPS, self.columns.vocab)
+        self.tops = [zeros(look + 1, rows, k), zeros(look + 1, rows, k, kind=torch.float32)]
+        self.first_tops = [torch.zeros_like(x[0]) for x in self.tops]
         self.recorder = Recorder()
         self.marks: list[tuple[int, int]] = []
         self.lane: Any = lambda: None  # a weak reference to who has it
@@ -84,25 +124,42 @@ class Runner:
 
     # --- what a graph holds ---
 
-    def hidden(self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool) -> Normed:
+    def hidden(
+        self, ids: Tensor, pos: Tensor, pages: Pages, wide: bool, memory: Pages | None
+    ) -> Normed:
         """What the last block gives for tokens (b t) at their positions, laid end to end."""
-        span = Span(pos)
-        x = self.fast.embedding(ids, span).flatten(0, 1).contiguous()
-        stream, ctx = Stream(x, wide, self.kernels), SlotContext(span, Causal())
-        return self.fast.tower(stream, ctx, caches=(pages, None))
+        span, fast = Span(pos), self.fast
+        x = Stream(
+            getattr(fast, fast.words)(ids, span).flatten(0, 1).contiguous(), wide, self.kernels
+        )
+        ctx, cross = SlotContext(span, Causal()), memory and SlotContext(span, Full())
+        return getattr(fast, fast.writer)(x, ctx, cross, caches=(pages, memory))
 
-    def logits(self, width: int, bound: int) -> Tensor:
-        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`."""
-        s = self.state
-        pages = replace(self.pages, table=self.pages.table[:width], pos=s.pos[:width], bound=bound)
-        ids, pos = s.ids[:width].clamp(min=0)[:, None], s.pos[:width, None]
-        return self.fast.logits(self.hidden(ids, pos, pages, self.kernels and width > MOST))
+    def logits(self, width: int, bound: int, far: int) -> Tensor:
+        """Feed the token of the first `width` rows; (width V). No row that counts is longer than `bound`, no source
+        than `far`."""
+        s, rows = self.state, slice(0, width)
+        mine: Any = {"table": self.pages.table[rows], "pos": s.pos[rows], "live": s.live[rows]}
+        pages = replace(self.pages, bound=bound, **mine)
+        # A beam that nothing is left for may have a token that the vocabulary does not.
+        ids, pos = s.ids[rows].clamp(0, self.vocab - 1)[:, None], s.pos[rows, None]
+        wide, memory = self.kernels and width > MOST, self.sources(rows, far)
+        return self.fast.logits(self.hidden(ids, pos, pages, wide, memory))
 
-    def step(self, width: int, bound: int, used: frozenset[str]) -> None:
+    def sources(self, rows: slice | Tensor, far: int) -> Pages | None:
+        """What some rows see of their sources, none longer than `far`."""
+        m = self.memory
+        return m and replace(m, table=m.table[rows], pos=m.pos[rows], bound=min(far, m.length))  # type: ignore[index]
+
+    def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
         """Logits, choice, and the state moved on by one token."""
-        logits, state = self.logits(width, bound), self.state.narrow(width)
+        logits, state = self.logits(width, bound, far), self.state.narrow(width)
         if used:
             tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
+            if TOPS in used:
+                at = state.tick.clamp(max=self.look), torch.arange(width, device=self.device)
+                for table, new in zip(self.tops, best_n(logits, rest[1]), strict=True):
+                    table[at] = new
             self.columns.said(slice(0, width), tokens, state.live)
             advance(state, logits, tokens, *rest)
         else:
@@ -113,18 +170,38 @@ class Runner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The next token of some rows; what is greatest, -1 where the logits are no numbers, and their log sum exp."""
         tokens, norm = best(logits)
-        if not used:
+        if not used - {TOPS}:
             return tokens, tokens, norm
-        return choose(logits, self.columns.at(rows, used), count), tokens, norm
+        chosen = choose(logits, self.columns.at(rows, used), count)
+        if MASK in used:
+            tokens, chosen = torch.where(chosen < 0, -1, tokens), chosen.clamp(min=0)
+        return chosen, tokens, norm
 
-    def read(self, pack: Pack, used: frozenset[str]) -> None:
-        """Prompts into their pages; those that are through begin to write."""
-        pages = replace(self.pages, pack=pack)
-        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True)
-        if not pack.sizes.ends:
-            return
+    def read(
+        self, pack: Pack, used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
+    ) -> list[Tensor]:
+        """Prompts into their pages; those that are through begin to write. `wanted`: places of the pack, and tokens
+        that follow there, whose log probabilities (and the best ones, and theirs) are given."""
+        pages = replace(self.pages, stores=self.pool.stores, pack=pack)
+        # Every token is a row that sees the source of its prompt.
+        memory = self.memory and self.sources(pack.homes[pack.row], pack.sizes.source)
+        hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
+        found = []
+        for first in range(0, len(wanted), SLICE):
+            at, tokens = send(list(wanted[first : first + SLICE]), self.device).T
+            found.append(scored(self.fast.logits(hidden.take(at)), tokens))
+        if pack.sizes.ends:
+            pages.part()
+            self._begin(pack, hidden, used)
+        return [torch.cat(x) for x in zip(*found, strict=True)]
+
+    def _begin(self, pack: Pack, hidden: Normed, used: frozenset[str]) -> None:
+        """The first token of prompts that are through."""
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
         tokens, greatest, norm = self.choose(logits, at, pack.said, used)
+        if TOPS in used:
+            for table, new in zip(self.first_tops, best_n(logits, norm), strict=True):
+                table[at] = new
         self.columns.said(at, tokens)
         tokens = torch.where(greatest < 0, -1, tokens)
         own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
@@ -134,50 +211,119 @@ class Runner:
 
     # --- what the host calls ---
 
-    def prefill(self, parts: Sequence[Part], used: frozenset[str]) -> None:
-        """Read prompts without waiting for the device. Sizes that come again are recorded as a graph; large ones keep
-        the device busy without."""
+    def prefill(
+        self,
+        parts: Sequence[Part],
+        used: frozenset[str],
+        wanted: Sequence[tuple[int, int]] = (),
+    ) -> list[Tensor]:
+        """Read prompts without waiting for the device; what `wanted` asks for (see `read`) is on its way to the host.
+        Sizes that come again are recorded as a graph; large ones keep the device busy without."""
         sizes = sizes_of(parts, self.pool.page)
         numbers = send(flat(parts, sizes), self.device)
-        key = (sizes, used)
-        again = key in self.rooms
-        small = self.graph and sizes.tokens <= RECORDED and not sizes.whole
+        small = sizes.tokens <= RECORDED and not sizes.whole
+        if wanted:
+            return self.to_host(self.read(Pack.of(numbers, sizes), used, wanted))
+        self.again((sizes, used), numbers, lambda x: self.read(Pack.of(x, sizes), used), small)
+        return []
+
+    def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], Any], small: bool) -> None:
+        """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
+        again, small = key in self.rooms, small and self.graph
         if small and len(self.rooms) < KEPT:
             self.rooms.setdefault(key, torch.empty_like(numbers))
         if not (again and small):
-            return self.read(Pack.of(numbers, sizes), used)
+            call(numbers)
+            return
         room = self.rooms[key]
         if key not in self.recorder.graphs:
-            self.recorder.record(key, lambda: self.read(Pack.of(room, sizes), used))
+            self.recorder.record(key, lambda: call(room))
         room.copy_(numbers)
         self.recorder.graphs[key].replay()
 
-    def run(
-        self, steps: int, width: int, bound: int, used: frozenset[str]
-    ) -> tuple[Tensor, Tensor, Any]:
+    def remember(self, memories: Sequence[Memory]) -> None:
+        """Encode sources, and put what the decoder's layers keep of them into their pages."""
+        page, device = self.pool.page, self.device
+        each = [m.request.source for m in memories if m.request.source is not None]
+        inside = torch.arange(page)
+        places = [
+            (torch.tensor(m.pages)[:, None] * page + inside).flatten()[: m.size] for m in memories
+        ]
+        if each[0].dim() > 1:
+            found, _ = self.fast.encode(send(torch.stack(each), device))
+            self.keep_sources(found, send(torch.cat(places), device))
+        else:
+            # Padding goes to a place that nobody reads.
+            b, s = two(len(each)), up(max(map(len, each)), 16)
+            ids, lengths = torch.zeros(b, s, dtype=torch.long), torch.ones(b, dtype=torch.long)
+            to = torch.full_like(ids, self.pool.scratch * page)
+            for i, (source, place) in enumerate(zip(each, places, strict=True)):
+                ids[i, : len(source)], to[i, : len(source)], lengths[i] = source, place, len(source)
+            numbers = send(torch.cat([ids.flatten(), to.flatten(), lengths]), device)
+            small = b * s <= RECORDED and recordable(self.fast.config.encoder)
+            self.again(("source", b, s), numbers, lambda x: self.read_sources(x, b, s), small)
+        edits = [
+            (row, i, number, m.size - 1)
+            for m in memories
+            for row in m.homes
+            for i, number in enumerate(m.pages)
+        ]
+        assert self.memory is not None and self.memory.pos is not None
+        row, i, number, last = send(edits, device).T
+        self.memory.table[row, i], self.memory.pos[row] = number.int(), last
+
+    def read_sources(self, numbers: Tensor, b: int, s: int) -> None:
+        """Source ids (b s), the places of their tokens (b s), and their lengths (b)."""
+        ids, to, lengths = numbers.split([b * s, b * s, b])
+        pos, fast = Span.ragged(lengths, s), self.fast
+        ctx = Context(pos, fast.config.encoder.mask, site="encoder.")
+        self.keep_sources(fast.encoder(fast.source(ids.view(b, s), pos), ctx), to)
+
+    def keep_sources(self, memory: Tensor, to: Tensor) -> None:
+        """What an encoder gave (b s m), at its places (b s)."""
+        pages = Pages(by_token(self.pool), to[:, None], 1, torch.zeros_like(to))
+        for i, block in enumerate(self.fast.decoder.blocks):
+            block.cross.remember(memory.flatten(0, 1), pages.layer(i))
+
+    def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
         """Advance the first `width` rows by `steps` <= look tokens. What they were fed first and what they chose then,
         with its log probability (steps + 1, width), on its way to the host; and what tells that it has arrived."""
-        s, key = self.state, (width, bound, used)
+        s, key = self.state, (width, bound, far, used)
         if self.graph and steps and key not in self.recorder.graphs:
             changed = [
                 *s.tensors(),
                 *([said] if (said := self.columns.values.get("said")) is not None else []),
             ]
+            live = s.live.clone()
+            # A try must not move a state on.
+            s.live.zero_()
             self.recorder.try_and_record(key, lambda: self.step(*key), changed)
+            s.live.copy_(live)
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
+        for table, first in zip(self.tops, self.first_tops, strict=True):
+            table[0].copy_(first)
         s.tick.fill_(1)
         for _ in range(steps):
             self.recorder.graphs[key].replay() if self.graph else self.step(*key)
-        both = s.log[: steps + 1, :width], s.logp[: steps + 1, :width]
+        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        return self.to_host([x[: steps + 1, :width] for x in logs]), self.arrival()
+
+    def to_host(self, each: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on their way, as they are when all that was launched before is done."""
         if not self.graph:
-            return both[0].clone(), both[1].clone(), None
-        log, logp = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in both)
-        log.copy_(both[0], non_blocking=True)
-        logp.copy_(both[1], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return log, logp, event
+            return [x.clone() for x in each]
+        found = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in each]
+        for x, y in zip(found, each, strict=True):
+            x.copy_(y, non_blocking=True)
+        return found
+
+    def arrival(self) -> Any:
+        """What tells that copies have arrived."""
+        event = torch.cuda.Event() if self.graph else None
+        if event is not None:
+            event.record()
+        return event
 
     def bucket(self, longest: int) -> int:
         """The smallest power of two of tokens that holds `longest`."""
@@ -200,6 +346,34 @@ class Runner:
         self.state.pos.zero_()
 
 
+def recordable(encoder: Any) -> bool:
+    """Whether a pass of the plain tower waits for nothing on the host: no experts, no choice of keys, no slopes."""
+    plain = all(a.kind == "gqa" for a in encoder.each("attention"))
+    experts = any(f.kind != "mlp" for f in encoder.each("ffn"))
+    return plain and not experts and getattr(encoder.relative, "kind", "") != "alibi"
+
+
+def by_token(pool: Pool) -> list[dict[str, Tensor]]:
+    """What the layers keep, as pages of one token."""
+    return [{n: x.flatten(0, 1)[:, None] for n, x in store.items()} for store in pool.stores]
+
+
+def source_length(model: Any) -> int | None:
+    """The longest source that a model reads."""
+    c = model.config
+    if isinstance(c.source, Patches):
+        return c.source.extra + c.source.count
+    return context(c.max_len, c.source)
+
+
+def source_size(model: Any, request: Request) -> int:
+    """Tokens of what an encoder gives for a request's source."""
+    source = request.source
+    if source is None:
+        return 0
+    return len(source) if source.dim() == 1 else source_length(model) or 0
+
+
 _kept: weakref.WeakKeyDictionary[Model, Runner] = weakref.WeakKeyDictionary()
 
 
@@ -217,8 +391,11 @@ def why_plain(model: Any, backend: str = "sdpa", draft: Any = None, anywhere: bo
 
 def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact: bool) -> Runner:
     """The runner of a model: kept while it lives, its weights stay where they are, nobody else has it, and it is large
-    enough. A weight that changes in place is seen by views of it, but not by MLA's copies."""
-    copied = any(a.kind == "mla" for a in model.config.tower.each("attention"))
+    enough. A weight that changes in place is seen by views of it, but not by copies: MLA's, and biases on positions."""
+    tower = getattr(model, model.writer).config
+    copied = tower.relative is not None or any(
+        inner(a).kind == "mla" for a in tower.each("attention")
+    )
     length = min(length, longest(model) or length)
 
     def marks() -> list[tuple[int, int]]:
@@ -238,7 +415,8 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
     weight = next(model.parameters())
     pool = Pool(model.cache_specs(), pages, page, weight.device, weight.dtype)
     slots = 1 << (rows - 1).bit_length()
-    new = Runner(model, pool, max(slots, SLOTS) if weight.is_cuda else slots, length)
+    free = weight.is_cuda and not any(spec.state for spec in model.cache_specs())
+    new = Runner(model, pool, max(slots, SLOTS) if free else slots, length)
     if new.graph:
         # Joining has moved weights.
         new.marks, _kept[model] = marks(), new
@@ -246,6 +424,17 @@ def runner_of(model: Model, rows: int, pages: int, page: int, length: int, exact
 
 
 # --- rows in slots ------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Memory:
+    """What an encoder made of a request's source, for all its rows."""
+
+    request: Request
+    size: int
+    homes: list[int]  # its rows
+    pages: list[int] = field(default_factory=list)
+    ready: bool = False
 
 
 @dataclass(eq=False)
@@ -261,8 +450,21 @@ class Slot:
     asked: int = 0  # tokens the device was asked to choose
     fresh: bool = True  # its first token has not been read by the host
     gone: bool = False
+    memory: Memory | None = None
     # Samples that begin where the prompt is through.
     siblings: list[Slot] = field(default_factory=list)
+    # Log probabilities of its prompt that are on their way.
+    scored: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    @property
+    def homes(self) -> list[int]:
+        """The rows of a step that are its own."""
+        return [self.index]
+
+    @property
+    def unread(self) -> bool:
+        """Whether its source is not in its pages."""
+        return self.memory is not None and not self.memory.ready
 
     @property
     def left(self) -> int:
@@ -278,20 +480,30 @@ class Slot:
 class SlotLane:
     """Rows of any sampling settings in the slots of a runner: what the engine calls a lane."""
 
-    def __init__(self, runner: Runner, prefix: bool, chunk: int):
-        self.runner, self.pool, self.prefix, self.chunk = runner, runner.pool, prefix, chunk
-        self.free = list(range(runner.rows))  # the lowest first
+    def __init__(
+        self, runner: Runner, prefix: bool, chunk: int, scores: dict[int, Scores] | None = None
+    ):
+        # Log probabilities of prompts that are through.
+        self.scores = {} if scores is None else scores
+        self.runner, self.pool, self.chunk = runner, runner.pool, chunk
+        # Pages alone do not bring back a state.
+        self.prefix = prefix and not runner.stateful
+        self.free = list(range(runner.places))  # the lowest first
         self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
         self.idle: list[int] = []
+        self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
         self.waiting = False  # whether others wait for a slot
+        self.paused = False  # whether the last round had no step, for the sake of a mask
         runner.lane = weakref.ref(self)
 
     def takes(self, request: Request) -> bool:
         s = request.settings
-        plain = s.beams == 1 and not (s.lookup or s.draft) and request.source is None
+        # A state is not taken over by another beam.
+        plain = not (s.lookup or s.draft or (s.beams > 1 and self.runner.stateful))
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
+        fits = fits and s.samples <= self.runner.rows
         return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
 
     # --- membership ---
@@ -311,8 +523,9 @@ class SlotLane:
         """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once. `keys`: of
         the prompt's pages, if they are known."""
         first: Slot | None = None
+        memory = self._memory(rows[0].request, self.free[: len(rows)])
         for row in rows:
-            slot = Slot(row, self.free.pop(0), row.request.ids + row.ids)
+            slot = Slot(row, self.free.pop(0), row.request.ids + row.ids, memory=memory)
             self.slots.append(slot)
             if first is not None and not row.ids:
                 first.siblings.append(slot)
@@ -321,13 +534,19 @@ class SlotLane:
             if self.prefix:
                 salt = row.request.salt
                 slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
-                self._adopt(slot)
-        self.runner.columns.put([slot.index for slot in self.slots[-len(rows) :]], rows)
+                self._adopt(slot, len(slot.text) - 1)
+        self.new |= {slot.index: slot.row for slot in self.slots[-len(rows) :]}
 
-    def _adopt(self, slot: Slot) -> None:
-        """Begin with pages that others left; at least one token stays to be fed, for its logits."""
+    def _memory(self, request: Request, homes: list[int]) -> Memory | None:
+        size = source_size(self.runner.fast, request)
+        return Memory(request, size, homes) if size else None
+
+    def _adopt(self, slot: Slot, most: int) -> None:
+        """Begin with pages that others left, of the first `most` tokens: one stays to be fed, for its logits."""
         row, page = slot.row, self.pool.page
-        for key in slot.keys[: (len(slot.text) - 1) // page]:
+        if unscored(row.request, self.scores):
+            return
+        for key in slot.keys[: most // page]:
             if key not in self.pool.published:
                 break
             slot.pages.append(self.pool.published[key])
@@ -340,9 +559,11 @@ class SlotLane:
         for slot in [self.slots[i] for i in index]:
             self.slots.remove(slot)
             slot.gone = True
-            self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
-            while slot.pages:
-                self.pool.drop(slot.pages.pop())
+            self._release(slot)
+            if slot.memory is not None:
+                slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
+                while slot.memory.pages and not slot.memory.homes:
+                    self.pool.drop(slot.memory.pages.pop())
             self.idle.append(slot.index)
             self.free.append(slot.index)
             # Another sample reads the prompt instead.
@@ -351,10 +572,15 @@ class SlotLane:
                 heir.siblings = rest
         self.free.sort()
 
+    def _release(self, slot: Slot) -> None:
+        self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
+        while slot.pages:
+            self.pool.drop(slot.pages.pop())
+
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
-        self.free, self.slots, self.edits, self.idle = list(range(self.runner.rows)), [], [], []
-        self.flying = None
+        self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
+        self.flying, self.new = None, {}
         self.runner.reset()
 
     def over(self) -> list[int]:
@@ -362,8 +588,30 @@ class SlotLane:
 
     # --- one step ---
 
+    def ask(self) -> list[Event]:
+        """Where rows have masks: read the round before, and ask for what may come next."""
+        masked = [slot for slot in self.slots if slot.row.request.mask is not None]
+        if not masked:
+            return []
+        self._know()
+        events, self.flying = self._land(), None
+        for slot in masked:
+            if not slot.row.finish and not (slot.asked and slot.fresh):
+                words = slot.row.allowed(self.runner.columns.vocab)
+                if words is not None:
+                    self.runner.columns.allow([slot.index], [words])
+        return events
+
+    def _know(self) -> None:
+        """The settings of new rows, to the runner."""
+        if self.new:
+            self.runner.columns.put(list(self.new), list(self.new.values()))
+            self.new = {}
+
     def step(self, model: Any, backend: str) -> list[Event]:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
+        self._know()
+        self._encode()
         self._feed()
         launched = self._launch()
         events, self.flying = self._land(), launched
@@ -377,14 +625,37 @@ class SlotLane:
                 self.edits.append((slot.index, len(slot.pages), page))
             slot.pages.append(page)
 
+    def _encode(self) -> None:
+        """Read sources, up to a chunk of their tokens, by rank; those of about one length together."""
+        fresh = {id(m): m for m in (s.memory for s in self.slots) if m is not None and not m.ready}
+        room, group = self.chunk, list[Memory]()
+        for m in sorted(fresh.values(), key=lambda m: m.request.rank):
+            if group and m.size > room:
+                break
+            while len(m.pages) * self.pool.page < m.size:
+                m.pages.append(self.pool.take(clean=False))
+            group.append(m)
+            room -= m.size
+        group.sort(key=lambda m: -m.size)
+        while group:
+            few = len(group) * group[0].size <= RECORDED
+            some = [m for m in group if few or 2 * m.size >= group[0].size]
+            self.runner.remember(some)
+            for m in some:
+                m.ready = True
+            group = group[len(some) :]
+
     def _feed(self) -> None:
-        """Up to a chunk of tokens of the prompts that are not through, oldest first."""
+        """Up to a chunk of tokens of the prompts that are not through, by the rank of their requests."""
         room, longest = self.chunk, 0
         group: list[tuple[Slot, int]] = []
         readers = {id(s) for slot in self.slots for s in slot.siblings if slot.fed < len(slot.text)}
-        for slot in self.slots:
+        for slot in sorted(self.slots, key=lambda s: s.row.request.rank):
             size = min(room, len(slot.text) - slot.fed)
-            if not size or slot.asked or id(slot) in readers:
+            if not size or slot.asked or slot.unread or id(slot) in readers:
+                continue
+            # The others go on in between, however many such prompts come.
+            if self.paused and slot.row.request.mask is not None:
                 continue
             self._reserve(slot, slot.fed + size)
             if group and max(longest, size) * (len(group) + 1) > PADDED * self.chunk:
@@ -401,16 +672,17 @@ class SlotLane:
             end = slot.fed + size
             writers = [slot, *slot.siblings] if end == len(slot.text) else []
             writers = [s for s in writers if not s.gone]
-            ends = [(s.index, s.said) for s in writers]
-            parts.append(Part(slot.text[slot.fed : end], slot.fed, slot.pages, ends))
+            parts.append(self._part(slot, size, [(s.index, s.said) for s in writers]))
             through += [(slot, s) for s in writers]
         own = [s for slot, s in through if s is not slot and len(slot.text) % self.pool.page]
         if self.pool.available < len(own):
             raise OutOfPages(f"{len(own)} samples need a page each; free a row, or make more pages")
         copies = [self._share(slot, s) for slot, s in through if s is not slot]
         now = [(s.row.request.settings, s.said) for _, s in through]
-        used = frozenset().union(*(_used(s, n, n) for s, n in now))
-        self.runner.prefill(parts, used)
+        used = frozenset().union(*(used_by(s, n, n) for s, n in now))
+        if any(s.row.request.mask is not None for _, s in through):
+            used |= {MASK}
+        self._prefill(parts, used, group)
         for source, target in filter(None, copies):
             self.pool.copy(source, target)
         for slot, size in group:
@@ -418,6 +690,36 @@ class SlotLane:
         for _, s in through:
             s.fed, s.asked = len(s.text), 1
             self.edits += [(s.index, i, page) for i, page in enumerate(s.pages)]
+
+    def _prefill(
+        self, parts: Sequence[Part], used: frozenset[str], group: Sequence[tuple[Slot, int]]
+    ) -> None:
+        """Read; where a prompt's log probabilities are asked for, they are on their way."""
+        wanted, owners, place = list[tuple[int, int]](), list[tuple[Slot, int]](), 0
+        for slot, size in group:
+            if unscored(slot.row.request, self.scores):
+                after = slot.row.request.ids[slot.fed + 1 : slot.fed + size + 1]
+                wanted += [(place + i, token) for i, token in enumerate(after)]
+                owners.append((slot, len(after)))
+            place += size
+        found = self.runner.prefill(parts, used, wanted)
+        each = zip(*(x.split([n for _, n in owners]) for x in found), strict=True)
+        for (slot, _), mine in zip(owners, each, strict=False):
+            slot.scored.append(mine)
+
+    def _score(self, slot: Slot) -> None:
+        """Log probabilities of a prompt that have arrived; the one of its samples that has read it knows them."""
+        request = slot.row.request
+        if not slot.gone and unscored(request, self.scores):
+            scores = Scores()
+            for each in slot.scored:
+                scores.add(request.settings.top_logprobs, *each)
+            if len(scores.logprobs) == len(request.ids):
+                self.scores[request.number] = scores
+
+    def _part(self, slot: Slot, size: int, ends: Sequence[tuple[int, int]] = ()) -> Part:
+        tokens, source = slot.text[slot.fed : slot.fed + size], slot.memory and slot.memory.size
+        return Part(tokens, slot.fed, slot.pages, ends, slot.homes[0], source or 0)
 
     def _share(self, slot: Slot, other: Slot) -> tuple[int, int] | None:
         """A sample's pages: those of the prompt that are full, and one of its own for the rest, to be copied."""
@@ -431,27 +733,41 @@ class SlotLane:
         return slot.pages[-1], other.pages[-1]
 
     def _launch(self) -> Flight | None:
-        """The next round: until an eighth of the rows are through where others wait, or for `look` steps."""
-        live = [s for s in self.slots if s.asked and (s.left or s.fresh)]
+        """The next round."""
+        live = [s for s in self.slots if s.asked and (s.left or s.fresh) and not s.row.finish]
         if not live:
             self._place()
             return None
-        lefts = sorted(s.left for s in live)
-        few = max(1, len(live) // 8) if self.waiting else len(live)
-        steps = min(self.runner.look, lefts[few - 1])
+        steps = self._steps([s.left for s in live])
         lines, longest, used = [], 1, frozenset[str]()
+        masked = [s for s in live if s.row.request.mask is not None]
+        # What follows a first token is asked when the host has read it.
+        self.paused = any(s.fresh for s in masked)
+        if masked:
+            steps, used = min(steps, 0 if self.paused else 1), frozenset({MASK})
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
             self._reserve(slot, len(slot.text) + slot.asked + took - 1)
-            used |= _used(slot.row.request.settings, said, said + took - 1)
+            used |= used_by(slot.row.request.settings, said, said + took - 1)
             longest = max(longest, len(slot.text) + slot.asked + took)
             lines.append((slot, 0 if slot.fresh else 1, 1 + took))
         self._place()
         for slot, _, last in lines:
             slot.asked, slot.fresh = slot.asked + last - 1, False
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
-        flight = self.runner.run(steps, width, self.runner.bucket(longest), used)
-        return *flight, lines
+        bounds = self.runner.bucket(longest), self._far(live)
+        return self.runner.run(steps, width, *bounds, used), lines
+
+    def _steps(self, lefts: list[int]) -> int:
+        """Of a round: until an eighth of the rows are through where others wait, or `look`."""
+        lefts = sorted(left for left in lefts if left) or [0]
+        few = max(1, len(lefts) // 8) if self.waiting else len(lefts)
+        return min(self.runner.look, lefts[few - 1])
+
+    def _far(self, live: Sequence[Slot]) -> int:
+        """A bound of the longest source; 0 where there is none."""
+        far = max(s.memory.size if s.memory else 0 for s in live)
+        return far and max(SHORTEST, two(far))
 
     def _place(self) -> None:
         busy = {slot.index for slot in self.slots if slot.asked}
@@ -464,22 +780,29 @@ class SlotLane:
         """Read the round before; what a row said after its end is dropped."""
         if self.flying is None:
             return []
-        log, logp, event, lines = self.flying
+        ((log, logp, *tops), event), lines = self.flying
         if event is not None:
             event.synchronize()
         tokens, logprobs = log.T.tolist(), logp.T.tolist()
         events: list[Event | None] = []
         for slot, first, last in lines:
             row, index = slot.row, slot.index
-            for token, logprob in zip(
-                tokens[index][first:last], logprobs[index][first:last], strict=True
+            count, listed = row.request.settings.top_logprobs, list[Tops]()
+            if count:
+                pairs = (x[first:last, index, :count].tolist() for x in tops)
+                listed = [list(zip(*pair, strict=True)) for pair in zip(*pairs, strict=True)]
+            self._score(slot)
+            for i, (token, logprob) in enumerate(
+                zip(tokens[index][first:last], logprobs[index][first:last], strict=True)
             ):
                 if slot.gone or row.finish:
                     break
                 if token < 0:
                     row.finish, row.error = "error", BROKEN
+                    if row.request.mask is not None:
+                        row.error = f"{BROKEN}, or {NOTHING}"
                 else:
-                    events.append(row.say(token, logprob))
+                    events.append(row.say(token, logprob, listed[i] if count else []))
             if self.prefix and not slot.gone and row.error is None:
                 self._publish(slot)
         return [e for e in events if e is not None]
@@ -489,9 +812,12 @@ class SlotLane:
         row, page = slot.row, self.pool.page
         full = (row.size - 1) // page
         if full > len(row.keys):
-            text = (row.request.ids + row.ids)[: full * page]
-            row.keys = page_keys(text, page, row.request.salt, row.keys)
-            for number, key in zip(slot.pages, row.keys, strict=False):
+            # From the last page that is known on: a text may be long.
+            known, ids = max(0, len(row.keys) - 1), row.request.ids
+            text = ids[known * page :] + row.ids[max(0, known * page - len(ids)) :]
+            text = text[: (full - known) * page]
+            row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
+            for number, key in zip(slot.pages[known:], row.keys[known:], strict=False):
                 self.pool.publish(number, key)
 
     def coming(self) -> Iterable[bytes]:
@@ -499,8 +825,3 @@ class SlotLane:
         for slot in self.slots:
             if slot.fresh:
                 yield from slot.keys
-
-
-def _used(s: Any, first: int, last: int) -> frozenset[str]:
-    """What the tokens from number `first` to `last` of a row depend on."""
-    return uses(s) if held(s, first, last) else uses(s) - {"held"}

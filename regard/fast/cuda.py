@@ -9,81 +9,88 @@ test_graphs_give_the_engine_tokens holds both against the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
+from regard.attention.sparse import Indexer, SparseAttention
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import prompt as gpu_prompt
-from regard.kernels.triton.experts import FEW, Experts, choose, experts, scores, suits
+from regard.kernels.triton import sparse as gpu_sparse
+from regard.kernels.triton.experts import Experts, choose, experts, scores, suits
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, reference
 from regard.kernels.triton.prompt import Pack
-from regard.kernels.triton.wide import add_norm, gated, product, summed
+from regard.kernels.triton.wide import HIGHEST, add_norm, gated, product, summed
 from regard.layers import FeedForward, LMHead, RMSNorm
+from regard.mask import Span
 from regard.models import Model
 from regard.moe import MixtureOfExperts
 from regard.position import LongRope, Rope
+
+SCORES = 2**25  # index scores of a prompt that are made at once
 
 
 def why_not(model: Any) -> str:
     """What about a model has no static step, or nothing."""
     c = model.config
-    if c.kind != "transformer" or c.embedding.kind != "tokens":
-        return f"{type(c).__name__} is not one tower on tokens"
-    tower, position = c.tower, c.embedding.position
-    if not tower.causal or tower.cross or tower.relative:
-        return "its tower is not causal, or has a bias on positions"
+    two = c.kind == "encoder_decoder"
+    if not two and (c.kind != "transformer" or c.embedding.kind != "tokens"):
+        return f"{type(c).__name__} is not a tower that writes tokens"
+    tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
+    if not tower.causal or (tower.cross and not two):
+        return "its tower is not causal, or reads what no encoder of its own makes"
+    if two and model.decoder.cache_specs("cross") != model.decoder.cache_specs():
+        return "its attention to the source keeps other shapes than that to the text"
+    if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
+        return "its attention to the source has latents, or a gate"
+    if tower.relative and any(a.kind != "gqa" for a in tower.each("attention")):
+        return "its attention has no kernel with a bias on positions"
     if c.head is None or c.head.kind != "lm":
         return "it has no language-model head"
     if position is not None and position.kind == "learned" and position.skip is not None:
         return "its positions skip tokens"
-    if any(a.kind not in ("gqa", "mla") for a in tower.each("attention")):
-        return "its attention selects keys, or keeps a state"
-    if any(type(m) is not nn.Linear for m in _products(model.tower)):
+    if any(
+        a.kind == "dsa" and (a.window or getattr(inner(a), "gated", False))
+        for a in tower.each("attention")
+    ):
+        return "its sparse attention has a window or a gate"
+    if any(type(m) is not nn.Linear for m in _products(getattr(model, model.writer))):
         return "its linear layers are packed, or have adapters: merge them first"
     if any(type(p.data) is not Tensor for p in model.parameters()):
         return "its weights are spread over several devices"
     return "a probe watches it" if model.watch is not None else ""
 
 
+def inner(attention: Any) -> Any:
+    """The attention that a sparse one chooses keys for; any other itself."""
+    return attention.attention if attention.kind == "dsa" else attention
+
+
 def longest(model: Any) -> int | None:
     """How long texts may be in a graph, where it is less than the model's context: LongRoPE turns every token of a
     longer text otherwise."""
-    ropes = [a.rope for a in model.config.tower.each("attention") if a.rope is not None]
-    return min(
-        (r.scaling.original_len for r in ropes if isinstance(r.scaling, LongRope)), default=None
-    )
+    each = getattr(model, model.writer).config.each("attention")
+    ropes = [inner(a).rope for a in each]
+    long = (r.scaling for r in ropes if r is not None and isinstance(r.scaling, LongRope))
+    return min((scaling.original_len for scaling in long), default=None)
 
 
 def _products(tower: nn.Module) -> list[nn.Module]:
-    names = (
-        "wq",
-        "wk",
-        "wv",
-        "wg",
-        "wo",
-        "router",
-        "w_dq",
-        "w_uq",
-        "w_dkv",
-        "w_ukv",
-        "gate",
-        "up",
-        "down",
-    )
-    each = tower.named_modules()
-    return [m for name, m in each if name.rpartition(".")[2] in names]
+    names = {f"w{x}" for x in ("q", "k", "v", "g", "z", "o", "_dq", "_uq", "_dkv", "_ukv")}
+    names |= {"router", "gate", "up", "down"}
+    return [m for name, m in tower.named_modules() if name.rpartition(".")[2] in names]
 
 
 # --- what flows through the blocks --------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ class Stream:
 
     def whole(self) -> Tensor:
         """All of it added up."""
-        return Normed(self, None).tensor()
+        return tensor(self)
 
 
 @dataclass
@@ -128,6 +135,7 @@ class Normed:
 
     stream: Stream
     norm: Any
+    made: Tensor | None = None
 
     def take(self, rows: Tensor) -> Normed:
         s = self.stream
@@ -136,13 +144,20 @@ class Normed:
 
     def tensor(self) -> Tensor:
         """The sum made, in the stream too, and normed."""
+        if self.made is not None:
+            return self.made
         s, norm = self.stream, self.norm
         if s.more is not None and s.norm is not None and rms(s.norm) is None:
             plus = s.more.sum(0).to(s.value.dtype) if s.more.dim() == 3 else s.more
             s.more, s.norm = s.norm(plus), None
         s.value, y = add_norm(s.value, s.more, rms(norm), rms(s.norm), s.fast)
         s.more = s.norm = None
-        return y if norm is None or rms(norm) is not None else norm(y)
+        self.made = y if norm is None or rms(norm) is not None else norm(y)
+        return self.made
+
+
+def tensor(x: Stream | Normed) -> Tensor:
+    return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
 
 
 class LeftNorm(nn.Module):
@@ -233,26 +248,62 @@ def joined(parts: Sequence[Tensor], owners: Sequence[Tensor | None]) -> Tensor:
 @dataclass
 class Pages:
     """The caches of all layers, pages that are named by a block table (b places), and what is asked now: a step at
-    positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`."""
+    positions `pos` (b), no row that counts longer than `bound`, or the prompts of a `pack`. States of fixed size have a
+    place for every row; those of rows that are not `live` stay as they are."""
 
     stores: list[dict[str, Tensor]]  # of each layer: (pages page ...)
     table: Tensor
     length: int
     pos: Tensor | None = None
+    live: Tensor | None = None
     bound: int = 0
     pack: Pack | None = None
     index: int = 0
+    entries: slice = field(default_factory=lambda: slice(None))
+    states: list[dict[str, Tensor]] = field(default_factory=list)  # of each layer: (rows ...)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def layer(self, index: int) -> Pages:
         return replace(self, index=index)
 
+    def only(self, entries: slice) -> Pages:
+        """Some of what a layer's tokens leave behind."""
+        return replace(self, entries=entries)
+
     @property
     def mine(self) -> tuple[Tensor, ...]:
-        return tuple(self.stores[self.index].values())
+        return tuple(self.stores[self.index].values())[self.entries]
+
+    @property
+    def longest(self) -> int:
+        """No text that counts is longer."""
+        return self.bound if self.pack is None else self.pack.sizes.whole or self.pack.sizes.longest
+
+    def each(self, most: int) -> Iterator[tuple[slice, Pages]]:
+        """A step as it is, or the tokens of a pack, up to `most` at once, as rows of steps."""
+        if (pack := self.pack) is None:
+            yield slice(None), self
+            return
+        for i in range(0, len(pack.pos), most):
+            rows = slice(i, i + most)
+            table = pack.table[pack.row[rows]].int()
+            yield (
+                rows,
+                replace(self, pack=None, table=table, pos=pack.pos[rows], bound=self.longest),
+            )
+
+    def at(self, spots: Tensor, real: Tensor) -> tuple[Tensor, ...]:
+        """What tokens of the pool (n k) left behind, (n k ...); zero where one is not `real`."""
+        spots = spots.long().where(real, 0)
+        each = (memory.flatten(0, 1)[spots] for memory in self.mine)
+        return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
     def store(self, *new: Tensor) -> None:
         """What each token (n ...) leaves behind, in its page."""
+        if self.pos is not None and self.pack is None and ready(self.mine[0]):
+            for memory, x in zip(self.mine, new, strict=True):
+                gpu_latent.put(x.flatten(1), memory.flatten(2), self.table, self.pos)
+            return
         pack, size = self.pack, self.mine[0].shape[1]
         if pack is not None:
             table, row, pos = pack.table, pack.row, pack.pos
@@ -278,13 +329,61 @@ class Pages:
         each = (memory[pages].flatten(1, 2)[:, :s] for memory in self.mine)
         return tuple(x.masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0) for x in each)
 
+    # As a cache has it: nothing is forgotten.
+    window: ClassVar[None] = None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Of every row of the step, or of every prompt: nothing where a text begins."""
+        mine, pack = self.states[self.index], self.pack
+        if pack is None:
+            assert self.pos is not None
+            return {name: x[: len(self.pos)] for name, x in mine.items()}
+        new = pack.starts == 0
+        return {name: x[pack.homes].masked_fill(_as(new, x), 0) for name, x in mine.items()}
+
+    def put(self, state: dict[str, Tensor], past: Any) -> None:
+        """`past`, what takes tokens back, is not asked for here."""
+        for name, x in self.states[self.index].items():
+            if self.pack is not None:
+                x[self.pack.homes] = state[name].to(x.dtype)
+            else:
+                assert self.live is not None
+                old = x[: len(self.live)]
+                old.copy_(torch.where(_as(self.live > 0, x), state[name].to(x.dtype), old))
+
+    def part(self) -> None:
+        """The prompts' last states, to every row that goes on from them."""
+        assert self.pack is not None
+        source = self.pack.homes[self.pack.row[self.pack.last]]
+        for states in self.states:
+            for x in states.values():
+                x[self.pack.rows] = x[source]
+
+    def chosen(self, k: int) -> Tensor:
+        """Which of k chosen tokens there are: (b k)."""
+        assert self.pos is not None
+        return torch.arange(k, device=self.pos.device) <= self.pos[:, None]
+
+    @property
+    def gap(self) -> Tensor:
+        """How many tokens back each of the first `bound` places is in a step: (b 1 bound)."""
+        assert self.pos is not None
+        return self.pos[:, None, None] - torch.arange(self.bound, device=self.pos.device)
+
     def seen(self, window: int | None) -> Tensor:
         """Which of the first `bound` places a step may see: (b 1 1 bound)."""
-        assert self.pos is not None
-        at = torch.arange(self.bound, device=self.pos.device)
-        gap = self.pos[:, None] - at
+        gap = self.gap
         near = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
-        return near[:, None, None]
+        return near[:, None]
+
+    def bias(self, relative: Any) -> Tensor | None:
+        """What is added to the score of a key so many tokens back, (h n); the last counts for all farther ones."""
+        if relative is not None and relative not in self.memo:
+            far = getattr(relative.config, "max_distance", self.length)
+            at = torch.arange(min(far + 1, self.length), device=self.table.device)
+            self.memo[relative] = relative(at[-1:, None], at[None])[0, :, 0].flip(-1).contiguous()
+        return self.memo.get(relative)
 
     def angles(self, rope: Rope, dim: int) -> tuple[Tensor, Tensor]:
         """cos and sin for every position, (length r/2) each."""
@@ -297,6 +396,11 @@ class Pages:
         return self.memo[rope, dim]
 
 
+def _as(rows: Tensor, x: Tensor) -> Tensor:
+    """(b) as (b 1 ...), as many axes as x has."""
+    return rows.view(-1, *[1] * (x.dim() - 1))
+
+
 @dataclass
 class SlotContext(Context):
     """Angles come from a table: a graph may not wait for numbers that the host makes."""
@@ -305,6 +409,19 @@ class SlotContext(Context):
         slots: Any = self.store
         cos, sin = (x[self.pos.index][:, :, None] for x in slots.angles(rope, dim))
         return cos, sin
+
+    def turn(
+        self, x: Tensor, rope: Rope | None, layout: str | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """By one kernel in a step, where there is one; into `out`, which may be x."""
+        slots: Any = self.store
+        if rope is None or slots.pack is not None or not ready(x) or x.stride(-1) != 1:
+            y = super().turn(x, rope, layout)
+            return y if out is None else out.copy_(y)
+        paired, at = (layout or rope.layout) != "half", self.pos.index.flatten()
+        to = None if out is None else out.flatten(0, 1)
+        y = gpu_latent.turn(x.flatten(0, 1), slots.angles(rope, x.shape[-1]), at, paired, to)
+        return y.view(x.shape) if out is None else out
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -321,14 +438,30 @@ class Cuda(Specialise):
     def product(self, *modules: Any, **more: Any) -> Product:
         return Product.of(list(modules), fast=self.kernels, **more)
 
+    def note(self, weight: Tensor, why: str) -> str:
+        """What `explain` adds where a part has no kernel."""
+        return f", by torch's operations: {why}" if why and self.kernels and ready(weight) else ""
+
     def block(self, m: Block) -> nn.Module:
-        norms = {name: LeftNorm(getattr(m, name), m.order == "post") for name in ("norm1", "norm3")}
-        return self.copy(m, **norms)
+        names = ("norm1", "norm3") if m.cross is None else ("norm1", "norm2", "norm3")
+        parts: dict[str, Any] = {n: LeftNorm(getattr(m, n), m.order == "post") for n in names}
+        if m.cross is not None:
+            parts["cross"] = self.cross(m.cross)
+        return self.copy(m, **parts)
+
+    def cross(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotCross)
+        new.first, new.out = self.product(m.wq), self.product(m.wo)
+        new.both = self.product(m.wk, m.wv)
+        self.rows[type(m).__name__, "SlotCross"] += 1
+        return new
 
     def attention(self, m: Any) -> nn.Module:
         new, c = self.copy(m, SlotAttention), m.config
         gate = [] if m.wg is None else [m.wg]
         new.first, new.out = self.product(m.wq, m.wk, m.wv, *gate), self.product(m.wo)
+        why = "" if new.fast(m.wk.weight) else f"heads of {m.d} and {m.e} features"
+        new.note = self.note(m.wk.weight, why)
         norms, paired = (rms(m.q_norm), rms(m.k_norm)), bool(c.rope and c.rope.layout != "half")
         new.heads = {
             "norms": norms if m.q_norm else None,
@@ -343,6 +476,8 @@ class Cuda(Specialise):
         act, limit = m.config.activation, m.config.limit
         new.all = Experts(m.gate, m.up, m.down, biases, act, limit)
         new.fast = self.kernels
+        why = "" if m.config.groups == 1 else "its router, as it chooses among groups"
+        new.note = self.note(m.gate, why if suits(m.gate[0], new.all) else "experts of this size")
         return new
 
     def latent(self, m: Any) -> nn.Module:
@@ -353,6 +488,11 @@ class Cuda(Specialise):
         new.up = tuple(
             w.contiguous() for w in m.w_ukv.weight.view(m.h, -1, m.c).split([m.d, m.e], 1)
         )
+        return new
+
+    def delta(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotDelta)
+        new.out, new.note = self.product(m.wo), self.note(m.wo.weight, "its state has no kernel")
         return new
 
     def feed_forward(self, m: Any) -> nn.Module:
@@ -368,6 +508,9 @@ class Cuda(Specialise):
         Stack: lambda maker, m: maker.copy(m, norm=LeftNorm(m.norm)),
         GroupedQueryAttention: lambda maker, m: maker.attention(m),
         LatentAttention: lambda maker, m: maker.latent(m),
+        GatedDeltaRule: lambda maker, m: maker.delta(m),
+        SparseAttention: lambda maker, m: maker.copy(m, SlotSparse),
+        Indexer: lambda maker, m: maker.copy(m, SlotIndexer),
         FeedForward: lambda maker, m: maker.feed_forward(m),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
@@ -378,12 +521,34 @@ class Cuda(Specialise):
 def decoder(model: Model, kernels: bool = True) -> Any:
     """The model out of these parts. It shares the model's weights, but for MLA's, which are laid out anew by head."""
     plain: Any = model
-    maker, head, weight = Cuda(kernels), plain.head, plain.embedding.weight
-    new = maker.copy(model, head=maker.copy(head, SlotHead))
+    maker, head, weight = Cuda(kernels), plain.head, getattr(plain, plain.words).weight
+    parts = {"head": maker.copy(head, SlotHead)}
+    if plain.reads_source:
+        parts |= {"source": plain.source, "encoder": plain.encoder}
+        maker.rows["Stack", "plain: the encoder reads a source once"] += 1
+    new = maker.copy(model, **parts)
     own = weight if head.weight is None else head.weight
-    new.head.product = Product(own, head.bias, fast=kernels)
+    new.head.product = vocabulary(own, head.bias, kernels)
     new.parts = dict(maker.rows)
     return new
+
+
+def vocabulary(weight: Tensor, bias: Tensor | None, kernels: bool) -> Product:
+    """The head's product. On a GPU it has rows for a multiple of 8 tokens, without which matrix products there are
+    several times slower; those added have a logit of -infinity."""
+    if weight.is_cuda and len(weight) % 8:
+        bias = lengthened(weight.new_zeros(len(weight)) if bias is None else bias, -torch.inf)
+        weight = lengthened(weight, 0.0)
+    return Product(weight.detach(), bias, fast=kernels)
+
+
+def lengthened(x: Tensor, value: float) -> Tensor:
+    """x with rows up to a multiple of 8, of which x itself is a view from then on."""
+    more = x.new_full((-len(x) % 8, *x.shape[1:]), value)
+    if x.storage_offset() or x.untyped_storage().nbytes() != x.nbytes + more.nbytes:
+        return joined([x, more], [x, None])
+    # It was before.
+    return x.detach().as_strided((len(x) + len(more), *x.shape[1:]), x.stride())
 
 
 class SlotHead(LMHead):
@@ -415,10 +580,10 @@ class SlotExperts(MixtureOfExperts):
     fast: bool
 
     def enter(self, x: Any) -> Tensor:
-        return (x if isinstance(x, Normed) else Normed(x, None)).tensor()
+        return tensor(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        few = self.fast and ready(x) and len(x) <= FEW and x.dtype == self.router.weight.dtype
+        few = self.fast and ready(x) and len(x) <= HIGHEST and x.dtype == self.router.weight.dtype
         return scores(x, self.router.weight, self.router.bias) if few else super().logits(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -426,8 +591,8 @@ class SlotExperts(MixtureOfExperts):
         if c.groups > 1 or not (self.fast and ready(x)):
             return super().route(x)
         sigmoid = c.score == "sigmoid"
-        more = {"normalized": c.normalized, "gain": c.gain, "correction": self.correction}
-        return choose(self.logits(x), c.active, sigmoid=sigmoid, **more)
+        more: dict[str, Any] = {"normalized": c.normalized, "correction": self.correction}
+        return choose(self.logits(x), c.active, sigmoid=sigmoid, gain=c.gain, **more)
 
     def mix(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         form = experts if self.fast and suits(x, self.all) else expert_reference
@@ -454,44 +619,65 @@ class SlotAttention(GroupedQueryAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        k, v = slots.mine
-        fast, c = self.fast(k), self.config
-        qkv, gate = self.first(x, split=fast and slots.pack is None and self.wg is None), None
+        fast, gate, wide = self.fast(slots.mine[0]), None, self.h * self.e
+        qkv = self.first(x, split=fast and slots.pack is None and self.wg is None)
         if self.wg is not None:
-            gate = qkv[:, -self.h * self.e :]
-            qkv = qkv[:, : -self.h * self.e].contiguous()
-        form = {"scale": self.scale, "window": c.window, "softcap": c.softcap, "sinks": self.sinks}
-        angles = slots.angles(c.rope, self.d) if fast and c.rope is not None else None
-        pack = slots.pack
-        if pack is not None and fast:
-            laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
-            near = c.window is not None and c.window < pack.sizes.longest
-            if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
-                o = gpu_prompt.over_pages(laid[0], k, v, pack, **form)
-            else:
-                o = gpu_prompt.attend(laid, pack, self.scale, None)
-        elif pack is not None:
-            q, *new = self.turned(qkv, ctx)
-            slots.store(*new)
-            laid = gpu_prompt.lay(pack, q, *new)
-            if pack.sizes.whole:
-                laid = laid[0], *slots.kept()
-            seen = gpu_prompt.seen(laid, pack, c.window)
-            o = self.mix(laid[0], dict(zip("kv", laid[1:], strict=True)), seen, ctx, None)
-            o = o.flatten(2).flatten(0, 1)[pack.back]
-        elif fast:
-            more = {"angles": angles, "table": slots.table, "bound": slots.bound, **self.heads}
-            o = gpu_attention.decode(qkv, k, v, slots.pos, heads=self.h, **form, **more).flatten(1)
+            qkv, gate = qkv[:, :-wide].contiguous(), qkv[:, -wide:]
+        bias = slots.bias(ctx.relative)
+        # torch's kernels for prompts, and ours, have no bias on positions.
+        if fast and (bias is None or slots.pack is None):
+            o = self.by_kernels(qkv, slots, bias)
         else:
-            q, *new = self.turned(qkv, ctx)
-            slots.store(*new)
-            seen = ctx.once(("seen", c.window), lambda: slots.seen(c.window))
-            o = self.mix(q[:, None], dict(zip("kv", slots.kept(), strict=True)), seen, ctx, None)
-            o = o.flatten(1)
+            o = self.by_torch(qkv, slots, ctx, bias)
         return o if gate is None else o * self.sigmoid(gate)
 
     def weigh(self, o: Tensor, x: Any) -> Tensor:
+        """`look` had its gate at hand."""
         return o
+
+    def by_kernels(self, qkv: Tensor, slots: Any, bias: Tensor | None) -> Tensor:
+        c, (k, v), pack = self.config, slots.mine, slots.pack
+        angles = None if c.rope is None else slots.angles(c.rope, self.d)
+        form: dict[str, Any] = {"scale": self.scale, "window": c.window}
+        form |= {"softcap": c.softcap, "sinks": self.sinks}
+        if pack is None:
+            form |= {"angles": angles, "table": slots.table, "bound": slots.bound, "bias": bias}
+            form |= {"heads": self.h, **self.heads}
+            return gpu_attention.decode(qkv, k, v, slots.pos, **form).flatten(1)
+        laid = gpu_prompt.lay_qkv(qkv, pack, k, v, self.h, angles, **self.heads)
+        near = c.window is not None and c.window < pack.sizes.longest
+        if near or pack.sizes.whole or c.softcap is not None or self.sinks is not None:
+            return gpu_prompt.over_pages(laid[0], k, v, pack, **form)
+        return gpu_prompt.attend(laid, pack, self.scale, None)
+
+    def by_torch(self, qkv: Tensor, slots: Pages, ctx: Context, bias: Tensor | None) -> Tensor:
+        c, pack = self.config, slots.pack
+        q, *new = self.turned(qkv, ctx)
+        slots.store(*new)
+        laid: Any
+        if pack is None:
+            laid, gap = (q[:, None], *slots.kept()), slots.gap
+            seen = ctx.once(("seen", c.window), lambda: slots.seen(c.window))
+        else:
+            laid = gpu_prompt.lay(pack, q, *new)
+            laid = (laid[0], *slots.kept()) if pack.sizes.whole else laid
+            seen, gap = gpu_prompt.seen(laid, pack, c.window), gpu_prompt.gap(laid, pack)
+        kept = dict(zip("kv", laid[1:], strict=True))
+        o = self.mix(laid[0], kept, seen, ctx, spread(bias, gap)).flatten(2).flatten(0, 1)
+        return o if pack is None else o[pack.back]
+
+    def asked(
+        self, x: Any, ctx: Context, read: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """Queries (n h d), what each token leaves behind, and what queries are made of."""
+        q, *new = self.turned(self.first(x), ctx)
+        return q, tuple(new), x
+
+    def over(self, q: Tensor, slots: Pages, ctx: Context, spots: Tensor) -> Tensor:
+        """Queries (n h d) over tokens of the pool (n k), as far as there are any: (n, h e)."""
+        real = slots.chosen(spots.shape[1])
+        kept = dict(zip("kv", slots.at(spots, real), strict=True))
+        return self.mix(q[:, None], kept, real[:, None, None], ctx, None).flatten(1)
 
     def turned(self, qkv: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q (n h d), k (n g d), v (n g e), normed and turned."""
@@ -503,6 +689,30 @@ class SlotAttention(GroupedQueryAttention):
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
+
+
+class SlotCross(SlotAttention):
+    """Attention to a source, of which every token of a step sees all; `remember` puts it into its pages."""
+
+    both: Product
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        k, v = slots.mine
+        q = self.as_heads(self.first(x), self.q_norm)  # n h d
+        if not self.fast(k):
+            seen = ctx.once("seen", lambda: slots.seen(None))
+            kept = dict(zip("kv", slots.kept(), strict=True))
+            return self.mix(q[:, None], kept, seen, ctx, None).flatten(1)
+        sizes = ctx.once("sizes", lambda: slots.pos + 1)
+        form: dict[str, Any] = {"scale": self.scale, "softcap": self.config.softcap}
+        form |= {"sinks": self.sinks, "heads": self.h, "table": slots.table, "bound": slots.bound}
+        return gpu_attention.decode(q.flatten(1), k, v, sizes, new=False, **form).flatten(1)
+
+    def remember(self, memory: Tensor, slots: Pages) -> None:
+        """Keys and values of what an encoder gave, (n m)."""
+        k, v = self.both(memory).split([self.g * self.d, self.g * self.e], -1)
+        slots.store(self.as_heads(k, self.k_norm), v.unflatten(-1, (self.g, self.e)))
 
 
 class SlotLatent(LatentAttention):
@@ -519,30 +729,35 @@ class SlotLatent(LatentAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        nope, rope, entry = self.parts(self.first(x), ctx)
+        q, new, _ = self.asked(x, ctx)
+        slots.store(*new)
+        sizes = None if slots.pack is None else slots.pack.sizes
+        # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
+        few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
+        if sizes is None or (few and self.fast(slots.mine[0])):
+            each = slots.each(max(1, SCORES // slots.longest))
+            return joined_rows([self.over(q[rows], step, ctx) for rows, step in each])
+        # Heads of their own, from the latents: cheaper than to attend c wide.
+        laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
+        if sizes.whole:
+            laid = laid[0], *self.heads(slots.kept())
+        return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
+
+    def over(self, q: Tensor, slots: Any, ctx: Context, spots: Tensor | None = None) -> Tensor:
+        """Queries (n h d+r) of a step over their texts, or over tokens of the pool (n k): (n, h e)."""
         w_uk, w_uv = self.up
-        new = entry.split([self.c, self.r], -1)[: len(slots.mine)]
-        if slots.pack is not None:
-            # Heads of their own, from the latents: cheaper than to attend c wide.
-            slots.store(*new)
-            q = torch.cat([nope, rope], -1)
-            laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
-            if slots.pack.sizes.whole:
-                laid = laid[0], *self.heads(slots.kept())
-            return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
+        nope, rope = q.split([self.d, self.r], -1)
         q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
         if self.fast(slots.mine[0]):
             latents, ropes = slots.mine
-            table, pos, bound = slots.table, slots.pos, slots.bound
-            o = gpu_latent.decode(
-                q, entry, latents, ropes, table, pos, scale=self.scale, bound=bound
-            )
+            more: dict[str, Any] = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
+            o = gpu_latent.decode(q, latents, ropes, slots.table, slots.pos, **more)
         else:
-            slots.store(*new)
-            kept = slots.kept()
-            seen = ctx.once(("seen", self.config.window), lambda: slots.seen(self.config.window))
+            real = slots.seen(self.config.window) if spots is None else slots.chosen(spots.shape[1])
+            kept = slots.kept() if spots is None else slots.at(spots, real)
+            mask = real if spots is None else real[:, None, None]
             k = torch.cat(kept, -1)[:, :, None]
-            o = attend(q, k, kept[0][:, :, None], seen, self.scale)
+            o = attend(q, k, kept[0][:, :, None], mask, self.scale)
         return torch.einsum("bhc,hec->bhe", o, w_uv).flatten(1)
 
     def heads(self, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -554,21 +769,124 @@ class SlotLatent(LatentAttention):
             k = torch.cat([k, turned.expand(*k.shape[:-1], -1)], -1)
         return k, torch.einsum("...c,hec->...he", kept[0], w_uv)
 
-    def parts(self, both: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token the heads' (n h d) and turned (n h r) features, and [latent | rotary key] (n c+r)."""
+    def asked(
+        self, x: Any, ctx: Context, read: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """Queries (n h d+r), what each token leaves behind, its latent (n c) and its rotary key (n r), and what queries
+        are made of: made itself if others `read` it."""
+        both, c_q = self.first(x), x
         q, latent, key = both.split([both.shape[-1] - self.c - self.r, self.c, self.r], -1)
         if self.second is not None:
-            q = self.second(Normed(Stream(q.contiguous(), False), self.q_norm))
+            c_q = Normed(Stream(q.contiguous(), False), self.q_norm)
+            c_q = c_q.tensor() if read else c_q
+            q = self.second(c_q)
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
-        nope, rope = q.unflatten(-1, (self.h, -1)).split([self.d, self.r], -1)
-        if self.r:
-            shape = ctx.pos.index.shape
-            rope = ctx.turn(rope.unflatten(0, shape), self.config.rope).flatten(0, 1)
-            key = ctx.turn(key.view(*shape, 1, self.r), self.config.rope).view(-1, self.r)
-        return nope, rope, torch.cat([latent, key], -1)
+        q = q.unflatten(-1, (self.h, -1))
+        if not self.r:
+            return q, (latent,), c_q
+        # Where they lie: nobody else reads them.
+        here: Any = ctx
+        for y in (q[..., self.d :], key.unsqueeze(-2)):
+            y = y.unflatten(0, ctx.pos.index.shape)
+            here.turn(y, self.config.rope, out=y)
+        return q, (latent, key), c_q
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
+
+
+class SlotDelta(GatedDeltaRule):
+    """The gated delta rule as it is, its states in the rows' places."""
+
+    out: Product
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        x, pack = tensor(x), slots.pack
+        if pack is None:
+            return super().look(x[:, None], ctx)[:, 0]
+        place = torch.arange(pack.grid.shape[1], device=x.device)
+        real = place < (pack.totals - pack.starts)[:, None]
+        span = Span(torch.where(real, place + pack.starts[:, None], -1))
+        return super().look(x[pack.grid], replace(ctx, pos=span)).flatten(0, 1)[pack.back]
+
+    def weigh(self, o: Tensor, x: Any) -> Tensor:
+        return super().weigh(o, tensor(x))
+
+    def leave(self, o: Tensor, residual: Any = None) -> Any:
+        return residual.add(self.out, o.flatten(1), self.add.norm)
+
+
+class SlotIndexer(Indexer):
+    def turned(self, x: Tensor, ctx: Context) -> Tensor:
+        """Where they lie: nobody else reads them."""
+        here: Any = ctx
+        some = x[..., : self.config.rope_dim]
+        here.turn(some, self.config.attention.rope, "half", out=some)
+        return x
+
+
+class SlotSparse(SparseAttention):
+    """DSA: every token's index key is scored, and the attention in it looks at the best; its pages hold what that one's
+    do, and index keys."""
+
+    def look(self, x: Any, ctx: Context) -> Tensor:
+        slots: Any = ctx.store
+        attention: Any = self.attention
+        x = tensor(x)
+        token = x.view(*ctx.pos.index.shape, -1)
+        own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
+        self.put(self.indexer.keys(token, ctx).flatten(0, 1), index)
+        within = replace(ctx, store=own)
+        if self.dense(slots.longest):
+            return attention.look(x, within)
+        q, new, c_q = attention.asked(x, within, read=True)
+        own.store(*new)
+        index_q = self.indexer.queries(c_q.view(*token.shape[:2], -1), ctx).flatten(0, 1)
+        weights = self.indexer.weights(token).flatten(0, 1)
+        out = []
+        for rows, step in index.each(max(1, SCORES // slots.longest)):
+            spots = self.spots(index_q[rows], weights[rows], step)
+            out.append(attention.over(q[rows], step.only(own.entries), within, spots))
+        return joined_rows(out)
+
+    def fast(self, keys: Tensor) -> bool:
+        i, attention, fp8 = self.indexer, cast(Any, self.attention), self.config.precision == "fp8"
+        return attention.first.fast and gpu_sparse.suits(i.d, i.h, keys, fp8)
+
+    def put(self, k: Tensor, index: Pages) -> None:
+        """Index keys (n D) into their pages."""
+        fp8, step = self.config.precision == "fp8", index.pack is None
+        if fp8 and step and index.pos is not None and self.fast(index.mine[0]):
+            gpu_sparse.put_fp8(k, index.mine[0], index.table, index.pos)
+        else:
+            index.store(self.indexer.kept(k))
+
+    def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
+        """Where the best k tokens of each row lie in the pool (b k): index queries (b H D) and weights (b H)."""
+        (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
+        assert pos is not None
+        page, fp8 = keys.shape[1], self.config.precision == "fp8"
+        if self.fast(keys):
+            scores = gpu_sparse.index(q.contiguous(), keys, weights, table, pos, step.bound, fp8)
+            return gpu_sparse.topk(scores, pos, k, table, page)
+        dots = self.indexer.dots(q[:, None], *step.kept())
+        scores = self.indexer.join(dots, weights[:, None].to(dots.dtype))[:, 0]
+        at = gpu_sparse.reference(scores, pos + 1, k).long()
+        return table.gather(1, at // page) * page + at % page
+
+    def leave(self, o: Tensor, residual: Any = None) -> Any:
+        attention: Any = self.attention
+        return residual.add(attention.out, o, self.add.norm)
+
+
+def joined_rows(each: list[Tensor]) -> Tensor:
+    return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def spread(bias: Tensor | None, gap: Tensor) -> Tensor | None:
+    """bias (h n) of keys that are `gap` (b t s) tokens back: (b h t s)."""
+    return None if bias is None else bias[:, gap.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

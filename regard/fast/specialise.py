@@ -77,7 +77,7 @@ class Specialise:
         if isinstance(fast, str):
             self.rows[plain, f"plain: {fast}"] += 1
             return self.copy(module)
-        self.rows[plain, type(fast).__name__] += 1
+        self.rows[plain, type(fast).__name__ + getattr(fast, "note", "")] += 1
         return fast
 
     def copy(self, module: nn.Module, kind: Any = None, **parts: nn.Module | None) -> Any:

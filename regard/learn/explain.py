@@ -2,22 +2,29 @@
 code, numbers; as text or as JSON.
 
 A topic is a function with a docstring (the question, then the formula) whose parameters are the
-numbers a reader may change and whose defaults are the example. It computes by the library's own
-functions, in float64. The topics are in mechanisms.py."""
+numbers a reader may change; its example is their defaults, or in examples.toml. It computes by the
+library's own functions, in float64. The topics are in mechanisms.py; topics.toml has their chapters
+and the words that people use for them."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import math
+import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError
 from regard.see.format import aligned, number, strict
 
 Numbers = tuple[float, ...]
@@ -25,21 +32,30 @@ Matrix = tuple[Numbers, ...]
 Module = TypeVar("Module", bound=nn.Module)
 # The most of a whole number that is given.
 MOST = 1_000_000
-# Other names of topics.
-_PAIRS = """positions:sinusoidal mha:multi-head mqa:gqa indexer:dsa flash:online-softmax t5:t5-bias
-look-ahead:masks look-ahead-mask:masks scaled-dot-product:attention cross:cross-attention rnn:rnn-path
-scaled-dot-product-attention:attention ffn:feed-forward sampling:decoding layernorm:norms rmsnorm:norms
-quantization:quantisation teacher-forcing:objectives learning-rate:schedules"""
-ALIASES: dict[str, str] = dict(pair.split(":") for pair in _PAIRS.split())
+
+
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+# Chapter -> topic -> other words for it; and words that tell no topic from another.
+CHAPTERS = _table("topics.toml")
+FILLING = {*CHAPTERS.pop("")["filling"].split()}
+# Letters of several words that name a topic in whatever text they stand.
+TELLING = 14
+# Topic -> input -> numbers of the example.
+EXAMPLES = _table("examples.toml")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns. A cell is a number, a text, or None where there is no number."""
+    """Rows under named columns. A cell is a number, a text, or None where there is no number.
+    `draw`: how a picture shows it, as picture.py says, and perhaps from which column on."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
+    draw: str = ""
 
     def text(self) -> str:
         """In one form per column: whole numbers as they are, others with four places, tiny ones
@@ -98,9 +114,9 @@ class Topic:
         """A value as the example has it: rows, a tuple, a whole number, a number or a text. Rows
         may be given without semicolons, as one tuple that the topic divides."""
         example, flag = self.inputs[name], _flag(name)
+        text = value if isinstance(value, str) else " ".join(map(str, value))
         if isinstance(example, str):
-            return value
-        text = " ".join(map(str, value))
+            return text
         divided = _nested(example) and ";" in text
         try:
             rows = [tuple(map(float, row.split())) for row in text.split(";" if divided else None)]
@@ -133,8 +149,10 @@ def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
 
     def decorate(compute: Callable[..., Tables]) -> Topic:
         question, _, formula = inspect.cleandoc(compute.__doc__ or "").partition("\n")
-        inputs = {n: p.default for n, p in inspect.signature(compute).parameters.items()}
         name = compute.__name__.strip("_").replace("_", "-")
+        example = {n: _tuples(x) for n, x in EXAMPLES.get(name, {}).items()}
+        defaults = inspect.signature(compute).parameters.items()
+        inputs = {n: example.get(n, p.default) for n, p in defaults}
         TOPICS.append(Topic(name, question, formula.strip("\n"), code, inputs, compute))
         return TOPICS[-1]
 
@@ -142,27 +160,68 @@ def topic(*code: str) -> Callable[[Callable[..., Tables]], Topic]:
 
 
 def find(name: str) -> Topic:
-    """The topic of this name; the nearest one is named where there is none."""
-    known = {each.name: each for each in TOPICS}
-    plain = name.strip().lower().replace("_", "-").replace(" ", "-")
-    plain = ALIASES.get(plain, plain)
-    if plain not in known:
-        hint = nearest(plain, [*known, *ALIASES])
-        raise UsageError(f"there is no topic {name!r:.60}; {hint} (regard explain lists them all)")
-    return known[plain]
+    """The topic that these words mean; the three nearest are told where there is none."""
+    key = "".join(_words(name[:400]))
+    if found := names().get(key) or _covering(_words(name[:400])):
+        return next(each for each in TOPICS if each.name == found)
+    near = dict.fromkeys(names().values(), 0.0)
+    for word, topic in names().items():
+        near[topic] = max(near[topic], difflib.SequenceMatcher(None, key, word).ratio())
+    close = "the nearest are {}, {} and {}".format(*sorted(near, key=lambda topic: -near[topic]))
+    raise UsageError(f"there is no topic {name!r:.60}; {close} (regard explain lists all)")
 
 
-def explained(
-    name: str, numbers: tuple[str, ...], given: dict[str, Any], *, as_json: bool = False
-) -> str:
-    """The topic with the numbers of one call."""
+@cache
+def names() -> dict[str, str]:
+    """Every word for a topic, spelt without case, spaces and hyphens -> the topic."""
+    pairs = ((n, w) for ts in CHAPTERS.values() for n in ts for w in (n, *ts[n].split(",")))
+    return {"".join(_words(word)): name for name, word in pairs}
+
+
+def _words(text: str) -> list[str]:
+    """A text as words that can be compared: small letters, singular, American, without filling."""
+    plain = re.sub(r"\\[a-z]+|[{}$]", "", text.lower())
+    found = re.findall(r"[a-z0-9]+", re.sub(r"\bk *- *v\b", "kv", plain))
+    single = (re.sub(r"(?<=[a-z]{3})(?<!s)s$", "", re.sub("ies$", "ys", word)) for word in found)
+    return [w for w in (s.replace("isation", "ization") for s in single) if w not in FILLING]
+
+
+def _covering(said: list[str]) -> str | None:
+    """The topic whose words are the largest part of a longer text, such as a heading: most of it,
+    or several words that tell enough."""
+    best, whole = "", len("".join(said))
+    for first, last in combinations(range(len(said) + 1), 2):
+        part, several = "".join(said[first:last]), last - first > 1
+        telling = several and (len(part) > whole / 2 or len(part) >= TELLING)
+        if part in names() and len(part) > len(best) and (telling or len(part) > 3 * whole / 4):
+            best = part
+    return names().get(best)
+
+
+def called(
+    name: str, numbers: tuple[str, ...], given: dict[str, Any]
+) -> tuple[Topic, dict[str, Any]]:
+    """The topic and its values. A name of several words need not be quoted; numbers after it are
+    for the first input."""
+    for count in range(len(numbers), 0, -1):
+        longer = "".join(_words(" ".join([name, *numbers[:count]])))
+        if longer in names() and longer != "".join(_words(name)):
+            name, numbers = longer, numbers[count:]
+            break
     topic = find(name)
     if numbers:
         first = next(iter(topic.inputs))
         if first in given or isinstance(topic.inputs[first], str):
             raise UsageError(f"{topic.name} takes {topic.takes()}; say each number once")
         given = {first: numbers, **given}
-    values = topic.read(given)
+    return topic, topic.read(given)
+
+
+def explained(
+    name: str, numbers: tuple[str, ...], given: dict[str, Any], *, as_json: bool = False
+) -> str:
+    """The topic with the numbers of one call."""
+    topic, values = called(name, numbers, given)
     tables, formula = list(topic.compute(**values)), topic.formula.splitlines()
     if not as_json:
         said = "   ".join(f"{_flag(n)} {shown(value)}" for n, value in values.items())
@@ -182,11 +241,17 @@ def explained(
 
 
 def listed(as_json: bool = False) -> str:
-    """Every topic with its question."""
+    """Every topic with its question, by chapter."""
+    asked = {each.name: each.question for each in TOPICS}
     if as_json:
-        return json.dumps([{"topic": t.name, "question": t.question} for t in TOPICS])
-    table = aligned([(t.name, t.question) for t in TOPICS])
-    return f"{table}\n\nregard explain TOPIC, with numbers of your own or without"
+        rows = [(c, n, asked[n], ts[n].split(", ")) for c, ts in CHAPTERS.items() for n in ts]
+        return json.dumps([dict(zip(("chapter", "topic", "question", "words"), r)) for r in rows])
+    wide = max(map(len, asked))
+    parts = [
+        "\n".join([chapter, *(f"  {name:<{wide}}  {asked[name]}" for name in topics)])
+        for chapter, topics in CHAPTERS.items()
+    ]
+    return "\n\n".join([*parts, "regard explain TOPIC, with numbers of your own or without"])
 
 
 # --- what topics share ----------------------------------------------------------------------------
@@ -243,6 +308,10 @@ def shown(value: Any) -> str:
 
 def _nested(value: Any) -> bool:
     return isinstance(value, tuple) and bool(value) and isinstance(value[0], tuple)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _flag(name: str) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context, Terms, attend, softmax, weights
+from regard.attention import DSA, GQA, MLA, Context, Terms, softmax
 from regard.attention.core import scores as dot_scores
 from regard.attention.latent import LatentAttention
 from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
@@ -25,7 +25,7 @@ from regard.checkpoint import load
 from regard.config import divisors
 from regard.data.feed import Batch
 from regard.data.read import needed
-from regard.decode.sampling import beam_search, min_p, top_k, top_p
+from regard.decode.sampling import beam_search, greedy, min_p, top_k, top_p
 from regard.errors import Notice, UsageError
 from regard.kernels.linear import GROUP, Int4, pack
 from regard.layers import ACTIVATIONS, LM, MLP, Norm
@@ -47,10 +47,12 @@ from regard.models.adapt import LoRA, LowRank
 from regard.models.base import parameters
 from regard.models.recurrent import CELLS, MemoryAttention
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
+from regard.presets import build
+from regard.see.probe import Probe
 from regard.train import loss
 from regard.train.checkpoint import Checkpoints
 from regard.train.measure import text_scores
-from regard.train.optim import SHAPES, Optim, Schedule, noam
+from regard.train.optim import SHAPES, Optim, Schedule, clip, noam
 from regard.train.trainer import Train, Trainer
 
 ATTENTION, POOLING = "regard/attention/core.py", "regard/attention/pooling.py"
@@ -121,6 +123,50 @@ def multiply_adds(attention: GQA, dim: int, tokens: int) -> tuple[int, int]:
     return tokens * weights, tokens**2 * layer.h * (layer.d + layer.e)
 
 
+def grid(title: str, x: Tensor, row: str = "token", column: str = "o_", draw: str = "") -> Table:
+    """A matrix as a table: row 1, row 2, ... under column1, column2, ..."""
+    columns = [row, *(f"{column}{j + 1}" for j in range(x.shape[1]))]
+    return Table(title, columns, [[i, *each.tolist()] for i, each in enumerate(x, 1)], draw)
+
+
+def times(x: Tensor, **weights: Matrix) -> list[Tensor]:
+    """x W^T for each W, which is stored (out, in)."""
+    return [x @ rows_of(name, w, width=x.shape[1]).T for name, w in weights.items()]
+
+
+def like(name: str, x: Matrix | Numbers, other: Tensor) -> Tensor:
+    """Numbers in as many rows of as many as `other` has."""
+    given = torch.atleast_2d(real(x))
+    if given.shape != other.shape:
+        size, wanted = (" x ".join(map(str, each.shape)) for each in (given, other))
+        raise UsageError(f"--{name} is {size}, but {wanted} fits the rest (semicolons divide rows)")
+    return given
+
+
+def steps_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tables:
+    """softmax(q k^T / sqrt(d)) v of one head (t d), (s d), (s e), one table for each step."""
+    spans, scale = (Span.run(0, len(q)), Span.run(0, len(k))), q.shape[1] ** -0.5
+    if q.shape[1] != k.shape[1]:
+        raise UsageError(f"queries have {q.shape[1]} numbers, keys {k.shape[1]}; give both as many")
+    plain, scaled = (dot_scores(q[None, None], k[None, None], Terms(s))[0, 0] for s in (1.0, scale))
+    yield grid("scores q.k", plain, "query", "key ")
+    yield grid(f"divided by sqrt({q.shape[1]})", scaled, "query", "key ")
+    seen = Visible(mask or Full(), *spans).tensor()[0, 0]
+    if mask is not None:
+        yield grid("masked", scaled.masked_fill(~seen, -torch.inf), "query", "key ")
+    a = softmax(scaled, seen)
+    yield grid("weights, softmax of each row", a, "query", "key ", "map")
+    yield grid("output, weights times values", a @ v, "query")
+
+
+def sight(rules: dict[str, Mask], n: int) -> Table:
+    """What each of n queries may see of n keys under each rule."""
+    here = Span.run(0, n)
+    seen = [Visible(rule, here, here).tensor()[0, 0] for rule in rules.values()]
+    rows = [[i, *(" ".join(".1"[int(x)] for x in mask[i]) for mask in seen)] for i in range(n)]
+    return Table("1: seen (row: query, column: key)", ["query", *rules], rows, "masks")
+
+
 def _numbered(letter: str, rows: Tensor) -> list[str]:
     return [f"{letter}_{i + 1}" for i in range(rows.shape[1])]
 
@@ -138,7 +184,7 @@ def softmax_(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     m, d = trace[-1].m, trace[-1].d
     rows = [[a, a - m, p * d, p] for a, p in zip(x, weights.tolist())]
     total = ["sum", "", d, weights.sum().item()]
-    yield Table(f"m = {m:g}", ["x", "x - m", "e^(x - m)", "softmax"], [*rows, total])
+    yield Table(f"m = {m:g}", ["x", "x - m", "e^(x - m)", "softmax"], [*rows, total], "bars")
 
 
 @topic(f"{NUMBERS}::saturation", f"{NUMBERS}::softmax_jacobian")
@@ -150,7 +196,7 @@ def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> Tables:
     largest = [softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
     weights = saturation(real(a)).tolist()
     columns = ["a", "weight of 2a", "largest |dp/dx|"]
-    yield Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)))
+    yield Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)), "lines")
 
 
 @topic(f"{NUMBERS}::softmax_jacobian")
@@ -162,7 +208,7 @@ def jacobian(x: Numbers = (1.0, 2.0, 3.0)) -> Tables:
     p, matrix = softmax(real(x)), softmax_jacobian(real(x))
     rows = torch.cat([p[:, None], matrix, matrix.sum(-1, keepdim=True)], -1)
     columns = ["p_i", *(f"d/dx_{j}" for j in range(1, len(x) + 1)), "sum"]
-    yield Table("one row for each p_i", columns, rows.round(decimals=15).tolist())
+    yield Table("one row for each p_i", columns, rows.round(decimals=15).tolist(), "map d/dx_1")
 
 
 @topic(f"{NUMBERS}::dot_moments", "regard/attention/scores.py::ScaledDot")
@@ -176,15 +222,11 @@ def scaling(dim: Numbers = (1.0, 2.0, 4.0, 8.0)) -> Tables:
         moments = *dot_moments(d), dot_moments(d, d**-0.5)[1], dot_moments(d, same=True)[0]
         rows.append([d, *(round(x, 12) for x in moments)])
     columns = ["d", "mean q.k", "variance", "variance of q.k/sqrt(d)", "mean q.q"]
-    yield Table("all q, k in {-1, +1}^d", columns, rows)
+    yield Table("all q, k in {-1, +1}^d", columns, rows, "lines variance")
 
 
 @topic(f"{ATTENTION}::reference", f"{ATTENTION}::attend")
-def attention(
-    q: Matrix = ((1.0, 0.0),),
-    k: Matrix = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)),
-    v: Matrix = ((1.0,), (2.0,), (4.0,)),
-) -> Tables:
+def attention(q: Matrix, k: Matrix, v: Matrix) -> Tables:
     """What does a query get from keys and values?
 
     o = sum_j a_j v_j,   a = softmax(q.k_j / sqrt(d));   of all queries: softmax(Q K^T / sqrt(d)) V
@@ -198,19 +240,7 @@ def attention(
         )
     keys = rows_of("k", k, width=queries.shape[1])
     values = rows_of("v", v, count=len(keys))
-    heads = queries[None, None], keys[None, None]
-    scaled = dot_scores(*heads, Terms(queries.shape[1] ** -0.5))[0, 0]
-    plain = dot_scores(*heads, Terms(1.0))[0, 0]
-    out = attend(*(x[None, :, None] for x in (queries, keys, values)), backend="reference")
-    steps = torch.stack([plain, scaled, softmax(scaled)], -1).flatten(0, 1)
-    pairs = [(i + 1, j + 1) for i in range(len(queries)) for j in range(len(keys))]
-    weights = [[*pair, *step.tolist()] for pair, step in zip(pairs, steps)]
-    outputs = [[i + 1, *o.tolist()] for i, o in enumerate(out[0, :, 0])]
-    columns = ["query", "key", "q.k", "q.k/sqrt(d)", "softmax"]
-    names = ["query", *_numbered("o", values)]
-    first = 1 if len(queries) == 1 else 0
-    yield Table("weights", columns[first:], [row[first:] for row in weights])
-    yield Table("output", names[first:], [row[first:] for row in outputs])
+    return steps_of(queries, keys, values)
 
 
 @topic("regard/mask.py::Causal", "regard/mask.py::Visible")
@@ -221,7 +251,7 @@ def masks(tokens: int = 5, window: int = 3) -> Tables:
     window: |i - j| < w,   prefix: j <= i or j < n
     Rules are joined with &. A row that sees nothing gives zeros."""
     n = whole("tokens", tokens, 2, 20)
-    here, half = Span.run(0, n), torch.tensor([n // 2])
+    half = torch.tensor([n // 2])
     rules: dict[str, Mask] = {
         "full": Full(),
         "causal": Causal(),
@@ -230,10 +260,7 @@ def masks(tokens: int = 5, window: int = 3) -> Tables:
         f"padding after {n - 1}": Padding(torch.tensor([n - 1])),
         "causal & documents": Causal() & Documents((torch.arange(n) >= half)[None].long()),
     }
-    seen = [Visible(rule, here, here).tensor()[0, 0] for rule in rules.values()]
-    rows = [[i, *(" ".join(".1"[int(x)] for x in mask[i]) for mask in seen)] for i in range(n)]
-    title = "1: may be seen, one row a query, one column a key"
-    yield Table(title, ["query", *rules], rows)
+    yield sight(rules, n)
 
 
 @topic(f"{POOLING}::one_loop", f"{ATTENTION}::online")
@@ -245,21 +272,16 @@ def online_softmax(x: Numbers = (1.0, 3.0, 2.0), v: Numbers = (1.0, 2.0, 3.0)) -
     values = rows_of("v", v, count=len(x))
     last, trace = one_loop(real(x), values)
     names = ["o"] if values.shape[1] == 1 else _numbered("o", values)
-    steps = [
+    found = [
         [i, score, step.m, step.d, *cast(Tensor, step.o).tolist()]
         for i, (score, step) in enumerate(zip(x, trace), 1)
     ]
-    yield Table("after each key", ["key", "x", "m", "d", *names], steps)
+    yield Table("after each key", ["key", "x", "m", "d", *names], found, "lines")
     yield Table("softmax(x) v, in three passes", names, [(softmax(real(x)) @ values).tolist()])
 
 
 @topic(f"{POOLING}::regress", f"{POOLING}::kernel_weights")
-def nadaraya_watson(
-    q: Numbers = (0.0, 0.5, 1.5, 2.9, 10.0),
-    k: Numbers = (0.0, 1.0, 2.0, 3.0),
-    v: Numbers = (0.0, 0.8, 0.9, 0.1),
-    width: float = 1.0,
-) -> Tables:
+def nadaraya_watson(q: Numbers, k: Numbers, v: Numbers, width: float = 1.0) -> Tables:
     """What was attention before it had weights to learn?
 
     f(q) = sum_j a_j(q) v_j,   a_j(q) = K(u_j) / sum_i K(u_i),   u_j = |q - k_j| / width
@@ -268,7 +290,8 @@ def nadaraya_watson(
         raise UsageError(f"--k has {len(k)} numbers and --v {len(v)}; give as many of both")
     positive("width", width)
     estimates = [regress(real(q), real(k), real(v), kernel, width).tolist() for kernel in KERNELS]
-    yield Table("estimates; none: no key is near", ["q", *KERNELS], list(zip(q, *estimates)))
+    rows = list(zip(q, *estimates))
+    yield Table("estimates; none: no key is near", ["q", *KERNELS], rows, "lines")
 
 
 @topic("regard/attention/scores.py::Additive", "regard/attention/scores.py::Bilinear")
@@ -282,15 +305,11 @@ def scores(q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0
     with torch.no_grad():
         values = [score(real(q)[None], keys)[0].tolist() for score in layers]
     rows = list(zip(range(1, len(keys) + 1), *values))
-    yield Table("one row for each key", ["key", *SCORES], rows)
+    yield Table("one row for each key", ["key", *SCORES], rows, "map")
 
 
 @topic("regard/models/recurrent.py::BahdanauStep", "regard/models/recurrent.py::MemoryAttention")
-def bahdanau(
-    q: Numbers = (1.0, -0.5),
-    k: Numbers = (0.2, 0.4, -0.1, 0.5, -0.3, 0.8, -0.6, 0.1, 0.3),
-    tokens: int = 3,
-) -> Tables:
+def bahdanau(q: Numbers, k: Numbers, tokens: int = 3) -> Tables:
     """How did the first attention look back at the source?
 
     e_s = w_v^T tanh(W_q h_{t-1} + W_k m_s),   a = softmax(e),   c_t = sum_s a_s m_s
@@ -304,11 +323,28 @@ def bahdanau(
         cached = {"h": memory[None], "k": layer.score.key(memory)[None]}
         c = layer(real(q)[None, None], cached, backend="reference")
     rows = list(zip(range(1, tokens + 1), e.tolist(), softmax(e).tolist()))
-    yield Table("alignment", ["source", "score e", "weight a"], rows)
+    yield Table("alignment", ["source", "score e", "weight a"], rows, "bars")
     yield Table("context", _numbered("c", memory), [c.flatten().tolist()])
 
 
 # --- layers of attention ------------------------------------------------------------------------
+
+
+@topic(f"{HEADS}::GroupedQueryAttention", "regard/see/probe.py::Probe")
+def self_attention(x: Matrix, heads: int = 2) -> Tables:
+    """How does every token of a text read the others?
+
+    Q = X W_Q,   K = X W_K,   V = X W_V, all of one text X;   O = softmax(Q K^T / sqrt(d) + mask) V W_O
+    One layer, called alone, under the look-ahead mask; its weights by a probe. x: a row for each token.
+    Without positions permuted tokens give permuted outputs: it sees a set."""
+    given, probe = torch.atleast_2d(real(x)), Probe()
+    layer = fill(GQA(whole("heads", heads)).make(given.shape[1]))
+    with torch.no_grad():
+        ctx = Context(Span.run(0, len(given)), Causal(), probe=probe, site="0.self")
+        out = layer(given[None], ctx)[0]
+    for i, a in enumerate(probe.maps["0.self"][0][0], 1):
+        yield grid(f"weights of head {i}", a, "query", "key ", "map")
+    yield grid("output", out)
 
 
 @topic(f"{HEADS}::GroupedQueryAttention", f"{NUMBERS}::multiply_adds")
@@ -324,13 +360,11 @@ def multi_head(dim: int = 512, heads: int = 8, tokens: int = 128) -> Tables:
         projections, pairs = multiply_adds(GQA(h), dim, tokens)
         rows.append([h, dim // h, projections // tokens, projections, pairs, h * tokens**2])
     columns = ["heads", "d", "weights", "n weights", "scores and sums", "weights a, all heads"]
-    yield Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows)
+    yield Table(f"multiply-adds of one layer over {tokens} tokens", columns, rows, "bars")
 
 
 @topic(f"{HEADS}::GroupedQueryAttention.entries", "regard/block.py::Block")
-def cross_attention(
-    x: Numbers = (1.0, 0.0, 0.0, 1.0), k: Numbers = (1.0, 0.5, -0.5, 1.0, 0.0, -1.0)
-) -> Tables:
+def cross_attention(x: Numbers, k: Numbers) -> Tables:
     """How does a decoder read the source?
 
     Q = X W_Q,   K = M W_K,   V = M W_V;   O = softmax(Q K^T / sqrt(d)) V W_O
@@ -339,16 +373,12 @@ def cross_attention(
     states = rows_of("x", x, count=2)
     memory = rows_of("k", k, width=states.shape[1])
     layer = fill(GQA(1).make(states.shape[1]))
-    spans = Span.run(0, len(states)), Span.run(0, len(memory))
-    ctx = Context(spans[0], memory=memory[None], memory_pos=spans[1])
+    spans, probe = (Span.run(0, len(states)), Span.run(0, len(memory))), Probe()
+    ctx = Context(spans[0], memory=memory[None], memory_pos=spans[1], probe=probe, site="cross")
     with torch.no_grad():
-        q, k_heads = layer.queries(states[None], ctx), layer.entries(states[None], ctx)["k"]
-        a = weights(q.transpose(1, 2), k_heads.transpose(1, 2), None, Terms(layer.scale))[0, 0]
         out = layer(states[None], ctx)[0]
-    sources = [f"source {i + 1}" for i in range(len(memory))]
-    read, outputs = ([[i, *row.tolist()] for i, row in enumerate(x, 1)] for x in (a, out))
-    yield Table("weights", ["target", *sources], read)
-    yield Table("output", ["target", *_numbered("o", out)], outputs)
+    yield grid("weights", probe.maps["cross"][0][0, 0], "target", "source ", "map")
+    yield grid("output", out, "target")
 
 
 @topic(f"{HEADS}::GQA", f"{HEADS}::GroupedQueryAttention.mix")
@@ -367,19 +397,12 @@ def gqa(heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> Tables:
     share = heads // chosen.groups
     members = [range(j * share, (j + 1) * share) for j in range(chosen.groups)]
     groups = [[j, " ".join(map(str, each))] for j, each in enumerate(members)]
-    yield Table("numbers in the cache", ["g", "name", "per token", "of MHA"], rows)
+    yield Table("numbers in the cache", ["g", "name", "per token", "of MHA"], rows, "bars")
     yield Table(f"g = {chosen.groups}: who shares", ["key head", "query heads"], groups)
 
 
 @topic("regard/attention/latent.py::LatentAttention.absorbed", "regard/attention/latent.py::MLA")
-def mla(
-    dim: int = 7168,
-    heads: int = 128,
-    head_dim: int = 128,
-    latent: int = 512,
-    rope_dim: int = 64,
-    rank: int = 1536,
-) -> Tables:
+def mla(dim: int, heads: int, head_dim: int, latent: int, rope_dim: int, rank: int) -> Tables:
     """How can every head keep keys of its own while the cache stays small?
 
     c = norm(W_DKV x),   k = [W_UK c ; RoPE(W_KR x)],   v = W_UV c;   cached: c and the one rotary key
@@ -393,16 +416,13 @@ def mla(
     counts = {name: cache_numbers(kind, dim) for name, kind in kinds.items()}
     counts["MLA"] = cache_numbers(config, dim)
     weights = mla_weights(config, dim)
-    yield Table("numbers in the cache, per token and layer", ["kind", "numbers"], [*counts.items()])
+    title = "numbers in the cache, per token and layer"
+    yield Table(title, ["kind", "numbers"], [*counts.items()], "bars")
     yield Table("weights of one head's scores", ["W_Q and W_UK", "merged into one"], [[*weights]])
 
 
 @topic("regard/attention/sparse.py::index_scores", "regard/attention/sparse.py::choose")
-def dsa(
-    x: Numbers = (0.09, -0.66, -1.26, -0.39, -0.33, 0.68, -0.31, 0.56),
-    w: Numbers = (0.84, 0.55),
-    topk: int = 2,
-) -> Tables:
+def dsa(x: Numbers, w: Numbers, topk: int = 2) -> Tables:
     """Which k of all past tokens are worth attending to?
 
     I_ts = sum_j w_tj ReLU(q_tj . k_s);   S_t = the k largest I_ts of the visible s, ties to the earliest
@@ -417,16 +437,12 @@ def dsa(
         for s, value in enumerate(index)
     ]
     heads = [f"q.k head {j + 1}" for j in range(len(w))]
-    yield Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows)
+    yield Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows, "bars")
 
 
 @topic("regard/cache/base.py::CacheSpec", f"{NUMBERS}::dot_products")
 def kv_cache(
-    tokens: Numbers = (10.0, 100.0, 1000.0, 10000.0),
-    layers: int = 12,
-    heads: int = 12,
-    kv_heads: int = 12,
-    head_dim: int = 64,
+    tokens: Numbers, layers: int = 12, heads: int = 12, kv_heads: int = 12, head_dim: int = 64
 ) -> Tables:
     """What does decoding save by remembering keys and values, and what does the memory cost?
 
@@ -438,7 +454,40 @@ def kv_cache(
         products = (dot_products(n, cached=cached) for cached in (True, False))
         rows.append([n, *products, n * layers * each * HALF])
     columns = ["tokens", "q.k with cache", "without", "bytes of cache"]
-    yield Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows)
+    yield Table(f"{each:,} numbers a token and layer, {layers} layers", columns, rows, "log")
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+# What the three set-ups are called -> a preset, and what it learns.
+SETUPS = {
+    "GPT: decoder alone": ("gpt2", "the next token"),
+    "BERT: encoder alone": ("bert-base", "hidden tokens"),
+    "2017: both": ("vaswani-base", "the target's next token"),
+}
+KINDS = """kind|queries from|keys and values from|hidden|in
+self-attention, both ways|the text|the same text|padding|BERT, the encoder
+causal self-attention|the text|the same text|later tokens|GPT, the decoder
+cross-attention|the target|the encoder's output|padding|the decoder"""
+
+
+@topic("regard/block.py::Block", "regard/models/transformer.py::EncoderDecoder")
+def transformer(layers: int = 6, dim: int = 512, heads: int = 8, width: int = 2048) -> Tables:
+    """What is a Transformer made of, and how do GPT, BERT and the full one differ?
+
+    x_0 = embedding + positions;   each layer: x + attention(x), then x + FFN(x), with norms;   logits = x_L E^T
+    GPT: one tower, each token sees the past.   BERT: one tower, sees all.   2017: an encoder that sees all of the
+    source, and a decoder that sees the past of the target and, by a second attention, all of the source."""
+    n, rows, parts = whole("layers", layers, 1, 200), [], ("attention", "cross", "ffn")
+    for setup, (preset, learns) in SETUPS.items():
+        model = build(preset, device="meta", layers=n, dim=dim, heads=heads, ffn_dim=width)
+        blocks = [block for tower in model.towers for block in getattr(model, tower).blocks]
+        sizes = [sum(parameters(p) for b in blocks if (p := getattr(b, part))) for part in parts]
+        rows.append([setup, preset, blocks[0].order, learns, *sizes, parameters(model)])
+    columns = ["set-up", "preset", "norm", "learns", *parts, "all weights"]
+    yield Table("three set-ups, and the weights of their parts", columns, rows, "figure")
+    names, *kinds = (row.split("|") for row in KINDS.splitlines())
+    yield Table("three kinds of attention", names, kinds)
 
 
 # --- positions and parts ------------------------------------------------------------------------
@@ -453,13 +502,12 @@ def sinusoidal(pos: Numbers = (0.0, 1.0, 2.0, 3.0), dim: int = 4, base: float = 
     whole("dim", dim, 1, 16)
     table = sinusoid(real(pos), dim, positive("base", base))
     columns = ["position", *(f"{('sin', 'cos')[i % 2]} w_{i // 2}" for i in range(dim))]
-    yield Table("what is added", columns, [[p, *row.tolist()] for p, row in zip(pos, table)])
+    rows = [[p, *row.tolist()] for p, row in zip(pos, table)]
+    yield Table("what is added", columns, rows, "map")
 
 
 @topic(f"{POSITION}::rotate", f"{POSITION}::Rope")
-def rope(
-    x: Numbers = (1.0, 2.0, 3.0, 4.0), pos: Numbers = (0.0, 1.0, 3.0), base: float = 10000.0
-) -> Tables:
+def rope(x: Numbers, pos: Numbers, base: float = 10000.0) -> Tables:
     """How can a score know the distance of two tokens, and nothing else of their places?
 
     (a, b) -> (a cos pw - b sin pw, b cos pw + a sin pw) for each pair,   w_i = base^(-2i/d)
@@ -475,10 +523,11 @@ def rope(
     columns = ["position", *(f"x_{i}" for i in range(len(x)))]
     for layout in ("half", "interleaved"):
         vectors = turned([whole("pos", p, 0) for p in pos], layout).tolist()
-        yield Table(f"turned, {layout}", columns, [[p, *row] for p, row in zip(pos, vectors)])
+        rows = [[p, *row] for p, row in zip(pos, vectors)]
+        yield Table(f"turned, {layout}", columns, rows, "map")
     # x with itself, one key two places further.
-    rows = [[p, p + 2, float(torch.dot(*turned([p, p + 2])))] for p in (0, 10, 1000)]
-    yield Table("the score depends on the distance alone", ["query at", "key at", "q.k"], rows)
+    dots = [[p, p + 2, float(torch.dot(*turned([p, p + 2])))] for p in (0, 10, 1000)]
+    yield Table("the score depends on the distance alone", ["query at", "key at", "q.k"], dots)
 
 
 @topic(f"{POSITION}::alibi_slopes", f"{POSITION}::RelativeBias")
@@ -490,13 +539,11 @@ def alibi(pos: Numbers = (0.0, 1.0, 4.0, 16.0), heads: int = 8) -> Tables:
     slopes = alibi_slopes(whole("heads", heads, 1, 128)).double()
     rows = [[h + 1, float(s), *(-float(s) * abs(p) for p in pos)] for h, s in enumerate(slopes)]
     columns = ["head", "slope", *(f"at {p:g}" for p in pos)]
-    yield Table("what is added to the scores", columns, rows)
+    yield Table("what is added to the scores", columns, rows, "map at")
 
 
 @topic(f"{POSITION}::t5_bucket", f"{POSITION}::T5Bias")
-def t5_bias(
-    pos: Numbers = (-128.0, -20.0, -8.0, -1.0, 0.0, 1.0, 8.0, 20.0, 128.0), buckets: int = 32
-) -> Tables:
+def t5_bias(pos: Numbers, buckets: int = 32) -> Tables:
     """How can distances share a few trained numbers?
 
     score_ij = q_i.k_j + table[bucket(j - i), head];   no 1/sqrt(d)
@@ -505,7 +552,7 @@ def t5_bias(
     distance = torch.tensor([whole("pos", p, -(10**6)) for p in pos])
     both, causal = (t5_bucket(distance, T5Bias(1, buckets, causal=c)) for c in (False, True))
     rows = list(zip(distance.tolist(), both.tolist(), causal.tolist()))
-    yield Table("buckets", ["key - query", "both ways", "causal"], rows)
+    yield Table("buckets", ["key - query", "both ways", "causal"], rows, "lines")
 
 
 @topic("regard/layers.py::RMSNorm", "regard/layers.py::Norm", "regard/block.py::Block")
@@ -523,13 +570,49 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> Tables:
     # Without the last bits, which another machine may have otherwise.
     mean = ["mean", *(round(y.mean().item(), 12) for y in (layer, rms))]
     variance = ["variance", *(round(y.var(correction=0).item(), 12) for y in (layer, rms))]
-    yield Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance])
+    yield Table("one token", ["x", "LayerNorm", "RMSNorm"], [*rows, mean, variance], "lines")
+
+
+@topic("regard/layers.py::Norm")
+def batch_norm(x: Matrix, eps: float = 1e-5) -> Tables:
+    """Why is each token normed, and not each feature over the batch?
+
+    LayerNorm: mean and variance over the features of ONE token;   BatchNorm: of one feature over ALL tokens
+    With BatchNorm a token depends on later ones, on other texts and on padding; alone it could not be normed.
+    x: a row for each token."""
+    if len(given := torch.atleast_2d(real(x))) < 2:
+        raise UsageError("--x needs two tokens or more: rows are divided by semicolons")
+    other = torch.cat([given[:-1], 10 * given[-1:]])
+    layer = Norm(positive("eps", eps)).make(given.shape[1]).double()
+    batch = nn.BatchNorm1d(given.shape[1], eps, affine=False).double()
+    moved = []
+    for norm, over in ((layer, "row"), (batch, "column")):
+        with torch.no_grad():
+            y, change = norm(given), (norm(other) - norm(given))[:1].abs().max().item()
+        name = type(norm).__name__.removesuffix("1d")
+        yield grid(f"{name}: each {over} has mean 0", y, "token", "feature ", "map")
+        moved.append([name, change])
+    title = "how far the first token moves when the last one is ten times as large"
+    yield Table(title, ["norm", "largest change"], moved)
+
+
+@topic("regard/layers.py::Add", "regard/layers.py::FeedForward")
+def dropout(x: Numbers = (1.0, 2.0, -1.0, 0.5, 3.0, -2.0), p: float = 0.1) -> Tables:
+    """Why are some activations dropped in training, and the others made larger?
+
+    y_i = x_i m_i / (1 - p),   m_i = 0 with probability p, else 1;   E[y] = x,   Var[y] = x^2 p / (1 - p)
+    p is the share that is DROPPED, as in torch; texts also write p for the share that is kept.
+    It falls on what attention and feed-forward add, on embeddings, on attention weights; never in evaluation."""
+    if not 0 <= p < 1:
+        raise UsageError(f"--p is {p:g}; give the share to drop, from 0 to below 1")
+    kept, variance = real(x) / (1 - p), real(x).square() * p / (1 - p)
+    rows = [[v, a, 0.0, (1 - p) * a, b, v] for v, a, b in zip(x, kept.tolist(), variance.tolist())]
+    columns = ["x", "kept", "dropped", "mean", "variance", "in evaluation"]
+    yield Table(f"p = {p:g}", columns, rows, "lines")
 
 
 @topic("regard/layers.py::FeedForward", "regard/layers.py::MLP")
-def feed_forward(
-    x: Numbers = (-2.0, -1.0, 0.0, 1.0, 2.0), dim: int = 512, width: int = 2048
-) -> Tables:
+def feed_forward(x: Numbers, dim: int = 512, width: int = 2048) -> Tables:
     """What happens to a token between two attentions?
 
     FFN(x) = W_2 act(W_1 x + b_1) + b_2;   gated: W_2 (act(W_g x) * W_1 x)
@@ -542,7 +625,7 @@ def feed_forward(
         with torch.device("meta"):
             count = parameters(MLP(whole("width", width), gated=gated, bias=False).make(dim))
         sizes.append(["gated" if gated else "plain", count, 2 * count])
-    yield Table("activations", ["x", *names], list(zip(x, *curves)))
+    yield Table("activations", ["x", *names], list(zip(x, *curves)), "lines")
     yield Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes)
 
 
@@ -560,13 +643,11 @@ def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 76
         weights = dim * (config.channels * side**2 + 1 + n + config.extra)
         rows.append([side, config.count, n, weights, n * n])
     columns = ["patch", "patches", "tokens", "weights", "pairs a head"]
-    yield Table(f"images of {size} x {size}", columns, rows)
+    yield Table(f"images of {size} x {size}", columns, rows, "bars tokens")
 
 
 @topic("regard/models/recurrent.py::elman", "regard/models/recurrent.py::Cell")
-def rnn_path(
-    x: Numbers = (0.5, 0.9, 1.0, 1.1), steps: Numbers = (1.0, 10.0, 50.0, 100.0)
-) -> Tables:
+def rnn_path(x: Numbers, steps: Numbers) -> Tables:
     """What does a recurrent network still know of a word t steps back?
 
     h_t = tanh(W x_t + U h_{t-1});   d h_t / d h_0 = prod of diag(tanh') U  ~  lambda^t
@@ -584,7 +665,29 @@ def rnn_path(
             slopes.append(slope.item())
         rows.append([n, *slopes, n, 1])
     columns = ["steps", *(f"lambda {v:g}" for v in x), "path of the RNN", "of attention"]
-    yield Table("d h_t / d h_0", columns, rows)
+    yield Table("d h_t / d h_0", columns, rows, "log")
+
+
+@topic(f"{NUMBERS}::multiply_adds", "regard/models/recurrent.py::elman")
+def cost(tokens: Numbers = (64.0, 512.0, 1024.0, 8192.0), dim: int = 512) -> Tables:
+    """What does a layer of attention cost against a recurrent one?
+
+    attention: 4 n m^2 for projections and 2 n^2 m for scores and sums;   RNN: 2 n m^2;   GRU: 6 n m^2
+    The recurrence is not dearer, but its n steps wait for one another; attention's path is one step long."""
+    rows = []
+    for n in (whole("tokens", value) for value in tokens):
+        projections, pairs = multiply_adds(GQA(1), dim, n)
+        rows.append([n, projections, pairs, 2 * n * dim**2, 6 * n * dim**2, n, 1])
+    columns = [
+        "n",
+        "projections",
+        "scores and sums",
+        "RNN",
+        "GRU",
+        "steps of the RNN",
+        "of attention",
+    ]
+    yield Table(f"multiply-adds of one layer of width {dim}", columns, rows, "log")
 
 
 @topic("regard/models/adapt.py::LowRank", "regard/models/adapt.py::LoRA")
@@ -602,7 +705,7 @@ def lora(rank: Numbers = (1.0, 4.0, 8.0, 64.0), dim: int = 768, alpha: float = 1
         full, low = dim * dim, layer.a.numel() + layer.b.numel()
         rows.append([r, full, low, f"{100 * low / full:.2f} %", config.scale])
     columns = ["rank", "weights of W", "of A and B", "share", "alpha / r"]
-    yield Table(f"one square layer of width {dim}", columns, rows)
+    yield Table(f"one square layer of width {dim}", columns, rows, "bars of A and B")
 
 
 @topic("regard/kernels/linear.py::Int8", "regard/kernels/linear.py::Int4")
@@ -621,16 +724,14 @@ def quantisation(x: Numbers = (0.02, -0.75, 0.31, 1.4, -0.9, 0.004)) -> Tables:
     rows = [*zip(x, eight.tolist(), four.tolist(), eighth.tolist())]
     worst = ["worst error", *(float((row[0] - y).abs().max()) for y in (eight, four, eighth))]
     bits = ["bits a weight", "8", f"{4 + 32 / GROUP:g}", "8"]
-    yield Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits])
+    yield Table("one output's weights", ["w", "int8", "int4", "fp8"], [*rows, worst, bits], "lines")
 
 
 # --- training and decoding ------------------------------------------------------------------------
 
 
 @topic(f"{SAMPLING}::top_p", f"{SAMPLING}::top_k", f"{SAMPLING}::min_p")
-def decoding(
-    x: Numbers = (2.0, 1.0, 0.5, 0.0, -1.0), topk: int = 3, p: float = 0.7, temperature: float = 0.7
-) -> Tables:
+def decoding(x: Numbers, topk: int = 3, p: float = 0.7, temperature: float = 0.7) -> Tables:
     """How is the next token chosen?
 
     greedy: argmax_v x_v;   drawn: v ~ softmax(x / T) after a filter
@@ -648,13 +749,11 @@ def decoding(
     }
     columns = [way.softmax(-1).tolist() for way in ways.values()]
     rows = list(zip(range(len(x)), x, *columns))
-    yield Table("probabilities", ["token", "logit", *ways], rows)
+    yield Table("probabilities", ["token", "logit", *ways], rows, "lines softmax")
 
 
 @topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
-def beam(
-    w: Numbers = (0.6, 0.4), x: Numbers = (0.4, 0.35, 0.25, 0.9, 0.05, 0.05), beams: int = 2
-) -> Tables:
+def beam(w: Numbers, x: Numbers, beams: int = 2) -> Tables:
     """What does greedy decoding miss?
 
     keep the `beams` prefixes with the largest sum_t log p(y_t | y_<t); at the end divide by length^penalty
@@ -674,13 +773,11 @@ def beam(
             rows.append(
                 [width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()]
             )
-    yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows)
+    yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows, "bars")
 
 
 @topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
-def label_smoothing(
-    x: Numbers = (1.0, 2.0, 3.0, 0.5, -1.0), label: int = 2, eps: float = 0.1
-) -> Tables:
+def label_smoothing(x: Numbers, label: int = 2, eps: float = 0.1) -> Tables:
     """Why not ask for the right word with certainty?
 
     loss = - sum_v q_v log softmax(x)_v;   V-1: q = 1 - eps, the others eps / (V-1)
@@ -698,14 +795,12 @@ def label_smoothing(
         columns[f"q {name}"] = loss.smooth(target, len(x), share, over, padding)[0].tolist()
         total = loss.smoothed_loss(given, target, share, over, padding)[0]
         ends.append(f"{total.item():.4f}")
-    rows = [*zip(map(str, range(len(x))), x, *columns.values()), ends]
-    yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows)
+    rows = [*zip(range(len(x)), x, *columns.values()), ends]
+    yield Table(f"eps = {eps:g}, label {label}", ["word", "logit", *columns], rows, "map q")
 
 
 @topic("regard/train/optim.py::Schedule", "regard/train/optim.py::noam")
-def schedules(
-    steps: Numbers = (1.0, 100.0, 1000.0, 4000.0, 10000.0), dim: int = 512, warmup: int = 4000
-) -> Tables:
+def schedules(steps: Numbers, dim: int = 512, warmup: int = 4000) -> Tables:
     """How large should a step be, and when?
 
     2017: lr = dim^-0.5 min(step^-0.5, step warmup^-1.5), largest at warmup; steps count from 1
@@ -716,7 +811,21 @@ def schedules(
     plans = [Schedule(shape, last, warmup, decay=decay.get(shape, 0)) for shape in SHAPES]
     rows = [[step, noam(step, dim, warmup), *(plan(step) for plan in plans)] for step in at]
     columns = ["step", "lr of 2017", *(f"{shape} / peak" for shape in SHAPES)]
-    yield Table(f"warm-up {warmup:,}, end at {last:,}", columns, rows)
+    title = f"warm-up {warmup:,}, end at {last:,}"
+    yield Table(title, columns, rows, f"lines {columns[2]}")
+
+
+@topic("regard/train/optim.py::clip")
+def clipping(x: Numbers = (3.0, 4.0, -12.0), size: float = 1.0) -> Tables:
+    """What keeps one bad batch from throwing a model off?
+
+    g <- g min(1, c / (|g| + 1e-6)),   |g| the length of ALL gradients taken as one vector
+    The direction stays. It is against exploding gradients; against vanishing ones it does nothing. size: c."""
+    weight = nn.Parameter(real(x))
+    weight.grad = real(x)
+    length = clip([weight], positive("size", size))
+    title = f"length {float(length):.4g} before, {float(weight.grad.norm()):.4g} after"
+    yield Table(title, ["g", "clipped"], list(zip(x, weight.grad.tolist())), "lines")
 
 
 @topic("regard/train/measure.py::text_scores")
@@ -731,7 +840,7 @@ def bleu(text: str = "the cat sat on a mat", reference: str = "the cat sat on th
     score = metric.corpus_score([text], [[reference]])
     rows = [[n + 1, score.counts[n], score.totals[n], p] for n, p in enumerate(score.precisions)]
     figures: list[list[Any]] = [[name, float(values[name])] for name in names]
-    yield Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows)
+    yield Table(f"n-grams, BP = {score.bp:.4f}", ["n", "right", "of", "percent"], rows, "bars")
     yield Table("figures", ["name", "value"], figures)
 
 
@@ -759,7 +868,11 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
         for name, (total, count) in kinds.items()
     ]
     title = f"of a model that knows nothing: log {vocab} each"
+    half = Prefix(torch.tensor([len(x) // 2]))
     yield Table("teacher forcing", ["place", "reads", "must say"], rows)
+    yield sight(
+        {"causal (GPT)": Causal(), "masked (BERT)": Full(), "prefix": half}, min(len(x), 20)
+    )
     yield Table(title, ["objective", "sum", "count", "mean"], losses)
 
 
@@ -792,10 +905,10 @@ def resume(steps: int = 6) -> Tables:
         resumed, other = _trained(Path(home, "two"), steps, steps)
     equal = end.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in end.items())
     pairs = enumerate(zip(straight, begun + resumed, strict=True), 1)
-    rows = [[k, f"{a:.2f}", f"{b:.2f}", "yes" if a == b else "no"] for k, (a, b) in pairs]
+    rows = [[k, round(a, 2), round(b, 2), "yes" if a == b else "no"] for k, (a, b) in pairs]
     columns = ["step", "loss, straight", f"loss, stopped after {half}", "equal"]
     result = "equal to the bit" if equal else "different"
-    yield Table(f"weights and moments at the end: {result}", columns, rows)
+    yield Table(f"weights and moments at the end: {result}", columns, rows, "lines")
 
 
 def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -815,3 +928,88 @@ def _trained(folder: Path, steps: int, stop: int) -> tuple[list[float], dict[str
         trainer.run(lambda: trainer.at.step >= stop)
     losses = [event["loss"] for event in events if event["kind"] == "step"]
     return losses, {**trainer.model.state_dict(), **trainer.optimizer.state()}
+
+
+# --- worked numbers, step by step -----------------------------------------------------------------
+
+
+@topic(f"{HEADS}::GroupedQueryAttention", "regard/mask.py::Causal")
+def worked_masked(x: Matrix, wq: Matrix, wk: Matrix, wv: Matrix) -> Tables:
+    """What does the look-ahead mask do to one head over four tokens, in numbers?
+
+    Q = X W_Q^T,   K = X W_K^T,   V = X W_V^T;   weights = softmax(Q K^T / sqrt(d) + mask), mask 0 or -inf
+    The first token sees itself alone, so its output is its own value. Weights are stored (out, in)."""
+    q, k, v = times(torch.atleast_2d(real(x)), wq=wq, wk=wk, wv=wv)
+    for name, each in {"Q": q, "K": k, "V": v}.items():
+        yield grid(name, each, "token", f"{name.lower()}_")
+    yield from steps_of(q, k, v, Causal())
+
+
+@topic(f"{HEADS}::GroupedQueryAttention.entries", "regard/block.py::Block")
+def worked_cross(
+    x: Matrix, k: Matrix, v: Matrix, wq: Matrix, wk: Matrix, wv: Matrix, head: Matrix, wo: Matrix
+) -> Tables:
+    """How does a decoder with its own W's read an encoder, in numbers?
+
+    Q = X W_Q^T from the decoder,   K = M W_K^T and V = M' W_V^T from the encoder;   output [head_1 head_2] W_O^T
+    x: decoder states; k, v: what keys and values are made from (in a model the same states); head: the second
+    head, as given. Weights are stored (out, in)."""
+    states = torch.atleast_2d(real(x))
+    source = rows_of("k", k, width=states.shape[1])
+    q, keys = times(states, wq=wq)[0], times(source, wk=wk)[0]
+    values = times(like("v", v, source), wv=wv)[0]
+    yield grid("Q, from the decoder", q, "target", "q_")
+    yield grid("K, from the encoder", keys, "source", "k_")
+    yield grid("V, from the encoder", values, "source", "v_")
+    yield from (found := list(steps_of(q, keys, values)))
+    first = real(tuple(tuple(row[1:]) for row in found[-1].rows))
+    joined = torch.cat([first, like("head", head, first)], -1)
+    yield grid("heads joined", joined, "target", "")
+    yield grid("projected by W_O", times(joined, wo=wo)[0], "target")
+
+
+@topic("regard/layers.py::FeedForward")
+def worked_feed_forward(x: Matrix, w1: Matrix, b1: Numbers, w2: Matrix, b2: Numbers) -> Tables:
+    """What does a feed-forward do to two tokens, in numbers?
+
+    h = x W_1^T + b_1;   r = max(0, h);   output = r W_2^T + b_2
+    Each token on its own. Weights are stored (out, in). In a model W_2 leads back to the width of x."""
+    h = times(torch.atleast_2d(real(x)), w1=w1)[0]
+    h = h + like("b1", b1, h[:1])
+    r = ACTIVATIONS["relu"](h)
+    out = times(r, w2=w2)[0]
+    yield grid("h, before the ReLU", h, "token", "h_", "map")
+    yield grid("r, after it", r, "token", "r_", "map")
+    yield grid("output", out + like("b2", b2, out[:1]), "token", "o_", "map")
+
+
+@topic(f"{POSITION}::sinusoid", f"{POSITION}::PositionVectors")
+def worked_embedding(x: Matrix, base: float = 10000.0) -> Tables:
+    """What enters the first layer: embeddings and positions, in numbers?
+
+    x_p = embedding_p + PE(p);   in the paper of 2017 sqrt(d) embedding_p + PE(p)
+    x: one embedding for each token. Each pair of features has its own speed: only the first turns at 1."""
+    given = torch.atleast_2d(real(x))
+    root, places = given.shape[1] ** 0.5, torch.arange(len(given)).double()
+    added = sinusoid(places, given.shape[1], positive("base", base))
+    yield grid("positions PE", added, "token", "feature ", "map")
+    yield grid("embedding + PE", given + added, "token", "feature ", "map")
+    yield grid(f"{root:.4g} embedding + PE", root * given + added, "token", "feature ")
+
+
+@topic(f"{SAMPLING}::greedy", f"{SAMPLING}::beam_search")
+def worked_greedy(x: Matrix, text: str = "the cat sat on <END>") -> Tables:
+    """How does greedy decoding write a text of five steps, in numbers?
+
+    y_t = argmax over v of p(v | y_<t);   p(text) = product of p(y_t | y_<t);   one pass of the model a token
+    x: one row of probabilities a step, each divided by its sum; text: the vocabulary, whose last word ends."""
+    words = text.split() or ["<END>"]
+    given = rows_of("x", x, width=len(words))
+    if bool((given < 0).any()) or not bool((given.sum(-1) > 0).all()):
+        raise UsageError("--x are probabilities: numbers from 0, and a sum above 0 in each row")
+    rows = given / given.sum(-1, keepdim=True)
+    ((ids, total),) = beam_search(lambda done: rows[len(done)].log(), 1, len(rows), len(words) - 1)
+    said = [[t, *rows[t].tolist(), words[int(greedy(rows[t]))]] for t in range(len(ids))]
+    yield Table("each step", ["t", *words, "chosen"], said, "map")
+    told = " ".join(words[i] for i in ids if i != len(words) - 1)
+    yield Table("the whole", ["text", "log p", "p"], [[told, total, real((total,)).exp().item()]])

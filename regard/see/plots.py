@@ -200,12 +200,12 @@ def _head(page: Sheet, weights: Tensor, tokens: Sequence[Names], names: tuple[st
         for i, j in weights.nonzero().tolist():
             weight = weights[i, j].item()
             text = f"{weight:.2f}".lstrip("0") if weight < 0.995 else "1"
-            ax.text(j, i, text, ha="center", va="center", color=_ink(image, weight), fontsize=8)
+            ax.text(j, i, text, ha="center", va="center", color=ink(image, weight), fontsize=8)
     elif max(rows, columns) <= PEAKS:
         peaks = [link for link in links(weights) if link.best]
         at = [link.source for link in peaks], [link.target for link in peaks]
-        ink = [_ink(image, link.weight) for link in peaks]
-        ax.scatter(*at, 20, facecolors="none", edgecolors=ink, linewidths=1.2)
+        inks = [ink(image, link.weight) for link in peaks]
+        ax.scatter(*at, 20, facecolors="none", edgecolors=inks, linewidths=1.2)
     sides = {
         "y": (token_labels(tokens[0], rows, "queries"), range(rows)),
         "x": (token_labels(tokens[1], columns, "keys"), range(columns)),
@@ -215,7 +215,7 @@ def _head(page: Sheet, weights: Tensor, tokens: Sequence[Names], names: tuple[st
         label(ax, side, *sides[side])
 
 
-def _ink(image: Any, weight: float) -> str:
+def ink(image: Any, weight: float) -> str:
     """What can be read on a weight's colour: black on light ones, white on dark ones."""
     red, green, blue, _ = image.cmap(image.norm(weight))
     return "#000000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "#ffffff"
@@ -264,15 +264,19 @@ class Sheet:
         ax.spines[:].set_color(self.faint)
 
     def image(self, ax: Axes, weights: Tensor, most: float = 0.0, place: Any = None) -> Any:
-        """A map in the colours of every map; `place`: left, right, bottom, top."""
-        from matplotlib.colors import ListedColormap, PowerNorm
+        """A map in the colours of every map, those with a sign where it has numbers below 0;
+        `place`: left, right, bottom, top."""
+        from matplotlib.colors import ListedColormap, Normalize, PowerNorm
 
-        masked, *ramp = table("dark" if self.dark else "light") / 255
-        colours = ListedColormap(ramp).with_extremes(bad=tuple(masked))
-        scale = PowerNorm(0.5, 0.0, most or weights.max().item() or 1.0)
-        cells = np.ma.masked_equal(weights.numpy(), 0.0)
+        scheme, most = "dark" if self.dark else "light", most or weights.abs().max().item() or 1.0
         how = {"extent": place, "interpolation": "nearest", "aspect": "equal"}
-        return ax.imshow(cells, colours, scale, **how)
+        if bool((weights < 0).any()):
+            colours = ListedColormap(table(scheme, True)[1:] / 255)
+            return ax.imshow(weights.numpy(), colours, Normalize(-most, most), **how)
+        masked, *ramp = table(scheme) / 255
+        ramps = ListedColormap(ramp).with_extremes(bad=tuple(masked))
+        cells = np.ma.masked_equal(weights.numpy(), 0.0)
+        return ax.imshow(cells, ramps, PowerNorm(0.5, 0.0, most), **how)
 
     def bar(self, image: Any, ax: Axes, label: str) -> None:
         """The scale of a heat map's colours, as high as the map."""

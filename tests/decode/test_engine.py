@@ -55,14 +55,10 @@ def alone(name: str) -> list[list[list[int]]]:
 
 VARIED: dict[str, dict[str, Any]] = {
     "together": {},
-    "in_reverse": {"order": list(range(len(ASKED)))[::-1]},
     "shuffled": {"order": [4, 7, 0, 5, 2, 6, 1, 3]},
     "one_row": {"rows": 1},
-    "five_rows": {"rows": 5},
     "chunks_of_1": {"chunk": 1},
-    "chunks_of_7": {"chunk": 7},
     "pages_of_1": {"page": 1, "pages": 500},
-    "pages_of_5": {"page": 5},
     "contiguous": {"layout": "contiguous"},
     "contiguous_chunks": {"layout": "contiguous", "chunk": 5, "rows": 7},
     "no_prefix": {"prefix": False},

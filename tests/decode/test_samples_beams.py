@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from regard.decode.beam import Shape
 from regard.decode.engine import Engine
 from regard.decode.sample import SampleLane
 from regard.decode.settings import Settings
@@ -186,4 +187,4 @@ def test_engine_lanes_are_by_kind() -> None:
     for _ in range(5):
         engine.step()
     assert {type(lane) for lane in engine.lanes.values()} >= {SampleLane}
-    assert set(engine.lanes) <= {None, (3, 1, 9), (2, 1, 6)}  # beams, groups, candidates
+    assert set(engine.lanes) <= {None, Shape(3, 1, 9), Shape(2, 1, 6)}

@@ -2,19 +2,29 @@
 and its tokens but for ties within that bound. Skipped without a GPU; on any machine
 tests/kernels/test_gpu_graphs.py does the same without kernels."""
 
+import copy
+import itertools
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 import regard
+from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
 from regard.decode import graphs
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner, SlotLane
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
+from regard.kernels.triton import measured as gpu_measured
+from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
+from tests.kernels import test_gpu_graphs as small
 from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
 
 pytestmark = pytest.mark.skipif(
@@ -26,6 +36,11 @@ MECHANISMS = {
     "qk_norm": regard.GQA(4, 2, 64, rope=ROPE, qk_norm=1e-6),
     "window": regard.GQA(4, 4, 32, rope=ROPE, window=9, bias=True),
     "mla": regard.MLA(16, 64, 32, 16, rope=ROPE),
+    "dsa": regard.DSA(regard.MLA(16, 64, 32, 16, rope=ROPE), 4, 32, 40, rope_dim=16),
+    "dsa_fp8": regard.DSA(
+        regard.MLA(16, 64, 32, 16, rope=ROPE), 4, 32, 40, rope_dim=16, precision="fp8"
+    ),
+    "dsa_gqa": regard.DSA(regard.GQA(8, 2, 64, rope=ROPE), 4, 32, 40, rope_dim=16),
 }
 
 
@@ -40,6 +55,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> regard.Model:
             if p.dim() > 1:
                 p.mul_(3)
     return model
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of ours, even where torch's are faster on shapes as small as these."""
+    monkeypatch.setattr(gpu_measured, "ON", False)
 
 
 def requests(count: int = 12, **settings: object) -> list[Request]:
@@ -92,6 +113,39 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
     model, asked = build(name), requests()
     for kernels in (False, True):
         assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
+
+
+@pytest.mark.parametrize("name, rows", zip(small.FORMS, itertools.cycle((3, 16))))
+def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
+    model, asked = small.build(name).cuda(), small.requests(rows)
+    assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
+    graphs._kept.clear()
+    assert ties(model, asked, answer(model, asked, rows)) <= FEW
+
+
+@pytest.mark.parametrize("n", [1, 40, 300])
+def test_experts_on_cuda(n: int) -> None:
+    shapes = ((16, 192, 256), (16, 192, 256), (16, 256, 192))
+    w = gpu_experts.Experts(*((torch.randn(s) / 16).cuda().bfloat16() for s in shapes))
+    x, weight = torch.randn(n, 256).cuda().bfloat16(), torch.rand(n, 4).cuda()
+    chosen = torch.stack([torch.randperm(16)[:4] for _ in range(n)]).cuda()
+    wide = gpu_experts.Experts(w.gate.float(), w.up.float(), w.down.float())
+    want = gpu_experts.reference(x.float(), chosen, weight, wide)
+    close(gpu_experts.experts(x, chosen, weight, w).float().sum(0), want)
+
+
+def test_faster_form_is_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_measured, "ON", True)
+    monkeypatch.setattr(gpu_measured, "table", lambda card: known)
+    monkeypatch.setattr(gpu_measured, "keep", lambda *_: None)
+    known: dict[str, str] = {}
+    model, asked = build("gqa", torch.bfloat16), requests(4)
+    assert answer(model, asked, 4)
+    assert {key.split()[0] for key in known} == {"linear"}
+    w = torch.ones(2**22, device="cuda")
+    slow, fast = (lambda w: w.exp().exp().exp()), (lambda w: w.exp())
+    assert gpu_measured.fastest("slow", w, {"ours": slow, "torch": fast}) == "torch"
+    assert gpu_measured.fastest("fast", w, {"ours": fast, "torch": slow}) == "ours"
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 20, "top_p": 0.8}, {"min_p": 0.05}, {}])
@@ -214,17 +268,118 @@ def test_attention_on_cuda(b: int, h: int, g: int, d: int, s: int) -> None:
     close(got, gpu_attention.reference(q, k, v, pos + 1, d**-0.5))
 
 
-@pytest.mark.parametrize("h", [16, 32, 128])
-def test_latent_on_cuda(h: int) -> None:
+@pytest.mark.parametrize("h, c", [(16, 512), (40, 256), (128, 512)])
+def test_latent_on_cuda(h: int, c: int) -> None:
+    """Rows of one token, of a tile and one more, and of many; parts that are empty; and some of the tokens."""
     q, entry, latents, ropes = (
         torch.randn(*n).cuda().bfloat16()
-        for n in ((2, h, 576), (2, 576), (250, 16, 512), (250, 16, 64))
+        for n in ((4, h, c + 64), (4, c + 64), (500, 16, c), (500, 16, 64))
     )
-    pos = torch.tensor([1999, 777]).cuda()
-    table = torch.randperm(250).view(2, 125).int().cuda()
-    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.05)
+    pos = torch.tensor([1999, 777, 0, 64]).cuda()
+    table = torch.randperm(500).view(4, 125).int().cuda()
+    gpu_latent.put(entry[:, :c], latents, table, pos)
+    gpu_latent.put(entry[:, c:], ropes, table, pos)
     cache = torch.cat([latents, ropes], -1)[table.long()].flatten(1, 2)
-    close(got, gpu_latent.reference(q, cache, pos + 1, 512, 0.05))
+    assert torch.equal(cache[torch.arange(4), pos], entry)
+    want = gpu_latent.reference(q, cache, pos + 1, c, 0.05)
+    for splits in (None, 1, 8):
+        given = (q, latents, ropes, table, pos)
+        close(gpu_latent.decode(*given, scale=0.05, splits=splits), want)
+    scores = torch.randn(4, 2000).cuda()
+    spots = gpu_sparse.topk(scores, pos, 100, table, 16)
+    at = gpu_sparse.reference(scores, pos + 1, 100).long()
+    some = cache[torch.arange(4)[:, None], at]
+    want = gpu_latent.reference(q, some, (pos + 1).clamp(max=100), c, 0.05)
+    close(gpu_latent.decode(*given, scale=0.05, chosen=spots), want)
+
+
+def test_topk_on_cuda_is_choose() -> None:
+    scores = torch.randn(6, 131072).cuda()
+    scores[1] = scores[1].relu()  # half of them are zero
+    scores[2] = (scores[2] * 8).round() / 8
+    scores[3] = 0.0
+    scores[4] *= -0.0
+    pos = torch.tensor([131071, 131071, 100_000, 70_001, 2047, 2048]).cuda()
+    hidden = torch.arange(131072).cuda() > pos[:, None]
+    want = choose(scores.masked_fill(hidden, -torch.inf), 2048)
+    assert torch.equal(gpu_sparse.topk(scores, pos, 2048).long(), want)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_index_on_cuda(fp8: bool) -> None:
+    b, h, d, s = 3, 20, 64, 800
+    q, keys = torch.randn(b, h, d).cuda().bfloat16(), torch.randn(150, 16, d).cuda().bfloat16()
+    w, table = torch.randn(b, h).cuda(), torch.randperm(150).view(b, 50).int().cuda()
+    pos, new = torch.full((b,), s - 1).cuda(), torch.randn(b, d).cuda().bfloat16()
+    kept = packed_fp8(keys) if fp8 else keys
+    if fp8:
+        gpu_sparse.put_fp8(new, kept, table, pos)
+        last = kept[table[:, -1].long(), 15].view(torch.uint8)
+        assert torch.equal(last, packed_fp8(new).view(torch.uint8))
+    got = gpu_sparse.index(q, kept, w, table, pos, s, fp8)
+    dots = (fp8_dots if fp8 else dots_exact)(q[:, None], kept[table.long()].flatten(1, 2))
+    torch.testing.assert_close(got, index_scores(dots, w[:, None])[:, 0], rtol=2e-3, atol=2e-3)
+
+
+PAIRS = ("vaswani-base", "bart-base", "t5-small")
+
+
+def pair(name: str) -> regard.Model:
+    torch.manual_seed(0)
+    model = regard.build(name, layers=2, dim=128, heads=4, head_dim=32, ffn_dim=256, vocab=97)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(2).add_(torch.randn_like(p), alpha=0.1)
+    return model.cuda()
+
+
+def sources(count: int, **settings: object) -> list[Request]:
+    """Requests with the prompts of `requests` as sources."""
+    return [
+        Request([0], replace(r.settings, max_new_tokens=12, **settings), source=torch.tensor(r.ids))
+        for r in requests(count)
+    ]
+
+
+@torch.no_grad()
+def agree(model: regard.Model, asked: list[Request], rows: int) -> None:
+    """Eager, recorded and replayed, answers are those of the plain engine in float64, but for one at most; and each
+    log probability is what the plain model gives for the very text."""
+    plain: Any = copy.deepcopy(model).double()
+    want = served(Engine(plain, runner="torch", rows=64), asked)
+    for _ in range(3):
+        answers = answer(model, asked, rows)
+        assert sum(a.ids != b.ids for a, b in zip(answers, want, strict=True)) <= 1
+        for r, a, b in zip(asked, answers, want, strict=True):
+            assert a.score == pytest.approx(b.score, abs=1e-4)
+            ids = torch.tensor([[*r.ids, *a.ids]], device="cuda")
+            more = {} if r.source is None else {"source": r.source[None].cuda()}
+            logits = plain(ids, **more)[0, len(r.ids) - 1 : -1]
+            found = logits.log_softmax(-1).gather(1, ids[0, len(r.ids) :, None])[:, 0]
+            assert a.logprobs == pytest.approx(found.tolist(), abs=2 * BOUND)
+
+
+@pytest.mark.parametrize("name, rows", [("vaswani-base", 3), ("bart-base", 16), ("t5-small", 16)])
+def test_encoder_decoders_write_what_the_plain_model_writes(name: str, rows: int) -> None:
+    agree(pair(name), sources(8), rows)
+
+
+BEAMS: list[tuple[str, dict[str, Any]]] = [
+    ("gqa", {"groups": 2, "diversity": 0.5}),
+    ("vaswani-base", {"banned": (4,), "forced_first": 9}),
+    ("t5-small", {"early_stopping": "never"}),
+]
+
+
+@pytest.mark.parametrize("name, settings", BEAMS)
+def test_beams_in_a_graph_find_what_the_plain_engine_finds(name: str, settings: dict) -> None:
+    beams = {"beams": 4, "eos": (5, 7), "length_penalty": 0.7, **settings}
+    if name in PAIRS:
+        return agree(pair(name), sources(8, **beams), 32)
+    short = [replace(r.settings, max_new_tokens=12) for r in requests(8, **beams)]
+    asked = [replace(r, settings=s) for r, s in zip(requests(8), short, strict=True)]
+    agree(build(name), asked, 32)
 
 
 def test_two_engines_of_a_model_do_not_meet() -> None:
@@ -239,3 +394,54 @@ def test_two_engines_of_a_model_do_not_meet() -> None:
         for k, engine in enumerate((first, second)):
             found[k] |= {e.request: e.done[0].ids for e in engine.step() if e.done is not None}
     assert all([each[i] for i in range(6)] == want for each in found.values())
+
+
+def odd(sample: int, ids: list[int]) -> torch.Tensor:
+    """A mask: every third token, others after each text; none after nine."""
+    return (torch.arange(97) + sum(ids)) % 3 == (0 if len(ids) < 9 else 3)
+
+
+def test_best_tokens_prompts_and_masks_are_the_same_in_a_graph() -> None:
+    """Rows with masks beside rows without, drawn and greedy, as the runner `torch` has them on the same device."""
+    model = build("gqa")
+    asked = [
+        *requests(4, top_logprobs=5, prompt_logprobs=True),
+        *requests(4, temperature=1.0, top_p=0.9, top_logprobs=20),
+    ]
+    for i, r in enumerate(asked):
+        r.mask = odd if i % 2 else None
+    got = answer(model, asked, 8)
+    want = served(Engine(model, runner="torch", rows=8), asked)
+    for r, a, b in zip(asked, got, want, strict=True):
+        assert (a.ids, a.finish) == (b.ids, b.finish)
+        assert r.mask is None or all((t + sum(a.ids[:i])) % 3 == 0 for i, t in enumerate(a.ids))
+        assert a.prompt_logprobs[1:] == pytest.approx(b.prompt_logprobs[1:], abs=1e-3)
+        for x, y in zip(
+            a.top_logprobs + a.prompt_top_logprobs,
+            b.top_logprobs + b.prompt_top_logprobs,
+            strict=True,
+        ):
+            assert [p for _, p in x] == pytest.approx([p for _, p in y], abs=1e-3)
+
+
+def test_request_too_large_for_the_device_ends_alone() -> None:
+    """Real memory, of which hardly any is free: a prompt that needs more ends with an error, the others do not."""
+    model, few = build("gqa"), requests(3)
+    want = [r.ids for r in answer(model, few, 4)]
+    engine = Engine(model, rows=4)
+    large = Request([1] * 400, Settings(max_new_tokens=2, prompt_logprobs=True))
+    engine.slots.runner.read, read = (
+        lambda *a: _greedy_for_memory(read, *a),
+        engine.slots.runner.read,
+    )
+    found = served(engine, [few[0], large, *few[1:]])
+    assert [found[i].ids for i in (0, 2, 3)] == want
+    assert found[1].finish == "error"
+    assert "out of memory on cuda" in found[1].error
+
+
+def _greedy_for_memory(read: object, pack: object, used: object, wanted: object = ()) -> object:
+    """Reads; for log probabilities with more memory than there is."""
+    if wanted:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    return read(pack, used, wanted)  # type: ignore[operator]

@@ -3,6 +3,7 @@ logits; tests/gpu/test_graphs.py holds graphs and kernels to the same."""
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,18 @@ import torch
 
 import regard
 from regard.decode.engine import Engine
+from regard.decode.graphs import Runner
+from regard.decode.search import ROOM
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
+from regard.fast import cuda
+from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import experts as gpu_experts
+from regard.kernels.triton import measured as gpu_measured
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
 from regard.models import Tokens, TransformerConfig
+from regard.position import LongRope
 from tests.kernels.plain import BOUND, FEW, answer, largest_gap, served, ties
 
 ROPE = regard.Rope()
@@ -26,7 +34,14 @@ MECHANISMS = {
     "interleaved": regard.GQA(4, 2, 32, rope=ODD),
     "mla": regard.MLA(4, 64, 32, 16, rope=ROPE),
     "mla_query": regard.MLA(4, 64, 32, 16, 24, 48, rope=regard.Rope(layout="interleaved")),
+    "dsa": regard.DSA(regard.MLA(4, 64, 32, 16, rope=ROPE), 4, 32, 12, rope_dim=16),
+    "dsa_query": regard.DSA(
+        regard.MLA(4, 64, 32, 16, 24, 48, rope=ROPE), 3, 16, 20, hadamard=True, precision="fp8"
+    ),
+    "dsa_gqa": regard.DSA(regard.GQA(4, 2, 32, rope=ROPE), 4, 32, 12, rope_dim=16),
 }
+# Post-norm with sinusoids, with learned positions and a norm on them, pre-norm with T5's bias; and ALiBi.
+PAIRS = ["vaswani-base", "bart-base", "t5-small"]
 
 
 PLAIN, WIDE = regard.GQA(4, 2, 32, rope=ROPE), regard.Rope(wide=True)
@@ -82,15 +97,31 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
         PLAIN,
         {"ffn": (regard.MLP(64, "tanh"), regard.MLP(64, "quick_gelu", gated=True))},
     ),
+    "qwen3_next": (
+        (
+            regard.DeltaRule(2, 4, 16, 32),
+            regard.GQA(4, 2, 32, rope=ODD, qk_norm=1e-6, qk_norm_plus_one=True, gated=True),
+        ),
+        {"norm": GEMMA, "ffn": regard.MoE(8, 2, 64, **SHARED)},
+    ),
+    "longrope": (
+        regard.GQA(4, 2, 32, rope=regard.Rope(scaling=LongRope((1.5,) * 16, (4.0,) * 16, 80))),
+        {},
+    ),
     "value_dim": (regard.GQA(4, 2, 32, value_dim=24, rope=ROPE), {}),
 }
 
 
 def build(name: str, tied: bool = True) -> regard.Model:
     torch.manual_seed(0)
-    if name == "gpt2":
-        sizes = {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 128, "vocab": 97, "max_len": 96}
-        model = regard.build("gpt2", **sizes)
+    sizes: dict[str, Any] = {"layers": 2, "dim": 64, "heads": 4, "ffn_dim": 128, "vocab": 97}
+    if name == "t5-small":
+        model = regard.build(name, **sizes, head_dim=16)
+    elif name in (*PAIRS, "gpt2"):
+        model = regard.build(name, **sizes, max_len=96)
+    elif name == "alibi":
+        tower = regard.Tower(64, 2, regard.GQA(4), regard.MLP(96), relative=regard.Alibi(4))
+        model = TransformerConfig(Tokens(97), tower, regard.LM(), max_len=96).make()
     else:
         ffn, norm = regard.MLP(256, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
         attention, more = FORMS.get(name) or (MECHANISMS[name], {})
@@ -102,7 +133,16 @@ def build(name: str, tied: bool = True) -> regard.Model:
         for p in model.parameters():
             # So that answers differ, and that no norm, bias or sink is one that does nothing.
             p.mul_(3) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
+            if name in PAIRS and p.dim() > 1:
+                p.add_(torch.randn_like(p), alpha=0.1)
     return model.eval()
+
+
+def asked_of(name: str, request: Request) -> Request:
+    """The same words as a source, where the model reads one."""
+    if name not in PAIRS:
+        return request
+    return replace(request, ids=[0, *request.ids[:-9]], source=torch.tensor(request.ids))
 
 
 def requests(count: int = 9, **settings: object) -> list[Request]:
@@ -133,15 +173,25 @@ def by_torch(model: regard.Model, asked: list[Request], **options: Any) -> list[
     return served(Engine(model, runner="torch", rows=4, **options), asked)
 
 
-@pytest.mark.parametrize("name", [*MECHANISMS, *FORMS, "gpt2"])
+@pytest.mark.parametrize("name", [*MECHANISMS, "gpt2", "alibi", *PAIRS])
 @pytest.mark.parametrize("settings", [{}, {"eos": (5, 7, 11, 20)}], ids=["length", "eos"])
 def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
-    model, asked = build(name), requests(**settings)
+    model, asked = build(name), [asked_of(name, r) for r in requests(**settings)]
     want = by_torch(model, asked)
     same(answer(model, asked, 3), want)
     same(answer(model, asked, 7), want)  # more rows: sums are left to the norms
     same(answer(model, asked, 16, chunk=24, page=8), want)  # prompts in several chunks
-    same(answer(model, asked, 4, pages=12, page=8, prefix=False), want)  # rows are put back
+    # Rows are put back.
+    same(answer(model, asked, 4, pages=17 if name in PAIRS else 12, page=8, prefix=False), want)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_gives_the_engine_tokens(name: str) -> None:
+    """Few rows and many, whole prompts and chunks, in float64: to the token."""
+    model, asked = build(name).double(), requests(4, eos=(5, 7, 11, 20))
+    want = by_torch(model, asked)
+    same(answer(model, asked, 3), want)
+    same(answer(model, asked, 5, chunk=24, page=8), want)
 
 
 @pytest.mark.parametrize("rows", [2, 6])
@@ -177,8 +227,9 @@ def test_every_setting_is_the_same_in_slots(settings: dict) -> None:
     same(answer(model, asked, 4), by_torch(model, asked))
 
 
-def test_samples_read_their_prompt_once_and_part_after_it() -> None:
-    model = build("gqa")
+@pytest.mark.parametrize("name", ["gqa", "qwen3_next"])
+def test_samples_read_their_prompt_once_and_part_after_it(name: str) -> None:
+    model = build(name)
     asked = [
         Request([5] * n, Settings(max_new_tokens=9, samples=3, temperature=1.0))
         for n in (7, 16, 33)
@@ -235,17 +286,43 @@ def test_decoder_that_is_a_little_wrong_is_noticed(settings: dict) -> None:
 
 def test_what_has_no_graph_says_why() -> None:
     for model, words in (
-        (regard.build("t5-small", layers=1), "not one tower on tokens"),
+        (regard.build("gru-lm", dim=8, vocab=9), "not a tower that writes tokens"),
         (regard.Probe().on(build("gqa")), "a probe watches it"),
-        (regard.prepare(build("gqa"), "bf16"), "prepared in bf16"),
+        (regard.prepare(build("gqa"), "int8"), "prepared in int8"),
     ):
         with pytest.raises(UsageError, match=f"no CUDA graph: .*{words}"):
             Engine(model, runner="graph")
-        assert f"runner {'native' if 'bf16' in words else 'torch'}: no" in Engine(model).explain()
+        assert f"runner {'native' if 'int8' in words else 'torch'}: no" in Engine(model).explain()
     model = build("gqa")
     assert "it is on cpu, not on a GPU" in Engine(model).explain()
     told = Engine(model, runner="graph", rows=5).explain()
     assert "8 slots over 1,024 pages of 16 tokens" in told and "SlotAttention" in told
+
+
+def test_states_are_inside_the_memory() -> None:
+    model = build("qwen3_next")
+    engine = Engine(model, runner="graph", rows=6, memory=2**18)
+    assert engine.slots is not None and engine.pool is not None
+    states = [x for layer in engine.slots.runner.pages.states for x in layer.values()]
+    size = sum(x.nbytes for x in states)
+    page = 16 * sum(spec.numbers() for spec in model.cache_specs()) * 4
+    assert {len(x) for x in states} == {8} and size > 2**16
+    assert len(engine.pool.users) == (2**18 - size) // page < 6 * 96 // 16
+    with pytest.raises(UsageError, match="hold no page"):
+        Engine(model, runner="graph", rows=64, memory=2**18)
+
+
+def test_parts_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "ready", lambda x: True)
+    monkeypatch.setattr(gpu_attention, "ready", lambda x: True)
+    monkeypatch.setattr(gpu_experts, "ready", lambda x: True)
+    for name, words in (
+        ("value_dim", "SlotAttention, by torch's operations: heads of 32 and 24 features"),
+        ("qwen3_next", "SlotDelta, by torch's operations: its state has no kernel"),
+        ("deepseek_moe", "SlotExperts, by torch's operations: its router"),
+    ):
+        assert words in cuda.decoder(build(name)).explain()
+    assert "by torch" not in cuda.decoder(build("gpt_oss")).explain()
 
 
 def test_joined_weights_are_held_once_and_still_learn() -> None:
@@ -270,23 +347,29 @@ def test_joined_weights_are_held_once_and_still_learn() -> None:
     assert torch.equal(product.weight[attention.wq.out_features :][:1], attention.wk.weight[:1])
 
 
-@pytest.mark.parametrize("k", range(1, 12, 2))
-def test_fault_in_a_step_costs_no_other_answer_and_no_page(k: int) -> None:
-    model, asked = build("gqa"), requests(7)
+@pytest.mark.parametrize(
+    "name, k", [*(("gqa", k) for k in range(1, 12, 2)), ("t5-small", 1), ("t5-small", 8)]
+)
+def test_fault_in_a_step_costs_no_other_answer_and_no_page(
+    name: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = build(name), [*requests(5), *requests(2, beams=3, eos=(5, 7))]
+    asked = [asked_of(name, r) for r in found]
     want = by_torch(model, asked)
     engine = Engine(model, runner="graph", rows=3, prefix=False)
     assert engine.slots is not None and engine.pool is not None
     runner, calls = engine.slots.runner, 0
-    hidden = runner.hidden
+    hidden = Runner.hidden
 
     def faulty(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls % (7 + k) == 0:
+        # Not for ever: a search begins anew after each.
+        if calls % (7 + k) == 0 and calls < 150:
             raise RuntimeError("out of memory")
         return hidden(*args)
 
-    runner.hidden = faulty  # type: ignore[method-assign]
+    monkeypatch.setattr(Runner, "hidden", faulty)
     runner.look = 3
     numbers = [engine.submit(replace(r, number=-1, key=i)) for i, r in enumerate(asked)]
     done: dict[int, Result] = {}
@@ -303,6 +386,73 @@ def test_fault_in_a_step_costs_no_other_answer_and_no_page(k: int) -> None:
     assert engine.pool.available == len(engine.pool.users)
 
 
+def test_cancelled_beams_give_what_the_host_knew() -> None:
+    engine = Engine(build("gqa"), runner="graph", rows=6)
+    assert engine.slots is not None and engine.pool is not None
+    engine.slots.runner.look = 4
+    beams = Settings(max_new_tokens=60, beams=3, n_best=2)
+    first, other = (engine.submit(Request([1, 2, i], beams)) for i in (3, 4))
+    events = [*engine.step(), *engine.step(), *engine.cancel(first)]
+    assert engine.cancel(first) == []
+    (done,) = [e.done for e in events if e.done is not None]
+    assert [r.finish for r in done] == ["cancelled"] * 2 and [len(r.ids) for r in done] == [4, 4]
+    assert done[0].score > done[1].score == pytest.approx(sum(done[1].logprobs) / 4, abs=1e-5)
+    early = engine.submit(Request([1, 2, 5], beams))
+    assert [e.done[0].finish for e in engine.cancel(early) if e.done] == ["cancelled"]
+    (rest,) = [e for e in engine.run() if e.done is not None]
+    assert rest.request == other and engine.pool.available == len(engine.pool.users)
+
+
+def test_beams_that_fill_their_room_wait_for_others() -> None:
+    """Texts as long as there is place for, done while the host has not read that and others go on."""
+    model = build("gqa").double()
+    asked = [Request([1, i], Settings(max_new_tokens=ROOM, beams=2)) for i in range(3)]
+    engine = Engine(model, runner="graph", rows=8)
+    numbers = []
+    for r in asked:
+        numbers.append(engine.submit(r))
+        engine.step()
+    done = {e.request: e.done for e in engine.run() if e.done is not None}
+    for n, r in zip(numbers, asked, strict=True):
+        same(done[n], by_torch(model, [r]))
+
+
+BEAMS: list[dict[str, Any]] = [
+    {},
+    {"max_new_tokens": 9, "banned": (7, 8, 2)},
+    {"length_penalty": 2.0, "early_stopping": "never"},
+    {"length_penalty": -0.5, "min_new_tokens": 5},
+    {"early_stopping": "first", "eos": (4,)},
+    {"logit_bias": ((6, 3.0),), "repetition_penalty": 1.5},
+    {"frequency_penalty": 1.0, "forced_first": 9, "forced_last": 3},
+    {"presence_penalty": 0.7, "max_new_tokens": 3},
+    {"groups": 3, "diversity": 0.8},
+]
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", "dsa", *PAIRS])
+def test_beams_in_slots_are_the_plain_engines_beams(name: str) -> None:
+    """All settings of a shape step together; in many slots with prompts in chunks, in few with few pages."""
+    common = {"max_new_tokens": 12, "beams": 3, "n_best": 3, "eos": (3,)}
+    model = build(name).double()
+    asked = [
+        asked_of(name, replace(r, settings=Settings(**common | kind)))
+        for r, kind in zip(requests(9), BEAMS, strict=True)
+    ]
+
+    def found(engine: Engine) -> list[list[Result]]:
+        numbers = [engine.submit(r) for r in asked]
+        done = {e.request: e.done for e in engine.run() if e.done is not None}
+        return [done[n] for n in numbers]
+
+    want = found(Engine(model, runner="torch", layout="contiguous"))
+    for options in ({"chunk": 24, "page": 8}, {"rows": 6, "pages": 32, "page": 8}):
+        engine = Engine(model, runner="graph", **options)
+        for a, b in zip(found(engine), want, strict=True):
+            same(a, b)
+        assert engine.pool is not None and engine.pool.available == len(engine.pool.users)
+
+
 def test_cancelled_rows_and_deadlines_free_their_slots() -> None:
     engine = Engine(build("gqa"), runner="graph", rows=2)
     first = engine.submit(Request([1, 2, 3], Settings(max_new_tokens=60)))
@@ -317,7 +467,9 @@ def test_cancelled_rows_and_deadlines_free_their_slots() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["gqa", "window", "mla_query", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["gqa", "window", "mla_query", "gpt2", "alibi", "qwen3_next", *PAIRS]
+)
 def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
     """Random settings, arrivals, cancels, chunks and small pools, in float64: whoever else is there changes nothing."""
     g, model = random.Random(seed), build(name).double()
@@ -327,14 +479,19 @@ def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
         start = shared[: g.choice((0, 0, 7, 24))]
         ids = [*start, *(g.randrange(97) for _ in range(g.randint(1, 30)))]
         given: dict[str, Any] = {"max_new_tokens": g.randint(1, 30), "seed": g.randrange(9)}
-        if g.random() < 0.5:
+        searched = g.random() < 0.4
+        if searched:
+            given |= {"beams": g.choice((2, 3)), "length_penalty": g.choice((0.5, 1.0))}
+            given |= {"groups": g.choice((1, given["beams"])), "diversity": 0.4, "n_best": 2}
+            given |= {"early_stopping": g.choice(("heuristic", "never", "first"))}
+        elif g.random() < 0.5:
             given |= {"temperature": g.choice((0.7, 1.3)), "top_p": g.choice((1.0, 0.8))}
             given |= {"top_k": g.choice((0, 9)), "samples": g.choice((1, 1, 3))}
         if g.random() < 0.3:
             given |= {"repetition_penalty": 1.2, "banned": (3, 4), "logit_bias": ((8, 2.0),)}
         if g.random() < 0.4:
             given |= {"eos": (5, 7, 11, 20), "min_new_tokens": g.randint(0, 1)}
-        return Request(ids, Settings(**given), key=g.randrange(100))
+        return asked_of(name, Request(ids, Settings(**given), key=g.randrange(100)))
 
     asked = [one() for _ in range(18)]
     options = {"chunk": g.choice((8, 40, 999)), "page": g.choice((4, 8)), "pages": 48}
@@ -357,8 +514,10 @@ def test_every_finished_answer_is_its_solo_answer(name: str, seed: int) -> None:
         found |= {e.request: e.done for e in events if e.done is not None}
     assert found.keys() == numbers.keys()
     assert engine.pool.available == len(engine.pool.users)
-    assert len(engine.slots.free) == engine.slots.runner.rows
+    assert all(len(lane.free) == lane.runner.places for lane in engine._slots())
     for n, r in numbers.items():
+        if r.settings.beams > 1 and n in cancelled:
+            continue
         solo = Engine(model, runner="torch", layout="contiguous")
         solo.submit(replace(r, number=-1))
         (want,) = [e.done for e in solo.run() if e.done is not None]
@@ -378,7 +537,7 @@ def test_packs_hold_every_token_once() -> None:
         for i, (text, end) in enumerate(zip(texts, ends, strict=True))
     ]
     sizes = gpu_prompt.sizes_of(parts, 8)
-    assert sizes == (128, 4, 96, 0, 12, 4)
+    assert sizes == (128, 4, 96, 0, 12, 4, 0)
     pack = gpu_prompt.Pack.of(gpu_prompt.flat(parts, sizes), sizes)
     assert pack.ids[pack.last].tolist() == [6, 7, 7, 8] and pack.rows.tolist() == [5, 0, 1, 3]
     assert pack.said.tolist() == [0, 0, 0, 2] and pack.lengths.tolist() == [3, 70, 70, 1]
@@ -420,3 +579,62 @@ def test_greedy_choice_without_a_greatest_number_is_none() -> None:
     inf, nan = float("inf"), float("nan")
     rows = [[1.0, 3.0, 3.0], [nan, 1.0, 2.0], [-inf] * 3, [inf, 0.0, 1.0], [-inf, -5.0, -inf]]
     assert gpu_sample.best(torch.tensor(rows))[0].tolist() == [1, -1, -1, -1, 1]
+
+
+def test_faster_form_is_measured_once_and_kept(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    monkeypatch.setattr(gpu_measured, "card", lambda: "a card")
+    times = {"ours": 1.0, "torch": 1.0}
+    tried: list[str] = []
+
+    def seconds(call: Any, weight: Any) -> float:
+        tried.append(call(weight))
+        return times[call(weight)]
+
+    def fastest(key: str) -> str:
+        on_a_gpu: Any = SimpleNamespace(is_cuda=True)
+        forms = {"ours": lambda w: "ours", "torch": lambda w: "torch"}
+        return gpu_measured.fastest(key, on_a_gpu, forms)
+
+    monkeypatch.setattr(gpu_measured, "seconds", seconds)
+    gpu_measured.table.cache_clear()
+    recording = True
+    assert fastest("a") == "ours" and not tried
+    recording = False
+    # As fast is not faster.
+    assert fastest("a") == "ours" and tried == ["ours", "torch"]
+    times["torch"] = 0.5
+    assert fastest("a") == "ours"
+    assert fastest("b") == "torch" and len(tried) == 4
+    # Another process finds both.
+    gpu_measured.table.cache_clear()
+    recording = True
+    assert [fastest(key) for key in "ab"] == ["ours", "torch"]
+    # A spoilt file counts as none.
+    recording = False
+    for text in ("[1, 2", "[1]", '{"a card": 3}', '{"a card": {"b": "neither"}}'):
+        (tmp_path / "regard" / "kernels.json").write_text(text)
+        gpu_measured.table.cache_clear()
+        assert fastest("b") == ("ours" if "neither" in text else "torch")
+    gpu_measured.table.cache_clear()
+
+
+def test_captions_in_slots_are_the_plain_engines() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 4, "ffn_dim": 64, "vocab": 97}
+    model = regard.build("captioner", **sizes, size=8, patch=4).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    images = torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    asked = [
+        Request([i], Settings(max_new_tokens=9, beams=1 + i % 2), source=image)
+        for i, image in enumerate(images)
+    ]
+    want = by_torch(model, asked)
+    assert len({tuple(r.ids) for r in want}) > 2
+    same(answer(model, asked, 4), want)
+    same(answer(model, asked, 4, pages=9, page=4), want)

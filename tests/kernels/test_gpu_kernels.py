@@ -10,6 +10,7 @@ from torch import Tensor
 
 import regard
 from regard.attention import attend
+from regard.attention.sparse import choose, dots_exact, index_scores
 from regard.decode import sampling
 from regard.decode.engine import Engine
 from regard.decode.settings import Request, Settings
@@ -21,8 +22,10 @@ from regard.kernels.triton import linear as gpu_linear
 from regard.kernels.triton import loss as gpu_loss
 from regard.kernels.triton import prompt as gpu_prompt
 from regard.kernels.triton import sample as gpu_sample
+from regard.kernels.triton import sparse as gpu_sparse
 from regard.kernels.triton import wide as gpu_wide
 from regard.models import Tokens, TransformerConfig
+from regard.position import rotate
 from tests.kernels.plain import BOUND, largest_gap, served
 
 pytestmark = pytest.mark.skipif(
@@ -96,12 +99,24 @@ def paged(x: Tensor, page: int) -> tuple[Tensor, Tensor]:
 
 
 @each_dtype
+@pytest.mark.parametrize("b, size, k", [(3, 5000, 8), (2, 4097, 5), (1, 700, 9)])
+def test_gpu_largest_is_topk(b: int, size: int, k: int, dtype: torch.dtype) -> None:
+    x = torch.randn(b, size).to(dtype)
+    # The last ones too, and some in one block.
+    x[0, -3:], x[-1, 256:260] = 9.0, 8.0
+    top, at = gpu_sample.largest(x, k)
+    assert torch.equal(top, x.topk(k).values) and torch.equal(x.gather(1, at), top)
+    assert all(len(set(row)) == k for row in at.tolist())
+
+
+@each_dtype
 @pytest.mark.parametrize(
     "b, h, g, d, s, window, turned, splits",
     [
         (2, 4, 2, 32, 150, None, True, 1),
         (3, 4, 4, 64, 200, None, True, 2),
         (2, 8, 1, 32, 130, 20, False, 4),
+        (2, 4, 4, 32, 130, None, False, 1),
         (1, 4, 2, 32, 300, None, True, 4),
     ],
 )
@@ -133,10 +148,14 @@ def test_gpu_attention_matches_attend(
     if window is not None:
         seen &= at > pos[:, None] - window
     wide = [x.float() for x in (q[:, None], full_k, full_v)]
-    want = attend(*wide, seen[:, None, None], scale=d**-0.5)[:, 0]
-    plain = gpu_attention.reference(q, full_k, full_v, pos + 1, d**-0.5, window)
+    # Where nothing turns, keys have a bias by their distance.
+    bias = None if turned else torch.randn(h, s // 3)
+    more = None if bias is None else bias[:, (pos[:, None] - at).clamp(0, s // 3 - 1)]
+    more = None if more is None else more.transpose(0, 1)[:, :, None]
+    want = attend(*wide, seen[:, None, None], bias=more, scale=d**-0.5)[:, 0]
+    plain = gpu_attention.reference(q, full_k, full_v, pos + 1, d**-0.5, window, bias)
     close(plain, want, dtype)
-    same = {"heads": h, "scale": d**-0.5, "window": window, "splits": splits}
+    same = {"heads": h, "scale": d**-0.5, "window": window, "splits": splits, "bias": bias}
     (pool_k, table), (pool_v, _) = paged(k, 16), paged(v, 16)
     got = gpu_attention.decode(qkv, k, v, pos, angles=angles, **same)  # type: ignore[arg-type]
     close(got, want, dtype)
@@ -161,23 +180,21 @@ FORMS = {
 
 
 @pytest.mark.usefixtures("interpreted")
-@each_dtype
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("d, splits", [(32, 1), (48, 2)])
 def test_gpu_forms_of_attention_match_the_plain_ones(
-    form: str, d: int, splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt and a step, through pages, as the plain mechanism has them."""
-    config = regard.GQA(6, 2, d, **{"rope": regard.Rope()} | FORMS[form])  # type: ignore[arg-type]
+    """Prompts and a step, heads whose width is no power of two, as the plain mechanism has them."""
+    config = regard.GQA(6, 2, 48, **{"rope": regard.Rope()} | FORMS[form])  # type: ignore[arg-type]
     tower = regard.Tower(64, 1, config, regard.MLP(64), norm=regard.Norm(rms=True))
-    model = TransformerConfig(Tokens(97), tower, regard.LM(), max_len=96).make().eval().to(dtype)
+    model = TransformerConfig(Tokens(97), tower, regard.LM(), max_len=96).make().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(3) if p.dim() > 1 else p.add_(0.3 * torch.randn_like(p))
-    monkeypatch.setattr(gpu_attention, "splits_for", lambda *_: splits)
-    engine = Engine(model, runner="graph", rows=2, page=8, chunk=16)
-    texts = [[5, 9, 2, 60], [7, 8, 9] * 9]
-    assert largest_gap(engine, texts, 2) < (BOUND if dtype is torch.float32 else 0.05)
+    monkeypatch.setattr(gpu_attention, "splits_for", lambda *_: 2)
+    # In chunks: of what was read before, from its pages.
+    engine = Engine(model, runner="graph", rows=2, page=8, chunk=16 if form == "sinks" else None)
+    assert largest_gap(engine, [[5, 9, 2, 60], [7, 8, 9] * 9], 2) < BOUND
 
 
 @each_dtype
@@ -185,7 +202,7 @@ def test_gpu_forms_of_attention_match_the_plain_ones(
     "n, m, f, e, a, biased",
     [(1, 64, 48, 8, 2, False), (5, 64, 48, 4, 3, True), (7, 32, 80, 16, 2, False)],
 )
-@pytest.mark.parametrize("few", [64, 0], ids=["few", "sorted"])
+@pytest.mark.parametrize("few, most", [(16, 0), (0, 1024), (0, 0)], ids=["few", "sorted", "many"])
 def test_gpu_experts_match_reference(
     n: int,
     m: int,
@@ -194,10 +211,12 @@ def test_gpu_experts_match_reference(
     a: int,
     biased: bool,
     few: int,
+    most: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu_experts, "FEW", few)
+    monkeypatch.setattr(gpu_experts, "SORTED", most)
     shapes = ((e, f, m), (e, f, m), (e, m, f))
     biases = tuple(torch.randn(e, size).to(dtype) for size in (f, f, m)) if biased else None
     more = ("quick_gelu", 1.5) if biased else ("silu", None)
@@ -212,6 +231,17 @@ def test_gpu_experts_match_reference(
     )  # fmt: skip
     assert got.shape == (a, n, m)
     close(got.sum(0), want, dtype)
+
+
+@pytest.mark.parametrize("n, a, e, block", [(7, 2, 5, 16), (40, 3, 8, 16), (33, 8, 64, 32)])
+def test_gpu_sort_matches_the_plain_one(n: int, a: int, e: int, block: int) -> None:
+    chosen = torch.stack([torch.randperm(e)[:a] for _ in range(n)])
+    chosen[: n // 2, 0] = 3  # more than one tile, or it does not matter that it is there twice
+    want, got = (f(chosen, e, block) for f in (gpu_experts.sort, gpu_experts.sort_few))
+    assert torch.equal(got[0], want[0])
+    real = want[1][:, 1] < want[1][:, 2]
+    assert torch.equal(got[1][real], want[1][real])
+    assert (got[1][~real, 1] >= got[1][~real, 2]).all()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -260,9 +290,82 @@ def test_gpu_latent_matches_attend(
     keys = full[:, :, None].float()
     want = attend(q[:, None].float(), keys, keys[..., :c], seen, scale=0.1)[:, 0]
     close(gpu_latent.reference(q, full, pos + 1, c, 0.1), want, dtype)
-    got = gpu_latent.decode(q, entry, latents, ropes, table, pos, scale=0.1, splits=splits)
-    close(got, want, dtype)
+    gpu_latent.put(entry[:, :c], latents, table, pos)
+    gpu_latent.put(entry[:, c:], ropes, table, pos)
     assert torch.equal(whole(), full)
+    got = gpu_latent.decode(q, latents, ropes, table, pos, scale=0.1, splits=splits)
+    close(got, want, dtype)
+    # Some of the tokens: the first, every third, and as many of a row as it has.
+    at = torch.arange(0, s, 3)[None].minimum(pos[:, None])
+    spots = table.gather(1, at // page) * page + at % page
+    some = full[torch.arange(b)[:, None], at]
+    count = (pos + 1).clamp(max=at.shape[1])
+    got = gpu_latent.decode(
+        q, latents, ropes, table, pos, scale=0.1, chosen=spots.int(), splits=splits
+    )
+    close(got, gpu_latent.reference(q, some, count, c, 0.1), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_gpu_turn_matches_rotate(layout: str, dtype: torch.dtype) -> None:
+    """Features inside wider ones, some of which do not turn; out of place and in place."""
+    whole, pos = torch.randn(5, 3, 44).to(dtype), torch.tensor([7, 0, 3, 3, 9])
+    cos, sin = (torch.randn(10, 6).to(dtype) for _ in range(2))
+    x = whole[..., 20:36]
+    want = rotate(x[:, None], cos[pos][:, None, None], sin[pos][:, None, None], layout)[:, 0]
+    close(gpu_latent.turn(x, (cos, sin), pos, layout != "half"), want, dtype)
+    before = whole.clone()
+    gpu_latent.turn(x, (cos, sin), pos, layout != "half", out=x)
+    close(x, want, dtype)
+    before[..., 20:36] = x
+    assert torch.equal(whole, before)
+
+
+def tied_scores(b: int, s: int) -> Tensor:
+    """Rows of scores, most of them with many that are equal; zeros of both signs."""
+    x = torch.randn(b, s)
+    x[1:] = (x[1:].relu() * 4).round() / 4
+    x[2:] *= torch.where(torch.rand(b - 2, s) > 0.7, -1.0, 1.0)
+    x[3] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("s, k", [(150, 17), (64, 64)])
+def test_gpu_topk_is_choose(s: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sparse, "PIECE", 64)
+    scores, page = tied_scores(5, s), 8
+    pos = torch.tensor([s - 1, s - 1, s - 9 if s > k else s - 1, s - 1, k // 2])
+    hidden = torch.arange(s) > pos[:, None]
+    want = choose(scores.masked_fill(hidden, -torch.inf), k)
+    assert torch.equal(gpu_sparse.reference(scores, pos + 1, k).long()[:4], want[:4])
+    places = -(-s // page)
+    table = torch.randperm(5 * places).view(5, places).int()
+    spots = table.gather(1, want // page) * page + want % page
+    got = gpu_sparse.topk(scores, pos, k, table, page)
+    assert torch.equal(got[:4], spots[:4])
+    # Of a row that is shorter than k, all of it.
+    at = torch.arange(k // 2 + 1)
+    assert torch.equal(got[4, at], table[4, at // page] * page + (at % page).int())
+
+
+@each_dtype
+@pytest.mark.parametrize("h, d, s", [(5, 16, 90), (16, 32, 40)])
+def test_gpu_index_matches_scores(
+    h: int, d: int, s: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_sparse, "TILE", (16, 4, 2))
+    monkeypatch.setattr(gpu_sparse, "SPAN", 32)
+    b, page = 3, 8
+    places = -(-s // page)
+    q, keys = torch.randn(b, h, d).to(dtype), torch.randn(b * places, page, d).to(dtype)
+    w, table = torch.randn(b, h), torch.randperm(b * places).view(b, places).int()
+    pos = torch.tensor([0, 31, s - 1])
+    got = gpu_sparse.index(q, keys, w, table, pos, s, fp8=False)
+    full = keys[table.long()].flatten(1, 2)
+    want = index_scores(dots_exact(q[:, None], full), w[:, None])[:, 0]
+    for i, end in enumerate((pos + 1).tolist()):
+        close(got[i, :end], want[i, :end], dtype)
 
 
 def state(rows: int, **given: list[int]) -> gpu_sample.State:
@@ -551,12 +654,28 @@ def test_gpu_decoder_gives_the_plain_tokens(
         assert largest_gap(engine, texts[:rows], 2) < BOUND
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_gpu_sparse_decoder_gives_the_plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is read densely, and chooses among its tokens when it is longer."""
+    monkeypatch.setattr(gpu_sparse, "PIECE", 64)
+    model = small("dsa")
+    text = torch.randint(0, 97, (31,)).tolist()
+    want = served(Engine(model, runner="torch"), [Request(text, Settings(max_new_tokens=4))])
+    engine = Engine(model, runner="graph", rows=1)
+    assert engine.plain == "" and "SlotSparse" in engine.explain()
+    assert largest_gap(engine, [text], 4) < BOUND
+    assert engine.slots is not None and len(want[0].ids) == 4
+
+
 def small(name: str) -> regard.Model:
     torch.manual_seed(0)
     rope = regard.Rope()
-    attention = (
-        regard.GQA(4, 2, 32, rope=rope) if name == "gqa" else regard.MLA(4, 32, 32, 16, rope=rope)
-    )
+    latent = regard.MLA(4, 32, 32, 16, rope=rope)
+    attention = {
+        "gqa": regard.GQA(4, 2, 32, rope=rope),
+        "mla": latent,
+        "dsa": regard.DSA(latent, 4, 16, 32, rope_dim=16),
+    }[name]
     ffn, norm = regard.MLP(96, "silu", gated=True, bias=False), regard.Norm(1e-5, rms=True)
     config = TransformerConfig(
         Tokens(97), regard.Tower(64, 1, attention, ffn, norm=norm), regard.LM(), max_len=48

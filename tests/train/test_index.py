@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from regard.attention import DSA, GQA
-from regard.attention.sparse import index_loss
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
@@ -55,13 +54,6 @@ def test_divergence_has_a_gradient_however_wrong_the_scores_are() -> None:
     scores = torch.tensor([[[0.0, 80.0]]], requires_grad=True)
     divergence(scores, torch.tensor([[[1.0, 0.0]]]), torch.ones(1, 1, 2).bool()).sum().backward()
     torch.testing.assert_close(scores.grad, torch.tensor([[[-1.0, 1.0]]]))
-
-
-def test_divergence_is_the_row_form_of_index_loss() -> None:
-    dense = torch.rand(2, 3, T, T).double() * seen()[:, None]
-    scores = torch.randn(2, T, T).double()
-    rows = divergence(scores, dense.sum(1), seen())
-    torch.testing.assert_close(rows.mean(), index_loss(scores, dense, seen()), **TIGHT)
 
 
 # --- stage 1 ------------------------------------------------------------------------------------------------------

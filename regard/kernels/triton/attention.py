@@ -32,10 +32,16 @@ TILES = {
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the first `lengths` (b) keys of each row, the last `window` of them.
-    q (b h d), k (b s g d), v (b s g e) -> (b h e)."""
+    """softmax(q k^T * scale + bias) v over the first `lengths` (b) keys of each row, the last `window` of them; `bias`
+    (h n) of keys so many tokens back, the last for all farther ones. q (b h d), k (b s g d), v (b s g e) -> (b h e)."""
     b, h, _ = q.shape
     s, g = k.shape[1:3]
     at = torch.arange(s, device=q.device)
@@ -44,6 +50,9 @@ def reference(
         seen &= at >= lengths[:, None] - window
     q = q.view(b, g, h // g, -1).float()
     scores = torch.einsum("bgrd,bsgd->bgrs", q, k.float()) * scale
+    if bias is not None:
+        gap = (lengths[:, None] - 1 - at).clamp(0, bias.shape[1] - 1)
+        scores = scores + bias[:, gap].transpose(0, 1).float().view_as(scores)
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
     return torch.einsum("bgrs,bsge->bgre", weights, v.float()).flatten(1, 2).to(v.dtype)
 
@@ -69,7 +78,7 @@ def _place(table, b, s, row, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexp
 
 @jit
 def _read(x, i, stride, kind, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Features i of what begins at x, rounded to `kind`, zero from D on; or the sum of PARTS that lie `stride` apart."""
+    """Features i of what begins at x, or the sum of PARTS that lie `stride` apart, as `kind`; from D on zero."""
     if D == WIDTH:
         a = tl.load(x + i)
         for p in tl.static_range(1, PARTS):
@@ -130,8 +139,8 @@ def _heads(
         if PAIRED:
             first, pair, j = i % 2 == 0, i // 2, i ^ 1
         else:
-            first, pair = i < HALF, i % HALF
-            j = tl.where(first, i + HALF, tl.where(i < TURN, i - HALF, i))
+            # Of features that do not turn, any: their sine is 0.
+            first, pair, j = i < HALF, i % HALF, (i + HALF) % TURN
         b = _read(x, j, stride, kind, D, WIDTH, PARTS)
         if NORM:
             gain = _read(weight, j, 0, tl.float32, D, WIDTH, 1) + shift
@@ -161,6 +170,7 @@ def _split(
     q_norm,
     k_norm,
     sinks,
+    bias,
     part,
     stat,
     out,
@@ -188,12 +198,14 @@ def _split(
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
     NEW: tl.constexpr,
+    BIAS: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    LOG2E: tl.constexpr = 1.4426950408889634
     R: tl.constexpr = H // G
     WIDE: tl.constexpr = (H + 2 * G) * D if NEW else H * D
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
@@ -234,6 +246,8 @@ def _split(
             tl.store(keys + spot + full[None, :], nk, mask=in_head[None, :])
             tl.store(values + spot + full, nv, mask=in_head)
             top = _score(tl.sum(q.to(tl.float32) * nk.to(tl.float32), 1), scale, cap, CAP)
+            if BIAS:
+                top += tl.load(bias + head * BIAS).to(tl.float32) * LOG2E
             total = tl.full([BLOCK_R], 1.0, tl.float32)
             acc += nv.to(tl.float32)[None, :]
         if WINDOW:
@@ -257,9 +271,12 @@ def _split(
         at = s0 + tl.arange(0, BLOCK_S)
         valid = at < end
         place = _place(table, b, tl.minimum(at, length - 1), row, G, D, PAGE) + g * D
-        real = valid[:, None] & in_head[None, :]
+        real = valid[:, None] if D == WIDTH else valid[:, None] & in_head[None, :]
         k = tl.load(keys + place[:, None] + full[None, :], mask=real, other=0.0)
         x = _score(tl.dot(q, tl.trans(k), input_precision=precision), scale, cap, CAP)
+        if BIAS:
+            gap = tl.maximum(tl.minimum(length - at if NEW else length - 1 - at, BIAS - 1), 0)
+            x += tl.load(bias + head[:, None] * BIAS + gap[None, :]).to(tl.float32) * LOG2E
         x = tl.where(valid[None, :], x, float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))
         shrink, p = tl.exp2(top - new), tl.exp2(x - new[:, None])
@@ -358,14 +375,15 @@ def decode(
     new: bool = True,
     bound: int | None = None,
     splits: int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Store the new key and value at `pos` (b) and attend to all up to it: (b h d).
 
     qkv (b, (h + 2g) d) = [q | k | v] before norms and RoPE, or parts (n b ..) of that sum. `norms`: of queries and of
     keys, each head by itself or all as a `whole`; `angles`: cos and sin (s r/2) of the r features that turn, as halves
     or (`paired`) neighbours. k, v (b s g d), or with a block table (b pages, int32) pools (pages page g d). new=False:
-    qkv is q alone and
-    `pos` counts the keys. `bound`, the longest row, decides the parts. Test: test_gpu_attention_matches_attend."""
+    qkv is q alone and `pos` counts the keys. `bound`, the longest row, decides the parts; `bias` is `reference`'s.
+    Test: test_gpu_attention_matches_attend."""
     b, (g, d) = qkv.shape[-2], k.shape[2:]
     page, row = (0, k.shape[1]) if table is None else (k.shape[1], table.shape[1])
     parts, width = qkv if qkv.dim() == 3 else qkv[None], triton.next_power_of_2(d)
@@ -383,6 +401,7 @@ def decode(
         sin,
         *((qkv, qkv) if norms is None else (norms[0][0], norms[1][0])),
         qkv if sinks is None else sinks,
+        qkv if bias is None else bias,
         part,
         stat,
         out,
@@ -408,6 +427,7 @@ def decode(
         SINKS=sinks is not None,
         CAP=softcap is not None,
         NEW=new,
+        BIAS=0 if bias is None else bias.shape[1],
         EXACT=k.dtype == torch.float32,
         PDL=pdl,
         num_warps=warps,

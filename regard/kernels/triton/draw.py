@@ -4,8 +4,8 @@ order, then the inverse of the cumulative probability. decode/sampling.py has th
 Each token has a rank in its row, an int64 with the bits of its score above those of its id, so that no two are equal
 and of equal scores the lowest id comes first. A filter keeps the ranks from one number per row upwards, the cut: the
 largest rank at which the probability (top-k: the number) of the tokens from there upwards reaches the goal. It is found
-in three launches: `_count` counts the tokens in 511 equal parts of the range of scores, which bounds what lies above
-each of them; `_gather` lists the tokens where the cut may lie, some hundreds; `_settle` bisects them.
+in four launches: two rounds of `_count` count the tokens in 127 equal parts of a range of scores, which bounds what
+lies above each of them; `_gather` lists the tokens where the cut may lie, some hundreds; `_settle` bisects them.
 
 Shapes are static, nothing waits for the host, and sums have a fixed order: equal inputs give equal tokens, in a CUDA
 graph or outside.
@@ -24,11 +24,11 @@ from regard.kernels.triton.linear import jit, launch, triton
 if triton is not None:
     import triton.language as tl
 
-    STAT = tl.constexpr(6)  # numbers that a search keeps of a row
+    STAT = tl.constexpr(8)  # numbers that a search keeps of a row
 
 CHUNK = 4096  # tokens per program
 TILE = 2048  # listed tokens at a time in `_settle`
-BINS = 512  # of scores
+BINS = 128  # of scores, in each of two rounds
 
 
 # --- what a program reads -----------------------------------------------------------------------------------------
@@ -130,8 +130,7 @@ def _mass(
     tl.store(to + 2 * chunks, tl.sum(tl.where(mass > 0, mass * under, 0.0), 0))
     tl.store(to + 3 * chunks, tl.min(tl.where(x == float("-inf"), 3e38, x), 0))
     if c == 0:
-        j = tl.arange(0, 2 * BINS)
-        tl.store(counts + 2 * BINS * b + j, tl.zeros([2 * BINS], tl.int32))
+        tl.store(counts + 4 * BINS * b + tl.arange(0, 4 * BINS), tl.zeros([4 * BINS], tl.int32))
         if FIRST:
             # Nothing is dropped yet.
             tl.store(cuts + 2 * b, -9223372036854775807)
@@ -193,9 +192,9 @@ def _start(parts, want, b, V, chunks, KIND: tl.constexpr, C: tl.constexpr):
 
 @jit
 def _bin(score, low, high, BINS: tl.constexpr):
-    """From 1 on, which of the equal parts from low to high a score lies in; 0 below."""
+    """From 1 on, which of the equal parts from low to high a score lies in; 0 below, BINS above."""
     at = tl.minimum(tl.maximum((score - low) * ((BINS - 1) / (high - low)), 0.0), BINS - 2.0)
-    return tl.where(score >= low, 1 + at.to(tl.int32), 0)
+    return tl.where(score >= high, BINS, tl.where(score >= low, 1 + at.to(tl.int32), 0))
 
 
 @jit
@@ -209,60 +208,103 @@ def _count(
     counts,
     V,
     KIND: tl.constexpr,
+    ROUND: tl.constexpr,
     CUT: tl.constexpr,
     BINS: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count the tokens of each bin; of typical_p those apart that are more probable than typical."""
+    """Count the tokens of each bin, of typical_p those apart that are more probable than typical: in the whole range of
+    scores, or in what the round before has left of it. Then what lies above is weighed."""
     _wait(PDL)
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
     if _active(heat, want, b, V, KIND):
         x = _kept(logits, heat, cuts, stat, b, c * CHUNK + tl.arange(0, CHUNK), V, CUT, False)
-        found = _start(parts, want, b, V, tl.num_programs(1), KIND, C)
-        low, high, top, log_sum, entropy, goal = found
+        at = stat + STAT * b
+        if ROUND == 0:
+            low, high, top, log_sum, entropy, goal = _start(parts, want, b, V, chunks, KIND, C)
+            if c == 0:
+                tl.store(at, top)
+                tl.store(at + 1, log_sum)
+                tl.store(at + 2, entropy)
+                tl.store(at + 3, goal)
+        else:
+            top, log_sum, entropy, _ = _stat(stat, b)
+            first, last, low, high = _between(stat, parts, counts, b, chunks, KIND, 0, BINS, C)
+            # A little more on both sides, for rounding.
+            wide, small = (high - low) / (BINS - 1), 2.4e-7 * (tl.abs(low) + tl.abs(high))
+            high = low + (last + 0.02) * wide + small
+            low = low + (first - 1.02) * wide - small
         if c == 0:
-            at = stat + STAT * b
-            tl.store(at, top)
-            tl.store(at + 1, log_sum)
-            tl.store(at + 2, entropy)
-            tl.store(at + 3, goal)
-            tl.store(at + 4, low)
-            tl.store(at + 5, high)
+            tl.store(at + 4 + 2 * ROUND, low)
+            tl.store(at + 5 + 2 * ROUND, high)
         bin = _bin(_score(x, top, log_sum, entropy, KIND), low, high, BINS)
+        if ROUND == 1:
+            weight = tl.where(bin == BINS, _weight(x, top, KIND), 0.0)
+            tl.store(parts + (b * 4 + 2) * chunks + c, tl.sum(weight, 0))
+        bin = tl.where(bin == BINS, 0, bin)
+        SIZE: tl.constexpr = 2 * BINS if KIND == "typical_p" else BINS
         if KIND == "typical_p":
             bin = tl.where(log_sum - (x - top) < entropy, bin + BINS, bin)
-        j = tl.arange(0, 2 * BINS)
-        n = tl.histogram(bin, 2 * BINS)
-        tl.atomic_add(counts + 2 * BINS * b + j, n, mask=n > 0, sem="relaxed")
+        n = tl.histogram(bin, SIZE)
+        to = counts + (2 * b + ROUND) * 2 * BINS + tl.arange(0, SIZE)
+        tl.atomic_add(to, n, mask=n > 0, sem="relaxed")
 
 
 @jit
-def _between(stat, counts, b, KIND: tl.constexpr, BINS: tl.constexpr):
-    """The lowest and the highest bin in which the cut may lie: a token weighs no less than the lower end of its bin, no
-    more than the upper one. Bins are taken to be wider by a hundredth on both sides, for rounding."""
+def _weight(x, top, KIND: tl.constexpr):
+    """What a token counts for: its mass, or of top_k as one."""
+    mass = tl.exp(x - top)
+    return (x > float("-inf")).to(tl.float32) if KIND == "top_k" else mass
+
+
+@jit
+def _between(
+    stat,
+    parts,
+    counts,
+    b,
+    chunks,
+    KIND: tl.constexpr,
+    ROUND: tl.constexpr,
+    BINS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The lowest and the highest bin of a round in which the cut may lie, and its range: a token weighs no less than
+    the lower end of its bin, no more than the upper one. Bins are taken to be wider by a hundredth, for rounding."""
     top, log_sum, entropy, goal = _stat(stat, b)
-    low, high = tl.load(stat + STAT * b + 4), tl.load(stat + STAT * b + 5)
+    low = tl.load(stat + STAT * b + 4 + 2 * ROUND)
+    high = tl.load(stat + STAT * b + 5 + 2 * ROUND)
     j, wide = tl.arange(0, BINS), (high - low) / (BINS - 1)
-    at = counts + 2 * BINS * b + j
+    at = counts + (2 * b + ROUND) * 2 * BINS + j
     n = tl.where(j > 0, tl.load(at), 0).to(tl.float32)
     less, more = n, n
     if KIND != "top_k":
         start = low - top if KIND == "top_p" else low
         lower, upper = start + (j - 1.01) * wide, start + (j + 0.01) * wide
         if KIND == "top_p":
-            less, more = n * tl.exp(lower), n * tl.exp(upper)
+            less, more = _times(n, lower), _times(n, upper)
         else:
             # How much more probable the typical token is than the most probable one.
             base = log_sum - entropy
             m = tl.where(j > 0, tl.load(at + BINS), 0).to(tl.float32)
-            less = n * tl.exp(base + lower) + m * tl.exp(base - upper)
-            more = n * tl.exp(base + upper) + m * tl.exp(base - lower)
+            less = _times(n, base + lower) + _times(m, base - upper)
+            more = _times(n, base + upper) + _times(m, base - lower)
     least = tl.cumsum(less, 0, reverse=True) * (1 - 1e-4)
     most = tl.cumsum(more, 0, reverse=True) * (1 + 1e-4)
-    first = tl.max(tl.where(least >= goal, j, 0), 0)
-    return first, tl.max(tl.where(most >= goal, j, 0), 0), low, high
+    if ROUND == 1:
+        above = tl.sum(_part(parts, b, chunks, 2, 0.0, C).to(tl.float64), 0).to(tl.float32)
+        least, most = least + above * (1 - 1e-6), most + above * (1 + 1e-6)
+    # The cut does not lie below the range.
+    first = tl.max(tl.where(least >= goal, j, 1), 0)
+    return first, tl.max(tl.where(most >= goal, j, 1), 0), low, high
+
+
+@jit
+def _times(n, exponent):
+    return tl.where(n > 0, n * tl.exp(exponent), 0.0)
 
 
 @jit
@@ -293,18 +335,17 @@ def _gather(
         i = c * CHUNK + tl.arange(0, CHUNK)
         x = _kept(logits, heat, cuts, stat, b, i, V, CUT, False)
         top, log_sum, entropy, _ = _stat(stat, b)
-        first, last, low, high = _between(stat, counts, b, KIND, BINS)
+        first, last, low, high = _between(stat, parts, counts, b, chunks, KIND, 1, BINS, C)
         score = _score(x, top, log_sum, entropy, KIND)
         bin, mass = _bin(score, low, high, BINS), tl.exp(x - top)
         found = (x > float("-inf")) & (bin >= first) & (bin <= last)
         size = tl.sum(found.to(tl.int32), 0)
-        above = tl.sum(tl.where(bin > last, mass, 0.0), 0)
-        weight = tl.sum((bin > last).to(tl.float32), 0) if KIND == "top_k" else above
         tl.store(sizes + b * chunks + c, size)
-        to = parts + b * 4 * chunks + c
-        tl.store(to, top)
-        tl.store(to + chunks, above)
-        tl.store(to + 2 * chunks, weight)
+        part = parts + b * 4 * chunks + c
+        tl.store(part, top)
+        tl.store(part + chunks, tl.sum(tl.where(bin > last, mass, 0.0), 0))
+        weight = tl.where(bin > last, _weight(x, top, KIND), 0.0)
+        tl.store(part + 3 * chunks, tl.sum(weight, 0))
         if size > 0:
             to = (b * chunks + c) * CHUNK + tl.cumsum(found.to(tl.int32), 0) - 1
             tl.store(ranks + to, _rank(score, i), mask=found)
@@ -335,7 +376,7 @@ def _settle(
     b = tl.program_id(0).to(tl.int64)
     if _active(heat, want, b, V, KIND):
         _, _, _, goal = _stat(stat, b)
-        above = tl.sum(_part(parts, b, chunks, 2, 0.0, C).to(tl.float64), 0)
+        above = tl.sum(_part(parts, b, chunks, 3, 0.0, C).to(tl.float64), 0)
         c, slot = tl.arange(0, C)[:, None], tl.arange(0, EACH)[None, :]
         size = tl.load(sizes + b * chunks + c, mask=c < chunks, other=0)
         at = (b * chunks + c) * CHUNK + slot
@@ -462,7 +503,7 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
     heat = columns["temperature"]
     cuts, stat = new(n, 2, dtype=torch.int64), new(n, STAT.value)
     parts, tokens = new(n, 4, chunks), new(n, dtype=torch.int64)
-    counts = new(n, 2 * BINS, dtype=torch.int32)
+    counts = new(n, 2, 2 * BINS, dtype=torch.int32)
     shared = (logits, heat, cuts, stat)
     mass = partial(_mass[n, chunks], *shared, parts, counts, vocab, BINS=BINS, **per_chunk)
     mass(FIRST=True, CUT=False, TYPICAL=False)
@@ -481,8 +522,10 @@ def draw_filtered(logits: Tensor, u: Tensor, columns: dict[str, Tensor]) -> Tens
                 new(n, chunks, CHUNK, dtype=torch.int64),
                 new(n, chunks, CHUNK),
             )
-            _count[n, chunks](logits, *found, counts, vocab, CUT=cut, BINS=BINS, **search)
-            _gather[n, chunks](logits, *found, counts, *listed, vocab, CUT=cut, BINS=BINS, **search)
+            bins = {"CUT": cut, "BINS": BINS, **search}
+            for i in range(2):
+                _count[n, chunks](logits, *found, counts, vocab, ROUND=i, **bins)
+            _gather[n, chunks](logits, *found, counts, *listed, vocab, **bins)
             each = max(1, TILE // padded)
             _settle[(n,)](*found, *listed, vocab, chunks, EACH=each, **search)
         cut, typical = cut or kind != "typical_p", kind == "typical_p"

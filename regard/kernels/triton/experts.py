@@ -3,8 +3,8 @@
     python bench/gpu_kernels.py --part e      checks them and times them against the weights they must read
 
 Few rows: a program takes some rows of one expert's matrix and all the tokens that chose it, so that each chosen expert
-is read once. Many rows (`FEW`): the device sorts the choices by expert first, and a program takes a tile of them. What
-an expert gives is multiplied by its weight and left as one part (a n m) of a sum, for the norm that reads it.
+is read once. More than `FEW`: the device sorts the choices by expert first, and a program takes a tile of them. What an
+expert gives is multiplied by its weight and left as one part (a n m) of a sum, for the norm that reads it.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -20,7 +20,8 @@ from regard.kernels.triton.linear import ACTIVATIONS, _activate, jit, launch, re
 if triton is not None:
     import triton.language as tl
 
-FEW = 64  # rows up to which nothing is sorted
+FEW = 16  # rows up to which nothing is sorted
+SORTED = 1024  # pairs of token and choice up to which one program sorts them
 Blocks = tuple[
     int, int, int, int, int
 ]  # tokens and rows of W a program, elements of K a step, stages, warps
@@ -277,21 +278,84 @@ def sort(chosen: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]:
     count = (flat[:, None] == each).sum(0)
     end, need = count.cumsum(0), (count + block - 1) // block
     last = need.cumsum(0)
-    t = torch.arange(min(experts, len(flat)) + len(flat) // block, device=flat.device)
+    t = torch.arange(tiles_of(chosen, experts, block), device=flat.device)
     e = torch.searchsorted(last, t, right=True).clamp(max=experts - 1)
     first = end[e] - count[e] + (t - last[e] + need[e]) * block
     return order, torch.stack([e, first, end[e]], 1)
 
 
-def blocks_for(k: int, rows: int, pairs: int, experts: int) -> Blocks:
+def tiles_of(chosen: Tensor, experts: int, block: int) -> int:
+    return min(experts, chosen.numel()) + chosen.numel() // block
+
+
+@jit
+def _sort(
+    chosen,
+    order,
+    tiles,
+    pairs,
+    size,
+    E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`sort` by one program. EXPERTS, PAIRS, TILES: powers of two above their numbers; an expert has MOST tiles."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    p, e, t = tl.arange(0, PAIRS), tl.arange(0, EXPERTS), tl.arange(0, TILES)
+    mine = tl.load(chosen + p, mask=p < pairs, other=E).to(tl.int32)
+    ordered = tl.sort(mine * PAIRS + p) % PAIRS
+    tl.store(order + p, ordered.to(tl.int64), mask=p < pairs)
+    count = tl.where(e < E, tl.histogram(mine, EXPERTS), 0)
+    need = (count + BLOCK - 1) // BLOCK
+    end, last = tl.cumsum(count, 0), tl.cumsum(need, 0)
+    for j in tl.static_range(MOST):
+        to, here = tiles + (last - need + j) * 3, j < need
+        tl.store(to, e.to(tl.int64), mask=here)
+        tl.store(to + 1, (end - count + j * BLOCK).to(tl.int64), mask=here)
+        tl.store(to + 2, end.to(tl.int64), mask=here)
+    spare, none = (t >= tl.sum(need, 0)) & (t < size), tl.zeros([TILES], tl.int64)
+    for j in tl.static_range(3):
+        tl.store(tiles + t * 3 + j, none, mask=spare)
+
+
+def sort_few(chosen: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]:
+    """Equals `sort` up to what empty tiles say; see test_gpu_sort_matches_the_plain_one."""
+    (n, a), size = chosen.shape, tiles_of(chosen, experts, block)
+    order = torch.empty(n * a, dtype=torch.long, device=chosen.device)
+    tiles = torch.empty(size, 3, dtype=torch.long, device=chosen.device)
+    pdl, extra = launch(chosen)
+    _sort[(1,)](
+        chosen,
+        order,
+        tiles,
+        n * a,
+        size,
+        E=experts,
+        EXPERTS=triton.next_power_of_2(experts + 1),
+        PAIRS=triton.next_power_of_2(n * a),
+        TILES=triton.next_power_of_2(size),
+        BLOCK=block,
+        MOST=-(-n // block),
+        PDL=pdl,
+        num_warps=4,
+        **extra,
+    )
+    return order, tiles
+
+
+def blocks_for(k: int, rows: int, pairs: int, experts: int, gated: bool) -> Blocks:
     """Measured on an H200 for 8 experts of 4096 x 14336 and 128 of 2048 x 768."""
-    few, most = rows <= FEW, max(b for b in (16, 32, 64, 128) if k % b == 0)
-    if few and rows <= 16:
-        return 0, 64, most, 4, 4
-    if few:
-        return 0, 128, min(most, 64), 4, 8
-    each = triton.next_power_of_2(max(16, min(128, pairs // experts)))
-    return each, 128, min(most, 64), 4, 8 if each == 128 else 4
+    most = max(b for b in (16, 32, 64, 128) if k % b == 0)
+    if rows <= FEW:
+        return 0, 64, most, 4 if gated else 5, 4
+    each = triton.next_power_of_2(max(16, min(128, 2 * pairs // experts)))
+    return each, 128, min(most, 64), 4, 8 if each >= 64 else 4
 
 
 def suits(x: Tensor, w: Experts) -> bool:
@@ -308,12 +372,15 @@ def experts(
 ) -> Tensor:
     """Equals `reference`, in parts (a n m) whose sum it is. See test_gpu_experts_match_reference."""
     (n, m), a, (count, f, _) = x.shape, chosen.shape[1], w.gate.shape
-    few = n <= FEW
-    gates, downs = blocks or (blocks_for(k, n, n * a, count) for k in (m, f))
+    gates, downs = blocks or (blocks_for(k, n, n * a, count, k == m) for k in (m, f))
     # One order serves both products.
-    plan = () if few else sort(chosen, count, gates[0])
+    plan: tuple[Tensor, ...] = ()
+    if n > FEW:
+        plan = (sort_few if n * a <= SORTED else sort)(chosen, count, gates[0])
     h = torch.empty(n * a, f, dtype=x.dtype, device=x.device)
-    y = torch.empty(a, n, m, dtype=torch.float32 if few else x.dtype, device=x.device)
+    # Parts of a step's sum are not rounded; of prompts they would take too much room.
+    kind = torch.float32 if n * a <= SORTED else x.dtype
+    y = torch.empty(a, n, m, dtype=kind, device=x.device)
     grouped(x, chosen, weight, w, plan, h, gates)
     grouped(h, chosen, weight, w, plan, y, (gates[0], *downs[1:]))
     return y

@@ -1,9 +1,9 @@
 """Latent attention (MLA, absorbed) of one new token a row over pages of latents and of rotary keys on a GPU.
 
-    python bench/gpu_kernels.py --part k      checks it
+    python bench/gpu_kernels.py --part k,l      checks and times it
 
 Multi-query attention c + r wide: a program takes up to 64 heads and a part of the keys, and loads every tile of latents
-once, as keys and as values. As in gpu_attention.py the first part stores the new row, and the parts are merged after.
+once, as keys and as values; the parts are merged after, by their log-sum-exp.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -14,7 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from regard.kernels.triton.attention import PROGRAMS, merge
+from regard.kernels.triton import hopper
+from regard.kernels.triton.attention import PROGRAMS, merge, rooms
 from regard.kernels.triton.linear import jit, launch, ready, triton
 
 if triton is not None:
@@ -22,6 +23,7 @@ if triton is not None:
 
 # heads a program -> keys a step, warps, stages
 TILES = {16: (32, 4, 3), 32: (32, 8, 3), 64: (32, 8, 2)}
+MULTIPROCESSORS = PROGRAMS // 2  # a program has one to itself: its sums fill the registers
 
 
 def reference(q: Tensor, cache: Tensor, lengths: Tensor, latent: int, scale: float) -> Tensor:
@@ -33,17 +35,89 @@ def reference(q: Tensor, cache: Tensor, lengths: Tensor, latent: int, scale: flo
 
 
 @jit
+def _put(
+    x,
+    pool,
+    stride,
+    table,
+    pos,
+    row,
+    W: tl.constexpr,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What a row's new token leaves behind, x (b W), into its page of a pool (pages page W)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    at = tl.load(pos + b)
+    spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+    tl.store(pool + spot * W + i, tl.load(x + b * stride + i, mask=i < W), mask=i < W)
+
+
+@jit
+def _turn(
+    x,
+    out,
+    cos,
+    sin,
+    pos,
+    stride,
+    head,
+    to_stride,
+    to_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRED: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """RoPE of one token's heads; the tables (s HALF) are read at its position. out may be x."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    n = tl.program_id(0).to(tl.int64)
+    h, i = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
+    real, at = (h < H) & (i < HALF), tl.load(pos + n) * HALF + i
+    c = tl.load(cos + at, mask=i < HALF).to(tl.float32)
+    s = tl.load(sin + at, mask=i < HALF).to(tl.float32)
+    first, second = (2 * i, 2 * i + 1) if PAIRED else (i, HALF + i)
+    mine, to = x + n * stride + h * head, out + n * to_stride + h * to_head
+    a = tl.load(mine + first, mask=real).to(tl.float32)
+    b = tl.load(mine + second, mask=real).to(tl.float32)
+    kind = out.dtype.element_ty
+    tl.store(to + first, (a * c - b * s).to(kind), mask=real)
+    tl.store(to + second, (b * c + a * s).to(kind), mask=real)
+    for j in tl.static_range(2 * HALF, D, WIDTH):  # what does not turn
+        rest = (h < H) & (j + i < D)
+        tl.store(to + j + i, tl.load(mine + j + i, mask=rest), mask=rest)
+
+
+@jit
+def _named(table, chosen, at, PAGE: tl.constexpr, CHOSEN: tl.constexpr):
+    """The pages of the tokens at places `at`, or the tokens of a choice."""
+    if CHOSEN:
+        return tl.load(chosen + at)
+    return tl.load(table + at // PAGE)
+
+
+@jit
 def _latent(
     q,
-    entry,
     latents,
     ropes,
     table,
+    chosen,
     pos,
     part,
     stat,
     out,
     row,
+    most,
     scale,
     H: tl.constexpr,
     C: tl.constexpr,
@@ -53,50 +127,47 @@ def _latent(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PAGE: tl.constexpr,
+    CHOSEN: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Of up to BLOCK_H heads of a row the sums over a part of the keys, and their maxima and totals."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     W: tl.constexpr = C + R
-    b, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    # Programs that read the same latents run side by side.
+    b, split = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     head = tl.minimum(h, H - 1)
-    length = tl.load(pos + b).to(tl.int32)
-    c, r = tl.arange(0, C), tl.arange(0, R)
+    keys = tl.load(pos + b).to(tl.int32) + 1
+    if CHOSEN:
+        keys = tl.minimum(keys, most)
+    c, r, k = tl.arange(0, C), tl.arange(0, R), tl.arange(0, BLOCK_S)
     mine = q + (b * H + head[:, None]) * W
     qc, qr = tl.load(mine + c[None, :]), tl.load(mine + C + r[None, :])
-    home = table + b * row
-
+    home, choice = table + b * row, chosen + b * most
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, C], tl.float32)
-    if split == 0:  # the new row: stored by one program, counted by each block of heads
-        nc, nr = tl.load(entry + b * W + c), tl.load(entry + b * W + C + r)
-        if tl.program_id(1) == 0:
-            spot = tl.load(home + length // PAGE).to(tl.int64) * PAGE + length % PAGE
-            tl.store(latents + spot * C + c, nc)
-            tl.store(ropes + spot * R + r, nr)
-        own = tl.sum(qc.to(tl.float32) * nc.to(tl.float32)[None, :], 1)
-        top = (own + tl.sum(qr.to(tl.float32) * nr.to(tl.float32)[None, :], 1)) * scale
-        total = tl.full([BLOCK_H], 1.0, tl.float32)
-        acc += nc.to(tl.float32)[None, :]
-
-    each = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S
+    each = tl.cdiv(tl.cdiv(keys, SPLITS), BLOCK_S) * BLOCK_S
     start = split * each
-    end = tl.minimum(start + each, length)
+    end = tl.minimum(start + each, keys)
+    # A step asks for the pages of the next one, so that no load of latents waits for one of pages. Behind the end it
+    # reads the last token again, since what lies there may be no number.
+    last = tl.maximum(end - 1, 0)
+    there = _named(home, choice, tl.minimum(start + k, last), PAGE, CHOSEN)
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
-        at = s0 + tl.arange(0, BLOCK_S)
-        valid = at < end
-        page = tl.load(home + tl.minimum(at, length - 1) // PAGE).to(tl.int64)
-        spot = (page * PAGE + at % PAGE)[:, None]
-        kc = tl.load(latents + spot * C + c[None, :], mask=valid[:, None], other=0.0)
-        kr = tl.load(ropes + spot * R + r[None, :], mask=valid[:, None], other=0.0)
+        spot = there.to(tl.int64)[:, None]
+        if not CHOSEN:
+            spot = spot * PAGE + (tl.minimum(s0 + k, last) % PAGE)[:, None]
+        kc = tl.load(latents + spot * C + c[None, :])
+        kr = tl.load(ropes + spot * R + r[None, :])
+        there = _named(home, choice, tl.minimum(s0 + BLOCK_S + k, last), PAGE, CHOSEN)
         x = tl.dot(qc, tl.trans(kc), input_precision=precision)
         x = tl.dot(qr, tl.trans(kr), x, input_precision=precision) * scale
-        x = tl.where(valid[None, :], x, float("-inf"))
+        x = tl.where((s0 + k < end)[None, :], x, float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))
         shrink, p = tl.exp2(top - new), tl.exp2(x - new[:, None])
         total = total * shrink + tl.sum(p, 1)
@@ -121,9 +192,54 @@ def suits(latent: int, rope: int, x: Tensor) -> bool:
     return ready(x) and two and 16 <= latent <= most and 16 <= rope <= 64
 
 
+def splits_for(groups: int, keys: int) -> int:
+    """Parts of the keys, a power of two: those with which the last programs end first. One more costs as much as 128
+    keys do, to write its sums and to merge them."""
+    return min(
+        (1 << i for i in range(8)),
+        key=lambda n: -(-groups * n // MULTIPROCESSORS) * (-(-keys // n) + 128),
+    )
+
+
+def put(x: Tensor, pool: Tensor, table: Tensor, pos: Tensor) -> None:
+    """x (b w), what each row's token at `pos` (b) leaves behind, into its page of a pool (pages page w)."""
+    (page, wide), (pdl, extra) = pool.shape[1:], launch(x)
+    sizes = {"W": wide, "PAGE": page, "SIZE": triton.next_power_of_2(wide)}
+    _put[(len(x),)](
+        x, pool, x.stride(0), table, pos, table.shape[1], **sizes, PDL=pdl, num_warps=1, **extra
+    )
+
+
+def turn(
+    x: Tensor, angles: tuple[Tensor, Tensor], pos: Tensor, paired: bool, out: Tensor | None = None
+) -> Tensor:
+    """x (n h d), its first features turned by cos and sin (s r/2) at `pos` (n); into `out`, which may be x. Equals
+    `rotate`; see test_gpu_turn_matches_rotate."""
+    (n, h, d), (cos, sin), (pdl, extra) = x.shape, angles, launch(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    half = cos.shape[1]
+    sizes = {"HEADS": triton.next_power_of_2(h), "WIDTH": triton.next_power_of_2(half)}
+    strides = (*x.stride()[:2], *out.stride()[:2])
+    _turn[(n,)](
+        x,
+        out,
+        cos,
+        sin,
+        pos,
+        *strides,
+        H=h,
+        D=d,
+        HALF=half,
+        PAIRED=paired,
+        PDL=pdl,
+        **sizes,
+        **extra,
+    )
+    return out
+
+
 def decode(
     q: Tensor,
-    entry: Tensor,
     latents: Tensor,
     ropes: Tensor,
     table: Tensor,
@@ -131,50 +247,29 @@ def decode(
     *,
     scale: float,
     bound: int | None = None,
+    chosen: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Store `entry` (b c+r) at `pos` (b) and attend to all up to it: q (b h c+r) -> (b h c). latents (pages page c),
-    ropes (pages page r), and a block table (b places) of each row's pages. Equals `reference`; see
-    test_gpu_latent_matches_attend."""
+    """Attend to all up to `pos` (b): q (b h c+r) -> (b h c). latents (pages page c), ropes (pages page r), and a block
+    table (b places) of each row's pages. `chosen` (b k): only to these tokens of the pool, of a row that is shorter to
+    the first pos + 1 of them. Equals `reference`; see test_gpu_latent_matches_attend."""
     (b, h, wide), (page, latent) = q.shape, latents.shape[1:]
-    block = 16 if h <= 16 else 32 if h <= 32 else 64
-    tile, warps, stages = TILES[block]
+    rope, fast = wide - latent, hopper.suits(latent, wide - latent, latents)
+    block = 64 if fast or h > 32 else 32 if h > 16 else 16
     blocks = -(-h // block)
-    if splits is None:
-        most = max(
-            1, min(64, PROGRAMS // (b * blocks), (bound or table.shape[1] * page) // (2 * tile))
-        )
-        splits = 1 << (most.bit_length() - 1)
-    out = torch.empty(b, h, latent, dtype=q.dtype, device=q.device)
-    one = splits == 1
-    part = out if one else torch.empty(b, h, splits, latent, dtype=torch.float32, device=q.device)
-    stat = out if one else torch.empty(b, h, splits, 2, dtype=torch.float32, device=q.device)
-    pdl, extra = launch(q)
-    _latent[(b, blocks, splits)](
-        q,
-        entry,
-        latents,
-        ropes,
-        table,
-        pos,
-        part,
-        stat,
-        out,
-        table.shape[1],
-        scale * math.log2(math.e),
-        H=h,
-        C=latent,
-        R=wide - latent,
-        BLOCK_H=block,
-        BLOCK_S=tile,
-        SPLITS=splits,
-        STAGES=stages,
-        PAGE=page,
-        EXACT=q.dtype == torch.float32,
-        PDL=pdl,
-        num_warps=warps,
-        **extra,
-    )
-    if not one:
+    keys = (bound or table.shape[1] * page) if chosen is None else chosen.shape[1]
+    n = splits or splits_for(b * blocks, keys)
+    out, part, stat = rooms(q, b, h, n, latent)
+    place = table if chosen is None else chosen, pos, part, stat, out, table.shape[1], keys
+    given = (q, latents, ropes, table, *place, scale * math.log2(math.e))
+    sizes = {"H": h, "C": latent, "R": rope, "SPLITS": n, "PAGE": page}
+    sizes["CHOSEN"] = chosen is not None
+    if fast:
+        hopper.attend[(blocks, n, b)](*given, **sizes, num_warps=8)
+    else:
+        (tile, warps, stages), (pdl, extra) = TILES[block], launch(q)
+        sizes |= {"BLOCK_H": block, "BLOCK_S": tile, "STAGES": stages, "num_warps": warps, **extra}
+        _latent[(blocks, n, b)](*given, **sizes, EXACT=q.dtype == torch.float32, PDL=pdl)
+    if n > 1:
         merge(part, stat, out)
     return out

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from regard.kernels.triton.measured import fastest
 
 try:
     import triton
@@ -281,5 +284,9 @@ def linear(
     """`reference`, by the kernel where that is faster: few rows on a GPU."""
     few = len(x) <= MOST and w.shape[1] <= LONGEST and x.dtype == w.dtype
     whole = x.is_contiguous() and w.is_contiguous() and w.shape[1] % 8 == 0
-    form = fused if few and whole and ready(x) else reference
-    return form(x, w, bias, norm=norm, act=act, gated=gated, residual=residual)
+    more: Any = {"bias": bias, "norm": norm, "act": act, "gated": gated, "residual": residual}
+    ours, plain = (lambda w, f=f: f(x, w, **more) for f in (fused, reference))
+    if not (few and whole and ready(x)):
+        return plain(w)
+    key = f"linear {tuple(x.shape)} {len(w)} {norm is not None} {act} {gated} {x.dtype}"
+    return ours(w) if fastest(key, w, {"ours": ours, "torch": plain}) == "ours" else plain(w)

@@ -35,6 +35,9 @@ class Part:
     pages: Sequence[int]
     # What begins to write when the prompt is through: rows of the decoder, and how many tokens each has said.
     ends: Sequence[tuple[int, int]] = ()
+    # A row that has its state or knows its source's pages; and the source's tokens.
+    home: int = 0
+    source: int = 0
 
 
 class Sizes(NamedTuple):
@@ -44,6 +47,7 @@ class Sizes(NamedTuple):
     whole: int  # tokens of a text, what is in the cache among them; 0 where nothing is
     places: int  # pages of a text
     ends: int
+    source: int  # tokens of the longest source
 
 
 def up(n: int, least: int = 64) -> int:
@@ -67,13 +71,14 @@ def sizes_of(parts: Sequence[Part], page: int) -> Sizes:
         whole,
         -(-max(whole, longest) // page),
         two(sum(len(p.ends) for p in parts)),
+        two(max(p.source for p in parts)),
     )
 
 
 def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
     """All the numbers of a Pack, in its order, for one copy to the device."""
     count = torch.tensor([len(p.tokens) for p in parts])
-    start = torch.tensor([p.start for p in parts])
+    start, home = torch.tensor([(p.start, p.home) for p in parts]).T
     first = count.cumsum(0) - count
     row = torch.arange(len(parts)).repeat_interleave(count)
     ids = torch.tensor([token for p in parts for token in p.tokens])
@@ -93,7 +98,7 @@ def flat(parts: Sequence[Part], sizes: Sizes) -> Tensor:
     by_token = (ids, start[row] + place, row, row * sizes.longest + place)
     each = [
         *(_filled(x, sizes.tokens) for x in by_token),
-        *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count)),
+        *(_filled(x, sizes.prompts) for x in (grid, table, start, start + count, home)),
         *(_filled(x, sizes.ends) for x in columns),
     ]
     return torch.cat([x.flatten() for x in each])
@@ -116,7 +121,8 @@ class Pack:
     grid: Tensor  # (n s) the token at each place
     table: Tensor  # (n places) each prompt's pages,
     starts: Tensor  # (n) how much of its text the cache has
-    totals: Tensor  # (n) and will have
+    totals: Tensor  # (n) and will have,
+    homes: Tensor  # (n) and a row that has its state or knows its source
     last: Tensor  # (e) the last token of those that are through,
     rows: Tensor  # (e) where each goes on,
     said: Tensor  # (e) what it has said
@@ -125,8 +131,8 @@ class Pack:
 
     @classmethod
     def of(cls, numbers: Tensor, sizes: Sizes) -> Pack:
-        t, n, s, _, places, e = sizes
-        each = numbers.split([t, t, t, t, n * s, n * places, n, n, e, e, e, e])
+        t, n, s, _, places, e, _ = sizes
+        each = numbers.split([t, t, t, t, n * s, n * places, n, n, n, e, e, e, e])
         ids, pos, row, back, grid, table, *rest = each
         return cls(sizes, ids, pos, row, back, grid.view(n, s), table.view(n, places), *rest)
 
@@ -230,8 +236,8 @@ def lay_qkv(
     norms: tuple[Rms, Rms] | None = None,
     whole: bool = False,
 ) -> Laid:
-    """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page g
-    d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
+    """qkv (t, (h + 2g) d) before norms and RoPE, which are as in `decode`: keys and values into their pages (pages page
+    g d), and q, k, v in rows (n s . d). Equals `turn`, indexing and `lay`; see test_gpu_lay_matches_indexing."""
     page, g, d = keys.shape[1:]
     rooms = pack.rooms(qkv, heads, g, d)
     cos, sin = (qkv, qkv) if angles is None else angles
@@ -265,14 +271,19 @@ def lay_qkv(
     return rooms
 
 
-def seen(laid: Laid, pack: Pack, window: int | None) -> Tensor:
-    """Which keys each query may see: (n 1 s S)."""
+def gap(laid: Laid, pack: Pack) -> Tensor:
+    """How many tokens back each key is from each query: (n s S)."""
     q, k, _ = laid
     at = torch.arange(q.shape[1], device=q.device)[None]
     if pack.sizes.whole:
         at = at + pack.starts[:, None]
-    gap = at[:, :, None] - torch.arange(k.shape[1], device=q.device)
-    mask = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
+    return at[:, :, None] - torch.arange(k.shape[1], device=q.device)
+
+
+def seen(laid: Laid, pack: Pack, window: int | None) -> Tensor:
+    """Which keys each query may see: (n 1 s S)."""
+    back = gap(laid, pack)
+    mask = (back >= 0) if window is None else (back >= 0) & (back < window)
     return mask[:, None]
 
 

@@ -24,6 +24,7 @@ from regard.kernels.triton.linear import (
     rms_norm,
     triton,
 )
+from regard.kernels.triton.measured import fastest
 
 if triton is not None:
     import triton.language as tl
@@ -218,6 +219,9 @@ def blocks_for(k: int, n: int, split: bool, gated: bool = False) -> tuple[int, i
     """Rows of W a program, elements of K a step, parts of K, stages, warps: with `split` one wave of programs."""
     if (k, n, split) in BLOCKS:
         return BLOCKS[k, n, split]
+    if not split and n > 64 * SMS and k % 64 == 0:
+        # Programs twice as large, rather than a few in a second wave.
+        return 128, 64, 1, 4, 8
     block_n = 64 if split or gated or n >= 8192 else 32
     block_k = 128 if k % 128 == 0 else 32 if k % 32 == 0 else 16
     parts = 1
@@ -277,14 +281,17 @@ def product(
     x: Tensor, w: Tensor, bias: Tensor | None, fast: bool = True, split: bool = False
 ) -> Tensor:
     """x w^T + bias (m n); with `split` perhaps as parts (s m n)."""
-    if not ours(x, w, bias, fast):
-        return F.linear(x, w, bias)
-    y = parts(x, w, split)
-    return y if split else y[0]
+    plain, form = (lambda w: F.linear(x, w, bias)), (lambda w: parts(x, w, split))
+    key = f"product {tuple(x.shape)} {len(w)} {split} {x.dtype}"
+    if ours(x, w, bias, fast) and fastest(key, w, {"ours": form, "torch": plain}) == "ours":
+        return form(w) if split else form(w)[0]
+    return plain(w)
 
 
 def gated(x: Tensor, w: Tensor, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
     """act(gate) * up of x by w = [gate ; up] (2n k)."""
-    if ours(x, w, bias, fast):
-        return parts(x, w, False, act=act, gated=True)[0]
-    return gate(F.linear(x, w, bias), act, fast)
+    plain = lambda w: gate(F.linear(x, w, bias), act, fast)  # noqa: E731
+    form = lambda w: parts(x, w, False, act=act, gated=True)  # noqa: E731
+    key = f"gated {tuple(x.shape)} {len(w)} {act} {x.dtype}"
+    mine = ours(x, w, bias, fast) and fastest(key, w, {"ours": form, "torch": plain}) == "ours"
+    return form(w)[0] if mine else plain(w)

@@ -1,0 +1,269 @@
+"""Beam search in the slots of a CUDA graph: the beams of a request are neighbouring rows of one step.
+
+Where a beam's tokens lie is named token by token. Each row writes to places of its own, and a beam that goes on from
+another takes over the row of the table that names that one's tokens: nothing is copied. The search itself is `select`
+of beam.py on tensors that stay where they are; the host reads them a round late, with the texts that are finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from regard.decode.beam import Beams, Rules, Shape, results, select
+from regard.decode.columns import used_by
+from regard.decode.graphs import SHORTEST, Runner, Slot, SlotLane, by_token
+from regard.decode.rows import Row
+from regard.decode.settings import Event, Request, Result, Settings
+from regard.fast.cuda import Pages
+from regard.kernels.triton.prompt import two
+from regard.kernels.triton.record import Recorder, send
+from regard.kernels.triton.sample import best
+
+ROOM = 64  # tokens that a text has room for at first
+
+
+class SearchRunner(Runner):
+    """The memory of `count` requests of one shape over the pool of a runner, and the graphs recorded for them."""
+
+    def __init__(self, runner: Runner, shape: Shape, count: int):
+        options = {"kernels": runner.kernels, "look": runner.look, "fast": runner.fast}
+        super().__init__(runner.fast, runner.pool, count * shape.beams, SHORTEST, **options)
+        self.shape, self.places, device = shape, count, self.device
+        nowhere = self.pool.scratch * self.pool.page
+        size = (self.rows, SHORTEST + self.pool.page)
+        # Where each row will write, and (in the pages' table) where its text lies.
+        self.own = torch.full(size, nowhere, dtype=torch.int32, device=device)
+        stores, memo = by_token(self.pool), runner.pages.memo
+        self.pages = Pages(stores, self.own.clone(), runner.length, memo=memo)
+        self.texts = Beams.start(count * shape.groups, shape.width, ROOM, device)
+        blank = Rules.of([Request([0], Settings(beams=shape.beams))] * count, shape.ends)
+        self.rules = blank.each(lambda x: x.to(device))
+        self.live, self.broken = torch.zeros(2, count, dtype=torch.bool, device=device)
+
+    def grow(self, length: int, room: int) -> None:
+        """Make place for texts of so many tokens, `room` of them new."""
+        more = max(two(length) - self.length, 0)
+        if not more and room <= self.texts.ids.shape[-1]:
+            return
+        if self.graph:
+            torch.cuda.synchronize(self.device)
+        nowhere = self.pool.scratch * self.pool.page
+        self.own, self.pages.table = (
+            F.pad(x, (0, more), value=nowhere) for x in (self.own, self.pages.table)
+        )
+        self.length, self.texts = self.length + more, self.texts.roomy(two(room))
+        self.recorder, self.rooms = Recorder(), {}
+
+    def step(self, width: int, bound: int, far: int, used: frozenset[str]) -> None:
+        s, k, n = self.state, self.shape, width // self.shape.beams
+        logits, columns = self.logits(width, bound, far), self.columns.at(slice(0, width), used)
+        norm = best(logits)[1]
+        old = self.texts.each(lambda x: x[: n * k.groups])
+        rules = self.rules.each(lambda x: x[:n])
+        new, parents, over = select(old, rules, k, logits, norm, columns)
+        live, broken, pos = self.live[:n], self.broken[:n], s.pos[:width]
+        broken.logical_or_(live & ~norm.view(n, -1).isfinite().all(-1))
+        going = live.repeat_interleave(k.groups)
+        for x, y in zip(old.tensors(), new.tensors(), strict=True):
+            torch.where(going.view(-1, *[1] * (x.dim() - 1)), y, x, out=x)
+        s.ids[:width].copy_(new.last.flatten())
+        pos.add_(live.repeat_interleave(k.beams)).clamp_(max=self.length - 1)
+        # A beam's text is its parent's, and what comes next lies where it writes.
+        first = k.beams * torch.arange(n, device=self.device)[:, None]
+        table, at = self.pages.table[:width, :bound], torch.arange(bound, device=self.device)
+        taken = table[(parents + first).flatten()]
+        torch.where(at < pos[:, None], taken, self.own[:width, :bound], out=table)
+        live.logical_and_(~(over | broken))
+
+    def begin(self, new: Sequence[Group]) -> None:
+        """Requests whose prompts are read up to their last token, which all beams feed."""
+        k, device = self.shape, self.device
+        requests = [g.row.request for g in new]
+        at = send([g.index for g in new], device)
+        rows, parts = (
+            (size * at[:, None] + torch.arange(size, device=device)).flatten()
+            for size in (k.beams, k.groups)
+        )
+        fresh = Beams.start(len(parts), k.width, self.texts.ids.shape[-1], device)
+        for x, y in zip(self.texts.tensors(), fresh.tensors(), strict=True):
+            x[parts] = y
+        rules = Rules.of(requests, k.ends).each(lambda x: send(x, device))
+        for name, y in vars(rules).items():
+            getattr(self.rules, name)[at] = y
+        ids, pos = send([(r.ids[-1], len(r.ids) - 1) for r in requests], device).T
+        self.state.ids[rows] = ids.repeat_interleave(k.beams)
+        self.state.pos[rows] = pos.repeat_interleave(k.beams)
+        self.live.index_fill_(0, at, True)
+        self.broken.index_fill_(0, at, False)
+
+    def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
+        """Advance the first requests by `steps` tokens. Their texts, which of them go on and which are broken, on its
+        way to the host; and what tells that it has arrived."""
+        s, key, k = self.state, (width, bound, far, used), self.shape
+        if self.graph and key not in self.recorder.graphs:
+            changed = [s.ids, s.pos, *self.texts.tensors(), self.live, self.broken]
+            self.recorder.try_and_record(key, lambda: self.step(*key), [*changed, self.pages.table])
+        for _ in range(steps):
+            self.recorder.graphs[key].replay() if self.graph else self.step(*key)
+        n = width // k.beams
+        each = [*(x[: n * k.groups] for x in self.texts.tensors()), self.live[:n], self.broken[:n]]
+        *texts, live, broken = self.to_host(each)
+        return Beams(*texts), live, broken, self.arrival()
+
+    def place(self, edits: list[tuple[int, int, int, int]], idle: list[int]) -> None:  # type: ignore[override]
+        """Requests that are gone; then pages, as (row, first token, page, its tokens)."""
+        size, k = self.pool.page, self.shape.beams
+        if idle:
+            at = send([i * k + j for i in idle for j in range(k)], self.device)
+            for x in (self.own, self.pages.table):
+                x[at] = self.pool.scratch * size
+            self.live.index_fill_(0, send(idle, self.device), False)
+            self.state.pos.index_fill_(0, at, 0)
+        if edits:
+            row, first, page, count = send(edits, self.device).T
+            j = torch.arange(size, device=self.device)
+            # Tokens that a page does not have are written behind the table's end.
+            at = torch.where(j < count[:, None], first[:, None] + j, self.own.shape[1] - 1)
+            for x in (self.own, self.pages.table):
+                x[row[:, None], at] = (page[:, None] * size + j).int()
+
+    def reset(self) -> None:
+        self.place([], list(range(self.places)))
+
+
+@dataclass(eq=False)
+class Group(Slot):
+    """A request and its place. What is read before the first step is its prompt without the last token."""
+
+    own: list[list[int]] = field(default_factory=list)  # pages that each beam writes to
+    found: Beams | None = None  # as of the last round that was read
+    broken: bool = False
+    closed: bool = False
+
+    @property
+    def homes(self) -> list[int]:
+        k = len(self.own)
+        return list(range(self.index * k, (self.index + 1) * k))
+
+    @property
+    def left(self) -> int:
+        return self.row.request.settings.max_new_tokens - self.asked
+
+
+class SearchLane(SlotLane):
+    """Requests of one shape, each by its own settings."""
+
+    runner: SearchRunner
+    slots: list[Group]  # type: ignore[assignment]
+    edits: list[tuple[int, int, int, int]]  # type: ignore[assignment]
+
+    @property
+    def batch(self) -> int:
+        return len(self.slots) * self.runner.shape.beams
+
+    def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
+        """One request. `keys`: of its prompt's pages."""
+        (row,), k = rows, self.runner.shape.beams
+        request = row.request
+        self.runner.grow(
+            len(request.ids) + request.settings.max_new_tokens, request.settings.max_new_tokens
+        )
+        group = Group(row, self.free.pop(0), request.ids[:-1], own=[[] for _ in range(k)])
+        group.memory = self._memory(request, group.homes)
+        self.slots.append(group)
+        if self.prefix:
+            group.keys = list(keys[: len(group.text) // self.pool.page])
+            self._adopt(group, len(group.text))
+        self.new |= dict.fromkeys(group.homes, row)
+
+    def _release(self, slot: Slot) -> None:
+        assert isinstance(slot, Group)
+        gone = set(slot.homes)
+        self.edits = [edit for edit in self.edits if edit[0] not in gone]
+        for pages in (*slot.own, slot.pages):
+            while pages:
+                self.pool.drop(pages.pop())
+
+    def over(self) -> list[int]:
+        return [i for i, group in enumerate(self.slots) if group.closed]
+
+    def results(self, i: int, why: str = "") -> list[Result]:
+        """The n best finished texts of request i; if it was stopped (`why`), those that ran when the host last knew."""
+        group = self.slots[i]
+        if group.found is None:
+            return []
+        return results(group.found, group.row.request.settings, group.broken, why)
+
+    def _read(self, group: list[tuple[Slot, int]]) -> None:
+        self._prefill([self._part(slot, size) for slot, size in group], frozenset(), group)
+        for slot, size in group:
+            slot.fed += size
+
+    def _launch(self) -> Any:
+        live = [g for g in self.slots if g.fed == len(g.text) and not g.unread and g.left]
+        if not live:
+            self._place()
+            return None
+        page, steps = self.pool.page, self._steps([g.left for g in live])
+        longest, used = 1, frozenset[str]()
+        for g in live:
+            end = g.asked + min(steps, g.left)
+            if not g.asked and not g.own[0]:
+                sizes = [min(page, len(g.text) - i * page) for i in range(len(g.pages))]
+                self.edits += [
+                    (row, i * page, g.pages[i], size)
+                    for row in g.homes
+                    for i, size in enumerate(sizes)
+                ]
+            for row, own in zip(g.homes, g.own, strict=True):
+                while len(own) * page < end:
+                    own.append(self.pool.take(clean=False))
+                    first = len(g.text) + (len(own) - 1) * page
+                    self.edits.append((row, first, own[-1], page))
+            used |= used_by(g.row.request.settings, g.asked, end - 1)
+            longest = max(longest, len(g.text) + end)
+        self._place()
+        new = [g for g in live if not g.asked]
+        if new:
+            self.runner.begin(new)
+        for g in live:
+            g.asked += min(steps, g.left)
+        width = min(self.runner.places, 1 << max(g.index for g in live).bit_length())
+        bounds = self.runner.bucket(longest), self._far(live)
+        return *self.runner.run(steps, width * self.runner.shape.beams, *bounds, used), live
+
+    def _place(self) -> None:
+        self.runner.place(self.edits, self.idle)
+        self.edits, self.idle = [], []
+
+    def _land(self) -> list[Event]:
+        if self.flying is None:
+            return []
+        flying: Any = self.flying
+        texts, live, broken, event, groups = flying
+        if event is not None:
+            event.synchronize()
+        k = self.runner.shape.groups
+        for g in (g for g in groups if not g.gone):
+            rows = slice(g.index * k, (g.index + 1) * k)
+            g.found, g.broken = texts.each(lambda x, rows=rows: x[rows]), bool(broken[g.index])
+            g.closed, g.fresh = not bool(live[g.index]), False
+            self._score(g)
+            if self.prefix and not g.broken:
+                for number, key in zip(g.pages, g.keys, strict=False):
+                    self.pool.publish(number, key)
+        return []
+
+
+def search_of(runner: Runner, shape: Shape, count: int) -> SearchRunner:
+    """The runner of a shape, kept with that of the model if nobody has it and it is large enough."""
+    kept = runner.searches.get(shape)
+    if kept is None or kept.lane() is not None or kept.places < count:
+        kept = runner.searches[shape] = SearchRunner(runner, shape, two(count))
+    kept.reset()
+    return kept

@@ -1,0 +1,99 @@
+"""Which of two forms of the same work is faster on this GPU: measured when a shape is first met, and kept in the user's
+cache folder by the card's name and the versions, so that no constant of another card decides."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.kernels.c.native import _cache
+
+ON = True  # False: the first form, always
+CLEARLY = 0.97  # how much faster the second must be: as fast is not faster
+Form = Callable[[Tensor], Any]
+
+
+def fastest(key: str, weight: Tensor, forms: Mapping[str, Form]) -> str:
+    """The name of the faster form of what is done with a weight: the first unless the other is clearly faster. Where
+    nothing can be measured, off a GPU or while a graph is being recorded, the first."""
+    first, second = forms
+    if not ON or not weight.is_cuda:
+        return first
+    known = table(card())
+    if key not in known and not torch.cuda.is_current_stream_capturing():
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            ours, other = (seconds(call, weight) for call in forms.values())
+            known[key] = second if other < CLEARLY * ours else first
+            keep(card(), key, known[key])
+    return first if known.get(key) != second else second
+
+
+@functools.cache
+def card() -> str:
+    import triton
+
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+@functools.cache
+def table(card: str) -> dict[str, str]:
+    return dict(_read().get(card, {}))
+
+
+def keep(card: str, key: str, name: str) -> None:
+    """Beside what other processes have written since; without a folder of one's own, for this process alone."""
+    path, every = _path(), _read()
+    every.setdefault(card, {})[key] = name
+    if path is not None:
+        new = path.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            new.write_text(json.dumps(every, indent=1))
+            os.replace(new, path)
+
+
+def _path() -> Path | None:
+    folder = _cache()
+    return None if folder is None else folder / "kernels.json"
+
+
+def _read() -> dict[str, dict[str, str]]:
+    """What is no table of tables of names counts as nothing."""
+    path = _path()
+    try:
+        every = json.loads(path.read_text()) if path is not None else {}
+        return {str(c): {str(k): str(n) for k, n in rows.items()} for c, rows in every.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def seconds(call: Form, weight: Tensor) -> float:
+    """Of a call in a graph of many, each of which finds its weight in the GPU's memory, not in its cache."""
+    size = 2 * torch.cuda.get_device_properties(weight.device).L2_cache_size
+    copies = [weight, *(weight.clone() for _ in range(size // weight.nbytes))]
+    copies *= -(-8 // len(copies))
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(weight)
+        graph.capture_begin()
+        for each in copies:
+            call(each)
+        graph.capture_end()
+        took = []
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            took.append(start.elapsed_time(end) / 1e3 / len(copies))
+    return statistics.median(took)

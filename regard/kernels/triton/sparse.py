@@ -1,0 +1,322 @@
+"""DeepSeek's sparse attention (DSA) of one token a row over pages on a GPU: index scores, and an exact top-k.
+
+    python bench/gpu_kernels.py --part k,l      checks and times them
+
+Nothing here sorts or waits for the host. The k-th largest score is found digit by digit (radix select): programs count
+the digits of a piece of a row each, and the next pass goes on with what shares the digit of the k-th. What ties
+with it is taken from the left, as `regard.attention.sparse.choose` does. `latent.decode` attends to the choice.
+"""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.kernels.triton.linear import jit, launch, ready, triton
+
+if triton is not None:
+    import triton.language as tl
+
+PIECE, WARPS = 4096, 4  # scores a program of the top-k counts, and its warps
+DIGITS = (7, 7, 6, 6, 6)  # bits of a score that are counted at once, up to 8
+TILE = (128, 4, 3)  # keys a step of the index, warps, stages
+SPAN = 2048  # keys a program of the index
+
+
+def reference(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
+    """Places (b k), ascending, of the k largest of the first `lengths` (b) of each row; equal ones go to the earliest.
+    Where a row is shorter, all of it, and then anything."""
+    at = torch.arange(scores.shape[1], device=scores.device)
+    hidden = at >= lengths[:, None]
+    order = (
+        scores.masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    )
+    return order[:, :k].sort(-1).values.int()
+
+
+@jit
+def _rounded(x, AXIS: tl.constexpr):
+    """x in float8, and the scales of its rows, as `to_fp8` has them."""
+    size = tl.maximum(tl.max(tl.abs(x), AXIS), 1e-12) / 448.0
+    return tl.div_rn(x, tl.expand_dims(size, AXIS)).to(tl.float8e4nv), size
+
+
+@jit
+def _put8(
+    x,
+    keys,
+    sizes,
+    table,
+    pos,
+    row,
+    D: tl.constexpr,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row's new key, x (b D), into its page as `packed_fp8` has it."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b, d, one = tl.program_id(0).to(tl.int64), tl.arange(0, D)[None, :], tl.arange(0, 1)
+    at = tl.load(pos + b)
+    spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+    y, size = _rounded(tl.load(x + b * D + d).to(tl.float32), 1)
+    tl.store(keys + spot * ROW + d, y)
+    tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + one, size)
+
+
+@jit
+def _index(
+    q,
+    keys,
+    sizes,
+    weights,
+    table,
+    pos,
+    out,
+    row,
+    bound,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPAN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out (b bound) = sum_j w_j relu(q_j . k_s) for a SPAN of the keys of a row, which are ROW numbers apart."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    b, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * SPAN
+    end = tl.minimum(tl.load(pos + b).to(tl.int32) + 1, start + SPAN)
+    h, d, k = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, BLOCK_S)
+    real = h < H
+    asked = tl.load(q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None])
+    w = tl.load(weights + b * H + h, mask=real, other=0.0).to(tl.float32)
+    if FP8:
+        asked, size = _rounded(asked.to(tl.float32), 0)
+        w *= size
+    home = table + b * row
+    page = tl.load(home + tl.minimum(start + k, end - 1) // PAGE, mask=start + k < end, other=0)
+    for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
+        at = tl.minimum(s0 + k, end - 1)
+        spot = page.to(tl.int64) * PAGE + at % PAGE
+        x = tl.load(keys + spot[:, None] * ROW + d[None, :])
+        # The next pages, so that no load of keys waits for one of the table.
+        page = tl.load(home + tl.minimum(at + BLOCK_S, end - 1) // PAGE)
+        dots = tl.dot(x, asked, input_precision=precision)
+        y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
+        if FP8:
+            y *= tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4)
+        tl.store(out + b * bound + s0 + k, y, mask=s0 + k < end)
+
+
+@jit
+def _ordered(scores, at, end):
+    """Bits of scores that compare, as unsigned numbers, as the scores do; and which of them there are."""
+    x = tl.load(scores + at, mask=at < end, other=0.0)
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True), at < end
+
+
+@jit
+def _found(counts, state, BITS: tl.constexpr):
+    """Of the counts of a digit: the digits up to it of what is looked for, and which of those that have them it is."""
+    high, need = tl.load(state).to(tl.uint32, bitcast=True), tl.load(state + 1)
+    digit = tl.arange(0, 1 << BITS)
+    count = tl.load(counts + digit)
+    above = tl.sum(count, 0) - tl.cumsum(count, 0)
+    hit = (above < need) & (above + count >= need)
+    high = (high << BITS) | tl.sum(tl.where(hit, digit, 0), 0).to(tl.uint32)
+    return high, need - tl.sum(tl.where(hit, above, 0), 0)
+
+
+@jit
+def _count(
+    scores,
+    pos,
+    counts,
+    state,
+    pieces,
+    bound,
+    K: tl.constexpr,
+    PASS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LAST: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Count a digit, BITS wide from bit SHIFT on, of the scores whose higher digits are the k-th largest's; the one
+    before it was LAST wide. counts (passes b 256), of zeros; state (passes b 2): those higher digits, and which of what
+    has them is looked for. The last pass leaves in pieces (b PIECES 257) what each piece counted, and how many of it
+    have higher digits."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    piece, b, rows = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    end = tl.load(pos + b).to(tl.int32) + 1
+    if piece * BLOCK < end:
+        bits, real = _ordered(scores + b * bound, piece * BLOCK + tl.arange(0, BLOCK), end)
+        here = PASS * rows + b
+        if PASS == 0:
+            high, need = tl.zeros([], tl.uint32), tl.minimum(end, K)
+        else:
+            high, need = _found(counts + (here - rows) * 256, state + (here - rows) * 2, LAST)
+            kept = real & ((bits >> (SHIFT + BITS)) == high)
+        if piece == 0:
+            tl.store(state + here * 2, high.to(tl.int32, bitcast=True))
+            tl.store(state + here * 2 + 1, need)
+        digit = ((bits >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
+        found = tl.histogram(digit, 1 << BITS, mask=real if PASS == 0 else kept)
+        at = tl.arange(0, 1 << BITS)
+        tl.atomic_add(counts + here * 256 + at, found, mask=found > 0, sem="relaxed")
+        if SHIFT == 0:
+            mine = pieces + (b * PIECES + piece) * 257
+            tl.store(mine + at, found)
+            tl.store(mine + 256, tl.sum((real & ((bits >> BITS) > high)).to(tl.int32), 0))
+
+
+@jit
+def _pick(
+    scores,
+    pos,
+    counts,
+    state,
+    pieces,
+    table,
+    out,
+    row,
+    bound,
+    K: tl.constexpr,
+    PAGE: tl.constexpr,
+    PASSES: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The places of what is above the k-th largest, and from the left of what ties with it: out (b K), ascending; with
+    a block table, where these tokens lie in a pool."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    piece, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    end = tl.load(pos + b).to(tl.int32) + 1
+    if piece * BLOCK < end:
+        at = piece * BLOCK + tl.arange(0, BLOCK)
+        bits, real = _ordered(scores + b * bound, at, end)
+        here = (PASSES - 1) * tl.num_programs(1) + b
+        least, room = _found(counts + here * 256, state + here * 2, BITS)
+        # What earlier pieces have.
+        p, column = tl.arange(0, PIECES)[:, None], tl.arange(0, 1 << BITS)[None, :]
+        mine, digit = pieces + (b * PIECES + p) * 257, (least & ((1 << BITS) - 1)).to(tl.int32)
+        each = tl.load(mine + column, mask=(p < piece) & (column >= digit), other=0)
+        ties = tl.sum(tl.sum(tl.where(column == digit, each, 0), 1), 0)
+        larger = tl.sum(tl.sum(each, 1), 0) - ties
+        larger += tl.sum(tl.sum(tl.load(mine + 256, mask=p < piece, other=0), 1), 0)
+        tied = real & (bits == least)
+        order = ties + tl.cumsum(tied.to(tl.int32), 0)
+        chosen = (real & (bits > least)) | (tied & (order <= room))
+        to = larger + tl.minimum(ties, room) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        if PAGE:
+            at = tl.load(table + b * row + at // PAGE, mask=chosen, other=0) * PAGE + at % PAGE
+        tl.store(out + b * K + to, at, mask=chosen)
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+
+
+def suits(dim: int, heads: int, x: Tensor, fp8: bool) -> bool:
+    """Whether the kernels can do it: an index of 16 to 256 (a power of two) wide, up to 128 heads; float8 on a GPU that
+    multiplies it, 32 wide at least."""
+    if fp8 and not (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)):
+        return False
+    least = 32 if fp8 else 16
+    return ready(x) and dim & (dim - 1) == 0 and least <= dim <= 256 and heads <= 128
+
+
+def fp8_parts(keys: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Keys of `packed_fp8` (pages page .) as float8 and, for their scales, as float32 numbers; and bytes a key."""
+    bits = keys.view(torch.float8_e4m3fn)
+    return bits, keys.view(torch.float32), bits.shape[-1]
+
+
+def put_fp8(x: Tensor, keys: Tensor, table: Tensor, pos: Tensor) -> None:
+    """x (b D), index keys of the tokens at `pos` (b), into their pages as `packed_fp8` has them."""
+    (bits, sizes, row), (pdl, extra) = fp8_parts(keys), launch(x)
+    given = (x.contiguous(), bits, sizes, table, pos, table.shape[1])
+    _put8[(len(x),)](
+        *given, D=x.shape[1], ROW=row, PAGE=keys.shape[1], PDL=pdl, num_warps=1, **extra
+    )
+
+
+def index(
+    q: Tensor, keys: Tensor, weights: Tensor, table: Tensor, pos: Tensor, bound: int, fp8: bool
+) -> Tensor:
+    """Scores (b bound) of the keys up to `pos` (b), what is behind unwritten: q (b H D), weights (b H), keys (pages
+    page D) by a block table (b places). `fp8`: keys are those of `packed_fp8`, and q is rounded too."""
+    (b, h, d), (tile, warps, stages) = q.shape, TILE
+    out = torch.empty(b, bound, dtype=torch.float32, device=q.device)
+    pdl, extra = launch(q)
+    bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
+    _index[(triton.cdiv(bound, SPAN), b)](
+        q,
+        bits,
+        sizes,
+        weights,
+        table,
+        pos,
+        out,
+        table.shape[1],
+        bound,
+        H=h,
+        D=d,
+        ROW=row,
+        HEADS=max(16, triton.next_power_of_2(h)),
+        BLOCK_S=tile,
+        SPAN=SPAN,
+        STAGES=stages,
+        PAGE=keys.shape[1],
+        FP8=fp8,
+        EXACT=q.dtype == torch.float32,
+        PDL=pdl,
+        num_warps=warps,
+        **extra,
+    )
+    return out
+
+
+def topk(scores: Tensor, pos: Tensor, k: int, table: Tensor | None = None, page: int = 0) -> Tensor:
+    """`reference` of rows that end at `pos` (b), without a sort; what is behind a shorter row's end is unwritten. With
+    a block table, the tokens' places in the pool instead. See test_gpu_topk_is_choose."""
+    b, bound = scores.shape
+    n = triton.next_power_of_2(triton.cdiv(bound, PIECE))
+    like: dict[str, Any] = {"dtype": torch.int32, "device": scores.device}
+    passes = len(DIGITS)
+    counts, state = torch.zeros(passes, b, 256, **like), torch.empty(passes, b, 2, **like)
+    pieces, out = torch.empty(b, n, 257, **like), torch.empty(b, k, **like)
+    pdl, extra = launch(scores)
+    same = (scores, pos, counts, state, pieces)
+    sizes = {"K": k, "BLOCK": PIECE, "PIECES": n, "PDL": pdl, "num_warps": WARPS, **extra}
+    last = 0
+    for i, bits in enumerate(DIGITS):
+        shift = sum(DIGITS[i + 1 :])
+        _count[(n, b)](*same, bound, PASS=i, SHIFT=shift, LAST=last, BITS=bits, **sizes)
+        last = bits
+    table = out if table is None else table
+    place = (table, out, table.shape[1], bound)
+    sizes["num_warps"] = 2 * WARPS
+    _pick[(n, b)](*same, *place, PAGE=page, PASSES=passes, BITS=last, **sizes)
+    return out
