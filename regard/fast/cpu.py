@@ -384,9 +384,13 @@ class NativeStack(Stack):
                 return super().forward(x, ctx, cross, caches)
             fresh = Step(x, ctx, cross, caches)
             with fresh.tape.recording():
-                fresh.y = super().forward(fresh.x, ctx, cross, caches)
-            self.tapes.keep(key, fresh)
-            return fresh.y.clone()
+                y = super().forward(fresh.x, ctx, cross, caches)
+            fresh.y = fresh.tape.settle(y)
+            assert fresh.tape.whole(fresh.y, y), (
+                "a part of this stack computes outside of the C code"
+            )
+            self.tapes.steps[key] = fresh
+            return y
         finally:
             self.tapes.lock.release()
 
@@ -476,10 +480,6 @@ class Tapes:
         while len(self.steps) > self.MOST:
             del self.steps[next(iter(self.steps))]
         return step
-
-    def keep(self, key: Any, step: Step) -> None:
-        assert step.tape.whole(step.y), "a part of this stack computes outside of the C code"
-        self.steps[key] = step
 
 
 class NativeNorm(nn.Module):
