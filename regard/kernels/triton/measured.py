@@ -78,7 +78,8 @@ def _read() -> dict[str, dict[str, str]]:
 def seconds(call: Form, weight: Tensor) -> float:
     """Of a call in a graph of many, each of which finds its weight in the GPU's memory, not in its cache."""
     size = 2 * torch.cuda.get_device_properties(weight.device).L2_cache_size
-    copies = [weight, *(weight.clone() for _ in range(size // weight.nbytes))]
+    # Of small weights not so many that measuring takes long.
+    copies = [weight, *(weight.clone() for _ in range(min(63, size // weight.nbytes)))]
     copies *= -(-8 // len(copies))
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
