@@ -174,14 +174,14 @@ def report(
 
 
 def together(args: argparse.Namespace) -> None:
-    """16 requests of mixed lengths, all there at once: by one engine, in pages too, and one after the other."""
+    """16 requests of 32 to 64 new tokens, all there at once: by one engine, in pages too, and one after the other."""
     import regard
     from regard import Engine, Request, Settings
 
     model = regard.prepare(regard.from_hf(peer("gpt2", args.quick)), "int8")
     vocab = model.config.embedding.vocab
     asked = [
-        Request(prompt, Settings(max_new_tokens=8 + i % 5 * 14, eos=()))
+        Request(prompt, Settings(max_new_tokens=32 + i % 5 * 8, eos=()))
         for i, prompt in enumerate(ragged(16, vocab, 8 if args.quick else PROMPT))
     ]
 

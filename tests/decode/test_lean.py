@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard import Engine, Request, Settings
 from regard.attention import GQA
 from regard.block import Tower
 from regard.cache import Cache, Contiguous, Paged
@@ -153,6 +154,32 @@ def test_steps_of_several_threads_keep_apart() -> None:
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(lambda _: steps_of(lean, "llama", {"capacity": 64}), range(9))
     assert all(torch.equal(each, want) for each in found)
+
+
+@pytest.mark.parametrize("how", [{}, {"pages": 60, "page": 4}])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma"])
+def test_requests_that_come_and_go_have_their_solo_answers(name: str, how: dict[str, int]) -> None:
+    """Rows join, leave and make room for others: recorded steps are found again, or not, as the memory says."""
+    lean, g = prepare(made(name), "fp32"), torch.Generator().manual_seed(3)
+    asked = [
+        Request(
+            torch.randint(VOCAB, (2 + i % 4,), generator=g).tolist(),
+            Settings(max_new_tokens=4 + 5 * (i % 3), eos=()),
+        )
+        for i in range(9)
+    ]
+    engine, got = Engine(lean, rows=4, **how), dict[int, list[int]]()
+    for i, request in enumerate(asked):
+        engine.submit(request)
+        for event in engine.step() if i % 2 else []:
+            if event.done is not None:
+                got[event.request] = event.done[0].ids
+    got |= {e.request: e.done[0].ids for e in engine.run() if e.done is not None}
+    alone = [
+        regard.generate(lean, [r.ids], max_new_tokens=r.settings.max_new_tokens, eos=())[0].ids
+        for r in asked
+    ]
+    assert [got[number] for number in sorted(got)] == alone
 
 
 @pytest.mark.parametrize("name", ["llama", *PAIRS])
