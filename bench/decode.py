@@ -174,14 +174,14 @@ def report(
 
 
 def together(args: argparse.Namespace) -> None:
-    """16 requests of mixed lengths, all there at once: by one engine, in pages too, and one after the other."""
+    """16 requests of 32 to 64 new tokens, all there at once: by one engine, in pages too, and one after the other."""
     import regard
-    from regard.decode import Engine, Request, Settings
+    from regard import Engine, Request, Settings
 
     model = regard.prepare(regard.from_hf(peer("gpt2", args.quick)), "int8")
     vocab = model.config.embedding.vocab
     asked = [
-        Request(prompt, Settings(max_new_tokens=8 + i % 5 * 14, eos=()))
+        Request(prompt, Settings(max_new_tokens=32 + i % 5 * 8, eos=()))
         for i, prompt in enumerate(ragged(16, vocab, 8 if args.quick else PROMPT))
     ]
 
@@ -197,7 +197,10 @@ def together(args: argparse.Namespace) -> None:
     ways["16 together, in pages"] = dict(rows=16, pages=200)
     times = medians([partial(run, **how) for how in ways.values()], args.repeats)
     for name, seconds in zip(ways, times, strict=True):
-        print(f"together: GPT-2 int8, 16 requests {name}: {seconds:.2f} s, {times[0] / seconds:.2f} times", flush=True)
+        print(
+            f"together: GPT-2 int8, 16 requests {name}: {seconds:.2f} s, {times[0] / seconds:.2f} times",
+            flush=True,
+        )
 
 
 # --- translation of real sentences --------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 python bench/gpu_kernels.py                 k: every kernel's error
 python bench/gpu_kernels.py --part t        sweeps the shapes of linear layers of few rows, prints the best as a table
 python bench/gpu_kernels.py --part w        the same for products of 8 and 64 rows, and attention
-python bench/gpu_kernels.py --part e        the same for the products of experts
+python bench/gpu_kernels.py --part e        experts of 1 to 4,096 rows
 python bench/gpu_kernels.py --part l        latent attention at 32k tokens; index scores and top-2,048 at 128k
 python bench/gpu_kernels.py --part d        DSA against dense MLA at 128k tokens through regard.Engine
 """
@@ -377,26 +377,20 @@ def attention_tiles() -> None:
 
 
 def part_e(args: argparse.Namespace) -> None:
-    """Both products of the chosen experts, over shapes of programs; the rate is that of the weights read once."""
-    tried = ((64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 8), (128, 128, 3, 8), (32, 128, 4, 4))
+    """The chosen experts, both products and their order; the rate is that of weights that are read once."""
     for name, m, f, count, a in (("Mixtral", 4096, 14336, 8, 2), ("Qwen3-MoE", 2048, 768, 128, 8)):
         shapes = ((count, f, m), (count, f, m), (count, m, f))
-        w = gpu_experts.Experts(
-            *(torch.empty(s, dtype=BF16, device="cuda").normal_(0, 0.02) for s in shapes)
-        )
-        for rows in (1, 8, 64):
-            x, h, y = randn(rows, m), randn(rows * a, f), torch.empty(a, rows, m, device="cuda")
-            chosen = torch.stack([torch.randperm(count)[:a] for _ in range(rows)]).cuda()
-            weight, used = torch.rand(rows, a, device="cuda"), len(chosen.unique())
-            for part, source, out, size in (("up", x, h, 4 * m * f), ("down", h, y, 2 * m * f)):
-                now = gpu_experts.blocks_for(source.shape[1], rows, rows * a, count, part == "up")
-                for blocks in dict.fromkeys([now, *((0, *b) for b in tried)]):
-                    call = partial(gpu_experts.grouped, source, chosen, weight, w, (), out, blocks)
-                    took = replayed([call] * 4)
-                    rate = (
-                        f"{used * size / took / 1e12:.2f} TB/s{' (now)' if blocks == now else ''}"
-                    )
-                    print(f"  {name} {part}, {rows} rows: {blocks} {took * 1e6:.1f} us, {rate}")
+        weights = (torch.empty(s, dtype=BF16, device="cuda").normal_(0, 0.02) for s in shapes)
+        w = gpu_experts.Experts(*weights)
+        for rows in (1, 8, 64, 4096):
+            chosen = torch.rand(rows, count, device="cuda").topk(a).indices
+            x, weight = randn(rows, m), torch.rand(rows, a, device="cuda")
+            took = replayed([partial(gpu_experts.experts, x, chosen, weight, w)] * 4)
+            size, work = len(chosen.unique()) * 6 * m * f, rows * a * 6 * m * f
+            print(
+                f"  {name}, {rows} rows: {took * 1e6:.1f} us, {size / took / 1e12:.2f} TB/s, "
+                f"{work / took / 1e12:.0f} TFLOP/s"
+            )
         del w
 
 

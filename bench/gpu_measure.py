@@ -61,18 +61,22 @@ def prompts(n: int, low: int, high: int, seed: int = 0, vocab: int = VOCAB) -> l
     return [[r.randrange(vocab) for _ in range(r.randint(low, high))] for _ in range(n)]
 
 
-def run_parts(parser: argparse.ArgumentParser, parts: Mapping[str, Part], usual: str) -> None:
-    """Run the parts that the command line names; one that fails prints why, and the next one runs."""
+def run_parts(
+    parser: argparse.ArgumentParser, parts: Mapping[str, Part], usual: str, anywhere: str = ""
+) -> None:
+    """Run the parts that the command line names; one that fails prints why, and the next one runs. `anywhere`: those
+    that need no GPU."""
     parser.add_argument("--part", default=usual, help=f"of {','.join(parts)}; default: {usual}")
     args = parser.parse_args()
     chosen = args.part.split(",")
     unknown = [name for name in chosen if name not in parts]
     if unknown:
         parser.error(f"there is no part {unknown[0]!r}; choose from {', '.join(parts)}")
-    if not torch.cuda.is_available():
+    found = torch.cuda.is_available()
+    if not found and not set(chosen) <= set(anywhere.split(",")):
         print("error: this bench needs a CUDA device, and torch finds none here", file=sys.stderr)
         sys.exit(3)
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if found else 'no GPU'}")
     failed = 0
     for name in chosen:
         start = time.perf_counter()

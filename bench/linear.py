@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from measure import header
 from torch import Tensor
 
+from regard.kernels.c import native
 from regard.kernels.linear import PRECISIONS, pack
 
 SHAPES = [(512, 2048), (2048, 512), (512, 32000), (768, 3072), (768, 50257)]
@@ -60,7 +61,7 @@ def row(rows: int, k: int, n: int, args: argparse.Namespace) -> str:
         side(plain(weights, bias, torch.bfloat16), half),
     ]
     for precision in PRECISIONS:
-        layers = [pack(w, bias, precision, rows=rows) for w in weights]
+        layers = [pack(w, bias, precision) for w in weights]
         sides.append(side(layers, x if precision in ("fp32", "int8") else half))  # type: ignore[arg-type]
     times = [t / count * 1e6 for t in bests(sides, args.repeats)]
     peers = [times[0]] + [min(times[:2])] * 3
@@ -75,7 +76,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=48)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)  # torch on its own quantised tensors
-    print(header())
+    native.build()
+    print(f"{header()}, C code {native.why() or native.form()}")
     names = "".join(f"{name:>9}       " for name in PRECISIONS)
     print(f"{'rows':>4} {'shape':>13} {'F fp32':>9} {'F bf16':>9} {names}")
     with torch.inference_mode():

@@ -15,6 +15,8 @@ f  a Mixtral shape (8 experts, 2 chosen; 4 layers of it) and a Qwen3-4B shape (n
    weights in bf16, batch 1 and 64 as in a, greedy; the share of the memory's speed, of experts those that were chosen
 g  Marian-base and T5-small, random weights in bf16, 64 sources of 16 to 48 tokens, 64 new each: beams of 4 and greedy,
    against transformers on the same weights
+h  on a CPU: 16 requests to a GPT-2 of 124M (prompts of 16 to 64 tokens, answers of 16 to 48), by regard.Engine with
+   its defaults, together and one at a time; needs no GPU: --part h
 
 Nothing but torch, triton and transformers must be installed. It changes nothing.
 """
@@ -253,10 +255,10 @@ def part_e(args: argparse.Namespace) -> None:
     runner = engine.slots.runner  # type: ignore[union-attr]
     prefill = runner.prefill
 
-    def counted(parts: Any, used: Any) -> None:
+    def counted(parts: Any, *more: Any) -> Any:
         nonlocal read
         read += sum(len(p.tokens) for p in parts)
-        prefill(parts, used)
+        return prefill(parts, *more)
 
     runner.prefill = counted
     start = time.perf_counter()
@@ -414,6 +416,35 @@ def part_g(args: argparse.Namespace) -> None:
         print("  " + Engine(model, rows=64, memory=2**30).explain().replace("\n", "\n  "))
 
 
+def part_h(args: argparse.Namespace) -> None:
+    r = random.Random(3)
+    torch.manual_seed(0)
+    model = regard.build("gpt2", **({"layers": 4, "dim": 256, "heads": 4} if args.quick else {}))
+    asked = [
+        Request([r.randrange(50257) for _ in range(r.randint(16, 64))], Settings(r.randint(16, 48)))
+        for _ in range(16)
+    ]
+    tokens = sum(request.settings.max_new_tokens for request in asked)
+
+    def serve(groups: list[list[Request]]) -> float:
+        engine, start = Engine(model), time.perf_counter()
+        for group in groups:
+            for request in group:
+                engine.submit(request)
+            for _ in engine.run():
+                pass
+        return time.perf_counter() - start
+
+    print(f"  16 requests, {tokens} tokens, {torch.get_num_threads()} threads")
+    for _ in range(3):
+        together, alone = serve([asked]), serve([[request] for request in asked])
+        print(
+            f"  together {tokens / together:.1f} tokens/s, one at a time {tokens / alone:.1f}: "
+            f"{alone / together:.2f} times",
+            flush=True,
+        )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs at all")
@@ -426,4 +457,4 @@ if __name__ == "__main__":
         "f": part_f,
         "g": part_g,
     }
-    run_parts(parser, parts, "a,b,c,d,e,f,g")
+    run_parts(parser, {**parts, "h": part_h}, "a,b,c,d,e,f,g,h", anywhere="h")

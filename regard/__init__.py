@@ -21,6 +21,7 @@ _HOME = {
     "regard.cache": "LAYOUTS CacheSpec Contiguous Paged Ring",
     "regard.checkpoint": "from_hf load",
     "regard.errors": "UsageError",
+    "regard.evaluate.ask": "answer fill",
     "regard.evaluate.model": "classify embed",
     "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
     "regard.see.probe": "Probe",

@@ -165,7 +165,8 @@ def _read(hint: Any, value: Any, path: str) -> Any:
 
 
 def _read_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
-    if value is None and type(None) in args:
+    # TOML has no word for None.
+    if value in (None, "none") and type(None) in args:
         return None
     classes = {c.__dataclass_fields__["kind"].default: c for c in args if hasattr(c, "kind")}
     if dataclasses.is_dataclass(value) and isinstance(value, tuple(classes.values())):

@@ -218,11 +218,25 @@ class Rope:
         gain = self.scaling.gain() if isinstance(self.scaling, (Yarn, LongRope)) else 1.0
         return (angle.cos() * gain).to(dtype), (angle.sin() * gain).to(dtype)
 
+    def shift(self, x: Tensor, by: Tensor) -> Tensor:
+        """x (b n h d) that was turned to some positions, as if they were greater by so many (b)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        freq = self.frequencies(x.shape[-1], wide).to(x.device)
+        angle = by.to(wide)[:, None, None, None] * freq
+        return rotate(x.to(wide), angle.cos(), angle.sin(), self.layout).to(x.dtype)
+
     def softmax_gain(self) -> float:
         """MLA multiplies its softmax scale by this (DeepSeek's use of `mscale_all`)."""
         if isinstance(self.scaling, Yarn) and self.scaling.mscale_all:
             return _mscale(self.scaling.factor, self.scaling.mscale_all) ** 2
         return 1.0
+
+
+def turned(name: str, rope: Rope | None) -> dict[str, Rope] | None:
+    """What a cache is told of an entry that this RoPE turns. LongRoPE's angles depend on the length of the text."""
+    if rope is None:
+        return {}
+    return None if isinstance(rope.scaling, LongRope) else {name: rope}
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:

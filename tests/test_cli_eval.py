@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 import regard
 from regard.checkpoint.hf import Origin
 from regard.errors import Fault
+from regard.evaluate.shots import Shots
 from regard.files import resolve_model
 from regard.layers import Answer, Classify, Tag
 from regard.text import Tokenizer, needed
@@ -176,6 +179,110 @@ def test_pictures_are_read_as_in_training(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=x[:, :4], y=said)
     done = call("eval", home, "--data", tmp_path / "x.npz")
     assert done.code == 4 and "pictures are 4 x 8 x 1, the model reads 8 x 8 x 1" in done.err
+
+
+# --- prompts with examples ----------------------------------------------------------------------------------------
+
+PAIRS = [("dog", "Hund"), ("ball", "Ball"), ("park", "Park"), ("little", "kleiner"), ("a", "ein")]
+
+
+def prompted(home: Path, *more: Any) -> tuple[Any, ...]:
+    """A question, and two examples that may be shown before it."""
+    asked = tsv(home / "asked.tsv", [("source", "target"), ("park", "Park"), ("dog", "Hund")])
+    shown = tsv(home / "shown.tsv", [("source", "target"), *PAIRS[:2]])
+    return (folder("gpt2"), "--data", asked, "--shots-from", shown, *more)
+
+
+def test_loss_is_that_of_the_answers_after_their_shots(tmp_path: Path) -> None:
+    template = "{source} -> {target};"
+    found = figures(*prompted(tmp_path, "--shots", 1, "--template", template))
+    assert found["data"] == "2 examples, 1 shot each" and found["task"] == "lm"
+    model, tokenizer = regard.load(folder("gpt2")), needed(Tokenizer.from_files(tiny.gpt2()))
+    total, count = 0.0, 0
+    for i, pair in enumerate([("park", "Park"), ("dog", "Hund")]):
+        prompt = Shots(1, template).prompt(PAIRS[:2], i, pair)
+        assert re.fullmatch(rf"(dog -> Hund|ball -> Ball);{pair[0]} -> ", prompt)
+        ids, n = tokenizer.encode(f"{prompt}{pair[1]};"), len(tokenizer.encode(prompt.rstrip()))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[:-1]]))[0, n - 1 :]
+        total += F.cross_entropy(logits, torch.tensor(ids[n:]), reduction="sum").item()
+        count += len(ids) - n
+    assert found["metrics"]["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found["metrics"]["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_greedy_answers_are_compared_up_to_the_templates_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def say(model: Any, prompts: Any, **settings: Any) -> Any:
+        asked.append((prompts, settings["stop"]))
+        return [SimpleNamespace(text=text) for text in (" Park ", "Hunde")]
+
+    monkeypatch.setattr("regard.evaluate.shots.generate", say)
+    found = figures(*prompted(tmp_path, "--shots", 1, "--metric", "exact"))
+    assert found["metrics"] == {"exact": 0.5}
+    ((prompts, stop),) = asked
+    tokenizer = needed(Tokenizer.from_files(tiny.gpt2()))
+    assert stop == "\n\n" and tokenizer.decode(prompts[1]) == "ball\nBall\n\ndog\n"
+
+
+def test_shots_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    shots = Shots(2, seed=3)
+    prompts = [shots.prompt(PAIRS, i, PAIRS[0]) for i in range(20)]
+    assert prompts == [shots.prompt(PAIRS, i, PAIRS[0]) for i in range(20)]
+    assert len(set(prompts)) > 5 and prompts != [
+        Shots(2, seed=4).prompt(PAIRS, i, PAIRS[0]) for i in range(20)
+    ]
+    # Never the answer itself, and the question stands at the end.
+    assert all("Hund" not in p and p.endswith("dog\n") and p.count("\n\n") == 2 for p in prompts)
+    assert Shots(0).prompt([], 0, PAIRS[0]) == "dog\n"
+    braces = Shots(1).prompt([("{target}", "{source}")], 0, PAIRS[0])
+    assert braces == "{target}\n{source}\n\ndog\n"
+    losses = {figures(*prompted(tmp_path, "--shots", n))["metrics"]["loss"] for n in (0, 1, 1)}
+    assert len(losses) == 2
+
+
+def test_shots_come_from_the_runs_training_data(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    model = regard.load(folder("gpt2")).save(home / "last")
+    train = tsv(tmp_path / "train.tsv", [("source", "target"), *PAIRS])
+    (home / "run.json").write_text(json.dumps({"config": {"data": {"train": str(train)}}}))
+    asked = tsv(tmp_path / "asked.tsv", [("source", "target"), ("park", "Park")])
+    found = figures(model, "--data", asked, "--shots", 2, "--metric", "loss")
+    named = figures(
+        folder("gpt2"), "--data", asked, "--shots", 2, "--shots-from", train, "--metric", "loss"
+    )
+    assert found == named
+
+
+@pytest.mark.parametrize(
+    "more, code, text",
+    [
+        (["--shots", 3], 4, "3 shots need as many other examples, there are 2"),
+        (["--shots", 1, "--template", "{source}" + "dog " * 60 + "{target};"], 4,
+         "more than the model's context of 96; ask for fewer shots"),
+        (["--shots", 1, "--template", "{source}: {target}"], 2, "then what ends an answer"),
+        (["--shots", 1, "--template", "{target}: {source};"], 2, "it needs {source}, then {target}"),
+        (["--shots", -1], 2, "count = -1"),
+        (["--shots", 1, "--metric", "bleu"], 2, "bleu does not suit shots"),
+        ([], 2, "--shots-from is for prompts with examples: --shots N"),
+    ],
+)  # fmt: skip
+def test_shots_that_cannot_be_are_told(
+    more: list[Any], code: int, text: str, tmp_path: Path
+) -> None:
+    done = call("eval", *prompted(tmp_path, *more))
+    assert done.code == code and text in done.err and len(done.err.splitlines()) == 1, done.err
+
+
+def test_shots_are_for_language_models(tmp_path: Path) -> None:
+    path = tsv(tmp_path / "x.tsv", [("source", "target"), ("a", "b")])
+    done = call("eval", folder("t5"), "--data", path, "--shots", 1)
+    assert done.code == 2 and "shots are for a language model" in done.err
+    done = call("eval", folder("gpt2"), "--data", path, "--shots", 1)
+    assert done.code == 2 and "--shots-from FILE" in done.err
 
 
 # --- checks and mistakes ------------------------------------------------------------------------------------------

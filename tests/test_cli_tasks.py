@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from regard.cli.main import main
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
+from regard.train.loss import seq2seq
+from regard.train.tasks import TASKS
 from tests.test_cli_train import CONFIG, TEXT
 
 PLAIN = CONFIG.replace("max-len = 32\n", "")
@@ -127,7 +130,11 @@ def test_each_stage_trains_the_indexers_it_should(
 ) -> None:
     before, moved = sparse_folder(home), {}
     for task in ("lm", "dense_index", "sparse_index"):
-        (home / f"{task}.toml").write_text(FOLDER.replace("lm", task))
+        # Rows of no more than topk tokens are dense attention.
+        text = FOLDER.replace("lm", task)
+        (home / f"{task}.toml").write_text(
+            text.replace("length = 16", "length = 4") if task == "lm" else text
+        )
         told = said(capsys, "train", f"{task}.toml", "--quiet")
         assert ("indexers of sparse attention no gradient" in told.err) == (task == "lm")
         model = regard.load(f"runs/{task}/last")
@@ -135,6 +142,19 @@ def test_each_stage_trains_the_indexers_it_should(
         moved[task] = {"indexer" in n for n in changed}
     assert moved == {"lm": {False}, "dense_index": {True}, "sparse_index": {True, False}}
     assert "no gradient" in said(capsys, "plan", "lm.toml").out
+
+
+def test_indexer_that_would_choose_untrained_is_an_error(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse_folder(home)
+    (home / "more.toml").write_text(FOLDER)
+    for command in ("train", "plan"):
+        told = said(capsys, command, "more.toml", code=2)
+        assert 'task = "lm" gives the indexers of sparse attention no gradient' in told.err
+        assert "choose 4 keys in rows of 16 tokens: say data.length = 4" in told.err
+        assert 'task = "dense_index", then task = "sparse_index"' in told.err
+    assert main(["train", "more.toml", "--quiet", "--adapt.method", "lora"]) == 0
 
 
 def test_indexers_are_trained_where_there_are_some(
@@ -220,6 +240,58 @@ def test_peek_shows_the_batch_of_a_config(home: Path, capsys: pytest.CaptureFixt
     assert json.loads(said(capsys, *given).out)["shape"] == [4, 128]
 
 
+# What a config of each way to read data says of its files.
+READ = {
+    "lm": "train = 'story.txt', length = 16, rows = 4, pack = 'stream'",
+    "mlm": "train = 'story.txt', length = 16, rows = 4, pack = 'stream'",
+    "seq2seq": "train = 'films.tsv', columns = { source = 0, target = 1 }, rows = 4",
+    "classify": "train = 'films.tsv', columns = { text = 1, label = 0 }, rows = 4",
+    "tag": "train = 'tags.jsonl', rows = 2",
+    "answer": "train = 'asked.jsonl', rows = 2",
+    "image": "train = 'x.npz', rows = 2",
+    "caption": "train = 'said.npz', rows = 2",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_peek_shows_every_task(task: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a config, and from files where `--task` has it: the same batch."""
+    reads = TASKS[task].reads
+    (home / "films.tsv").write_text("".join(f"{'ab'[i % 2]}\tfilm {i}\n" for i in range(8)))
+    rows = {"words": ["a", "film"], "tags": ["x", "y"]}, {"words": ["ab"], "tags": ["x"]}
+    (home / "tags.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    asked = {"text": "who", "second": "it was Ann", "start": 7, "end": 10}
+    (home / "asked.jsonl").write_text(f"{json.dumps(asked)}\n" * 2)
+    np.savez(home / "x.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.arange(4) % 2)
+    np.savez(home / "said.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.array(["a", "b c"] * 2))
+    tokenizer = "" if reads == "image" else "tokenizer = { kind = 'chars' }"
+    model = f"model = {{ preset = '{TASKS[task].presets.split()[0]}' }}"
+    text = f"task = '{task}'\n{model}\ndata = {{ {READ[reads]} }}\n{tokenizer}\n"
+    (home / "task.toml").write_text(text)
+    shown = json.loads(said(capsys, "data", "peek", "task.toml", "--json").out)
+    assert shown["task"] == task and len(shown["rows"]) > 1
+    assert f"task {task}, " in said(capsys, "data", "peek", "task.toml").out
+    first = shown["rows"][0]
+    assert ("source" in first) == (TASKS[task].objective is seq2seq and reads != "caption")
+    corrupted = "corrupted by" in shown["about"]
+    assert corrupted == (TASKS[task].corruption is not None)
+
+
+def test_noise_is_a_setting(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = PLAIN.replace('"lm"', '"mlm"').replace("held = 0.2\n", "")
+    counts = []
+    for rate in ("", "[noise]\nrate = 0.6\n"):
+        (home / "noise.toml").write_text(plain + rate)
+        shown = json.loads(said(capsys, "data", "peek", "noise.toml", "--json").out)
+        counts.append(sum(sum(row["counted"]) for row in shown["rows"]))
+    assert counts[1] > 2 * counts[0] > 0
+    (home / "noise.toml").write_text(plain + "[noise]\npermute = true\n")
+    told = said(capsys, "train", "noise.toml", code=2)
+    assert "noise.permute is not used by the task mlm; leave it out" in told.err
+    (home / "noise.toml").write_text(plain + "[noise]\nrate = 1.5\n")
+    assert "noise.rate = 1.5" in said(capsys, "train", "noise.toml", code=2).err
+
+
 def test_questions_without_an_answer_are_trained_on(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +308,20 @@ def test_questions_without_an_answer_are_trained_on(
     told = said(capsys, "eval", "runs/squad", "--data", "squad.json", "--json")
     assert json.loads(told.out)["metrics"]["exact"] == 1.0
     assert "0 to 0: (unanswered)" in said(capsys, "data", "peek", "squad.toml").out
+
+
+def test_none_is_a_word_in_toml(home: Path) -> None:
+    """Seq2seq of 2014 without attention: the encoder's last state is all that the decoder knows."""
+    (home / "films.tsv").write_text("".join(f"{'ab'[i % 2]}\tfilm {i}\n" for i in range(8)))
+    model = "model = { preset = 'bahdanau', dim = 16, attention = 'none' }"
+    data = f"data = {{ {READ['seq2seq']} }}\ntokenizer = {{ kind = 'chars' }}"
+    (home / "plain.toml").write_text(
+        f"task = 'seq2seq'\n{model}\n{data}\ntrain = {{ steps = 2 }}\n"
+    )
+    assert main(["train", "plain.toml", "--quiet"]) == 0
+    assert regard.load("runs/plain/last").config.attention is None
+    assert main(["train", "runs/plain/config.toml", "--quiet", "--output-dir", "again"]) == 0
+    assert regard.load("again/last").config.attention is None
 
 
 # --- names and epochs ---------------------------------------------------------------------------------------------

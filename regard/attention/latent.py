@@ -14,7 +14,7 @@ from regard.cache import CacheSpec
 from regard.config import Amount, Count, Fraction, Whole, settings
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
-from regard.position import Rope
+from regard.position import Rope, turned
 
 
 @settings
@@ -81,7 +81,8 @@ class LatentAttention(Mechanism):
 
     def cache_spec(self) -> CacheSpec:
         rope = {"k_rope": (self.r,)} if self.r else {}
-        return CacheSpec(token={"latent": (self.c,), **rope})
+        turns = turned("k_rope", self.config.rope if self.r else None)
+        return CacheSpec(token={"latent": (self.c,), **rope}, turned=turns)
 
     def flops(self, context: int) -> int:
         keys = min(context, self.config.window or context)

@@ -12,7 +12,7 @@ from regard.config import Amount, Count, Fraction, Positive, Real, divisors, set
 from regard.errors import UsageError
 from regard.layers import Add, RMSNorm
 from regard.mask import Span, Visible
-from regard.position import Rope
+from regard.position import Rope, turned
 
 
 @settings
@@ -96,7 +96,8 @@ class GroupedQueryAttention(Mechanism):
         return None if c.qk_norm is None else RMSNorm(width, c.qk_norm, c.qk_norm_plus_one)
 
     def cache_spec(self) -> CacheSpec:
-        return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)})
+        turns = turned("k", self.config.rope)
+        return CacheSpec(token={"k": (self.g, self.d), "v": (self.g, self.e)}, turned=turns)
 
     def flops(self, context: int) -> int:
         return 2 * min(context, self.config.window or context) * self.h * (self.d + self.e)

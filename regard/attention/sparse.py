@@ -229,7 +229,8 @@ class SparseAttention(Mechanism):
 
     def cache_spec(self) -> CacheSpec:
         spec = self.attention.cache_spec()
-        return CacheSpec(token={**spec.token, "index_k": (self.indexer.width,)})
+        token = {**spec.token, "index_k": (self.indexer.width,)}
+        return CacheSpec(token=token, turned=None)
 
     def flops(self, context: int) -> int:
         index = 2 * context * self.indexer.h * self.indexer.d

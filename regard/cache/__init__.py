@@ -3,10 +3,12 @@
 from regard.cache.base import Cache, CacheSpec, taken_back
 from regard.cache.paged import OutOfPages, Paged, Pool
 from regard.cache.rows import Contiguous, Ring
+from regard.cache.sinks import FIRST, Sinks
 
 LAYOUTS: dict[str, type[Cache]] = {"contiguous": Contiguous, "ring": Ring, "paged": Paged}
 
 __all__ = [
+    "FIRST",
     "LAYOUTS",
     "Cache",
     "CacheSpec",
@@ -15,5 +17,6 @@ __all__ = [
     "Paged",
     "Pool",
     "Ring",
+    "Sinks",
     "taken_back",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from regard.errors import UsageError
 from regard.mask import Span
+from regard.position import Rope
 
 State = dict[str, Tensor]
 # Of some rows (r) the state after the first n (r) tokens of the last call.
@@ -25,11 +26,13 @@ Past = Callable[[Tensor, Tensor], State]
 @dataclass(frozen=True)
 class CacheSpec:
     """What one layer keeps: entries for every token, and a state of fixed size, of which the last `back` tokens can be
-    taken back right after the call that fed them."""
+    taken back right after the call that fed them. `turned`: the entries that RoPE has turned to their positions; None
+    where what is kept cannot be brought to other positions."""
 
     token: dict[str, tuple[int, ...]] = field(default_factory=dict)
     state: dict[str, tuple[int, ...]] = field(default_factory=dict)
     back: int = 0
+    turned: dict[str, Rope] | None = field(default_factory=dict)
 
     def numbers(self) -> int:
         """Numbers kept for each token."""
@@ -71,6 +74,8 @@ class Cache:
 
     # How far back a token may look; a layout that forgets says it.
     window: int | None = None
+    # Whether texts may go on past the model's context, as nothing is shown farther away than that.
+    endless = False
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ from regard.models.adapt import (
     low_ranks,
     merge,
     with_head,
+    with_image_size,
 )
 
 RECORD, TENSORS = "adapter.json", "adapter.safetensors"
@@ -82,10 +83,15 @@ class Record:
 
 
 def load(
-    path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    image_size: int | None = None,
 ) -> Model:
     """A model from a Hugging Face folder, one that `model.save` wrote, or an adapter's, merged into its base; in
-    evaluation mode. The weights keep the type they are stored in unless `dtype` says otherwise."""
+    evaluation mode. The weights keep the type they are stored in unless `dtype` says otherwise. `image_size`: of the
+    pictures it is to read, where that is not the folder's (see `with_image_size`)."""
     folder = Path(path)
     if not any((folder / name).exists() for name in (RECORD, "config.json")):
         check_converted(folder)
@@ -94,7 +100,7 @@ def load(
     else:
         model = hf.load(folder, device, dtype)
     model.origin.base = Base(folder)
-    return model
+    return model if image_size is None else with_image_size(model, image_size)
 
 
 def _joined(folder: Path) -> Model:

@@ -41,12 +41,15 @@ class Options:
     # a model folder, a run's folder, or what regard tokenizer train wrote
     tokenizer: FolderName = None
     # auto: seq2seq with a target, image for pictures, classify with a label, else lm
-    task: Literal["auto", "lm", "mlm", "seq2seq", "classify", "tag", "answer", "image"] = "auto"
+    task: Literal[
+        "auto", "lm", "prefix", "mlm", "spans", "infill", "seq2seq", "classify", "tag", "answer", "image",
+        "caption",
+    ] = "auto"  # fmt: skip
     # tokens of a row; default: 128 where documents are packed, else as long as the data
     length: Count = None
     rows: Count = None  # rows of a batch; default: 4
     tokens: Count = None  # tokens of a batch (of each side), padding included
-    # how documents of a language model share rows
+    # how documents share rows; spans and infill repair whole rows, which is stream to them
     pack: Literal["documents", "stream", "windows", "none"] = "documents"
     # what happens to examples that are longer than a row
     overlong: Literal["error", "truncate", "drop", "split"] = "error"
@@ -84,11 +87,13 @@ def from_config(options: Options, folder: Path) -> Peek:
 
 
 def from_files(options: Options, folder: Path) -> Peek:
-    from regard.data.config import Data, load
-    from regard.data.corrupt import Corrupted, Marks, MaskTokens
+    from regard.data.config import ROWED, Data, load
+    from regard.data.corrupt import Corrupted
     from regard.data.tokens import Coder
     from regard.files import resolve_model
     from regard.text import Tokenizer, needed
+    from regard.train.build import marks
+    from regard.train.tasks import TASKS
 
     reading, coder = options.reading.settings(), None
     task = task_of(options, reading) if options.task == "auto" else options.task
@@ -102,15 +107,17 @@ def from_files(options: Options, folder: Path) -> Peek:
         alone = home / "tokenizer"
         home = alone if (alone / "tokenizer.json").is_file() else resolve_model(home)
         coder = Coder(needed(Tokenizer.from_folder(home)))
-    packed = task in ("lm", "mlm") and options.pack != "none"
-    asked = {name: getattr(options, name) for name in ("target", "tokens", "pack", "overlong")}
+    row, pack = TASKS[task], options.pack
+    # Rows that are repaired whole are not shared.
+    pack = "stream" if row.reads in ROWED and not row.packed and pack == "documents" else pack
+    packed = row.reads in ROWED and pack != "none"
+    asked = {n: getattr(options, n) for n in ("target", "tokens", "overlong")} | {"pack": pack}
     asked["length"] = 128 if options.length is None and packed else options.length
     asked["rows"] = 4 if options.rows is None and options.tokens is None else options.rows
-    loaded = load(task, Data(options.files, **asked, **reading), coder, folder, options.seed)
+    loaded = load(row.reads, Data(options.files, **asked, **reading), coder, folder, options.seed)
     feed: Feed = loaded.feed
-    if task == "mlm" and coder is not None:
-        marks = Marks(coder.vocab, coder.reserved, coder.mask)
-        feed = Corrupted(loaded.feed, MaskTokens(marks), options.seed)
+    if row.corruption is not None:
+        feed = Corrupted(loaded.feed, row.corruption(marks(coder)), options.seed)
     return Peek(options, task, loaded, coder, feed)
 
 
@@ -148,7 +155,7 @@ class Peek:
         if b.labels.shape == b.ids.shape:
             row["labels"] = row["labels"][: len(ids)]
             row["counted"] = [label >= 0 for label in row["labels"]]
-        if b.source is not None:
+        if b.source is not None and b.source.dim() == 2:
             length = None if b.source_lengths is None else int(b.source_lengths[i])
             row["source_ids"] = b.source[i, :length].tolist()
             row["source"] = self.coder.tokens(row["source_ids"])
@@ -185,9 +192,11 @@ class Peek:
         width = shutil.get_terminal_size((100, 24)).columns
         for i, row in enumerate(self.rows):
             lines += ["", f"row {i}"]
-            lines += (
-                picture(b.ids[i]) if self.coder is None else self._table(row, self.coder, width)
-            )
+            pictures = b.ids if self.coder is None else b.source
+            if pictures is not None and pictures.dim() > 2:
+                lines += picture(pictures[i])
+            if self.coder is not None:
+                lines += self._table(row, self.coder, width)
             if label := self._label(row):
                 lines.append(f"  label  {label}")
         return "\n".join(lines)

@@ -21,6 +21,7 @@ class Options:
     regard eval MODEL --data test.tsv                             loss, and what suits the model's task
     regard eval MODEL --data test.en --target test.de --metric bleu --metric chrf
     regard eval MODEL --data test.tsv --metric accuracy --min 0.9    exit 5 if it is less
+    regard eval MODEL --data test.tsv --shots 3 --shots-from train.tsv    a language model, by examples in its prompt
     """
 
     model: cli.Folder
@@ -36,18 +37,27 @@ class Options:
     length: cli.Count = None
     # what happens to examples that are longer; text of a language model is cut into rows
     overlong: cli.Overlong = "error"
+    # a language model is given N examples (source, target) in the prompt of each question; 0: none
+    shots: cli.Count = None
+    shots_from: cli.Files = ()  # files that these come from; default: the training data of the run
+    template: str = r"{source}\n{target}\n\n"  # how an example is written
+    seed: int = 0  # another number, other examples
     json: cli.Switch = False  # one JSON object
     reading: cli.Reading = cli.Reading()
     machine: cli.Machine = cli.Machine()
 
 
 def run(options: Options) -> int:
-    from regard.evaluate.run import evaluate
+    from regard.evaluate.run import Shots, evaluate
     from regard.see.format import aligned, strict
     from regard.train.measure import METRICS, better
 
     if options.min is not None and not math.isfinite(options.min):
         raise UsageError(f"--min is {options.min}; give a finite number")
+    for name in ("shots_from", "template", "seed"):
+        if options.shots is None and getattr(options, name) != getattr(Options, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for prompts with examples: --shots N")
+    shots, template = options.shots, options.template.replace("\\n", "\n")
     result = evaluate(
         options.model,
         options.data,
@@ -57,6 +67,8 @@ def run(options: Options) -> int:
         length=options.length,
         overlong=options.overlong,
         reading=options.reading.settings(),
+        shots=None if shots is None else Shots(shots, template, options.seed),
+        shots_from=options.shots_from,
         **asdict(options.machine),
     )
     cli.talk(f"{result.task}: {result.data}")

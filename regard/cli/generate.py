@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -75,16 +76,17 @@ class Options:
     """Answer a prompt.
 
     regard generate MODEL "Once upon a time"                      the most probable text, as it is made
+    regard generate MODEL photo.png                               a model of pictures: what it says of one
     regard generate MODEL "Once" --temperature 0.8 --top-p 0.9    drawn; --seed N for another one
     echo "Once" | regard generate MODEL --json                    prompt from stdin; ids, log-probabilities, score
     """
 
     model: cli.Folder
-    # the text; stdin if left out or -
+    # the text, or the name of a picture; stdin if left out or -
     prompt: Annotated[Positional[str | None], arg(metavar="[PROMPT]")] = None
     max_new_tokens: int = 64  # end after this many tokens
-    # a text longer than the model's context: an error, or go on with its last tokens
-    overflow: Literal["refuse", "crop"] = "refuse"
+    # a text longer than the model's context: an error, go on with its last tokens, or with its first four and its last
+    overflow: Literal["error", "crop", "sinks"] = "error"
     # 0: always the most probable token; 1: draw by the model's probabilities
     temperature: float = 0.0
     top_p: float = 1.0  # draw from the most probable tokens that make up this probability
@@ -92,6 +94,8 @@ class Options:
     stop: cli.Texts = ()  # end before this text
     ids: cli.Switch = False  # the prompt is token ids: "5 9 2"
     json: cli.Switch = False  # one JSON object for each answer: text, ids, logprobs, score, finish
+    top_logprobs: int = 0  # with --json: the N most probable tokens beside each one
+    prompt_logprobs: cli.Switch = False  # with --json: log probabilities of the prompt's tokens too
     sampling: Sampling = Sampling()
     search: Search = Search()
     tokens: Rules = Rules()
@@ -99,9 +103,11 @@ class Options:
 
 
 def run(options: Options) -> int:
+    from regard.data.read import Pictures
     from regard.decode.generate import Unanswered, answers, failed, stream, unread
     from regard.decode.settings import Settings
     from regard.evaluate.model import check_reads_text, notice_length
+    from regard.models import Patches
     from regard.text import needed
 
     given, drafted = settings_of(options), options.search.draft_model
@@ -111,11 +117,21 @@ def run(options: Options) -> int:
         raise UsageError("--draft counts the guesses of a draft model: --draft-model FOLDER")
     # A wrong setting is told before the model is read.
     rows = Settings.of(given).rows
+    if (given["top_logprobs"] or given["prompt_logprobs"]) and not options.json:
+        raise UsageError(
+            "--top-logprobs and --prompt-logprobs are printed with --json; give it too"
+        )
     prompt = read_prompt(options)
     opened = cli.open_model(options.model, options.machine)
-    check_reads_text(opened.model)
+    model, tokenizer = opened.model, opened.tokenizer
+    if model.reads_source and isinstance(wanted := getattr(model.config, "source", None), Patches):
+        if options.ids:
+            raise UsageError("this model reads images, not ids: name a picture and leave --ids out")
+        prompt = Pictures(wanted, model.origin).file(Path(prompt))
+    else:
+        check_reads_text(model)
     cli.compare(opened, prompt)
-    model, tokenizer, ids = opened.model, opened.tokenizer, prompt
+    ids = prompt
     if isinstance(prompt, str):
         ids = needed(tokenizer).encode(prompt)
         if lost := unread(needed(tokenizer), prompt):
@@ -197,5 +213,7 @@ def as_json(result: Result, **more: Any) -> str:
     from regard.report.run import strict
 
     answer = {n: getattr(result, n) for n in ("text", "ids", "logprobs", "score", "finish")}
+    asked = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
+    answer |= {n: found for n in asked if (found := getattr(result, n))}
     error = {} if result.error is None else {"error": result.error}
     return json.dumps({**strict(answer), **error, **more}, ensure_ascii=False)

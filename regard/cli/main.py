@@ -24,6 +24,8 @@ COMMANDS = {
     "train": "train a model from a TOML file; stopped any way, it goes on to the same bits",
     "eval": "measure a model on data: loss, BLEU, chrF, accuracy, F1",
     "classify": "label lines with a trained classifier",
+    "fill": "the most probable words behind the masks of a text",
+    "answer": "find the answer to a question in a text",
     "embed": "one vector per line",
     "merge": "join an adapter (LoRA) and its model into one folder",
     "convert": "bring in a GGUF file or pickled weights as a model folder",

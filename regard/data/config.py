@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.config import Count, Fraction, Share, Whole, ranged
+from regard.data import feed as feeds
 from regard.data import tokens
-from regard.data.feed import OVERLONG, Base, Batching, ImageFeed, LabelFeed, PairFeed, TextFeed
 from regard.data.read import (
     ARRAYS,
     ROLES,
@@ -56,21 +56,23 @@ KINDS: dict[str, Kind] = {
     "tag": Kind(("words", "tags"), tokens.fill_tagged, ("words",)),
     "answer": Kind(("text", "second", "start", "end"), tokens.fill_answers, ("text", "second")),
     "image": Kind(("image", "label"), tokens.fill_pictures),
+    "caption": Kind(("image", "label"), tokens.fill_captions, ("label",)),
 }
 # Kinds whose documents may share a row; those that hold text.
-ROWED = ("lm", "mlm")
-TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts)
+ROWED, PICTURED = ("lm", "mlm"), ("image", "caption")
+TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts and name not in PICTURED)
 # Formats with columns that have names.
 TABLES = ("tsv", "csv", "jsonl", "parquet", "arrow", "hub", "npz")
 # Setting -> kinds and formats that use it (none: all); settings that are not here are used by all.
 USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    **dict.fromkeys(("target", "valid_target"), ((*ROWED, "seq2seq", "image"), ())),
+    **dict.fromkeys(("target", "valid_target"), ((*ROWED, "seq2seq", *PICTURED), ())),
     **dict.fromkeys(("unit", "marker"), (ROWED, ("text",))),
     "header": (TEXTS, ("tsv", "csv")),
-    "size": (("image",), ("images",)),
+    "size": (PICTURED, ("images",)),
     **dict.fromkeys(("length", "tokens", "overlong", "multiple"), (TEXTS, ())),
     "pack": (ROWED, ()),
-    **dict.fromkeys(("shift", "flip", "erase", "paste"), (("image",), ())),
+    **dict.fromkeys(("shift", "flip", "erase"), (PICTURED, ())),
+    "paste": (("image",), ()),
 }
 # Settings of a Source, beside its paths.
 SETTINGS = ("format", "unit", "marker", "columns", "header", "size")
@@ -108,8 +110,8 @@ class Data:
     paste: Share = 0.0
 
     def __post_init__(self) -> None:
-        if (given := self.overlong) not in OVERLONG:
-            raise UsageError(f"overlong = {given!r} is unknown; {nearest(given, OVERLONG)}")
+        if (given := self.overlong) not in feeds.OVERLONG:
+            raise UsageError(f"overlong = {given!r} is unknown; {nearest(given, feeds.OVERLONG)}")
 
     def source(self, valid: bool = False) -> Source:
         paths, beside = (self.valid, self.valid_target) if valid else (self.train, self.target)
@@ -123,15 +125,17 @@ class Data:
         moved = {n: tuple(str(folder / p) for p in _tuple(getattr(self, n))) for n in names}
         return replace(self, **moved)  # type: ignore[arg-type]
 
-    def batching(self, seed: int) -> Batching:
-        return Batching(self.length, self.rows, self.tokens, self.overlong, self.multiple, seed)
+    def batching(self, seed: int) -> feeds.Batching:
+        return feeds.Batching(
+            self.length, self.rows, self.tokens, self.overlong, self.multiple, seed
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A feed, the classes its labels number, and what was counted while the files were read."""
 
-    feed: Base
+    feed: feeds.Base
     classes: list[str]
     notes: dict[str, Any]
 
@@ -166,7 +170,7 @@ def check_used(data: Data, task: str, name: str = "") -> None:
             raise UsageError(
                 f"{key} is for {' and '.join(formats)} files, and the task {name} has {here} here; leave it out"
             )
-    if task == "image" and "target" in given and not kinds & {"npy", "idx"}:
+    if task in PICTURED and "target" in given and not kinds & {"npy", "idx"}:
         raise UsageError(f"target is for npy and idx files in the task {name}; leave it out")
     if data.columns and not kinds & set(TABLES):
         raise UsageError(f"columns are not used by the task {name} for {here} files; omit them")
@@ -197,7 +201,7 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
     if data.format == "hub":
         return {"hub"}
     kinds = {format_of(path, data.format): path for path in data.source().files()}
-    if task == "image":
+    if task in PICTURED:
         return set(kinds)
     for kind in kinds.keys() & set(ARRAYS):
         what = "a folder" if kind == "images" else f"of format {kind}"
@@ -278,29 +282,34 @@ def feed_of(
     task: str,
     data: Data,
     coder: Coder | None,
-    batching: Batching,
+    batching: feeds.Batching,
     columns: dict[str, Column],
     name: str,
     held: Any,
-) -> Base:
+) -> feeds.Base:
     """The feed over columns whose fingerprint is `name`."""
     more: dict[str, Any] = {"batching": batching, "held": held, "fingerprint": name}
     if task == "image":
         more |= {n: getattr(data, n) for n in ("shift", "flip", "erase", "paste")}
-        return ImageFeed(columns["images"], columns["labels"], **more)
+        return feeds.ImageFeed(columns["images"], columns["labels"], **more)
     assert coder is not None
     more["pad"] = coder.pad
+    if task in ("caption", "seq2seq"):
+        if coder.start is None or coder.end is None:
+            raise UsageError(f"the task {task} needs a tokenizer with an end token (eos)")
+        more |= {"start": coder.start, "end": coder.end}
+    if task == "caption":
+        more |= {n: getattr(data, n) for n in ("shift", "flip", "erase")}
+        numbers = Column(np.arange(len(columns["images"])))
+        return feeds.CaptionFeed(columns["images"], numbers, texts=columns["target"], **more)
     if task in ROWED:
         prompts = columns["prompts"].values if "prompts" in columns else None
         more |= {"pack": data.pack, "shift": task == "lm", "prompts": prompts}
-        return TextFeed(columns["ids"], **more)
+        return feeds.TextFeed(columns["ids"], **more)
     more["around"] = (coder.before, coder.after)
     if task != "seq2seq":
-        return LabelFeed(columns["ids"], columns["labels"], **more)
-    if coder.start is None or coder.end is None:
-        raise UsageError("translation needs a tokenizer with an end token (eos)")
-    more |= {"start": coder.start, "end": coder.end}
-    return PairFeed(columns["source"], columns["target"], **more)
+        return feeds.LabelFeed(columns["ids"], columns["labels"], divider=coder.divider, **more)
+    return feeds.PairFeed(columns["source"], columns["target"], **more)
 
 
 # --- what the data holds ------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -35,6 +36,8 @@ class Marks:
     start: int | None = None  # what a decoder reads first
     end: int | None = None
     padding: int = 0
+    # Tokens that end a sentence; no part of a run's fingerprint, for they are the tokenizer's.
+    stops: tuple[int, ...] = field(default=(), repr=False)
 
     def need(self, name: str) -> int:
         value = getattr(self, name)
@@ -43,6 +46,21 @@ class Marks:
                 f"this corruption needs a {name} token; train a tokenizer that has one"
             )
         return int(value)
+
+
+@dataclass(frozen=True)
+@ranged
+class Noise:
+    """How text is damaged that a model learns to repair; None: as the task has it. `rate`: the share of tokens that are
+    masked or taken out; `mean`: tokens of a span, on average; `permute`: sentences are shuffled too (BART)."""
+
+    rate: Share | None = None
+    mean: Positive | None = None
+    permute: bool | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if x is not None}
 
 
 # --- corruptions of batches ---------------------------------------------------------------------------------------
@@ -94,17 +112,20 @@ class Spans:
 @ranged
 class Infill:
     """BART (Lewis et al. 2020, 2.2): spans of Poisson(`mean`) tokens, `rate` of all, each become one mask, and a span
-    of none puts a mask in. The target is the text."""
+    of none puts a mask in; with `permute` its sentences are shuffled first. The target is the text."""
 
     marks: Marks
     rate: Share = 0.3
     mean: Amount = 3.0
+    permute: bool = False
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         mask = self.marks.need("mask")
 
         def pair(row: Tensor) -> tuple[Tensor, Tensor]:
             front, text, back = ends(row, self.marks)
+            if self.permute:
+                text = permute_sentences(text, self.marks.stops, generator)
             filled = infill(text, mask, generator, self.rate, self.mean)
             return torch.cat([front, filled, back]), row
 
@@ -171,7 +192,9 @@ class Corrupted:
     def __init__(self, feed: Feed, corruption: Corruption, seed: int):
         self.feed, self.corruption, self.seed = feed, corruption, seed
         name = type(corruption).__name__
-        settings = {**vars(corruption), **dict.fromkeys(GONE.get(name, ()))}
+        # A setting that is off is no part of it: runs go on that were begun before there was one.
+        settings = {n: x for n, x in vars(corruption).items() if x is not False}
+        settings |= dict.fromkeys(GONE.get(name, ()))
         made_of = repr((feed.fingerprint, name, settings, seed))
         self.fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
 
@@ -254,6 +277,15 @@ def infill(
     # No two side by side.
     sizes = sizes[: len(ids) - wanted + 1]
     return _replace(ids, sizes, torch.full_like(sizes, mask), generator)[0]
+
+
+def permute_sentences(ids: Tensor, stops: Sequence[int], generator: Generator) -> Tensor:
+    """The sentences in another order, all orders equally likely; one ends behind a stop, or several in a row."""
+    stop = torch.isin(ids, _tensor(stops))
+    ends = (stop[:-1] & ~stop[1:]).nonzero()[:, 0] + 1
+    sentences = ids.tensor_split(ends.tolist())
+    order = torch.randperm(len(sentences), generator=generator)
+    return torch.cat([sentences[i] for i in order.tolist()])
 
 
 def _replace(

@@ -50,6 +50,7 @@ class Batch:
     source_lengths: Tensor | None = None
     doc: Tensor | None = None  # b t: the document of each packed token
     prefix: Tensor | None = None  # b t: where in its row the prefix of each token's document ends
+    types: Tensor | None = None  # b t: 1 in the second of two texts
     pasted_labels: Tensor | None = None  # b: the class of what was pasted into each image
     pasted_area: Tensor | None = None  # b: how much of each image that is, from 0 to 1
 
@@ -624,7 +625,8 @@ class LabelFeed(Base):
     """Texts with labels: one a text; one a token, as many as the text has; or first and last token of a span (n 2).
 
     The model reads `before` text `after`; labels of tokens and spans move along. A span that was cut off is not
-    counted; one that is UNANSWERED is the row's first token, as BERT has it."""
+    counted; one that is UNANSWERED is the row's first token, as BERT has it. Where texts hold a `divider`, what stands
+    behind it is of type 1."""
 
     texts: Column
     labels: Column
@@ -632,6 +634,7 @@ class LabelFeed(Base):
     _: KW_ONLY
     pad: int = 0
     around: Around = ((), ())
+    divider: int | None = None
     held: LabelFeed | None = None
     fingerprint: str = ""
 
@@ -639,7 +642,10 @@ class LabelFeed(Base):
         b = self.batching
         self.before, self.after = ends_of(self.around, b, "a labelled text")
         columns = {"texts": self.texts, "labels": self.labels}
-        self.sign(columns, pad=self.pad, around=[self.before, self.after])
+        if self.divider not in self.texts[0]:
+            self.divider = None
+        types = {} if self.divider is None else {"divider": self.divider}
+        self.sign(columns, pad=self.pad, around=[self.before, self.after], **types)
         ends = len(self.before) + len(self.after)
         self.cut = cut(self.texts.lengths + ends, b.length, b.overlong, "text")
         if not len(self.cut.row):
@@ -665,11 +671,18 @@ class LabelFeed(Base):
             lost = (labels >= size[:, None]).any(1) | (labels < 0).any(1)
             labels = np.where(lost[:, None], IGNORE, labels + len(self.before))
             labels[none] = 0
-        return tensors(ids, labels, sizes, whole)
+        types = {} if self.divider is None else {"types": types_of(ids, self.divider)}
+        return tensors(ids, labels, sizes, whole, **types)
 
     def describe(self) -> str:
         text = f"{len(self.cut.row):,} texts, {self.cut.size.sum():,} tokens"
         return f"{text}; {self.epoch:,} batches a pass{self.cut.note}"
+
+
+def types_of(ids: Any, divider: int) -> Any:
+    """1 behind the first divider of each row, else 0."""
+    found = ids == divider
+    return ((found.cumsum(1) - 1 * found) > 0) * 1
 
 
 @dataclass(eq=False)
@@ -749,6 +762,33 @@ class ImageFeed(Base):
     def describe(self) -> str:
         size = "{1} x {0}".format(*self.pictures.values.shape[1:3])
         return f"{len(self.pictures):,} pictures of {size}; {self.epoch:,} batches a pass"
+
+
+@dataclass(eq=False)
+class CaptionFeed(ImageFeed):
+    """Pictures as an ImageFeed has them, for an encoder, and a text for each: a decoder reads `start` text and must say
+    text `end`."""
+
+    _: KW_ONLY
+    texts: Column
+    start: int
+    end: int
+    pad: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sizes = self.texts.lengths + 1
+        special = {"start": self.start, "end": self.end, "pad": self.pad}
+        self.sign({"texts": self.texts}, texts=self.texts.fingerprint, **special)
+
+    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        assert self.sizes is not None and self.texts.ends is not None
+        pictures, whole = super().make(numbers, part, k).ids, self.sizes[numbers]
+        steps, width = whole[part], self.batching.width(whole)
+        text = (self.texts.values, self.texts.ends[numbers[part]], steps - 1, width)
+        ids = framed(*text, self.pad, (self.start,))
+        labels = framed(*text, IGNORE, (), (self.end,))
+        return tensors(ids, labels, steps, whole, source=pictures.numpy())
 
 
 def boxes(size: tuple[int, ...], drawn: np.ndarray, sides: np.ndarray) -> np.ndarray:

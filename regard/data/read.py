@@ -145,11 +145,15 @@ class Source:
 
 
 def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
-    """The examples with these roles."""
+    """The examples with these roles. The labels of pictures can be read as texts: captions."""
+    paths = [Path(p) for p in source.paths] if source.format == "hub" else source.files()
+    if list(roles) == ["label"] and format_of(paths[0], source.format) in ARRAYS:
+        yield from ({"label": name} for name in pictures(source)[1])
+        return
     if source.beside:
         yield from _parallel(source, roles)
         return
-    for path in source.files() if source.format != "hub" else map(Path, source.paths):
+    for path in paths:
         empty, kind = True, format_of(path, source.format)
         if kind not in READERS:
             raise UsageError(f"{path} holds no text; text comes as {', '.join(READERS)}")

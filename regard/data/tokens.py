@@ -40,6 +40,8 @@ class Coder:
         self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
         core, special = tokenizer.core, tokenizer.special
         self.before, self.between, self.after = _template(tokenizer)
+        # The token after which a second text begins, where the second is of another type (BERT's segments).
+        self.divider = self.between[-1] if self.between and _typed(tokenizer) else None
         self.end = special.eos[0] if special.eos else None
         starts = (special.start, special.bos, special.pad, self.end)
         self.start = next((i for i in starts if i is not None), None)
@@ -72,6 +74,13 @@ class Coder:
         if self._plain is None:
             raise UsageError("a tokenizer of two sides does not tell which characters a token has")
         return [(e.ids, e.offsets) for e in _many(self._plain.encode_batch, texts)]
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Tokens that end a sentence: a full stop, ! or ?, perhaps with a quote or a line break behind it."""
+        pieces = self.tokenizer.core.get_vocab().items()
+        ends = sorted(i for piece, i in pieces if re.search("[.!?][\"'ĊĠ▁\\s]*$", piece))
+        return tuple(i for i in ends if i not in self.reserved)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The pieces, one per id; those of a byte-level vocabulary as the text they stand for, if it is whole."""
@@ -109,6 +118,12 @@ def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], t
         return tuple(before), tuple(after), tuple(after)
     marks = zip(pair.ids[inner], pair.special_tokens_mask[inner])
     return tuple(before), tuple(i for i, special in marks if special), tuple(after)
+
+
+def _typed(tokenizer: Tokenizer) -> bool:
+    """Whether the second of two texts is of type 1."""
+    with blaming("the tokenizer does not take two texts"):
+        return any(tokenizer.core.encode("x", "x", add_special_tokens=True).type_ids)
 
 
 # --- records -> ids in shards ----------------------------------------------------------------------------------------
@@ -305,6 +320,18 @@ def fill_pictures(filling: Filling) -> None:
     filling.writer.array("images", images)
     filling.writer.array("labels", np.array([number[name] for name in names], np.int64))
     filling.writer.notes = {"records": len(images), "empty": 0, "classes": list(number)}
+
+
+def fill_captions(filling: Filling) -> None:
+    """Pictures, and what is said of each."""
+    images, texts = pictures(filling.source)
+    rows = filling.counted(filling.coder.encode(texts))
+    if lacking := rows.count([]):
+        raise DataError(f"{lacking:,} of {len(rows):,} pictures have no caption")
+    filling.count["records"] = len(rows)
+    filling.add(target=rows)
+    filling.writer.array("images", images)
+    filling.done()
 
 
 class Numbers(dict[str, int]):

@@ -76,7 +76,8 @@ class Beams:
     @property
     def last(self) -> Tensor:
         """The newest token of every beam (g w)."""
-        at = (self.count - 1)[:, None, None].expand(-1, self.ids.shape[1], 1)
+        at = (self.count - 1).clamp(max=self.ids.shape[-1] - 1)[:, None, None]
+        at = at.expand(-1, self.ids.shape[1], 1)
         return self.ids.gather(2, at)[..., 0]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from regard.cache import Pool, taken_back
+from regard.cache import FIRST, Pool, taken_back
 from regard.decode.settings import Request
 from regard.errors import UsageError
 from regard.models.embedding import Patches, Tokens, context
@@ -30,7 +30,30 @@ def check(request: Request, model: Any) -> None:
         raise UsageError(
             f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones are more than the model's context of "
             f"{longest}; shorten the prompt, or ask for at most {max(longest - len(request.ids), 0)} new tokens, "
-            f"or go on with the last {longest} tokens of the text: overflow='crop' (--overflow crop)"
+            f"or go on with {longest} tokens of the text: the last ones, or its first {FIRST} and the last: "
+            "overflow='crop' or 'sinks' (--overflow crop)"
+        )
+    if longest is not None and s.overflow == "sinks" and longest <= FIRST:
+        raise UsageError(
+            f"a context of {longest} has no room for {FIRST} sinks; take overflow='crop'"
+        )
+    if longest is not None and s.prompt_logprobs and len(request.ids) > longest:
+        raise UsageError(
+            f"prompt_logprobs are of a prompt that is read whole, and {len(request.ids)} tokens are more than the "
+            f"model's context of {longest}; shorten it, or leave prompt_logprobs out"
+        )
+    if request.mask is not None and (s.beams > 1 or not callable(request.mask)):
+        raise UsageError(
+            "a mask is called with (sample, ids) before each choice of one text; "
+            + (
+                "beam search has many: leave one out"
+                if s.beams > 1
+                else f"got {request.mask!r:.60}"
+            )
+        )
+    if type(request.priority) is not int:
+        raise UsageError(
+            f"priority is {request.priority!r}; give a whole number, greater ones first"
         )
     if (s.lookup or s.draft) and not taken_back(model.cache_specs()):
         raise UsageError(
@@ -134,9 +157,9 @@ def context_of(model: Any) -> int | None:
 
 
 def kept(request: Request, model: Any) -> int:
-    """Tokens of a text that are held together at most: all, or what cropping leaves of them."""
+    """Tokens of a text that are held together at most: all, or as many as the context holds."""
     size, longest = len(request.ids) + request.settings.max_new_tokens, context_of(model)
-    if longest is None or request.settings.overflow != "crop":
+    if longest is None or request.settings.overflow == "error":
         return size
     return min(size, longest)
 

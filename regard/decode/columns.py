@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.decode import sampling
 from regard.decode.rows import Row
 from regard.decode.sampling import min_p, repeat, top_k, top_p, typical_p, uniform
-from regard.decode.settings import Settings
+from regard.decode.settings import MOST_TOPS, Settings
 from regard.kernels.triton import draw
 from regard.kernels.triton.linear import ready
 from regard.kernels.triton.record import send
@@ -23,6 +23,8 @@ PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_pena
 FILTERS = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
 IDLE = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, **PENALTIES}
 MOST_ENDS = 16  # end tokens of a row that may have to go on
+MASK = "mask"  # some row has one
+TOPS = "tops"  # some row asks for the best tokens of each choice; they are noted, nothing is chosen otherwise
 
 
 @functools.lru_cache(4096)
@@ -35,6 +37,8 @@ def uses(s: Settings) -> frozenset[str]:
         found.add("bias")
     if s.min_new_tokens or s.forced_first is not None or s.forced_last is not None:
         found.add("held")
+    if s.top_logprobs:
+        found.add(TOPS)
     return frozenset(found)
 
 
@@ -99,6 +103,8 @@ class Columns:
             if bans:
                 row, token = send(bans, self.device).T
                 table[row, token] = -torch.inf
+        if MASK in self.values:
+            self.values[MASK][at] = -1
         if "held" in new or "held" in self.values:
             # The least and the most tokens, the first and the last one, and the end tokens.
             if "held" not in self.values:
@@ -129,9 +135,17 @@ class Columns:
             self.values[name] = torch.zeros(self.rows, self.vocab, device=self.device)
         return self.values[name]
 
+    def allow(self, places: Sequence[int], masks: Sequence[Tensor]) -> None:
+        """What may come next in some rows, as words of 32 bits; everything in the others."""
+        if MASK not in self.values:
+            shape = (self.rows, -(-self.vocab // 32))
+            self.values[MASK] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        at = send(list(places), self.device)
+        self.values[MASK][at] = send(torch.stack(list(masks)), self.device)
+
     def at(self, rows: slice | Tensor, used: frozenset[str]) -> dict[str, Tensor]:
         """What is used, of some rows."""
-        names = {*used, *(("seed", "key") if "temperature" in used else ())}
+        names = {*(used - {TOPS}), *(("seed", "key") if "temperature" in used else ())}
         if used & PENALTIES.keys():
             names |= {"said", "seen"}
         return {name: self.values[name][rows] for name in sorted(names)}
@@ -155,9 +169,30 @@ def counts(texts: list[list[int]], blank: Tensor) -> Tensor:
     return blank
 
 
+def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The log probabilities of tokens (n) by logits (n V); the best ones there and theirs, (n k)."""
+    raw = logits.float()
+    norm = raw.logsumexp(-1)
+    return raw.gather(1, tokens[:, None])[:, 0] - norm, *best_n(raw, norm)
+
+
+def best_n(logits: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of logits (n V) and their log probabilities, (n k) each; norm (n) is the log sum exp."""
+    top, ids = logits.float().topk(min(MOST_TOPS, logits.shape[-1]))
+    return ids, top - norm[:, None]
+
+
 def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens."""
+    """The next token (n) from logits (n V), of rows that have said `count` (n) tokens; -1 where a mask and the other
+    settings leave none."""
     logits = adjusted(logits, columns, count)
+    tokens = _choose(logits, columns, count)
+    if MASK in columns:
+        tokens = torch.where(logits.amax(-1) == -torch.inf, -1, tokens)
+    return tokens
+
+
+def _choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     if "temperature" not in columns:
         return logits.argmax(-1)
     hot, which = columns["temperature"], (columns["seed"][:, 0], columns["key"][:, 0], count)
@@ -174,7 +209,16 @@ def choose(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
 
 
 def adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
-    """Bias and bans, penalties, the least length and forced tokens."""
+    """Bias and bans, penalties, the least length and forced tokens; and of all that what a mask allows."""
+    logits = _adjusted(logits, columns, count)
+    if MASK not in columns:
+        return logits
+    bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (columns[MASK][:, :, None] >> bit & 1).flatten(1)[:, : logits.shape[-1]]
+    return logits.masked_fill(allowed == 0, -torch.inf)
+
+
+def _adjusted(logits: Tensor, columns: dict[str, Tensor], count: Tensor) -> Tensor:
     if columns.keys() & {"bias", "avoided", *PENALTIES}:
         logits = logits.float()
     if "bias" in columns:

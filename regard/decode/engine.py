@@ -1,38 +1,41 @@
 """The one decoding loop: requests come in, lanes of rows advance, events come out.
 
-A request is prefilled in a small lane of its own, in chunks, and then joins the lane of its kind (one for all sampling,
-one for each shape of beam search), so that every step serves whatever is there. On a GPU what needs no guesses goes
-into the slots of a CUDA graph instead (graphs.py, search.py), if the model has one.
+Requests are served by their rank: those of the highest priority first, of them the oldest. A request is prefilled in a
+small lane of its own, in chunks, and then joins the lane of its kind (one for all sampling, one for each shape of beam
+search), so that every step serves whatever is there. On a GPU what needs no guesses goes into the slots of a CUDA graph
+instead (graphs.py, search.py), if the model has one.
 
-With a paged cache rows come and go freely, texts that begin alike share pages, and when pages run out the youngest
-request is put back into the queue and goes on later: with the same text, because choices depend on (seed, request,
-position) alone. The oldest is never put back, so there is always progress. A step is all or nothing: one that raises
-puts everything back in the same way.
+With a paged cache rows come and go freely, texts that begin alike share pages, and when pages run out the request of
+the last rank is put back into the queue and goes on later: with the same text, because choices depend on (seed,
+request, position) alone. The first is never put back, so there is always progress. A step is all or nothing: one that
+raises puts everything back in the same way. If it was the device's memory that was short, fewer rows are tried, until
+the one that needs too much is alone.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, taken_back
+from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, Sinks, taken_back
 from regard.decode.beam import BeamLane, Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.draft import Draft
 from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
-from regard.decode.prefill import Prefill, first_text
+from regard.decode.prefill import Prefill, Scores, first_text, unscored
 from regard.decode.rows import Row, page_keys
 from regard.decode.sample import SampleLane
 from regard.decode.search import SearchLane, search_of
 from regard.decode.settings import Event, Request, Result
-from regard.decode.window import WindowLane
+from regard.decode.window import WindowLane, streams
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
@@ -40,8 +43,13 @@ from regard.kernels.c.threads import SHARED, threads_for
 Lane = SampleLane | BeamLane | SlotLane
 BEAMS = (BeamLane, SearchLane)
 ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
-WINDOW = "window"  # the lane of rows that have outgrown the context
+WINDOW = (
+    "window"  # the lane of rows that have outgrown the context, and are read anew for each token
+)
+SINKS = "sinks"  # of those that go on in a cache that forgets
 SLOTS = "slots"  # the lane of the CUDA graph
+SHORT = "out of memory on {}: make the engine with fewer rows=, a smaller memory= or chunk=, or shorten the request"
+RANK = attrgetter("rank")
 
 
 class Engine:
@@ -113,9 +121,16 @@ class Engine:
         whole = taken_back(self.specs) > 0 and not model.reads_source
         self.prefix = prefix and whole and self.pool is not None
         self.chunk = chunk or (512 if slots is None else 16384)
-        self.slots = None if slots is None else SlotLane(slots, self.prefix, self.chunk)
+        self.scores: dict[int, Scores] = {}  # of prompts whose log probabilities are asked for
+        self.slots = (
+            None if slots is None else SlotLane(slots, self.prefix, self.chunk, self.scores)
+        )
         self.searches: dict[Any, SearchLane] = {}  # slots of beams, by their shape
-        self.waiting: deque[Request] = deque()  # oldest first, and younger than all that runs
+        # Whether texts past the context go on in a cache that forgets, if they are to keep their first tokens.
+        self.streams = self.longest is not None and streams(model)
+        self.waiting: list[Request] = []  # by rank
+        self.cap = rows  # fewer after memory was short
+        self.tried: list[Request] = []  # who ran in the step that raised
         # Rows of preempted requests, to go on where they were.
         self.resumed: dict[int, list[Row]] = {}
         self.lanes: dict[Any, Lane] = {}
@@ -134,7 +149,10 @@ class Engine:
             size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
             first = f"runner graph: {how} of {runner.rows} slots over {size}"
             more = "guesses and texts past the context: runner torch"
-            return f"{first}\n{runner.fast.explain()}\n{more}"
+            if runner.stateful:
+                more = f"beam search, {more}; no prefix is found again, as pages hold no state"
+            slow = "rows with a mask: rounds of one step, for all that run beside them"
+            return "\n".join([first, runner.fast.explain(), more, slow])
         name = "native" if isinstance(self.model, Prepared) else "torch"
         return f"runner {name}: no CUDA graph, as {self.plain}\n{self.model.explain()}"
 
@@ -149,7 +167,7 @@ class Engine:
             request = replace(request)
         request.number = self.count
         self.count += 1
-        self.waiting.append(request)
+        insort(self.waiting, request, key=RANK)
         if request.deadline is not None:
             self.deadlines[request.number] = request.deadline
         return request.number
@@ -163,18 +181,38 @@ class Engine:
     def idle(self) -> bool:
         return not (self.waiting or self.loading or self.lanes)
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
         """Prefill one chunk of what waits, then one token for every row.
 
-        If it raises (out of memory, Ctrl-C, a fault of the model), no event was lost: every request is as it was before
-        the step, and is read again when the engine is stepped again."""
+        If it raises (Ctrl-C, a fault of the model), no event was lost: every request is as it was before the step, and
+        is read again when the engine is stepped again. If the device has too little memory, fewer rows run from then
+        on, and a request that is alone ends with an error."""
+        try:
+            return self._step()
+        except torch.OutOfMemoryError:
+            if not self.tried:
+                raise
+        # Here the frames that held memory are gone.
+        torch.cuda.empty_cache()
+        if len(self.tried) > 1:
+            self.cap = max(1, sum(map(self._times, self.tried)) // 2)
+            return []
+        return self._done(
+            self._stop(self.tried[0].number, "error", SHORT.format(self.where["device"]))
+        )
+
+    @torch.inference_mode()
+    def _step(self) -> list[Event]:
         rows = sum(lane.batch for lane in self.lanes.values()) or 1
         threads = threads_for(
             self.weights * rows if self.loading is None else self.weights * self.chunk
         )
-        with threads, self._whole(), evaluation(self.modules):
+        with self._whole(), threads, evaluation(self.modules):
             events = self._expire()
+            reading = [] if self.loading is None else list(self.loading.requests)
+            if self.waiting and all(self.waiting[0].priority > r.priority for r in reading):
+                for request in reading:
+                    self._put_back(request)
             if self.loading is None:
                 self._admit()
             if self.loading is not None:
@@ -182,7 +220,7 @@ class Engine:
             for key, lane in list(self.lanes.items()):
                 if self.lanes.get(key) is lane:  # an earlier lane may have put its requests back
                     events += self._advance(key, lane)
-        return self._done(events)
+            return self._done(events)
 
     def run(self) -> Iterator[Event]:
         """Events until nothing is left to do."""
@@ -194,7 +232,9 @@ class Engine:
         """All or nothing. What raises inside may have left caches and pages in any state, so none is trusted: every
         request goes back into the queue with what it had said before."""
         first, waiting, resumed = self.count, list(self.waiting), dict(self.resumed)
+        self.tried = []
         finished = {number: dict(done) for number, done in self.finished.items()}
+        deadlines, scores = dict(self.deadlines), dict(self.scores)
         active = {r.number: r for r in self._active()}
         for lane in self.lanes.values():
             for row in () if isinstance(lane, BEAMS) else lane.rows:
@@ -204,8 +244,11 @@ class Engine:
             yield
         except BaseException:
             new = [r for r in self.waiting if r.number >= first]
+            self.tried = [r for r in (*active.values(), *waiting) if r not in self.waiting]
             self.loading, self.lanes, self.resumed, self.finished = None, {}, resumed, finished
-            self.waiting = deque([*(active[n] for n in sorted(active)), *waiting, *new])
+            self.waiting = sorted([*active.values(), *waiting, *new], key=RANK)
+            self.deadlines.update(deadlines)
+            self.scores.update(scores)
             if self.pool is not None:
                 self.pool.clear()
             for slots in self._slots():
@@ -218,27 +261,33 @@ class Engine:
         for event in events:
             if event.done is not None:
                 self.deadlines.pop(event.request, None)
+                if (scores := self.scores.pop(event.request, None)) is not None:
+                    for result in event.done:
+                        result.prompt_logprobs = scores.logprobs
+                        result.prompt_top_logprobs = scores.tops if any(scores.tops) else []
+                self.cap = min(self.rows, self.cap + len(event.done))
         return events
 
     # --- prefill ---
 
     def _admit(self) -> None:
         """Start prefilling the next requests of one kind, as many as fit."""
-        running = sum(lane.batch for lane in self.lanes.values())
-        room = self.rows - running
-        # Every row that runs will soon want a page: what is left is for those that come.
-        pages = 0 if self.pool is None else self.pool.available - running
+        while self.waiting and not self._fits(self.waiting[0], *self._room()):
+            first = self.waiting[0]
+            lower = [r for r in self._active() if r.priority < first.priority]
+            if not lower:
+                break
+            self._put_back(max(lower, key=RANK))
+        room, pages = self._room()
         batch: list[Request] = []
         # Keys of the pages that others will publish.
         coming = {key for lane in self._slots() for key in lane.coming()} if self.prefix else set()
         for request in list(self.waiting):
-            times, need = self._times(request), 0
-            long = self._outgrown(self.resumed.get(request.number) or self._rows(request))
-            if self.pool is not None and not long:
-                need = self._text(request) // self.pool.page + 1 + times + self._source(request)
-            fits = times <= room and need <= pages
-            if not fits and (batch or self.lanes):  # alone it may enter however large
+            times, need = self._times(request), self._need(request)
+            # Alone it may enter however large.
+            if not self._fits(request, room, pages) and (batch or self.lanes):
                 break
+            long = self._long(request)
             if self.slots is not None and not long and self.slots.takes(request):
                 keys = self._keys(request) if self.prefix else []
                 if not (self.prefix and self._shares(request, keys, coming)):
@@ -247,14 +296,14 @@ class Engine:
                     self._into_slots(rows, keys)
                     room, pages = room - times, pages - need
                 continue
-            if long:
+            if long and not self._sinks(request):
                 self.waiting.remove(request)
                 self._crop(self.resumed.pop(request.number, []) or self._rows(request))
                 room -= times
                 continue
             if batch and not self._alike(request, batch[0]):
                 break
-            if self.prefix and self._shares(request, self._keys(request), coming):
+            if self.prefix and not long and self._shares(request, self._keys(request), coming):
                 continue
             self.waiting.remove(request)
             batch.append(request)
@@ -262,9 +311,34 @@ class Engine:
         for lane in self._slots():
             lane.waiting = bool(self.waiting)
         if batch:
-            self.loading = Prefill(batch, self.resumed, self._cache(batch))
-            if self.prefix:
+            window = self.longest if self._sinks(batch[0]) else None
+            cache = self._cache(batch, window)
+            self.loading = Prefill(batch, self.resumed, cache, self.scores, window)
+            if self.prefix and window is None:
                 self.loading.adopt()
+
+    def _room(self) -> tuple[int, int]:
+        """Rows that are free, and pages. Every row that runs will soon want a page: what is left is for those that
+        come."""
+        running = sum(lane.batch for lane in self.lanes.values())
+        return self.cap - running, 0 if self.pool is None else self.pool.available - running
+
+    def _fits(self, request: Request, room: int, pages: int) -> bool:
+        return self._times(request) <= room and self._need(request) <= pages
+
+    def _need(self, request: Request) -> int:
+        """Pages that a waiting request will take."""
+        if self.pool is None or self._long(request):
+            return 0
+        text = self._text(request) // self.pool.page + 1 + self._times(request)
+        return text + self._source(request)
+
+    def _long(self, request: Request) -> bool:
+        return self._outgrown(self.resumed.get(request.number) or self._rows(request))
+
+    def _sinks(self, request: Request) -> bool:
+        """Whether it has outgrown the context, and goes on in a cache that forgets."""
+        return self.streams and request.settings.overflow == "sinks" and self._long(request)
 
     def _slots(self) -> list[SlotLane]:
         return [] if self.slots is None else [self.slots, *self.searches.values()]
@@ -276,7 +350,7 @@ class Engine:
         if shape is not None:
             if shape not in self.searches:
                 search = search_of(lane.runner, shape, max(1, self.rows // shape.beams))
-                self.searches[shape] = SearchLane(search, self.prefix, self.chunk)
+                self.searches[shape] = SearchLane(search, self.prefix, self.chunk, self.scores)
             lane = self.searches[shape]
         lane.admit(rows, keys)
         self.lanes[SLOTS if shape is None else shape] = lane
@@ -293,7 +367,8 @@ class Engine:
         assert self.pool is not None
         size = len(first_text(request, self.resumed.get(request.number, [])))
         wanted = keys[: (size - 1) // self.pool.page]
-        if next((key for key in wanted if key not in self.pool.published), None) in coming:
+        missing = next((key for key in wanted if key not in self.pool.published), None)
+        if missing in coming and not unscored(request, self.scores):
             return True
         coming.update(keys)
         return False
@@ -317,9 +392,12 @@ class Engine:
     def _alike(self, a: Request, b: Request) -> bool:
         """Whether two requests can be prefilled together."""
         alone = any(len(self.resumed.get(r.number, ())) > 1 for r in (a, b))
-        return not alone and _kind(a) == _kind(b) and self._times(a) == self._times(b)
+        kind = _kind(a) == _kind(b) and self._sinks(a) == self._sinks(b)
+        return not alone and kind and self._times(a) == self._times(b)
 
-    def _cache(self, batch: list[Request]) -> Cache:
+    def _cache(self, batch: list[Request], window: int | None) -> Cache:
+        if window is not None:
+            return Sinks(self.specs, len(batch), window=window, **self.where)
         if self.pool is not None:
             return Paged(self.specs, len(batch), pool=self.pool, **self.where)
         size = max(len(r.ids) + r.settings.max_new_tokens for r in batch)
@@ -339,7 +417,7 @@ class Engine:
         return [] if job is None else self._start(job)
 
     def _start(self, job: Prefill) -> list[Event]:
-        if self.prefix:
+        if self.prefix and job.window is None:
             job.publish()
         cache, logits, times = job.cache, job.logits, job.times
         fresh = not any(job.rows)
@@ -351,8 +429,10 @@ class Engine:
             rows = [
                 row for r in job.requests for row in self.resumed.pop(r.number, []) or self._rows(r)
             ]
-            draft = None if self.draft is None else Draft(self.draft)
+            guesses = self.draft is not None and job.window is None
+            draft = Draft(self.draft) if guesses else None
             lane: SampleLane | BeamLane = SampleLane(cache, rows, draft)
+            key = None if job.window is None else SINKS
         else:
             lane = BeamLane(cache, job.requests)
         events = lane.choose(logits)
@@ -382,13 +462,20 @@ class Engine:
         self._join(WINDOW, WindowLane(empty, rows, self.longest, self.chunk))
 
     def _outgrow(self, lane: SampleLane) -> None:
-        """Requests of which a row has outgrown the context change lanes, all their rows together."""
+        """Requests of which a row has outgrown the context change lanes, all their rows together; for a cache that
+        forgets they are read once more."""
         long = {row.request.number for row in lane.rows if self._outgrown([row])}
         index = [i for i, row in enumerate(lane.rows) if row.request.number in long]
         if index:
             rows = [lane.rows[i] for i in index]
             lane.drop(index)
-            self._crop(rows)
+            for request in {row.request.number: row.request for row in rows}.values():
+                own = [row for row in rows if row.request is request]
+                if self.streams and request.settings.overflow == "sinks":
+                    self.resumed[request.number] = own
+                    insort(self.waiting, request, key=RANK)
+                else:
+                    self._crop(own)
 
     # --- decoding ---
 
@@ -396,14 +483,17 @@ class Engine:
         if key is None and isinstance(lane, SampleLane):
             self._outgrow(lane)
         events: list[Event] = []
+        if isinstance(lane, SlotLane):
+            events = lane.ask()
+            events += self._settle(lane)
         while lane.requests():
             try:
-                events = lane.step(self.model, self.backend)
+                events += lane.step(self.model, self.backend)
                 break
             except OutOfPages:
                 self._preempt()
                 if self.lanes.get(key) is not lane:
-                    return []
+                    return events
         if self.prefix and self.pool is not None and key is None:
             lane.publish(self.pool.page)  # type: ignore[union-attr]
         events += self._settle(lane)
@@ -432,14 +522,17 @@ class Engine:
     # --- taking requests out ---
 
     def _preempt(self) -> None:
-        """Put the youngest request back into the queue, whatever it is doing; its pages are free."""
-        active = {r.number: r for r in self._active()}
+        """Put the request of the last rank back into the queue; its pages are free."""
+        active = list(self._active())
         assert len(active) > 1, "a request that fits the pool alone ran out of pages"
-        request = active[max(active)]
+        self._put_back(max(active, key=RANK))
+
+    def _put_back(self, request: Request) -> None:
+        """A request into the queue, whatever it is doing."""
         rows, _ = self._take(request)
         if rows:
             self.resumed[request.number] = rows
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=RANK)
 
     def _take(self, request: Request, why: str = "") -> tuple[list[Row], list[Result]]:
         """Free what an active request holds: its rows, or the results of its beams if it is stopped."""
@@ -463,7 +556,7 @@ class Engine:
         return rows, results
 
     @torch.inference_mode()
-    def _stop(self, number: int, why: str) -> list[Event]:
+    def _stop(self, number: int, why: str, error: str | None = None) -> list[Event]:
         request = next((r for r in self._all() if r.number == number), None)
         if request is None:
             return []
@@ -478,12 +571,12 @@ class Engine:
         if not results:
             s = request.settings
             done |= {
-                i: Result([], [], 0.0, why)
+                i: Result([], [], 0.0, why, error=error)
                 for i in range(max(s.samples, s.n_best))
                 if i not in done
             }
             for row in rows:
-                row.finish = why
+                row.finish, row.error = why, error
                 done[row.sample] = row.result()
             results = [done[i] for i in sorted(done)]
         return [Event(number, done=results)]
@@ -536,6 +629,9 @@ def pages_in(
     share = 0.9 if memory is None else memory
     if share <= 1:
         share *= free_memory(device)
+    # States lie beside the pages, one for each row, in float32 at least.
+    states = sum(torch.Size(size).numel() for spec in specs for size in spec.state.values())
+    share = max(0.0, share - states * max(4, dtype.itemsize) * (1 << (rows - 1).bit_length()))
     have = int(share) // (page * dtype.itemsize * max(1, sum(spec.numbers() for spec in specs)))
     if have < 1:
         raise UsageError(f"{int(share):,} bytes hold no page of {page} tokens; give more memory")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -25,6 +25,7 @@ Prompt = str | Sequence[int] | Tensor
 PAGE = 16  # tokens
 ROWS = 64
 LEAST = 2**28  # bytes of pages on a GPU
+Mask = Callable[[int, list[int]], Any] | None
 
 
 class Unanswered(UsageError):
@@ -42,6 +43,7 @@ def generate(
     layout: str | None = None,
     invariant: bool = False,
     draft_model: Any = None,
+    mask: Mask = None,
     **settings: Any,
 ) -> list[Result]:
     """Answers to prompts, which are texts or lists of ids (an encoder-decoder's source; images for a captioner).
@@ -51,7 +53,8 @@ def generate(
     served as rows become free. `layout`: paged or contiguous; if it
     is not said, paged in a CUDA graph, where the model is on a GPU and has one, and contiguous elsewhere. `invariant`:
     an answer has the same bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a
-    small model of the same vocabulary that guesses tokens ahead (`draft` of them, 4 if not said).
+    small model of the same vocabulary that guesses tokens ahead (`draft` of them, 4 if not said). `mask(sample, ids)`
+    gives the tokens that may follow the ids of an answer, as a grammar does: see Request.
 
     An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
     text are what it had; the others are as ever, and a warning counts the failed ones."""
@@ -63,6 +66,7 @@ def generate(
         layout=layout,
         invariant=invariant,
         draft_model=draft_model,
+        mask=mask,
         **settings,
     )
     results = [result for group in groups for result in group]
@@ -113,12 +117,13 @@ def answers(
     layout: str | None = None,
     invariant: bool = False,
     draft_model: Any = None,
+    mask: Mask = None,
     **settings: Any,
 ) -> list[list[Result]]:
     """`generate`, each prompt's answers in a list of their own."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
-    job = Job(model, stop, settings)
+    job = Job(model, stop, settings, mask=mask)
     many = job.requests(prompts)
     if invariant:
         layout = layout or "contiguous"
@@ -143,13 +148,14 @@ def stream(
     *,
     stop: str | Sequence[str] = (),
     draft_model: Any = None,
+    mask: Mask = None,
     **settings: Any,
 ) -> Generator[str, None, Result]:
     """The answer to one prompt while it is made, in pieces: one for each token that completes a character; joined, they
     are generate's text. The generator's return value is the Result. If the answer fails, that is raised at its end."""
     if draft_model is not None:
         settings.setdefault("draft", 4)
-    job = Job(model, stop, settings, live=True)
+    job = Job(model, stop, settings, live=True, mask=mask)
     if job.settings.rows > 1:
         raise UsageError("a stream is one answer; leave beams and samples out")
     (request,) = job.requests(prompt)
@@ -216,9 +222,14 @@ class Job:
     it holds the text of every answer so far; else an answer is turned into text when it is complete."""
 
     def __init__(
-        self, model: Any, stop: str | Sequence[str], settings: dict[str, Any], live: bool = False
+        self,
+        model: Any,
+        stop: str | Sequence[str],
+        settings: dict[str, Any],
+        live: bool = False,
+        mask: Mask = None,
     ):
-        self.model, self.stop = model, check_stop(stop)
+        self.model, self.stop, self.mask = model, check_stop(stop), mask
         self.live = live or bool(self.stop)
         self.two = model.reads_source
         self.start = (special_of(model).start or 0) if self.two else 0
@@ -243,6 +254,7 @@ class Job:
             if source.dim() == 1 and len(source) == 0:
                 raise UsageError("the source is empty; give at least one token")
             request = Request([self.start], self.settings, source, key=key)
+        request.mask = self.mask
         if self.stop:
             needed(self.tokenizer)
         if self.live and self.tokenizer is not None:

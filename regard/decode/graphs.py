@@ -1,8 +1,11 @@
 """The runner `graph`: rows in fixed slots over pages, a step of one token for each of them recorded as a CUDA graph.
 
 The choice stays on the device, and the host reads a round of up to `look` steps one round late, so that the device
-always has work. Prompts are read packed end to end, a chunk of them a step. A row whose answer has ended goes on until
-the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's scratch page.
+always has work. Where a row has a mask, its next token depends on what the host says of the last one: then rounds have
+one step and are read before the next begins. Prompts are read packed end to end, a chunk of them a step; a source is
+encoded once, and what the decoder's layers keep of it lies in pages that a second table names. A row whose answer has
+ended goes on until the host has seen that: what it writes lies behind its text, in a page of its own or in the pool's
+scratch page.
 Off a GPU the same steps run as they are.
 """
 
@@ -18,9 +21,20 @@ from torch import Tensor
 
 from regard.attention.protocol import Context
 from regard.cache import OutOfPages, Pool
-from regard.decode.columns import MOST_ENDS, Columns, choose, used_by, uses
-from regard.decode.rows import BROKEN, Row, page_keys
-from regard.decode.settings import Event, Request
+from regard.decode.columns import (
+    MASK,
+    MOST_ENDS,
+    TOPS,
+    Columns,
+    best_n,
+    choose,
+    scored,
+    used_by,
+    uses,
+)
+from regard.decode.prefill import SLICE, Scores, unscored
+from regard.decode.rows import BROKEN, NOTHING, Row, page_keys
+from regard.decode.settings import MOST_TOPS, Event, Request, Tops
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
 from regard.kernels.triton.linear import MOST
@@ -37,8 +51,9 @@ RECORDED = 4096  # tokens of a pass over prompts that is recorded
 KEPT = 32  # recorded passes over prompts
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
-# Tokens, their log probabilities, what tells that they have arrived, and which lines are whose.
-Flight = tuple[Tensor, Tensor, Any, list[tuple["Slot", int, int]]]
+# Tokens, their log probabilities, and where asked for the best ones and theirs; what tells that they have arrived;
+# and which lines are whose.
+Flight = tuple[tuple[list[Tensor], Any], list[tuple["Slot", int, int]]]
 
 
 class Runner:
@@ -98,6 +113,10 @@ class Runner:
         # The log probability of the first token of a row, which its prompt's pass chose.
         self.first = zeros(rows, kind=torch.float32)
         self.columns = Columns(rows, len(self.fast.head.product.weight), self.device)
+        # The best tokens of each line of the log, and their log probabilities; and those of the first.
+        k = min(MOST_TOPS, self.columns.vocab)
+        self.tops = [zeros(look + 1, rows, k), zeros(look + 1, rows, k, kind=torch.float32)]
+        self.first_tops = [torch.zeros_like(x[0]) for x in self.tops]
         self.recorder = Recorder()
         self.marks: list[tuple[int, int]] = []
         self.lane: Any = lambda: None  # a weak reference to who has it
@@ -137,6 +156,10 @@ class Runner:
         logits, state = self.logits(width, bound, far), self.state.narrow(width)
         if used:
             tokens, *rest = self.choose(logits, slice(0, width), state.count, used)
+            if TOPS in used:
+                at = state.tick.clamp(max=self.look), torch.arange(width, device=self.device)
+                for table, new in zip(self.tops, best_n(logits, rest[1]), strict=True):
+                    table[at] = new
             self.columns.said(slice(0, width), tokens, state.live)
             advance(state, logits, tokens, *rest)
         else:
@@ -147,21 +170,38 @@ class Runner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The next token of some rows; what is greatest, -1 where the logits are no numbers, and their log sum exp."""
         tokens, norm = best(logits)
-        if not used:
+        if not used - {TOPS}:
             return tokens, tokens, norm
-        return choose(logits, self.columns.at(rows, used), count), tokens, norm
+        chosen = choose(logits, self.columns.at(rows, used), count)
+        if MASK in used:
+            tokens, chosen = torch.where(chosen < 0, -1, tokens), chosen.clamp(min=0)
+        return chosen, tokens, norm
 
-    def read(self, pack: Pack, used: frozenset[str]) -> None:
-        """Prompts into their pages; those that are through begin to write."""
+    def read(
+        self, pack: Pack, used: frozenset[str], wanted: Sequence[tuple[int, int]] = ()
+    ) -> list[Tensor]:
+        """Prompts into their pages; those that are through begin to write. `wanted`: places of the pack, and tokens
+        that follow there, whose log probabilities (and the best ones, and theirs) are given."""
         pages = replace(self.pages, stores=self.pool.stores, pack=pack)
         # Every token is a row that sees the source of its prompt.
         memory = self.memory and self.sources(pack.homes[pack.row], pack.sizes.source)
         hidden = self.hidden(pack.ids[None], pack.pos[None], pages, True, memory)
-        if not pack.sizes.ends:
-            return
-        pages.part()
+        found = []
+        for first in range(0, len(wanted), SLICE):
+            at, tokens = send(list(wanted[first : first + SLICE]), self.device).T
+            found.append(scored(self.fast.logits(hidden.take(at)), tokens))
+        if pack.sizes.ends:
+            pages.part()
+            self._begin(pack, hidden, used)
+        return [torch.cat(x) for x in zip(*found, strict=True)]
+
+    def _begin(self, pack: Pack, hidden: Normed, used: frozenset[str]) -> None:
+        """The first token of prompts that are through."""
         s, at, logits = self.state, pack.rows, self.fast.logits(hidden.take(pack.last))
         tokens, greatest, norm = self.choose(logits, at, pack.said, used)
+        if TOPS in used:
+            for table, new in zip(self.first_tops, best_n(logits, norm), strict=True):
+                table[at] = new
         self.columns.said(at, tokens)
         tokens = torch.where(greatest < 0, -1, tokens)
         own = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0].float()
@@ -171,21 +211,30 @@ class Runner:
 
     # --- what the host calls ---
 
-    def prefill(self, parts: Sequence[Part], used: frozenset[str]) -> None:
-        """Read prompts without waiting for the device. Sizes that come again are recorded as a graph; large ones keep
-        the device busy without."""
+    def prefill(
+        self,
+        parts: Sequence[Part],
+        used: frozenset[str],
+        wanted: Sequence[tuple[int, int]] = (),
+    ) -> list[Tensor]:
+        """Read prompts without waiting for the device; what `wanted` asks for (see `read`) is on its way to the host.
+        Sizes that come again are recorded as a graph; large ones keep the device busy without."""
         sizes = sizes_of(parts, self.pool.page)
         numbers = send(flat(parts, sizes), self.device)
         small = sizes.tokens <= RECORDED and not sizes.whole
+        if wanted:
+            return self.to_host(self.read(Pack.of(numbers, sizes), used, wanted))
         self.again((sizes, used), numbers, lambda x: self.read(Pack.of(x, sizes), used), small)
+        return []
 
-    def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], None], small: bool) -> None:
+    def again(self, key: Any, numbers: Tensor, call: Callable[[Tensor], Any], small: bool) -> None:
         """A call on numbers; if it is small, as a graph that is recorded when its key comes again."""
         again, small = key in self.rooms, small and self.graph
         if small and len(self.rooms) < KEPT:
             self.rooms.setdefault(key, torch.empty_like(numbers))
         if not (again and small):
-            return call(numbers)
+            call(numbers)
+            return
         room = self.rooms[key]
         if key not in self.recorder.graphs:
             self.recorder.record(key, lambda: call(room))
@@ -236,9 +285,7 @@ class Runner:
         for i, block in enumerate(self.fast.decoder.blocks):
             block.cross.remember(memory.flatten(0, 1), pages.layer(i))
 
-    def run(
-        self, steps: int, width: int, bound: int, far: int, used: frozenset[str]
-    ) -> tuple[Tensor, Tensor, Any]:
+    def run(self, steps: int, width: int, bound: int, far: int, used: frozenset[str]) -> Any:
         """Advance the first `width` rows by `steps` <= look tokens. What they were fed first and what they chose then,
         with its log probability (steps + 1, width), on its way to the host; and what tells that it has arrived."""
         s, key = self.state, (width, bound, far, used)
@@ -254,11 +301,13 @@ class Runner:
             s.live.copy_(live)
         s.log[0].copy_(s.ids)
         s.logp[0].copy_(self.first)
+        for table, first in zip(self.tops, self.first_tops, strict=True):
+            table[0].copy_(first)
         s.tick.fill_(1)
         for _ in range(steps):
             self.recorder.graphs[key].replay() if self.graph else self.step(*key)
-        log, logp = self.to_host([s.log[: steps + 1, :width], s.logp[: steps + 1, :width]])
-        return log, logp, self.arrival()
+        logs = [s.log, s.logp, *(self.tops if TOPS in used else ())]
+        return self.to_host([x[: steps + 1, :width] for x in logs]), self.arrival()
 
     def to_host(self, each: Sequence[Tensor]) -> list[Tensor]:
         """Copies on their way, as they are when all that was launched before is done."""
@@ -404,6 +453,8 @@ class Slot:
     memory: Memory | None = None
     # Samples that begin where the prompt is through.
     siblings: list[Slot] = field(default_factory=list)
+    # Log probabilities of its prompt that are on their way.
+    scored: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     @property
     def homes(self) -> list[int]:
@@ -429,7 +480,11 @@ class Slot:
 class SlotLane:
     """Rows of any sampling settings in the slots of a runner: what the engine calls a lane."""
 
-    def __init__(self, runner: Runner, prefix: bool, chunk: int):
+    def __init__(
+        self, runner: Runner, prefix: bool, chunk: int, scores: dict[int, Scores] | None = None
+    ):
+        # Log probabilities of prompts that are through.
+        self.scores = {} if scores is None else scores
         self.runner, self.pool, self.chunk = runner, runner.pool, chunk
         # Pages alone do not bring back a state.
         self.prefix = prefix and not runner.stateful
@@ -440,6 +495,7 @@ class SlotLane:
         self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
         self.waiting = False  # whether others wait for a slot
+        self.paused = False  # whether the last round had no step, for the sake of a mask
         runner.lane = weakref.ref(self)
 
     def takes(self, request: Request) -> bool:
@@ -447,6 +503,7 @@ class SlotLane:
         # A state is not taken over by another beam.
         plain = not (s.lookup or s.draft or (s.beams > 1 and self.runner.stateful))
         fits = len(request.ids) + s.max_new_tokens <= self.runner.length
+        fits = fits and s.samples <= self.runner.rows
         return plain and fits and (len(s.eos) <= MOST_ENDS or "held" not in uses(s))
 
     # --- membership ---
@@ -487,6 +544,8 @@ class SlotLane:
     def _adopt(self, slot: Slot, most: int) -> None:
         """Begin with pages that others left, of the first `most` tokens: one stays to be fed, for its logits."""
         row, page = slot.row, self.pool.page
+        if unscored(row.request, self.scores):
+            return
         for key in slot.keys[: most // page]:
             if key not in self.pool.published:
                 break
@@ -529,11 +588,29 @@ class SlotLane:
 
     # --- one step ---
 
-    def step(self, model: Any, backend: str) -> list[Event]:
-        """Start the next chunk of prompts and the next round; read the round before while they run."""
+    def ask(self) -> list[Event]:
+        """Where rows have masks: read the round before, and ask for what may come next."""
+        masked = [slot for slot in self.slots if slot.row.request.mask is not None]
+        if not masked:
+            return []
+        self._know()
+        events, self.flying = self._land(), None
+        for slot in masked:
+            if not slot.row.finish and not (slot.asked and slot.fresh):
+                words = slot.row.allowed(self.runner.columns.vocab)
+                if words is not None:
+                    self.runner.columns.allow([slot.index], [words])
+        return events
+
+    def _know(self) -> None:
+        """The settings of new rows, to the runner."""
         if self.new:
             self.runner.columns.put(list(self.new), list(self.new.values()))
             self.new = {}
+
+    def step(self, model: Any, backend: str) -> list[Event]:
+        """Start the next chunk of prompts and the next round; read the round before while they run."""
+        self._know()
         self._encode()
         self._feed()
         launched = self._launch()
@@ -549,10 +626,10 @@ class SlotLane:
             slot.pages.append(page)
 
     def _encode(self) -> None:
-        """Read sources, up to a chunk of their tokens, oldest first; those of about one length together."""
+        """Read sources, up to a chunk of their tokens, by rank; those of about one length together."""
         fresh = {id(m): m for m in (s.memory for s in self.slots) if m is not None and not m.ready}
         room, group = self.chunk, list[Memory]()
-        for m in fresh.values():
+        for m in sorted(fresh.values(), key=lambda m: m.request.rank):
             if group and m.size > room:
                 break
             while len(m.pages) * self.pool.page < m.size:
@@ -569,13 +646,16 @@ class SlotLane:
             group = group[len(some) :]
 
     def _feed(self) -> None:
-        """Up to a chunk of tokens of the prompts that are not through, oldest first."""
+        """Up to a chunk of tokens of the prompts that are not through, by the rank of their requests."""
         room, longest = self.chunk, 0
         group: list[tuple[Slot, int]] = []
         readers = {id(s) for slot in self.slots for s in slot.siblings if slot.fed < len(slot.text)}
-        for slot in self.slots:
+        for slot in sorted(self.slots, key=lambda s: s.row.request.rank):
             size = min(room, len(slot.text) - slot.fed)
             if not size or slot.asked or slot.unread or id(slot) in readers:
+                continue
+            # The others go on in between, however many such prompts come.
+            if self.paused and slot.row.request.mask is not None:
                 continue
             self._reserve(slot, slot.fed + size)
             if group and max(longest, size) * (len(group) + 1) > PADDED * self.chunk:
@@ -600,7 +680,9 @@ class SlotLane:
         copies = [self._share(slot, s) for slot, s in through if s is not slot]
         now = [(s.row.request.settings, s.said) for _, s in through]
         used = frozenset().union(*(used_by(s, n, n) for s, n in now))
-        self.runner.prefill(parts, used)
+        if any(s.row.request.mask is not None for _, s in through):
+            used |= {MASK}
+        self._prefill(parts, used, group)
         for source, target in filter(None, copies):
             self.pool.copy(source, target)
         for slot, size in group:
@@ -608,6 +690,32 @@ class SlotLane:
         for _, s in through:
             s.fed, s.asked = len(s.text), 1
             self.edits += [(s.index, i, page) for i, page in enumerate(s.pages)]
+
+    def _prefill(
+        self, parts: Sequence[Part], used: frozenset[str], group: Sequence[tuple[Slot, int]]
+    ) -> None:
+        """Read; where a prompt's log probabilities are asked for, they are on their way."""
+        wanted, owners, place = list[tuple[int, int]](), list[tuple[Slot, int]](), 0
+        for slot, size in group:
+            if unscored(slot.row.request, self.scores):
+                after = slot.row.request.ids[slot.fed + 1 : slot.fed + size + 1]
+                wanted += [(place + i, token) for i, token in enumerate(after)]
+                owners.append((slot, len(after)))
+            place += size
+        found = self.runner.prefill(parts, used, wanted)
+        each = zip(*(x.split([n for _, n in owners]) for x in found), strict=True)
+        for (slot, _), mine in zip(owners, each, strict=False):
+            slot.scored.append(mine)
+
+    def _score(self, slot: Slot) -> None:
+        """Log probabilities of a prompt that have arrived; the one of its samples that has read it knows them."""
+        request = slot.row.request
+        if not slot.gone and unscored(request, self.scores):
+            scores = Scores()
+            for each in slot.scored:
+                scores.add(request.settings.top_logprobs, *each)
+            if len(scores.logprobs) == len(request.ids):
+                self.scores[request.number] = scores
 
     def _part(self, slot: Slot, size: int, ends: Sequence[tuple[int, int]] = ()) -> Part:
         tokens, source = slot.text[slot.fed : slot.fed + size], slot.memory and slot.memory.size
@@ -626,12 +734,17 @@ class SlotLane:
 
     def _launch(self) -> Flight | None:
         """The next round."""
-        live = [s for s in self.slots if s.asked and (s.left or s.fresh)]
+        live = [s for s in self.slots if s.asked and (s.left or s.fresh) and not s.row.finish]
         if not live:
             self._place()
             return None
         steps = self._steps([s.left for s in live])
         lines, longest, used = [], 1, frozenset[str]()
+        masked = [s for s in live if s.row.request.mask is not None]
+        # What follows a first token is asked when the host has read it.
+        self.paused = any(s.fresh for s in masked)
+        if masked:
+            steps, used = min(steps, 0 if self.paused else 1), frozenset({MASK})
         for slot in live:
             took, said = min(steps, slot.left), slot.said + slot.asked
             self._reserve(slot, len(slot.text) + slot.asked + took - 1)
@@ -643,13 +756,13 @@ class SlotLane:
             slot.asked, slot.fresh = slot.asked + last - 1, False
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())
         bounds = self.runner.bucket(longest), self._far(live)
-        flight = self.runner.run(steps, width, *bounds, used)
-        return *flight, lines
+        return self.runner.run(steps, width, *bounds, used), lines
 
     def _steps(self, lefts: list[int]) -> int:
         """Of a round: until an eighth of the rows are through where others wait, or `look`."""
+        lefts = sorted(left for left in lefts if left) or [0]
         few = max(1, len(lefts) // 8) if self.waiting else len(lefts)
-        return min(self.runner.look, sorted(lefts)[few - 1])
+        return min(self.runner.look, lefts[few - 1])
 
     def _far(self, live: Sequence[Slot]) -> int:
         """A bound of the longest source; 0 where there is none."""
@@ -667,22 +780,29 @@ class SlotLane:
         """Read the round before; what a row said after its end is dropped."""
         if self.flying is None:
             return []
-        log, logp, event, lines = self.flying
+        ((log, logp, *tops), event), lines = self.flying
         if event is not None:
             event.synchronize()
         tokens, logprobs = log.T.tolist(), logp.T.tolist()
         events: list[Event | None] = []
         for slot, first, last in lines:
             row, index = slot.row, slot.index
-            for token, logprob in zip(
-                tokens[index][first:last], logprobs[index][first:last], strict=True
+            count, listed = row.request.settings.top_logprobs, list[Tops]()
+            if count:
+                pairs = (x[first:last, index, :count].tolist() for x in tops)
+                listed = [list(zip(*pair, strict=True)) for pair in zip(*pairs, strict=True)]
+            self._score(slot)
+            for i, (token, logprob) in enumerate(
+                zip(tokens[index][first:last], logprobs[index][first:last], strict=True)
             ):
                 if slot.gone or row.finish:
                     break
                 if token < 0:
                     row.finish, row.error = "error", BROKEN
+                    if row.request.mask is not None:
+                        row.error = f"{BROKEN}, or {NOTHING}"
                 else:
-                    events.append(row.say(token, logprob))
+                    events.append(row.say(token, logprob, listed[i] if count else []))
             if self.prefix and not slot.gone and row.error is None:
                 self._publish(slot)
         return [e for e in events if e is not None]

@@ -8,10 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.cache import Cache, Paged
+from regard.cache import FIRST, Cache, Paged
 from regard.cache.base import State
+from regard.decode.columns import scored
 from regard.decode.rows import Row, page_keys
-from regard.decode.settings import Request
+from regard.decode.settings import Request, Tops
+from regard.models.base import last_real
+
+SLICE = 64  # tokens of a prompt whose logits are there at once, where their log probabilities are asked for
+
+
+class Scores:
+    """The log probabilities of a prompt's tokens, and the best ones at each place."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[float | None] = [None]
+        self.tops: list[Tops] = [[]]
+
+    def add(self, count: int, logprobs: Tensor, ids: Tensor, tops: Tensor) -> None:
+        """Those of some tokens more (n), with the `count` best (n k)."""
+        self.logprobs += logprobs.tolist()
+        for each in zip(ids[:, :count].tolist(), tops[:, :count].tolist(), strict=True):
+            self.tops.append(list(zip(*each, strict=True)))
+
+
+def unscored(request: Request, done: dict[int, Scores]) -> bool:
+    """Whether a prompt must be read whole, as its log probabilities are asked for and not known."""
+    return request.settings.prompt_logprobs and request.number not in done
 
 
 class Prefill:
@@ -20,12 +43,24 @@ class Prefill:
     `resumed` are the rows of preempted requests: what they had said is fed after the prompt. One row's is simply more
     prompt; several rows (their request is alone here) share the prompt and part after it."""
 
-    def __init__(self, requests: list[Request], resumed: dict[int, list[Row]], cache: Cache):
+    def __init__(
+        self,
+        requests: list[Request],
+        resumed: dict[int, list[Row]],
+        cache: Cache,
+        scores: dict[int, Scores] | None = None,
+        window: int | None = None,
+    ):
         self.requests, self.cache = requests, cache
+        self.window = window  # of a cache that forgets
+        # Of prompts that are through; and of those that are read.
+        self.scores = {} if scores is None else scores
+        self.scoring = {r.number: Scores() for r in requests}
         self.rows = [resumed.get(r.number, []) for r in requests]
         self.times = len(self.rows[0]) or requests[0].settings.rows
         self.split = self.times == 1 or not self.rows[0]  # nothing is left to part
-        self._begin([first_text(r, rows) for r, rows in zip(requests, self.rows, strict=True)])
+        each = zip(requests, self.rows, strict=True)
+        self._begin([first_text(r, rows, window) for r, rows in each])
 
     def _begin(self, texts: list[list[int]]) -> None:
         self.texts, self.fed = texts, [0] * len(texts)
@@ -82,7 +117,15 @@ class Prefill:
         lengths = torch.tensor([len(p) for p in parts], device=device)
         ids = torch.tensor([p + [0] * (width - len(p)) for p in parts], device=device)
         more = sources(self.requests, device) if self.cache.cross is None else {}
-        logits = model.next_logits(ids, lengths, cache=self.cache, backend=backend, **more)
+        given = {"cache": self.cache, "backend": backend, **more}
+        wanted = [i for i, r in enumerate(self.requests) if unscored(r, self.scores)]
+        if not wanted:
+            logits = model.next_logits(ids, lengths, **given)
+        else:
+            hidden = model.hidden(ids, lengths, **given)
+            logits = model.logits(last_real(hidden, lengths))
+            for i in wanted:
+                self._score(model, self.requests[i], hidden[i], self.fed[i], ends[i])
         for i, part in enumerate(parts):
             self.fed[i] += len(part)
             if part and self.fed[i] == len(self.texts[i]):
@@ -91,12 +134,24 @@ class Prefill:
         if not self.split and self.last[0] is not None:
             self._part(model.shares_source)
 
+    def _score(self, model: Any, request: Request, hidden: Tensor, start: int, end: int) -> None:
+        """The log probabilities of the tokens that follow those from `start` to `end`, from their states (t m)."""
+        found, after = self.scoring[request.number], request.ids[start + 1 : end + 1]
+        tokens = torch.tensor(after, dtype=torch.long, device=hidden.device)
+        for at in range(0, len(after), SLICE):
+            logits = model.logits(hidden[None, at : at + SLICE][:, : len(after) - at])[0]
+            each = scored(logits, tokens[at : at + SLICE])
+            found.add(request.settings.top_logprobs, *each)
+        if len(found.logprobs) == len(request.ids):
+            self.scores[request.number] = found
+
     def _part(self, shared: bool) -> None:
         """The prompt of a preempted request is through: its rows go on with what each had said."""
         (request,), (rows,) = self.requests, self.rows
         self.cache = self.cache.spread(self.times, shared)
-        self._begin([request.ids + row.ids for row in rows])
-        self.fed = [len(request.ids)] * len(rows)
+        prompt = first_text(request, [], self.window)
+        self._begin([prompt + row.ids for row in rows])
+        self.fed = [len(prompt)] * len(rows)
         self.split = True
 
     # --- the prefix cache ---
@@ -116,6 +171,8 @@ class Prefill:
         """Begin with pages that earlier prompts left; at least one token stays to be fed, for its logits."""
         assert isinstance(self.cache, Paged)
         for row, (text, keys) in enumerate(zip(self.texts, self.keys(), strict=True)):
+            if unscored(self.requests[row], self.scores):
+                continue
             keys = keys[: (len(text) - 1) // self.cache.page]
             self.fed[row] = self.cache.adopt(row, keys)
             if any(spec.state for spec in self.cache.specs):
@@ -123,7 +180,10 @@ class Prefill:
                 self.marks[row] = sorted({self.cache.known(keys), len(keys)} - {0})
 
     def _end(self, row: int, start: int, end: int) -> int:
-        """A call ends where texts part, so that the states there are known."""
+        """A call ends where texts part, so that the states there are known; and a cache that forgets takes one token
+        a call when it is full."""
+        if self.window is not None:
+            return start + 1 if start >= self.window else min(end, self.window)
         if len(self.marks[row]) < 2:
             return end
         assert isinstance(self.cache, Paged)
@@ -150,9 +210,16 @@ class Prefill:
                     self.cache.pool.remember(key, states)
 
 
-def first_text(request: Request, rows: list[Row]) -> list[int]:
-    """What a request is fed first; `rows` are its rows if it was preempted."""
-    return request.ids + (rows[0].ids if len(rows) == 1 else [])
+def first_text(request: Request, rows: list[Row], window: int | None = None) -> list[int]:
+    """What a request is fed first; `rows` are its rows if it was preempted. Of a prompt longer than a window the first
+    tokens and the last."""
+    ids = request.ids if window is None else shortened(request.ids, window)
+    return ids + (rows[0].ids if len(rows) == 1 else [])
+
+
+def shortened(ids: list[int], window: int) -> list[int]:
+    """The first tokens of a text that are kept as attention sinks, and the last: as many as a window holds."""
+    return ids if len(ids) <= window else ids[:FIRST] + ids[FIRST - window :]
 
 
 def sources(requests: list[Request], device: torch.device) -> dict[str, Any]:

@@ -6,11 +6,17 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from regard.decode.lookup import Index
-from regard.decode.settings import Event, Request, Result
+from regard.decode.settings import Event, Request, Result, Tops
 
 BROKEN = "the model gave a logit that is not a number"
+NOTHING = "its mask allows no token that its other settings leave"
 
 
 @dataclass(eq=False)
@@ -21,6 +27,9 @@ class Row:
     sample: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[Tops] = field(
+        default_factory=list
+    )  # where the best tokens of each choice are asked for
     finish: str = ""
     error: str | None = None
     window: int | None = None  # the model's context
@@ -59,18 +68,32 @@ class Row:
         number = request.number if request.key is None else request.key
         return number * 1024 + self.sample
 
-    def say(self, token: int, logprob: float) -> Event | None:
+    def say(self, token: int, logprob: float, tops: Tops) -> Event | None:
         """One token more, and whether the answer ends with it."""
         self.ids.append(token)
         self.logprobs.append(logprob)
+        self.tops.append(tops[: self.request.settings.top_logprobs])
         self.finish, self.error = _finish(self, token)
         if self.finish == "eos":
             return None
-        return Event(self.request.number, self.sample, token, logprob)
+        return Event(self.request.number, self.sample, token, logprob, self.tops[-1])
+
+    def allowed(self, vocab: int) -> Tensor | None:
+        """What its mask allows next, as words of 32 bits; None where the answer ends instead."""
+        assert self.request.mask is not None
+        try:
+            words = packed(self.request.mask(self.sample, list(self.ids)), vocab)
+        except Exception as error:
+            self.finish, self.error = "error", f"its mask raised {type(error).__name__}: {error}"
+            return None
+        if not words.any():
+            self.finish = "stop"
+            return None
+        return words
 
     def back(self, said: int) -> None:
         """As it was when it had said so many tokens."""
-        del self.ids[said:], self.logprobs[said:]
+        del self.ids[said:], self.logprobs[said:], self.tops[said:]
         self.finish, self.error, self.index, self.keys = "", None, None, []
         self.guess, self.guessed = [], -1
 
@@ -78,8 +101,32 @@ class Row:
         ends = self.finish == "eos"
         ids = self.ids[:-1] if ends else self.ids
         return Result(
-            list(ids), self.logprobs[: len(ids)], sum(self.logprobs), self.finish, error=self.error
+            list(ids),
+            self.logprobs[: len(ids)],
+            sum(self.logprobs),
+            self.finish,
+            error=self.error,
+            top_logprobs=self.tops[: len(ids)] if self.request.settings.top_logprobs else [],
         )
+
+
+def packed(mask: Any, vocab: int) -> Tensor:
+    """A mask over the vocabulary as words of 32 bits; what lies past its end is 0."""
+    given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).reshape(-1)
+    words = np.zeros(-(-vocab // 32), np.int32)
+    if given.dtype == bool and given.size <= vocab:
+        bits = np.packbits(given, bitorder="little")
+        words.view(np.uint8)[: len(bits)] = bits
+    elif given.dtype == np.int32 and given.size <= len(words):
+        words[: given.size] = given
+    else:
+        raise ValueError(
+            f"it gave {given.dtype} of size {given.size}; give a boolean for each of {vocab} tokens, or "
+            f"{len(words)} words of int32"
+        )
+    if vocab % 32:
+        words[-1] &= (1 << vocab % 32) - 1
+    return torch.from_numpy(words)
 
 
 def page_keys(

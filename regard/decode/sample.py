@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from regard.cache import Cache, Paged
-from regard.decode.columns import Columns, choose, used_by
+from regard.decode.columns import MASK, TOPS, Columns, choose, used_by
 from regard.decode.draft import Draft
-from regard.decode.rows import BROKEN, Row, page_keys
+from regard.decode.rows import BROKEN, NOTHING, Row, page_keys
 from regard.decode.settings import Event, Request
 from regard.kernels.c.rows import choose as best_of
 
@@ -81,12 +81,17 @@ class SampleLane:
 
     def choose(self, logits: Tensor, only: list[int] | None = None) -> list[Event]:
         """The next token of every row (or of some), from logits (n V)."""
-        index = list(range(len(self.rows))) if only is None else only
+        index, vocab = list(range(len(self.rows))) if only is None else only, logits.shape[-1]
+        masks = {i: r.allowed(vocab) for i in index if (r := self.rows[i]).request.mask is not None}
+        index = [i for i in index if not self.rows[i].finish]
+        if not index:
+            return []
         rows = [self.rows[i] for i in index]
-        if only is not None:
+        if len(index) < len(self.rows):
             logits = logits[torch.tensor(index, device=logits.device)]
-        raw = logits.float()
-        norm, top, best = best_of(raw, 1)  # one norm for every row, whatever its company asks for
+        raw, listed = logits.float(), max(row.request.settings.top_logprobs for row in rows)
+        # One norm for every row, whatever its company asks for.
+        norm, top, best = best_of(raw, max(1, min(listed, vocab)))
         broken = (~norm.isfinite()).tolist()
         used = self.used(rows)
         if not used:
@@ -94,30 +99,43 @@ class SampleLane:
         else:
             if any(broken):
                 raw = raw.masked_fill(~norm.isfinite()[:, None], 0.0)
-            tokens = self.pick(raw, rows, index, used)
-            chosen = raw.gather(-1, tokens[:, None])[:, 0] - norm
+            tokens = self.pick(raw, rows, index, used, masks)
+            chosen = raw.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] - norm
         events = []
-        for row, token, logprob, bad in zip(
-            rows, tokens.tolist(), chosen.tolist(), broken, strict=True
+        tops: list[Any] = [[]] * len(rows)
+        if listed:
+            pairs = zip(best.tolist(), (top - norm[:, None]).tolist(), strict=True)
+            tops = [list(zip(*pair, strict=True)) for pair in pairs]
+        for row, token, logprob, best_ones, bad in zip(
+            rows, tokens.tolist(), chosen.tolist(), tops, broken, strict=True
         ):
-            if bad:
-                row.finish, row.error = "error", BROKEN
+            if bad or token < 0:
+                row.finish, row.error = "error", BROKEN if bad else NOTHING
             else:
-                events.append(row.say(token, logprob))
+                events.append(row.say(token, logprob, best_ones))
         return [event for event in events if event is not None]
 
     def used(self, rows: list[Row]) -> frozenset[str]:
         """What the choice of these rows depends on now."""
         each = (used_by(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
-        return frozenset().union(*each)
+        masked = {MASK} if any(row.request.mask is not None for row in rows) else set()
+        return frozenset().union(*each, masked) - {TOPS}
 
     def pick(
-        self, logits: Tensor, rows: list[Row], index: list[int], used: frozenset[str]
+        self,
+        logits: Tensor,
+        rows: list[Row],
+        index: list[int],
+        used: frozenset[str],
+        masks: dict[int, Tensor | None] | None = None,
     ) -> Tensor:
-        """Ids (n): the most probable, or drawn from what the row's settings leave."""
+        """Ids (n): the most probable, or drawn from what the row's settings and its mask leave."""
         if self._columns is None:
             self._columns = Columns(len(self.rows), logits.shape[-1], logits.device)
             self._columns.put(range(len(self.rows)), self.rows)
+        words = {i: mask for i, mask in (masks or {}).items() if mask is not None}
+        if words:
+            self._columns.allow([*words], [*words.values()])
         every = len(index) == len(self.rows)
         at = slice(None) if every else torch.tensor(index, device=logits.device)
         count = torch.tensor([len(row.ids) for row in rows], device=logits.device)

@@ -200,7 +200,7 @@ class SearchLane(SlotLane):
         return results(group.found, group.row.request.settings, group.broken, why)
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
-        self.runner.prefill([self._part(slot, size) for slot, size in group], frozenset())
+        self._prefill([self._part(slot, size) for slot, size in group], frozenset(), group)
         for slot, size in group:
             slot.fed += size
 
@@ -253,6 +253,7 @@ class SearchLane(SlotLane):
             rows = slice(g.index * k, (g.index + 1) * k)
             g.found, g.broken = texts.each(lambda x, rows=rows: x[rows]), bool(broken[g.index])
             g.closed, g.fresh = not bool(live[g.index]), False
+            self._score(g)
             if self.prefix and not g.broken:
                 for number, key in zip(g.pages, g.keys, strict=False):
                     self.pool.publish(number, key)

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from regard.config import divisors
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, nearest, notice
 
 EARLY = ("heuristic", "never", "first")
-OVERFLOW = ("refuse", "crop")
+OVERFLOW = ("error", "crop", "sinks")
+MOST_TOPS = 20  # tokens listed beside each one that was chosen
 # What transformers and others call our settings.
 ELSEWHERE = {
     "assistant_model": "draft_model",
@@ -21,8 +22,10 @@ ELSEWHERE = {
     "diversity_penalty": "diversity",
     "do_sample": "temperature (0 is greedy, above 0 draws)",
     "eos_token_id": "eos",
+    "echo": "prompt_logprobs",
     "forced_bos_token_id": "forced_first",
     "forced_eos_token_id": "forced_last",
+    "logprobs": "top_logprobs (the log probability of the choice itself is always given)",
     "max_length": "max_new_tokens, which does not count the prompt",
     "max_tokens": "max_new_tokens",
     "min_length": "min_new_tokens, which does not count the prompt",
@@ -33,6 +36,8 @@ ELSEWHERE = {
     "prompt_lookup_num_tokens": "lookup",
     "stop_strings": "stop",
 }
+
+Tops = list[tuple[int, float]]  # tokens and their log probabilities, best first
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,20 @@ class Settings:
     diversity: float = 0.0
     draft: int = 0  # speculate this many tokens by the engine's draft model
     lookup: int = 0  # speculate this many tokens by looking the last ones up in the text so far
-    # A text longer than the model's context: refuse it, or go on with its last tokens (crop).
-    overflow: str = "refuse"
+    # A text longer than the model's context: an error; or it goes on with its last tokens (crop), or with its first
+    # four and its last ones (sinks; see regard/decode/window.py).
+    overflow: str = "error"
+    # Beside each token that is chosen, the n most probable ones with the model's log probabilities,
+    # before temperature, filters, penalties and masks, as those of the choice are.
+    top_logprobs: int = 0
+    # The model's log probability of every token of the prompt too, and the `top_logprobs` best there.
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in LIMITS:
             _check_number(name, getattr(self, name), low, high)
+        if not isinstance(self.prompt_logprobs, bool):
+            raise UsageError(f"prompt_logprobs is {self.prompt_logprobs!r}; give True or False")
         _check_tokens(self)
         for name, known in (("early_stopping", EARLY), ("overflow", OVERFLOW)):
             if getattr(self, name) not in known:
@@ -93,10 +106,11 @@ class Settings:
                 raise UsageError(
                     "beam search does not guess ahead: leave lookup and draft out, or beams"
                 )
-            if self.overflow == "crop":
-                raise UsageError(
-                    "beam search compares whole texts: leave overflow='crop' out, or beams"
-                )
+            for name in ("overflow", "top_logprobs"):
+                if (value := getattr(self, name)) != DEFAULTS[name]:
+                    raise UsageError(
+                        f"beam search compares whole texts: leave {name}={value!r} out, or beams"
+                    )
         if self.n_best > self.beams:
             raise UsageError(
                 f"n_best={self.n_best} of {self.beams} beams; give a number from 1 to {self.beams}"
@@ -124,6 +138,9 @@ class Settings:
                 raise UsageError(f"generate has no setting {name!r}; {hint(name)}")
             if name == "early_stopping" and isinstance(value, bool):
                 value = "first" if value else "heuristic"
+            if name == "overflow" and value == "refuse":
+                notice("overflow='refuse' is called overflow='error' now")
+                value = "error"
             if isinstance(value, dict):
                 value = tuple(sorted(value.items()))
             elif isinstance(value, list):
@@ -167,6 +184,7 @@ LIMITS: tuple[tuple[str, float, float], ...] = (
     ("diversity", 0.0, 100.0),
     ("draft", 0, 64),
     ("lookup", 0, 64),
+    ("top_logprobs", 0, MOST_TOPS),
 )
 
 
@@ -202,7 +220,15 @@ class Request:
     """One prompt. `ids` is what the decoder has been given (a prompt, or the start of an encoder-decoder's answer);
     `source` is what its encoder reads. `stop` is asked after every token of a sample whether its text is complete (if
     it raises, that sample ends with an error; after a step that failed it is asked about the same token again);
-    `deadline` is a time on the monotonic clock. Requests share prompt pages only with others of the same `salt`."""
+    `deadline` is a time on the monotonic clock. Requests share prompt pages only with others of the same `salt`. Those
+    of a higher `priority` are served first, and put lower ones back into the queue where there is no room.
+
+    `mask` says which tokens may come next, as a grammar does: it is called before every choice with the number of the
+    sample and the ids said so far, and gives a boolean for each token of the vocabulary, or a bitmask (int32, token i
+    is bit i % 32 of word i // 32, as llguidance and xgrammar fill them; tokens past its end are forbidden). No other
+    token is ever said, whatever bias, bans and forced tokens say. If it allows none the text is complete ("stop"); if
+    it raises, that sample ends with an error. What it gives may depend on its arguments alone: a text may be asked
+    about twice, and one that was put back into the queue from its beginning."""
 
     ids: list[int]
     settings: Settings = field(default_factory=Settings)
@@ -212,13 +238,22 @@ class Request:
     number: int = -1  # given by the engine; also keys its random numbers unless `key` is set
     key: int | None = None
     salt: str = ""
+    priority: int = 0
+    mask: Callable[[int, list[int]], Any] | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The order in which requests are served: by priority, the oldest first."""
+        return -self.priority, self.number
 
 
 @dataclass
 class Result:
     """One answer: its new ids without prompt, start and end token, and the model's log probability of each, before
     temperature, filters and penalties. `score` is their sum, the end token's included, or the beam's score. finish:
-    eos, length, stop, cancelled, deadline, error."""
+    eos, length, stop, cancelled, deadline, error. Where they were asked for: `top_logprobs` has for each of the ids the
+    most probable tokens, best first; `prompt_logprobs` is of the prompt's tokens (None of the first, which follows
+    nothing), `prompt_top_logprobs` of what else was probable there."""
 
     ids: list[int]
     logprobs: list[float]
@@ -226,6 +261,9 @@ class Result:
     finish: str
     text: str | None = None
     error: str | None = None
+    top_logprobs: list[Tops] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top_logprobs: list[Tops] = field(default_factory=list)
 
 
 @dataclass
@@ -236,4 +274,5 @@ class Event:
     row: int = 0
     token: int | None = None
     logprob: float = 0.0
+    top_logprobs: Tops = field(default_factory=list)
     done: list[Result] | None = None

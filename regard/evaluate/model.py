@@ -99,7 +99,7 @@ class Opened:
             prepare(model, self.precision, consume=ours and alone) if packed else model
         )
         if packed:
-            self.precision = self.model.precision
+            self.precision = str(self.model.precision)
         if alone:
             self.plain = self.model
         self.about = f"{place} ({why}), {self.precision}"
@@ -112,13 +112,13 @@ class Opened:
             return ""
         plain, self.plain = self.plain, self.model
         text, longest = isinstance(prompt, str), getattr(plain.config, "max_len", None)
-        given = needed(self.tokenizer).encode(prompt) if text else list(prompt)
+        given = needed(self.tokenizer).encode(prompt) if text else prompt
         if longest is not None and len(given) >= longest:
             return ""
         place = next(plain.parameters()).device
         what, source, ids = "the prompt", None, given
         if plain.reads_source:
-            what, source = "the plain model's answer", torch.tensor([given], device=place)
+            what, source = "the plain model's answer", torch.as_tensor(given, device=place)[None]
             start = special_of(plain).start or 0
             ids = [start, *generate(plain, [given], max_new_tokens=32)[0].ids]
         if len(ids) < 2:
@@ -165,9 +165,7 @@ def notice_length(model: Model, length: int) -> None:
 def check_reads_text(model: Any) -> None:
     first = getattr(model.config, "source", None) or getattr(model.config, "embedding", None)
     if isinstance(first, Patches):
-        raise UsageError(
-            "this model reads images; in Python: regard.generate(regard.load(folder), image)"
-        )
+        raise UsageError("this model reads images: regard generate MODEL picture.png")
 
 
 # --- labels ---------------------------------------------------------------------------------------

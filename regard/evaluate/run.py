@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from regard.evaluate.model import (
     precision_of,
     trained_length,
 )
+from regard.evaluate.shots import METRICS as PROMPTED
+from regard.evaluate.shots import Questions, Shots, pairs
 from regard.fast.cpu import prepare
 from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
@@ -80,6 +82,8 @@ def evaluate(
     dtype: str = "auto",
     quantize: str = "none",
     reading: dict[str, Any] | None = None,
+    shots: Shots | int | None = None,
+    shots_from: str | Sequence[str] = (),
 ) -> Evaluation:
     """Measure a model, or one from its folder or its run's, on files; `target` has the other side
     of parallel ones.
@@ -87,8 +91,13 @@ def evaluate(
     `metrics`: loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; by default those of the
     model's task. `beams` are those of translation. `length`: tokens of a row, by default as in
     training. Examples that are longer are an error, unless `overlong` is "truncate". `reading`:
-    format, unit, marker, columns, header, size, as in [data]."""
-    files, others = ((x,) if isinstance(x, str) else tuple(x) for x in (data, target))
+    format, unit, marker, columns, header, size, as in [data].
+
+    `shots`: a language model gets so many examples in the prompt of each question (0: the question alone), of the files
+    `shots_from`, or of its run's training data; data has columns source and target then, and exact, loss and perplexity
+    are those of the answers."""
+    given = (data, target, shots_from)
+    files, others, examples = ((x,) if isinstance(x, str) else tuple(x) for x in given)
     if not files:
         raise UsageError("name the data to measure on (--data FILE)")
     for name in metrics:
@@ -96,8 +105,12 @@ def evaluate(
     if beams < 1:
         raise UsageError(f"beams is {beams}; give a number from 1")
     judge = Judge(model, device, dtype, quantize, beams)
-    names = suited(metrics or TASKS[judge.task].metrics, judge.task)
+    names = () if shots is not None else suited(metrics or TASKS[judge.task].metrics, judge.task)
     judge.read(files, others, {**READING, **(reading or {})}, length, overlong)
+    if shots is not None:
+        shots = Shots(shots) if isinstance(shots, int) else shots
+        values = judge.prompted(metrics or PROMPTED, shots, examples)
+        return Evaluation(judge.task, values, {}, judge.about)
     with tempfile.TemporaryDirectory(prefix="regard-eval-") as folder:
         values, signatures = judge.measure(names, Path(folder))
     return Evaluation(judge.task, values, signatures, judge.about)
@@ -209,6 +222,33 @@ class Judge:
         if "perplexity" in names:
             values["perplexity"] = perplexity(values["loss"])
         return {n: values[n] for n in names}, {n: t for n, t in signatures.items() if n in names}
+
+    def prompted(
+        self, names: Sequence[str], shots: Shots, files: tuple[str, ...]
+    ) -> dict[str, float]:
+        """The same by prompts with examples."""
+        if self.task != "lm":
+            raise UsageError(f"shots are for a language model, the task of this one is {self.task}")
+        if wrong := [name for name in names if name not in PROMPTED]:
+            raise UsageError(f"{wrong[0]} does not suit shots; choose {', '.join(PROMPTED)}")
+        there = {"train": files} if files else {n: self.run.get(n, ()) for n in ("train", "target")}
+        if shots.count and not there["train"]:
+            raise UsageError(
+                "name the file that the shots come from (shots_from, --shots-from FILE)"
+            )
+        pool = pairs(replace(self.data, **there).source()) if shots.count else []
+        assert self.coder is not None
+        longest, asked = context_of(self.model), pairs(self.data.source())
+        questions = Questions(shots, asked, pool, self.coder, longest)
+        self.about = f"{_examples(len(asked))}, {shots.named} each"
+        values = {"exact": questions.exact(self.fast)} if "exact" in names else {}
+        if {"loss", "perplexity"} & {*names}:
+            batching = replace(self.data, length=None, tokens=None).batching(SEED)
+            loss = by_logits if self.quantized else TASKS["lm"].objective
+            how: Any = (self.model, "lm", questions.feed(batching), self.tokenizer, loss, ["loss"])
+            values |= measure(*how, samples=0).values
+            values["perplexity"] = perplexity(values["loss"])
+        return {name: values[name] for name in names}
 
     def _feed(self, folder: Path) -> Feed:
         """All of the data, as what is held out."""

@@ -52,9 +52,9 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
     """`model` ready to run in `precision`: fp32, bf16, int8 or int4, at any number of rows.
 
     fp32 is the same up to rounding. bf16 holds everything in bf16, the cache too; a CPU that does not multiply it is
-    given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU without
-    bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much better.
-    Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
+    given fp32, with a notice. int8 and int4 hold linear layers in 8 or 4 bits and the rest in bf16 (in float32 on a CPU
+    without bf16), experts of a mixture and MLA's up-projection among it; the head of int4 is int8, no slower and much
+    better. Recurrent cells keep their dtype; what is linear around them is packed. Logits are float32.
 
     `consume` gives up the weights of `model` as they are packed, so that never both are in memory: it is of no use
     afterwards. Weights that need no change are shared with `model`. A tied head becomes a packed copy of its own, vocab
@@ -69,7 +69,9 @@ def prepare(model: Model, precision: str = "fp32", *, consume: bool = False) -> 
         )
     on_cpu = next(model.parameters()).is_cpu
     if precision == "bf16" and on_cpu and model.towers and not half_is_fast():
-        notice("this CPU does not multiply bf16: fp32, which is faster, is taken; int8 is the fastest here")
+        notice(
+            "this CPU does not multiply bf16: fp32, which is faster, is taken; int8 is the fastest here"
+        )
         precision = "fp32"
     large = on_cpu and sum(p.numel() for p in model.parameters()) >= WORTH
     if large and not native.build():
@@ -400,18 +402,25 @@ class NativeStack(Stack):
         stores = own.pool.stores if isinstance(own, Paged) else own.slots
         stores = stores if source is None else [*stores, *source.slots]
         memory = tuple(t.data_ptr() for store in stores for t in store.values())
+        strides = stores[0]["k"].stride(), stores[-1]["k"].stride()
         table = own.table if isinstance(own, Paged) else own.place
         shape = None if table is None else table.shape
         rest = (len(x), getattr(own, "capacity", 0), shape, torch.is_inference_mode_enabled())
-        return memory, rest, None if source is None else (source.batch, source.capacity)
+        return memory, strides, rest, None if source is None else (source.batch, source.capacity)
 
 
 def _recorded(block: Any) -> bool:
     """Whether a step of a block is C calls alone, each on what another gave."""
     parts = [block.attention] if block.cross is None else [block.attention, block.cross]
-    alone = all(isinstance(p, _Native) and p.bare and p.q_norm is None and p.wg is None for p in parts)
+    alone = all(
+        isinstance(p, _Native) and p.bare and p.q_norm is None and p.wg is None for p in parts
+    )
     parts.append(block.ffn)
-    return alone and isinstance(block.ffn, NativeFeedForward) and all(p.add.norm is None for p in parts)
+    return (
+        alone
+        and isinstance(block.ffn, NativeFeedForward)
+        and all(p.add.norm is None for p in parts)
+    )
 
 
 class Step:
@@ -422,6 +431,8 @@ class Step:
     def __init__(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple):
         self.tape, self.x, self.memo = Tape(), x.float().contiguous().clone(), ctx.memo
         self.memo |= self.changing(ctx, caches)
+        if self.memo["place"] is not None:  # another step must not write to the cache's own
+            self.memo["place"] = self.memo["place"].clone()
         if cross is not None:
             cross.memo["last"] = self.memo["last"]
 
@@ -430,9 +441,7 @@ class Step:
         pos = ctx.pos.index[:, 0].expand(len(self.x)).contiguous()
         place = own.table.int() if isinstance(own, Paged) else own.place
         page = own.page if isinstance(own, Paged) else 0
-        # A clone: another step must not write to the cache's own.
-        found = {"rows": pos, "place": None if place is None else place.clone()}
-        found["home"] = _home(pos, place, page)
+        found = {"rows": pos, "place": place, "home": _home(pos, place, page)}
         if source is not None:
             found["last"] = _last(source, len(self.x))
         return found
@@ -459,9 +468,6 @@ class Tapes:
 
     def __init__(self) -> None:
         self.lock, self.steps = threading.Lock(), dict[Any, Any]()
-
-    def __deepcopy__(self, memo: Any) -> Tapes:
-        return Tapes()
 
     def found(self, key: Any) -> Step | bool | None:
         """The step, True if it is to be recorded now, None if not yet."""

@@ -833,7 +833,7 @@ class SlotSparse(SparseAttention):
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         attention: Any = self.attention
-        x = x.tensor() if isinstance(x, Normed) else x.whole()
+        x = tensor(x)
         token = x.view(*ctx.pos.index.shape, -1)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
         self.put(self.indexer.keys(token, ctx).flatten(0, 1), index)

@@ -5,6 +5,7 @@ Training makes them (train/config.py), checkpoints keep them apart from the body
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from regard.config import Count, Fraction, Positive, settings
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_head
 from regard.models.base import Model
-from regard.models.embedding import Tokens
+from regard.models.embedding import Patches, Tokens
 from regard.models.start import initialize, start_of
 from regard.models.transformer import EncoderDecoder, Transformer, TransformerConfig
 
@@ -59,6 +60,26 @@ def with_head(model: Model, head: Head) -> Model:
     if model.origin is not None:
         kept = {key: value for key, value in model.origin.config.items() if key not in NAMES}
         model.origin = replace(model.origin, architecture="", config=kept, tensors={})
+    return model
+
+
+def with_image_size(model: Model, size: int) -> Model:
+    """`model` for images of size x size, in place: its learned grid of positions is scaled by bicubic interpolation, as
+    transformers' `interpolate_pos_encoding` does it; those of the tokens in front stay."""
+    places = [n for n in model.towers.values() if isinstance(getattr(model.config, n), Patches)]
+    if not places:
+        raise UsageError("this model reads no images: leave their size out")
+    part = getattr(model, places[0])
+    old, new = part.config, replace(part.config, size=size)
+    front, grid = part.position.detach().split([old.extra, old.count])
+    grid = grid.T.unflatten(1, (old.size // old.patch, -1))[None].float()  # 1 m side side
+    grid = F.interpolate(grid, (size // new.patch,) * 2, mode="bicubic", align_corners=False)
+    part.position = nn.Parameter(torch.cat([front, grid[0].flatten(1).T.to(front)]))
+    part.config, model.config = new, replace(model.config, **{places[0]: new})
+    name, files = "preprocessor_config.json", getattr(model.origin, "files", {})
+    if name in files:
+        both = {**json.loads(files[name]), "size": {"height": size, "width": size}}
+        model.origin.files = {**files, name: json.dumps(both, indent=2).encode()}
     return model
 
 

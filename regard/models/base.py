@@ -224,7 +224,7 @@ def positions(
             size = cache.even + t
         else:
             size = int((cache.lengths + (t if lengths is None else lengths)).max())
-    if max_len is not None and size > max_len:
+    if max_len is not None and size > max_len and not (cache is not None and cache.endless):
         raise UsageError(f"{size} tokens, but the model's context is {max_len}; shorten the input")
     if cache is not None:
         return cache.begin(t, lengths)

@@ -19,10 +19,14 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "dates": dates.make,
     "pydoc": corpora.make_pydoc,
     "digits": corpora.make_digits,
+    "captions": corpora.make_captions,
     "verses": corpora.make_pairs,
     "parts": corpora.make_parts,
 }
-NAMES = ("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune")
+NAMES = (
+    *("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune"),
+    *("t5-pretrain", "bart-pretrain", "dsa-base", "dsa-warmup", "dsa-sparse", "captions"),
+)
 
 
 @dataclass(frozen=True)

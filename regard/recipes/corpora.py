@@ -20,6 +20,7 @@ HEADING = re.compile(r"\s{4,}Psalm \d+.*", re.DOTALL)  # of the next psalm, behi
 PARTS = {  # label -> its last book, counted from 1
     **{"law": 5, "history": 17, "poetry": 22, "prophets": 39, "gospels": 44, "letters": 65},
 }
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # A verse's number is book, three digits of chapter, three of verse.
 CHAPTER, BOOK = 1_000, 1_000_000
 
@@ -95,6 +96,16 @@ def make_digits(folder: Path, seed: int = 0, held: int = 360) -> str:
     for name, part in (("valid.npz", order[:held]), ("train.npz", order[held:])):
         np.savez(folder / name, x=x[part], y=data.target[part])
     return f"{len(x) - held:,} pictures of digits to learn from, and {held:,} others"
+
+
+def make_captions(folder: Path) -> str:
+    """The same pictures, y (n) being what is said of each, such as "the digit seven, an odd number"; what was made."""
+    about = make_digits(folder)
+    for path in folder.glob("*.npz"):
+        data = np.load(path)
+        texts = [f"the digit {DIGITS[d]}, an {('even', 'odd')[d % 2]} number" for d in data["y"]]
+        np.savez(path, x=data["x"], y=np.array(texts))
+    return f"{about}, each with a caption"
 
 
 def make_pydoc(folder: Path, share: int = 10) -> str:

@@ -18,7 +18,7 @@ from regard.config import to_dict
 from regard.data.config import Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
-from regard.data.feed import Feed, ImageFeed, TextFeed
+from regard.data.feed import CaptionFeed, Feed, ImageFeed, TextFeed
 from regard.data.read import records
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import train_tokenizer, write_files
@@ -88,8 +88,10 @@ def assemble(
 def start_of(config: Config, **how: Any) -> Any:
     """The model that `config` names a folder of, if it does."""
     with blaming(DATA):
-        folder = config.model.get("folder")
-        return None if folder is None else load_model(resolve_model(folder), **how)
+        folder, size = (config.model.get(name) for name in ("folder", "size"))
+        if folder is None:
+            return None
+        return load_model(resolve_model(folder), image_size=size, **how)
 
 
 def read_data(
@@ -109,6 +111,8 @@ def read_data(
 def make_model(config: Config, start: Any, coder: Coder | None, classes: list[str]) -> Any:
     """The preset with its changes, or the folder's model; with a head that suits the task."""
     changes = {k: v for k, v in config.model.items() if k not in ("preset", "folder")}
+    if start is not None:
+        changes.pop("size", None)  # see start_of
     if start is not None and changes:
         raise UsageError(f"[model] folder is taken as it is; leave {', '.join(changes)} out")
     model = start
@@ -242,14 +246,21 @@ def texts_of(config: Config) -> Iterator[str]:
 
 
 def notices(config: Config, model: Any) -> list[str]:
-    """What a config does that its user may not expect."""
+    """What a config does that its user may not expect; an error where indexers of sparse attention would choose
+    without being trained."""
     texts = []
-    if sparse_layers(model) and not TASKS[config.task].indexed and config.adapt.method == "full":
-        texts.append(
-            f"task = {config.task} gives the indexers of sparse attention no gradient: they stay as they are; "
-            "task = dense_index, then sparse_index trains them"
-        )
-    length, longest = config.data.length, context_of(model)
+    length, longest, layers = config.data.length, context_of(model), sparse_layers(model)
+    if layers and not TASKS[config.task].indexed and config.adapt.method == "full":
+        most = min(layer.config.topk for layer in layers)
+        why = f'task = "{config.task}" gives the indexers of sparse attention no gradient'
+        how = 'task = "dense_index", then task = "sparse_index" trains them'
+        if length is None or length > most:
+            rows = "any length" if length is None else f"{length} tokens"
+            raise UsageError(
+                f"{why}, and they would choose {most} keys in rows of {rows}: say data.length = {most}, which is dense "
+                f'attention; {how}; or [adapt] method = "lora", which leaves them as they are'
+            )
+        texts.append(f"{why}: attention to {length} tokens is dense, topk = {most}; later {how}")
     if "preset" in config.model and length is not None and length < (longest or 0):
         texts.append(
             f"positions from {length} to {longest} will not be trained: data.length = {length}, the model's context is "
@@ -264,7 +275,7 @@ def marks(coder: Coder | None) -> Marks | None:
     numbers = [coder.tokenizer.core.token_to_id(name) for name in SENTINELS]
     sentinels = tuple(i for i in numbers if i is not None)
     ends = (coder.start, coder.end, coder.pad)
-    return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends)
+    return Marks(coder.vocab, coder.reserved, coder.mask, sentinels, *ends, coder.stops)
 
 
 # --- does the model suit task, tokenizer and data ---------------------------------------------------
@@ -274,7 +285,7 @@ def kind_of(model: Any) -> str:
     """What a model is, in a word."""
     reads = [getattr(model.config, name) for name in model.towers.values()]
     if reads and isinstance(reads[0], Patches):
-        return "model of pictures"
+        return "captioner" if model.reads_source else "model of pictures"
     if model.reads_source:
         return "encoder-decoder"
     if not model.towers:
@@ -323,13 +334,13 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
     a recurrent model."""
     c, feed = model.config, loaded.feed
     if isinstance(feed, ImageFeed):
-        shape, want = feed.pictures.values.shape[1:], c.embedding
+        shape = feed.pictures.values.shape[1:]
+        want = c.source if isinstance(feed, CaptionFeed) else c.embedding
         if shape != (want.size, want.size, want.channels):
             raise UsageError(
                 f"the pictures are {' x '.join(map(str, shape))}, the model reads {want.size} x {want.size} x "
                 f"{want.channels}; say other size and channels in [model], or scale them by data.size"
             )
-        return
     packed = isinstance(feed, TextFeed) and feed.pack == "documents"
     if packed and not model.towers:
         raise UsageError(
@@ -341,6 +352,9 @@ def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
         if limit is not None and limit > most:
             what = f"data.length = {limit}, but the model's context is {most} tokens"
             raise UsageError(f"{what}; say data.length = {most}, or a larger max-len in [model]")
+        if isinstance(feed, CaptionFeed):
+            why = f"a caption has {size:,} tokens, the model's context is {most:,}"
+            raise UsageError(f"{why}; shorten it, or say a larger max-len in [model]")
         raise UsageError(
             f"an example has {size:,} tokens, the model's context is {most:,}; say data.length = {most} and "
             "data.overlong = truncate or drop, or a larger max-len in [model]"

@@ -34,7 +34,7 @@ from torch import nn
 
 from regard.config import Count, Fraction, Positive, from_dict, ranged, to_dict
 from regard.data.config import ROWED, Data, check_used
-from regard.data.corrupt import Corrupted, Marks
+from regard.data.corrupt import Corrupted, Marks, Noise
 from regard.data.feed import Feed, Objective
 from regard.data.train_tokenizer import Recipe
 from regard.errors import DATA, VERSION, Fault, UsageError, check_choice, nearest, notice
@@ -84,6 +84,7 @@ class Config:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     train: Train = field(default_factory=Train)
     smoothing: Smoothing = NONE
+    noise: Noise = Noise()
     adapt: Adapt = Adapt()
 
     def __post_init__(self) -> None:
@@ -93,12 +94,19 @@ class Config:
         task = TASKS[self.task]
         if self.smoothing != NONE and not task.smoothed:
             raise UsageError(f"label smoothing is not used by the task {self.task}; leave it out")
+        known = getattr(task.corruption, "__dataclass_fields__", {})
+        if unused := [name for name in self.noise.given if name not in known]:
+            raise UsageError(f"noise.{unused[0]} is not used by the task {self.task}; leave it out")
         if task.reads in ROWED and not task.packed and self.data.pack == "documents":
             raise UsageError(
                 f"the task {self.task} repairs whole rows, which documents cannot share: say data.pack = none or stream"
             )
         if task.indexed and self.adapt.method != "full":
             raise UsageError(f"the task {self.task} trains indexers; leave [adapt] out")
+        if self.adapt.method == "lora" and "size" in self.model:
+            raise UsageError(
+                'an adapter stands on the folder as it is: leave [model] size out, or say "frozen"'
+            )
         if self.adapt.method != "full" and "folder" not in self.model:
             raise UsageError(
                 f'adapt.method = "{self.adapt.method}" is for a trained model: name one, [model] folder = "..."'
@@ -119,7 +127,9 @@ class Config:
         if corruption is None:
             return feed
         assert marks is not None
-        return Corrupted(feed, corruption(marks), self.train.seed)
+        if self.noise.permute and not marks.stops:
+            raise UsageError("noise.permute needs a tokenizer with a full stop; leave it out")
+        return Corrupted(feed, corruption(marks, **self.noise.given), self.train.seed)
 
 
 # --- from a file ----------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ def prefix(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tenso
 def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
     """- sum over rows of log p(label | text or image).   labels (b). An image with a piece of another one in it has
     two classes, weighed by area."""
-    logits = model(batch.ids, batch.lengths)
+    logits = label_logits(model, batch)
     if batch.pasted_labels is None or batch.pasted_area is None:
         return _label_loss(logits, batch.labels, smoothing)
     own, guest = (
@@ -322,16 +322,23 @@ def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Ten
 
 def tag(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
     """- sum over tokens of log p(label_t | text).   labels (b t)."""
-    return _label_loss(model(batch.ids, batch.lengths), batch.labels, smoothing)
+    return _label_loss(label_logits(model, batch), batch.labels, smoothing)
 
 
 def answer(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """- sum over rows of log p(start) + log p(end), each a softmax over the row's tokens.   labels (b 2), each
     counted."""
-    logits = model(batch.ids, batch.lengths)  # b t 2
+    logits = label_logits(model, batch)  # b t 2
     if batch.lengths is not None:
         logits = logits.masked_fill(padding(logits, batch.lengths)[..., None], -torch.inf)
     return masked_lm_loss(logits.transpose(1, 2), batch.labels)
+
+
+def label_logits(model: Any, batch: Batch) -> Tensor:
+    """What a head for labels gives; segment types are for models that have them."""
+    if batch.types is None or model.config.embedding.types < 2:
+        return model(batch.ids, batch.lengths)
+    return model(batch.ids, batch.lengths, types=batch.types)
 
 
 def _label_loss(logits: Tensor, labels: Tensor, smoothing: Smoothing) -> tuple[Tensor, Tensor]:

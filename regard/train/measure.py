@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.data.feed import IGNORE, Batch, Feed, Objective
@@ -27,7 +28,7 @@ from regard.fast import train as memory
 from regard.models import Model
 from regard.models.embedding import Tokens, context
 from regard.text import Tokenizer, needed
-from regard.train.loss import padding
+from regard.train.loss import label_logits, padding
 from regard.train.tasks import TASKS
 
 LABELLED = ("classify", "image", "tag", "answer")
@@ -92,7 +93,7 @@ def measure(
                 for loss, total in totals.items():
                     part, count = loss(heard, batch)
                     total[:] = total[0] + float(part), total[1] + int(count)
-                logits = heard(batch.ids, batch.lengths) if task in LABELLED else None
+                logits = label_logits(heard, batch) if task in LABELLED else None
             taken.add(given, logits)
         if not taken.batches:
             raise UsageError("nothing is held out to be measured; name valid files, or held = 0.1")
@@ -159,7 +160,7 @@ class Taken:
         rows = range(len(batch.ids))
         if logits is not None:
             self._label(batch, logits.float().cpu())
-        elif batch.source is not None:
+        elif batch.source is not None and batch.source.dim() == 2:
             for i in rows[: self.few]:
                 source, labels = _real(batch.source, batch.source_lengths, i), batch.labels[i]
                 self.pairs.append((source, labels[labels != IGNORE].tolist()))
@@ -198,11 +199,19 @@ def _spans(logits: Tensor, lengths: Tensor | None) -> Tensor:
     for no answer: it is no part of another span."""
     if lengths is not None:
         logits = logits.masked_fill(padding(logits, lengths)[..., None], -torch.inf)
-    start, end = logits.unbind(-1)
-    highest, first = start[:, 1:].cummax(-1)
-    best, last = (highest + end[:, 1:]).max(-1, keepdim=True)
-    span = 1 + torch.cat([first.gather(-1, last), last], -1)
-    return span.masked_fill(start[:, :1] + end[:, :1] >= best, 0)
+    span, best = best_spans(logits)
+    return span.masked_fill(logits[:, 0].sum(-1, keepdim=True) >= best, 0)
+
+
+def best_spans(logits: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
+    """(b t 2) -> the span (b 2) of at most `longest` tokens whose logits sum to the most, without a row's first token,
+    and that sum (b 1)."""
+    start, end = logits[:, 1:].unbind(-1)
+    n = min(longest or start.shape[1], start.shape[1])
+    # The best first token of every last one.
+    highest, back = F.pad(start, (n - 1, 0), value=-torch.inf).unfold(1, n, 1).max(-1)
+    best, last = (highest + end).max(-1, keepdim=True)
+    return last + torch.cat([back.gather(-1, last) - n + 2, torch.ones_like(last)], -1), best
 
 
 # --- answers ------------------------------------------------------------------------------------------------------

@@ -490,7 +490,8 @@ def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, 
         batch = feed.batch(k)
         pictures = batch.ids.dim() > 2
         rows, length = len(batch.ids), patches(model) if pictures else batch.ids.shape[1]
-        source = 0 if batch.source is None else batch.source.shape[1]
+        read = batch.source
+        source = 0 if read is None else patches(model) if read.dim() > 2 else read.shape[1]
         masks = (batch.doc, batch.prefix, batch.source_lengths if source else batch.lengths)
         masked = any(x is not None for x in masks[: 2 if causal else 3])
         learned = float((batch.labels != IGNORE).sum()) / (rows * length)
@@ -500,7 +501,8 @@ def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, 
 
 def patches(model: Any) -> int:
     """Tokens that a picture becomes."""
-    return model.config.embedding.extra + model.config.embedding.count
+    first = getattr(model.config, next(iter(model.towers.values())))
+    return first.extra + first.count
 
 
 # --- the run of a config ----------------------------------------------------------------------------
@@ -575,6 +577,8 @@ def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[J
     filled, masked = 1.0, True
     if reads == "image":
         sides, masked = (patches(model),), False
+    elif reads == "caption":
+        sides, masked = (patches(model), facts.longest[0] + 1), False
     elif reads in ("lm", "mlm") and data.pack != "none":
         if limit is None:
             raise UsageError(f"pack = {data.pack!r} needs the length of a row: length = N")
@@ -588,12 +592,14 @@ def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[J
     each = data.tokens // max(sides) if data.tokens is not None else math.inf
     rows = max(1, int(min(each, data.rows if data.rows is not None else math.inf)))
     source, target = (0, *sides)[-2:]
-    # See Spans: a fifth is written, nine tenths are read.
+    rate, mean = config.noise.rate or 0.15, config.noise.mean or 3.0
+    # See Spans: of 0.15 in threes, nine tenths are read and a fifth is written.
     if config.task in ("spans", "infill"):
-        shares = (0.9, 0.2) if config.task == "spans" else (1.0, 1.0)
+        spans = (1 - rate + rate / mean, rate + rate / mean)
+        shares = spans if config.task == "spans" else (1.0, 1.0)
         source, target = (math.ceil(share * target) for share in shares)
     step = Pass(rows, target, source, masked, device=device)
-    learned = 0.15 if config.task == "mlm" else 1.0
+    learned = rate if config.task == "mlm" else 1.0
     small = config.adapt.method == "lora"
     return Job(model, step, config.train, learned, sized, small), filled
 
@@ -626,11 +632,14 @@ def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
     """Random examples of the mean length, a batch of them or a little more."""
     data, reads, draw = config.data, TASKS[config.task].reads, np.random.default_rng(0)
     batching, classes = data.batching(config.train.seed), max(facts.classes, 1)
-    if reads == "image":
-        e, n = model.config.embedding, data.rows or 1
+    coder: Any = SimpleNamespace(pad=0, before=(), after=(), start=0, end=1, divider=None)
+    if reads in ("image", "caption"):
+        e, n = getattr(model.config, next(iter(model.towers.values()))), data.rows or 1
         pixels = draw.integers(0, 256, (n, e.size, e.size, e.channels), np.uint8)
         columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, n))}
-        return feed_of(reads, data, None, batching, columns, "", None)
+        size = max(1, round(facts.mean[0])) if facts.mean else 1
+        columns["target"] = Column.of([np.zeros(size, np.int64)] * n)
+        return feed_of(reads, data, coder, batching, columns, "", None)
     whole = reads in ("lm", "mlm") and data.pack in ("stream", "windows")
     # Only a stream is cut into rows; else room is left for the marks around a text.
     limit = math.inf if whole or data.length is None else data.length - 3
@@ -643,10 +652,9 @@ def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
     labels = Column(draw.integers(0, classes, shape), texts[0].ends if reads == "tag" else None)
     names = ("source", "target") if reads == "seq2seq" else ("ids",)
     columns = {**dict(zip(names, texts)), "labels": labels}
-    coder: Any = SimpleNamespace(pad=0, before=(), after=(), start=0, end=1)
     feed = feed_of(reads, data, coder, batching, columns, "", None)
     sentinels = tuple(range(2, min(102, facts.vocab)))
-    return config.fed(feed, Marks(facts.vocab, (), 0, sentinels, 0, 1))
+    return config.fed(feed, Marks(facts.vocab, (), 0, sentinels, 0, 1, stops=(1,)))
 
 
 def width(model: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from regard.data.corrupt import Corruption, DrawPrefix, Infill, Marks, MaskTokens, Spans
+from regard.data.corrupt import Corruption, DrawPrefix, Infill, MaskTokens, Spans
 from regard.data.feed import Batch
 from regard.layers import Answer, Classify, Tag
 from regard.mask import Mask
@@ -25,8 +25,9 @@ class Task(NamedTuple):
     `mask`: what the tokens of a batch see; it gives None where the model's own mask holds.
     `metrics`: those of an evaluation, the best model's first; `other_metrics` suit too.
     `head`: for so many classes; None: words are predicted. `recipe`: settings of a tokenizer that is
-    learned for it. `packed`: whole documents may share a row; `smoothed`: labels may be smoothed;
-    `indexed`: it trains the indexers of sparse attention."""
+    learned for it. `corruption`: of its text, made of the tokenizer's Marks and a config's [noise].
+    `packed`: whole documents may share a row; `smoothed`: labels may be smoothed; `indexed`: it
+    trains the indexers of sparse attention."""
 
     reads: str
     objective: Callable[..., tuple[Tensor, Tensor]]
@@ -37,7 +38,7 @@ class Task(NamedTuple):
     other_metrics: tuple[str, ...] = ()
     head: Callable[[int], Any] | None = None
     recipe: Mapping[str, Any] = {"task": "mlm"}
-    corruption: Callable[[Marks], Corruption] | None = None
+    corruption: Callable[..., Corruption] | None = None
     packed: bool = False
     smoothed: bool = True
     indexed: bool = False
@@ -95,6 +96,9 @@ TASKS: dict[str, Task] = {
         "vit-small or deit-small",
         metrics=_CLASSES,
         head=Classify,
+    ),
+    "caption": Task(
+        "caption", loss.seq2seq, ("captioner",), "captioner", recipe={"task": "seq2seq"}
     ),
     # The two stages of sparse attention's indexer.
     "dense_index": Task(

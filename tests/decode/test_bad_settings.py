@@ -57,8 +57,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"length_penalty": NAN}, "length_penalty is nan; give a number from -100.0 to 100.0"),
     ({"early_stopping": "soon"}, "early_stopping is 'soon'; choose heuristic, never, first"),
     ({"early_stopping": 1}, "early_stopping is 1; choose heuristic, never, first"),
-    ({"overflow": "slide"}, "overflow is 'slide'; choose refuse, crop"),
+    ({"overflow": "slide"}, "overflow is 'slide'; choose error, crop, sinks"),
     ({"overflow": "crop", "beams": 2}, "leave overflow='crop' out, or beams"),
+    ({"overflow": "sinks", "beams": 2}, "leave overflow='sinks' out, or beams"),
+    ({"top_logprobs": 21}, "top_logprobs is 21; give a number from 0 to 20"),
+    ({"top_logprobs": True}, "top_logprobs is True; give a whole number from 0 to 20"),
+    ({"top_logprobs": 2, "beams": 2}, "leave top_logprobs=2 out, or beams"),
+    ({"prompt_logprobs": 3}, "prompt_logprobs is 3; give True or False"),
+    ({"logprobs": 3}, "no setting 'logprobs'; here it is top_logprobs"),
     ({"lookup": 1000}, "lookup is 1000; give a number from 0 to 64"),
     ({"eos": 3}, "eos is 3; give a list of token ids"),
     ({"eos": ["</s>"]}, "'</s>' is no token id; give a whole number"),
@@ -152,7 +158,7 @@ def test_request_over_the_context_says_both_numbers_and_the_ways_out() -> None:
         says = (
             "10 tokens of prompt and 7 new ones are more than the model's context of 16; "
             "shorten the prompt, or ask for at most 6 new tokens, "
-            "or go on with the last 16 tokens of the text: overflow='crop'"
+            "or go on with 16 tokens of the text: the last ones, or its first 4 and the last: overflow='crop'"
         )
         with pytest.raises(UsageError, match=says):
             engine.submit(Request([1] * 10, Settings(max_new_tokens=7)))

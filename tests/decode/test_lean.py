@@ -1,5 +1,6 @@
 """Prepared blocks in native code say what the plain blocks say: prompts, single steps, beams that trade places."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from torch import Tensor
 
 import regard
+from regard import Engine, Request, Settings
 from regard.attention import GQA
 from regard.block import Tower
 from regard.cache import Cache, Contiguous, Paged
-from regard.fast.cpu import NativeAttention, prepare
+from regard.fast.cpu import NativeAttention, NativeStack, Step, prepare
 from regard.kernels.c import native
 from regard.kernels.c.linear import usable
 from regard.layers import LM, MLP, Norm
@@ -110,6 +112,74 @@ def test_lean_blocks_read_pages_where_they_lie(
     monkeypatch.setattr(Paged, "_read", lambda *args: steps.append(args) or read(*args))
     assert torch.equal(story(lean, name, layout="paged", pages=40, page=4), want)
     assert len(steps) == 2  # of the prompt, by each layer
+
+
+def steps_of(model: Model, name: str, layout: dict[str, Any]) -> Tensor:
+    """Steps over memory that stays, of rows that trade places in the middle and become fewer at the end."""
+    g = torch.Generator().manual_seed(2)
+    ids, more = torch.randint(VOCAB, (4, 24), generator=g), dict[str, Any]()
+    if name in PAIRS:
+        more = {"source": torch.randint(VOCAB, (4, 7), generator=g), "source_lengths": [7, 2, 5, 7]}
+    cache: Cache = model.cache(4, **layout)
+    out = [model.next_logits(ids[:, :5], torch.tensor([5, 5, 3, 3]), cache=cache, **more)]
+    for i in range(16):
+        rows = {6: [1, 0, 3, 2], 7: [0, 0, 2, 3], 8: [1, 1, 2, 2], 9: [1, 0, 2, 2], 12: [2, 3, 0]}
+        if i in rows:
+            cache = cache.take(torch.tensor(rows[i]))
+        out.append(model.next_logits(ids[: cache.batch, 5 + i : 6 + i], cache=cache))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("layout", [{"capacity": 64}, {"layout": "paged", "pages": 60, "page": 4}])
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+@torch.inference_mode()
+def test_steps_that_are_played_are_those_that_are_made(
+    name: str, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; and so that this says something, steps are played where the blocks are C code alone."""
+    lean, played, play = prepare(made(name), "fp32"), [], Step.play
+    monkeypatch.setattr(Step, "play", lambda *args: played.append(args) or play(*args))
+    got = steps_of(lean, name, layout)
+    tower = lean.decoder if name in PAIRS else lean.tower
+    assert isinstance(tower, NativeStack) == (name not in ("gemma", "olmo", "wide", "t5"))
+    assert len(played) > 2 if isinstance(tower, NativeStack) else not played
+    monkeypatch.setattr(NativeStack, "key", lambda *_: None)
+    count = len(played)
+    assert torch.equal(steps_of(lean, name, layout), got) and len(played) == count
+
+
+def test_steps_of_several_threads_keep_apart() -> None:
+    lean = prepare(made("llama"), "fp32")
+    want = steps_of(lean, "llama", {"capacity": 64})
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda _: steps_of(lean, "llama", {"capacity": 64}), range(9))
+    assert all(torch.equal(each, want) for each in found)
+
+
+@pytest.mark.parametrize("how", [{}, {"pages": 60, "page": 4}])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma"])
+def test_requests_that_come_and_go_have_their_solo_answers(name: str, how: dict[str, int]) -> None:
+    """Rows join, leave and make room for others: recorded steps are found again, or not, as the memory says."""
+    lean, g = prepare(made(name), "fp32"), torch.Generator().manual_seed(3)
+    asked = [
+        Request(
+            torch.randint(VOCAB, (2 + i % 4,), generator=g).tolist(),
+            Settings(max_new_tokens=4 + 5 * (i % 3), eos=()),
+        )
+        for i in range(9)
+    ]
+    engine, got = Engine(lean, rows=4, **how), dict[int, list[int]]()
+    for i, request in enumerate(asked):
+        engine.submit(request)
+        for event in engine.step() if i % 2 else []:
+            if event.done is not None:
+                got[event.request] = event.done[0].ids
+    got |= {e.request: e.done[0].ids for e in engine.run() if e.done is not None}
+    alone = [
+        regard.generate(lean, [r.ids], max_new_tokens=r.settings.max_new_tokens, eos=())[0].ids
+        for r in asked
+    ]
+    assert [got[number] for number in sorted(got)] == alone
 
 
 @pytest.mark.parametrize("name", ["llama", *PAIRS])

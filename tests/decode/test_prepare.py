@@ -371,7 +371,9 @@ def test_bf16_on_a_cpu_that_does_not_multiply_it_is_fp32_and_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prepared, "half_is_fast", lambda: False)
-    with pytest.warns(Notice, match="this CPU does not multiply bf16: fp32, which is faster, is taken"):
+    with pytest.warns(
+        Notice, match="this CPU does not multiply bf16: fp32, which is faster, is taken"
+    ):
         fast = prepare(small("mha"), "bf16")
     assert fast.precision == "fp32" and fast.cache(1).dtype == torch.float32
 

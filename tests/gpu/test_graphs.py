@@ -3,6 +3,7 @@ and its tokens but for ties within that bound. Skipped without a GPU; on any mac
 tests/kernels/test_gpu_graphs.py does the same without kernels."""
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -114,8 +115,7 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
         assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
 
 
-@pytest.mark.parametrize("rows", [3, 16])
-@pytest.mark.parametrize("name", small.FORMS)
+@pytest.mark.parametrize("name, rows", zip(small.FORMS, itertools.cycle((3, 16))))
 def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
     model, asked = small.build(name).cuda(), small.requests(rows)
     assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
@@ -394,3 +394,54 @@ def test_two_engines_of_a_model_do_not_meet() -> None:
         for k, engine in enumerate((first, second)):
             found[k] |= {e.request: e.done[0].ids for e in engine.step() if e.done is not None}
     assert all([each[i] for i in range(6)] == want for each in found.values())
+
+
+def odd(sample: int, ids: list[int]) -> torch.Tensor:
+    """A mask: every third token, others after each text; none after nine."""
+    return (torch.arange(97) + sum(ids)) % 3 == (0 if len(ids) < 9 else 3)
+
+
+def test_best_tokens_prompts_and_masks_are_the_same_in_a_graph() -> None:
+    """Rows with masks beside rows without, drawn and greedy, as the runner `torch` has them on the same device."""
+    model = build("gqa")
+    asked = [
+        *requests(4, top_logprobs=5, prompt_logprobs=True),
+        *requests(4, temperature=1.0, top_p=0.9, top_logprobs=20),
+    ]
+    for i, r in enumerate(asked):
+        r.mask = odd if i % 2 else None
+    got = answer(model, asked, 8)
+    want = served(Engine(model, runner="torch", rows=8), asked)
+    for r, a, b in zip(asked, got, want, strict=True):
+        assert (a.ids, a.finish) == (b.ids, b.finish)
+        assert r.mask is None or all((t + sum(a.ids[:i])) % 3 == 0 for i, t in enumerate(a.ids))
+        assert a.prompt_logprobs[1:] == pytest.approx(b.prompt_logprobs[1:], abs=1e-3)
+        for x, y in zip(
+            a.top_logprobs + a.prompt_top_logprobs,
+            b.top_logprobs + b.prompt_top_logprobs,
+            strict=True,
+        ):
+            assert [p for _, p in x] == pytest.approx([p for _, p in y], abs=1e-3)
+
+
+def test_request_too_large_for_the_device_ends_alone() -> None:
+    """Real memory, of which hardly any is free: a prompt that needs more ends with an error, the others do not."""
+    model, few = build("gqa"), requests(3)
+    want = [r.ids for r in answer(model, few, 4)]
+    engine = Engine(model, rows=4)
+    large = Request([1] * 400, Settings(max_new_tokens=2, prompt_logprobs=True))
+    engine.slots.runner.read, read = (
+        lambda *a: _greedy_for_memory(read, *a),
+        engine.slots.runner.read,
+    )
+    found = served(engine, [few[0], large, *few[1:]])
+    assert [found[i].ids for i in (0, 2, 3)] == want
+    assert found[1].finish == "error"
+    assert "out of memory on cuda" in found[1].error
+
+
+def _greedy_for_memory(read: object, pack: object, used: object, wanted: object = ()) -> object:
+    """Reads; for log probabilities with more memory than there is."""
+    if wanted:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    return read(pack, used, wanted)  # type: ignore[operator]

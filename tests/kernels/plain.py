@@ -58,12 +58,13 @@ def largest_gap(engine: Engine, texts: Sequence[list[int]], steps: int) -> float
             seen.setdefault(row, []).append(x)
         return found
 
-    def reads(pack: Pack, used: frozenset[str]) -> None:
+    def reads(pack: Pack, used: frozenset[str], *more: object) -> list[Tensor]:
         nonlocal rows
         # Spare prompts repeat the last one.
         rows = list(dict.fromkeys(pack.rows.tolist()))
-        read(pack, used)
+        found = read(pack, used, *more)
         rows = list(range(len(texts)))
+        return found
 
     runner.fast.logits, runner.read = logits, reads
     answers = served(engine, [Request(ids, Settings(max_new_tokens=steps)) for ids in texts])

@@ -12,6 +12,7 @@ import torch
 import regard
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner
+from regard.decode.search import ROOM
 from regard.decode.settings import Request, Result, Settings
 from regard.errors import UsageError
 from regard.fast import cuda
@@ -298,6 +299,20 @@ def test_what_has_no_graph_says_why() -> None:
     assert "8 slots over 1,024 pages of 16 tokens" in told and "SlotAttention" in told
 
 
+def test_states_are_inside_the_memory() -> None:
+    model = build("qwen3_next")
+    engine = Engine(model, runner="graph", rows=6, memory=2**18)
+    assert engine.slots is not None and engine.pool is not None
+    states = [x for layer in engine.slots.runner.pages.states for x in layer.values()]
+    size = sum(x.nbytes for x in states)
+    page = 16 * sum(spec.numbers() for spec in model.cache_specs()) * 4
+    assert {len(x) for x in states} == {8} and size > 2**16
+    assert "beam search, guesses" in engine.explain() and "pages hold no state" in engine.explain()
+    assert len(engine.pool.users) == (2**18 - size) // page < 6 * 96 // 16
+    with pytest.raises(UsageError, match="hold no page"):
+        Engine(model, runner="graph", rows=64, memory=2**18)
+
+
 def test_parts_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "ready", lambda x: True)
     monkeypatch.setattr(gpu_attention, "ready", lambda x: True)
@@ -389,6 +404,20 @@ def test_cancelled_beams_give_what_the_host_knew() -> None:
     assert rest.request == other and engine.pool.available == len(engine.pool.users)
 
 
+def test_beams_that_fill_their_room_wait_for_others() -> None:
+    """Texts as long as there is place for, done while the host has not read that and others go on."""
+    model = build("gqa").double()
+    asked = [Request([1, i], Settings(max_new_tokens=ROOM, beams=2)) for i in range(3)]
+    engine = Engine(model, runner="graph", rows=8)
+    numbers = []
+    for r in asked:
+        numbers.append(engine.submit(r))
+        engine.step()
+    done = {e.request: e.done for e in engine.run() if e.done is not None}
+    for n, r in zip(numbers, asked, strict=True):
+        same(done[n], by_torch(model, [r]))
+
+
 BEAMS: list[dict[str, Any]] = [
     {},
     {"max_new_tokens": 9, "banned": (7, 8, 2)},
@@ -402,7 +431,7 @@ BEAMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "dsa", *PAIRS])
+@pytest.mark.parametrize("name", ["gqa", "mla", "dsa", "qwen3_next", *PAIRS])
 def test_beams_in_slots_are_the_plain_engines_beams(name: str) -> None:
     """All settings of a shape step together; in many slots with prompts in chunks, in few with few pages."""
     common = {"max_new_tokens": 12, "beams": 3, "n_best": 3, "eos": (3,)}
@@ -523,7 +552,7 @@ def test_packs_hold_every_token_once() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["gqa", "mla"])
+@pytest.mark.parametrize("name", ["gqa", "mla", "qwen3_next"])
 def test_graphs_end_a_request_without_numbers_as_the_engine_does(
     name: str, value: float, settings: dict
 ) -> None:

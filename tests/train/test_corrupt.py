@@ -1,8 +1,12 @@
 """Corruption: the original comes back from what was made of it, and the rates are those of the papers."""
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from regard.data.corrupt import (
     MaskTokens,
     Spans,
     infill,
+    permute_sentences,
     rows,
     span_counts,
     spans,
@@ -187,6 +192,42 @@ def test_infill_spans_are_poisson_and_some_are_empty() -> None:
     assert 2.7 < taken / masks < 3.05
     inserted = [s for s in range(200) if len(infill(text(3, s), MASK, drawing(s), 0.34)) == 4]
     assert inserted  # a mask came in and 1 token went: one span was empty
+
+
+def test_sentences_are_shuffled_and_stay_whole() -> None:
+    """A sentence ends behind a full stop, or several; what follows the last one is a sentence too."""
+    ids = torch.tensor([10, 11, STOP, 12, STOP, STOP, 13, 14, 15])
+    sentences = {(10, 11, STOP), (12, STOP, STOP), (13, 14, 15)}
+    orders = set()
+    for seed in range(60):
+        row = tuple(permute_sentences(ids, (STOP,), drawing(seed)).tolist())
+        left = row
+        order = []
+        while left:
+            (first,) = (s for s in sentences if left[: len(s)] == s)
+            order.append(first)
+            left = left[len(first) :]
+        assert set(order) == sentences
+        orders.add(tuple(order))
+    assert len(orders) == 6
+    assert torch.equal(permute_sentences(ids[:2], (STOP,), drawing(0)), ids[:2])
+
+
+def test_infill_shuffles_sentences_if_asked() -> None:
+    marks = replace(MARKS, stops=(STOP,))
+    whole = batch(300)
+    made = Infill(marks, rate=0.0, permute=True)(whole, drawing(5))
+    assert made.source is not None and torch.equal(made.labels, whole.labels)
+    assert not torch.equal(made.source, whole.ids)
+    assert torch.equal(made.source.sort().values, whole.ids.sort().values)
+    assert made.source[0, 0] == CLS and made.source[0, -1] == SEP
+
+
+def test_settings_that_are_off_leave_the_fingerprint_as_it_was() -> None:
+    feed: Any = SimpleNamespace(fingerprint="data")
+    old = repr(("data", "Infill", {"marks": MARKS, "rate": 0.3, "mean": 3.0, "stops": None}, 7))
+    prints = [Corrupted(feed, Infill(MARKS, permute=p), 7).fingerprint for p in (False, True)]
+    assert prints[0] == hashlib.sha256(old.encode()).hexdigest() != prints[1]
 
 
 def test_infill_batch_keeps_its_ends_and_asks_for_the_text() -> None:

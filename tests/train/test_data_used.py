@@ -45,6 +45,7 @@ READS = {  # task -> a file it reads, and the settings it uses
     "tag": ("a.jsonl", TEXTS),
     "answer": ("a.json", TEXTS),
     "image": ("pictures", PICTURES | BESIDE | {"columns"}),
+    "caption": ("pictures", PICTURES - {"paste"} | BESIDE | {"columns"}),
 }
 
 

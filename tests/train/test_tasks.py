@@ -14,7 +14,17 @@ from regard.attention import DSA, GQA, MLA
 from regard.block import Tower
 from regard.data.config import ROWED, Data, check_used
 from regard.data.corrupt import Infill, Marks, Spans
-from regard.data.feed import Base, Batch, Batching, Feed, ImageFeed, LabelFeed, PairFeed, TextFeed
+from regard.data.feed import (
+    Base,
+    Batch,
+    Batching,
+    CaptionFeed,
+    Feed,
+    ImageFeed,
+    LabelFeed,
+    PairFeed,
+    TextFeed,
+)
 from regard.data.shards import Column
 from regard.errors import UsageError
 from regard.layers import LM, MLM, MLP
@@ -62,6 +72,11 @@ def model_for(task: str, dropout: float = 0.0) -> Any:
         tokens, plain = Tokens(VOCAB, Sinusoidal(64)), GQA(2)
         towers = tower(plain, False), tower(plain, True, cross=plain)
         return EncoderDecoderConfig(tokens, towers[0], tokens, towers[1]).make().double()
+    if kind == "captioner":
+        towers = tower(GQA(2), False), tower(GQA(2), True, cross=GQA(2))
+        words = Tokens(VOCAB, Sinusoidal(64))
+        parts = (Patches(8, 4, 1), towers[0], words, towers[1])
+        return EncoderDecoderConfig(*parts, shared=False).make().double()
     if kind == "model of pictures":
         return TransformerConfig(Patches(8, 4, 1), tower(GQA(2), False), head).make().double()
     causal = kind == "decoder"
@@ -84,8 +99,12 @@ def plain_feed(task: str, pack: str, held: Base | None = None, seed: int = 0) ->
         return TextFeed(column, batching, pack=pack, shift=reads == "lm", **more)
     if reads == "seq2seq":
         return PairFeed(column, Column.of(texts(seed + 1)), batching, start=2, end=3, **more)
-    if reads == "image":
+    if reads in ("image", "caption"):
         pictures = draw.integers(0, 256, (EXAMPLES, 8, 8, 1), np.uint8)
+    if reads == "caption":
+        numbers, more = Column(np.arange(EXAMPLES)), {**more, "texts": column, "start": 2, "end": 3}
+        return CaptionFeed(Column(pictures), numbers, batching, **more)
+    if reads == "image":
         return ImageFeed(Column(pictures), Column(draw.integers(0, 3, EXAMPLES)), batching, **more)
     labels = Column(draw.integers(0, 3, EXAMPLES))
     if reads == "tag":

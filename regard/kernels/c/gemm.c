@@ -82,10 +82,15 @@ INLINE ints pairs(ints a, ints b) {
 
 INLINE ints step(ints sum, ints w, const char *x, const int lane, const int kind) {
 #if defined(__ARM_NEON)
-    float32x4_t f;
-    int8x16_t i;
-    memcpy(&f, x, sizeof f), memcpy(&i, x, sizeof i);
-    if (kind == FP32) return (ints)NAMED(vfmaq_laneq_f32, (float32x4_t)sum, (float32x4_t)w, f);
+    int8x16_t i = vld1q_s8((const int8_t *)x);
+    if (kind == FP32) { /* spelt out: the compiler would copy every sum, whose type changes */
+        ints four = (ints)i;
+        if (lane == 0) __asm__("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(w), "w"(four));
+        if (lane == 1) __asm__("fmla %0.4s, %1.4s, %2.s[1]" : "+w"(sum) : "w"(w), "w"(four));
+        if (lane == 2) __asm__("fmla %0.4s, %1.4s, %2.s[2]" : "+w"(sum) : "w"(w), "w"(four));
+        if (lane == 3) __asm__("fmla %0.4s, %1.4s, %2.s[3]" : "+w"(sum) : "w"(w), "w"(four));
+        return sum;
+    }
 #if defined(__ARM_FEATURE_DOTPROD)
     return (ints)NAMED(vdotq_laneq_s32, (int32x4_t)sum, (int8x16_t)w, i);
 #else

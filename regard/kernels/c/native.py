@@ -62,10 +62,12 @@ FORMS = {
     "dotprod": ("aarch64", "asimddp", "-march=armv8.2-a+dotprod"),
     "neon": ("aarch64", "", "-march=armv8-a"),
 }
-# Not -ffast-math: NaN must stay NaN, and linking with it would flush denormals in the whole process.
+# Not -ffast-math: NaN must stay NaN, and linking with it would flush denormals in the whole process. On ARM gcc's
+# first scheduling moves loads so far ahead that sums leave the registers.
 FLAGS = shlex.split(
     "-std=gnu11 -O3 -fopenmp -fPIC -fno-math-errno "
-    "-fno-trapping-math -fassociative-math -fno-signed-zeros -freciprocal-math"
+    "-fno-trapping-math -fassociative-math -fno-signed-zeros -freciprocal-math "
+    "-fno-schedule-insns"
 )
 PATIENCE = 300  # seconds for the compiler
 

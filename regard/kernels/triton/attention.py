@@ -271,7 +271,7 @@ def _split(
         at = s0 + tl.arange(0, BLOCK_S)
         valid = at < end
         place = _place(table, b, tl.minimum(at, length - 1), row, G, D, PAGE) + g * D
-        real = valid[:, None] & in_head[None, :]
+        real = valid[:, None] if D == WIDTH else valid[:, None] & in_head[None, :]
         k = tl.load(keys + place[:, None] + full[None, :], mask=real, other=0.0)
         x = _score(tl.dot(q, tl.trans(k), input_precision=precision), scale, cap, CAP)
         if BIAS:

@@ -4,8 +4,8 @@ order, then the inverse of the cumulative probability. decode/sampling.py has th
 Each token has a rank in its row, an int64 with the bits of its score above those of its id, so that no two are equal
 and of equal scores the lowest id comes first. A filter keeps the ranks from one number per row upwards, the cut: the
 largest rank at which the probability (top-k: the number) of the tokens from there upwards reaches the goal. It is found
-in four launches: two rounds of `_count` count the tokens in 63 equal parts of a range of scores, which bounds what lies
-above each of them; `_gather` lists the tokens where the cut may lie, some hundreds; `_settle` bisects them.
+in four launches: two rounds of `_count` count the tokens in 127 equal parts of a range of scores, which bounds what
+lies above each of them; `_gather` lists the tokens where the cut may lie, some hundreds; `_settle` bisects them.
 
 Shapes are static, nothing waits for the host, and sums have a fixed order: equal inputs give equal tokens, in a CUDA
 graph or outside.
@@ -27,8 +27,8 @@ if triton is not None:
     STAT = tl.constexpr(8)  # numbers that a search keeps of a row
 
 CHUNK = 4096  # tokens per program
-TILE = 1024  # listed tokens at a time in `_settle`
-BINS = 64  # of scores, in each of two rounds
+TILE = 2048  # listed tokens at a time in `_settle`
+BINS = 128  # of scores, in each of two rounds
 
 
 # --- what a program reads -----------------------------------------------------------------------------------------
@@ -233,10 +233,10 @@ def _count(
         else:
             top, log_sum, entropy, _ = _stat(stat, b)
             first, last, low, high = _between(stat, parts, counts, b, chunks, KIND, 0, BINS, C)
-            # A little more on both sides, for rounding; all below where not even the lowest bin is enough.
+            # A little more on both sides, for rounding.
             wide, small = (high - low) / (BINS - 1), 2.4e-7 * (tl.abs(low) + tl.abs(high))
             high = low + (last + 0.02) * wide + small
-            low = tl.where(first > 0, low + (first - 1.02) * wide - small, -3e38)
+            low = low + (first - 1.02) * wide - small
         if c == 0:
             tl.store(at + 4 + 2 * ROUND, low)
             tl.store(at + 5 + 2 * ROUND, high)
@@ -297,8 +297,9 @@ def _between(
     if ROUND == 1:
         above = tl.sum(_part(parts, b, chunks, 2, 0.0, C).to(tl.float64), 0).to(tl.float32)
         least, most = least + above * (1 - 1e-6), most + above * (1 + 1e-6)
-    first = tl.max(tl.where(least >= goal, j, 0), 0)
-    return first, tl.max(tl.where(most >= goal, j, 0), 0), low, high
+    # The cut does not lie below the range.
+    first = tl.max(tl.where(least >= goal, j, 1), 0)
+    return first, tl.max(tl.where(most >= goal, j, 1), 0), low, high
 
 
 @jit
