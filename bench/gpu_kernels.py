@@ -190,7 +190,7 @@ def part_l(args: argparse.Namespace) -> None:
             f"  batch {b:2d}, {h:3d} heads, pages of {page}: {took * 1e6:6.1f} us, {size / took / 1e12:.2f} TB/s, "
             f"{b * s * h * 2 * 1088 / took / 1e12:.0f} TFLOP/s, memory {1 + more:.3f} times the cache"
         )
-        del q, latents, ropes, table
+        del q, latents, ropes, table, call
     s, k = 131072, 2048
     q, keys, w, table, pos = indexed(16, s)
     for fp8 in (False, True):
@@ -225,7 +225,8 @@ def part_d(args: argparse.Namespace) -> None:
         engine, texts = long_texts(name)
         pool = engine.pool
         assert pool is not None
-        say(engine, texts, 18)  # records the graphs
+        for _ in range(2):  # records the graphs of steps, then those of prompts
+            say(engine, texts, 18)
         torch.cuda.reset_peak_memory_stats()
         few, many = (min(say(engine, texts, n) for _ in range(2)) for n in (18, 274))
         took[name] = (many - few) / 256
