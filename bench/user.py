@@ -435,15 +435,14 @@ def part_h(args: argparse.Namespace) -> None:
                 pass
         return time.perf_counter() - start
 
-    each: tuple[list[float], list[float]] = [], []
+    print(f"  16 requests, {tokens} tokens, {torch.get_num_threads()} threads")
     for _ in range(3):
-        for times, groups in zip(each, ([asked], [[request] for request in asked]), strict=True):
-            times.append(serve(groups))
-    together, alone = (min(times) for times in each)
-    print(
-        f"  16 requests, {tokens} tokens: together {tokens / together:.1f} tokens/s, one at a time "
-        f"{tokens / alone:.1f}: {alone / together:.2f} times"
-    )
+        together, alone = serve([asked]), serve([[request] for request in asked])
+        print(
+            f"  together {tokens / together:.1f} tokens/s, one at a time {tokens / alone:.1f}: "
+            f"{alone / together:.2f} times",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

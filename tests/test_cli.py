@@ -205,6 +205,16 @@ def test_json_holds_the_result() -> None:
     assert found["logprobs"] == pytest.approx(want.logprobs, abs=1e-4)
 
 
+def test_json_holds_the_best_tokens_and_the_prompt() -> None:
+    flags = ["--max-new-tokens", 3, "--top-logprobs", 2, "--prompt-logprobs"]
+    found = json.loads(call("generate", folder("gpt2"), "The dog", *flags, "--json").out)
+    assert [len(tops) for tops in found["top_logprobs"]] == [2] * len(found["ids"])
+    assert [tops[0][1] for tops in found["top_logprobs"]] == found["logprobs"]
+    assert found["prompt_logprobs"][0] is None and found["prompt_logprobs"][1] < 0
+    done = call("generate", folder("gpt2"), "The dog", *flags)
+    assert done.code == 2 and "are printed with --json; give it too" in done.err
+
+
 @pytest.mark.parametrize(
     "flags, count",
     [

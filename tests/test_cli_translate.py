@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from tokenizers import models, pre_tokenizers, processors
 
 import regard
-from regard.evaluate import model as opening
 from regard.see.look import source_words, target_words, word_numbers
 from regard.text import Tokenizer, needed
 from tests.test_cli import HOME, Done, call, folder, process, put
@@ -73,29 +72,6 @@ def test_quantize_says_what_it_costs_once() -> None:
     assert done.code == 0 and len(done.out.splitlines()) == 2
     assert done.err.startswith("int8: perplexity of the plain model's answer ")
     assert len(done.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "flags, rows",
-    [
-        ([], 128),
-        (["--rows", 32], 32),
-        (["--rows", 10**6, "--block", 3], 12),
-        (["--block", 10**30, "--beams", 1], 128),
-    ],
-)
-def test_model_is_packed_for_the_rows_of_a_step(
-    flags: list[int], rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    def prepared(model: Any, precision: str, *, rows: int) -> Any:
-        seen.append((precision, rows))
-        return regard.prepare(model, precision, rows=rows)
-
-    monkeypatch.setattr(opening, "prepare", prepared)
-    assert call("translate", folder("t5"), "--max-new-tokens", 2, *flags, stdin="Hund").code == 0
-    assert seen == [("fp32", rows)]
 
 
 def test_every_line_is_cut_into_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_text_is_made_with_each_token_only_where_it_is_wanted() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "marian"])
 def test_prepared_models_answer_as_plain_ones(name: str) -> None:
     plain = regard.load(folder(name))
-    ready = regard.prepare(plain, "fp32", rows=8)
+    ready = regard.prepare(plain, "fp32")
     for settings in ({}, {"beams": 3, "n_best": 2}, {"samples": 2, "temperature": 0.8}):
         want, got = (
             regard.generate(m, ["The dog", "a"], max_new_tokens=6, **settings)  # type: ignore[arg-type]

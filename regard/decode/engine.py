@@ -149,8 +149,10 @@ class Engine:
             size = f"{len(pool.users):,} pages of {pool.page} tokens, {pool.nbytes / 2**30:.2f} GiB"
             first = f"runner graph: {how} of {runner.rows} slots over {size}"
             more = "guesses and texts past the context: runner torch"
+            if runner.stateful:
+                more = f"beam search, {more}; no prefix is found again, as pages hold no state"
             slow = "rows with a mask: rounds of one step, for all that run beside them"
-            return f"{first}\n{runner.fast.explain()}\n{more}\n{slow}"
+            return "\n".join([first, runner.fast.explain(), more, slow])
         name = "native" if isinstance(self.model, Prepared) else "torch"
         return f"runner {name}: no CUDA graph, as {self.plain}\n{self.model.explain()}"
 

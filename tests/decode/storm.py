@@ -52,7 +52,7 @@ CLOSE = 2e-5  # log probabilities are float32
 
 
 class Strike(KeyboardInterrupt):
-    """What is raised inside a step."""
+    """What is raised inside a step, with the name of the function that it hit."""
 
 
 @functools.cache
@@ -214,7 +214,7 @@ def struck(call: Callable[[], Any], at: int) -> Any:
             left -= 1
             if left == 0:
                 sys.setprofile(None)
-                raise Strike
+                raise Strike(frame.f_code.co_qualname)
 
     sys.setprofile(count)
     try:
@@ -249,11 +249,13 @@ def _play(seed: int, faults: bool, starved: bool, requests: int) -> Counter[str]
     shared = [rng.randrange(written(model).vocab) for _ in range(12)]
     waiting = [ask(rng, model, shared, key) for key in range(requests)]
     asked: dict[int, Asked] = {}
+    past: list[str] = []
 
     def note(events: list[Event]) -> None:
         for event in events:
             mine = asked[event.request]
-            assert mine.done is None, "an event of a request that is done"
+            said = f"{event} of a request that is done: {mine.done}; before: {past[-12:]}"
+            assert mine.done is None, said
             mine.done = event.done
             if event.token is not None:
                 mine.events.append(event)
@@ -262,9 +264,11 @@ def _play(seed: int, faults: bool, starved: bool, requests: int) -> Counter[str]
         if faults and rng.random() < 0.25:
             try:
                 return struck(engine.step, int(2 ** rng.uniform(0, 12)))
-            except Strike:
+            except Strike as hit:
                 counts["faults"] += 1
+                past.append(f"hit in {hit}")
                 return []
+        past.append("step")
         return engine.step()
 
     for _ in range(4000):
@@ -280,6 +284,7 @@ def _play(seed: int, faults: bool, starved: bool, requests: int) -> Counter[str]
         elif what < 0.415 and asked:
             number = rng.choice(list(asked))
             asked[number].cancelled = True
+            past.append(f"cancel {number}")
             note(engine.cancel(number))
         elif what < 0.44 and len(list(engine._active())) > 1:
             with torch.inference_mode():
@@ -309,8 +314,11 @@ def held(engine: Engine) -> None:
     """Every page that is in use is in some row's table."""
     if engine.pool is None:
         return
-    tables: list[list[int]] = [slot.pages for slot in engine.slots.slots] if engine.slots else []
-    caches = [lane.cache for lane in engine.lanes.values() if lane is not engine.slots]
+    slots = [slot for lane in engine._slots() for slot in lane.slots]
+    tables: list[list[int]] = [slot.pages for slot in slots]
+    tables += [pages for slot in slots for pages in getattr(slot, "own", [])]
+    tables += [m.pages for m in {id(s.memory): s.memory for s in slots if s.memory}.values()]
+    caches = [lane.cache for lane in engine.lanes.values() if lane not in engine._slots()]
     caches += [engine.loading.cache] if engine.loading is not None else []
     tables += [table for cache in caches for table in getattr(cache, "tables", [])]
     assert sum(engine.pool.users) == sum(map(len, tables)), "pages are held that no row has"

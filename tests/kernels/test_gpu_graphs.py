@@ -307,6 +307,7 @@ def test_states_are_inside_the_memory() -> None:
     size = sum(x.nbytes for x in states)
     page = 16 * sum(spec.numbers() for spec in model.cache_specs()) * 4
     assert {len(x) for x in states} == {8} and size > 2**16
+    assert "beam search, guesses" in engine.explain() and "pages hold no state" in engine.explain()
     assert len(engine.pool.users) == (2**18 - size) // page < 6 * 96 // 16
     with pytest.raises(UsageError, match="hold no page"):
         Engine(model, runner="graph", rows=64, memory=2**18)
@@ -430,7 +431,7 @@ BEAMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "dsa", *PAIRS])
+@pytest.mark.parametrize("name", ["gqa", "mla", "dsa", "qwen3_next", *PAIRS])
 def test_beams_in_slots_are_the_plain_engines_beams(name: str) -> None:
     """All settings of a shape step together; in many slots with prompts in chunks, in few with few pages."""
     common = {"max_new_tokens": 12, "beams": 3, "n_best": 3, "eos": (3,)}
@@ -551,7 +552,7 @@ def test_packs_hold_every_token_once() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["gqa", "mla"])
+@pytest.mark.parametrize("name", ["gqa", "mla", "qwen3_next"])
 def test_graphs_end_a_request_without_numbers_as_the_engine_does(
     name: str, value: float, settings: dict
 ) -> None:

@@ -655,16 +655,14 @@ def test_gpu_decoder_gives_the_plain_tokens(
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_gpu_sparse_decoder_gives_the_plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_sparse_decoder_gives_the_plain_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that is read densely, and chooses among its tokens when it is longer."""
     monkeypatch.setattr(gpu_sparse, "PIECE", 64)
     model = small("dsa")
     text = torch.randint(0, 97, (31,)).tolist()
-    want = served(Engine(model, runner="torch"), [Request(text, Settings(max_new_tokens=4))])
     engine = Engine(model, runner="graph", rows=1)
-    assert engine.plain == "" and "SlotSparse" in engine.explain()
+    assert "SlotSparse" in engine.explain()
     assert largest_gap(engine, [text], 4) < BOUND
-    assert engine.slots is not None and len(want[0].ids) == 4
 
 
 def small(name: str) -> regard.Model:
