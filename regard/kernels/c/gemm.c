@@ -75,26 +75,25 @@ INLINE ints pairs(ints a, ints b) {
 }
 #endif
 
-#if defined(__ARM_NEON) /* the compiler must see a number */
-#define NAMED(F, a, b, c)                                                                          \
-    (lane == 0 ? F(a, b, c, 0) : lane == 1 ? F(a, b, c, 1) : lane == 2 ? F(a, b, c, 2) : F(a, b, c, 3))
+#if defined(__ARM_NEON) /* spelt out: the compiler would copy every sum, whose type changes */
+#define NAMED(WORDS)                                                                               \
+    {                                                                                              \
+        if (lane == 0) __asm__(WORDS "[0]" : "+w"(sum) : "w"(w), "w"(four));                       \
+        if (lane == 1) __asm__(WORDS "[1]" : "+w"(sum) : "w"(w), "w"(four));                       \
+        if (lane == 2) __asm__(WORDS "[2]" : "+w"(sum) : "w"(w), "w"(four));                       \
+        if (lane == 3) __asm__(WORDS "[3]" : "+w"(sum) : "w"(w), "w"(four));                       \
+        return sum;                                                                                \
+    }
 #endif
 
 INLINE ints step(ints sum, ints w, const char *x, const int lane, const int kind) {
 #if defined(__ARM_NEON)
-    int8x16_t i = vld1q_s8((const int8_t *)x);
-    if (kind == FP32) { /* spelt out: the compiler would copy every sum, whose type changes */
-        ints four = (ints)i;
-        if (lane == 0) __asm__("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(w), "w"(four));
-        if (lane == 1) __asm__("fmla %0.4s, %1.4s, %2.s[1]" : "+w"(sum) : "w"(w), "w"(four));
-        if (lane == 2) __asm__("fmla %0.4s, %1.4s, %2.s[2]" : "+w"(sum) : "w"(w), "w"(four));
-        if (lane == 3) __asm__("fmla %0.4s, %1.4s, %2.s[3]" : "+w"(sum) : "w"(w), "w"(four));
-        return sum;
-    }
+    ints four = (ints)vld1q_s8((const int8_t *)x);
+    if (kind == FP32) NAMED("fmla %0.4s, %1.4s, %2.s")
 #if defined(__ARM_FEATURE_DOTPROD)
-    return (ints)NAMED(vdotq_laneq_s32, (int32x4_t)sum, (int8x16_t)w, i);
+    NAMED("sdot %0.4s, %1.16b, %2.4b")
 #else
-    for (int j = 0; j < 4; j++) sum += (w << (24 - 8 * j) >> 24) * (int32_t)i[4 * lane + j];
+    for (int j = 0; j < 4; j++) sum += (w << (24 - 8 * j) >> 24) * (four[lane] << (24 - 8 * j) >> 24);
     return sum;
 #endif
 #else
