@@ -177,6 +177,9 @@ def by_torch(model: regard.Model, asked: list[Request], **options: Any) -> list[
 @pytest.mark.parametrize("settings", [{}, {"eos": (5, 7, 11, 20)}], ids=["length", "eos"])
 def test_graphs_give_the_engine_tokens(name: str, settings: dict) -> None:
     model, asked = build(name), [asked_of(name, r) for r in requests(**settings)]
+    if "dsa" in name:
+        # Rounding a score may choose another key, and that is no small change.
+        model = model.double()
     want = by_torch(model, asked)
     same(answer(model, asked, 3), want)
     same(answer(model, asked, 7), want)  # more rows: sums are left to the norms
