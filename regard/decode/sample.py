@@ -24,7 +24,7 @@ class SampleLane:
     """Rows of any settings without beams, over one cache."""
 
     def __init__(self, cache: Cache, rows: list[Row], draft: Draft | None = None):
-        self.cache, self.rows, self.draft = cache, rows, draft
+        self.cache, self.rows, self.draft = cache, list(rows), draft
         if draft is not None:
             draft.join(len(rows))
         self._columns: Columns | None = None

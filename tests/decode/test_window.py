@@ -1,5 +1,6 @@
 """overflow="crop": a text that outgrows the context goes on as if only its last tokens had been given."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from regard.decode.settings import Request, Result, Settings
 from regard.layers import LM, MLP
 from regard.models import EncoderDecoderConfig, Tokens, TransformerConfig
 from regard.position import Learned, Rope
+from tests.decode.test_steps import Fragile
 from tests.decode.tiny import full, prompts, run
 from tests.laws.mechanisms import VOCAB, stir
 
@@ -140,3 +142,17 @@ def test_generate_goes_on_past_the_context_when_asked() -> None:
     assert result.ids == plain(model, [1] * LONGEST, 5)
     with pytest.raises(regard.UsageError, match="overflow='crop'"):
         regard.generate(model, [[1] * LONGEST], max_new_tokens=5)
+
+
+def test_crop_survives_steps_that_raise_one_after_the_other() -> None:
+    """Each puts the rows back as they were, and none into the company of another request."""
+    model, many = made("learned"), prompts((12, 10, 14))
+    passes, bad = iter(range(10**6)), {4, 5, 6, 9}
+    fragile = Fragile(model, lambda: ValueError("no") if next(passes) in bad else None)
+    engine, done = Engine(fragile, page=4), []
+    for prompt in many:
+        engine.submit(Request(prompt, Settings(max_new_tokens=9, overflow="crop")))
+    while not engine.idle:
+        with contextlib.suppress(ValueError):
+            done += [(e.request, e.done[0].ids) for e in engine.step() if e.done]
+    assert sorted(done) == [(i, plain(model, p, 9)) for i, p in enumerate(many)]
