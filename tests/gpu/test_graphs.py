@@ -37,9 +37,6 @@ MECHANISMS = {
     "window": regard.GQA(4, 4, 32, rope=ROPE, window=9, bias=True),
     "mla": regard.MLA(16, 64, 32, 16, rope=ROPE),
     "dsa": regard.DSA(regard.MLA(16, 64, 32, 16, rope=ROPE), 4, 32, 40, rope_dim=16),
-    "dsa_fp8": regard.DSA(
-        regard.MLA(16, 64, 32, 16, rope=ROPE), 4, 32, 40, rope_dim=16, precision="fp8"
-    ),
     "dsa_gqa": regard.DSA(regard.GQA(8, 2, 64, rope=ROPE), 4, 32, 40, rope_dim=16),
 }
 
