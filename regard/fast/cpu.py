@@ -14,6 +14,7 @@ import copy
 import functools
 import math
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -344,7 +345,7 @@ class Native(Join):
         new = self.copy(module)
         if module.relative is None and all(map(_recorded, new.blocks)):
             new = share(self.kind(NativeStack), new)
-            new.tapes = Tapes()
+            new.tapes = Tapes(new)
         return new
 
     def feed_forward(self, module: FeedForward) -> nn.Module:
@@ -397,7 +398,7 @@ class NativeStack(Stack):
     def key(self, x: Tensor, ctx: Context, cross: Context | None, caches: tuple) -> Any:
         """What a recorded step must have in common with another; None if it cannot be recorded."""
         own, source = caches
-        if ctx.probe is not None or ctx.mask != CAUSAL:
+        if self.tapes.stack() is not self or ctx.probe is not None or ctx.mask != CAUSAL:
             return None
         if not isinstance(own, Contiguous | Paged) or _step(_at(ctx, own, 0, "")) is None:
             return None
@@ -466,12 +467,14 @@ class Step:
 
 
 class Tapes:
-    """The steps of a stack that were recorded last. A step is recorded when it is met for the second time."""
+    """The steps of a stack that were recorded last. A step is recorded when it is met for the second time. A twin of
+    the stack, whose parts may be watched, has none."""
 
     MOST = 8
 
-    def __init__(self) -> None:
+    def __init__(self, stack: Stack) -> None:
         self.lock, self.steps = threading.Lock(), dict[Any, Any]()
+        self.stack = weakref.ref(stack)
 
     def found(self, key: Any) -> Step | bool | None:
         """The step, True if it is to be recorded now, None if not yet."""
