@@ -154,6 +154,7 @@ def fp8_dots(q: Tensor, k: Tensor, dots: Callable[[Tensor, Tensor], Tensor] = do
     from `packed_fp8`."""
     q8, q_scale = to_fp8(q)
     bits = k.contiguous().view(torch.uint8)
+    assert bits.shape[-1] == fp8_bytes(q.shape[-1]), "a cache of another dtype has rounded the bits"
     k8 = bits[..., : q.shape[-1]].contiguous().view(torch.float8_e4m3fn)
     k_scale = bits[..., -16:-12].contiguous().view(torch.float32)
     modern = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)

@@ -27,9 +27,8 @@ class Row:
     sample: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[Tops] = field(
-        default_factory=list
-    )  # where the best tokens of each choice are asked for
+    # Where the best tokens of each choice are asked for.
+    tops: list[Tops] = field(default_factory=list)
     finish: str = ""
     error: str | None = None
     window: int | None = None  # the model's context

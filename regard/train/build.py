@@ -303,7 +303,8 @@ def check_suits(task: str, model: Any) -> None:
             f"{row.presets}, or another task"
         )
     sparse_layers(model, needed=row.indexed)
-    worded = isinstance(head, LM | MLM) or not hasattr(model.config, "head")
+    # Models without towers are language models, and have no other head.
+    worded = isinstance(head, LM | MLM) or not model.towers
     if row.head is None and not worded:
         what = "no head" if head is None else f"a head of another kind ({head.kind})"
         raise UsageError(

@@ -22,9 +22,8 @@ if triton is not None:
 
 FEW = 16  # rows up to which nothing is sorted
 SORTED = 1024  # pairs of token and choice up to which one program sorts them
-Blocks = tuple[
-    int, int, int, int, int
-]  # tokens and rows of W a program, elements of K a step, stages, warps
+# Tokens and rows of W per program, elements of K per step, stages, warps.
+Blocks = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
