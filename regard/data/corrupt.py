@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from regard.config import Amount, Positive, Share, ranged
+from regard.config import Amount, Positive, Share, settings
 from regard.data.feed import IGNORE, Batch, Feed, drawing
 from regard.errors import UsageError
 
@@ -48,8 +48,7 @@ class Marks:
         return int(value)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Noise:
     """How text is damaged that a model learns to repair; None: as the task has it. `rate`: the share of tokens that are
     masked or taken out; `mean`: tokens of a span, on average; `permute`: sentences are shuffled too (BART)."""
@@ -66,8 +65,7 @@ class Noise:
 # --- corruptions of batches ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MaskTokens:
     """BERT (Devlin et al. 2019, 3.1): each token is selected with probability `rate`; of the selected 80 % become the
     mask, 10 % another token, 10 % stay. Only the selected have a label."""
@@ -86,8 +84,7 @@ class MaskTokens:
         return replace(batch, ids=torch.where(chosen, changed, ids), labels=labels)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Spans:
     """T5 (Raffel et al. 2020, 3.1.4): spans of `mean` tokens on average, `rate` of all, each become one sentinel; the
     target lists every sentinel with what it stands for."""
@@ -108,8 +105,7 @@ class Spans:
         return _pairs(batch, pair, self.marks)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Infill:
     """BART (Lewis et al. 2020, 2.2): spans of Poisson(`mean`) tokens, `rate` of all, each become one mask, and a span
     of none puts a mask in; with `permute` its sentences are shuffled first. The target is the text."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context, Terms, weights
 from regard.attention.sparse import SparseAttention, Spread, choose, dots_exact, index_scores
-from regard.config import Fraction, Whole, ranged
+from regard.config import Fraction, Whole, settings
 from regard.data.feed import IGNORE as IGNORE
 from regard.data.feed import Batch, Objective
 from regard.errors import UsageError, check_choice
@@ -45,8 +45,7 @@ ALIGN = {"cuda": 64}
 SMOOTHINGS = ("V-1", "V", "V-2")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Smoothing:
     """q of the label is `top`, of every other word `share`, of `padding` 0: three definitions are in use.
 
