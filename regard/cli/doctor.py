@@ -54,7 +54,11 @@ def run(options: Options) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = machine(device)
     if options.model:
-        facts["decoding"] = decoding(options.model)
+        from regard.decode.engine import Engine
+        from regard.evaluate.model import Opened
+
+        # What `regard generate` would run it with.
+        facts["decoding"] = Engine(Opened(options.model).model, memory=2**26).explain()
     tests = {name: tried(test, device) for name, test in TESTS.items()}
     if options.json:
         results = {name: {"ok": fine, "said": text} for name, (fine, text) in tests.items()}
@@ -69,14 +73,6 @@ def run(options: Options) -> int:
             f"Regard does not work here: {failed} failed; report it with what is above", RUN
         )
     return 0
-
-
-def decoding(folder: str) -> str:
-    """What `regard generate` would run a model with."""
-    from regard.decode.engine import Engine
-    from regard.evaluate.model import Opened
-
-    return Engine(Opened(folder).model, memory=2**26).explain()
 
 
 # --- what there is --------------------------------------------------------------------------------
