@@ -137,7 +137,9 @@ def check(name: str, dtype: torch.dtype, ways: dict[str, dict[str, Any]], beams:
         order = random.Random(way).sample(each, len(each))
         together, engine = ask(name, model, order, beams, **options)
         assert together == alone, way
-        assert "preempted" not in way or engine.pool is None or engine.preempted, "no page was missed"
+        assert "preempted" not in way or engine.pool is None or engine.preempted, (
+            "no page was missed"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
