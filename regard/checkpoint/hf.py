@@ -33,7 +33,11 @@ from regard.models.start import Start
 
 NATIVE = "regard"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CARRIED_FILES = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
+# How sentence-transformers makes a vector of an encoder's states.
+POOLING, MODULES = "1_Pooling/config.json", "modules.json"
+SENTENCES = (POOLING, MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
+PICTURES = ("preprocessor_config.json", "processor_config.json")
+CARRIED_FILES = (*TOKENIZER_FILES, *PICTURES, *SENTENCES)
 
 
 @dataclass
@@ -417,8 +421,7 @@ def save(model: Model, path: str | Path, shard_bytes: int = store.SHARD_BYTES) -
     with store.replacing(path) as folder:
         store.write_json(folder / "config.json", theirs)
         store.write_weights(folder, tensors, shard_bytes)
-        for name, content in origin.files.items():
-            (folder / name).write_bytes(content)
+        store.write_carried(folder, origin.files)
     return path
 
 

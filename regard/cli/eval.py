@@ -38,7 +38,8 @@ class Options:
     model: cli.Folder
     data: cli.Files  # text, tsv, csv, jsonl, also gz and xz; an image folder or npz
     target: cli.Files = ()  # the other side of parallel files; classes of npy and idx files
-    # loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task
+    # loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task; sts of vectors, with
+    # columns text, second and label
     metric: Annotated[Many[tuple[str, ...]], arg(metavar="NAME")] = ()
     # exit 5 if the first metric is worse than this
     min: Annotated[float | None, arg(metavar="VALUE")] = None
@@ -53,6 +54,7 @@ class Options:
     shots_from: cli.Files = ()  # files that these come from; default: the training data of the run
     template: str = r"{source}\n{target}\n\n"  # how an example is written
     seed: int = 0  # another number, other examples
+    pooling: cli.Pooling = "auto"  # of sts, as in regard embed
     json: cli.Switch = False  # one JSON object
     reading: cli.Reading = cli.Reading()
     machine: cli.Machine = cli.Machine()
@@ -80,6 +82,7 @@ def run(options: Options) -> int:
         reading=options.reading.settings(),
         shots=None if shots is None else Shots(shots, template, options.seed),
         shots_from=options.shots_from,
+        pooling=options.pooling,
         **asdict(options.machine),
     )
     cli.talk(f"{result.task}: {result.data}")
@@ -127,6 +130,8 @@ class EmbedOptions:
     # write a NumPy array (lines, width) instead of JSON lines on stdout
     output: Annotated[str | None, arg(metavar="FILE.npy")] = None
     normalize: cli.Switch = False  # vectors of length 1
+    # mean: of the last states; cls: the first one; auto: as the model was trained
+    pooling: cli.Pooling = "auto"
     rows: int = 32  # lines in a batch
     overlong: cli.Overlong = "error"  # what happens to a line longer than the model's context
     machine: cli.Machine = cli.Machine()
@@ -191,7 +196,7 @@ def embed(options: EmbedOptions) -> int:
         raise UsageError(f"--output {options.output}: give a name that ends in .npy")
     cli.check_file(options.file)
     opened = cli.open_model(options.model, options.machine)
-    embedder = Embedder(opened, options.normalize, options.overlong)
+    embedder = Embedder(opened, options.normalize, options.overlong, options.pooling)
     whole = []
     for block in cli.line_blocks(options.file, 1 if cli.is_typed(options.file) else options.rows):
         vectors = embedder(*block)

@@ -308,7 +308,10 @@ def test_folder_without_tokenizer_gives_none_and_a_hint(tmp_path: Path) -> None:
         (tiny.marian(separate_vocabs=True), "separate_vocabs"),
         (tiny.gpt2(additional_special_tokens=7), "special token .* is odd"),
         ({"vocab.txt": b"a", "tokenizer_config.json": b"[]"}, "must hold a JSON object"),
-        ({"vocab.txt": b"a", "tokenizer_config.json": b"{,}"}, "tokenizer_config.json is not valid JSON"),
+        (
+            {"vocab.txt": b"a", "tokenizer_config.json": b"{,}"},
+            "tokenizer_config.json is not valid JSON",
+        ),
         (
             {
                 "spiece.model": b"",
