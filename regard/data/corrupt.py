@@ -78,7 +78,11 @@ class MaskTokens:
         chosen = torch.rand(ids.shape, generator=generator) < self.rate
         chosen &= (batch.labels != IGNORE) & ~torch.isin(ids, _tensor(marks.special))
         fate = torch.rand(ids.shape, generator=generator)
-        other = _ordinary(ids.shape, marks, generator)
+        # Drawn evenly from the tokens that are not special.
+        special = _tensor(sorted(set(marks.special)))
+        other = torch.randint(marks.vocab - len(special), ids.shape, generator=generator)
+        gaps = special - torch.arange(len(special))
+        other = other + torch.searchsorted(gaps, other, right=True)
         changed = torch.where(fate < 0.8, marks.need("mask"), torch.where(fate < 0.9, other, ids))
         labels = torch.where(chosen, ids, IGNORE)
         return replace(batch, ids=torch.where(chosen, changed, ids), labels=labels)
@@ -303,13 +307,6 @@ def _others(index: Tensor, size: int) -> Tensor:
     mask = torch.ones(size, dtype=torch.bool)
     mask[index] = False
     return mask
-
-
-def _ordinary(shape: torch.Size, marks: Marks, generator: Generator) -> Tensor:
-    """Ids drawn evenly from those that are not special."""
-    special = _tensor(sorted(set(marks.special)))
-    drawn = torch.randint(marks.vocab - len(special), shape, generator=generator)
-    return drawn + torch.searchsorted(special - torch.arange(len(special)), drawn, right=True)
 
 
 def _tensor(numbers: Sequence[int]) -> Tensor:
