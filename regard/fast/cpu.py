@@ -35,13 +35,14 @@ from regard.errors import UsageError, notice
 from regard.fast.specialise import Row, Specialise, direct, share
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
-from regard.kernels.c.rows import attend_one, enter, norm
+from regard.kernels.c.rows import attend_one, choose, enter, norm
 from regard.kernels.c.tape import Tape
 from regard.kernels.linear import PRECISIONS, half_is_fast, pack
 from regard.layers import FeedForward, LMHead, RMSNorm, times
 from regard.mask import Causal, Span, Visible
 from regard.models import Model
 from regard.models.adapt import LowRank
+from regard.models.base import last_real
 from regard.moe import MixtureOfExperts
 from regard.position import Rope
 
@@ -142,6 +143,19 @@ class Prepared:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden).float()  # type: ignore[misc]
+
+    def next_best(
+        self, ids: Tensor, many: int, banned: Sequence[int], **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `rows.choose` finds among the logits after the last token of each row, `many` if there are as many. A
+        head in C does not even write them."""
+        model: Any = self
+        hidden, head = last_real(model.hidden(ids, **options), None), model.head
+        if isinstance(head, PackedHead) and isinstance(head.product, NativeLinear):
+            many = min(many, head.product.n - len(banned))
+            return head.product.best(head.features(hidden), many, banned)
+        logits = self.logits(hidden)
+        return choose(logits, min(many, logits.shape[1] - len(banned)), banned)
 
     def train(self, mode: bool = True) -> Any:
         if mode:
@@ -439,9 +453,13 @@ class NativeStack(PackedStack):
             with fresh.tape.recording():
                 y = super().forward(fresh.x, ctx, cross, caches)
             fresh.y = fresh.tape.settle(y)
-            assert fresh.tape.whole(fresh.y, y), (
-                "a part of this stack computes outside of the C code"
-            )
+            # Other steps of the same form are the same calls.
+            form = (type(caches[0]), fresh.memo["place"] is None, cross is None)
+            if form not in self.tapes.whole:
+                assert fresh.tape.whole(fresh.y, y), (
+                    "a part of this stack computes outside of the C code"
+                )
+                self.tapes.whole.add(form)
             self.tapes.steps[key] = fresh
             return y
         finally:
@@ -526,6 +544,7 @@ class Tapes:
 
     def __init__(self, stack: Stack) -> None:
         self.lock, self.steps = threading.Lock(), dict[Any, Any]()
+        self.whole = set[Any]()  # forms of steps of which one was played and gave what it must
         self.stack = weakref.ref(stack)
 
     def found(self, key: Any) -> Step | bool | None:
