@@ -56,7 +56,7 @@ enum { TAKE = 1, WIDE = 2, ROWS = 14, BYTE_ROWS = WIDER ? 12 : 14 };
 #elif LANES == 8
 enum { TAKE = 1, WIDE = 2, ROWS = 6, BYTE_ROWS = WIDER ? 4 : 6 };
 #elif defined(__ARM_NEON)
-enum { TAKE = 4, WIDE = 4, ROWS = 6, BYTE_ROWS = 6 };
+enum { TAKE = 4, WIDE = 4, ROWS = 5, BYTE_ROWS = 5 };
 #else
 enum { TAKE = 1, WIDE = 4, ROWS = 3, BYTE_ROWS = 2 };
 #endif
@@ -243,7 +243,7 @@ static void to_floats(const float *x, int64_t k, char *to, int64_t apart) {
 typedef struct {
     const char *x, *w;
     int64_t many, row, apart; /* tiles; bytes between the rows of x, and between its tiles */
-    int64_t ahead;            /* how far before it is needed W is asked for: 0 where it is near */
+    int64_t ahead;            /* how far before it is needed W is asked for: of memory farther than of the second cache */
     const int32_t *begin;     /* of each row */
     float *sums;              /* rows of 32 */
 } Block;
@@ -523,7 +523,7 @@ INLINE int64_t outputs(const Linear *l, const Rows *r, const Stripe *s, int64_t 
     float sums[1024] __attribute__((aligned(64)));
     int64_t count = m - i < r->high ? m - i : r->high, many = tiles_of(l->k, l->kind);
     const char *w = l->tiles + number * many * 2048;
-    Block b = {r->x + i / r->high * r->whole, w, many, r->row, r->apart, i ? 0 : 8192, r->begin + i, sums};
+    Block b = {r->x + i / r->high * r->whole, w, many, r->row, r->apart, i ? 2048 : 8192, r->begin + i, sums};
     sums_of(&b, count, l->kind);
     rows_of(l, s, count, sums, l->kind == INT8 ? r->scales + i : 0, add, y, outs, past);
     return count;
