@@ -45,28 +45,92 @@ def _rounded(x, AXIS: tl.constexpr):
 
 
 @jit
-def _put8(
+def _enter(
     x,
+    weight,
+    out,
+    q,
+    key,
+    norm,
+    shift,
+    cos,
+    sin,
     keys,
     sizes,
     table,
     pos,
+    stride,
     row,
+    gain,
+    eps,
+    K: tl.constexpr,
+    H: tl.constexpr,
     D: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     ROW: tl.constexpr,
     PAGE: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's new key, x (b D), into its page as `packed_fp8` has it."""
+    """A row's key, normed and turned, into its page; by programs after the first some heads' queries, turned where they
+    lie, and their weights, into out."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    b, d, one = tl.program_id(0).to(tl.int64), tl.arange(0, D)[None, :], tl.arange(0, 1)
+    b, program, kind = tl.program_id(0).to(tl.int64), tl.program_id(1), key.dtype.element_ty
     at = tl.load(pos + b)
-    spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
-    y, size = _rounded(tl.load(x + b * D + d).to(tl.float32), 1)
-    tl.store(keys + spot * ROW + d, y)
-    tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + one, size)
+    if program > 0:
+        h, k = (program - 1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_K)
+        head = tl.minimum(h, H - 1).to(tl.int64)[:, None]
+        acc = tl.zeros([HEADS, BLOCK_K], tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K):
+            real = k0 + k < K
+            a = tl.load(x + b * K + k0 + k, mask=real, other=0.0).to(tl.float32)
+            w = tl.load(weight + head * K + k0 + k[None, :], mask=real[None, :], other=0.0)
+            acc += w.to(tl.float32) * a[None, :]
+        tl.store(out + b * H + h, tl.sum(acc, 1) * gain, mask=h < H)
+        if HALF:
+            i = tl.arange(0, WIDTH)[None, :]
+            real, mine = (h < H)[:, None] & (i < HALF), q + (b * H + head) * D + i
+            u = tl.load(cos + at * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+            v = tl.load(sin + at * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+            a = tl.load(mine, mask=real, other=0.0).to(tl.float32)
+            c = tl.load(mine + HALF, mask=real, other=0.0).to(tl.float32)
+            tl.store(mine, (a * u - c * v).to(kind), mask=real)
+            tl.store(mine + HALF, (c * u + a * v).to(kind), mask=real)
+    else:
+        d = tl.arange(0, D)
+        mine = key + b * stride
+        a = tl.load(mine + d).to(tl.float32)
+        mean = tl.sum(a, 0) / D
+        scale = tl.rsqrt(tl.sum((a - mean) * (a - mean), 0) / D + eps)
+        y = _scaled(mine, d, mean, scale, norm, shift)
+        if HALF:
+            # Feature d turns with the one that is HALF away.
+            low, turns = d < HALF, d < 2 * HALF
+            away = tl.where(low, d + HALF, tl.where(turns, d - HALF, 0))
+            other = _scaled(mine, away, mean, scale, norm, shift)
+            i = at * HALF + tl.where(low, d, d - HALF)
+            u = tl.load(cos + i, mask=turns, other=1.0).to(tl.float32)
+            v = tl.load(sin + i, mask=turns, other=0.0).to(tl.float32)
+            y = (y * u + tl.where(low, -other, other) * v).to(kind).to(tl.float32)
+        spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+        if FP8:
+            bits, size = _rounded(y[None, :], 1)
+            tl.store(keys + spot * ROW + d[None, :], bits)
+            tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + tl.arange(0, 1), size)
+        else:
+            tl.store(keys + spot * ROW + d, y.to(kind))
+
+
+@jit
+def _scaled(x, d, mean, scale, norm, shift):
+    """Features d of a layer norm, as it writes them."""
+    y = (tl.load(x + d).to(tl.float32) - mean) * scale * tl.load(norm + d).to(tl.float32)
+    return (y + tl.load(shift + d).to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
 
 
 @jit
@@ -104,8 +168,8 @@ def _index(
     asked = tl.load(q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None])
     w = tl.load(weights + b * H + h, mask=real, other=0.0).to(tl.float32)
     if FP8:
-        asked, size = _rounded(asked.to(tl.float32), 0)
-        w *= size
+        asked, sizes_q = _rounded(asked.to(tl.float32), 0)
+        w *= sizes_q
     home = table + b * row
     page = tl.load(home + tl.minimum(start + k, end - 1) // PAGE, mask=start + k < end, other=0)
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
@@ -114,10 +178,9 @@ def _index(
         x = tl.load(keys + spot[:, None] * ROW + d[None, :])
         # The next pages, so that no load of keys waits for one of the table.
         page = tl.load(home + tl.minimum(at + BLOCK_S, end - 1) // PAGE)
+        size = tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4) if FP8 else 1.0
         dots = tl.dot(x, asked, input_precision=precision)
-        y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
-        if FP8:
-            y *= tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4)
+        y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1) * size
         tl.store(out + b * bound + s0 + k, y, mask=s0 + k < end)
 
 
@@ -253,13 +316,48 @@ def fp8_parts(keys: Tensor) -> tuple[Tensor, Tensor, int]:
     return bits, keys.view(torch.float32), bits.shape[-1]
 
 
-def put_fp8(x: Tensor, keys: Tensor, table: Tensor, pos: Tensor) -> None:
-    """x (b D), index keys of the tokens at `pos` (b), into their pages as `packed_fp8` has them."""
-    (bits, sizes, row), (pdl, extra) = fp8_parts(keys), launch(x)
-    given = (x.contiguous(), bits, sizes, table, pos, table.shape[1])
-    _put8[(len(x),)](
-        *given, D=x.shape[1], ROW=row, PAGE=keys.shape[1], PDL=pdl, num_warps=1, **extra
+def enter(
+    x: Tensor,
+    weight: Tensor,
+    q: Tensor | None,
+    key: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    pos: Tensor,
+    *,
+    norm: tuple[Tensor, Tensor, float],
+    angles: tuple[Tensor, Tensor] | None,
+    fp8: bool,
+) -> Tensor:
+    """What an indexer makes of tokens at `pos` (b): key (b D), layer-normed and turned, goes into its page, with `fp8`
+    as `packed_fp8` has it; queries q (b H D), if given, are turned where they lie, and the weights of heads (b H) made
+    from x (b m) by a matrix (H m). Test: test_gpu_sparse_enter_matches_the_indexer."""
+    (b, d), h, (cos, sin), (pdl, extra) = key.shape, len(weight), angles or (x, x), launch(x)
+    half = 0 if angles is None else cos.shape[1]
+    bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
+    out = torch.empty(b, h, dtype=torch.float32, device=x.device)
+    heads = min(8, triton.next_power_of_2(h))
+    programs = 1 if q is None else 1 + triton.cdiv(h, heads)
+    q = x if q is None else q
+    place = (bits, sizes, table, pos, key.stride(0), table.shape[1])
+    _enter[(b, programs)](
+        *(x, weight, out, q, key, *norm[:2], cos, sin, *place),
+        (h * d) ** -0.5,
+        norm[2],
+        K=x.shape[1],
+        H=h,
+        D=d,
+        HALF=half,
+        WIDTH=triton.next_power_of_2(max(1, half)),
+        HEADS=heads,
+        BLOCK_K=512,
+        ROW=row,
+        PAGE=keys.shape[1],
+        FP8=fp8,
+        PDL=pdl,
+        **extra,
     )
+    return out
 
 
 def index(
