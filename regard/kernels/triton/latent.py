@@ -58,7 +58,7 @@ def _put(
 
 
 @jit
-def _normed(x, i, norm, eps, shift, N: tl.constexpr, SIZE: tl.constexpr, NORMED: tl.constexpr):
+def _normed(x, i, norm, eps, shift, N: tl.constexpr, NORMED: tl.constexpr):
     """N numbers at x, their RMS norm where there is one."""
     y = tl.load(x + i, mask=i < N, other=0.0).to(tl.float32)
     if NORMED:
@@ -100,17 +100,18 @@ def _keep(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    b, kind = tl.program_id(0).to(tl.int64), out.dtype.element_ty
+    b = tl.program_id(0).to(tl.int64)
+    kind = out.dtype.element_ty
     mine = both + b * stride
     if tl.program_id(1) == 1:
-        i = tl.arange(0, SIZE)
-        y = _normed(mine, i, q_norm, q_eps, q_shift, A, SIZE, Q_NORMED)
-        tl.store(out + b * A + i, y.to(kind), mask=i < A)
+        a = tl.arange(0, SIZE)
+        query = _normed(mine, a, q_norm, q_eps, q_shift, A, Q_NORMED)
+        tl.store(out + b * A + a, query.to(kind), mask=a < A)
     else:
         c, i, at = tl.arange(0, C), tl.arange(0, R // 2), tl.load(pos + b)
         spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
-        y = _normed(mine + A, c, kv_norm, kv_eps, kv_shift, C, C, KV_NORMED)
-        tl.store(latents + spot * C + c, y.to(kind))
+        latent = _normed(mine + A, c, kv_norm, kv_eps, kv_shift, C, KV_NORMED)
+        tl.store(latents + spot * C + c, latent.to(kind))
         first, second = (2 * i, 2 * i + 1) if PAIRED else (i, R // 2 + i)
         x = tl.load(mine + A + C + first).to(tl.float32)
         y = tl.load(mine + A + C + second).to(tl.float32)

@@ -80,7 +80,8 @@ def _enter(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    b, program, kind = tl.program_id(0).to(tl.int64), tl.program_id(1), key.dtype.element_ty
+    b, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = key.dtype.element_ty
     at = tl.load(pos + b)
     if program > 0:
         h, k = (program - 1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_K)
@@ -88,34 +89,33 @@ def _enter(
         acc = tl.zeros([HEADS, BLOCK_K], tl.float32)
         for k0 in tl.range(0, K, BLOCK_K):
             real = k0 + k < K
-            a = tl.load(x + b * K + k0 + k, mask=real, other=0.0).to(tl.float32)
+            x_k = tl.load(x + b * K + k0 + k, mask=real, other=0.0).to(tl.float32)
             w = tl.load(weight + head * K + k0 + k[None, :], mask=real[None, :], other=0.0)
-            acc += w.to(tl.float32) * a[None, :]
+            acc += w.to(tl.float32) * x_k[None, :]
         tl.store(out + b * H + h, tl.sum(acc, 1) * gain, mask=h < H)
         if HALF:
             i = tl.arange(0, WIDTH)[None, :]
-            real, mine = (h < H)[:, None] & (i < HALF), q + (b * H + head) * D + i
-            u = tl.load(cos + at * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
-            v = tl.load(sin + at * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
-            a = tl.load(mine, mask=real, other=0.0).to(tl.float32)
-            c = tl.load(mine + HALF, mask=real, other=0.0).to(tl.float32)
-            tl.store(mine, (a * u - c * v).to(kind), mask=real)
-            tl.store(mine + HALF, (c * u + a * v).to(kind), mask=real)
+            turned, query = (h < H)[:, None] & (i < HALF), q + (b * H + head) * D + i
+            c = tl.load(cos + at * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+            s = tl.load(sin + at * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+            one = tl.load(query, mask=turned, other=0.0).to(tl.float32)
+            two = tl.load(query + HALF, mask=turned, other=0.0).to(tl.float32)
+            tl.store(query, (one * c - two * s).to(kind), mask=turned)
+            tl.store(query + HALF, (two * c + one * s).to(kind), mask=turned)
     else:
-        d = tl.arange(0, D)
-        mine = key + b * stride
-        a = tl.load(mine + d).to(tl.float32)
-        mean = tl.sum(a, 0) / D
-        scale = tl.rsqrt(tl.sum((a - mean) * (a - mean), 0) / D + eps)
+        d, mine = tl.arange(0, D), key + b * stride
+        raw = tl.load(mine + d).to(tl.float32)
+        mean = tl.sum(raw, 0) / D
+        scale = tl.rsqrt(tl.sum((raw - mean) * (raw - mean), 0) / D + eps)
         y = _scaled(mine, d, mean, scale, norm, shift)
         if HALF:
             # Feature d turns with the one that is HALF away.
             low, turns = d < HALF, d < 2 * HALF
             away = tl.where(low, d + HALF, tl.where(turns, d - HALF, 0))
             other = _scaled(mine, away, mean, scale, norm, shift)
-            i = at * HALF + tl.where(low, d, d - HALF)
-            u = tl.load(cos + i, mask=turns, other=1.0).to(tl.float32)
-            v = tl.load(sin + i, mask=turns, other=0.0).to(tl.float32)
+            angle = at * HALF + tl.where(low, d, d - HALF)
+            u = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+            v = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
             y = (y * u + tl.where(low, -other, other) * v).to(kind).to(tl.float32)
         spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
         if FP8:
