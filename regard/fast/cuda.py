@@ -784,12 +784,14 @@ class SlotLatent(LatentAttention):
             mask = real if spots is None else real[:, None, None]
             k = torch.cat(kept, -1)[:, :, None]
             o = attend(q, k, kept[0][:, :, None], mask, self.scale)
-        return torch.einsum("bhc,hec->bhe", o, self.up[1]).flatten(1)
+        return each_head(o, self.up[1].mT, o.new_empty(*o.shape[:2], self.e)).flatten(1)
 
     def met(self, q: Tensor) -> Tensor:
         """Queries (n h d+r) as they meet latents: (n h c+r)."""
-        nope, rope = q.split([self.d, self.r], -1)
-        return torch.cat([torch.einsum("bhd,hdc->bhc", nope, self.up[0]), rope], -1)
+        met = q.new_empty(*q.shape[:2], self.c + self.r)
+        met[..., self.c :] = q[..., self.d :]
+        each_head(q[..., : self.d], self.up[0], met[..., : self.c])
+        return met
 
     def heads(self, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Every head's keys (... h d+r) and values (... h e) from latents (... c) and rotary keys (... r)."""
@@ -950,6 +952,12 @@ class SlotSparse(SparseAttention):
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         attention: Any = self.attention
         return residual.add(attention.out, o, self.add.norm)
+
+
+def each_head(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+    """Each head's own matrix: (n h i), (h i o) -> out (n h o), where it lies."""
+    torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
+    return out
 
 
 def joined_rows(each: list[Tensor]) -> Tensor:
