@@ -36,17 +36,9 @@ def reference(q: Tensor, cache: Tensor, lengths: Tensor, latent: int, scale: flo
 
 @jit
 def _put(
-    x,
-    pool,
-    stride,
-    table,
-    pos,
-    row,
-    W: tl.constexpr,
-    PAGE: tl.constexpr,
-    SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, pool, stride, table, pos, row, W: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """What a row's new token leaves behind, x (b W), into its page of a pool (pages page W)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -69,32 +61,11 @@ def _normed(x, i, norm, eps, shift, N: tl.constexpr, NORMED: tl.constexpr):
 
 @jit
 def _keep(
-    both,
-    out,
-    latents,
-    ropes,
-    q_norm,
-    kv_norm,
-    cos,
-    sin,
-    table,
-    pos,
-    stride,
-    row,
-    q_eps,
-    q_shift,
-    kv_eps,
-    kv_shift,
-    A: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
-    Q_NORMED: tl.constexpr,
-    KV_NORMED: tl.constexpr,
-    PAIRED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    both, out, latents, ropes, q_norm, kv_norm, cos, sin, table, pos, stride, row, q_eps, q_shift,
+    kv_eps, kv_shift, A: tl.constexpr, C: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr,
+    PAGE: tl.constexpr, Q_NORMED: tl.constexpr, KV_NORMED: tl.constexpr, PAIRED: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """Of a row's [query latent | latent | rotary key | .] the last two into their page by one program, the first into
     out (b A) by another."""
     if PDL:
@@ -123,23 +94,10 @@ def _keep(
 
 @jit
 def _turn(
-    x,
-    out,
-    cos,
-    sin,
-    pos,
-    stride,
-    head,
-    to_stride,
-    to_head,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    PAIRED: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, out, cos, sin, pos, stride, head, to_stride, to_head, H: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, PAIRED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """RoPE of one token's heads; the tables (s HALF) are read at its position. out may be x."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -171,30 +129,11 @@ def _named(table, chosen, at, PAGE: tl.constexpr, CHOSEN: tl.constexpr):
 
 @jit
 def _latent(
-    q,
-    latents,
-    ropes,
-    table,
-    chosen,
-    pos,
-    part,
-    stat,
-    out,
-    row,
-    most,
-    scale,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, latents, ropes, table, chosen, pos, part, stat, out, row, most, scale, H: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Of up to BLOCK_H heads of a row the sums over a part of the keys, and their maxima and totals."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -275,17 +214,9 @@ def put(x: Tensor, pool: Tensor, table: Tensor, pos: Tensor) -> None:
 
 
 def keep(
-    both: Tensor,
-    width: int,
-    low: bool,
-    pools: tuple[Tensor, Tensor],
-    table: Tensor,
-    pos: Tensor,
-    *,
-    norms: tuple[Rms | None, Rms | None],
-    angles: tuple[Tensor, Tensor],
-    paired: bool,
-) -> Tensor:
+    both: Tensor, width: int, low: bool, pools: tuple[Tensor, Tensor], table: Tensor, pos: Tensor,
+    *, norms: tuple[Rms | None, Rms | None], angles: tuple[Tensor, Tensor], paired: bool
+) -> Tensor:  # fmt: skip
     """Of both (b .) = [width numbers | latent | rotary key | .]: the latent normed and the rotary key turned into their
     pages; if the first are a latent of `low` rank, that one normed (b width). See test_gpu_keep_matches_the_parts."""
     (latents, ropes), (pdl, extra) = pools, launch(both)
@@ -293,22 +224,10 @@ def keep(
     (one, *first), (two, *second) = (norm or (both, 0.0, 0.0) for norm in norms)
     given = (both, out, latents, ropes, one, two, *angles, table, pos)
     _keep[(len(both), 1 + low)](
-        *given,
-        both.stride(0),
-        table.shape[1],
-        *first,
-        *second,
-        A=width,
-        C=latents.shape[2],
-        R=ropes.shape[2],
-        SIZE=triton.next_power_of_2(width) if low else 1,
-        PAGE=latents.shape[1],
-        Q_NORMED=norms[0] is not None,
-        KV_NORMED=norms[1] is not None,
-        PAIRED=paired,
-        PDL=pdl,
-        **extra,
-    )
+        *given, both.stride(0), table.shape[1], *first, *second, A=width, C=latents.shape[2],
+        R=ropes.shape[2], SIZE=triton.next_power_of_2(width) if low else 1, PAGE=latents.shape[1],
+        Q_NORMED=norms[0] is not None, KV_NORMED=norms[1] is not None, PAIRED=paired, PDL=pdl, **extra
+    )  # fmt: skip
     return out
 
 
@@ -323,20 +242,9 @@ def turn(
     sizes = {"HEADS": triton.next_power_of_2(h), "WIDTH": triton.next_power_of_2(half)}
     strides = (*x.stride()[:2], *out.stride()[:2])
     _turn[(n,)](
-        x,
-        out,
-        cos,
-        sin,
-        pos,
-        *strides,
-        H=h,
-        D=d,
-        HALF=half,
-        PAIRED=paired,
-        PDL=pdl,
-        **sizes,
-        **extra,
-    )
+        x, out, cos, sin, pos, *strides, H=h, D=d, HALF=half, PAIRED=paired, PDL=pdl, **sizes,
+        **extra
+    )  # fmt: skip
     return out
 
 

@@ -46,35 +46,11 @@ def _rounded(x, AXIS: tl.constexpr):
 
 @jit
 def _enter(
-    x,
-    weight,
-    out,
-    q,
-    key,
-    norm,
-    shift,
-    cos,
-    sin,
-    keys,
-    sizes,
-    table,
-    pos,
-    stride,
-    row,
-    gain,
-    eps,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    FP8: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, out, q, key, norm, shift, cos, sin, keys, sizes, table, pos, stride, row, gain, eps,
+    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """A row's key, normed and turned, into its page; by programs after the first some heads' queries, turned where they
     lie, and their weights, into out."""
     if PDL:
@@ -135,27 +111,11 @@ def _scaled(x, d, mean, scale, norm, shift):
 
 @jit
 def _index(
-    q,
-    keys,
-    sizes,
-    weights,
-    table,
-    pos,
-    out,
-    row,
-    bound,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    SPAN: tl.constexpr,
-    STAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    FP8: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, keys, sizes, weights, table, pos, out, row, bound, H: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, HEADS: tl.constexpr, BLOCK_S: tl.constexpr, SPAN: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """out (b bound) = sum_j w_j relu(q_j . k_s) for a SPAN of the keys of a row, which are ROW numbers apart."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -206,21 +166,10 @@ def _found(counts, state, BITS: tl.constexpr):
 
 @jit
 def _count(
-    scores,
-    pos,
-    counts,
-    state,
-    pieces,
-    bound,
-    K: tl.constexpr,
-    PASS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LAST: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores, pos, counts, state, pieces, bound, K: tl.constexpr, PASS: tl.constexpr,
+    SHIFT: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Count a digit, BITS wide from bit SHIFT on, of the scores whose higher digits are the k-th largest's; the one
     before it was LAST wide. counts (passes b 256), of zeros; state (passes b 2): those higher digits, and which of what
     has them is looked for. The last pass leaves in pieces (b PIECES 257) what each piece counted, and how many of it
@@ -253,23 +202,10 @@ def _count(
 
 @jit
 def _pick(
-    scores,
-    pos,
-    counts,
-    state,
-    pieces,
-    table,
-    out,
-    row,
-    bound,
-    K: tl.constexpr,
-    PAGE: tl.constexpr,
-    PASSES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores, pos, counts, state, pieces, table, out, row, bound, K: tl.constexpr, PAGE: tl.constexpr,
+    PASSES: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """The places of what is above the k-th largest, and from the left of what ties with it: out (b K), ascending; with
     a block table, where these tokens lie in a pool."""
     if PDL:
@@ -317,18 +253,10 @@ def fp8_parts(keys: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def enter(
-    x: Tensor,
-    weight: Tensor,
-    q: Tensor | None,
-    key: Tensor,
-    keys: Tensor,
-    table: Tensor,
-    pos: Tensor,
-    *,
-    norm: tuple[Tensor, Tensor, float],
-    angles: tuple[Tensor, Tensor] | None,
-    fp8: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor, q: Tensor | None, key: Tensor, keys: Tensor, table: Tensor,
+    pos: Tensor, *, norm: tuple[Tensor, Tensor, float], angles: tuple[Tensor, Tensor] | None,
+    fp8: bool
+) -> Tensor:  # fmt: skip
     """What an indexer makes of tokens at `pos` (b): key (b D), layer-normed and turned, goes into its page, with `fp8`
     as `packed_fp8` has it; queries q (b H D), if given, are turned where they lie, and the weights of heads (b H) made
     from x (b m) by a matrix (H m). Test: test_gpu_sparse_enter_matches_the_indexer."""
@@ -341,22 +269,10 @@ def enter(
     q = x if q is None else q
     place = (bits, sizes, table, pos, key.stride(0), table.shape[1])
     _enter[(b, programs)](
-        *(x, weight, out, q, key, *norm[:2], cos, sin, *place),
-        (h * d) ** -0.5,
-        norm[2],
-        K=x.shape[1],
-        H=h,
-        D=d,
-        HALF=half,
-        WIDTH=triton.next_power_of_2(max(1, half)),
-        HEADS=heads,
-        BLOCK_K=512,
-        ROW=row,
-        PAGE=keys.shape[1],
-        FP8=fp8,
-        PDL=pdl,
-        **extra,
-    )
+        *(x, weight, out, q, key, *norm[:2], cos, sin, *place), (h * d) ** -0.5, norm[2], K=x.shape[1],
+        H=h, D=d, HALF=half, WIDTH=triton.next_power_of_2(max(1, half)), HEADS=heads, BLOCK_K=512,
+        ROW=row, PAGE=keys.shape[1], FP8=fp8, PDL=pdl, **extra
+    )  # fmt: skip
     return out
 
 
@@ -370,29 +286,11 @@ def index(
     pdl, extra = launch(q)
     bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
     _index[(triton.cdiv(bound, SPAN), b)](
-        q,
-        bits,
-        sizes,
-        weights,
-        table,
-        pos,
-        out,
-        table.shape[1],
-        bound,
-        H=h,
-        D=d,
-        ROW=row,
-        HEADS=max(16, triton.next_power_of_2(h)),
-        BLOCK_S=tile,
-        SPAN=SPAN,
-        STAGES=stages,
-        PAGE=keys.shape[1],
-        FP8=fp8,
-        EXACT=q.dtype == torch.float32,
-        PDL=pdl,
-        num_warps=warps,
-        **extra,
-    )
+        q, bits, sizes, weights, table, pos, out, table.shape[1], bound, H=h, D=d, ROW=row,
+        HEADS=max(16, triton.next_power_of_2(h)), BLOCK_S=tile, SPAN=SPAN, STAGES=stages,
+        PAGE=keys.shape[1], FP8=fp8, EXACT=q.dtype == torch.float32, PDL=pdl, num_warps=warps,
+        **extra
+    )  # fmt: skip
     return out
 
 
