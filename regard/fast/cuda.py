@@ -21,7 +21,7 @@ from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.attention.sparse import Indexer, SparseAttention
+from regard.attention.sparse import Indexer, SparseAttention, to_fp8
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
@@ -889,24 +889,27 @@ class SlotIndexer(Indexer):
             slots.store(self.kept(self.keys(x.view(*shape, -1), ctx)).flatten(0, 1))
             if asked is None:
                 return None
-            q = self.queries(asked.source.view(*shape, -1), ctx).flatten(0, 1)
-            return q, self.weights(x)
+            q, weights = self.queries(asked.source.view(*shape, -1), ctx), self.weights(x)
+            q = q.flatten(0, 1).contiguous()
+            if self.fp8 and self.fast(keys):
+                q, size = to_fp8(q)
+                weights = weights * size[..., 0]
+            return q, weights
         key = self.wk(x) if asked is None or asked.more is None else asked.more
         if asked is not None:
             q = self.product(asked.source).unflatten(-1, (self.h, self.d))
         norm, rope = (self.k_norm.weight, self.k_norm.bias, self.k_norm.eps), c.attention.rope
         angles = slots.angles(rope, c.rope_dim) if c.rope_dim else None
         form: dict[str, Any] = {"norm": norm, "angles": angles, "fp8": self.fp8}
-        weights = gpu_sparse.enter(x, self.ww.weight, q, key, keys, slots.table, slots.pos, **form)
-        return None if q is None else (q, weights)
+        found = gpu_sparse.enter(x, self.ww.weight, q, key, keys, slots.table, slots.pos, **form)
+        return None if q is None else found
 
     def over(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
         """Scores (b bound) of every key so far: index queries (b H D) and weights (b H)."""
         (keys,), pos = step.mine, step.pos
         assert pos is not None
         if self.fast(keys):
-            more = (weights, step.table, pos, step.bound, self.fp8)
-            return gpu_sparse.index(q.contiguous(), keys, *more)
+            return gpu_sparse.index(q, keys, weights, step.table, pos, step.bound)
         dots = self.dots(q[:, None], *step.kept())
         return self.join(dots, weights[:, None].to(dots.dtype))[:, 0]
 
