@@ -32,7 +32,6 @@ from regard.kernels.triton.experts import Experts, choose, experts, scores, suit
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, reference
 from regard.kernels.triton.prompt import Pack
-from regard.kernels.triton.record import beside
 from regard.kernels.triton.wide import HIGHEST, add_norm, gated, product, summed
 from regard.layers import FeedForward, LMHead, RMSNorm
 from regard.mask import Span
@@ -940,15 +939,10 @@ class SlotSparse(SparseAttention):
             return attention.look(x, within)
         asked = attention.asked(x, within)
         index_q, weights = indexer.asked(x, ctx, index, asked)
-        q, out = None, []
+        q, out = asked.queries(), []
         for rows, step in index.each(max(1, SCORES // slots.longest)):
-            scores = indexer.over(index_q[rows], weights[rows], step)
-            # The search for the best keeps the device waiting; there is enough to do beside it.
-            with beside(x) as join:
-                q = asked.queries() if q is None else q
-                met = attention.met(q[rows])
-            spots = indexer.best(scores, step)
-            join()
+            spots = indexer.best(indexer.over(index_q[rows], weights[rows], step), step)
+            met = attention.met(q[rows])
             out.append(attention.over(met, step.only(own.entries), within, spots))
         return joined_rows(out)
 
