@@ -190,7 +190,7 @@ def _count(
         bits, real = _ordered(scores + b * bound, piece * BLOCK + tl.arange(0, BLOCK), end)
         here = PASS * rows + b
         if PASS == 0:
-            high, need = tl.zeros([], tl.uint32), tl.minimum(end, K)
+            high, need, kept = tl.zeros([], tl.uint32), tl.minimum(end, K), real
         else:
             high, need = _found(counts + (here - rows) * 256, state + (here - rows) * 2, LAST)
             kept = real & ((bits >> (SHIFT + BITS)) == high)
@@ -198,9 +198,11 @@ def _count(
             tl.store(state + here * 2, high.to(tl.int32, bitcast=True))
             tl.store(state + here * 2 + 1, need)
         digit = ((bits >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
-        found = tl.histogram(digit, 1 << BITS, mask=real if PASS == 0 else kept)
-        at = tl.arange(0, 1 << BITS)
-        tl.atomic_add(counts + here * 256 + at, found, mask=found > 0, sem="relaxed")
+        found, at = tl.zeros([1 << BITS], tl.int32), tl.arange(0, 1 << BITS)
+        # In the end few pieces have anything left.
+        if PASS < 3 or tl.max(kept.to(tl.int32), 0) > 0:
+            found = tl.histogram(digit, 1 << BITS, mask=kept)
+            tl.atomic_add(counts + here * 256 + at, found, mask=found > 0, sem="relaxed")
         if SHIFT == 0:
             mine = pieces + (b * PIECES + piece) * 257
             tl.store(mine + at, found)
