@@ -28,14 +28,27 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from regard.see.format import visible
-from regard.see.look import Full, Layer, Panel, Pooled, View, chosen
+from regard.see.look import Full, Layer, Panel, Pooled, View, telling
 
 WEB = Path(__file__).parent / "web"
 # A module comes after those that it imports.
 MODULES = (
-    *("dom", "palette", "data", "scale", "overview", "map", "table", "thumbs", "row", "image"),
+    *(
+        "dom",
+        "palette",
+        "data",
+        "scale",
+        "overview",
+        "map",
+        "lines",
+        "table",
+        "thumbs",
+        "row",
+        "image",
+    ),
     *("state", "app"),
 )
+OPENED = "The page opens on the weight that stands out most from what other rows give that column."
 # Cells above which a head is stored without what can be computed.
 LARGE = 1 << 18
 RAMPS: dict[str, dict[str, list[list[int]]]] = {
@@ -125,29 +138,21 @@ def _hash(text: str) -> str:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
-    first = max(range(len(panel.views)), key=lambda i: panel.views[i].name == "cross")
-    layer, head = chosen(panel.views[first], panel.layer, panel.head)
-    column = _column(panel.views[first], panel.views[first].layers[layer].heads[head])
     return {
         "name": visible(panel.name),
         "note": visible(panel.note),
-        "start": {"view": first, "layer": layer, "head": head, "column": column},
-        "views": [_view(view) for view in panel.views],
+        "start": max(range(len(panel.views)), key=lambda i: panel.views[i].name == "cross"),
+        "views": [_view(view, panel) for view in panel.views],
     }
 
 
-def _column(view: View, head: Full | Pooled) -> int:
-    """What the row that is shown first reads most: an image's class token, or the last row of a
-    text."""
-    row = 0 if view.picture is not None and view.name != "cross" else -1
-    return int(head.cells[row].argmax()) * (1 if isinstance(head, Full) else view.step[1])
-
-
-def _view(view: View) -> dict[str, Any]:
+def _view(view: View, panel: Panel) -> dict[str, Any]:
+    place = telling(view, panel.layer, panel.head)
     data = {
         "name": view.name,
         "title": view.title,
         "note": _note(view),
+        "start": dict(zip(("layer", "head", "row", "column"), place)),
         "rows": [visible(name) for name in view.rows],
         "columns": [visible(name) for name in view.columns],
         "step": list(view.step),
@@ -169,6 +174,7 @@ def _note(view: View) -> str:
         notes.append(
             "Patches are named by their row and column in the picture, from 1,1 at the top left."
         )
+    notes.append(OPENED)
     if view.whole:
         return " ".join(notes)
     heads = [(layer.number, i, h) for layer in view.layers for i, h in enumerate(layer.heads)]
