@@ -92,11 +92,11 @@ def document(
     policy: str = "",
     **more: Any,
 ) -> str:
-    """A page by the template of this name. Its style is base.css and the sheet of its own name; its
-    policy allows this style and this script, by their hashes, pictures that are in the page, what
+    """A page by the template of this name. Its style is colours.css, base.css and the sheet of its
+    own name; its policy allows this style and this script, by their hashes, pictures that are in the page, what
     `policy` adds, and nothing else."""
     assert env.loader is not None
-    sheets = [env.loader.get_source(env, f"{sheet}.css")[0] for sheet in ("base", name)]
+    sheets = [env.loader.get_source(env, f"{sheet}.css")[0] for sheet in ("colours", "base", name)]
     dark = f"@media (prefers-color-scheme: dark) {{ {style('dark', ':root')} }}"
     sheet = "\n".join([style("light", ":root"), dark, *sheets])
     allowed = [f"style-src '{_hash(sheet)}'", "img-src data:", "base-uri 'none'"]
