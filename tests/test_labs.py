@@ -14,7 +14,7 @@ import regard
 from regard.cli.main import main
 from regard.errors import UsageError
 from regard.labs.page import cell
-from regard.labs.run import NAMES, merged, read
+from regard.labs.run import NAMES, merged, read, stages
 from regard.models.base import parameters
 from regard.train.build import fresh
 from regard.train.config import configure
@@ -73,14 +73,14 @@ def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
 
 def test_mechanisms_have_equal_parameters_and_100m_tokens() -> None:
     lab, sizes = read("mechanisms"), {}
-    for variant in lab.variants:
-        tables = [{"model": {"folder": "x"}, **stage} for stage in lab.stages(variant)]
+    for variant in lab["variants"]:
+        tables = [{"model": {"folder": "x"}, **stage} for stage in stages(lab, variant)]
         for each in tables:
             each.pop("change", None)
-        stages = [configure(merged(each, {"data": {"train": "x"}})) for each in tables]
-        tokens = sum(c.train.steps * c.data.rows * c.data.length for c in stages)
+        configs = [configure(merged(each, {"data": {"train": "x"}})) for each in tables]
+        tokens = sum(c.train.steps * c.data.rows * c.data.length for c in configs)
         assert 100e6 < tokens < 101e6, variant
-        model = dict(stages[0].model)
+        model = dict(configs[0].model)
         sizes[variant] = parameters(fresh(model.pop("preset"), model, 0, "meta", 1024))
     assert max(sizes.values()) / min(sizes.values()) < 1.01, sizes
 

@@ -42,7 +42,7 @@ def run(options: Options) -> int:
         given = {n: x for n, x in vars(options).items() if n not in ("name", "json", "device")}
         if any(given.values()):
             raise UsageError("say which lab: regard lab NAME; regard lab lists them")
-        rows = [(each.name, each.time, each.what) for each in map(read, NAMES)]
+        rows = [(each["name"], each["time"], each["what"]) for each in map(read, NAMES)]
         names = ("lab", "time", "what")
         as_json = json.dumps([dict(zip(names, row)) for row in rows])
         print(as_json if options.json else aligned([names, *rows]))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from regard.attention.sparse import choose, dots_exact, fp8_dots, hadamard, index_scores, packed_fp8
 from regard.checkpoint import load
@@ -31,13 +30,13 @@ Figures = dict[str, dict[str, dict[Any, float]]]
 
 @dataclass(frozen=True)
 class Case:
-    """A variant trained with a seed: the folders of its runs, one after the other, and the lab's text."""
+    """A variant trained with a seed: the lab's settings and its folder, and those of its runs, one after the other."""
 
     settings: dict[str, Any]
     variant: str
     seed: int
+    home: Path
     runs: list[Path]
-    text: Path
     device: str
 
     @property
@@ -46,7 +45,7 @@ class Case:
 
     @property
     def valid(self) -> str:
-        return str(next(self.text.glob("valid.*")))
+        return str(next((self.home / "text").glob("valid.*")))
 
     def load(self) -> Any:
         return load(self.best, device=str(pick_device(self.device)[0]))
@@ -79,10 +78,10 @@ def changed(folder: Path, changes: dict[str, Any]) -> Model:
     return twin
 
 
-def lengths(case: Case) -> Figures:
+def bottleneck(case: Case) -> Figures:
     """The share of answers without an error, by the length of the source."""
     how: Any = {"metrics": ["exact"], "beams": 1, "device": case.device}
-    files = {n: str(case.text / f"test-{n}.tsv") for n in case.settings["lengths"]}
+    files = {n: str(case.home / "text" / f"test-{n}.tsv") for n in case.settings["lengths"]}
     right = {n: evaluate(case.best, path, **how).metrics["exact"] for n, path in files.items()}
     return {"Accuracy": {case.variant: right}}
 
@@ -182,47 +181,40 @@ def rate(model: Any, size: int, batch: int, timed: int) -> float:
 @torch.no_grad()
 def indexer(case: Case) -> Figures:
     """How much of the choice by exact scores other forms choose, and of attention's weights each choice holds."""
-    model = case.load()
+    model, found = case.load(), {name: dict[str, Any]() for name in ("Recall", "Weight held")}
     batch = case.batch(model)
     # What the layers read, and where dense attention went.
     with densely(model), watching(model) as seen:
         model.hidden(batch.ids, mask=causal_mask(batch), probe=seen)
-    recall: dict[str, dict[Any, list[Tensor]]] = {}
-    held: dict[str, dict[Any, list[Tensor]]] = {}
     for call in seen.calls.values():
-        index, x, ctx = call.layer.indexer, call.x, call.ctx
+        index, x, ctx, best = call.layer.indexer, call.x, call.ctx, dict[int, Any]()
         q, k = index.queries(call.layer.attention.query_input(x), ctx), index.keys(x, ctx)
         visible = ctx.visible(ctx.pos, call.layer.config.window).rows(slice(0, x.shape[1]))[:, 0]
         target = torch.cat(call.target, 1)
         target = target / target.sum(-1, keepdim=True)
-        dots = {
+        turned = fp8_dots(hadamard(q), packed_fp8(hadamard(k)))
+        forms = {
             "exact": dots_exact(q, k),
             "fp8": fp8_dots(q, packed_fp8(k)),
-            "fp8, Hadamard": fp8_dots(hadamard(q), packed_fp8(hadamard(k))),
+            "fp8, Hadamard": turned,
         }
-        best: dict[int, Tensor] = {}
-        for name, each in dots.items():
-            scores = index_scores(each, index.weights(x)).masked_fill(~visible, -torch.inf)
+        for name, dots in forms.items():
+            scores = index_scores(dots, index.weights(x)).masked_fill(~visible, -torch.inf)
             for n in case.settings["keys"]:
-                # Queries that can choose at all: those that see more than n keys.
-                chosen = torch.zeros_like(scores, dtype=torch.bool)
-                chosen = chosen.scatter(-1, choose(scores, n), True)[:, n:]
-                both = (chosen & best.setdefault(n, chosen)).sum(-1) / n
-                if name != "exact":
-                    recall.setdefault(name, {}).setdefault(n, []).append(both.mean())
-                share = (target[:, n:] * chosen).sum(-1).mean()
-                held.setdefault(name, {}).setdefault(n, []).append(share)
-    figures = {"Recall": recall, "Weight held": held}
+                chosen = torch.zeros_like(scores).scatter(-1, choose(scores, n), 1.0)
+                # Queries that see no more than n keys have no choice.
+                chosen = chosen[:, n:]
+                same = (chosen * best.setdefault(n, chosen)).sum(-1) / n
+                for figure, share in (
+                    ("Recall", same),
+                    ("Weight held", (target[:, n:] * chosen).sum(-1)),
+                ):
+                    found[figure].setdefault(name, {}).setdefault(n, []).append(share.mean().item())
+    del found["Recall"]["exact"]
     return {
-        name: {row: {n: torch.stack(v).mean().item() for n, v in x.items()} for row, x in f.items()}
-        for name, f in figures.items()
+        f: {r: {n: mean(v) for n, v in x.items()} for r, x in rows.items()}
+        for f, rows in found.items()
     }
 
 
-MEASURES: dict[str, Callable[[Case], Figures]] = {
-    "lengths": lengths,
-    "ablations": ablations,
-    "extrapolation": extrapolation,
-    "mechanisms": mechanisms,
-    "indexer": indexer,
-}
+MEASURES = {f.__name__: f for f in (bottleneck, ablations, extrapolation, mechanisms, indexer)}
