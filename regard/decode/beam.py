@@ -20,6 +20,7 @@ from regard.cache import Cache
 from regard.decode.columns import Columns, adjusted, used_by
 from regard.decode.rows import BROKEN, Row
 from regard.decode.settings import Event, Request, Result, Settings
+from regard.fast.cpu import Prepared
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
 
@@ -155,51 +156,66 @@ class BeamLane:
         self.broken = [False] * len(requests)
 
     def step(self, model: Any, backend: str) -> list[Event]:
-        ids = self.state.last.view(-1, 1)
-        return self.choose(model.next_logits(ids, cache=self.cache, backend=backend))
+        ids, banned = self.state.last.view(-1, 1), self._banned()
+        how = {"cache": self.cache, "backend": backend}
+        if banned is None or not isinstance(model, Prepared):
+            return self.choose(model.next_logits(ids, **how))
+        return self._advance(*model.next_best(ids, self.shape.candidates, banned, **how))
 
     def choose(self, logits: Tensor) -> list[Event]:
-        """Advance every group by logits (rows V); then put the cache's rows in the new order."""
-        n, logits, shape = len(self.requests_), logits.float(), self.shape
-        if self.rules is None:
-            self.rules = Rules.of(self.requests_, shape.ends).each(lambda x: x.to(logits.device))
-        room = self.state.ids.shape[-1]
-        if max(self.said) == room:
-            most = max(r.settings.max_new_tokens for r in self.requests_)
-            self.state = self.state.roomy(min(2 * room, most))
-        norm, best, columns = self._best(logits)
-        bad = ~norm.isfinite()
-        self.broken = bad.view(n, -1).any(-1).tolist()
-        if any(self.broken):
-            logits = logits.masked_fill(bad[:, None], 0.0)
-            norm, best, columns = self._best(logits)
-        self.state, parents, over = select(
-            self.state, self.rules, shape, logits, norm, columns, best
-        )
-        self.said = [said + 1 for said in self.said]
-        rows = (torch.arange(n, device=logits.device)[:, None] * shape.beams + parents).view(-1)
-        if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
-            self.cache = self.cache.take(rows, min(len(r.ids) for r in self.requests_))
-        ends = over.tolist()
-        self.closed = [ends[i] or self.broken[i] for i in range(n)]
-        return []
-
-    def _best(self, logits: Tensor) -> tuple[Tensor, Best | None, dict[str, Tensor]]:
-        """The log sum exp of every row; the largest logits where nothing changes them but bans, else what does."""
-        each = [r.settings for r in self.requests_]
-        used = frozenset().union(*map(used_by, each, self.said, self.said))
-        bans = {s.banned for s in each}
-        alike = len(bans) == 1 and not any(s.logit_bias for s in each)
-        if self.shape.groups == 1 and not used - ({"bias"} if alike else set()):
-            (banned,) = bans
+        """Advance every group by logits (rows V)."""
+        logits, banned = logits.float(), self._banned()
+        if banned is not None:
             many = min(self.shape.candidates, logits.shape[1] - len(banned))
-            norm, top, token = best_of(logits, many, banned)
-            return norm, (top, token), {}
+            return self._advance(*best_of(logits, many, banned))
         if self.columns is None:
             rows = [Row(r, 0) for r in self.requests_ for _ in range(self.shape.beams)]
             self.columns = Columns(len(rows), logits.shape[1], logits.device)
             self.columns.put(range(len(rows)), rows)
-        return best_of(logits, 1)[0], None, self.columns.at(slice(None), used)
+        norm = best_of(logits, 1)[0]
+        logits = logits.masked_fill(~norm.isfinite()[:, None], 0.0)
+        return self._advance(norm, logits, None)
+
+    def _used(self) -> frozenset[str]:
+        """What changes the logits now."""
+        each = [r.settings for r in self.requests_]
+        return frozenset().union(*map(used_by, each, self.said, self.said))
+
+    def _banned(self) -> tuple[int, ...] | None:
+        """What no text may say, if nothing but this changes the logits: then the largest are enough."""
+        each = [r.settings for r in self.requests_]
+        bans = {s.banned for s in each}
+        alike = len(bans) == 1 and not any(s.logit_bias for s in each)
+        simple = self.shape.groups == 1 and not self._used() - ({"bias"} if alike else set())
+        return next(iter(bans)) if simple else None
+
+    def _advance(self, norm: Tensor, logits: Tensor, token: Tensor | None) -> list[Event]:
+        """By the log sum exp of every row and its largest logits, whose tokens are given, or all of them; then put the
+        cache's rows in the new order."""
+        n, shape, device = len(self.requests_), self.shape, norm.device
+        if self.rules is None:
+            self.rules = Rules.of(self.requests_, shape.ends).each(lambda x: x.to(device))
+        room = self.state.ids.shape[-1]
+        if max(self.said) == room:
+            most = max(r.settings.max_new_tokens for r in self.requests_)
+            self.state = self.state.roomy(min(2 * room, most))
+        bad = ~norm.isfinite()
+        self.broken = bad.view(n, -1).any(-1).tolist()
+        if any(self.broken):
+            norm, logits = norm.masked_fill(bad, 0.0), logits.masked_fill(bad[:, None], 0.0)
+        columns = {}
+        if token is None and self.columns is not None:
+            columns = self.columns.at(slice(None), self._used())
+        self.state, parents, over = select(
+            self.state, self.rules, shape, logits, norm, columns, token
+        )
+        self.said = [said + 1 for said in self.said]
+        rows = (torch.arange(n, device=device)[:, None] * shape.beams + parents).view(-1)
+        if not torch.equal(rows, torch.arange(len(rows), device=device)):
+            self.cache = self.cache.take(rows, min(len(r.ids) for r in self.requests_))
+        ends = over.tolist()
+        self.closed = [ends[i] or self.broken[i] for i in range(n)]
+        return []
 
     def results(self, i: int, why: str = "") -> list[Result]:
         """The n best finished texts of request i; if it was stopped (`why`), running ones too."""
@@ -267,8 +283,6 @@ def results(b: Beams, s: Settings, broken: bool, why: str = "") -> list[Result]:
 
 # --- one step -----------------------------------------------------------------------------------------------------
 
-Best = tuple[Tensor, Tensor]  # of every row the largest logits and their tokens (r k)
-
 
 def select(
     b: Beams,
@@ -277,10 +291,11 @@ def select(
     logits: Tensor,
     norm: Tensor,
     columns: dict[str, Tensor],
-    best: Best | None = None,
+    best: Tensor | None = None,
 ) -> tuple[Beams, Tensor, Tensor]:
-    """One step of n requests from logits (r V), whose log sum exp is `norm` (r), and the columns of what changes them:
-    the new state, the parent of every beam (n beams) within its request, and which requests are done (n).
+    """One step of n requests from logits (r V), whose log sum exp is `norm` (r), and the columns of what changes them,
+    or from the largest logits alone (r k), of the tokens `best`: the new state, the parent of every beam (n beams)
+    within its request, and which requests are done (n).
 
     The groups of a request come one after the other, as a later one avoids what the earlier ones just said."""
     n, w, groups = len(rules.most), shape.width, shape.groups
@@ -303,8 +318,8 @@ def select(
             logp = mine.gather(1, token).float() - scale
             score = score if changes else logp
         else:
-            token = best[1]
-            score = logp = best[0] - scale
+            token = best
+            score = logp = mine - scale
         each = (x.view(n, w, -1) for x in (score, token, logp))
         part, parent, over = advance(part, rules, shape.candidates, *each)
         states.append(part)
