@@ -23,6 +23,7 @@ _HOME = {
     "regard.errors": "UsageError",
     "regard.evaluate.ask": "answer fill",
     "regard.evaluate.model": "classify embed",
+    "regard.labs.run": "lab",
     "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
     "regard.see.probe": "Probe",
     "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",

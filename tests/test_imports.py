@@ -25,6 +25,7 @@ LAYERS = [
     {"train"},
     {"evaluate"},
     {"parity", "report", "learn", "recipes", "serve"},
+    {"labs"},
     {"cli"},
     {"__init__", "__main__"},
 ]
