@@ -131,7 +131,7 @@ def _stream(model: Model, precision: str) -> torch.dtype | None:
 
 
 class Prepared:
-    """What a prepared model does in its own way, and what it refuses: its weights are packed for one machine, and rounded."""
+    """What a prepared model does in its own way, and refuses: its weights are packed for one machine, and rounded."""
 
     precision: str
 
