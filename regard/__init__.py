@@ -22,6 +22,7 @@ _HOME = {
     "regard.checkpoint": "from_hf load",
     "regard.errors": "UsageError",
     "regard.evaluate.model": "answer classify embed fill",
+    "regard.labs.run": "lab",
     "regard.layers": "LM MLM MLP Answer Classify Norm Tag",
     "regard.see.probe": "Probe",
     "regard.mask": "Causal Documents Full Padding Prefix Span Visible Window",

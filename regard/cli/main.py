@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": "runs side by side",
     "look": "what a model attends to in a text or a picture: one page of HTML, or pictures",
     "parity": "bug or rounding? a model run in every way it can be, each held against float64",
+    "lab": "an experiment, trained and measured for three seeds, as a page; without a name, the list of them",
     "recipes": "list, show or copy configs that are known to work",
     "data peek": "print the first real batch of training data, with what is learned from it",
     "tokenizer train": "learn a tokenizer from files",

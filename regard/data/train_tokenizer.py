@@ -298,6 +298,8 @@ def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
     score = np.log(start) - np.log(start.sum())
     lattice, inside = lattice_of(words, pieces), lattice_of(pieces, pieces, whole=False)
     single = np.array([len(piece) == 1 for piece in pieces])
+    if size < single.sum():
+        raise UsageError(f"vocab leaves {size} pieces for {single.sum()} characters; give more")
     # The numbers of the pieces that are left.
     left = np.arange(len(pieces))
     while True:
