@@ -538,7 +538,7 @@ def paged_cache(
     Memory is taken a page at a time, not for the longest text there may be; the full pages of a beginning that requests
     share (a system prompt: --shared tokens) are held once. This is paged attention, with a prefix cache."""
     sizes = [whole("tokens", n) for n in tokens]
-    prefix = whole("shared", shared, 0) // whole("page", page, 1, 4096)
+    prefix = whole("shared", shared) // whole("page", page, 1, 4096)
     specs = [CacheSpec(token={"k": (1,)})]
     pool = Pool(specs, sum(-(-n // page) for n in sizes), page)
     rows: list[list[Any]] = []
