@@ -1,4 +1,4 @@
-"""Writes docs/experiments: a page for each experiment of `regard lab`, from its results and from what is said about them.
+"""Writes docs/experiments: a page for each experiment of `regard lab`, from its results and prose about them.
 
     python docs/labs.py            write the pages
     python docs/labs.py --check    fail where a page on disk differs from what would be written
@@ -54,12 +54,12 @@ def index(names: list[str]) -> str:
     ]
     head = ["<!-- written by docs/labs.py -->", "", "# Experiments", ""]
     head += [
-        "Each is one command, `regard lab NAME`, and a page with its tables, plots and settings. `--quick` tries it in"
+        "Each is one command, `regard lab NAME`, and a page with tables, plots and settings. `--quick`"
     ]
     head += [
-        "seconds; `--data FILE` takes your own text. The figures here are of real runs; their JSON lies beside them.",
-        "",
+        "tries it in seconds, `--data FILE` takes your own text. The figures here are of real runs; their"
     ]
+    head += ["JSON lies beside them.", ""]
     return "\n".join([*head, "| lab | what is compared | time |", "|---|---|---|", *rows, ""])
 
 
