@@ -51,6 +51,8 @@ def why_not(model: Any) -> str:
     tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
     if not tower.causal or (tower.cross and not two):
         return "its tower is not causal, or reads what no encoder of its own makes"
+    if not tower.residual:
+        return "its blocks have no residual"
     if two and model.decoder.cache_specs("cross") != model.decoder.cache_specs():
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
