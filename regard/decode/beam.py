@@ -9,7 +9,7 @@ log probability / length ** penalty. A group is done when its finished texts can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from regard.cache import Cache
 from regard.decode.columns import Columns, adjusted, used_by
+from regard.decode.lane import Slot
+from regard.decode.plain import PlainLane
 from regard.decode.rows import BROKEN, Row
-from regard.decode.settings import Event, Request, Result, Settings
+from regard.decode.settings import Request, Result, Settings
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
 
@@ -139,55 +141,118 @@ class Shape:
         return self.candidates // self.width - 1
 
 
-class BeamLane:
-    """Requests of one shape, each by its own settings, over one cache."""
+@dataclass(eq=False)
+class Group(Slot):
+    """A request and its place."""
 
-    def __init__(self, cache: Cache, requests: list[Request]):
-        self.cache, self.requests_ = cache, requests
-        s = self.shape = Shape.of(requests[0].settings)
-        size = min(max(r.settings.max_new_tokens for r in requests), ROOM)
-        self.state = Beams.start(len(requests) * s.groups, s.width, size, cache.device)
-        # Both are made anew when requests come or go.
-        self.rules: Rules | None = None
-        self.columns: Columns | None = None
-        self.said = [0] * len(requests)
-        self.closed = [False] * len(requests)
-        self.broken = [False] * len(requests)
+    own: list[list[int]] = field(default_factory=list)  # pages that each beam writes to, in a graph
+    found: Beams | None = None  # as of the last round that was read
+    broken: bool = False
+    closed: bool = False
 
-    def step(self, model: Any, backend: str) -> list[Event]:
-        ids = self.state.last.view(-1, 1)
-        return self.choose(model.next_logits(ids, cache=self.cache, backend=backend))
+    @property
+    def homes(self) -> list[int]:
+        k = len(self.own)
+        return list(range(self.index * k, (self.index + 1) * k))
 
-    def choose(self, logits: Tensor) -> list[Event]:
-        """Advance every group by logits (rows V); then put the cache's rows in the new order."""
-        n, logits, shape = len(self.requests_), logits.float(), self.shape
-        if self.rules is None:
-            self.rules = Rules.of(self.requests_, shape.ends).each(lambda x: x.to(logits.device))
-        room = self.state.ids.shape[-1]
-        if max(self.said) == room:
-            most = max(r.settings.max_new_tokens for r in self.requests_)
-            self.state = self.state.roomy(min(2 * room, most))
-        norm, best, columns = self._best(logits)
-        bad = ~norm.isfinite()
-        self.broken = bad.view(n, -1).any(-1).tolist()
-        if any(self.broken):
-            logits = logits.masked_fill(bad[:, None], 0.0)
-            norm, best, columns = self._best(logits)
-        self.state, parents, over = select(
-            self.state, self.rules, shape, logits, norm, columns, best
-        )
-        self.said = [said + 1 for said in self.said]
-        rows = (torch.arange(n, device=logits.device)[:, None] * shape.beams + parents).view(-1)
+    @property
+    def left(self) -> int:
+        return self.row.request.settings.max_new_tokens - self.asked
+
+    def results(self, b: Beams, why: str = "") -> list[Result]:
+        """The n best finished texts of the request, from the state of its groups; with `why` running ones too."""
+        s = self.row.request.settings
+        if self.broken:
+            return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
+        columns = (b.done, b.done_score, b.done_size, b.score, b.count[:, None].expand_as(b.score))
+        found: list[tuple[float, int, int, bool]] = []  # score, place, tokens, whether it runs
+        for i, row in enumerate(zip(*(x.flatten().tolist() for x in columns), strict=True)):
+            done, done_score, size, score, count = row
+            if done:
+                found.append((done_score, i, size, False))
+            if why and count and score > WORST / 2:
+                found.append((score / count**s.length_penalty, i, count, True))
+        out = []
+        for score, i, size, runs in sorted(found, key=lambda x: -x[0])[: s.n_best]:
+            texts = (b.ids, b.logp) if runs else (b.done_ids, b.done_logp)
+            ids, logp = (x.flatten(0, 1)[i, :size].tolist() for x in texts)
+            ends = not runs and bool(ids) and ids[-1] in s.eos
+            finish = why if runs else "eos" if ends else "length"
+            kept = ids[:-1] if ends else ids
+            out.append(Result(kept, logp[: len(kept)], score, finish))
+        return out
+
+
+class BeamLane(PlainLane):
+    """Requests of one shape, each by its own settings, by the model's own forward."""
+
+    search = True
+    slots: list[Group]  # type: ignore[assignment]
+    live: list[Group]  # type: ignore[assignment]
+
+    def __init__(self, shape: Shape, *given: Any, **options: Any):
+        super().__init__(*given, **options)
+        self.shape, self.times = shape, shape.beams
+        self.state: Beams
+        # The rules of these slots: both are made anew when requests come or go.
+        self.rules: tuple[list[Group], Rules] | None = None
+
+    def _slot(self, row: Row) -> Slot:
+        return Group(row, row.request.ids)
+
+    @property
+    def batch(self) -> int:
+        return len(self.slots) * self.times
+
+    def _begin(self, slots: list[Group], cache: Cache, logits: Tensor) -> None:  # type: ignore[override]
+        """The beams of a request have read the same, so that none takes another's place."""
+        k, first = self.shape, not self.live
+        fresh = Beams.start(len(slots) * k.groups, k.width, ROOM, cache.device)
+        fresh, _ = self._search(slots, fresh, logits)
+        self._join(slots, cache)  # type: ignore[arg-type]
+        if not first:
+            size = self.state.ids.shape[-1]
+            fresh = self.state.each(lambda a, b: torch.cat([a, b]), fresh.roomy(size))
+        self.state = fresh
+        self._leave([g for g in slots if not g.broken])
+
+    def step(self) -> None:
+        if not self.live:
+            return
+        if max(g.asked for g in self.live) == self.state.ids.shape[-1]:
+            self.state = self.state.roomy(2 * self.state.ids.shape[-1])
+        ids, given = self.state.last.view(-1, 1), {"cache": self.cache, "backend": self.backend}
+        logits = self.model.next_logits(ids, **given)
+        self.state, parents = self._search(self.live, self.state, logits)
+        first = self.times * torch.arange(len(self.live), device=ids.device)[:, None]
+        rows = (first + parents).view(-1)
         if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
-            self.cache = self.cache.take(rows, min(len(r.ids) for r in self.requests_))
-        ends = over.tolist()
-        self.closed = [ends[i] or self.broken[i] for i in range(n)]
-        return []
+            self.cache = self.cache.take(rows, min(len(g.text) for g in self.live))
 
-    def _best(self, logits: Tensor) -> tuple[Tensor, Best | None, dict[str, Tensor]]:
+    def _search(self, slots: list[Group], state: Beams, logits: Tensor) -> tuple[Beams, Tensor]:
+        """Advance groups by logits (rows V): their new state, and the parent of every beam."""
+        n, logits = len(slots), logits.float()
+        if self.rules is None or self.rules[0] != slots:
+            rules = Rules.of([g.row.request for g in slots], self.shape.ends)
+            self.rules = list(slots), rules.each(lambda x: x.to(logits.device))
+            self._columns = None
+        norm, best, columns = self._best(slots, logits)
+        bad = ~norm.isfinite()
+        broken = bad.view(n, -1).any(-1).tolist()
+        if any(broken):
+            logits = logits.masked_fill(bad[:, None], 0.0)
+            norm, best, columns = self._best(slots, logits)
+        state, parents, over = select(state, self.rules[1], self.shape, logits, norm, columns, best)
+        for g, bad_one, end in zip(slots, broken, over.tolist(), strict=True):
+            g.broken, g.closed, g.asked = bad_one, bad_one or end, g.asked + 1
+        return state, parents
+
+    def _best(
+        self, slots: list[Group], logits: Tensor
+    ) -> tuple[Tensor, Best | None, dict[str, Tensor]]:
         """The log sum exp of every row; the largest logits where nothing changes them but bans, else what does."""
-        each = [r.settings for r in self.requests_]
-        used = frozenset().union(*map(used_by, each, self.said, self.said))
+        each, said = [g.row.request.settings for g in slots], [g.asked for g in slots]
+        used = frozenset().union(*map(used_by, each, said, said))
         bans = {s.banned for s in each}
         alike = len(bans) == 1 and not any(s.logit_bias for s in each)
         if self.shape.groups == 1 and not used - ({"bias"} if alike else set()):
@@ -195,74 +260,27 @@ class BeamLane:
             many = min(self.shape.candidates, logits.shape[1] - len(banned))
             norm, top, token = best_of(logits, many, banned)
             return norm, (top, token), {}
-        if self.columns is None:
-            rows = [Row(r, 0) for r in self.requests_ for _ in range(self.shape.beams)]
-            self.columns = Columns(len(rows), logits.shape[1], logits.device)
-            self.columns.put(range(len(rows)), rows)
-        return best_of(logits, 1)[0], None, self.columns.at(slice(None), used)
-
-    def results(self, i: int, why: str = "") -> list[Result]:
-        """The n best finished texts of request i; if it was stopped (`why`), running ones too."""
-        k = self.shape.groups
-        texts = self.state.each(lambda x: x[i * k : (i + 1) * k])
-        return results(texts, self.requests_[i].settings, self.broken[i], why)
-
-    def drop(self, index: list[int]) -> None:
-        """These requests are over."""
-        gone = set(index)
-        kept = [i for i in range(len(self.requests_)) if i not in gone]
-        device, shape = self.cache.device, self.shape
-        at = torch.tensor(kept, dtype=torch.long, device=device)
-        rows = (at[:, None] * shape.beams + torch.arange(shape.beams, device=device)).view(-1)
-        self.cache = self.cache.take(rows)
-        part = (at[:, None] * shape.groups + torch.arange(shape.groups, device=device)).view(-1)
-        self.state, self.rules, self.columns = self.state.each(lambda x: x[part]), None, None
-        for name in ("requests_", "said", "closed", "broken"):
-            setattr(self, name, [getattr(self, name)[i] for i in kept])
-
-    def join(self, other: BeamLane) -> None:
-        self.cache = self.cache.join(other.cache)
-        size = max(self.state.ids.shape[-1], other.state.ids.shape[-1])
-        self.state = self.state.roomy(size).each(
-            lambda a, b: torch.cat([a, b]), other.state.roomy(size)
-        )
-        for name in ("requests_", "said", "closed", "broken"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.rules = self.columns = None
+        if self._columns is None:
+            rows = [g.row for g in slots for _ in range(self.times)]
+            self._columns = Columns(len(rows), logits.shape[1], logits.device)
+            self._columns.put(range(len(rows)), rows)
+        return best_of(logits, 1)[0], None, self._columns.at(slice(None), used)
 
     def over(self) -> list[int]:
-        """The places of requests that are done."""
-        return [i for i, closed in enumerate(self.closed) if closed]
+        return [i for i, group in enumerate(self.slots) if group.closed]
 
-    @property
-    def batch(self) -> int:
-        return self.cache.batch
+    def results(self, i: int, why: str = "") -> list[Result]:
+        group, k = self.slots[i], self.shape.groups
+        if not group.asked:
+            return []
+        at = k * self.live.index(group)
+        return group.results(self.state.each(lambda x: x[at : at + k]), why)
 
-    def requests(self) -> list[Request]:
-        return self.requests_
-
-
-def results(b: Beams, s: Settings, broken: bool, why: str = "") -> list[Result]:
-    """The n best finished texts of a request, all of whose groups are here; with `why` running ones too."""
-    if broken:
-        return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
-    columns = (b.done, b.done_score, b.done_size, b.score, b.count[:, None].expand_as(b.score))
-    found: list[tuple[float, int, int, bool]] = []  # score, place, tokens, whether it runs
-    for i, row in enumerate(zip(*(x.flatten().tolist() for x in columns), strict=True)):
-        done, done_score, size, score, count = row
-        if done:
-            found.append((done_score, i, size, False))
-        if why and count and score > WORST / 2:
-            found.append((score / count**s.length_penalty, i, count, True))
-    out = []
-    for score, i, size, runs in sorted(found, key=lambda x: -x[0])[: s.n_best]:
-        texts = (b.ids, b.logp) if runs else (b.done_ids, b.done_logp)
-        ids, logp = (x.flatten(0, 1)[i, :size].tolist() for x in texts)
-        ends = not runs and bool(ids) and ids[-1] in s.eos
-        finish = why if runs else "eos" if ends else "length"
-        kept = ids[:-1] if ends else ids
-        out.append(Result(kept, logp[: len(kept)], score, finish))
-    return out
+    def _keep(self, kept: list[int]) -> None:
+        super()._keep(kept)
+        k = self.shape.groups
+        at = torch.tensor([i * k + j for i in kept for j in range(k)], dtype=torch.long)
+        self.state = self.state.each(lambda x: x[at.to(x.device)])
 
 
 # --- one step -----------------------------------------------------------------------------------------------------
