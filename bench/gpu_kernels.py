@@ -297,7 +297,7 @@ def part_t(args: argparse.Namespace) -> None:
         ):
             x, w, g = randn(rows, k), weights(n * (1 + gated), k), torch.ones(k).cuda().to(BF16)
             more: dict[str, Any] = {"act": "silu" if gated else "", "gated": gated}
-            more["norm"] = (g, 1e-5) if norm else None
+            more["norm"] = (g, 1e-5, 0.0) if norm else None
             found = few_rows(name, x, w, more)
             plain = replayed([partial(gpu_linear.reference, x, each, **more) for each in w])
             now, size = gpu_linear.shape(k, n, gated), w[0].numel() * 2

@@ -30,22 +30,22 @@ class Tower:
     `dropout` falls on what each part adds to the stream. `layer_drop`: the share of layers that a step of training
     leaves out (Fan et al. 2020, arXiv:1909.11556)."""
 
-    dim: Count
-    layers: Count
-    attention: Attention | tuple[Attention, ...]
-    ffn: MLP | MoE | tuple[MLP | MoE, ...]
-    cross: GQA | MLA | None = None
+    dim: Count  # width of the stream
+    layers: Count  # blocks
+    attention: Attention | tuple[Attention, ...]  # of each block
+    ffn: MLP | MoE | tuple[MLP | MoE, ...]  # of each block
+    cross: GQA | MLA | None = None  # attention to an encoder's states
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
-    norm: Norm = Norm()
-    order: str = "pre"
-    final_norm: bool = True
-    causal: bool = True
-    relative: T5Bias | Alibi | None = None
-    dropout: Fraction = 0.0
+    norm: Norm = Norm()  # of each part
+    order: str = "pre"  # where it stands: pre, post, sandwich, inner, parallel
+    final_norm: bool = True  # one more at the end (pre)
+    causal: bool = True  # a token sees those before it alone
+    relative: T5Bias | Alibi | None = None  # a bias on scores by distance
+    dropout: Fraction = 0.0  # on what each part adds, in training
     attention_dropped: bool = True  # False: only on what feed-forwards add (DistilBERT)
     ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
     end_dropped: bool = False  # True: on what leaves the tower too (T5)
-    layer_drop: Fraction = 0.0
+    layer_drop: Fraction = 0.0  # share of layers that a step of training leaves out
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
     # Which block each layer is, counted from 0, where layers share them (ALBERT); None: each its own.
     blocks: tuple[Whole, ...] | None = None

@@ -34,10 +34,10 @@ class DSA:
     instead of s.
     """
 
-    attention: GQA | MLA
+    attention: GQA | MLA  # over the chosen keys
     index_heads: Count  # H
     index_dim: Count  # D
-    topk: Count
+    topk: Count  # keys that a query chooses
     rope_dim: Whole = 0  # leading index features turned by attention.rope, half-split
     # Turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8.
     hadamard: bool = False

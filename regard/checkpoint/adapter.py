@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regard.checkpoint import hf
-from regard.checkpoint.store import check_converted, header, replacing, write_json
+from regard.checkpoint.store import check_converted, header, replacing, write_carried, write_json
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest
 from regard.files import read_files, read_json
@@ -145,8 +145,7 @@ def save_adapter(model: Model, path: str | Path) -> Path:
     with replacing(path) as folder:
         save_file({n: x.cpu().contiguous() for n, x in tensors.items()}, folder / TENSORS)
         write_json(folder / RECORD, to_dict(record))
-        for name, content in model.origin.files.items():
-            (folder / name).write_bytes(content)
+        write_carried(folder, model.origin.files)
     return path
 
 

@@ -29,6 +29,7 @@ from regard.checkpoint.store import (
     Unpacked,
     Weights,
     replacing,
+    write_carried,
     write_json,
     write_weights,
 )
@@ -41,7 +42,11 @@ from regard.models.start import Start
 
 NATIVE = "regard"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CARRIED_FILES = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
+# How sentence-transformers makes a vector of an encoder's states.
+POOLING, MODULES = "1_Pooling/config.json", "modules.json"
+SENTENCES = (POOLING, MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
+PICTURES = ("preprocessor_config.json", "processor_config.json")
+CARRIED_FILES = (*TOKENIZER_FILES, *PICTURES, *SENTENCES)
 
 
 @dataclass
@@ -425,8 +430,7 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
     with replacing(path) as folder:
         write_json(folder / "config.json", theirs)
         write_weights(folder, tensors, shard_bytes)
-        for name, content in origin.files.items():
-            (folder / name).write_bytes(content)
+        write_carried(folder, origin.files)
     return path
 
 

@@ -297,6 +297,13 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def write_carried(folder: Path, files: dict[str, bytes]) -> None:
+    """What `files.read_files` found, in its place."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of `target` when the block ends well; if it fails, `target` is as it was.

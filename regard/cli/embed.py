@@ -29,6 +29,8 @@ class Options:
     # write a NumPy array (lines, width) instead of JSON lines on stdout
     output: Annotated[str | None, arg(metavar="FILE.npy")] = None
     normalize: cli.Switch = False  # vectors of length 1
+    # mean: of the last states; cls: the first one; auto: as the model was trained
+    pooling: cli.Pooling = "auto"
     rows: int = 32  # lines in a batch
     overlong: cli.Overlong = "error"  # what happens to a line longer than the model's context
     machine: cli.Machine = cli.Machine()
@@ -44,7 +46,7 @@ def run(options: Options) -> int:
         raise UsageError(f"--output {options.output}: give a name that ends in .npy")
     cli.check_file(options.file)
     opened = cli.open_model(options.model, options.machine)
-    embedder = Embedder(opened, options.normalize, options.overlong)
+    embedder = Embedder(opened, options.normalize, options.overlong, options.pooling)
     whole = []
     for block in cli.line_blocks(options.file, 1 if cli.is_typed(options.file) else options.rows):
         vectors = embedder(*block)

@@ -27,7 +27,8 @@ class Options:
     model: cli.Folder
     data: cli.Files  # text, tsv, csv, jsonl, also gz and xz; an image folder or npz
     target: cli.Files = ()  # the other side of parallel files; classes of npy and idx files
-    # loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task
+    # loss, perplexity, bleu, bleu_lc, chrf, exact, accuracy, f1; default: those of the task; sts of vectors, with
+    # columns text, second and label
     metric: Annotated[Many[tuple[str, ...]], arg(metavar="NAME")] = ()
     # exit 5 if the first metric is worse than this
     min: Annotated[float | None, arg(metavar="VALUE")] = None
@@ -42,6 +43,7 @@ class Options:
     shots_from: cli.Files = ()  # files that these come from; default: the training data of the run
     template: str = r"{source}\n{target}\n\n"  # how an example is written
     seed: int = 0  # another number, other examples
+    pooling: cli.Pooling = "auto"  # of sts, as in regard embed
     json: cli.Switch = False  # one JSON object
     reading: cli.Reading = cli.Reading()
     machine: cli.Machine = cli.Machine()
@@ -69,6 +71,7 @@ def run(options: Options) -> int:
         reading=options.reading.settings(),
         shots=None if shots is None else Shots(shots, template, options.seed),
         shots_from=options.shots_from,
+        pooling=options.pooling,
         **asdict(options.machine),
     )
     cli.talk(f"{result.task}: {result.data}")

@@ -45,6 +45,7 @@ Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
 Pairs = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")]
 Changes = Annotated[dict[str, str], arg(metavar="NAME VALUE")]
 Overlong = Literal["error", "truncate"]
+Pooling = Literal["auto", "mean", "cls"]
 ALIASES = {"dtype": ["--precision"]}
 SETTABLE = ("train", "plan")  # commands that take settings of a config as flags: --train.steps 100
 

@@ -81,33 +81,31 @@ SETTINGS = ("format", "unit", "marker", "columns", "header", "size")
 @dataclass(frozen=True)
 @ranged
 class Data:
-    """Which files, how they are read (see Source), and how they become batches (see Batching and TextFeed).
+    """Which files, how they are read (see Source), and how they become batches (see Batching, TextFeed, ImageFeed)."""
 
-    `target` has the other side of parallel files, or the classes of npy and idx files. Without `valid`, the share
-    `held` of the training data is held out."""
-
-    train: Names
-    target: Names = ()
-    valid: Names = ()
-    valid_target: Names = ()
-    held: Fraction = 0.0
+    train: Names  # training files, from where the config lies; * and ? are understood
+    target: Names = ()  # files with the other side, line by line; classes of npy and idx files
+    valid: Names = ()  # files of the evaluation
+    valid_target: Names = ()  # their other side
+    held: Fraction = 0.0  # share of the training data to evaluate on, where there is no valid
+    # text, tsv, csv, jsonl, squad, parquet, hub, npz, npy, idx, images; auto: by the name
     format: str = "auto"
-    unit: str = "file"
-    marker: str = ""
+    unit: str = "file"  # what is one document of plain text: file, line, paragraph
+    marker: str = ""  # a text that stands between documents
+    # which column has a role: { text = 1, label = 0 }, or by name
     columns: dict[str, Any] = field(default_factory=dict)
-    header: bool | None = None
-    size: Count | None = None
-    length: Count | None = None
-    rows: Count | None = None
-    tokens: Count | None = None
-    overlong: str = "error"
-    multiple: Count = 1
-    pack: str = "documents"
-    # Pictures: see ImageFeed.
-    shift: Whole = 0
-    flip: bool = False
-    erase: Whole = 0
-    paste: Share = 0.0
+    header: bool | None = None  # whether the first line names the columns
+    size: Count | None = None  # pictures are scaled to size x size
+    length: Count | None = None  # tokens of a row at most
+    rows: Count | None = None  # rows of a batch
+    tokens: Count | None = None  # tokens of a batch (of each side), padding included
+    overlong: str = "error"  # longer examples: error, truncate, drop or split
+    multiple: Count = 1  # rows are padded to a multiple of this
+    pack: str = "documents"  # documents (whole, unseen by each other), stream, windows or none
+    shift: Whole = 0  # pictures are moved by up to so many pixels in training
+    flip: bool = False  # mirrored every other time
+    erase: Whole = 0  # the side of a black square, somewhere, at most
+    paste: Share = 0.0  # share into which a piece of another is pasted (CutMix)
 
     def __post_init__(self) -> None:
         if (given := self.overlong) not in feeds.OVERLONG:

@@ -51,12 +51,11 @@ class Marks:
 @dataclass(frozen=True)
 @ranged
 class Noise:
-    """How text is damaged that a model learns to repair; None: as the task has it. `rate`: the share of tokens that are
-    masked or taken out; `mean`: tokens of a span, on average; `permute`: sentences are shuffled too (BART)."""
+    """How text is damaged that a model learns to repair; None: as the task has it."""
 
-    rate: Share | None = None
-    mean: Positive | None = None
-    permute: bool | None = None
+    rate: Share | None = None  # share of tokens that are masked or taken out
+    mean: Positive | None = None  # tokens of a span, on average
+    permute: bool | None = None  # sentences are shuffled too (BART)
 
     @property
     def given(self) -> dict[str, Any]:

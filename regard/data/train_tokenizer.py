@@ -62,14 +62,14 @@ class Recipe:
     "seq2seq" begin and end, which is put behind a text, "mlm" (and classes) a mask, and class and separator around a
     text. `special` names them by their part instead, and `more` has others; ids begin with them, in order."""
 
-    kind: str = "bpe"
-    vocab: Count = 8000
-    task: str = "lm"
-    special: dict[str, str] | None = None
-    more: tuple[str, ...] = ()
+    kind: str = "bpe"  # or wordpiece, unigram, chars, bytes
+    vocab: Count = 8000  # tokens, special ones too; not of chars and bytes
+    task: str = "lm"  # lm, seq2seq, mlm or infill: the usual special tokens
+    special: dict[str, str] | None = None  # special tokens by their part: { eos = "</s>" }
+    more: tuple[str, ...] = ()  # further special tokens
     # What is put around a text: none, start, end, both; None: as the task has it.
     around: str | None = None
-    lower: bool = False
+    lower: bool = False  # text in small letters
     # Pairs seen less often are not merged.
     min_count: Count = 2
 

@@ -22,6 +22,7 @@ from regard.decode.lane import Slot
 from regard.decode.plain import PlainLane
 from regard.decode.rows import BROKEN, Row
 from regard.decode.settings import Request, Result, Settings
+from regard.fast.cpu import Prepared
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
 
@@ -194,8 +195,9 @@ class BeamLane(PlainLane):
         super().__init__(*given, **options)
         self.shape, self.times = shape, shape.beams
         self.state: Beams
-        # The rules of these slots: both are made anew when requests come or go.
-        self.rules: tuple[list[Group], Rules] | None = None
+        # Whose rules and columns these are: they are made anew when requests come or go.
+        self.known: list[Group] = []
+        self.rules: Rules
 
     def _slot(self, row: Row) -> Slot:
         return Group(row, row.request.ids)
@@ -208,7 +210,7 @@ class BeamLane(PlainLane):
         """The beams of a request have read the same, so that none takes another's place."""
         k, first = self.shape, not self.live
         fresh = Beams.start(len(slots) * k.groups, k.width, ROOM, cache.device)
-        fresh, _ = self._search(slots, fresh, logits)
+        fresh, _ = self._advance(slots, fresh, *self._best(slots, logits))
         self._join(slots, cache)  # type: ignore[arg-type]
         if not first:
             size = self.state.ids.shape[-1]
@@ -221,50 +223,64 @@ class BeamLane(PlainLane):
             return
         if max(g.asked for g in self.live) == self.state.ids.shape[-1]:
             self.state = self.state.roomy(2 * self.state.ids.shape[-1])
-        ids, given = self.state.last.view(-1, 1), {"cache": self.cache, "backend": self.backend}
-        logits = self.model.next_logits(ids, **given)
-        self.state, parents = self._search(self.live, self.state, logits)
+        ids, banned = self.state.last.view(-1, 1), self._banned(self.live)
+        given = {"cache": self.cache, "backend": self.backend}
+        if banned is None or not isinstance(self.model, Prepared):
+            found = self._best(self.live, self.model.next_logits(ids, **given))
+        else:
+            found = self.model.next_best(ids, self.shape.candidates, banned, **given)
+        self.state, parents = self._advance(self.live, self.state, *found)
         first = self.times * torch.arange(len(self.live), device=ids.device)[:, None]
         rows = (first + parents).view(-1)
         if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
             self.cache = self.cache.take(rows, min(len(g.text) for g in self.live))
 
-    def _search(self, slots: list[Group], state: Beams, logits: Tensor) -> tuple[Beams, Tensor]:
-        """Advance groups by logits (rows V): their new state, and the parent of every beam."""
-        n, logits = len(slots), logits.float()
-        if self.rules is None or self.rules[0] != slots:
-            rules = Rules.of([g.row.request for g in slots], self.shape.ends)
-            self.rules = list(slots), rules.each(lambda x: x.to(logits.device))
-            self._columns = None
-        norm, best, columns = self._best(slots, logits)
-        bad = ~norm.isfinite()
-        broken = bad.view(n, -1).any(-1).tolist()
-        if any(broken):
-            logits = logits.masked_fill(bad[:, None], 0.0)
-            norm, best, columns = self._best(slots, logits)
-        state, parents, over = select(state, self.rules[1], self.shape, logits, norm, columns, best)
-        for g, bad_one, end in zip(slots, broken, over.tolist(), strict=True):
-            g.broken, g.closed, g.asked = bad_one, bad_one or end, g.asked + 1
-        return state, parents
+    def _used(self, slots: list[Group]) -> frozenset[str]:
+        """What changes the logits now."""
+        return frozenset().union(
+            *(used_by(g.row.request.settings, g.asked, g.asked) for g in slots)
+        )
 
-    def _best(
-        self, slots: list[Group], logits: Tensor
-    ) -> tuple[Tensor, Best | None, dict[str, Tensor]]:
-        """The log sum exp of every row; the largest logits where nothing changes them but bans, else what does."""
-        each, said = [g.row.request.settings for g in slots], [g.asked for g in slots]
-        used = frozenset().union(*map(used_by, each, said, said))
+    def _banned(self, slots: list[Group]) -> tuple[int, ...] | None:
+        """What no text may say, if nothing but this changes the logits: then the largest are enough."""
+        each = [g.row.request.settings for g in slots]
         bans = {s.banned for s in each}
         alike = len(bans) == 1 and not any(s.logit_bias for s in each)
-        if self.shape.groups == 1 and not used - ({"bias"} if alike else set()):
-            (banned,) = bans
-            many = min(self.shape.candidates, logits.shape[1] - len(banned))
-            norm, top, token = best_of(logits, many, banned)
-            return norm, (top, token), {}
-        if self._columns is None:
+        simple = self.shape.groups == 1 and not self._used(slots) - ({"bias"} if alike else set())
+        return next(iter(bans)) if simple else None
+
+    def _best(self, slots: list[Group], logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The log sum exp of every row of logits (rows V), and its largest with their tokens, or all of them."""
+        logits, banned = logits.float(), self._banned(slots)
+        if banned is not None:
+            return best_of(
+                logits, min(self.shape.candidates, logits.shape[1] - len(banned)), banned
+            )
+        if self.known != slots or self._columns is None:
             rows = [g.row for g in slots for _ in range(self.times)]
             self._columns = Columns(len(rows), logits.shape[1], logits.device)
             self._columns.put(range(len(rows)), rows)
-        return best_of(logits, 1)[0], None, self._columns.at(slice(None), used)
+        norm = best_of(logits, 1)[0]
+        return norm, logits.masked_fill(~norm.isfinite()[:, None], 0.0), None
+
+    def _advance(
+        self, slots: list[Group], state: Beams, norm: Tensor, logits: Tensor, token: Tensor | None
+    ) -> tuple[Beams, Tensor]:
+        """Groups by what `_best` gives: their new state, and the parent of every beam."""
+        if self.known != slots:
+            rules = Rules.of([g.row.request for g in slots], self.shape.ends)
+            self.known, self.rules = list(slots), rules.each(lambda x: x.to(norm.device))
+        bad = ~norm.isfinite()
+        broken = bad.view(len(slots), -1).any(-1).tolist()
+        if any(broken):
+            norm, logits = norm.masked_fill(bad, 0.0), logits.masked_fill(bad[:, None], 0.0)
+        columns = {}
+        if token is None and self._columns is not None:
+            columns = self._columns.at(slice(None), self._used(slots))
+        state, parents, over = select(state, self.rules, self.shape, logits, norm, columns, token)
+        for g, bad_one, end in zip(slots, broken, over.tolist(), strict=True):
+            g.broken, g.closed, g.asked = bad_one, bad_one or end, g.asked + 1
+        return state, parents
 
     def over(self) -> list[int]:
         return [i for i, group in enumerate(self.slots) if group.closed]
@@ -285,8 +301,6 @@ class BeamLane(PlainLane):
 
 # --- one step -----------------------------------------------------------------------------------------------------
 
-Best = tuple[Tensor, Tensor]  # of every row the largest logits and their tokens (r k)
-
 
 def select(
     b: Beams,
@@ -295,10 +309,11 @@ def select(
     logits: Tensor,
     norm: Tensor,
     columns: dict[str, Tensor],
-    best: Best | None = None,
+    best: Tensor | None = None,
 ) -> tuple[Beams, Tensor, Tensor]:
-    """One step of n requests from logits (r V), whose log sum exp is `norm` (r), and the columns of what changes them:
-    the new state, the parent of every beam (n beams) within its request, and which requests are done (n).
+    """One step of n requests from logits (r V), whose log sum exp is `norm` (r), and the columns of what changes them,
+    or from the largest logits alone (r k), of the tokens `best`: the new state, the parent of every beam (n beams)
+    within its request, and which requests are done (n).
 
     The groups of a request come one after the other, as a later one avoids what the earlier ones just said."""
     n, w, groups = len(rules.most), shape.width, shape.groups
@@ -321,8 +336,8 @@ def select(
             logp = mine.gather(1, token).float() - scale
             score = score if changes else logp
         else:
-            token = best[1]
-            score = logp = best[0] - scale
+            token = best
+            score = logp = mine - scale
         each = (x.view(n, w, -1) for x in (score, token, logp))
         part, parent, over = advance(part, rules, shape.candidates, *each)
         states.append(part)

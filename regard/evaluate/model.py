@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from regard.checkpoint import load
+from regard.checkpoint.hf import MODULES, POOLING
 from regard.data.read import Pictures
 from regard.data.tokens import Coder
 from regard.decode.generate import generate, special_of, tokenizer_of, told
-from regard.errors import DATA, RUN, Fault, UsageError, blaming, notice
+from regard.errors import DATA, RUN, Fault, UsageError, blaming, nearest, notice
 from regard.fast.cpu import perplexity_change, prepare
-from regard.files import TRAINED, resolve_model
+from regard.files import TRAINED, loads, resolve_model
 from regard.kernels.linear import half_is_fast
 from regard.layers import Classify
 from regard.models import Model, Patches, Transformer
@@ -29,6 +30,7 @@ from regard.train.measure import context_of
 from regard.train.plan import pick_device
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # The names of the classes and their probabilities, the most probable first.
 Ranking = list[tuple[str, float]]
@@ -58,14 +60,16 @@ def embed(
     texts: Sequence[str],
     *,
     normalize: bool = False,
+    pooling: str = "auto",
     rows: int = 32,
     overlong: str = "error",
     device: str = "auto",
 ) -> np.ndarray:
     """Vectors (texts, width) in float32, of length 1 if `normalize`; NaN for an empty text. `model`
-    is a folder, a run's folder, or a model; `rows` of texts are a batch; `overlong` texts are an
-    "error", or "truncate" cuts them."""
-    embedder = Embedder(Opened(model, device=device), normalize, overlong)
+    is a folder, a run's folder, or a model; `pooling`: "mean" of the last states, "cls" the first
+    one, "auto" what the model was trained with; `rows` of texts are a batch; `overlong` texts are
+    an "error", or "truncate" cuts them."""
+    embedder = Embedder(Opened(model, device=device), normalize, overlong, pooling)
     vectors: list[np.ndarray | None] = []
     for start in range(0, len(texts), rows):
         vectors += embedder(texts[start : start + rows], start)
@@ -268,11 +272,21 @@ class Embedder:
     An encoder gives its pooled vector where it has a pooler (BERT's, on the first token), else the
     mean of the last hidden states of the text's tokens; so do decoders (whose last state has read
     everything but was trained for the next token) and, with the encoder's states, encoder-decoders.
+    Folders of sentence-transformers say which of these, and whether vectors get length 1.
     """
 
-    def __init__(self, opened: Opened, normalize: bool = False, overlong: str = "error"):
-        self.model, self.normalize = opened.model, normalize
+    def __init__(
+        self,
+        opened: Opened,
+        normalize: bool = False,
+        overlong: str = "error",
+        pooling: str = "auto",
+    ):
+        self.model = opened.model
         check_reads_text(self.model)
+        files = {} if self.model.origin is None else self.model.origin.files
+        self.normalize = normalize or b".Normalize" in files.get(MODULES, b"")
+        self.pooling = _pooling(files.get(POOLING), pooling)
         self.rows = Rows(opened, overlong)
 
     def __call__(
@@ -281,7 +295,7 @@ class Embedder:
         """A vector for each text, None for an empty one; `start` counts the lines before."""
         rows = self.rows(texts, start, name)
         given = [ids for ids in rows if ids is not None]
-        vectors = iter(embedded(self.model, given, self.normalize) if given else ())
+        vectors = iter(embedded(self.model, given, self.normalize, self.pooling) if given else ())
         each = [None if ids is None else next(vectors) for ids in rows]
         for number, vector in enumerate(each, start + 1):
             if vector is not None and not np.isfinite(vector).all():
@@ -290,16 +304,35 @@ class Embedder:
         return each
 
 
+def _pooling(said: bytes | None, asked: str) -> str:
+    if asked not in ("auto", *POOLINGS.values()):
+        choices = ("auto", *POOLINGS.values())
+        raise UsageError(f"pooling is {asked!r}; {nearest(asked, choices)}")
+    if asked != "auto" or said is None:
+        return asked
+    on = [key for key, value in loads(said).items() if value is True]
+    on = [key for key in on if key.startswith("pooling_mode")]
+    if len(on) != 1 or on[0] not in POOLINGS:
+        raise Fault(
+            f"{POOLING} says {' and '.join(on) or 'nothing'}, known are {' or '.join(POOLINGS)}; "
+            "choose pooling='mean' or 'cls' (--pooling)",
+            DATA,
+        )
+    return POOLINGS[on[0]]
+
+
 @torch.inference_mode()
-def embedded(model: Any, given: Sequence[Tensor], normalize: bool = False) -> np.ndarray:
+def embedded(
+    model: Any, given: Sequence[Tensor], normalize: bool = False, pooling: str = "auto"
+) -> np.ndarray:
     """Vectors (b m) of rows of ids."""
     ids, lengths = padded(given, next(model.parameters()).device)
-    if isinstance(model, Transformer):
+    if pooling == "auto" and isinstance(model, Transformer):
         vectors = model.pool(ids, lengths)
     else:
         read = model.reads_source
         states = model.encode(ids, lengths)[0] if read else model.hidden(ids, lengths)
-        vectors = mean_real(states, lengths)
+        vectors = states[:, 0] if pooling == "cls" else mean_real(states, lengths)
     vectors = vectors.float()
     return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()
 

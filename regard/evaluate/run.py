@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from regard.data.tokens import Coder
 from regard.decode.generate import tokenizer_of
 from regard.errors import DATA, Fault, UsageError, blaming
 from regard.evaluate.model import (
+    Embedder,
+    Opened,
     class_names,
     loaded,
     notice_length,
@@ -84,6 +87,7 @@ def evaluate(
     reading: dict[str, Any] | None = None,
     shots: Shots | int | None = None,
     shots_from: str | Sequence[str] = (),
+    pooling: str = "auto",
 ) -> Evaluation:
     """Measure a model, or one from its folder or its run's, on files; `target` has the other side
     of parallel ones.
@@ -95,7 +99,10 @@ def evaluate(
 
     `shots`: a language model gets so many examples in the prompt of each question (0: the question alone), of the files
     `shots_from`, or of its run's training data; data has columns source and target then, and exact, loss and perplexity
-    are those of the answers."""
+    are those of the answers.
+
+    The metric "sts" is of vectors (`pooling` as in embed), whatever the model's task: Spearman's rank correlation,
+    times 100, of the cosines of two texts (columns text and second) with their score (label)."""
     given = (data, target, shots_from)
     files, others, examples = ((x,) if isinstance(x, str) else tuple(x) for x in given)
     if not files:
@@ -104,6 +111,14 @@ def evaluate(
         known(name)
     if beams < 1:
         raise UsageError(f"beams is {beams}; give a number from 1")
+    if "sts" in metrics:
+        if set(metrics) != {"sts"} or shots is not None or others:
+            raise UsageError("sts compares vectors; ask for it alone, without target and shots")
+        table = Source(files, **{**READING, **(reading or {})})
+        opened = Opened(model, device=device, dtype=dtype, quantize=quantize)
+        return similarity(Embedder(opened, overlong=overlong, pooling=pooling), table)
+    if pooling != "auto":
+        raise UsageError("pooling is for the metric sts; leave it out")
     judge = Judge(model, device, dtype, quantize, beams)
     names = () if shots is not None else suited(metrics or TASKS[judge.task].metrics, judge.task)
     judge.read(files, others, {**READING, **(reading or {})}, length, overlong)
@@ -114,6 +129,33 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="regard-eval-") as folder:
         values, signatures = judge.measure(names, Path(folder))
     return Evaluation(judge.task, values, signatures, judge.about)
+
+
+def similarity(embedder: Embedder, table: Source) -> Evaluation:
+    rows = [*records(table, ("text", "second", "label"))]
+    try:
+        scores = np.array([float(row["label"]) for row in rows])
+    except (TypeError, ValueError) as error:
+        raise Fault(f"the column label must hold the scores of sts: {error}", DATA) from None
+    if len(rows) < 2 or not np.isfinite(scores).all() or len(set(scores)) < 2:
+        raise Fault("sts needs at least two pairs with different, finite scores", DATA)
+    vectors = []
+    for role in ("text", "second"):
+        texts = [str(row[role]) for row in rows]
+        for start in range(0, len(texts), BATCH):
+            vectors += embedder(texts[start : start + BATCH], start, f"the column {role}")
+    if any(v is None for v in vectors):
+        raise Fault("a text of sts is empty", DATA)
+    x, y = np.split(np.stack(vectors), 2)  # type: ignore[arg-type]
+    x, y = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (x, y))
+    rank = 100 * float(np.corrcoef(ranks((x * y).sum(1)), ranks(scores))[0, 1])
+    return Evaluation("embed", {"sts": rank}, {"sts": "spearman|cosine"}, _examples(len(rows)))
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """From 0; equal values share the mean of their places."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts + 1) / 2)[inverse]
 
 
 def task_of(model: Model) -> str:

@@ -52,11 +52,11 @@ def embed(
 class TransformerConfig:
     """Decoder-only (tower.causal) or encoder-only, on tokens or image patches."""
 
-    embedding: Tokens | Patches
-    tower: Tower
-    head: LM | MLM | Classify | Tag | Answer | None = None
+    embedding: Tokens | Patches  # what is read: tokens or patches
+    tower: Tower  # the blocks
+    head: LM | MLM | Classify | Tag | Answer | None = None  # what is predicted; none: hidden states
     pooler: str | None = None  # activation of a dense layer on the first token (BERT's)
-    max_len: Count | None = None
+    max_len: Count | None = None  # the longest input
     kind: str = "transformer"
 
     def make(self) -> Transformer:
@@ -141,13 +141,13 @@ def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
 class EncoderDecoderConfig:
     """An encoder reads the source (tokens or an image), a causal decoder attends to it and writes the target."""
 
-    source: Tokens | Patches
-    encoder: Tower
-    target: Tokens
-    decoder: Tower
-    head: LM | None = LM()
+    source: Tokens | Patches  # what the encoder reads
+    encoder: Tower  # its blocks
+    target: Tokens  # what the decoder reads
+    decoder: Tower  # its blocks, causal and with cross
+    head: LM | None = LM()  # what is predicted
     shared: bool = True  # one embedding table for source and target
-    max_len: Count | None = None
+    max_len: Count | None = None  # the longest input of either side
     kind: str = "encoder_decoder"
 
     def __post_init__(self) -> None:

@@ -54,9 +54,9 @@ class Smoothing:
     "V":   top = 1 - eps + eps / V, share = eps / V   (torch, Hugging Face);
     "V-2": top = 1 - eps, share = eps / (V-2), with a padding id, which is no label   (The Annotated Transformer)."""
 
-    eps: Fraction
-    over: str = "V-1"
-    padding: Whole | None = None
+    eps: Fraction  # what the label gives away
+    over: str = "V-1"  # to V-1, V or V-2 words
+    padding: Whole | None = None  # the id that gets nothing (V-2)
 
     def __post_init__(self) -> None:
         check_choice("smoothing.over", self.over, SMOOTHINGS)

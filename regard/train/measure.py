@@ -38,7 +38,7 @@ Sample = dict[str, str]
 Span = tuple[int, int]  # first and last token
 # Metrics, and whether more of it is better. f1 is macro_f1, span_f1 or overlap_f1.
 METRICS = {"loss": False, "perplexity": False} | dict.fromkeys(
-    ("bleu", "bleu_lc", "chrf", "exact", "accuracy", "f1"), True
+    ("bleu", "bleu_lc", "chrf", "exact", "accuracy", "f1", "sts"), True
 )
 TEXTUAL = ("bleu", "bleu_lc", "chrf")  # those of sacreBLEU; bleu_lc takes A and a for the same
 

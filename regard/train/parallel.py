@@ -49,15 +49,14 @@ Tensors = Mapping[str, Tensor]
 class Parallel:
     """How processes share the work. "ddp": each has the model and a part of the batch. "fsdp": weights and optimiser
     are shared out too, and put together layer by layer. "tensor": `degree` processes (default: all) split heads and
-    feed-forwards between them; groups of so many share batch and weights out, as in fsdp. `patience`: seconds without a
-    sign of life from a process after which the others end.
+    feed-forwards between them; groups of so many share batch and weights out, as in fsdp.
 
     Evaluations give the same figures in every mode. "ddp": the first process measures, the others wait for it. "fsdp"
     and "tensor": all compute every batch together, since no process could call a layer alone."""
 
-    mode: str = "ddp"
-    degree: Count | None = None
-    patience: Count = 120
+    mode: str = "ddp"  # ddp, fsdp or tensor
+    degree: Count | None = None  # processes that split a layer (tensor); none: all
+    patience: Count = 120  # seconds without a sign of life after which the others end
 
     def __post_init__(self) -> None:
         check_choice("train.parallel.mode", self.mode, MODES)

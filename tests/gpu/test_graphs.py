@@ -112,7 +112,7 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
         assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
 
 
-@pytest.mark.parametrize("name, rows", zip(small.FORMS, itertools.cycle((3, 16))))
+@pytest.mark.parametrize("name, rows", list(zip(small.FORMS, itertools.cycle((3, 16)))))
 def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
     model, asked = small.build(name).cuda(), small.requests(rows)
     assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
@@ -249,7 +249,7 @@ def test_linear_on_cuda(m: int, k: int, n: int, gated: bool) -> None:
     w = (torch.randn(n * (1 + gated), k) / k**0.5).cuda().bfloat16()
     act = "silu" if gated else ""
     got = gpu_linear.fused(x, w, norm=(g, 1e-5, 0.0), act=act, gated=gated)
-    wide = (g.float(), 1e-5)
+    wide = (g.float(), 1e-5, 0.0)
     close(got, gpu_linear.reference(x.float(), w.float(), norm=wide, act=act, gated=gated))
 
 

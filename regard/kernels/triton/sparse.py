@@ -45,53 +45,77 @@ def _rounded(x, AXIS: tl.constexpr):
 
 
 @jit
-def _put8(
-    x,
-    keys,
-    sizes,
-    table,
-    pos,
-    row,
-    D: tl.constexpr,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A row's new key, x (b D), into its page as `packed_fp8` has it."""
+def _enter(
+    x, weight, out, q, key, norm, shift, cos, sin, keys, sizes, table, pos, stride, row, gain, eps,
+    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A row's key, normed and turned, into its page; by programs after the first some heads' queries, turned where they
+    lie, and their weights, into out."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    b, d, one = tl.program_id(0).to(tl.int64), tl.arange(0, D)[None, :], tl.arange(0, 1)
+    b, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = key.dtype.element_ty
     at = tl.load(pos + b)
-    spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
-    y, size = _rounded(tl.load(x + b * D + d).to(tl.float32), 1)
-    tl.store(keys + spot * ROW + d, y)
-    tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + one, size)
+    if program > 0:
+        h, k = (program - 1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_K)
+        head = tl.minimum(h, H - 1).to(tl.int64)[:, None]
+        acc = tl.zeros([HEADS, BLOCK_K], tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K):
+            real = k0 + k < K
+            x_k = tl.load(x + b * K + k0 + k, mask=real, other=0.0).to(tl.float32)
+            w = tl.load(weight + head * K + k0 + k[None, :], mask=real[None, :], other=0.0)
+            acc += w.to(tl.float32) * x_k[None, :]
+        tl.store(out + b * H + h, tl.sum(acc, 1) * gain, mask=h < H)
+        if HALF:
+            i = tl.arange(0, WIDTH)[None, :]
+            turned, query = (h < H)[:, None] & (i < HALF), q + (b * H + head) * D + i
+            c = tl.load(cos + at * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+            s = tl.load(sin + at * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+            one = tl.load(query, mask=turned, other=0.0).to(tl.float32)
+            two = tl.load(query + HALF, mask=turned, other=0.0).to(tl.float32)
+            tl.store(query, (one * c - two * s).to(kind), mask=turned)
+            tl.store(query + HALF, (two * c + one * s).to(kind), mask=turned)
+    else:
+        d, mine = tl.arange(0, D), key + b * stride
+        raw = tl.load(mine + d).to(tl.float32)
+        mean = tl.sum(raw, 0) / D
+        scale = tl.rsqrt(tl.sum((raw - mean) * (raw - mean), 0) / D + eps)
+        y = _scaled(mine, d, mean, scale, norm, shift)
+        if HALF:
+            # Feature d turns with the one that is HALF away.
+            low, turns = d < HALF, d < 2 * HALF
+            away = tl.where(low, d + HALF, tl.where(turns, d - HALF, 0))
+            other = _scaled(mine, away, mean, scale, norm, shift)
+            angle = at * HALF + tl.where(low, d, d - HALF)
+            u = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+            v = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
+            y = (y * u + tl.where(low, -other, other) * v).to(kind).to(tl.float32)
+        spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+        if FP8:
+            bits, size = _rounded(y[None, :], 1)
+            tl.store(keys + spot * ROW + d[None, :], bits)
+            tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + tl.arange(0, 1), size)
+        else:
+            tl.store(keys + spot * ROW + d, y.to(kind))
+
+
+@jit
+def _scaled(x, d, mean, scale, norm, shift):
+    """Features d of a layer norm, as it writes them."""
+    y = (tl.load(x + d).to(tl.float32) - mean) * scale * tl.load(norm + d).to(tl.float32)
+    return (y + tl.load(shift + d).to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
 
 
 @jit
 def _index(
-    q,
-    keys,
-    sizes,
-    weights,
-    table,
-    pos,
-    out,
-    row,
-    bound,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    SPAN: tl.constexpr,
-    STAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    FP8: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, keys, sizes, weights, table, pos, out, row, bound, H: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, HEADS: tl.constexpr, BLOCK_S: tl.constexpr, SPAN: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """out (b bound) = sum_j w_j relu(q_j . k_s) for a SPAN of the keys of a row, which are ROW numbers apart."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -104,8 +128,8 @@ def _index(
     asked = tl.load(q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None])
     w = tl.load(weights + b * H + h, mask=real, other=0.0).to(tl.float32)
     if FP8:
-        asked, size = _rounded(asked.to(tl.float32), 0)
-        w *= size
+        asked, sizes_q = _rounded(asked.to(tl.float32), 0)
+        w *= sizes_q
     home = table + b * row
     page = tl.load(home + tl.minimum(start + k, end - 1) // PAGE, mask=start + k < end, other=0)
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
@@ -114,10 +138,9 @@ def _index(
         x = tl.load(keys + spot[:, None] * ROW + d[None, :])
         # The next pages, so that no load of keys waits for one of the table.
         page = tl.load(home + tl.minimum(at + BLOCK_S, end - 1) // PAGE)
+        size = tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4) if FP8 else 1.0
         dots = tl.dot(x, asked, input_precision=precision)
-        y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
-        if FP8:
-            y *= tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4)
+        y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1) * size
         tl.store(out + b * bound + s0 + k, y, mask=s0 + k < end)
 
 
@@ -143,21 +166,10 @@ def _found(counts, state, BITS: tl.constexpr):
 
 @jit
 def _count(
-    scores,
-    pos,
-    counts,
-    state,
-    pieces,
-    bound,
-    K: tl.constexpr,
-    PASS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LAST: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores, pos, counts, state, pieces, bound, K: tl.constexpr, PASS: tl.constexpr,
+    SHIFT: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Count a digit, BITS wide from bit SHIFT on, of the scores whose higher digits are the k-th largest's; the one
     before it was LAST wide. counts (passes b 256), of zeros; state (passes b 2): those higher digits, and which of what
     has them is looked for. The last pass leaves in pieces (b PIECES 257) what each piece counted, and how many of it
@@ -190,23 +202,10 @@ def _count(
 
 @jit
 def _pick(
-    scores,
-    pos,
-    counts,
-    state,
-    pieces,
-    table,
-    out,
-    row,
-    bound,
-    K: tl.constexpr,
-    PAGE: tl.constexpr,
-    PASSES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores, pos, counts, state, pieces, table, out, row, bound, K: tl.constexpr, PAGE: tl.constexpr,
+    PASSES: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """The places of what is above the k-th largest, and from the left of what ties with it: out (b K), ascending; with
     a block table, where these tokens lie in a pool."""
     if PDL:
@@ -253,13 +252,28 @@ def fp8_parts(keys: Tensor) -> tuple[Tensor, Tensor, int]:
     return bits, keys.view(torch.float32), bits.shape[-1]
 
 
-def put_fp8(x: Tensor, keys: Tensor, table: Tensor, pos: Tensor) -> None:
-    """x (b D), index keys of the tokens at `pos` (b), into their pages as `packed_fp8` has them."""
-    (bits, sizes, row), (pdl, extra) = fp8_parts(keys), launch(x)
-    given = (x.contiguous(), bits, sizes, table, pos, table.shape[1])
-    _put8[(len(x),)](
-        *given, D=x.shape[1], ROW=row, PAGE=keys.shape[1], PDL=pdl, num_warps=1, **extra
-    )
+def enter(
+    x: Tensor, weight: Tensor, q: Tensor | None, key: Tensor, keys: Tensor, table: Tensor,
+    pos: Tensor, *, norm: tuple[Tensor, Tensor, float], angles: tuple[Tensor, Tensor] | None,
+    fp8: bool
+) -> Tensor:  # fmt: skip
+    """What an indexer makes of tokens at `pos` (b): key (b D), layer-normed and turned, goes into its page, with `fp8`
+    as `packed_fp8` has it; queries q (b H D), if given, are turned where they lie, and the weights of heads (b H) made
+    from x (b m) by a matrix (H m). Test: test_gpu_sparse_enter_matches_the_indexer."""
+    (b, d), h, (cos, sin), (pdl, extra) = key.shape, len(weight), angles or (x, x), launch(x)
+    half = 0 if angles is None else cos.shape[1]
+    bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
+    out = torch.empty(b, h, dtype=torch.float32, device=x.device)
+    heads = min(8, triton.next_power_of_2(h))
+    programs = 1 if q is None else 1 + triton.cdiv(h, heads)
+    q = x if q is None else q
+    place = (bits, sizes, table, pos, key.stride(0), table.shape[1])
+    _enter[(b, programs)](
+        *(x, weight, out, q, key, *norm[:2], cos, sin, *place), (h * d) ** -0.5, norm[2], K=x.shape[1],
+        H=h, D=d, HALF=half, WIDTH=triton.next_power_of_2(max(1, half)), HEADS=heads, BLOCK_K=512,
+        ROW=row, PAGE=keys.shape[1], FP8=fp8, PDL=pdl, **extra
+    )  # fmt: skip
+    return out
 
 
 def index(
@@ -272,29 +286,11 @@ def index(
     pdl, extra = launch(q)
     bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
     _index[(triton.cdiv(bound, SPAN), b)](
-        q,
-        bits,
-        sizes,
-        weights,
-        table,
-        pos,
-        out,
-        table.shape[1],
-        bound,
-        H=h,
-        D=d,
-        ROW=row,
-        HEADS=max(16, triton.next_power_of_2(h)),
-        BLOCK_S=tile,
-        SPAN=SPAN,
-        STAGES=stages,
-        PAGE=keys.shape[1],
-        FP8=fp8,
-        EXACT=q.dtype == torch.float32,
-        PDL=pdl,
-        num_warps=warps,
-        **extra,
-    )
+        q, bits, sizes, weights, table, pos, out, table.shape[1], bound, H=h, D=d, ROW=row,
+        HEADS=max(16, triton.next_power_of_2(h)), BLOCK_S=tile, SPAN=SPAN, STAGES=stages,
+        PAGE=keys.shape[1], FP8=fp8, EXACT=q.dtype == torch.float32, PDL=pdl, num_warps=warps,
+        **extra
+    )  # fmt: skip
     return out
 
 
