@@ -481,7 +481,7 @@ def test_gpu_greedy_chooses_nothing_without_numbers(
 
 
 def filtered(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """The plain form, as SampleLane has it."""
+    """The plain form, as a plain lane has it."""
     kept = logits.float() / columns["temperature"].clamp(min=1e-6)
     for name in ("top_k", "top_p", "min_p", "typical_p"):
         if name in columns:
