@@ -18,7 +18,7 @@ from regard.attention import DSA, GQA, MLA, Context, DeltaRule, Terms, softmax
 from regard.attention.core import scores as dot_scores
 from regard.attention.delta import recurrent
 from regard.attention.latent import LatentAttention
-from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
+from regard.attention.pooling import KERNELS, combine, one_loop, regress, three_loops
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores, to_fp8
 from regard.block import Tower
@@ -322,7 +322,9 @@ def bahdanau(q: Numbers, k: Numbers, tokens: int = 3) -> Tables:
     """How did the first attention look back at the source?
 
     e_s = w_v^T tanh(W_q h_{t-1} + W_k m_s),   a = softmax(e),   c_t = sum_s a_s m_s
-    The decoder's PREVIOUS state asks. q: that state; k: the encoder's states, one for each of the tokens."""
+    The decoder's PREVIOUS state asks. q: that state; k: the encoder's states, one for each of the tokens.
+    Without a softmax: all a_s = 1/n (average), 1 (sum), or 1 at the highest score alone (hard), which has no gradient
+    to the choice. In a model: attention = "average", "sum" or "hard" (by q . k)."""
     if len(k) % tokens:
         raise UsageError(f"--k has {len(k)} numbers, which are no {tokens} states (--tokens)")
     memory = rows_of("k", k, count=tokens)
@@ -334,6 +336,9 @@ def bahdanau(q: Numbers, k: Numbers, tokens: int = 3) -> Tables:
     rows = list(zip(range(1, tokens + 1), e.tolist(), softmax(e).tolist()))
     yield Table("alignment", ["source", "score e", "weight a"], rows, "bars")
     yield Table("context", _numbered("c", memory), [c.flatten().tolist()])
+    ways = {"average": "average", "sum": "sum", "hard": "one_hot"}
+    other = [(name, *combine(memory, e, how).tolist()) for name, how in ways.items()]
+    yield Table("the same states without a softmax", ["a", *_numbered("c", memory)], other)
 
 
 # --- layers of attention ------------------------------------------------------------------------

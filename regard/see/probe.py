@@ -228,6 +228,8 @@ class Recorder:
         with _no_autocast(q):
             mask = _part(mask, 1, heads)
             a = softmax(x, mask)[..., skip:] if {"weight", "norm"} & {*what} else x
+            times = _part(terms.times, 1, heads)
+            a = a if times is None else a * times
             x, mask = x[..., skip:], None if mask is None else mask[..., skip:]
             maps = {"weight": a}
             if "score" in what:
@@ -328,7 +330,8 @@ def _repeat(rows: Index, count: int, size: int) -> Index:
 
 
 def _cut(terms: Terms, axis: int, index: Index) -> Terms:
-    return terms if terms.bias is None else replace(terms, bias=_part(terms.bias, axis, index))
+    bias, times = (_part(x, axis, index) for x in (terms.bias, terms.times))
+    return replace(terms, bias=bias, times=times)
 
 
 def _part(x: Tensor | None, axis: int, index: Index) -> Tensor | None:

@@ -111,7 +111,7 @@ def test_every_topic_is_in_one_chapter_and_no_word_has_two_topics() -> None:
 
 
 def test_words_that_only_share_one_with_a_topic_are_not_taken_for_it() -> None:
-    for said in ("linear attention", "gated attention", "speculative decoding", "softmax one"):
+    for said in ("linear layer", "gated attention", "decoding theory", "softmax one"):
         with pytest.raises(UsageError, match="the nearest are"):
             find(said)
 
