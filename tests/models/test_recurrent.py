@@ -365,6 +365,12 @@ def test_config_reads_back_equal(config):
     assert from_dict(type(config), to_dict(config)) == config
 
 
+def test_config_written_before_there_was_a_combination_is_luongs():
+    old = to_dict(RecurrentConfig(11, 6, attention="dot"))
+    assert old.pop("combine") == "tanh"
+    assert from_dict(RecurrentConfig, old).combine == "tanh"
+
+
 def test_seq2seq_without_source_says_what_to_type():
     with pytest.raises(UsageError, match="source=source_ids"):
         seq2seq()(IDS)
