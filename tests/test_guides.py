@@ -121,7 +121,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-GUIDES = ["train", "fine-tune", "decode", "look", "convert", "evaluate"]
+GUIDES = ["data", "train", "fine-tune", "decode", "look", "convert", "evaluate"]
 
 
 def test_every_guide_is_followed() -> None:
@@ -134,6 +134,7 @@ def test_guide(name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> N
     said = follow(f"guides/{name}", stand_ins, monkeypatch)
     assert len(said) >= 2 and all(isinstance(text, str) for text in said)
     wanted = {
+        "data": ["task classify", "task lm", "2 classes: bad, good"],
         "train": ["task lm", "parameters"],
         "fine-tune": ["accuracy", "merged", "bad\t0."],
         "decode": ["length"],
