@@ -315,10 +315,11 @@ class Engine:
         return self.searches[shape]
 
     def _plain(self, key: Any) -> Lane:
-        given, longest = (self.model, self.specs, self.where), self.longest or 0
+        given: Any = (self.model, self.specs, self.where)
         options: Any = {"backend": self.backend, "chunk": self.chunk, "scores": self.scores}
         if key in (SINKS, WINDOW):
-            return (SinksLane if key == SINKS else WindowLane)(longest, *given, **options)
+            options["longest"] = self.longest
+            return (SinksLane if key == SINKS else WindowLane)(*given, **options)
         options |= {"pool": self.pool, "prefix": self.prefix}
         if key is None:
             return PlainLane(*given, **options, draft=self.draft)
