@@ -91,16 +91,20 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of finite numbers, or a sentence that says why not."""
     try:
-        data = loads(read_bytes(path, JSON_BYTES))
+        return json_object(read_bytes(path, JSON_BYTES), path)
     except FileNotFoundError:
         holds = "a model folder holds config.json and model.safetensors"
         raise UsageError(f"{path} does not exist; {holds}") from None
-    except UsageError:
-        raise
+
+
+def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
+    """The same from what the file of this name holds."""
+    try:
+        data = loads(content)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from None
+        raise UsageError(f"{name} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
-        raise UsageError(f"{path} must hold a JSON object, it holds a {type(data).__name__}")
+        raise UsageError(f"{name} must hold a JSON object, it holds a {type(data).__name__}")
     return data
 
 

@@ -15,24 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.config import Count, Fraction, Share, Whole, ranged
+from regard.config import Count, Fraction, Share, Whole, settings
 from regard.data import feed as feeds
-from regard.data import tokens
-from regard.data.read import (
-    ARRAYS,
-    ROLES,
-    SUFFIXES,
-    DataError,
-    Source,
-    format_of,
-    opened,
-    pictures,
-    records,
-)
+from regard.data import read, tokens
+from regard.data.read import Source, format_of, records
 from regard.data.shards import MANIFEST, Column, Shards, open_shards, prepare, read_manifest, sha256
 from regard.data.tokens import Coder, Filling
 from regard.data.train_tokenizer import Recipe
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, check_choice
 from regard.files import read_files
 from regard.text import Tokenizer, needed
 
@@ -78,8 +68,7 @@ USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 SETTINGS = ("format", "unit", "marker", "columns", "header", "size")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Data:
     """Which files, how they are read (see Source), and how they become batches (see Batching, TextFeed, ImageFeed)."""
 
@@ -108,8 +97,7 @@ class Data:
     paste: Share = 0.0  # share into which a piece of another is pasted (CutMix)
 
     def __post_init__(self) -> None:
-        if (given := self.overlong) not in feeds.OVERLONG:
-            raise UsageError(f"overlong = {given!r} is unknown; {nearest(given, feeds.OVERLONG)}")
+        check_choice("overlong", self.overlong, feeds.OVERLONG)
 
     def source(self, valid: bool = False) -> Source:
         paths, beside = (self.valid, self.valid_target) if valid else (self.train, self.target)
@@ -158,7 +146,7 @@ def check_used(data: Data, task: str, name: str = "") -> None:
         if key in given and task not in tasks:
             raise UsageError(f"{key} is not used by the task {name}; leave it out")
     for role in data.columns:
-        if role in ROLES and role not in KINDS[task].roles:
+        if role in read.ROLES and role not in KINDS[task].roles:
             can = ", ".join(KINDS[task].roles)
             raise UsageError(f"columns: {role} is not used by the task {name}; it uses {can}")
     kinds = _formats(data, task, name)
@@ -201,7 +189,7 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
     kinds = {format_of(path, data.format): path for path in data.source().files()}
     if task in PICTURED:
         return set(kinds)
-    for kind in kinds.keys() & set(ARRAYS):
+    for kind in kinds.keys() & set(read.ARRAYS):
         what = "a folder" if kind == "images" else f"of format {kind}"
         raise UsageError(f"{kinds[kind]} is {what}, and the task {name} reads text; name a file")
     return {"parallel"} if _tuple(data.target) else set(kinds)
@@ -212,8 +200,7 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
 
 def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0) -> Loaded:
     """The feed of a task. Shards go into `folder`."""
-    if task not in KINDS:
-        raise UsageError(f"task = {task!r} is unknown; {nearest(task, KINDS)}")
+    check_choice("task", task, KINDS)
     if coder is None and KINDS[task].texts:
         raise UsageError(f"task = {task!r} reads text and needs a tokenizer")
     check_used(data, task)
@@ -248,7 +235,7 @@ def _split(
         return tuple({name: Column.of([part], part.dtype)} for part in parts)  # type: ignore[return-value]
     out = max(round(n * share), 1)
     if n < 2:
-        raise DataError("a single example cannot be shared out; name valid files")
+        raise read.DataError("a single example cannot be shared out; name valid files")
     if tail:
         halves = ((0, n - out), (n - out, n))
         return tuple({m: c.part(*h) for m, c in columns.items()} for h in halves)  # type: ignore[return-value]
@@ -440,9 +427,9 @@ def _pictured(source: Source) -> Survey:
     homes = [path for path in source.files() if format_of(path, source.format) == "images"]
     if homes:
         classes = [p for home in homes for p in home.iterdir() if p.is_dir()]
-        files = [f for p in classes for f in p.iterdir() if f.suffix.lower() in SUFFIXES]
+        files = [f for p in classes for f in p.iterdir() if f.suffix.lower() in read.SUFFIXES]
         return Survey(len(files), classes=len({p.name for p in classes}), exact=True, counted=True)
-    images, names = pictures(source)
+    images, names = read.pictures(source)
     return Survey(len(images), classes=len(set(names)), exact=True, counted=True)
 
 
@@ -450,7 +437,7 @@ def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
     plain = source.unit == "file" and not source.marker and not source.beside
     first = Path(source.paths[0]) if source.format == "hub" else source.files()[0]
     if plain and format_of(first, source.format) == "text" and first.stat().st_size > WHOLE:
-        with opened(first) as stream:
+        with read.opened(first) as stream:
             yield [stream.read(SAMPLE).decode("utf-8", "ignore")]
         return
     for record in records(source, roles):

@@ -4,11 +4,13 @@ with the files' own, not with what the tokenizer makes of them."""
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +18,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.config import Seed, Whole, settings
 from regard.data.config import SETTINGS, Data, check_used, feed_of, shards_of, text_roles
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
-from regard.data.feed import IGNORE, Batch, Feed, ImageFeed
+from regard.data.feed import IGNORE, Batch, Batching, Feed, ImageFeed, TextFeed
 from regard.data.read import Pictures, Source, normal_of, pictures, records
 from regard.data.shards import Column
 from regard.data.tokens import Coder
-from regard.decode.generate import tokenizer_of
+from regard.decode.generate import generate, tokenizer_of
 from regard.errors import DATA, Fault, UsageError, blaming
-from regard.evaluate.model import (
-    Embedder,
-    Opened,
-    class_names,
-    loaded,
-    notice_length,
-    precision_of,
-    trained_length,
-)
-from regard.evaluate.shots import METRICS as PROMPTED
-from regard.evaluate.shots import Questions, Shots, pairs
+from regard.evaluate import model as opening
+from regard.evaluate.model import Embedder, Opened
 from regard.fast.cpu import prepare
 from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
 from regard.text import needed
+from regard.train import measure as measuring
 from regard.train.loss import masked_lm_loss
-from regard.train.measure import (
-    LABELLED,
-    WRITING,
-    context_of,
-    known,
-    measure,
-    perplexity,
-    suited,
-    text_scores,
-    translations,
-)
+from regard.train.measure import WRITING, measure, perplexity, suited, translations
 from regard.train.plan import pick_device
 from regard.train.tasks import TASKS
 
@@ -109,7 +94,7 @@ def evaluate(
     if not files:
         raise UsageError("name the data to measure on (--data FILE)")
     for name in metrics:
-        known(name)
+        measuring.known(name)
     if beams < 1:
         raise UsageError(f"beams is {beams}; give a number from 1")
     if "sts" in metrics:
@@ -190,11 +175,11 @@ class Judge:
         self.dtype, self.beams, self.about = dtype, beams, ""
         self.run = {} if isinstance(model, Model) else run_settings(model)
         with blaming(DATA):
-            model = loaded(model, place, dtype)
+            model = opening.loaded(model, place, dtype)
             self.task = task_of(model)
             self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
-        self.classes = class_names(model) if self.task in LABELLED[:3] else []
+        self.classes = opening.class_names(model) if self.task in measuring.LABELLED[:3] else []
         self.quantized = quantize != "none"
         self.model: Any = prepare(model, quantize) if self.quantized else model
 
@@ -210,7 +195,7 @@ class Judge:
         """The model made ready for decoding."""
         if self.quantized or next(self.model.parameters()).device.type != "cpu":
             return self.model
-        precision = precision_of(self.model, self.dtype)
+        precision = opening.precision_of(self.model, self.dtype)
         return prepare(self.model, precision)
 
     def read(
@@ -241,12 +226,12 @@ class Judge:
 
     def _length(self, asked: int | None) -> int | None:
         """Tokens of a row; None: as many as an example has."""
-        longest = context_of(self.model)
+        longest = measuring.context_of(self.model)
         if asked is not None and not 0 < asked <= (longest or asked):
             most = "" if longest is None else f" to {longest}, the model's context"
             raise UsageError(f"length is {asked}; give a number from 1{most}")
-        notice_length(self.model, asked or 0)
-        trained = self.run.get("length") or trained_length(self.model)
+        opening.notice_length(self.model, asked or 0)
+        trained = self.run.get("length") or opening.trained_length(self.model)
         if self.task in CUT:
             return asked or min(trained or ROW, longest or ROW)
         return asked or (trained if self.overlong == "truncate" else None) or longest
@@ -260,7 +245,7 @@ class Judge:
         # Without label smoothing perplexity needs no pass of its own.
         rest = dict.fromkeys("loss" if n == "perplexity" else n for n in names if n not in textual)
         if rest:
-            hidden = self.quantized and self.task not in LABELLED
+            hidden = self.quantized and self.task not in measuring.LABELLED
             loss = by_logits if hidden else TASKS[self.task].objective
             given: Any = (self.model, self.task, self._feed(folder), self.tokenizer, loss, [*rest])
             result = measure(*given, classes=self.classes, samples=0)
@@ -285,7 +270,7 @@ class Judge:
             )
         pool = pairs(replace(self.data, **there).source()) if shots.count else []
         assert self.coder is not None
-        longest, asked = context_of(self.model), pairs(self.data.source())
+        longest, asked = measuring.context_of(self.model), pairs(self.data.source())
         questions = Questions(shots, asked, pool, self.coder, longest)
         self.about = f"{_examples(len(asked))}, {shots.named} each"
         values = {"exact": questions.exact(self.fast)} if "exact" in names else {}
@@ -362,7 +347,7 @@ class Judge:
             sources = [*map(Pictures(self.patches, self.model.origin).tensor, x)]
             said = translations(self.fast, sources, beams=self.beams)
             self.about = _examples(len(sources))
-            return text_scores(names, [*map(self.tokenizer.decode, said)], references)
+            return measuring.text_scores(names, [*map(self.tokenizer.decode, said)], references)
         for number, record in enumerate(records(self.data.source(), ("source", "target")), 1):
             line, reference = record["source"], record["target"]
             if not isinstance(line, str) or not isinstance(reference, str):
@@ -378,7 +363,7 @@ class Judge:
         self.about = _examples(len(sources))
         hypotheses = iter(translations(self.fast, [s for s in sources if s], beams=self.beams))
         texts = [self.tokenizer.decode(next(hypotheses)) if source else "" for source in sources]
-        return text_scores(names, texts, references)
+        return measuring.text_scores(names, texts, references)
 
 
 def _examples(n: int) -> str:
@@ -395,3 +380,91 @@ def by_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         lengths = one.lengths if one.source is None else None
         total += masked_lm_loss(model(one.ids, lengths, **given), one.labels)[0]
     return total, count
+
+
+# --- few-shot prompts: examples of a task in front of a question (Brown et al. 2020, 2.1); nothing is trained ---------
+
+PROMPTED = ("exact", "loss", "perplexity")
+Pair = tuple[str, str]  # source and target
+
+
+@settings
+class Shots:
+    """`count` examples, drawn by `seed` for each question; `template` says how one is written."""
+
+    count: Whole
+    template: str = "{source}\n{target}\n\n"
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        if not all(self.parts[1:]):
+            what = "{source}, then {target}, then what ends an answer, such as a line break"
+            raise UsageError(f"template is {self.template!r}; it needs {what}")
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """What stands before the source, between the two, and behind the target."""
+        before, _, rest = self.template.partition("{source}")
+        between, _, stop = rest.partition("{target}")
+        return before, between, stop
+
+    @property
+    def named(self) -> str:
+        return f"{self.count} shot{'' if self.count == 1 else 's'}"
+
+    def written(self, pair: Pair) -> str:
+        return "".join(part for two in zip(self.parts, (*pair, "")) for part in two)
+
+    def prompt(self, pool: list[Pair], number: int, asked: Pair) -> str:
+        """Examples, never the one that is asked for, and then the question."""
+        draw = random.Random(f"{self.seed} {number}").sample
+        chosen = draw(pool, min(self.count + 1, len(pool))) if self.count else []
+        chosen = [pair for pair in chosen if pair != asked][: self.count]
+        if len(chosen) < self.count:
+            raise Fault(
+                f"{self.count} shots need as many other examples, there are {len(chosen)}", DATA
+            )
+        before, between, _ = self.parts
+        return "".join(map(self.written, chosen)) + f"{before}{asked[0]}{between}"
+
+
+def pairs(source: Source) -> list[Pair]:
+    found = [(r["source"], r["target"]) for r in records(source, ("source", "target"))]
+    if wrong := [i for i, pair in enumerate(found, 1) if not all(isinstance(x, str) for x in pair)]:
+        raise Fault(f"example {wrong[0]}: source and target must be text", DATA)
+    return found
+
+
+class Questions:
+    """Questions with their shots, in ids: `whole` with the answer, of which the first `given` are the prompt."""
+
+    def __init__(
+        self, shots: Shots, asked: list[Pair], pool: list[Pair], coder: Coder, longest: int | None
+    ):
+        self.asked, self.coder, self.stop = asked, coder, shots.parts[2]
+        prompts = [shots.prompt(pool, i, pair) for i, pair in enumerate(asked)]
+        whole = [prompt + pair[1] + self.stop for prompt, pair in zip(prompts, asked)]
+        texts = ([text.rstrip(" ") for text in prompts], whole)
+        self.prompts, self.whole = ([[*coder.before, *x] for x in coder.encode(t)] for t in texts)
+        # A token may join the prompt's end and the answer's beginning: it is a part of the answer.
+        both = [*zip(self.prompts, self.whole)]
+        self.given = [sum(1 for _ in takewhile(lambda x: x[0] == x[1], zip(*x))) for x in both]
+        self.most = max(len(ids) - n for ids, n in zip(self.whole, self.given))
+        for number, ids in enumerate(self.prompts, 1):
+            if longest is not None and len(ids) + self.most > longest:
+                why = f"example {number} with {shots.named} has {len(ids):,} tokens, and answers "
+                why += f"{self.most:,}: more than the model's context of {longest:,}"
+                raise Fault(f"{why}; ask for fewer shots, or give shorter ones", DATA)
+
+    def feed(self, batching: Batching) -> TextFeed:
+        """Of which the answers alone are counted."""
+        how: Any = {"prompts": np.array(self.given, np.int64), "pad": self.coder.pad}
+        feed = TextFeed(Column.of(self.whole), batching, pack="none", shift=True, **how)
+        feed.held = feed
+        return feed
+
+    def exact(self, model: Any) -> float:
+        """How many of the greedy answers are the target's text."""
+        results = generate(model, self.prompts, stop=self.stop, max_new_tokens=self.most)
+        texts = [(r.text or "").strip() for r in results]
+        return measuring.share(texts, [target.strip() for _, target in self.asked])

@@ -131,7 +131,7 @@ def _stream(model: Model, precision: str) -> torch.dtype | None:
 
 
 class Prepared:
-    """What a prepared model refuses: its weights are packed for one machine, and rounded."""
+    """What a prepared model does in its own way, and refuses: its weights are packed for one machine, and rounded."""
 
     precision: str
 
@@ -315,7 +315,8 @@ class JoinedCrossAttention(GroupedQueryAttention):
         real = ctx.once("memory", lambda: Packing.of(ctx.memory_pos))
         kv = self.wkv(ctx.memory if real is None else real.pack(ctx.memory))
         kv = kv if real is None else real.spread(kv)
-        return self.as_entries(*kv.split((self.g * self.d, self.g * self.e), -1), ctx)
+        k, v = kv.split((self.g * self.d, self.g * self.e), -1)
+        return self.as_entries(k, v, ctx)
 
 
 class JoinedFeedForward(FeedForward):

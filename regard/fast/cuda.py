@@ -21,7 +21,7 @@ from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.attention.sparse import Indexer, SparseAttention
+from regard.attention.sparse import Indexer, SparseAttention, to_fp8
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
@@ -32,7 +32,6 @@ from regard.kernels.triton.experts import Experts, choose, experts, scores, suit
 from regard.kernels.triton.experts import reference as expert_reference
 from regard.kernels.triton.linear import ACTIVATIONS, MOST, Rms, linear, ready, reference
 from regard.kernels.triton.prompt import Pack
-from regard.kernels.triton.record import beside
 from regard.kernels.triton.wide import HIGHEST, add_norm, gated, product, summed
 from regard.layers import FeedForward, LMHead, RMSNorm
 from regard.mask import Span
@@ -52,6 +51,8 @@ def why_not(model: Any) -> str:
     tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
     if not tower.causal or (tower.cross and not two):
         return "its tower is not causal, or reads what no encoder of its own makes"
+    if not tower.residual:
+        return "its blocks have no residual"
     if two and model.decoder.cache_specs("cross") != model.decoder.cache_specs():
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
@@ -889,24 +890,27 @@ class SlotIndexer(Indexer):
             slots.store(self.kept(self.keys(x.view(*shape, -1), ctx)).flatten(0, 1))
             if asked is None:
                 return None
-            q = self.queries(asked.source.view(*shape, -1), ctx).flatten(0, 1)
-            return q, self.weights(x)
+            q, weights = self.queries(asked.source.view(*shape, -1), ctx), self.weights(x)
+            q = q.flatten(0, 1).contiguous()
+            if self.fp8 and self.fast(keys):
+                q, size = to_fp8(q)
+                weights = weights * size[..., 0]
+            return q, weights
         key = self.wk(x) if asked is None or asked.more is None else asked.more
         if asked is not None:
             q = self.product(asked.source).unflatten(-1, (self.h, self.d))
         norm, rope = (self.k_norm.weight, self.k_norm.bias, self.k_norm.eps), c.attention.rope
         angles = slots.angles(rope, c.rope_dim) if c.rope_dim else None
         form: dict[str, Any] = {"norm": norm, "angles": angles, "fp8": self.fp8}
-        weights = gpu_sparse.enter(x, self.ww.weight, q, key, keys, slots.table, slots.pos, **form)
-        return None if q is None else (q, weights)
+        found = gpu_sparse.enter(x, self.ww.weight, q, key, keys, slots.table, slots.pos, **form)
+        return None if q is None else found
 
     def over(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
         """Scores (b bound) of every key so far: index queries (b H D) and weights (b H)."""
         (keys,), pos = step.mine, step.pos
         assert pos is not None
         if self.fast(keys):
-            more = (weights, step.table, pos, step.bound, self.fp8)
-            return gpu_sparse.index(q.contiguous(), keys, *more)
+            return gpu_sparse.index(q, keys, weights, step.table, pos, step.bound)
         dots = self.dots(q[:, None], *step.kept())
         return self.join(dots, weights[:, None].to(dots.dtype))[:, 0]
 
@@ -937,15 +941,10 @@ class SlotSparse(SparseAttention):
             return attention.look(x, within)
         asked = attention.asked(x, within)
         index_q, weights = indexer.asked(x, ctx, index, asked)
-        q, out = None, []
+        q, out = asked.queries(), []
         for rows, step in index.each(max(1, SCORES // slots.longest)):
-            scores = indexer.over(index_q[rows], weights[rows], step)
-            # The search for the best keeps the device waiting; there is enough to do beside it.
-            with beside(x) as join:
-                q = asked.queries() if q is None else q
-                met = attention.met(q[rows])
-            spots = indexer.best(scores, step)
-            join()
+            spots = indexer.best(indexer.over(index_q[rows], weights[rows], step), step)
+            met = attention.met(q[rows])
             out.append(attention.over(met, step.only(own.entries), within, spots))
         return joined_rows(out)
 

@@ -58,7 +58,12 @@ class Rounding(TorchDispatchMode):
     ) -> Any:
         name = func.overloadpacket.__name__
         if name in SUMS or name in PRODUCTS:
-            partial = _partial(args[PRODUCTS[name]]) if name in PRODUCTS else 0.0
+            partial = 0.0
+            if name in PRODUCTS:
+                # What rounding the partial sums does: of x (.. n), or of a convolution's weights (out in h w).
+                x = args[PRODUCTS[name]]
+                terms = x[0].numel() if x.dim() == 4 else x.shape[-1]
+                partial = unit(torch.float32) * math.sqrt(terms) / 8
             args = tuple(x * self.noise(x, partial) if _wide(x) else x for x in args)
         out = func(*args, **(kwargs or {}))
         if name in CURVES:
@@ -68,12 +73,6 @@ class Rounding(TorchDispatchMode):
                 if _wide(x):
                     x.mul_(self.noise(x))
         return out
-
-
-def _partial(x: Tensor) -> float:
-    """What rounding the partial sums does: x (.. n), or the weights of a convolution (out in h w)."""
-    terms = x[0].numel() if x.dim() == 4 else x.shape[-1]
-    return unit(torch.float32) * math.sqrt(terms) / 8
 
 
 def _wide(x: Any) -> bool:

@@ -32,7 +32,7 @@ from typing import Any, get_type_hints
 
 from torch import nn
 
-from regard.config import Count, Fraction, Positive, from_dict, ranged, to_dict
+from regard.config import Count, Fraction, Positive, from_dict, settings, to_dict
 from regard.data.config import ROWED, Data, check_used
 from regard.data.corrupt import Corrupted, Marks, Noise
 from regard.data.feed import Feed, Objective
@@ -52,8 +52,7 @@ QUERIES_AND_VALUES = ("wq", "wv", "w_uq", "w_ukv")  # of GQA, and of MLA
 KINDLESS = {"vocab": ("chars", "bytes"), "min_count": ("chars", "bytes", "unigram")}
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Adapt:
     """Method "full": everything learns; "frozen": the head alone; "lora": LoRA on the linear layers that `targets`
     name, and the head, unless it is a vocabulary's that came with the model.

@@ -166,7 +166,12 @@ class Taken:
                 source = _real(batch.source, batch.source_lengths, i) if x.dim() == 1 else x
                 self.pairs.append((source, labels[labels != IGNORE].tolist()))
         elif self.task == "lm":
-            self.pairs += [(_beginning(batch, i), []) for i in rows[: self.few]]
+            for i in rows[: self.few]:
+                ids = _real(batch.ids, batch.lengths, i)
+                if batch.doc is not None:
+                    ids = ids[: int((batch.doc[i] == batch.doc[i, 0]).sum())]
+                # At most half of the row's first document.
+                self.pairs.append((ids[: min(PROMPT, max(len(ids) // 2, 1))], []))
 
     def _label(self, batch: Batch, logits: Tensor) -> None:
         counted = batch.labels != IGNORE
@@ -185,14 +190,6 @@ class Taken:
 def _real(x: Tensor, lengths: Tensor | None, i: int) -> list[int]:
     """A row without its padding."""
     return x[i, : None if lengths is None else int(lengths[i])].tolist()
-
-
-def _beginning(batch: Batch, i: int) -> list[int]:
-    """The first tokens of a row, at most half of its first document."""
-    ids = _real(batch.ids, batch.lengths, i)
-    if batch.doc is not None:
-        ids = ids[: int((batch.doc[i] == batch.doc[i, 0]).sum())]
-    return ids[: min(PROMPT, max(len(ids) // 2, 1))]
 
 
 def _spans(logits: Tensor, lengths: Tensor | None) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Fraction, Positive, Share, Whole, ranged
+from regard.config import Amount, Count, Fraction, Positive, Share, Whole, settings
 from regard.data.feed import Batch, Objective
 from regard.errors import UsageError, check_choice, nearest
 from regard.layers import LabelHead, LMHead
@@ -33,8 +33,7 @@ def noam(step: int, dim: int, warmup: int) -> float:
     return dim**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Schedule:
     """A linear warm-up to 1 over `warmup` steps, then a `shape` over the rest of `steps` (None: all steps of the
     training). The floor is reached after the last step, so that every step, the last one too, changes the weights.
@@ -132,8 +131,7 @@ def hidden(model: nn.Module) -> set[str]:
 OPTIMIZERS = ("adamw", "muon")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Optim:
     """AdamW (Loshchilov and Hutter 2019) for all; or Muon (Jordan et al. 2024) for `hidden` matrices and AdamW for the
     rest, at one rate: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982)."""

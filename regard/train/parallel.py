@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
-from regard.config import Count, divisors, ranged
+from regard.config import Count, divisors, settings
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError, check_choice
 from regard.layers import FeedForward
@@ -44,8 +44,7 @@ T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Parallel:
     """How processes share the work. "ddp": each has the model and a part of the batch. "fsdp": weights and optimiser
     are shared out too, and put together layer by layer. "tensor": `degree` processes (default: all) split heads and

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
+from regard.config import Amount, Count, Positive, Seed, Whole, settings, to_dict
 from regard.data.feed import Feed, Objective, Prefetch, seed_of
 from regard.errors import UsageError, check_choice, nearest
 from regard.fast import train as fast
@@ -40,8 +40,7 @@ Figures = tuple[dict[str, float], dict[str, Any]]  # by name; what else to tell
 Measure = Callable[[Any, Callable[[], None]], Figures]
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Train:
     """How to train. With `epochs` the steps are counted once the data is read."""
 
@@ -389,11 +388,11 @@ def changed(
     then = {RENAMED.get(name, name): value for name, value in then.items()}
     old, new = {**flat(to_dict(Train())), **flat(then)}, flat(to_dict(config))
     free = set(FREE)
-    if all(settings["schedule.steps"] in (None, settings["steps"]) for settings in (old, new)):
+    if all(table["schedule.steps"] in (None, table["steps"]) for table in (old, new)):
         free.add("schedule.steps")
-    for settings in (old, new):
-        length = settings["schedule.steps"] or settings["steps"]
-        settings["schedule.steps"] = length if config.schedule.ends else None
+    for table in (old, new):
+        length = table["schedule.steps"] or table["steps"]
+        table["schedule.steps"] = length if config.schedule.ends else None
     may: dict[str, list[Any]] = {}
     fixed: dict[str, list[Any]] = {}
     for name in [n for n in new if old[n] != new[n]]:

@@ -403,9 +403,9 @@ def test_gpu_sparse_enter_matches_the_indexer(r: int, dtype: torch.dtype) -> Non
         inside = torch.cat([more, key], -1)[:, 7:]
         norm = (indexer.k_norm.weight, indexer.k_norm.bias, indexer.k_norm.eps)
         form = {"norm": norm, "angles": (cos, sin) if r else None, "fp8": False}
-        got = gpu_sparse.enter(x, indexer.ww.weight, q, inside, keys, table, pos, **form)  # type: ignore[arg-type]
-        close(got, indexer.weights(x), dtype)
-        close(q, want[0], dtype)
+        asked, w = gpu_sparse.enter(x, indexer.ww.weight, q, inside, keys, table, pos, **form)  # type: ignore[arg-type]
+        close(w, indexer.weights(x), dtype)
+        close(asked, want[0], dtype)
         page_of = table[torch.arange(b), pos // page].long()
         close(keys[page_of, pos % page], want[1], dtype)
         before = keys.clone()
@@ -419,14 +419,14 @@ def test_gpu_sparse_enter_matches_the_indexer(r: int, dtype: torch.dtype) -> Non
 def test_gpu_index_matches_scores(
     h: int, d: int, s: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_sparse, "TILE", (16, 4, 2))
-    monkeypatch.setattr(gpu_sparse, "SPAN", 32)
+    monkeypatch.setitem(gpu_sparse.TILES, False, (16, 4, 2, 1))
+    monkeypatch.setattr(gpu_sparse, "MULTIPROCESSORS", 9)
     b, page = 3, 8
     places = -(-s // page)
     q, keys = torch.randn(b, h, d).to(dtype), torch.randn(b * places, page, d).to(dtype)
     w, table = torch.randn(b, h), torch.randperm(b * places).view(b, places).int()
     pos = torch.tensor([0, 31, s - 1])
-    got = gpu_sparse.index(q, keys, w, table, pos, s, fp8=False)
+    got = gpu_sparse.index(q, keys, w, table, pos, s)
     full = keys[table.long()].flatten(1, 2)
     want = index_scores(dots_exact(q[:, None], full), w[:, None])[:, 0]
     for i, end in enumerate((pos + 1).tolist()):

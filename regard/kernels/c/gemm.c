@@ -21,7 +21,7 @@
 
 #define APART __attribute__((noinline)) /* large, and compiled faster alone */
 
-enum { FP32, BF16, INT8 };
+enum { FP32, BF16, INT8, OPENED }; /* the last: int8 whose W was brought to 16 bits, for many rows */
 enum { NONE, RELU, GELU, GELU_TANH, SILU };
 enum {
     FAR = 1 << 20,  /* outputs that no cache near the core would keep */
@@ -115,6 +115,19 @@ INLINE ints step(ints sum, ints w, const char *x, const int lane, const int kind
     narrow even = (narrow)w << 8 >> 8, odd = (narrow)w >> 8;
     return sum + pairs((ints)even, same(one)) + pairs((ints)odd, same(other));
 #endif
+#endif
+}
+
+/* The same of W that is opened: the bytes of inputs 0 and 2, then of 1 and 3. */
+INLINE ints step_opened(ints sum, ints even, ints odd, const char *x) {
+#if defined(__SSE2__)
+    int32_t one, other;
+    memcpy(&one, x, 4);
+    memcpy(&other, x + 4, 4);
+    return sum + pairs(even, same(one)) + pairs(odd, same(other));
+#else
+    (void)even, (void)odd, (void)x;
+    return sum;
 #endif
 }
 
@@ -250,8 +263,8 @@ typedef struct {
 
 /* `rows` of them. Few rows take the whole stripe at once, others as much of it as the registers hold. */
 INLINE void multiply(const Block *b, const int rows, const int kind) {
-    const int wide = 2 * rows <= (kind == INT8 ? BYTE_ROWS : ROWS) ? 32 / LANES : WIDE;
-    const int group = kind == INT8 && WIDER ? 8 : 4;
+    const int bytes = kind == INT8 || kind == OPENED, line = kind == OPENED ? 128 : 64;
+    const int wide = 2 * rows <= (bytes ? BYTE_ROWS : ROWS) ? 32 / LANES : WIDE, group = bytes && WIDER ? 8 : 4;
     for (int part = 0; part < 32 / LANES; part += wide) {
         ints sum[ROWS][32 / LANES];
         const char *x = b->x, *w = b->w;
@@ -259,24 +272,28 @@ INLINE void multiply(const Block *b, const int rows, const int kind) {
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < wide; v++) sum[r][v] = same(kind == INT8 && FLIP ? b->begin[r] : 0);
-        for (int64_t t = 0; t < b->many; t++, w += 2048, x += b->apart) {
+        for (int64_t t = 0; t < b->many; t++, w += 32 * line, x += b->apart) {
 #pragma GCC unroll 1
             for (int g = 0; g < 16; g += TAKE)
 #pragma GCC unroll 4
                 for (int lane = 0; lane < TAKE; lane++) {
-                    ints now[32 / LANES];
+                    ints now[32 / LANES], odd[32 / LANES];
 #pragma GCC unroll 8
                     for (int v = 0; v < wide; v++) {
                         int at = (part + v) * LANES;
-                        const char *from = w + at / 16 * 1024 + at % 16 * 4 + (g + lane) * 64;
+                        const char *from = w + (at / 16 * 16 + g + lane) * line + at % 16 * 4;
                         memcpy(now + v, from, sizeof(ints));
+                        memcpy(odd + v, kind == OPENED ? from + 64 : from, sizeof(ints));
                         if (at % 16 == 0) __builtin_prefetch(from + b->ahead);
                     }
 #pragma GCC unroll 16
                     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-                        for (int v = 0; v < wide; v++)
-                            sum[r][v] = step(sum[r][v], now[v], x + (r * 16 + g) * group, lane, kind);
+                        for (int v = 0; v < wide; v++) {
+                            const char *from = x + (r * 16 + g) * group;
+                            sum[r][v] = kind == OPENED ? step_opened(sum[r][v], now[v], odd[v], from)
+                                                       : step(sum[r][v], now[v], from, lane, kind);
+                        }
                 }
         }
 #pragma GCC unroll 16
@@ -287,7 +304,7 @@ INLINE void multiply(const Block *b, const int rows, const int kind) {
 }
 
 #define CASE(ROWS_NOW, KIND)                                                                       \
-    case ROWS_NOW: multiply(b, ROWS_NOW, KIND); return;
+    case ROWS_NOW: multiply(b, ROWS_NOW <= ROWS ? ROWS_NOW : ROWS, KIND); return;
 #if LANES == 16
 #define CASES(KIND)                                                                                \
     CASE(1, KIND) CASE(2, KIND) CASE(3, KIND) CASE(4, KIND) CASE(5, KIND) CASE(6, KIND)            \
@@ -305,6 +322,12 @@ static APART void multiply_floats(const Block *b, int64_t rows) {
 static APART void multiply_bytes(const Block *b, int64_t rows) {
     switch (rows) { CASES(INT8) }
 }
+
+#if defined(__SSE2__)
+static APART void multiply_opened(const Block *b, int64_t rows) {
+    switch (rows) { CASES(OPENED) }
+}
+#endif
 
 #if defined(__AVX512BF16__)
 static APART void multiply_halves(const Block *b, int64_t rows) {
@@ -369,6 +392,9 @@ static void sums_of(const Block *b, int64_t rows, int64_t kind) {
         multiply_tiles(b, rows, kind);
 #else
     if (kind == INT8) multiply_bytes(b, rows);
+#if defined(__SSE2__)
+    if (WIDER && kind == OPENED) multiply_opened(b, rows);
+#endif
 #if defined(__AVX512BF16__)
     if (kind == BF16) multiply_halves(b, rows);
 #endif
@@ -517,14 +543,36 @@ static void fill(const Linear *l, const float *x, int64_t m, Rows *r) {
     }
 }
 
-/* Outputs of a stripe for rows i.. of m, at most `high`: to y, `outs` numbers from row to row. */
-INLINE int64_t outputs(const Linear *l, const Rows *r, const Stripe *s, int64_t number, int64_t i, int64_t m,
-                       const float *add, float *y, int64_t outs, int past) {
+/* Memory in which a thread opens a stripe of int8, where that pays: its rows then need no shifts. Or NULL. */
+static char *room_to_open(const Linear *l, int64_t m) {
+    return WIDER && l->kind == INT8 && m >= 16 ? aligned_alloc(64, (size_t)tiles_of(l->k, INT8) * 4096) : 0;
+}
+
+static void open_stripe(const Linear *l, int64_t number, char *to) {
+    typedef int16_t narrow __attribute__((vector_size(sizeof(ints))));
+    int64_t many = tiles_of(l->k, INT8);
+    const char *w = l->tiles + number * many * 2048;
+    for (const char *end = w + many * 2048; w < end; w += 64, to += 128) {
+        __builtin_prefetch(w + 8192);
+        for (int i = 0; i < 64; i += sizeof(narrow)) {
+            narrow both, even, odd;
+            memcpy(&both, w + i, sizeof both);
+            even = both << 8 >> 8, odd = both >> 8;
+            memcpy(to + i, &even, sizeof even);
+            memcpy(to + 64 + i, &odd, sizeof odd);
+        }
+    }
+}
+
+/* Outputs of a stripe, which may be opened, for rows i.. of m, at most `high`: to y, `outs` numbers from row to row. */
+INLINE int64_t outputs(const Linear *l, const Rows *r, const Stripe *s, int64_t number, const char *opened, int64_t i,
+                       int64_t m, const float *add, float *y, int64_t outs, int past) {
     float sums[1024] __attribute__((aligned(64)));
     int64_t count = m - i < r->high ? m - i : r->high, many = tiles_of(l->k, l->kind);
     const char *w = l->tiles + number * many * 2048;
     Block b = {r->x + i / r->high * r->whole, w, many, r->row, r->apart, i ? 2048 : 8192, r->begin + i, sums};
-    sums_of(&b, count, l->kind);
+    if (opened) b.w = opened, b.ahead = 4096;
+    sums_of(&b, count, opened ? OPENED : l->kind);
     rows_of(l, s, count, sums, l->kind == INT8 ? r->scales + i : 0, add, y, outs, past);
     return count;
 }
@@ -563,20 +611,23 @@ int linear(const Linear *l, const float *x, int64_t m, const float *add, float *
 #pragma omp parallel num_threads(threads_for(l, m))
     {
         Config old;
+        char *open = room_to_open(l, m);
         take_tiles(&old, r.high);
         fill(l, x, m, &r);
 #pragma omp for schedule(dynamic, 4)
         for (int64_t number = 0; number < all; number++) {
             Stripe s = stripe_of(l, number);
+            if (open) open_stripe(l, number, open);
             for (int64_t i = 0; i < m; i += r.high) {
                 int64_t to = i * outs + s.at;
-                outputs(l, &r, &s, number, i, m, add ? add + to : 0, y + to, outs, past);
+                outputs(l, &r, &s, number, open, i, m, add ? add + to : 0, y + to, outs, past);
             }
         }
 #if defined(__SSE2__)
         if (past) _mm_sfence();
 #endif
         give_tiles(&old);
+        free(open);
     }
     let_go(&r);
     return 0;
@@ -655,6 +706,7 @@ int linear_best(const Linear *l, const struct top *t) {
 #pragma omp parallel num_threads(short_of ? 1 : threads) if (!short_of)
     if (!short_of) {
         Config old;
+        char *open = room_to_open(l, m);
         take_tiles(&old, r.high);
         fill(l, t->x, m, &r);
         struct best *mine = each + omp_get_thread_num() * m;
@@ -666,9 +718,10 @@ int linear_best(const Linear *l, const struct top *t) {
             for (int64_t number = run * RUN; number < all && number < (run + 1) * RUN; number++) {
                 Stripe s = stripe_of(l, number);
                 int64_t left = l->n - s.at;
+                if (open) open_stripe(l, number, open);
                 for (int i = 0; left < 32 && i < 1024; i++) y[i] = -INFINITY;
                 for (int64_t i = 0; i < m; i += r.high) {
-                    int64_t count = outputs(l, &r, &s, number, i, m, 0, y, 32, 0);
+                    int64_t count = outputs(l, &r, &s, number, open, i, m, 0, y, 32, 0);
                     for (int64_t j = 0; j < count; j++) offer_stripe(mine + i + j, share + i + j, y + 32 * j, s.at, left);
                 }
             }
@@ -684,6 +737,7 @@ int linear_best(const Linear *l, const struct top *t) {
             merge(t, each, threads, i);
         }
         give_tiles(&old);
+        free(open);
     }
     free(most), free(values), free(sum), free(ids), free(each), free(shares);
     let_go(&r);

@@ -1,10 +1,8 @@
-"""Calls on a GPU recorded as CUDA graphs that share their memory, side by side where asked, and numbers sent there."""
+"""Calls on a GPU recorded as CUDA graphs that share their memory, and numbers sent there."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,24 +36,6 @@ class Recorder:
         self.record(key, call)
         for x, old in zip(state, before, strict=True):
             x.copy_(old)
-
-
-@contextmanager
-def beside(x: Tensor) -> Iterator[Callable[[], None]]:
-    """While a graph is recorded, what is done within runs beside what follows, until what this gives is called. What it
-    reads must be held until then, what it makes may be used from then on."""
-    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        yield lambda: None
-        return
-    main, second = torch.cuda.current_stream(x.device), _second(x.device)
-    second.wait_stream(main)
-    with torch.cuda.stream(second):
-        yield lambda: main.wait_stream(second)
-
-
-@functools.cache
-def _second(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def send(values: Any, device: torch.device) -> Tensor:
