@@ -65,7 +65,7 @@ def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
     if name == "mechanisms":
         memory = result.figures["Bytes of the cache"]
         assert memory["delta rule"]["16"] == memory["delta rule"]["32"]
-        assert memory["DSA"]["32"] == [2 * memory["DSA"]["16"][0]] == [2 * 32 * (128 + 16 + 32)]
+        assert memory["DSA"]["32"] == [2 * memory["DSA"]["16"][0]] == [2 * 32 * (64 + 16 + 32)]
     if name == "ablations":
         heads = result.figures["Without one head"]
         assert list(heads) == ["layer 1"] and list(heads["layer 1"]) == ["1", "2"]

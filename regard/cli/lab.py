@@ -49,11 +49,7 @@ def run(options: Options) -> int:
         return 0
     more = {n: x for n, x in vars(options).items() if n not in ("name", "output_dir", "json")}
     result = lab(options.name, options.output_dir, **more, callbacks=[tell])
-    if options.json:
-        paths = {"page": str(result.page), "results": str(result.results)}
-        print(json.dumps({**paths, "figures": result.figures}))
-    else:
-        print(result.page, result.results, sep="\n")
+    print(json.dumps(vars(result), default=str) if options.json else result.page)
     return 0
 
 

@@ -145,6 +145,14 @@ class Screen:
         return getattr(self.stream, name)
 
 
+def command_of(name: str) -> tuple[Any, Any]:
+    """The class of a command's options, and the function that runs it."""
+    file = importlib.import_module(f"regard.cli.{GUESTS.get(name, name)}")
+    own = ("Options", "run")
+    flags, function = (f"{name.capitalize()}Options", name) if name in GUESTS else own
+    return getattr(file, flags), getattr(file, function)
+
+
 def dispatch(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -163,6 +171,7 @@ def dispatch(arguments: list[str]) -> int:
         called, rest = f"{name} {word}", rest[1:]
     from regard.cli.shared import parse
 
+    # A command's file has its flags on top; it imports torch only to run.
     flags, run = command_of(name)
     options = parse(flags, called, rest)
     # None: help was asked for.
@@ -172,13 +181,3 @@ def dispatch(arguments: list[str]) -> int:
         wait_asleep()
         use_threads()
     return run(options)
-
-
-def command_of(name: str) -> tuple[Any, Any]:
-    """The flags of a command and its function. Its file has the flags on top; it imports torch only to run."""
-    file = importlib.import_module(f"regard.cli.{GUESTS.get(name, name)}")
-    return (
-        (getattr(file, f"{name.capitalize()}Options"), getattr(file, name))
-        if name in GUESTS
-        else (file.Options, file.run)
-    )

@@ -21,6 +21,7 @@ from regard.presets import build
 from regard.report.run import read as read_report
 from regard.text import needed
 from regard.train.build import make_model
+from regard.train.config import Config as RunConfig
 from regard.train.config import read as read_config
 from regard.train.loss import causal, causal_mask, densely, watching
 from regard.train.plan import pick_device
@@ -55,13 +56,13 @@ class Case:
         how: Any = {"metrics": ["loss"], "length": length, "device": self.device}
         return evaluate(model, self.valid, **how).metrics["loss"]
 
+    @property
+    def config(self) -> RunConfig:
+        return read_config(self.runs[0] / "config.toml")
+
     def batch(self, model: Model) -> Batch:
         """`sampled` rows of the held-out text, as long as those of training."""
-        rows, length = (
-            self.settings["sampled"],
-            read_config(self.runs[-1] / "config.toml").data.length,
-        )
-        assert length is not None
+        rows, length = self.settings["sampled"], self.config.data.length or 1
         with open(self.valid, encoding="utf-8") as file:
             ids = needed(tokenizer_of(model)).encode(file.read(rows * length * 12))
         most = min(rows, (len(ids) - 1) // length)
@@ -92,7 +93,7 @@ def ablations(case: Case) -> Figures:
     model = case.load()
     loss, coder = case.loss(case.best), Coder(needed(tokenizer_of(model)))
     torch.manual_seed(case.seed)
-    start = make_model(read_config(case.runs[0] / "config.toml"), None, coder, [])
+    start = make_model(case.config, None, coder, [])
     batch = case.batch(model)
     figures: Figures = {
         "Loss": {case.variant: {"held-out loss": loss}},
@@ -131,8 +132,7 @@ def without_heads(case: Case, model: Any, loss: float) -> dict[str, dict[Any, fl
 
 def extrapolation(case: Case) -> Figures:
     """The loss in rows of 1, 2, ... times the trained length; with RoPE also scaled by as much, untrained."""
-    trained = read_config(case.runs[-1] / "config.toml").data.length or 1
-    times = case.settings["times"]
+    trained, times = case.config.data.length or 1, case.settings["times"]
     rows = {case.variant: {n: case.loss(case.best, n * trained) for n in times}}
     for name, scaling in case.settings["scaled"].items() if case.variant == "RoPE" else ():
         rows[name] = {}
@@ -148,9 +148,10 @@ def mechanisms(case: Case) -> Figures:
     model, run = case.load(), case.runs[0]
     # Most CPUs have no products of bfloat16.
     model = model.to(torch.bfloat16) if next(model.parameters()).is_cuda else model
-    data = read_config(run / "config.toml").data
-    each = (data.rows or 1) * (data.length or 1) / 1e6
-    curve = {round(each * step, 1): y for step, y in read_report(run).measured("loss")}
+    each = (case.config.data.rows or 1) * (case.config.data.length or 1) / 1e6
+    points = read_report(run).curve("loss")
+    cuts = [points[len(points) * i // 12 : len(points) * (i + 1) // 12] for i in range(12)]
+    curve = {round(each * cut[-1][0], 1): mean(y for _, y in cut) for cut in cuts if cut}
     memory, speed = {}, {}
     for size in case.settings["contexts"]:
         specs = model.cache_specs()
@@ -192,24 +193,17 @@ def indexer(case: Case) -> Figures:
         visible = ctx.visible(ctx.pos, call.layer.config.window).rows(slice(0, x.shape[1]))[:, 0]
         target = torch.cat(call.target, 1)
         target = target / target.sum(-1, keepdim=True)
-        turned = fp8_dots(hadamard(q), packed_fp8(hadamard(k)))
-        forms = {
-            "exact": dots_exact(q, k),
-            "fp8": fp8_dots(q, packed_fp8(k)),
-            "fp8, Hadamard": turned,
-        }
+        forms = {"exact": dots_exact(q, k), "fp8": fp8_dots(q, packed_fp8(k))}
+        forms["fp8, Hadamard"] = fp8_dots(hadamard(q), packed_fp8(hadamard(k)))
         for name, dots in forms.items():
             scores = index_scores(dots, index.weights(x)).masked_fill(~visible, -torch.inf)
             for n in case.settings["keys"]:
                 chosen = torch.zeros_like(scores).scatter(-1, choose(scores, n), 1.0)
-                # Queries that see no more than n keys have no choice.
-                chosen = chosen[:, n:]
-                same = (chosen * best.setdefault(n, chosen)).sum(-1) / n
-                for figure, share in (
-                    ("Recall", same),
-                    ("Weight held", (target[:, n:] * chosen).sum(-1)),
-                ):
-                    found[figure].setdefault(name, {}).setdefault(n, []).append(share.mean().item())
+                shares = {"Recall": best.setdefault(n, chosen) / n, "Weight held": target}
+                for figure, share in shares.items():
+                    # Queries that see no more than n keys have no choice.
+                    value = (share * chosen).sum(-1)[:, n:].mean().item()
+                    found[figure].setdefault(name, {}).setdefault(n, []).append(value)
     del found["Recall"]["exact"]
     return {
         f: {r: {n: mean(v) for n, v in x.items()} for r, x in rows.items()}

@@ -521,7 +521,7 @@ def test_every_finished_answer_is_its_solo_answer(seed: int, name: str) -> None:
         found |= {e.request: e.done for e in events if e.done is not None}
     assert found.keys() == numbers.keys()
     assert engine.pool.available == len(engine.pool.users)
-    assert all(len(lane.free) == lane.runner.places for lane in engine._slots())
+    assert all(len(lane.free) == lane.runner.places for lane in engine._graphs())
     for n, r in numbers.items():
         if r.settings.beams > 1 and n in cancelled:
             continue
