@@ -51,7 +51,7 @@ from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Vi
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
 from regard.models.base import parameters
-from regard.models.recurrent import CELLS, MemoryAttention
+from regard.models.recurrent import CELLS, MemoryAttention, Recurrence
 from regard.moe import MoE
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.presets import build
@@ -744,7 +744,8 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
     """What does a recurrent network still know of a word t steps back?
 
     h_t = tanh(W x_t + U h_{t-1});   d h_t / d h_0 = prod of diag(tanh') U  ~  lambda^t
-    Attention reaches every token in one step. x: lambda, the factor of one step; by autograd through the cell at 0."""
+    Attention reaches every token in one step. x: lambda, the factor of one step; by autograd through the cell at 0.
+    h, h': new cells of width 32 after texts that differ in their first word alone; 0 is below 1e-12."""
     cell, zero = CELLS["elman"], real((0.0,))
     rows = []
     for n in (whole("steps", t, 1, 1000) for t in steps):
@@ -759,6 +760,18 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
         rows.append([n, *slopes, n, 1])
     columns = ["steps", *(f"lambda {v:g}" for v in x), "path of the RNN", "of attention"]
     yield Table("d h_t / d h_0", columns, rows, "log")
+    length, apart = max(int(row[0]) for row in rows), []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = torch.randn(1, length + 1, 32, dtype=torch.float64).repeat(2, 1, 1)
+        tokens[1, 0] = torch.randn(32, dtype=torch.float64)
+        for name in CELLS:
+            network = Recurrence(name, 32, 32, 1, 0.0).double()
+            h = network(tokens, network.start(tokens))[0].detach()
+            distance = (h[0] - h[1]).norm(dim=-1)
+            apart.append(torch.where(distance > 1e-12, distance / distance[0], 0.0))
+    rows = [[row[0], *(float(d[int(row[0])]) for d in apart)] for row in rows]
+    yield Table("|h_t - h'_t| / |h_0 - h'_0|", ["steps", *CELLS], rows, "log")
 
 
 @topic(f"{NUMBERS}::multiply_adds", "regard/models/recurrent.py::elman")
