@@ -28,8 +28,8 @@ from regard.train.config import Config, _written
 HOMES = {
     "Models: build, load, save": ("regard.checkpoint", "regard.presets", "regard.models", "regard.fast.cpu"),
     "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine"),
-    "Train and measure": ("regard.train.run", "regard.train.trainer", "regard.evaluate.model", "regard.labs.run"),
-    "Look inside": ("regard.see.probe",),
+    "Train and measure": ("regard.train.run", "regard.train.trainer", "regard.evaluate.model"),
+    "Look inside": ("regard.see.probe", "regard.labs.run"),
     "Attention": ("regard.attention", "regard.block", "regard.moe", "regard.layers"),
     "Masks": ("regard.mask",),
     "Positions": ("regard.position",),
