@@ -273,7 +273,7 @@ def presets_page() -> str:
         "# Presets",
         'Models by name: `regard.build("gpt2", layers=2)` in Python, `preset = "gpt2"` under `[model]`. Any setting of'
         " [their parts](model.md) can be changed; widths follow `dim`, and are as here where nothing is said.",
-        table("preset|what it is|layers|dim|heads|vocab", lines),
+        table("preset|family|layers|dim|heads|vocab", lines),
     ]) + "\n"  # fmt: skip
 
 
