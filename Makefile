@@ -25,11 +25,12 @@ print(f"installed: torch {torch}, Python {sys.version.split()[0]}")
 endef
 export CHECK_TORCH
 
-.PHONY: help demo tour test test-kernels test-browser faults mutants bench wheel format clean
+.PHONY: help demo tour docs test test-kernels test-browser faults mutants bench wheel format clean
 
 help:
 	@echo "make demo    set up, then train the Transformer of 2017 on dates in 76 languages (five minutes)"
 	@echo "make tour    set up, then build every family, check every law, print the mechanisms"
+	@echo "make docs    set up, then the documentation as a site, with search, offline: build/docs/index.html"
 	@echo "make test    set up, then ruff, mypy and pytest"
 	@echo "make test-kernels  set up, then the Triton kernels by Triton's interpreter (installs triton, 700 MB)"
 	@echo "make test-browser  set up, then the pages in a real browser (needs Chromium: apt install chromium)"
@@ -55,6 +56,9 @@ demo: $(STAMP)
 
 tour: $(STAMP)
 	$(BIN)/python examples/tour.py
+
+docs: $(STAMP)
+	$(BIN)/python docs/website.py
 
 # Two processes with two torch threads each do a third of the work of two with one thread each.
 # A file stays with one process: what its tests share is made once.

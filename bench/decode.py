@@ -1,14 +1,14 @@
 """Decoding on the CPU: Regard against transformers' generate and CTranslate2, the same weights, one interleaved run.
 
-    python bench/decode.py [--part gpt2 llama marian t5 together translate] [--quick] [--repeats 3]
+    python bench/decode.py [--part gpt2 llama marian t5 together translate] [--quick] [--repeats 3] [--only int8 ...]
 
 Random weights of real shape, no end token, so that every side makes the same number of tokens. For each model, batch
 and search: median milliseconds and tokens per second of each side, the ratio (the better of transformers' fp32 and bf16
 over ours; above 1: Regard is faster), and how many rows have the tokens of transformers' fp32. `translate` runs beam 4
 over 200 sentences of ../shared/data/multi30k and adds the memory of each side, in a process of its own (every one has
 torch in it, which CTranslate2 imports where it finds it). CTranslate2 takes part in `gpt2` and `translate` if it can be
-imported; bf16 where the CPU multiplies it. Each part takes up to four minutes on two cores; run it alone. It changes
-nothing.
+imported; bf16 where the CPU multiplies it. Each part takes up to four minutes on two cores; run it alone, or a few of
+its sides with --only (those whose names have one of the words). It changes nothing.
 
 A CPU without AMX, or with AVX2 alone, is had by hiding the rest from all sides:
 
@@ -147,7 +147,12 @@ def compare(name: str, args: argparse.Namespace) -> None:
                     convert(Path(home), plain.config.vocab_size)
                     for p in ("fp32", "int8"):
                         sides[f"ctranslate2 {p}"] = writer(Path(home, p), prompts, new)
+                sides = {n: side for n, side in sides.items() if wanted(n, args)}
                 report(f"{name} batch {batch} beams {beams}", sides, batch * new, args.repeats)
+
+
+def wanted(side: str, args: argparse.Namespace) -> bool:
+    return not args.only or any(word in side for word in args.only)
 
 
 def report(
@@ -157,15 +162,15 @@ def report(
     found: dict[str, list[list[int]]] = {}
     calls = [lambda n=n, side=side: found.__setitem__(n, side()) for n, side in sides.items()]
     times = dict(zip(sides, medians(calls, repeats), strict=True))
-    best = min(t for name, t in times.items() if name.startswith("transformers"))
-    truth = found.get("transformers fp32") or found["regard fp32"]
+    best = min((t for name, t in times.items() if name.startswith("transformers")), default=None)
+    truth = found.get("transformers fp32") or found.get("regard fp32") or next(iter(found.values()))
     for name, seconds in times.items():
         same = sum(a == b for a, b in zip(truth, found[name], strict=True))
-        ratio = "" if name.startswith("transformers") else f"{best / seconds:.2f}"
+        ratio = "" if best is None or name.startswith("transformers") else f"{best / seconds:.2f}"
         print(f"{title:<26} {name:<18} {seconds * 1e3:>9.1f} {tokens / seconds:>9.1f} {ratio:>6}  "
               f"{same}/{len(truth)} {(notes or {}).get(name, '')}".rstrip(), flush=True)  # fmt: skip
     for p in ("fp32", "int8"):
-        if f"ctranslate2 {p}" in times:
+        if f"ctranslate2 {p}" in times and f"regard {p}" in times:
             ratio = f"{times[f'ctranslate2 {p}'] / times[f'regard {p}']:.2f}"
             print(f"{title:<26} regard {p} is {ratio} times as fast as ctranslate2 {p}")
 
@@ -333,12 +338,13 @@ def translate(args: argparse.Namespace) -> None:
             names += ["ctranslate2 fp32", "ctranslate2 int8"]
         else:
             print("translate: without CTranslate2, which is not installed here")
-        few = [make(f"transformers {p}", folder, lines[:BATCH], new) for p in ("fp32", "bf16")]
-        slow, fast = medians(few, 1)  # only the better one does the whole work
-        names.insert(0, "transformers fp32" if slow <= fast else "transformers bf16")
-        print(
-            f"translate: transformers on {min(BATCH, len(lines))} sentences: fp32 {slow:.2f} s, bf16 {fast:.2f} s"
-        )
+        names = [name for name in names if wanted(name, args)]
+        if wanted("transformers", args):
+            few = [make(f"transformers {p}", folder, lines[:BATCH], new) for p in ("fp32", "bf16")]
+            slow, fast = medians(few, 1)  # only the better one does the whole work
+            names.insert(0, "transformers fp32" if slow <= fast else "transformers bf16")
+            some = f"{min(BATCH, len(lines))} sentences"
+            print(f"translate: transformers on {some}: fp32 {slow:.2f} s, bf16 {fast:.2f} s")
         sides = {name: make(name, folder, lines, new) for name in names}
         notes = {name: "{:.0f} MB for the model and its work, {:.0f} MB the process".format(*peak(name, folder))
                  for name in names}  # fmt: skip
@@ -372,6 +378,7 @@ def main() -> None:
     parser.add_argument("--translate", action="store_true", help="the same as --part translate")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs at all")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="sides whose names have one of these words")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -23,7 +23,14 @@ import torch
 from gpu_measure import BF16, replayed, run_parts, seconds
 
 import regard
-from regard.attention.sparse import choose, dots_exact, fp8_dots, index_scores, packed_fp8
+from regard.attention.sparse import (
+    choose,
+    dots_exact,
+    fp8_dots,
+    index_scores,
+    packed_fp8,
+    to_fp8,
+)
 from regard.decode.engine import Engine
 from regard.decode.rows import page_keys
 from regard.decode.settings import Request, Settings
@@ -147,8 +154,8 @@ def check_sparse() -> None:
     print(f"  top-{k:,} of {s:,}, batch {b}: {'the same as choose' if same else 'WRONG'}")
     q, keys, w, table, pos = indexed(3, 3008)
     for fp8 in (False, True):
-        kept = packed_fp8(keys) if fp8 else keys
-        got = gpu_sparse.index(q, kept, w, table, pos, 3008, fp8)
+        kept, asked, own = in_fp8(keys, q, w) if fp8 else (keys, q, w)
+        got = gpu_sparse.index(asked, kept, own, table, pos, 3008)
         full = kept[table.long()].flatten(1, 2)
         dots = (fp8_dots if fp8 else dots_exact)(q[:, None], full)
         show(f"index scores fp8={fp8}", got, index_scores(dots, w[:, None])[:, 0])
@@ -161,6 +168,12 @@ def indexed(b: int, s: int, h: int = 64, d: int = 128, page: int = 16) -> tuple[
     table = torch.randperm(b * places, device="cuda").view(b, places).int()
     pos = torch.full((b,), s - 1, device="cuda")
     return q, keys, torch.randn(b, h, device="cuda"), table, pos
+
+
+def in_fp8(keys: torch.Tensor, q: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys, queries, and weights that hold the scales of the queries."""
+    q8, size = to_fp8(q)
+    return packed_fp8(keys), q8, w * size[..., 0]
 
 
 # --- latent attention ---------------------------------------------------------------------------------------------
@@ -194,11 +207,11 @@ def part_l(args: argparse.Namespace) -> None:
     s, k = 131072, 2048
     q, keys, w, table, pos = indexed(16, s)
     for fp8 in (False, True):
-        kept = packed_fp8(keys) if fp8 else keys
-        took = replayed([partial(gpu_sparse.index, q, kept, w, table, pos, s, fp8)] * 10)
+        kept, asked, own = in_fp8(keys, q, w) if fp8 else (keys, q, w)
+        took = replayed([partial(gpu_sparse.index, asked, kept, own, table, pos, s)] * 10)
         speed = f"{took * 1e6:.1f} us, {kept.nbytes / took / 1e12:.2f} TB/s"
         print(f"  index scores, batch 16, {'float8' if fp8 else 'bf16'} keys: {speed}")
-    scores = gpu_sparse.index(q, keys, w, table, pos, s, False)
+    scores = gpu_sparse.index(q, keys, w, table, pos, s)
     took = replayed([partial(gpu_sparse.topk, scores, pos, k, table, 16)] * 10)
     plain = replayed([partial(scores.topk, k)] * 10)
     print(f"  exact top-{k:,}, batch 16: {took * 1e6:.1f} us; torch.topk {plain * 1e6:.1f} us")
@@ -297,7 +310,7 @@ def part_t(args: argparse.Namespace) -> None:
         ):
             x, w, g = randn(rows, k), weights(n * (1 + gated), k), torch.ones(k).cuda().to(BF16)
             more: dict[str, Any] = {"act": "silu" if gated else "", "gated": gated}
-            more["norm"] = (g, 1e-5) if norm else None
+            more["norm"] = (g, 1e-5, 0.0) if norm else None
             found = few_rows(name, x, w, more)
             plain = replayed([partial(gpu_linear.reference, x, each, **more) for each in w])
             now, size = gpu_linear.shape(k, n, gated), w[0].numel() * 2

@@ -11,7 +11,7 @@ import torch
 from markupsafe import Markup
 
 from regard.report import page
-from regard.see.page import levels, table
+from regard.see.page import levels, style, table
 
 CELL = 22
 QUERIES = "row: query, column: key"
@@ -35,14 +35,14 @@ PICTURES: dict[str, Callable[[], str]] = {}
 def draw(name: str) -> str:
     """The picture with colours for a light and a dark page of its own, as it stands alone."""
     light, dark = (
-        f"svg {{ color: {ink}; }} {page.style(scheme)}"
+        f"svg {{ color: {ink}; }} {style(scheme)}"
         for scheme, ink in (("light", "#1c1c1c"), ("dark", "#e6e6e6"))
     )
-    style = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
+    sheet = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
     # A template gives Markup, which would escape what is put into it.
     text = str(PICTURES[name]())
     size = re.sub(r'viewBox="0 0 (\d+) (\d+)"', r'width="\1" height="\2" \g<0>', text, count=1)
-    return size.replace("</title>", f"</title>{style}", 1) + "\n"
+    return size.replace("</title>", f"</title>{sheet}", 1) + "\n"
 
 
 def picture(make: Callable[[], str]) -> Callable[[], str]:

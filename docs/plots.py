@@ -24,7 +24,7 @@ from regard.errors import UsageError  # noqa: E402
 from regard.position import Linear, Rope  # noqa: E402
 from regard.see import plots  # noqa: E402
 from regard.see.format import number  # noqa: E402
-from regard.see.plots import Sheet, label, sheet, token_labels  # noqa: E402
+from regard.see.plots import Sheet, ink, label, sheet, token_labels  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,13 +90,12 @@ def jacobian_tiles(numbers: q.Saturation, *, dark: bool = False) -> Figure:
     count = len(numbers.a)
     page = sheet(2.5 * count + 1.4, 3.2, count, dark=dark)
     most = numbers.jacobians.abs().max().item()
-    for ax, a, cells in zip(page.axes, numbers.a.tolist(), numbers.jacobians.tolist()):
-        image = ax.imshow(cells, "cividis", vmin=-most, vmax=most)
-        for i, row in enumerate(cells):
+    for ax, a, cells in zip(page.axes, numbers.a.tolist(), numbers.jacobians):
+        image = page.image(ax, cells, most)
+        for i, row in enumerate(cells.tolist()):
             for j, value in enumerate(row):
-                ink = "#000000" if value > 0 else "#ffffff"
-                text = number(value, 2)
-                ax.text(j, i, text, ha="center", va="center", color=ink, fontsize=8.5)
+                how = {"color": ink(image, value), "fontsize": 8.5}
+                ax.text(j, i, number(value, 2), ha="center", va="center", **how)
         page.dress(ax, "score", "weight", f"a = {a:g}")
         ax.set_xticks(range(3), ["a", "a", "2a"])
         ax.set_yticks(range(3), ["a", "a", "2a"])
@@ -287,24 +286,11 @@ def cost_curves(numbers: q.Costs, *, dark: bool = False) -> Figure:
 def position_table(table: q.Table, title: str = "", *, dark: bool = False) -> Figure:
     """The vectors of all positions, and how alike every two of them are."""
     page = sheet(11, 4.6, 2, dark=dark, ratios=(1.25, 1))
-    far = table.vectors.abs().max().item() or 1.0
-    image = page.axes[0].imshow(
-        table.vectors.numpy(),
-        "cividis",
-        aspect="auto",
-        vmin=-far,
-        vmax=far,
-        interpolation="nearest",
-    )
+    image = page.image(page.axes[0], table.vectors)
+    page.axes[0].set_aspect("auto")
     page.dress(page.axes[0], "feature", "position", "the vector of each position")
     page.bar(image, page.axes[0], "value")
-    image = page.axes[1].imshow(
-        table.alike.numpy(),
-        "cividis",
-        vmin=min(table.alike.min().item(), 0),
-        vmax=1,
-        interpolation="nearest",
-    )
+    image = page.image(page.axes[1], table.alike, 1.0)
     page.dress(page.axes[1], "position", "position", "how alike two positions are")
     page.bar(image, page.axes[1], "cosine")
     page.title(title or "Position vectors")

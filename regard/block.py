@@ -30,22 +30,24 @@ class Tower:
     `dropout` falls on what each part adds to the stream. `layer_drop`: the share of layers that a step of training
     leaves out (Fan et al. 2020, arXiv:1909.11556)."""
 
-    dim: Count
-    layers: Count
-    attention: Attention | tuple[Attention, ...]
-    ffn: MLP | MoE | tuple[MLP | MoE, ...]
-    cross: GQA | MLA | None = None
+    dim: Count  # width of the stream
+    layers: Count  # blocks
+    attention: Attention | tuple[Attention, ...]  # of each block
+    ffn: MLP | MoE | tuple[MLP | MoE, ...]  # of each block
+    cross: GQA | MLA | None = None  # attention to an encoder's states
     memory_dim: Count | None = None  # width of what `cross` attends to; default: dim
-    norm: Norm = Norm()
-    order: str = "pre"
-    final_norm: bool = True
-    causal: bool = True
-    relative: T5Bias | Alibi | None = None
-    dropout: Fraction = 0.0
+    norm: Norm = Norm()  # of each part
+    order: str = "pre"  # where it stands: pre, post, sandwich, inner, parallel
+    final_norm: bool = True  # one more at the end (pre)
+    causal: bool = True  # a token sees those before it alone
+    relative: T5Bias | Alibi | None = None  # a bias on scores by distance
+    dropout: Fraction = 0.0  # on what each part adds, in training
     attention_dropped: bool = True  # False: only on what feed-forwards add (DistilBERT)
     ffn_dropped: bool = True  # False: only on what attention adds (ALBERT, ModernBERT)
     end_dropped: bool = False  # True: on what leaves the tower too (T5)
-    layer_drop: Fraction = 0.0
+    layer_drop: Fraction = 0.0  # share of layers that a step of training leaves out
+    # False: a part replaces the stream instead of adding to it, to see what the sum is for
+    residual: bool = True
     first_norm: bool = True  # False: the first attention reads the embedding as it is (ModernBERT)
     # Which block each layer is, counted from 0, where layers share them (ALBERT); None: each its own.
     blocks: tuple[Whole, ...] | None = None
@@ -96,7 +98,7 @@ class Block(nn.Module):
     def __init__(self, config: Tower, attention: Attention, ffn: MLP | MoE):
         super().__init__()
         c, dim = config, config.dim
-        self.order = c.order
+        self.order, self.residual = c.order, c.residual
 
         def norm() -> nn.Module | None:
             return None if c.order == "inner" else c.norm.make(dim)
@@ -122,10 +124,11 @@ class Block(nn.Module):
         return self.around(self.norm3, self.ffn, x)
 
     def around(self, norm: nn.Module | None, part: nn.Module, x: Tensor, *ctx: Any) -> Tensor:
-        """x + f(norm x), or norm(x + f x); parts add x themselves."""
+        """x + f(norm x), or norm(x + f x); parts add x themselves, where there is a residual."""
+        stream = x if self.residual else None
         if norm is None:
-            return part(x, *ctx, x)
-        return norm(part(x, *ctx, x)) if self.order == "post" else part(norm(x), *ctx, x)
+            return part(x, *ctx, stream)
+        return norm(part(x, *ctx, stream)) if self.order == "post" else part(norm(x), *ctx, stream)
 
 
 def _at(ctx: Context, cache: Any, layer: int, site: str) -> Context:

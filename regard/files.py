@@ -6,11 +6,13 @@ of this machine into what is saved and shared.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +93,20 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of finite numbers, or a sentence that says why not."""
     try:
-        data = loads(read_bytes(path, JSON_BYTES))
+        return json_object(read_bytes(path, JSON_BYTES), path)
     except FileNotFoundError:
         holds = "a model folder holds config.json and model.safetensors"
         raise UsageError(f"{path} does not exist; {holds}") from None
-    except UsageError:
-        raise
+
+
+def json_object(content: bytes, name: str | Path) -> dict[str, Any]:
+    """The same from what the file of this name holds."""
+    try:
+        data = loads(content)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from None
+        raise UsageError(f"{name} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
-        raise UsageError(f"{path} must hold a JSON object, it holds a {type(data).__name__}")
+        raise UsageError(f"{name} must hold a JSON object, it holds a {type(data).__name__}")
     return data
 
 
@@ -138,6 +144,34 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
     os.replace(new, path)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, mark: str = "") -> Iterator[Path]:
+    """A new folder beside `target` that takes its place, and is on the disk, when the block ends well; else `target`
+    is as it was. `mark` keeps the names of several processes apart."""
+    new, old = (target.with_name(f".{target.name}.{word}{mark}") for word in ("new", "old"))
+    # Of a process that was killed.
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        new.mkdir(parents=True)
+        yield new
+        for path in [*new.rglob("*"), new]:
+            if not path.is_symlink():
+                sync(path)
+        if target.exists():
+            target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+        sync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

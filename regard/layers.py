@@ -18,10 +18,10 @@ class Norm:
     """LayerNorm: (x - mean) / sqrt(var + eps) * w + b over the features of each token, biased variance.
     RMSNorm (`rms`): x / sqrt(mean(x^2) + eps) * w. `plus_one`: it multiplies by 1 + w (Gemma)."""
 
-    eps: Amount = 1e-5
-    rms: bool = False
+    eps: Amount = 1e-5  # inside the root
+    rms: bool = False  # RMSNorm
     biased: bool = True  # a LayerNorm
-    plus_one: bool = False
+    plus_one: bool = False  # by 1 + w (Gemma)
     kind: str = "norm"
 
     def __post_init__(self) -> None:
@@ -105,10 +105,10 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 class MLP:
     """down(act(up x)), or down(act(gate x) * up x) when `gated` (GLU, Shazeer 2020); the same for every position."""
 
-    ffn_dim: Count
-    activation: str = "relu"
-    gated: bool = False
-    bias: bool = True
+    ffn_dim: Count  # width inside
+    activation: str = "relu"  # relu, gelu, gelu_tanh, silu, ...
+    gated: bool = False  # SwiGLU and its kin
+    bias: bool = True  # of its linear layers
     # after the activation; None: this family has none there, and `build(dropout=)` adds none
     dropout: Fraction | None = None
     kind: str = "mlp"
@@ -148,8 +148,8 @@ class FeedForward(nn.Module):
 class LM:
     """Logits over the vocabulary: hidden W^T, W the embedding itself when `tied`."""
 
-    tied: bool = True
-    bias: bool = False
+    tied: bool = True  # the embedding is the head's matrix
+    bias: bool = False  # on the logits
     scaled: bool = False  # hidden times dim^-0.5 first (T5 v1.0)
     trained: bool = True  # the bias; BART and Marian keep theirs as it was loaded
     kind: str = "lm"
@@ -159,12 +159,12 @@ class LM:
 class MLM:
     """Masked language model: norm(act(W h)), then the vocabulary with a bias (BERT)."""
 
-    tied: bool = True
-    activation: str = "gelu"
-    norm_eps: Amount = 1e-12
-    norm_bias: bool = True
-    dense_bias: bool = True
-    vocab_bias: bool = True
+    tied: bool = True  # the embedding is the head's matrix
+    activation: str = "gelu"  # after the dense layer
+    norm_eps: Amount = 1e-12  # of the norm behind it
+    norm_bias: bool = True  # of that norm
+    dense_bias: bool = True  # of the dense layer
+    vocab_bias: bool = True  # on the logits
     kind: str = "mlm"
 
 
@@ -174,14 +174,14 @@ class Classify:
     first token or as the mean of all, a causal tower at its last real one, which alone has seen all. `distilled`: the
     mean of that and of a second `out` on the second token, which learned from a teacher (DeiT)."""
 
-    labels: Count
-    dense: str | None = "tanh"
-    token: str = "first"
+    labels: Count  # classes
+    dense: str | None = "tanh"  # activation of a layer before `out`; none: no such layer
+    token: str = "first"  # first or mean
     bias: bool = True  # of `out`
-    distilled: bool = False
+    distilled: bool = False  # a second `out` (DeiT)
     dropout: Fraction | None = None  # before `out`; None as for MLP
     dropped_twice: bool = False  # `dropout` before `dense` too (RoBERTa)
-    dense_bias: bool = True
+    dense_bias: bool = True  # of the layer before `out`
     norm: Norm | None = None  # after `dense` (ModernBERT)
     kind: str = "classify"
 
@@ -198,7 +198,7 @@ class Classify:
 class Tag:
     """A label for each token."""
 
-    labels: Count
+    labels: Count  # classes
     dropout: Fraction | None = None  # before `out`
     kind: str = "tag"
 
@@ -207,7 +207,7 @@ class Tag:
 class Answer:
     """Start and end of a span: two logits for each token, stacked on the last axis."""
 
-    labels: Count = 2
+    labels: Count = 2  # start and end
     dropout: Fraction | None = None  # before `out`
     kind: str = "answer"
 

@@ -24,22 +24,22 @@ class MoE:
     (DeepSeek-V3). `bias` is on the router and inside every expert; with `limit` the gate stays below it, up within it,
     and 1 is added to up (gpt-oss)."""
 
-    experts: Count
-    active: Count
-    ffn_dim: Count
-    activation: str = "silu"
-    shared: Whole = 0
-    shared_bias: bool = False
+    experts: Count  # how many there are
+    active: Count  # how many a token uses
+    ffn_dim: Count  # width inside each
+    activation: str = "silu"  # inside each
+    shared: Whole = 0  # experts that every token uses
+    shared_bias: bool = False  # inside them
     shared_dim: Count | None = None  # of all shared experts together; default: shared * ffn_dim
     shared_gated: bool = False  # their output by a sigmoid of x (Qwen3-Next)
-    score: str = "softmax"
-    normalized: bool = True
-    gain: Positive = 1.0
-    groups: Count = 1
-    active_groups: Count = 1
-    corrected: bool = False
-    bias: bool = False
-    limit: Positive | None = None
+    score: str = "softmax"  # softmax or sigmoid of the router's logits
+    normalized: bool = True  # the chosen weights sum to 1
+    gain: Positive = 1.0  # the weights are multiplied by it
+    groups: Count = 1  # experts are chosen within groups
+    active_groups: Count = 1  # groups that are looked at
+    corrected: bool = False  # a bias on the choice, which keeps the balance
+    bias: bool = False  # on the router and inside every expert
+    limit: Positive | None = None  # bounds of gate and up (gpt-oss)
     kind: str = "moe"
 
     def __post_init__(self) -> None:

@@ -21,9 +21,9 @@ class Learned:
     equal to that id (RoBERTa's padding) do not count and get the row before position 0. Those that came before, in a
     cache, all count, as in transformers."""
 
-    max_len: Count
-    offset: Whole = 0
-    skip: Whole | None = None
+    max_len: Count  # places
+    offset: Whole = 0  # rows before place 0
+    skip: Whole | None = None  # id that gets no place
     kind: str = "learned"
 
 
@@ -34,9 +34,9 @@ class Sinusoidal:
     `layout`: "interleaved" as in the paper, "halves" (sines, then cosines: Marian), "fairseq" (halves with
     w_i = base^(-i/(d/2-1))). PE(p+k) is a fixed rotation of PE(p)."""
 
-    max_len: Count
-    base: Positive = 10000.0
-    layout: str = "interleaved"
+    max_len: Count  # places
+    base: Positive = 10000.0  # the longest wave is 2 pi base
+    layout: str = "interleaved"  # interleaved, halves or fairseq
     kind: str = "sinusoidal"
 
 
@@ -85,7 +85,7 @@ class PositionVectors(nn.Module):
 class Linear:
     """Every frequency divided by `factor` (position interpolation)."""
 
-    factor: Positive
+    factor: Positive  # times as long
     kind: str = "linear"
 
 
@@ -93,10 +93,10 @@ class Linear:
 class Llama3:
     """Long waves divided by `factor`, short ones kept, a linear blend between (Llama 3.1)."""
 
-    factor: Positive
-    low: Positive = 1.0
-    high: Positive = 4.0
-    original_len: Count = 8192
+    factor: Positive  # times as long
+    low: Positive = 1.0  # waves fewer than this in original_len are divided
+    high: Positive = 4.0  # waves more than this are kept
+    original_len: Count = 8192  # context of the training
     kind: str = "llama3"
 
 
@@ -104,14 +104,15 @@ class Llama3:
 class Yarn:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, turn up the attention."""
 
-    factor: Positive
-    original_len: Count
-    fast: Positive = 32.0
-    slow: Positive = 1.0
+    factor: Positive  # times as long
+    original_len: Count  # context of the training
+    fast: Positive = 32.0  # turns in it above which a pair is kept
+    slow: Positive = 1.0  # turns in it below which a pair is interpolated
+    # what q and k are multiplied by; none: 0.1 ln factor + 1
     attention_factor: Positive | None = None
-    mscale: Amount | None = None
-    mscale_all: Amount | None = None
-    truncated: bool = True
+    mscale: Amount | None = None  # with mscale_all: a factor of DeepSeek's
+    mscale_all: Amount | None = None  # of MLA's softmax scale too
+    truncated: bool = True  # the border pairs as whole numbers
     kind: str = "yarn"
 
     def gain(self) -> float:
@@ -128,11 +129,11 @@ class LongRope:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency divided by a number of its own, from `long` in
     rows that reach past `original_len`, else from `short`; the attention turned up where `factor` is more than 1."""
 
-    short: tuple[Positive, ...]
-    long: tuple[Positive, ...]
-    original_len: Count
-    factor: Positive = 1.0
-    attention_factor: Positive | None = None
+    short: tuple[Positive, ...]  # a divisor for each pair, up to original_len
+    long: tuple[Positive, ...]  # the same beyond it
+    original_len: Count  # context of the training
+    factor: Positive = 1.0  # times as long
+    attention_factor: Positive | None = None  # what q and k are multiplied by
     kind: str = "longrope"
 
     def __post_init__(self) -> None:
@@ -174,11 +175,12 @@ class Rope:
     "interleaved" (GPT-J, DeepSeek); one is a permutation of the other. `partial`: share of the width that turns.
     `wide`: it is turned in float32 whatever the dtype (OLMo, ModernBERT)."""
 
-    base: Positive = 10000.0
-    layout: str = "half"
+    base: Positive = 10000.0  # the longest wave is about 2 pi base
+    layout: str = "half"  # half or interleaved
+    # for texts longer than those of the training
     scaling: Linear | Llama3 | Yarn | LongRope | None = None
-    partial: Share = 1.0
-    wide: bool = False
+    partial: Share = 1.0  # share of the width that turns
+    wide: bool = False  # turned in float32 whatever the dtype
     kind: str = "rope"
 
     def __post_init__(self) -> None:
@@ -294,10 +296,10 @@ class T5Bias:
     """A trained number for each head and bucket of distance; near distances have a bucket each, far ones share by
     logarithm (Raffel et al. 2020). All layers share one table."""
 
-    heads: Count
-    buckets: Count = 32
-    max_distance: Count = 128
-    causal: bool = False
+    heads: Count  # of the attention
+    buckets: Count = 32  # numbers for each head
+    max_distance: Count = 128  # beyond it all share one bucket
+    causal: bool = False  # buckets for the past alone
     kind: str = "t5"
 
 
@@ -305,7 +307,7 @@ class T5Bias:
 class Alibi:
     """score - slope_h |q - k| (Press et al. 2022): slopes are a geometric series."""
 
-    heads: Count
+    heads: Count  # a slope for each
     kind: str = "alibi"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from regard import models
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint.families import FAMILIES
@@ -17,18 +18,16 @@ from regard.checkpoint.rules import Family, Key, put
 from regard.config import customize, from_dict, to_dict
 from regard.errors import UsageError, nearest
 from regard.layers import LM, MLP
-from regard.models import (
-    EncoderDecoderConfig,
-    Model,
-    RecurrentConfig,
-    Seq2SeqConfig,
-    Tokens,
-    TransformerConfig,
-)
+from regard.models import Tokens
 from regard.models.start import initialize, start_of
 from regard.position import Learned, Sinusoidal
 
-Config = TransformerConfig | EncoderDecoderConfig | RecurrentConfig | Seq2SeqConfig
+Config = (
+    models.TransformerConfig
+    | models.EncoderDecoderConfig
+    | models.RecurrentConfig
+    | models.Seq2SeqConfig
+)
 
 
 def _preset(family: Family, keys: dict[str, Any]) -> Any:
@@ -45,21 +44,23 @@ def _preset(family: Family, keys: dict[str, Any]) -> Any:
     return from_dict(type(config), ours)
 
 
-def _vaswani(dim: int, heads: int, ffn_dim: int, dropout: float) -> EncoderDecoderConfig:
+def _vaswani(dim: int, heads: int, ffn_dim: int, dropout: float) -> models.EncoderDecoderConfig:
     words = Tokens(37000, Sinusoidal(5000), scaled=True, dropout=dropout)
     tower = Tower(dim, 6, GQA(heads), MLP(ffn_dim), order="post", final_norm=False, dropout=dropout)
     encoder, decoder = replace(tower, causal=False), replace(tower, cross=GQA(heads))
-    return EncoderDecoderConfig(words, encoder, words, decoder, LM(), max_len=5000)
+    return models.EncoderDecoderConfig(words, encoder, words, decoder, LM(), max_len=5000)
 
 
-def _captioner() -> EncoderDecoderConfig:
+def _captioner() -> models.EncoderDecoderConfig:
     """Text that attends to image patches (features D7), from the parts of ViT and GPT-2."""
     shape = dict(dim=384, layers=6, heads=6)
     image, text = (customize(PRESETS[name][1](), shape) for name in ("vit-small", "gpt2"))
-    assert isinstance(image, TransformerConfig) and isinstance(text, TransformerConfig)
+    assert isinstance(image, models.TransformerConfig) and isinstance(
+        text, models.TransformerConfig
+    )
     decoder = replace(text.tower, cross=GQA(6, bias=True, out_bias=True))
     parts = (image.embedding, image.tower, Tokens(50257, Learned(1024)), decoder)
-    return EncoderDecoderConfig(*parts, LM(), shared=False, max_len=1024)
+    return models.EncoderDecoderConfig(*parts, LM(), shared=False, max_len=1024)
 
 
 # name -> (Hugging Face's family, or "" where it has none; config). A family that was made from
@@ -72,9 +73,9 @@ PRESETS |= {
     "vaswani-base": ("", lambda: _vaswani(512, 8, 2048, 0.1)),
     "vaswani-big": ("", lambda: _vaswani(1024, 16, 4096, 0.3)),
     "captioner": ("", _captioner),
-    "gru-lm": ("", lambda: RecurrentConfig(10000, 512, 2, "gru")),
-    "bahdanau": ("", lambda: Seq2SeqConfig(30000, 30000, 512, 1, "gru", "additive", bidirectional=True)),
-    "luong": ("", lambda: Seq2SeqConfig(30000, 30000, 512, 2, "lstm", "bilinear")),
+    "gru-lm": ("", lambda: models.RecurrentConfig(10000, 512, 2, "gru")),
+    "bahdanau": ("", lambda: models.Seq2SeqConfig(30000, 30000, 512, 1, "gru", "additive", bidirectional=True)),
+    "luong": ("", lambda: models.Seq2SeqConfig(30000, 30000, 512, 2, "lstm", "bilinear")),
 }  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def build(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     **changes: Any,
-) -> Model:
+) -> models.Model:
     """A new model with random weights, drawn as its family draws them: a preset (or a config), with any settings
     changed.
 

@@ -82,23 +82,13 @@ def terminal(*typed: bytes) -> tuple[int, bytes]:
     return child.returncode, seen
 
 
-def test_terminal_shows_a_prompt_and_why_the_answer_ended() -> None:
+def test_terminal_shows_prompt_answer_and_end_and_mistakes_do_not_end_it() -> None:
+    """A message that is too long, bytes that are no text; the answer is that to the first good message."""
     (want,) = answers("Hi")
-    code, seen = terminal(b"Hi\n")
+    code, seen = terminal(b"a" * 300 + b"\n", b"\xff\n", b"Hi\n")
     assert code == 0 and b"> " in seen and want.encode() in seen
+    assert b"error: " in seen and b"/clear" in seen and b"which is not Unicode text" in seen
     assert b"5 tokens, " in seen and b"ended by length" in seen and b"no cuda device" in seen
-
-
-def test_mistake_on_a_terminal_does_not_end_the_conversation() -> None:
-    (want,) = answers("Hi")
-    code, seen = terminal(b"a" * 300 + b"\n", b"Hi\n")
-    assert code == 0 and b"error: " in seen and b"/clear" in seen and want.encode() in seen
-
-
-def test_bytes_on_a_terminal_that_are_no_text_are_a_mistake() -> None:
-    (want,) = answers("Hi")
-    code, seen = terminal(b"\xff\n", b"Hi\n")
-    assert code == 0 and b"which is not Unicode text" in seen and want.encode() in seen
 
 
 def test_template_that_fails_is_the_folders_fault(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from regard.cli import data as peeking
-from regard.cli import tokenizer as training
 from regard.cli.data import Options as Peek
+from regard.cli.data import TokenizerOptions as Train
 from regard.cli.data import breadth, columns, picture, visible
 from regard.cli.shared import parse
-from regard.cli.tokenizer import Options as Train
 from regard.errors import UsageError
 from regard.text import Tokenizer, needed
 
@@ -31,7 +30,7 @@ def put(path: Path, text: str) -> Path:
 def command(cls: Any, *arguments: Any) -> int:
     options = parse(cls, "data peek", [str(a) for a in arguments])
     assert options is not None
-    return (peeking if cls is Peek else training).run(options)
+    return (peeking.run if cls is Peek else peeking.tokenizer)(options)
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def test_help_and_options_do_not_import_torch() -> None:
 import sys
 from regard.cli.data import Options as Peek
 from regard.cli.shared import parse
-from regard.cli.tokenizer import Options as Train
+from regard.cli.data import TokenizerOptions as Train
 assert parse(Peek, "data peek", ["--help"]) is None and parse(Train, "tokenizer train", ["--help"]) is None
 assert parse(Peek, "data peek", ["a", "b", "--rows", "2"]).files == ("a", "b")
 heavy = {"torch", "numpy", "tokenizers", "safetensors"} & set(sys.modules)

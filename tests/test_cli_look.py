@@ -73,7 +73,7 @@ def test_look_at_an_encoder_decoder_has_three_views(
     assert done.code == 0, done.err
     (model,) = data(out)
     encoder, decoder, cross = model["views"]
-    assert model["start"]["view"] == 2
+    assert model["start"] == 2
     assert cross["columns"] == encoder["columns"] and len(cross["rows"]) == len(decoder["rows"])
     if target is not None and name == "t5":  # the other's vocabulary lacks some pieces
         assert "".join(cross["rows"][:-1]).replace("␣", "") == target.replace(" ", "")
@@ -119,7 +119,7 @@ def test_text_may_come_from_stdin_and_the_page_starts_at_the_asked_head(tmp_path
     out = tmp_path / "a.html"
     asked = ["--layer", 1, "--head", 1, "--output", out]
     assert call("look", folder("gpt2"), "-", *asked, stdin="Once upon\n").code == 0
-    start = data(out)[0]["start"]
+    start = data(out)[0]["views"][0]["start"]
     assert (start["layer"], start["head"]) == (1, 1)
 
 
@@ -131,7 +131,8 @@ def test_long_text_is_pooled_and_says_so(tmp_path: Path, monkeypatch: Any) -> No
         call("look", folder("gpt2"), "Once upon a time there was a dog", "--output", out).code == 0
     )
     (view,) = data(out)[0]["views"]
-    assert "max-pooled" in view["note"] and "layer 1, head 0" in view["note"]
+    opened = "layer {layer}, head {head}".format(**view["start"])
+    assert "max-pooled" in view["note"] and f"In full: {opened}" in view["note"]
     full = [
         (i, j)
         for i, a in enumerate(view["layers"])

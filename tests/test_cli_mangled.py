@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_cli import call, folder
 
-ROUNDS = int(os.environ.get("REGARD_MANGLED", "4"))
+ROUNDS = int(os.environ.get("REGARD_MANGLED", "2"))
 CALLS = 40  # of a round
 TOML = """
 task = "lm"

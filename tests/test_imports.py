@@ -25,6 +25,7 @@ LAYERS = [
     {"train"},
     {"evaluate"},
     {"parity", "report", "learn", "recipes", "serve"},
+    {"labs"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -254,8 +255,8 @@ def test_readme_tree_is_true() -> None:
 def test_size_budget() -> None:
     """The sum of the lines is what a reader pays; no file or function has a cap of its own."""
     total = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources())
-    assert total <= 40_600, f"regard/ has {total} lines of Python, at most 40,600"
-    assert len(sources()) <= 167, f"regard/ has {len(sources())} files, at most 167"
+    assert total <= 41_468, f"regard/ has {total} lines of Python, at most 41,468"
+    assert len(sources()) <= 163, f"regard/ has {len(sources())} files, at most 163"
 
 
 def test_no_machine_paths() -> None:

@@ -42,11 +42,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "lines",
     [
         "import regard\nregard.train; from regard.train.trainer import Trainer",
-        "from regard.train.trainer import Trainer\nimport regard",
         "import regard.train.run\nimport regard.evaluate.run",
         "from regard import train, evaluate\nimport regard",
-        "import regard\nregard.classify, regard.embed, regard.Trainer, regard.RunConfig",
-        "import regard\nregard.evaluate\nimport regard.train.config as config",
     ],
 )
 def test_packages_can_be_called_in_any_order_of_imports(lines: str) -> None:

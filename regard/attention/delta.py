@@ -31,11 +31,11 @@ class DeltaRule:
     q, k and v see the last `conv` tokens; q and k have length 1. Cache per row: h d e, and conv - 1 tokens.
     """
 
-    key_heads: Count
+    key_heads: Count  # of queries and keys
     value_heads: Count | None = None  # default: key_heads
-    key_dim: Count = 128
-    value_dim: Count = 128
-    conv: Count = 4
+    key_dim: Count = 128  # d
+    value_dim: Count = 128  # e
+    conv: Count = 4  # tokens that q, k and v see
     eps: Amount = 1e-6  # of the norm on each head's output
     kind: str = "delta"
 

@@ -26,18 +26,18 @@ class MLA:
     x (b t m) -> (b t m).   Cache per token: c + r, whatever the number of heads.
     """
 
-    heads: Count
+    heads: Count  # query heads
     latent: Count  # c
     head_dim: Count | None = None  # d, the part of a head without positions; default: dim / heads
     rope_dim: Whole = 0  # r
     value_dim: Count | None = None  # e; default: head_dim
-    query_latent: Count | None = None
-    rope: Rope | None = None
+    query_latent: Count | None = None  # rank of the queries; default: they are not compressed
+    rope: Rope | None = None  # rotary positions of the r features
     normed: bool = True  # RMS norm on both latents
-    norm_eps: Amount = 1e-6
+    norm_eps: Amount = 1e-6  # of both norms
     bias: bool = False  # on the down-projections
-    out_bias: bool = False
-    window: Count | None = None
+    out_bias: bool = False  # on the output
+    window: Count | None = None  # as of GQA
     dropout: Fraction = 0.0  # of attention weights, in training
     kind: str = "mla"
 

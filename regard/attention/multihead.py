@@ -23,21 +23,21 @@ class GQA:
     kv_heads == heads (the default) is MHA (Vaswani et al. 2017), kv_heads == 1 is MQA (Shazeer 2019).
     """
 
-    heads: Count
-    kv_heads: Count | None = None
+    heads: Count  # query heads
+    kv_heads: Count | None = None  # key and value heads; default: heads
     head_dim: Count | None = None  # default: dim / heads
     value_dim: Count | None = None  # width of a value head; default: head_dim
-    rope: Rope | None = None
+    rope: Rope | None = None  # rotary positions
     bias: bool = False  # on q, k, v
-    out_bias: bool = False
+    out_bias: bool = False  # on the output
     qk_norm: Amount | None = None  # eps of an RMS norm on each query and key head
     qk_norm_whole: bool = False  # on all heads at once (OLMo 2)
     qk_norm_plus_one: bool = False  # by 1 + w (Gemma 3)
-    window: Count | None = None
+    window: Count | None = None  # a query sees this many tokens at most, itself among them
     dropout: Fraction = 0.0  # of attention weights, in training
     scale: Real | None = None  # default: 1 / sqrt(head_dim)
-    softcap: Positive | None = None
-    sinks: bool = False
+    softcap: Positive | None = None  # scores are c tanh(s / c)
+    sinks: bool = False  # one trained score per head for a key without a value
     gated: bool = False  # each head's output by a sigmoid of x (Qwen3-Next)
     kind: str = "gqa"
 

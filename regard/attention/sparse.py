@@ -21,7 +21,8 @@ from regard.errors import UsageError
 from regard.layers import Add
 from regard.mask import Visible
 
-WORK = 2**21  # numbers that one chunk of queries may make; it should fit a processor's cache
+# Numbers that one chunk of queries may make: what fits a processor's cache; a GPU wants more to be busy.
+WORK, BUSY = 2**21, 64
 
 
 @settings
@@ -34,10 +35,10 @@ class DSA:
     instead of s.
     """
 
-    attention: GQA | MLA
+    attention: GQA | MLA  # over the chosen keys
     index_heads: Count  # H
     index_dim: Count  # D
-    topk: Count
+    topk: Count  # keys that a query chooses
     rope_dim: Whole = 0  # leading index features turned by attention.rope, half-split
     # Turn q and k by an orthogonal matrix: same scores, flatter numbers for fp8.
     hadamard: bool = False
@@ -270,7 +271,8 @@ class SparseAttention(Mechanism):
         k = min(self.config.topk, s)
         order = None if mask.k.start is not None else mask.k.index.argsort(-1).expand(b, s)
         wide = sum(v[0, 0].numel() for v in kept.values())
-        chunk = max(1, WORK // (b * (s * self.config.index_heads + k * wide)))
+        work = WORK * BUSY if q.is_cuda else WORK
+        chunk = max(1, work // (b * (s * self.config.index_heads + k * wide)))
         out = []
         for rows in (slice(i, min(i + chunk, t)) for i in range(0, t, chunk)):
             seen = mask.rows(rows)[:, 0].expand(b, -1, -1)  # b n s

@@ -19,23 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regard.checkpoint import hf
-from regard.checkpoint.store import check_converted, header, replacing, write_json
+from regard.checkpoint.store import check_converted, header, replacing, write_carried, write_json
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest
 from regard.files import read_files, read_json
 from regard.layers import LM, MLM, Answer, Classify, Tag
-from regard.models import Model
-from regard.models.adapt import (
-    NAMES,
-    LoRA,
-    classes_of,
-    inject,
-    labels,
-    low_ranks,
-    merge,
-    with_head,
-    with_image_size,
-)
+from regard.models import Model, adapt
+from regard.models.adapt import LoRA
 
 RECORD, TENSORS = "adapter.json", "adapter.safetensors"
 FORMAT = 1
@@ -96,11 +86,11 @@ def load(
     if not any((folder / name).exists() for name in (RECORD, "config.json")):
         check_converted(folder)
     if (folder / RECORD).is_file():
-        model = hf.cast(merge(_joined(folder)), dtype).to(device=device)
+        model = hf.cast(adapt.merge(_joined(folder)), dtype).to(device=device)
     else:
         model = hf.load(folder, device, dtype)
     model.origin.base = Base(folder)
-    return model if image_size is None else with_image_size(model, image_size)
+    return model if image_size is None else adapt.with_image_size(model, image_size)
 
 
 def _joined(folder: Path) -> Model:
@@ -111,12 +101,12 @@ def _joined(folder: Path) -> Model:
         model = hf.cast(model, dtype)
     wanted = {n for n in tensors if n.startswith("head.")}
     if record.head is not None and record.head != model.config.head:
-        model = with_head(model, record.head)
+        model = adapt.with_head(model, record.head)
         wanted |= {n for n, _ in model.named_parameters() if n.startswith("head.")}
     inner = {n.rpartition(".")[0] for n in tensors if not n.startswith("head.")}
-    inject(model, sorted(inner), record.lora or LoRA())
+    adapt.inject(model, sorted(inner), record.lora or LoRA())
     _copy(tensors, model, [*_lora_names(model), *wanted])
-    config = {**record.config, **labels(record.classes)}
+    config = {**record.config, **adapt.labels(record.classes)}
     files = read_files(folder, hf.CARRIED_FILES)
     model.origin = replace(model.origin, config=config, files=files)
     return model.eval()
@@ -131,7 +121,7 @@ def save_adapter(model: Model, path: str | Path) -> Path:
     if base is None:
         raise UsageError("adapters stand on a folder, this model comes from none: use model.save")
     tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    inner, low = {n for n in tensors if not n.startswith("head.")}, low_ranks(model)
+    inner, low = {n for n in tensors if not n.startswith("head.")}, adapt.low_ranks(model)
     if inner != set(_lora_names(model)):
         raise UsageError("weights of the body itself are trained: use model.save")
     record = Record(
@@ -139,14 +129,13 @@ def save_adapter(model: Model, path: str | Path) -> Path:
         hf.dtype_name(next(model.parameters()).dtype),
         next(iter(low.values())).config if low else None,
         model.config.head,
-        tuple(classes_of(model)),
-        {key: value for key, value in model.origin.config.items() if key not in NAMES},
+        tuple(adapt.classes_of(model)),
+        {key: value for key, value in model.origin.config.items() if key not in adapt.NAMES},
     )
     with replacing(path) as folder:
         save_file({n: x.cpu().contiguous() for n, x in tensors.items()}, folder / TENSORS)
         write_json(folder / RECORD, to_dict(record))
-        for name, content in model.origin.files.items():
-            (folder / name).write_bytes(content)
+        write_carried(folder, model.origin.files)
     return path
 
 
@@ -155,7 +144,7 @@ def load_adapter(path: str | Path, into: Model) -> Model:
     to go on training: afterwards its state dict is, bit for bit, that of the model that was saved. Returns `into`."""
     folder = Path(path)
     record, tensors = _record(folder), _tensors(folder)
-    low, base = low_ranks(into), getattr(into.origin, "base", None)
+    low, base = adapt.low_ranks(into), getattr(into.origin, "base", None)
     lora = next(iter(low.values())).config if low else None
     if base is None or base.files != record.base.files:
         raise UsageError(
@@ -208,7 +197,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _lora_names(model: Model) -> list[str]:
-    return [f"{name}.{part}" for name in low_ranks(model) for part in "ab"]
+    return [f"{name}.{part}" for name in adapt.low_ranks(model) for part in "ab"]
 
 
 @torch.no_grad()

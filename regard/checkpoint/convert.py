@@ -19,19 +19,7 @@ from pathlib import Path
 
 import torch
 
-from regard.checkpoint import hf
-from regard.checkpoint.store import (
-    GGUF,
-    INDEX,
-    PICKLED,
-    WEIGHTS,
-    Progress,
-    Weights,
-    check_room,
-    replacing,
-    weight_map,
-    write_json,
-)
+from regard.checkpoint import hf, store
 from regard.errors import UsageError
 from regard.files import inside, read_json
 
@@ -65,19 +53,19 @@ def find(source: Path) -> Originals:
         )
     if named:
         with source.open("rb") as file:
-            if source.suffix == GGUF or file.read(4) == b"GGUF":
+            if source.suffix == store.GGUF or file.read(4) == b"GGUF":
                 return Originals((source,))
-        if source.suffix not in (*PICKLED, ".safetensors"):
-            known = ", ".join((GGUF, *PICKLED))
+        if source.suffix not in (*store.PICKLED, ".safetensors"):
+            known = ", ".join((store.GGUF, *store.PICKLED))
             raise UsageError(f"{source} is neither a GGUF file nor pickled weights ({known})")
     files, left_out = _files(folder)
-    safe = any(path.name in (WEIGHTS, INDEX) for path in files)
+    safe = any(path.name in (store.WEIGHTS, store.INDEX) for path in files)
     if source.suffix == ".safetensors" or (safe and not named):
         raise UsageError(
             f"{folder} holds safetensors: nothing is to be converted, regard.load reads it as it is"
         )
-    ggufs = [path for path in files if path.suffix == GGUF]
-    pickled = {path.name: path for path in files if path.suffix in PICKLED}
+    ggufs = [path for path in files if path.suffix == store.GGUF]
+    pickled = {path.name: path for path in files if path.suffix in store.PICKLED}
     if ggufs and not pickled:
         if len(ggufs) > 1:
             raise UsageError(
@@ -86,7 +74,7 @@ def find(source: Path) -> Originals:
         return Originals((ggufs[0],))
     if not pickled:
         raise UsageError(
-            f"{folder} holds nothing to convert: no GGUF file, no pickled weights ({', '.join(PICKLED)}); "
+            f"{folder} holds nothing to convert: no GGUF file, no pickled weights ({', '.join(store.PICKLED)}); "
             "TensorFlow's and Flax's are not read"
         )
     if not any(path.name == "config.json" for path in files):
@@ -98,7 +86,7 @@ def find(source: Path) -> Originals:
     if named:
         wanted = [named]
     elif index.is_file():
-        wanted = sorted(set(weight_map(index).values()))
+        wanted = sorted(set(store.weight_map(index).values()))
     else:
         wanted = [n for n in pickled if n == "pytorch_model.bin"] or list(pickled)
         if len(wanted) > 1:
@@ -109,7 +97,7 @@ def find(source: Path) -> Originals:
     for name in wanted:
         if name not in pickled:
             raise UsageError(f"{name} is missing from {folder}, or a link that leads out of it")
-    foreign = (*PICKLED, GGUF, ".safetensors", *UNREADABLE)
+    foreign = (*store.PICKLED, store.GGUF, ".safetensors", *UNREADABLE)
     others = [p for p in files if p.suffix not in foreign and p.name != PICKLED_INDEX]
     rest = [p.name for p in files if p.suffix in foreign and p.name not in wanted]
     weights = tuple(pickled[name] for name in wanted)
@@ -137,22 +125,22 @@ def pickled(
     source: Originals,
     target: Path,
     dtype: torch.dtype | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: store.Progress = lambda done, total: None,
 ) -> str:
     """Write the folder; why Regard cannot read the model in it, or nothing. Names and, without
     `dtype`, types are kept; tensors that share memory become tensors of their own."""
-    with replacing(target) as folder:
+    with store.replacing(target) as folder:
         for path in source.others:
             shutil.copyfile(path, folder / path.name)
         promised = _unpickled(source.weights, folder, dtype, progress)
-        written = len(list(Weights(folder)))
+        written = len(list(store.Weights(folder)))
         if written != promised:
             raise UsageError(f"{written} tensors were written where {promised} were read")
         if dtype is not None:
             config = read_json(folder / "config.json")
             config.pop("torch_dtype", None)
             config["dtype"] = hf.dtype_name(dtype)
-            write_json(folder / "config.json", config)
+            store.write_json(folder / "config.json", config)
         try:
             hf.load(folder, device="meta")
         except UsageError as error:
@@ -161,7 +149,7 @@ def pickled(
 
 
 def _unpickled(
-    files: tuple[Path, ...], folder: Path, dtype: torch.dtype | None, progress: Progress
+    files: tuple[Path, ...], folder: Path, dtype: torch.dtype | None, progress: store.Progress
 ) -> int:
     """Have another process read the files and write safetensors; the number of tensors."""
     package = str(Path(__file__).resolve().parents[2])
@@ -195,7 +183,7 @@ def _unpickled(
             if "error" in line:
                 raise UsageError(line["error"])
             if "bytes" in line:
-                check_room(folder, line["bytes"])
+                store.check_room(folder, line["bytes"])
                 total = line["tensors"]
             elif "read" in line:
                 progress(next(done), total)

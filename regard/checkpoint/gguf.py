@@ -29,18 +29,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from regard.checkpoint import hf
+from regard.checkpoint import hf, store
 from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.rules import Data, written_out
-from regard.checkpoint.store import (
-    Memory,
-    Progress,
-    check_room,
-    narrowed,
-    replacing,
-    write_json,
-    write_weights,
-)
 from regard.errors import UsageError
 from regard.position import Llama3, Rope
 
@@ -94,7 +85,9 @@ class File:
         at = 0
         for raw in self._chunks(entry, first, rows):
             count = len(raw) // entry.row_bytes
-            out[at : at + count] = narrowed(unpacked(raw, entry.kind, count), dtype, entry.name)
+            out[at : at + count] = store.narrowed(
+                unpacked(raw, entry.kind, count), dtype, entry.name
+            )
             at += count
         return out
 
@@ -497,7 +490,7 @@ def describe(path: Path) -> Described:
     """A GGUF file whose metadata and tensors make a model that Regard knows."""
     described = Described(File(path))
     try:
-        hf.read(described.config, Memory(described.shapes(torch.float32)), "meta", None)
+        hf.read(described.config, store.Memory(described.shapes(torch.float32)), "meta", None)
     except UsageError as error:
         raise UsageError(f"{path} cannot become a model folder: {error}") from None
     return described
@@ -518,7 +511,7 @@ def from_gguf(
     target: Path,
     dtype: torch.dtype,
     files: Mapping[str, bytes],
-    progress: Progress = lambda done, total: None,
+    progress: store.Progress = lambda done, total: None,
 ) -> None:
     """Write the folder: the model, and `files` (the tokenizer's)."""
     blank, done = described.shapes(dtype), itertools.count(1)
@@ -527,9 +520,11 @@ def from_gguf(
         progress(next(done), len(blank))
         return described.read(name, dtype)
 
-    with replacing(target) as folder:
-        check_room(folder, sum(x.nbytes for x in blank.values()))
-        write_json(folder / "config.json", {**described.config, "dtype": hf.dtype_name(dtype)})
+    with store.replacing(target) as folder:
+        store.check_room(folder, sum(x.nbytes for x in blank.values()))
+        store.write_json(
+            folder / "config.json", {**described.config, "dtype": hf.dtype_name(dtype)}
+        )
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        write_weights(folder, blank, read=read)
+        store.write_weights(folder, blank, read=read)

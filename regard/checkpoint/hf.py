@@ -20,18 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from regard.checkpoint import store
 from regard.checkpoint.families import FAMILIES, INERT
 from regard.checkpoint.rules import SAME, Data, Family, Step, get, put, steps, wrong
-from regard.checkpoint.store import (
-    SHARD_BYTES,
-    Memory,
-    Source,
-    Unpacked,
-    Weights,
-    replacing,
-    write_json,
-    write_weights,
-)
+from regard.checkpoint.store import Source
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
 from regard.files import TOKENIZER_FILES, model_folder, read_files, read_json
@@ -41,7 +33,11 @@ from regard.models.start import Start
 
 NATIVE = "regard"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CARRIED_FILES = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
+# How sentence-transformers makes a vector of an encoder's states.
+POOLING, MODULES = "1_Pooling/config.json", "modules.json"
+SENTENCES = (POOLING, MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
+PICTURES = ("preprocessor_config.json", "processor_config.json")
+CARRIED_FILES = (*TOKENIZER_FILES, *PICTURES, *SENTENCES)
 
 
 @dataclass
@@ -67,7 +63,7 @@ def load(
     weights keep the type they are stored in unless `dtype` says otherwise."""
     folder = model_folder(path)
     theirs = read_json(folder / "config.json")
-    model = read(theirs, Weights(folder), device, dtype)
+    model = read(theirs, store.Weights(folder), device, dtype)
     model.origin.files = read_files(folder, CARRIED_FILES)
     return model
 
@@ -83,7 +79,7 @@ def from_hf(module: nn.Module) -> Model:
     theirs = json.loads(module.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
     theirs["architectures"] = [type(module).__name__]
     tensors = revert_weight_conversion(module, module.state_dict())  # type: ignore[arg-type]
-    model = read(theirs, Memory(tensors), None, None)
+    model = read(theirs, store.Memory(tensors), None, None)
     if getattr(module, "generation_config", None) is not None:
         text = module.generation_config.to_json_string()  # type: ignore[union-attr, operator]
         model.origin.files["generation_config.json"] = text.encode()
@@ -176,7 +172,7 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
             "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
         )
     rest = {key: value for key, value in theirs.items() if key != "quantization_config"}
-    return rest, Unpacked(source, (block[0], block[1]), dtype or torch.bfloat16)
+    return rest, store.Unpacked(source, (block[0], block[1]), dtype or torch.bfloat16)
 
 
 def read_native(theirs: Data) -> Any:
@@ -395,7 +391,7 @@ def _fill(
 # --- saving -------------------------------------------------------------------------------------------------------
 
 
-def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path:
+def save(model: Model, path: str | Path, shard_bytes: int = store.SHARD_BYTES) -> Path:
     """Write config.json, the weights and whatever was carried along; a failed save leaves the old folder whole."""
     path = Path(path)
     if low_ranks(model):
@@ -422,11 +418,10 @@ def save(model: Model, path: str | Path, shard_bytes: int = SHARD_BYTES) -> Path
             tensors.update(origin.tensors)
         if family.heads[theirs["architectures"][0]] is None:
             tensors = {name.removeprefix(family.base): x for name, x in tensors.items()}
-    with replacing(path) as folder:
-        write_json(folder / "config.json", theirs)
-        write_weights(folder, tensors, shard_bytes)
-        for name, content in origin.files.items():
-            (folder / name).write_bytes(content)
+    with store.replacing(path) as folder:
+        store.write_json(folder / "config.json", theirs)
+        store.write_weights(folder, tensors, shard_bytes)
+        store.write_carried(folder, origin.files)
     return path
 
 

@@ -54,7 +54,11 @@ def run(options: Options) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = machine(device)
     if options.model:
-        facts["decoding"] = decoding(options.model)
+        from regard.decode.engine import Engine
+        from regard.evaluate.model import Opened
+
+        # What `regard generate` would run it with.
+        facts["decoding"] = Engine(Opened(options.model).model, memory=2**26).explain()
     tests = {name: tried(test, device) for name, test in TESTS.items()}
     if options.json:
         results = {name: {"ok": fine, "said": text} for name, (fine, text) in tests.items()}
@@ -71,14 +75,6 @@ def run(options: Options) -> int:
     return 0
 
 
-def decoding(folder: str) -> str:
-    """What `regard generate` would run a model with."""
-    from regard.decode.engine import Engine
-    from regard.evaluate.model import Opened
-
-    return Engine(Opened(folder).model, memory=2**26).explain()
-
-
 # --- what there is --------------------------------------------------------------------------------
 
 
@@ -87,13 +83,15 @@ def machine(device: torch.device) -> dict[str, str]:
     import torch
 
     from regard.kernels.c import native
-    from regard.train.plan import free_disk, free_memory, size
+    from regard.train.plan import Pass, free_disk, free_memory, number, probe, size
 
     built = "this torch was built without it" if torch.version.cuda is None else None
     where = f"cpu (no cuda: {built or 'torch finds no driver, or no device'})"
     if device.type == "cuda":
         count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
         where = f"cuda: {count} x {name}, CUDA {torch.version.cuda}"
+    fp32, bf16 = (probe(device, narrow, Pass(8, 128), 512) for narrow in (False, True))
+    pays = "train.precision = bf16 pays" if bf16 > WORTH * fp32 else "fp32 is as fast here"
     colour = "no colour (NO_COLOR)" if os.environ.get("NO_COLOR") else "colour"
     terminal = f"{shutil.get_terminal_size().columns} columns, {colour}"
     return {
@@ -104,7 +102,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "memory": f"{size(free_memory(device))} free on {device.type}",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} processors",
         "attention": attention_line(device.type),
-        "bf16": bf16_line(device),
+        "bf16": f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {pays}",
         "native": f"none: {native.why()}" if native.why() else f"compiled for {native.form()}",
         "disk": f"{size(free_disk(Path.cwd()))} free here",
         "terminal": terminal if sys.stdout.isatty() else "none: plain lines",
@@ -128,14 +126,6 @@ def attention_line(device: str) -> str:
         fused = torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None) > 0
         kernels.append(f"{name} {'fused' if fused else 'plain'}")
     return ", ".join(kernels)
-
-
-def bf16_line(device: torch.device) -> str:
-    from regard.train.plan import Pass, number, probe
-
-    fp32, bf16 = (probe(device, narrow, Pass(8, 128), 512) for narrow in (False, True))
-    words = "train.precision = bf16 pays" if bf16 > WORTH * fp32 else "fp32 is as fast here"
-    return f"products at {number(bf16)}FLOP/s, {number(fp32)}FLOP/s in fp32: {words}"
 
 
 def extra_line(name: str) -> str:

@@ -1,4 +1,4 @@
-"""regard generate: one prompt in; its answer, or its answers, out.
+"""regard generate: one prompt in; its answer, or its answers, out. regard translate: lines. regard chat: turns.
 
 Settings of decoding have the names and the defaults of regard.decode.settings.Settings, which
 checks their values; a test keeps the two alike.
@@ -6,10 +6,12 @@ checks their values; a test keeps the two alike.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,10 +20,11 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from regard.cli import shared as cli
 from regard.cli.main import tell
-from regard.errors import UsageError
+from regard.errors import DATA, Fault, UsageError, blaming
 
 if TYPE_CHECKING:
     from regard.decode.settings import Result
+    from regard.evaluate.model import Opened
 
 Token = Annotated[int | None, arg(metavar="ID")]
 Tokens = Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="ID")]
@@ -180,7 +183,7 @@ def bias(text: str) -> tuple[int, float]:
 
 
 def read_prompt(options: Options) -> Any:
-    text = cli.read_stdin() if options.prompt in (None, "-") else options.prompt
+    text = cli.given_text(options.prompt)
     if not options.ids:
         return text
     try:
@@ -217,3 +220,236 @@ def as_json(result: Result, **more: Any) -> str:
     answer |= {n: found for n in asked if (found := getattr(result, n))}
     error = {} if result.error is None else {"error": result.error}
     return json.dumps({**strict(answer), **error, **more}, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class TranslateOptions:
+    """Translate lines with an encoder-decoder: one line in, one line out, empty ones stay empty.
+
+    regard translate MODEL lines.de > lines.en
+    echo "guten Morgen" | regard translate MODEL --align          good morning <tab> 0-0 1-1
+    """
+
+    model: cli.Folder
+    file: cli.File = "-"  # text file, UTF-8; - is stdin
+    beams: int = 4  # 1 is greedy
+    max_new_tokens: cli.Count = None  # default: twice the longest source line and ten
+    length_penalty: float = 1.0  # a text scores log probability / length ** penalty
+    # when beam search may stop
+    early_stopping: Literal["heuristic", "never", "first"] = "heuristic"
+    # after a tab: word pairs source-target, by the last layer's cross-attention
+    align: cli.Switch = False
+    # one JSON object per line: text, ids, logprobs, score, finish; with --align, align
+    json: cli.Switch = False
+    # lines that are read before they are translated; default: 512, on a terminal 1
+    block: cli.Count = None
+    rows: int = 128  # beams in the batch at most
+    machine: cli.Machine = cli.Machine()
+
+
+def translate(options: TranslateOptions) -> int:
+    from regard.decode.generate import Unanswered
+    from regard.decode.settings import Settings
+
+    given = settings_of(options)
+    Settings.of(given)
+    cli.check_counts(options, "rows", "block")
+    cli.check_file(options.file)
+    block = options.block or (1 if cli.is_typed(options.file) else 512)
+    translator = Translator(options, given, min(options.rows, block * options.beams))
+    done, rate = 0, cli.Rate(streaming=False)
+    for lines, before, name in cli.line_blocks(options.file, block):
+        for text in translator(lines, before, name):
+            sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+        done = before + len(lines)
+        rate.add(translator.tokens - rate.tokens, f", {done} lines")
+    rate.done(f", {done} lines")
+    if failed := translator.failed:
+        more = len(failed) - 1
+        raise Unanswered(failed[0] + (f" (and {more} more lines)" if more else ""))
+    return 0
+
+
+class Translator:
+    """A model that translates, and how it was asked to; `rows` is what a step will have."""
+
+    def __init__(self, options: TranslateOptions, settings: dict[str, Any], rows: int):
+        from regard.evaluate.model import check_reads_text
+        from regard.models.embedding import context
+        from regard.see.look import cross_site
+        from regard.text import needed
+
+        self.options, self.settings, self.tokens = options, settings, 0
+        # A sentence for each line that ended with an error.
+        self.failed: list[str] = []
+        self.opened = cli.open_model(options.model, options.machine)
+        self.model = self.opened.model
+        if not self.model.reads_source:
+            raise UsageError(
+                "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
+            )
+        check_reads_text(self.model)
+        self.tokenizer = needed(self.opened.tokenizer)
+        self.site = cross_site(self.model) if options.align else ""
+        source = getattr(self.model.config, "source", None)
+        self.longest = None if source is None else context(self.model.config.max_len, source)
+
+    def __call__(self, lines: list[str], before: int, name: str) -> Iterator[str]:
+        """One line of output for each line."""
+        from regard.decode.generate import answers, default_length
+
+        places = [
+            f"line {number} of {name}" for number in range(before + 1, before + 1 + len(lines))
+        ]
+        sources = [self.read(line, where) for line, where in zip(lines, places)]
+        results: Iterator[Any] = iter(())
+        if full := [source for source in sources if source]:
+            cli.compare(self.opened, full[0])
+            limit = {"max_new_tokens": default_length(self.model, full), **self.settings}
+            groups = answers(self.model, full, rows=self.options.rows, **limit)
+            results = (group[0] for group in groups)
+        for line, source, where in zip(lines, sources, places):
+            result = next(results) if source else None
+            if result is not None and result.finish == "error":
+                self.failed.append(f"{where} was not translated: {result.error}")
+            yield self.show(line, result)
+
+    def read(self, line: str, where: str) -> list[int]:
+        """The ids of a line; none if it is empty."""
+        ids = self.tokenizer.encode(line) if line.strip() else []
+        if self.longest is not None and len(ids) > self.longest:
+            context = f"the model's context is {self.longest}"
+            raise Fault(f"{where} has {len(ids)} tokens, {context}; split the line", DATA)
+        return ids
+
+    def show(self, line: str, result: Any) -> str:
+        from regard.decode.settings import Result
+        from regard.see.look import align
+
+        if result is None and not self.options.json:
+            return ""
+        result = result or Result([], [], 0.0, "eos", text="")
+        self.tokens += len(result.ids)
+        pairs = align(self.model, self.tokenizer, self.site, line, result) if self.site else []
+        if self.options.json:
+            return as_json(result, **({"align": [list(p) for p in pairs]} if self.site else {}))
+        text = re.sub(r"[\r\n]+", " ", result.text or "")
+        return text + "\t" + " ".join(f"{s}-{t}" for s, t in pairs) if self.site else text
+
+
+LONGEST = 1024  # tokens of an answer, where the context is longer
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """A conversation, with the folder's chat template. Ctrl-C stops an answer, Ctrl-D or /quit ends, /clear forgets.
+
+    regard chat MODEL
+    regard chat MODEL --system "Answer in one sentence." --temperature 0.7
+    """
+
+    model: cli.Folder
+    system: cli.Text = None  # what the model is told first
+    max_new_tokens: cli.Count = None  # of an answer; default: what the context leaves, at most 1024
+    temperature: float = 0.0  # 0: always the most probable token
+    top_p: float = 1.0  # draw from the most probable tokens that make up this probability
+    seed: int = 0  # another number, another text
+    stop: cli.Texts = ()  # end an answer before this text
+    machine: cli.Machine = cli.Machine()
+
+
+def chat(options: ChatOptions) -> int:
+    from regard.decode.settings import Settings
+    from regard.evaluate.model import check_reads_text
+    from regard.text.tokenizer import check_unicode
+
+    given = settings_of(options)
+    Settings.of(given)
+    check_unicode(options.system or "", "--system")
+    opened = cli.open_model(options.model, options.machine)
+    check_reads_text(opened.model)
+    conversation = Conversation(opened, options, given)
+    for line in said():
+        text = line.strip()
+        if text == "/quit":
+            break
+        if text == "/clear":
+            conversation.clear()
+        elif text:
+            try:
+                conversation.say(line)
+            except UsageError as error:
+                if not sys.stdin.isatty():
+                    raise
+                tell("error", f"{error} (/clear forgets the conversation)")
+    return 0
+
+
+def said() -> Iterator[str]:
+    """What the user says, line by line, until Ctrl-D."""
+    from regard.data.read import lines_of
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield from lines_of(sys.stdin.buffer, Path("stdin"))
+        return
+    with contextlib.suppress(ImportError):
+        # input() then has a history and can be edited.
+        import readline  # noqa: F401
+    # What is not UTF-8 is then told as a mistake in the message.
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ")
+    print()
+
+
+class Conversation:
+    """The messages so far. An answer that is interrupted stays, as far as it came."""
+
+    def __init__(self, opened: Opened, options: ChatOptions, settings: dict[str, Any]):
+        from regard.text import needed, render_chat
+
+        self.opened, self.options, self.settings = opened, options, settings
+        self.clear()
+        with blaming(DATA):
+            self.tokenizer = needed(opened.tokenizer)
+            render_chat(self.tokenizer, [*self.messages, {"role": "user", "content": "?"}])
+
+    def clear(self) -> None:
+        system = self.options.system
+        first = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = first
+
+    def say(self, text: str) -> None:
+        """Write the answer to a message, and remember both."""
+        from regard.decode.generate import stream
+        from regard.text import encode_chat
+
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt = encode_chat(self.tokenizer, asked)
+        cli.compare(self.opened, prompt)
+        settings = {"max_new_tokens": self.room(len(prompt)), **self.settings}
+        pieces = stream(self.opened.model, prompt, stop=self.options.stop, **settings)
+        rate, why = cli.Rate(streaming=True), "Ctrl-C"
+        answer: list[str] = []
+        try:
+            why = write(pieces, rate, answer).finish
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        print(flush=True)
+        rate.done(f", ended by {why}")
+        self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
+
+    def room(self, used: int) -> int:
+        """Tokens that an answer may have."""
+        longest = getattr(self.opened.model.config, "max_len", None)
+        if longest is None:
+            return LONGEST
+        used = 1 if self.opened.model.reads_source else used
+        if used >= longest:
+            raise UsageError(
+                f"the conversation has {used} tokens, the model's context is {longest}; start a new one"
+            )
+        return min(LONGEST, longest - used)

@@ -49,7 +49,7 @@ def run(options: Options) -> int:
     from regard.see.page import page
 
     path = checked(options)
-    text = cli.read_stdin() if options.text == "-" else options.text or ""
+    text = cli.given_text(options.text or "")
     names = [options.model] if options.compare is None else [options.model, options.compare]
     asked = {name: getattr(options, name) for name in ("image", "target", "layer", "head")}
     panels = []

@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": "runs side by side",
     "look": "what a model attends to in a text or a picture: one page of HTML, or pictures",
     "parity": "bug or rounding? a model run in every way it can be, each held against float64",
+    "lab": "an experiment, trained and measured for three seeds, as a page; without a name, the list of them",
     "recipes": "list, show or copy configs that are known to work",
     "data peek": "print the first real batch of training data, with what is learned from it",
     "tokenizer train": "learn a tokenizer from files",
@@ -55,11 +56,10 @@ Exit codes: 0 done, 1 failed while running, 2 wrong command line, 3 device or pa
 missing or broken, 5 a check that was asked for failed, 130 interrupted."""
 # The first word of each command, and its second where it has one.
 WORDS = dict(name.partition(" ")[::2] for name in COMMANDS)
-# Commands that stand in the file of another: the file, the class of their options, their function.
-GUESTS = {
-    "compare": ("report", "CompareOptions", "compare"),
-    "merge": ("convert", "MergeOptions", "merge"),
-}
+# Commands that stand in the file of another: `fill` is `fill(FillOptions)` there.
+GUESTS = {"compare": "report", "merge": "convert", "tokenizer": "data"}
+GUESTS |= dict.fromkeys(("chat", "translate"), "generate")
+GUESTS |= dict.fromkeys(("answer", "classify", "embed", "fill"), "eval")
 FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try --dtype bf16 or --quantize int8"
 
 
@@ -145,6 +145,14 @@ class Screen:
         return getattr(self.stream, name)
 
 
+def command_of(name: str) -> tuple[Any, Any]:
+    """The class of a command's options, and the function that runs it."""
+    file = importlib.import_module(f"regard.cli.{GUESTS.get(name, name)}")
+    own = ("Options", "run")
+    flags, function = (f"{name.capitalize()}Options", name) if name in GUESTS else own
+    return getattr(file, flags), getattr(file, function)
+
+
 def dispatch(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -164,13 +172,12 @@ def dispatch(arguments: list[str]) -> int:
     from regard.cli.shared import parse
 
     # A command's file has its flags on top; it imports torch only to run.
-    file, flags, function = GUESTS.get(name, (name, "Options", "run"))
-    command = importlib.import_module(f"regard.cli.{file}")
-    options = parse(getattr(command, flags), called, rest)
+    flags, run = command_of(name)
+    options = parse(flags, called, rest)
     # None: help was asked for.
     if options is None:
         return 0
     if not word:
         wait_asleep()
         use_threads()
-    return getattr(command, function)(options)
+    return run(options)

@@ -42,7 +42,10 @@ def run(options: Options) -> int:
     if action == "list":
         if name is not None:
             raise UsageError(f"list shows all recipes; see one by: regard recipes show {name}")
-        print(listed([recipe(name) for name in NAMES], options.json))
+        recipes = [recipe(name) for name in NAMES]
+        rows = ((r.name, r.size, r.time, r.what) for r in recipes)
+        table = aligned([("recipe", "parameters", "two cores", "what"), *rows])
+        print(json.dumps([facts(r) for r in recipes]) if options.json else table)
         return 0
     if name is None:
         names = ", ".join(NAMES)
@@ -79,10 +82,3 @@ def facts(chosen: Recipe) -> dict[str, Any]:
     """What is known about a recipe."""
     names = ("name", "what", "size", "time", "data")
     return {name: getattr(chosen, name) for name in names} | {"first": chosen.first or None}
-
-
-def listed(recipes: list[Recipe], as_json: bool) -> str:
-    if as_json:
-        return json.dumps([facts(r) for r in recipes])
-    rows = ((r.name, r.size, r.time, r.what) for r in recipes)
-    return aligned([("recipe", "parameters", "two cores", "what"), *rows])

@@ -6,7 +6,6 @@ it, is its help.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import dataclasses
 import difflib
@@ -45,6 +44,7 @@ Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
 Pairs = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")]
 Changes = Annotated[dict[str, str], arg(metavar="NAME VALUE")]
 Overlong = Literal["error", "truncate"]
+Pooling = Literal["auto", "mean", "cls"]
 ALIASES = {"dtype": ["--precision"]}
 SETTABLE = ("train", "plan")  # commands that take settings of a config as flags: --train.steps 100
 
@@ -222,20 +222,12 @@ def output_file(name: str, endings: tuple[str, ...], what: str) -> Path:
 # --- text in --------------------------------------------------------------------------------------
 
 
-def read_lines(stream: BinaryIO, name: str) -> Iterator[str]:
-    """Lines of UTF-8, ended by \\n or \\r\\n and by nothing else: one line in must stay one line
-    out."""
+def given_text(text: str | None) -> str:
+    """What an argument says; all of stdin, without the last line break, if it is left out or -."""
     from regard.data.read import decoded
 
-    for number, raw in enumerate(stream, 1):
-        raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), Path(name), number)
-
-
-def read_stdin() -> str:
-    """All of stdin, without the last line break."""
-    from regard.data.read import decoded
-
+    if text not in (None, "-"):
+        return str(text)
     with open_file("-") as (stream, name):
         return decoded(stream.read(), Path(name)).removesuffix("\n").removesuffix("\r")
 
@@ -268,8 +260,10 @@ def is_typed(path: str) -> bool:
 
 def line_blocks(path: str, rows: int) -> Iterator[tuple[list[str], int, str]]:
     """Lines of a file, `rows` at a time, with how many came before and what the file is called."""
+    from regard.data.read import lines_of
+
     with open_file(path) as (stream, name):
-        lines, done = read_lines(stream, name), 0
+        lines, done = lines_of(stream, Path(name)), 0
         while block := list(islice(lines, min(rows, sys.maxsize))):
             yield block, done, name
             done += len(block)

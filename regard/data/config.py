@@ -15,24 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.config import Count, Fraction, Share, Whole, ranged
+from regard.config import Count, Fraction, Share, Whole, settings
 from regard.data import feed as feeds
-from regard.data import tokens
-from regard.data.read import (
-    ARRAYS,
-    ROLES,
-    SUFFIXES,
-    DataError,
-    Source,
-    format_of,
-    opened,
-    pictures,
-    records,
-)
+from regard.data import read, tokens
+from regard.data.read import Source, format_of, records
 from regard.data.shards import MANIFEST, Column, Shards, open_shards, prepare, read_manifest, sha256
 from regard.data.tokens import Coder, Filling
 from regard.data.train_tokenizer import Recipe
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, check_choice
 from regard.files import read_files
 from regard.text import Tokenizer, needed
 
@@ -78,40 +68,36 @@ USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 SETTINGS = ("format", "unit", "marker", "columns", "header", "size")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Data:
-    """Which files, how they are read (see Source), and how they become batches (see Batching and TextFeed).
+    """Which files, how they are read (see Source), and how they become batches (see Batching, TextFeed, ImageFeed)."""
 
-    `target` has the other side of parallel files, or the classes of npy and idx files. Without `valid`, the share
-    `held` of the training data is held out."""
-
-    train: Names
-    target: Names = ()
-    valid: Names = ()
-    valid_target: Names = ()
-    held: Fraction = 0.0
+    train: Names  # training files, from where the config lies; * and ? are understood
+    target: Names = ()  # files with the other side, line by line; classes of npy and idx files
+    valid: Names = ()  # files of the evaluation
+    valid_target: Names = ()  # their other side
+    held: Fraction = 0.0  # share of the training data to evaluate on, where there is no valid
+    # text, tsv, csv, jsonl, squad, parquet, hub, npz, npy, idx, images; auto: by the name
     format: str = "auto"
-    unit: str = "file"
-    marker: str = ""
+    unit: str = "file"  # what is one document of plain text: file, line, paragraph
+    marker: str = ""  # a text that stands between documents
+    # which column has a role: { text = 1, label = 0 }, or by name
     columns: dict[str, Any] = field(default_factory=dict)
-    header: bool | None = None
-    size: Count | None = None
-    length: Count | None = None
-    rows: Count | None = None
-    tokens: Count | None = None
-    overlong: str = "error"
-    multiple: Count = 1
-    pack: str = "documents"
-    # Pictures: see ImageFeed.
-    shift: Whole = 0
-    flip: bool = False
-    erase: Whole = 0
-    paste: Share = 0.0
+    header: bool | None = None  # whether the first line names the columns
+    size: Count | None = None  # pictures are scaled to size x size
+    length: Count | None = None  # tokens of a row at most
+    rows: Count | None = None  # rows of a batch
+    tokens: Count | None = None  # tokens of a batch (of each side), padding included
+    overlong: str = "error"  # longer examples: error, truncate, drop or split
+    multiple: Count = 1  # rows are padded to a multiple of this
+    pack: str = "documents"  # documents (whole, unseen by each other), stream, windows or none
+    shift: Whole = 0  # pictures are moved by up to so many pixels in training
+    flip: bool = False  # mirrored every other time
+    erase: Whole = 0  # the side of a black square, somewhere, at most
+    paste: Share = 0.0  # share into which a piece of another is pasted (CutMix)
 
     def __post_init__(self) -> None:
-        if (given := self.overlong) not in feeds.OVERLONG:
-            raise UsageError(f"overlong = {given!r} is unknown; {nearest(given, feeds.OVERLONG)}")
+        check_choice("overlong", self.overlong, feeds.OVERLONG)
 
     def source(self, valid: bool = False) -> Source:
         paths, beside = (self.valid, self.valid_target) if valid else (self.train, self.target)
@@ -160,7 +146,7 @@ def check_used(data: Data, task: str, name: str = "") -> None:
         if key in given and task not in tasks:
             raise UsageError(f"{key} is not used by the task {name}; leave it out")
     for role in data.columns:
-        if role in ROLES and role not in KINDS[task].roles:
+        if role in read.ROLES and role not in KINDS[task].roles:
             can = ", ".join(KINDS[task].roles)
             raise UsageError(f"columns: {role} is not used by the task {name}; it uses {can}")
     kinds = _formats(data, task, name)
@@ -203,7 +189,7 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
     kinds = {format_of(path, data.format): path for path in data.source().files()}
     if task in PICTURED:
         return set(kinds)
-    for kind in kinds.keys() & set(ARRAYS):
+    for kind in kinds.keys() & set(read.ARRAYS):
         what = "a folder" if kind == "images" else f"of format {kind}"
         raise UsageError(f"{kinds[kind]} is {what}, and the task {name} reads text; name a file")
     return {"parallel"} if _tuple(data.target) else set(kinds)
@@ -214,8 +200,7 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
 
 def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0) -> Loaded:
     """The feed of a task. Shards go into `folder`."""
-    if task not in KINDS:
-        raise UsageError(f"task = {task!r} is unknown; {nearest(task, KINDS)}")
+    check_choice("task", task, KINDS)
     if coder is None and KINDS[task].texts:
         raise UsageError(f"task = {task!r} reads text and needs a tokenizer")
     check_used(data, task)
@@ -250,7 +235,7 @@ def _split(
         return tuple({name: Column.of([part], part.dtype)} for part in parts)  # type: ignore[return-value]
     out = max(round(n * share), 1)
     if n < 2:
-        raise DataError("a single example cannot be shared out; name valid files")
+        raise read.DataError("a single example cannot be shared out; name valid files")
     if tail:
         halves = ((0, n - out), (n - out, n))
         return tuple({m: c.part(*h) for m, c in columns.items()} for h in halves)  # type: ignore[return-value]
@@ -442,9 +427,9 @@ def _pictured(source: Source) -> Survey:
     homes = [path for path in source.files() if format_of(path, source.format) == "images"]
     if homes:
         classes = [p for home in homes for p in home.iterdir() if p.is_dir()]
-        files = [f for p in classes for f in p.iterdir() if f.suffix.lower() in SUFFIXES]
+        files = [f for p in classes for f in p.iterdir() if f.suffix.lower() in read.SUFFIXES]
         return Survey(len(files), classes=len({p.name for p in classes}), exact=True, counted=True)
-    images, names = pictures(source)
+    images, names = read.pictures(source)
     return Survey(len(images), classes=len(set(names)), exact=True, counted=True)
 
 
@@ -452,7 +437,7 @@ def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
     plain = source.unit == "file" and not source.marker and not source.beside
     first = Path(source.paths[0]) if source.format == "hub" else source.files()[0]
     if plain and format_of(first, source.format) == "text" and first.stat().st_size > WHOLE:
-        with opened(first) as stream:
+        with read.opened(first) as stream:
             yield [stream.read(SAMPLE).decode("utf-8", "ignore")]
         return
     for record in records(source, roles):

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from regard.config import Amount, Positive, Share, ranged
+from regard.config import Amount, Positive, Share, settings
 from regard.data.feed import IGNORE, Batch, Feed, drawing
 from regard.errors import UsageError
 
@@ -48,15 +48,13 @@ class Marks:
         return int(value)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Noise:
-    """How text is damaged that a model learns to repair; None: as the task has it. `rate`: the share of tokens that are
-    masked or taken out; `mean`: tokens of a span, on average; `permute`: sentences are shuffled too (BART)."""
+    """How text is damaged that a model learns to repair; None: as the task has it."""
 
-    rate: Share | None = None
-    mean: Positive | None = None
-    permute: bool | None = None
+    rate: Share | None = None  # share of tokens that are masked or taken out
+    mean: Positive | None = None  # tokens of a span, on average
+    permute: bool | None = None  # sentences are shuffled too (BART)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -66,8 +64,7 @@ class Noise:
 # --- corruptions of batches ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class MaskTokens:
     """BERT (Devlin et al. 2019, 3.1): each token is selected with probability `rate`; of the selected 80 % become the
     mask, 10 % another token, 10 % stay. Only the selected have a label."""
@@ -80,14 +77,17 @@ class MaskTokens:
         chosen = torch.rand(ids.shape, generator=generator) < self.rate
         chosen &= (batch.labels != IGNORE) & ~torch.isin(ids, _tensor(marks.special))
         fate = torch.rand(ids.shape, generator=generator)
-        other = _ordinary(ids.shape, marks, generator)
+        # Drawn evenly from the tokens that are not special.
+        special = _tensor(sorted(set(marks.special)))
+        other = torch.randint(marks.vocab - len(special), ids.shape, generator=generator)
+        gaps = special - torch.arange(len(special))
+        other = other + torch.searchsorted(gaps, other, right=True)
         changed = torch.where(fate < 0.8, marks.need("mask"), torch.where(fate < 0.9, other, ids))
         labels = torch.where(chosen, ids, IGNORE)
         return replace(batch, ids=torch.where(chosen, changed, ids), labels=labels)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Spans:
     """T5 (Raffel et al. 2020, 3.1.4): spans of `mean` tokens on average, `rate` of all, each become one sentinel; the
     target lists every sentinel with what it stands for."""
@@ -108,8 +108,7 @@ class Spans:
         return _pairs(batch, pair, self.marks)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Infill:
     """BART (Lewis et al. 2020, 2.2): spans of Poisson(`mean`) tokens, `rate` of all, each become one mask, and a span
     of none puts a mask in; with `permute` its sentences are shuffled first. The target is the text."""
@@ -307,13 +306,6 @@ def _others(index: Tensor, size: int) -> Tensor:
     mask = torch.ones(size, dtype=torch.bool)
     mask[index] = False
     return mask
-
-
-def _ordinary(shape: torch.Size, marks: Marks, generator: Generator) -> Tensor:
-    """Ids drawn evenly from those that are not special."""
-    special = _tensor(sorted(set(marks.special)))
-    drawn = torch.randint(marks.vocab - len(special), shape, generator=generator)
-    return drawn + torch.searchsorted(special - torch.arange(len(special)), drawn, right=True)
 
 
 def _tensor(numbers: Sequence[int]) -> Tensor:

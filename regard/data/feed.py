@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.config import Count, Seed, Share, ranged
+from regard.config import Count, Seed, Share, ranged, settings
 from regard.data.read import DataError
 from regard.data.shards import Column, digest
-from regard.errors import UsageError, nearest
+from regard.errors import UsageError, check_choice
 
 # A label that is not counted; in data, the first and last token of an answer that is not in the text.
 IGNORE, UNANSWERED = -100, -1
@@ -140,18 +140,17 @@ class Deck:
 
     def take(self, k: int) -> np.ndarray:
         passes, place = np.divmod(k * self.rows + np.arange(self.rows), self.n)
-        return np.concatenate([self._shuffled(p)[place[passes == p]] for p in np.unique(passes)])
-
-    def _shuffled(self, number: int) -> np.ndarray:
-        if self._pass[0] != number:
-            keys = draws(self.seed, ORDER, int(number), self.n)
-            self._pass = (number, np.argsort(keys, kind="stable"))
-        return self._pass[1]
+        dealt = []
+        for number in np.unique(passes):
+            if self._pass[0] != number:
+                keys = draws(self.seed, ORDER, int(number), self.n)
+                self._pass = (number, np.argsort(keys, kind="stable"))
+            dealt.append(self._pass[1][place[passes == number]])
+        return np.concatenate(dealt)
 
     def fixed(self) -> Iterator[np.ndarray]:
         """Every example once, in order."""
-        for start in range(0, self.n, self.rows):
-            yield np.arange(start, min(start + self.rows, self.n))
+        return (np.arange(self.n)[i : i + self.rows] for i in range(0, self.n, self.rows))
 
 
 class Buckets:
@@ -243,8 +242,7 @@ def cut(
 ) -> Pieces:
     """Examples cut to `limit` tokens by the policy. Pieces of a split one share `overlap` tokens: what is only a label
     in one is what the next one reads first."""
-    if policy not in OVERLONG:
-        raise UsageError(f"overlong = {policy!r} is unknown; {nearest(policy, OVERLONG)}")
+    check_choice("overlong", policy, OVERLONG)
     row, size = np.arange(len(lengths)), lengths.astype(np.int64)
     start = np.zeros_like(size)
     long = size > (np.iinfo(np.int64).max if limit is None else limit)
@@ -323,8 +321,7 @@ def framed(
 # --- what all feeds share ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Batching:
     """How examples become batches: at most `rows` rows and `tokens` tokens (of a side, padding included) in each.
 
@@ -445,8 +442,7 @@ class TextFeed(Base):
 
     def __post_init__(self) -> None:
         pack, prompts, b = self.pack, self.prompts, self.batching
-        if pack not in PACKS:
-            raise UsageError(f"pack = {pack!r} is unknown; {nearest(pack, PACKS)}")
+        check_choice("pack", pack, PACKS)
         if b.length is None and pack != "none":
             raise UsageError(f"pack = {pack!r} needs the length of a row: length = N")
         self.extra, self.flat = int(self.shift), pack in ("stream", "windows")

@@ -19,15 +19,15 @@ import lzma
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from regard.config import Count, ranged
-from regard.errors import UsageError, nearest
+from regard.config import Count, settings
+from regard.errors import UsageError, check_choice, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,11 +79,15 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """Lines of text without their ends."""
     with opened(path) as stream:
-        for number, raw in enumerate(stream, 1):
-            raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-            yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number)
+        yield from lines_of(stream, path)
+
+
+def lines_of(stream: BinaryIO, path: Path) -> Iterator[str]:
+    """Lines of UTF-8 without their ends, \\n or \\r\\n and nothing else: one line in stays one line."""
+    for number, raw in enumerate(stream, 1):
+        raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        yield decoded(raw.removesuffix(b"\n").removesuffix(b"\r"), path, number)
 
 
 def decoded(raw: bytes, path: Path, first: int = 1) -> str:
@@ -104,14 +108,13 @@ def needed(package: str, what: str, pip: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError:
-        raise PackageError(f"{what} needs the package {package}; pip install {pip}") from None
+        raise PackageError(f"{what} needs the package {pip}; pip install {pip}") from None
 
 
 # --- records --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Source:
     """Files of one format, read one after another; names may hold * and ?.
 
@@ -128,8 +131,7 @@ class Source:
     size: Count | None = None  # pictures are scaled to size x size
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
-            raise UsageError(f"unit = {self.unit!r} is unknown; {nearest(self.unit, UNITS)}")
+        check_choice("unit", self.unit, UNITS)
         for role in self.columns:
             if role not in ROLES:
                 raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
@@ -167,8 +169,7 @@ def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
 def format_of(path: Path, format: str) -> str:
     """The format that is given, else that of the name; one that tells nothing means text."""
     known = {*READERS, *ARRAYS}
-    if format not in known | {"auto"}:
-        raise UsageError(f"format = {format!r} is unknown; {nearest(format, known)}")
+    check_choice("format", format, known | {"auto"})
     if format != "auto" or path.is_dir():
         return "images" if format == "auto" else format
     name = path.name.lower().removesuffix(".gz").removesuffix(".xz")
@@ -186,10 +187,8 @@ def _text(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
             f"{path} is plain text, which has no columns, but {', '.join(roles)} are needed; give a TSV, CSV or JSONL "
             "file, or a second file beside it"
         )
-    if source.marker:
-        texts = _marked(path, source.marker)
-    else:
-        texts = {"file": _whole, "line": lines, "paragraph": _paragraphs}[source.unit](path)
+    units = {"file": _whole, "line": lines, "paragraph": _paragraphs}
+    texts = _marked(path, source.marker) if source.marker else units[source.unit](path)
     return ({"text": text} for text in texts)
 
 
@@ -272,8 +271,7 @@ def _table(
     first = next(rows, None)
     if first is None:
         return
-    names = [source.column(role) for role in roles]
-    header = source.header
+    names, header = [source.column(role) for role in roles], source.header
     if header is None:
         header = not all(str(name).isdecimal() for name in (*names, *source.columns.values()))
     places = [_place(name, first[1], header, path, role) for name, role in zip(names, roles)]
@@ -354,11 +352,10 @@ def _dataset(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Recor
     thing here that may use the network."""
     kind = format_of(path, source.format)
     load = needed("datasets", f"reading {kind}", "datasets").load_dataset
+    name, split, files = kind, "train", {"data_files": str(path)}
     if kind == "hub":
-        name, _, split = str(path).partition(":")
-        rows = load(name, split=split or "train", streaming=True)
-    else:
-        rows = load(kind, data_files=str(path), split="train", streaming=True)
+        (name, _, split), files = str(path).partition(":"), {}
+    rows = load(name, split=split or "train", streaming=True, **files)
     return (_picked(row, source, roles, str(path)) for row in rows)
 
 

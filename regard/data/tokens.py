@@ -21,6 +21,7 @@ from regard.errors import UsageError
 from regard.text.build import blaming, plain_copy
 from regard.text.tokenizer import Tokenizer, check_unicode
 
+Ids = tuple[int, ...]
 # Ids, and the characters each comes from.
 Located = tuple[list[int], list[tuple[int, int]]]
 # Characters that are encoded at once, of many texts, and of one.
@@ -39,9 +40,9 @@ class Coder:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
         core, special = tokenizer.core, tokenizer.special
-        self.before, self.between, self.after = _template(tokenizer)
+        self.before, self.between, self.after, typed = _template(tokenizer)
         # The token after which a second text begins, where the second is of another type (BERT's segments).
-        self.divider = self.between[-1] if self.between and _typed(tokenizer) else None
+        self.divider = self.between[-1] if self.between and typed else None
         self.end = special.eos[0] if special.eos else None
         starts = (special.start, special.bos, special.pad, self.end)
         self.start = next((i for i in starts if i is not None), None)
@@ -101,29 +102,24 @@ def _many(encode: Callable[..., list[tokenizers.Encoding]], texts: Sequence[str]
         raise
 
 
-def _template(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """What the tokenizer puts before, between and after texts."""
+def _template(tokenizer: Tokenizer) -> tuple[Ids, Ids, Ids, bool]:
+    """What the tokenizer puts before, between and after texts; whether the second of two is of type 1."""
     if tokenizer.parts.source is not None:
-        return (), (), tuple(tokenizer.special.eos[:1])
+        return (), (), tuple(tokenizer.special.eos[:1]), False
     with blaming("the tokenizer does not take two texts"):
         pair = tokenizer.core.encode("x", "x", add_special_tokens=True)
         alone = tokenizer.core.encode("x", add_special_tokens=True)
     text = [i for i, special in enumerate(alone.special_tokens_mask) if not special]
     if not text:
-        return (), (), tuple(alone.ids)
+        return (), (), tuple(alone.ids), False
     before, after = alone.ids[: text[0]], alone.ids[text[-1] + 1 :]
     inner = slice(len(before), len(pair.ids) - len(after))
     if pair.ids[: inner.start] != before or pair.ids[inner.stop :] != after:
         # It has no form for two texts.
-        return tuple(before), tuple(after), tuple(after)
+        return tuple(before), tuple(after), tuple(after), any(pair.type_ids)
     marks = zip(pair.ids[inner], pair.special_tokens_mask[inner])
-    return tuple(before), tuple(i for i, special in marks if special), tuple(after)
-
-
-def _typed(tokenizer: Tokenizer) -> bool:
-    """Whether the second of two texts is of type 1."""
-    with blaming("the tokenizer does not take two texts"):
-        return any(tokenizer.core.encode("x", "x", add_special_tokens=True).type_ids)
+    between = tuple(i for i, special in marks if special)
+    return tuple(before), between, tuple(after), any(pair.type_ids)
 
 
 # --- records -> ids in shards ----------------------------------------------------------------------------------------

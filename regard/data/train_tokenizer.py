@@ -21,9 +21,9 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from regard.config import Count, ranged
-from regard.errors import UsageError, nearest
-from regard.files import sync
+from regard.config import Count, settings
+from regard.errors import UsageError, check_choice, nearest
+from regard.files import write_whole
 from regard.text.build import SPACE, blaming
 
 AROUND = ("none", "start", "end", "both")
@@ -52,8 +52,7 @@ MUCH = 1_000_000
 SHRINK, ROUNDS = 0.75, 2
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Recipe:
     """What is to be learned.
 
@@ -62,24 +61,22 @@ class Recipe:
     "seq2seq" begin and end, which is put behind a text, "mlm" (and classes) a mask, and class and separator around a
     text. `special` names them by their part instead, and `more` has others; ids begin with them, in order."""
 
-    kind: str = "bpe"
-    vocab: Count = 8000
-    task: str = "lm"
-    special: dict[str, str] | None = None
-    more: tuple[str, ...] = ()
+    kind: str = "bpe"  # or wordpiece, unigram, chars, bytes
+    vocab: Count = 8000  # tokens, special ones too; not of chars and bytes
+    task: str = "lm"  # lm, seq2seq, mlm or infill: the usual special tokens
+    special: dict[str, str] | None = None  # special tokens by their part: { eos = "</s>" }
+    more: tuple[str, ...] = ()  # further special tokens
     # What is put around a text: none, start, end, both; None: as the task has it.
     around: str | None = None
-    lower: bool = False
+    lower: bool = False  # text in small letters
     # Pairs seen less often are not merged.
     min_count: Count = 2
 
     def __post_init__(self) -> None:
-        choices: dict[str, Any] = {"kind": KINDS, "task": TASKS, "around": (*AROUND, None)}
+        choices: dict[str, Any] = {"kind": KINDS, "task": TASKS}
+        choices |= {"around": AROUND} if self.around is not None else {}
         for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                hint = nearest(str(value), [k for k in known if k])
-                raise UsageError(f"tokenizer {name} = {value!r} is unknown; {hint}")
+            check_choice(f"tokenizer {name}", getattr(self, name), known)
         for part in self.named:
             if part not in PARTS:
                 raise UsageError(f"special token {part!r} is unknown; {nearest(part, PARTS)}")
@@ -123,13 +120,12 @@ class Recipe:
 def train_tokenizer(texts: Iterable[str], recipe: Recipe) -> dict[str, bytes]:
     """The files of the tokenizer, name -> bytes."""
     first, last = recipe.ends
-    stream = iter(texts)
-    one = next(stream, None)
+    parts = (part for text in texts for part in _parts(text))
+    one = next(parts, None)
     if one is None:
         raise UsageError("there are no texts to learn a tokenizer from")
-    parts = (part for text in chain([one], stream) for part in _parts(text))
     with blaming("no tokenizer can be learned from these texts"):
-        core = KINDS[recipe.kind](parts, recipe)
+        core = KINDS[recipe.kind](chain([one], parts), recipe)
     for i, token in enumerate(recipe.tokens):
         if core.token_to_id(token) != i:
             raise UsageError(f"special token {token!r} is also a piece of text; choose another")
@@ -166,10 +162,7 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
     """Put files into a folder, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
-        new = folder / f".{name}.new"
-        new.write_bytes(data)
-        sync(new)
-        new.replace(folder / name)
+        write_whole(folder / name, data)
     return folder
 
 
@@ -305,6 +298,8 @@ def learn(counts: Mapping[str, int], size: int) -> list[tuple[str, float]]:
     score = np.log(start) - np.log(start.sum())
     lattice, inside = lattice_of(words, pieces), lattice_of(pieces, pieces, whole=False)
     single = np.array([len(piece) == 1 for piece in pieces])
+    if size < single.sum():
+        raise UsageError(f"vocab leaves {size} pieces for {single.sum()} characters; give more")
     # The numbers of the pieces that are left.
     left = np.arange(len(pieces))
     while True:

@@ -45,32 +45,32 @@ class Settings:
     """How one request is decoded. temperature 0 is greedy; beams > 1 is beam search; samples > 1 draws several answers
     from one prompt."""
 
-    max_new_tokens: int = 64
-    min_new_tokens: int = 0
-    temperature: float = 0.0
+    max_new_tokens: int = 64  # tokens of the answer at most
+    min_new_tokens: int = 0  # no end before this many
+    temperature: float = 0.0  # 0: greedy; logits are divided by it
     top_k: int = 0  # 0: all
-    top_p: float = 1.0
+    top_p: float = 1.0  # the fewest tokens whose mass is at least this
     min_p: float = 0.0  # least share of the most probable token's probability
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    banned: tuple[int, ...] = ()
-    eos: tuple[int, ...] = ()
+    typical_p: float = 1.0  # tokens of typical surprise, up to this mass
+    repetition_penalty: float = 1.0  # above 1: tokens of the text so far become rarer
+    presence_penalty: float = 0.0  # subtracted from logits of tokens that were said
+    frequency_penalty: float = 0.0  # the same, once for each time
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, number to add) of tokens
+    banned: tuple[int, ...] = ()  # ids that are never said
+    eos: tuple[int, ...] = ()  # ids that end the text; none: the model's
     forced_first: int | None = None  # the first token must be this
     forced_last: int | None = None  # a text that reaches max_new_tokens must end with this
-    seed: int = 0
-    samples: int = 1
-    beams: int = 1
+    seed: int = 0  # of the draws; they depend on (seed, request, position) alone
+    samples: int = 1  # answers drawn from one prompt
+    beams: int = 1  # 1: no beam search
     # A finished beam's score is its log probability / length ** length_penalty.
     length_penalty: float = 1.0
     # When beam search may stop: by a bound (transformers' False), at the best bound (never), or with
     # as many texts as beams (first, transformers' True).
     early_stopping: str = "heuristic"
-    n_best: int = 1
+    n_best: int = 1  # texts of a beam search that are given back
     groups: int = 1  # diverse beam search: groups of beams that avoid each other's tokens
-    diversity: float = 0.0
+    diversity: float = 0.0  # what a group of beams pays for another's token
     draft: int = 0  # speculate this many tokens by the engine's draft model
     lookup: int = 0  # speculate this many tokens by looking the last ones up in the text so far
     # A text longer than the model's context: an error; or it goes on with its last tokens (crop), or with its first

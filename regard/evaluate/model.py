@@ -1,10 +1,11 @@
-"""A trained model made ready to run on this machine, and asked for labels or vectors."""
+"""A trained model made ready to run on this machine, and asked for what it was trained to say: labels, vectors, the
+words behind masks, or where in a text the answer to a question stands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,22 +14,25 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from regard.checkpoint import load
+from regard.checkpoint.hf import MODULES, POOLING
+from regard.data.feed import types_of
 from regard.data.read import Pictures
 from regard.data.tokens import Coder
 from regard.decode.generate import generate, special_of, tokenizer_of, told
-from regard.errors import DATA, RUN, Fault, UsageError, blaming, notice
+from regard.errors import DATA, RUN, Fault, UsageError, blaming, nearest, notice
 from regard.fast.cpu import perplexity_change, prepare
-from regard.files import TRAINED, resolve_model
+from regard.files import TRAINED, loads, resolve_model
 from regard.kernels.linear import half_is_fast
-from regard.layers import Classify
+from regard.layers import MLM, Answer, Classify
 from regard.models import Model, Patches, Transformer
 from regard.models.adapt import classes_of
 from regard.models.transformer import mean_real
 from regard.text import needed
-from regard.train.measure import context_of
+from regard.train.measure import best_spans, context_of
 from regard.train.plan import pick_device
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # The names of the classes and their probabilities, the most probable first.
 Ranking = list[tuple[str, float]]
@@ -58,14 +62,16 @@ def embed(
     texts: Sequence[str],
     *,
     normalize: bool = False,
+    pooling: str = "auto",
     rows: int = 32,
     overlong: str = "error",
     device: str = "auto",
 ) -> np.ndarray:
     """Vectors (texts, width) in float32, of length 1 if `normalize`; NaN for an empty text. `model`
-    is a folder, a run's folder, or a model; `rows` of texts are a batch; `overlong` texts are an
-    "error", or "truncate" cuts them."""
-    embedder = Embedder(Opened(model, device=device), normalize, overlong)
+    is a folder, a run's folder, or a model; `pooling`: "mean" of the last states, "cls" the first
+    one, "auto" what the model was trained with; `rows` of texts are a batch; `overlong` texts are
+    an "error", or "truncate" cuts them."""
+    embedder = Embedder(Opened(model, device=device), normalize, overlong, pooling)
     vectors: list[np.ndarray | None] = []
     for start in range(0, len(texts), rows):
         vectors += embedder(texts[start : start + rows], start)
@@ -268,11 +274,21 @@ class Embedder:
     An encoder gives its pooled vector where it has a pooler (BERT's, on the first token), else the
     mean of the last hidden states of the text's tokens; so do decoders (whose last state has read
     everything but was trained for the next token) and, with the encoder's states, encoder-decoders.
+    Folders of sentence-transformers say which of these, and whether vectors get length 1.
     """
 
-    def __init__(self, opened: Opened, normalize: bool = False, overlong: str = "error"):
-        self.model, self.normalize = opened.model, normalize
+    def __init__(
+        self,
+        opened: Opened,
+        normalize: bool = False,
+        overlong: str = "error",
+        pooling: str = "auto",
+    ):
+        self.model = opened.model
         check_reads_text(self.model)
+        files = {} if self.model.origin is None else self.model.origin.files
+        self.normalize = normalize or b".Normalize" in files.get(MODULES, b"")
+        self.pooling = _pooling(files.get(POOLING), pooling)
         self.rows = Rows(opened, overlong)
 
     def __call__(
@@ -281,7 +297,7 @@ class Embedder:
         """A vector for each text, None for an empty one; `start` counts the lines before."""
         rows = self.rows(texts, start, name)
         given = [ids for ids in rows if ids is not None]
-        vectors = iter(embedded(self.model, given, self.normalize) if given else ())
+        vectors = iter(embedded(self.model, given, self.normalize, self.pooling) if given else ())
         each = [None if ids is None else next(vectors) for ids in rows]
         for number, vector in enumerate(each, start + 1):
             if vector is not None and not np.isfinite(vector).all():
@@ -290,16 +306,35 @@ class Embedder:
         return each
 
 
+def _pooling(said: bytes | None, asked: str) -> str:
+    if asked not in ("auto", *POOLINGS.values()):
+        choices = ("auto", *POOLINGS.values())
+        raise UsageError(f"pooling is {asked!r}; {nearest(asked, choices)}")
+    if asked != "auto" or said is None:
+        return asked
+    on = [key for key, value in loads(said).items() if value is True]
+    on = [key for key in on if key.startswith("pooling_mode")]
+    if len(on) != 1 or on[0] not in POOLINGS:
+        raise Fault(
+            f"{POOLING} says {' and '.join(on) or 'nothing'}, known are {' or '.join(POOLINGS)}; "
+            "choose pooling='mean' or 'cls' (--pooling)",
+            DATA,
+        )
+    return POOLINGS[on[0]]
+
+
 @torch.inference_mode()
-def embedded(model: Any, given: Sequence[Tensor], normalize: bool = False) -> np.ndarray:
+def embedded(
+    model: Any, given: Sequence[Tensor], normalize: bool = False, pooling: str = "auto"
+) -> np.ndarray:
     """Vectors (b m) of rows of ids."""
     ids, lengths = padded(given, next(model.parameters()).device)
-    if isinstance(model, Transformer):
+    if pooling == "auto" and isinstance(model, Transformer):
         vectors = model.pool(ids, lengths)
     else:
         read = model.reads_source
         states = model.encode(ids, lengths)[0] if read else model.hidden(ids, lengths)
-        vectors = mean_real(states, lengths)
+        vectors = states[:, 0] if pooling == "cls" else mean_real(states, lengths)
     vectors = vectors.float()
     return (F.normalize(vectors, dim=-1) if normalize else vectors).cpu().numpy()
 
@@ -310,3 +345,110 @@ def stacked(vectors: Sequence[np.ndarray | None]) -> np.ndarray:
     empty = np.full(width, np.nan, np.float32)
     rows = [empty if vector is None else vector for vector in vectors]
     return np.array(rows, np.float32).reshape(len(rows), width)
+
+
+# --- words behind masks, and answers in a text ----------------------------------------------------
+
+# How people write a mask, beside the tokenizer's own.
+MASKS = ("[MASK]", "<mask>")
+# Tokens that two windows of a long text share, or half a window where that is less.
+OVERLAP = 128
+
+
+class Found(NamedTuple):
+    """Characters `start` to `end` of the context are `text`; all None where the context has no answer. `score`: the
+    probability of the first token times that of the last."""
+
+    text: str | None
+    start: int | None
+    end: int | None
+    score: float
+
+
+@torch.inference_mode()
+def fill(
+    model: str | Path | Model | Opened, text: str, *, top: int = 5, device: str = "auto"
+) -> list[Ranking]:
+    """For each mask in the text the `top` most probable tokens and their probabilities. A mask is the tokenizer's own
+    mask token, [MASK] or <mask>. `model` is a folder, a run's folder, or a model."""
+    opened = model if isinstance(model, Opened) else Opened(model, device=device)
+    net: Any = opened.model
+    if not isinstance(getattr(net.config, "head", None), MLM):
+        hint = 'an encoder-decoder writes instead: regard generate MODEL "..."'
+        if not net.reads_source:
+            hint = 'train one: a config with task = "mlm", then regard train CONFIG'
+        raise Fault(f"this model has no head that fills masks; {hint}", DATA)
+    tokenizer = needed(opened.tokenizer)
+    own, coder = tokenizer.tokens.get("mask_token"), Coder(tokenizer)
+    if own is None or coder.mask is None:
+        raise Fault("the tokenizer of this model has no mask token", DATA)
+    for mask in MASKS:
+        text = text.replace(mask, own)
+    ids, limit = torch.tensor(tokenizer.encode(text)), context_of(net)
+    places = (ids == coder.mask).nonzero()[:, 0]
+    if not len(places):
+        raise UsageError(f"the text has no mask; put {own} where a word is to be found")
+    if limit is not None and len(ids) > limit:
+        why = f"the text has {len(ids):,} tokens, the model's context is {limit:,}"
+        raise Fault(f"{why}; give fewer words around the mask", DATA)
+    if not 1 <= top <= coder.vocab:
+        raise UsageError(f"top is {top}; give a number from 1 to {coder.vocab:,}, the vocabulary")
+    place = next(net.parameters()).device
+    logits = net(ids[None].to(place))[0, places.to(place), : coder.vocab]
+    best = logits.float().softmax(-1).topk(top)
+    rows = zip(best.indices.tolist(), best.values.tolist())
+    return [list(zip(coder.tokens(row), values)) for row, values in rows]
+
+
+@torch.inference_mode()
+def answer(
+    model: str | Path | Model | Opened,
+    question: str,
+    context: str,
+    *,
+    longest: int = 30,
+    device: str = "auto",
+) -> Found:
+    """The piece of the context, of at most `longest` tokens, that answers the question. `model` is a folder, a run's
+    folder, or a model.
+
+    A context that does not fit is read in windows that overlap, each scored alone. The answer is the span whose two
+    logits sum to the most in any of them; there is none if even the smallest logits of a window's first token, which
+    stands for that, sum to more (as BERT has it for SQuAD 2.0). Probabilities are of the tokens of the window's
+    context, and of none."""
+    opened = model if isinstance(model, Opened) else Opened(model, device=device)
+    net: Any = opened.model
+    if not isinstance(getattr(net.config, "head", None), Answer):
+        how = 'a config with task = "answer" and [model] folder = "MODEL", then regard train CONFIG'
+        raise Fault(f"this model has no head that finds answers; train one: {how}", DATA)
+    if longest < 1:
+        raise UsageError(f"longest is {longest}; give a number from 1")
+    coder = Coder(needed(opened.tokenizer))
+    (asked,), ((ids, places),) = coder.encode([question]), coder.located([context])
+    if not asked or not ids:
+        raise UsageError(f"the {'context' if asked else 'question'} is empty; give a text")
+    head, limit = [*coder.before, *asked, *coder.between], context_of(net)
+    room = len(ids) if limit is None else limit - len(head) - len(coder.after)
+    if room < 2 and limit is not None:
+        why = f"the question has {len(asked):,} tokens, the model's context is {limit:,}"
+        raise Fault(f"{why}: no room for a text beside it; shorten the question", DATA)
+    step = max(room - min(OVERLAP, room // 2), 1)
+    best, nothing = (-torch.inf, (0, 0), 0.0), (torch.inf, 0.0)
+    for window in range(0, max(len(ids) - room, 0) + step, step):
+        part = ids[window : window + room]
+        row = torch.tensor([[*head, *part, *coder.after]], device=next(net.parameters()).device)
+        types = {}
+        if coder.divider is not None and net.config.embedding.types > 1:
+            types = {"types": types_of(row, coder.divider)}
+        logits = net(row, **types)[0].float().cpu()  # t 2
+        logits[1 : len(head)] = logits[len(head) + len(part) :] = -torch.inf
+        p, ((span,), ((total,),)) = logits.softmax(0), best_spans(logits[None], longest)
+        (a, b), score = span.tolist(), float(total)
+        if score > best[0]:
+            place = (window + a - len(head), window + b - len(head))
+            best = score, place, float(p[a, 0] * p[b, 1])
+        nothing = min(nothing, (float(logits[0].sum()), float(p[0].prod())))
+    if nothing[0] >= best[0]:
+        return Found(None, None, None, nothing[1])
+    start, end = places[best[1][0]][0], places[best[1][1]][1]
+    return Found(context[start:end], start, end, best[2])

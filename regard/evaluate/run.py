@@ -4,49 +4,38 @@ with the files' own, not with what the tokenizer makes of them."""
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from regard.config import Seed, Whole, settings
 from regard.data.config import SETTINGS, Data, check_used, feed_of, shards_of, text_roles
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
-from regard.data.feed import IGNORE, Base, Batch, Feed, ImageFeed
-from regard.data.read import Source, normal_of, records
+from regard.data.feed import IGNORE, Batch, Batching, Feed, ImageFeed, TextFeed
+from regard.data.read import Pictures, Source, normal_of, pictures, records
 from regard.data.shards import Column
 from regard.data.tokens import Coder
-from regard.decode.generate import tokenizer_of
+from regard.decode.generate import generate, tokenizer_of
 from regard.errors import DATA, Fault, UsageError, blaming
-from regard.evaluate.model import (
-    class_names,
-    loaded,
-    notice_length,
-    precision_of,
-    trained_length,
-)
-from regard.evaluate.shots import METRICS as PROMPTED
-from regard.evaluate.shots import Questions, Shots, pairs
+from regard.evaluate import model as opening
+from regard.evaluate.model import Embedder, Opened
 from regard.fast.cpu import prepare
 from regard.layers import MLM, Answer, Classify, Tag
 from regard.models import Model, Patches
 from regard.text import needed
+from regard.train import measure as measuring
 from regard.train.loss import masked_lm_loss
-from regard.train.measure import (
-    LABELLED,
-    context_of,
-    known,
-    measure,
-    perplexity,
-    suited,
-    text_scores,
-    translations,
-)
+from regard.train.measure import WRITING, measure, perplexity, suited, translations
 from regard.train.plan import pick_device
 from regard.train.tasks import TASKS
 
@@ -84,6 +73,7 @@ def evaluate(
     reading: dict[str, Any] | None = None,
     shots: Shots | int | None = None,
     shots_from: str | Sequence[str] = (),
+    pooling: str = "auto",
 ) -> Evaluation:
     """Measure a model, or one from its folder or its run's, on files; `target` has the other side
     of parallel ones.
@@ -95,15 +85,26 @@ def evaluate(
 
     `shots`: a language model gets so many examples in the prompt of each question (0: the question alone), of the files
     `shots_from`, or of its run's training data; data has columns source and target then, and exact, loss and perplexity
-    are those of the answers."""
+    are those of the answers.
+
+    The metric "sts" is of vectors (`pooling` as in embed), whatever the model's task: Spearman's rank correlation,
+    times 100, of the cosines of two texts (columns text and second) with their score (label)."""
     given = (data, target, shots_from)
     files, others, examples = ((x,) if isinstance(x, str) else tuple(x) for x in given)
     if not files:
         raise UsageError("name the data to measure on (--data FILE)")
     for name in metrics:
-        known(name)
+        measuring.known(name)
     if beams < 1:
         raise UsageError(f"beams is {beams}; give a number from 1")
+    if "sts" in metrics:
+        if set(metrics) != {"sts"} or shots is not None or others:
+            raise UsageError("sts compares vectors; ask for it alone, without target and shots")
+        table = Source(files, **{**READING, **(reading or {})})
+        opened = Opened(model, device=device, dtype=dtype, quantize=quantize)
+        return similarity(Embedder(opened, overlong=overlong, pooling=pooling), table)
+    if pooling != "auto":
+        raise UsageError("pooling is for the metric sts; leave it out")
     judge = Judge(model, device, dtype, quantize, beams)
     names = () if shots is not None else suited(metrics or TASKS[judge.task].metrics, judge.task)
     judge.read(files, others, {**READING, **(reading or {})}, length, overlong)
@@ -116,13 +117,38 @@ def evaluate(
     return Evaluation(judge.task, values, signatures, judge.about)
 
 
+def similarity(embedder: Embedder, table: Source) -> Evaluation:
+    rows = [*records(table, ("text", "second", "label"))]
+    try:
+        scores = np.array([float(row["label"]) for row in rows])
+    except (TypeError, ValueError) as error:
+        raise Fault(f"the column label must hold the scores of sts: {error}", DATA) from None
+    if len(rows) < 2 or not np.isfinite(scores).all() or len(set(scores)) < 2:
+        raise Fault("sts needs at least two pairs with different, finite scores", DATA)
+    vectors = []
+    for role in ("text", "second"):
+        texts = [str(row[role]) for row in rows]
+        for start in range(0, len(texts), BATCH):
+            vectors += embedder(texts[start : start + BATCH], start, f"the column {role}")
+    if any(v is None for v in vectors):
+        raise Fault("a text of sts is empty", DATA)
+    x, y = np.split(np.stack(vectors), 2)  # type: ignore[arg-type]
+    x, y = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (x, y))
+    rank = 100 * float(np.corrcoef(ranks((x * y).sum(1)), ranks(scores))[0, 1])
+    return Evaluation("embed", {"sts": rank}, {"sts": "spearman|cosine"}, _examples(len(rows)))
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """From 0; equal values share the mean of their places."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts + 1) / 2)[inverse]
+
+
 def task_of(model: Model) -> str:
     """What a model was made for, by its kind and its head."""
     config, head = model.config, getattr(model.config, "head", None)
     if model.reads_source:
-        if isinstance(getattr(config, "source", None), Patches):
-            raise UsageError("eval does not measure models that write about pictures")
-        return "seq2seq"
+        return "caption" if isinstance(getattr(config, "source", None), Patches) else "seq2seq"
     if isinstance(head, Classify):
         return "image" if isinstance(config.embedding, Patches) else "classify"
     if head is None and not hasattr(config, "cell"):
@@ -149,20 +175,27 @@ class Judge:
         self.dtype, self.beams, self.about = dtype, beams, ""
         self.run = {} if isinstance(model, Model) else run_settings(model)
         with blaming(DATA):
-            model = loaded(model, place, dtype)
+            model = opening.loaded(model, place, dtype)
             self.task = task_of(model)
             self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
-        self.classes = class_names(model) if self.task in LABELLED[:3] else []
+        self.classes = opening.class_names(model) if self.task in measuring.LABELLED[:3] else []
         self.quantized = quantize != "none"
         self.model: Any = prepare(model, quantize) if self.quantized else model
+
+    @cached_property
+    def patches(self) -> Patches | None:
+        """Of a model that reads pictures."""
+        config = self.model.config
+        reads = getattr(config, "source", None) or getattr(config, "embedding", None)
+        return reads if isinstance(reads, Patches) else None
 
     @cached_property
     def fast(self) -> Any:
         """The model made ready for decoding."""
         if self.quantized or next(self.model.parameters()).device.type != "cpu":
             return self.model
-        precision = precision_of(self.model, self.dtype)
+        precision = opening.precision_of(self.model, self.dtype)
         return prepare(self.model, precision)
 
     def read(
@@ -184,9 +217,8 @@ class Judge:
             check_used(Data(files, target, **{**reading, **usual}), self.task)
             reading = {**reading, **usual}
         check_used(Data(files, target, **reading), self.task)
-        wanted = getattr(self.model.config, "embedding", None)
-        if isinstance(wanted, Patches):
-            reading = {**reading, "size": reading["size"] or wanted.size}
+        if self.patches is not None:
+            reading = {**reading, "size": reading["size"] or self.patches.size}
         rows: dict[str, Any] = {"length": self.length, "rows": BATCH, "pack": "none"}
         rows["tokens"] = None if self.length is None else max(TOKENS, self.length)
         rows["overlong"] = "split" if self.task in CUT else self.overlong
@@ -194,12 +226,12 @@ class Judge:
 
     def _length(self, asked: int | None) -> int | None:
         """Tokens of a row; None: as many as an example has."""
-        longest = context_of(self.model)
+        longest = measuring.context_of(self.model)
         if asked is not None and not 0 < asked <= (longest or asked):
             most = "" if longest is None else f" to {longest}, the model's context"
             raise UsageError(f"length is {asked}; give a number from 1{most}")
-        notice_length(self.model, asked or 0)
-        trained = self.run.get("length") or trained_length(self.model)
+        opening.notice_length(self.model, asked or 0)
+        trained = self.run.get("length") or opening.trained_length(self.model)
         if self.task in CUT:
             return asked or min(trained or ROW, longest or ROW)
         return asked or (trained if self.overlong == "truncate" else None) or longest
@@ -208,12 +240,12 @@ class Judge:
         self, names: Sequence[str], folder: Path
     ) -> tuple[dict[str, float], dict[str, str]]:
         """Values and signatures of the metrics."""
-        textual = [n for n in names if self.task == "seq2seq" and n not in ("loss", "perplexity")]
+        textual = [n for n in names if self.task in WRITING and n not in ("loss", "perplexity")]
         values, signatures = self._texts(textual) if textual else ({}, {})
         # Without label smoothing perplexity needs no pass of its own.
         rest = dict.fromkeys("loss" if n == "perplexity" else n for n in names if n not in textual)
         if rest:
-            hidden = self.quantized and self.task not in LABELLED
+            hidden = self.quantized and self.task not in measuring.LABELLED
             loss = by_logits if hidden else TASKS[self.task].objective
             given: Any = (self.model, self.task, self._feed(folder), self.tokenizer, loss, [*rest])
             result = measure(*given, classes=self.classes, samples=0)
@@ -238,7 +270,7 @@ class Judge:
             )
         pool = pairs(replace(self.data, **there).source()) if shots.count else []
         assert self.coder is not None
-        longest, asked = context_of(self.model), pairs(self.data.source())
+        longest, asked = measuring.context_of(self.model), pairs(self.data.source())
         questions = Questions(shots, asked, pool, self.coder, longest)
         self.about = f"{_examples(len(asked))}, {shots.named} each"
         values = {"exact": questions.exact(self.fast)} if "exact" in names else {}
@@ -256,23 +288,27 @@ class Judge:
         shards = shards_of(self.task, source, coder, folder / "data", self.classes or None)
         columns, notes = shards.columns, shards.notes
         self.about = _examples(notes["records"] - notes["empty"])
-        if coder is None:
-            c, shape = self.model.config.embedding, columns["images"].values.shape[1:]
-            if shape != (c.size, c.size, c.channels):
-                is_, want = (" x ".join(map(str, x)) for x in (shape, (c.size, c.size, c.channels)))
-                raise Fault(f"the pictures are {is_}, the model reads {want}", DATA)
-            mean, std, _ = normal_of(self.model.origin)
-            ends = {"mean": mean.tolist(), "std": std.tolist()}
-            feed: Base = ImageFeed(columns["images"], columns["labels"], batching, **ends)
-        else:
+        if self.patches is not None:
+            self._fit(columns["images"].values.shape[1:])
+        if coder is not None:
             self.about += f", {notes['tokens']:,} tokens"
             if self.data.overlong == "error" and self.length is not None:
                 self._check(source, columns, coder, self.length)
-            feed = feed_of(self.task, self.data, coder, batching, columns, "", None)
+        feed = feed_of(self.task, self.data, coder, batching, columns, "", None)
+        if isinstance(feed, ImageFeed):
+            mean, std, _ = normal_of(self.model.origin)
+            feed = replace(feed, mean=mean.tolist(), std=std.tolist())
         feed.held = feed
         if self.task != "mlm" or coder is None:
             return feed
         return Corrupted(feed, MaskTokens(Marks(coder.vocab, coder.reserved, coder.mask)), SEED)
+
+    def _fit(self, shape: Sequence[int]) -> None:
+        c = self.patches
+        assert c is not None
+        if tuple(shape) != (c.size, c.size, c.channels):
+            is_, want = (" x ".join(map(str, x)) for x in (shape, (c.size, c.size, c.channels)))
+            raise Fault(f"the pictures are {is_}, the model reads {want}", DATA)
 
     def _check(self, source: Source, columns: dict[str, Column], c: Coder, longest: int) -> None:
         """Name the first example that is too long."""
@@ -286,6 +322,7 @@ class Judge:
             texts = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in sides]
             counts = [len(ids) for ids in c.encode(texts)]
             size = sum(counts) + ends + len(c.between) * (len(counts) - 1)
+            size = counts[0] + 1 if self.task == "caption" else size
             if self.task == "seq2seq":
                 size = max(counts[0] + ends, len(c.encode(texts[1:], target=True)[0]) + 1)
             if size > longest:
@@ -299,9 +336,18 @@ class Judge:
         )
 
     def _texts(self, names: Sequence[str]) -> tuple[dict[str, float], dict[str, str]]:
-        """Translate every source of the files, and compare with its target."""
+        """Translate every source of the files, or say what is on its pictures, and compare with its target."""
         assert self.coder is not None and self.tokenizer is not None
-        sources, references = [], []
+        sources: list[Any] = []
+        references: list[str] = []
+        if self.task == "caption":
+            x, references = pictures(self.data.source())
+            self._fit(x.shape[1:])
+            assert self.patches is not None
+            sources = [*map(Pictures(self.patches, self.model.origin).tensor, x)]
+            said = translations(self.fast, sources, beams=self.beams)
+            self.about = _examples(len(sources))
+            return measuring.text_scores(names, [*map(self.tokenizer.decode, said)], references)
         for number, record in enumerate(records(self.data.source(), ("source", "target")), 1):
             line, reference = record["source"], record["target"]
             if not isinstance(line, str) or not isinstance(reference, str):
@@ -317,7 +363,7 @@ class Judge:
         self.about = _examples(len(sources))
         hypotheses = iter(translations(self.fast, [s for s in sources if s], beams=self.beams))
         texts = [self.tokenizer.decode(next(hypotheses)) if source else "" for source in sources]
-        return text_scores(names, texts, references)
+        return measuring.text_scores(names, texts, references)
 
 
 def _examples(n: int) -> str:
@@ -334,3 +380,91 @@ def by_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         lengths = one.lengths if one.source is None else None
         total += masked_lm_loss(model(one.ids, lengths, **given), one.labels)[0]
     return total, count
+
+
+# --- few-shot prompts: examples of a task in front of a question (Brown et al. 2020, 2.1); nothing is trained ---------
+
+PROMPTED = ("exact", "loss", "perplexity")
+Pair = tuple[str, str]  # source and target
+
+
+@settings
+class Shots:
+    """`count` examples, drawn by `seed` for each question; `template` says how one is written."""
+
+    count: Whole
+    template: str = "{source}\n{target}\n\n"
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        if not all(self.parts[1:]):
+            what = "{source}, then {target}, then what ends an answer, such as a line break"
+            raise UsageError(f"template is {self.template!r}; it needs {what}")
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """What stands before the source, between the two, and behind the target."""
+        before, _, rest = self.template.partition("{source}")
+        between, _, stop = rest.partition("{target}")
+        return before, between, stop
+
+    @property
+    def named(self) -> str:
+        return f"{self.count} shot{'' if self.count == 1 else 's'}"
+
+    def written(self, pair: Pair) -> str:
+        return "".join(part for two in zip(self.parts, (*pair, "")) for part in two)
+
+    def prompt(self, pool: list[Pair], number: int, asked: Pair) -> str:
+        """Examples, never the one that is asked for, and then the question."""
+        draw = random.Random(f"{self.seed} {number}").sample
+        chosen = draw(pool, min(self.count + 1, len(pool))) if self.count else []
+        chosen = [pair for pair in chosen if pair != asked][: self.count]
+        if len(chosen) < self.count:
+            raise Fault(
+                f"{self.count} shots need as many other examples, there are {len(chosen)}", DATA
+            )
+        before, between, _ = self.parts
+        return "".join(map(self.written, chosen)) + f"{before}{asked[0]}{between}"
+
+
+def pairs(source: Source) -> list[Pair]:
+    found = [(r["source"], r["target"]) for r in records(source, ("source", "target"))]
+    if wrong := [i for i, pair in enumerate(found, 1) if not all(isinstance(x, str) for x in pair)]:
+        raise Fault(f"example {wrong[0]}: source and target must be text", DATA)
+    return found
+
+
+class Questions:
+    """Questions with their shots, in ids: `whole` with the answer, of which the first `given` are the prompt."""
+
+    def __init__(
+        self, shots: Shots, asked: list[Pair], pool: list[Pair], coder: Coder, longest: int | None
+    ):
+        self.asked, self.coder, self.stop = asked, coder, shots.parts[2]
+        prompts = [shots.prompt(pool, i, pair) for i, pair in enumerate(asked)]
+        whole = [prompt + pair[1] + self.stop for prompt, pair in zip(prompts, asked)]
+        texts = ([text.rstrip(" ") for text in prompts], whole)
+        self.prompts, self.whole = ([[*coder.before, *x] for x in coder.encode(t)] for t in texts)
+        # A token may join the prompt's end and the answer's beginning: it is a part of the answer.
+        both = [*zip(self.prompts, self.whole)]
+        self.given = [sum(1 for _ in takewhile(lambda x: x[0] == x[1], zip(*x))) for x in both]
+        self.most = max(len(ids) - n for ids, n in zip(self.whole, self.given))
+        for number, ids in enumerate(self.prompts, 1):
+            if longest is not None and len(ids) + self.most > longest:
+                why = f"example {number} with {shots.named} has {len(ids):,} tokens, and answers "
+                why += f"{self.most:,}: more than the model's context of {longest:,}"
+                raise Fault(f"{why}; ask for fewer shots, or give shorter ones", DATA)
+
+    def feed(self, batching: Batching) -> TextFeed:
+        """Of which the answers alone are counted."""
+        how: Any = {"prompts": np.array(self.given, np.int64), "pad": self.coder.pad}
+        feed = TextFeed(Column.of(self.whole), batching, pack="none", shift=True, **how)
+        feed.held = feed
+        return feed
+
+    def exact(self, model: Any) -> float:
+        """How many of the greedy answers are the target's text."""
+        results = generate(model, self.prompts, stop=self.stop, max_new_tokens=self.most)
+        texts = [(r.text or "").strip() for r in results]
+        return measuring.share(texts, [target.strip() for _, target in self.asked])

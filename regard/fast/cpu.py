@@ -35,13 +35,14 @@ from regard.errors import UsageError, notice
 from regard.fast.specialise import Row, Specialise, direct, share
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, NativeLinear, usable
-from regard.kernels.c.rows import attend_one, enter, norm
+from regard.kernels.c.rows import attend_one, choose, enter, norm
 from regard.kernels.c.tape import Tape
 from regard.kernels.linear import PRECISIONS, half_is_fast, pack
 from regard.layers import FeedForward, LMHead, RMSNorm, times
-from regard.mask import Causal, Visible
+from regard.mask import Causal, Span, Visible
 from regard.models import Model
 from regard.models.adapt import LowRank
+from regard.models.base import last_real
 from regard.moe import MixtureOfExperts
 from regard.position import Rope
 
@@ -130,7 +131,7 @@ def _stream(model: Model, precision: str) -> torch.dtype | None:
 
 
 class Prepared:
-    """What a prepared model refuses: its weights are packed for one machine, and rounded."""
+    """What a prepared model does in its own way, and refuses: its weights are packed for one machine, and rounded."""
 
     precision: str
 
@@ -142,6 +143,19 @@ class Prepared:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden).float()  # type: ignore[misc]
+
+    def next_best(
+        self, ids: Tensor, many: int, banned: Sequence[int], **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `rows.choose` finds among the logits after the last token of each row, `many` if there are as many. A
+        head in C does not even write them."""
+        model: Any = self
+        hidden, head = last_real(model.hidden(ids, **options), None), model.head
+        if isinstance(head, PackedHead) and isinstance(head.product, NativeLinear):
+            many = min(many, head.product.n - len(banned))
+            return head.product.best(head.features(hidden), many, banned)
+        logits = self.logits(hidden)
+        return choose(logits, min(many, logits.shape[1] - len(banned)), banned)
 
     def train(self, mode: bool = True) -> Any:
         if mode:
@@ -280,7 +294,7 @@ class JoinedAttention(GroupedQueryAttention):
 
     def enter(self, x: Tensor, ctx: Context) -> tuple[Tensor, dict[str, Tensor]]:
         h, g, d, e = self.h, self.g, self.d, self.e
-        qk, v = self.wqkv(x).split(((h + g) * d, g * e), -1)
+        qk, v = _as_rows(self.wqkv(x), ctx).split(((h + g) * d, g * e), -1)
         if self.q_norm is None:
             qk = qk.unflatten(-1, (h + g, d))  # b t (h + g) d
         else:
@@ -298,7 +312,10 @@ class JoinedCrossAttention(GroupedQueryAttention):
     def entries(self, x: Tensor, ctx: Context) -> dict[str, Tensor]:
         if ctx.memory is None:
             return {}
-        k, v = self.wkv(ctx.memory).split((self.g * self.d, self.g * self.e), -1)
+        real = ctx.once("memory", lambda: Packing.of(ctx.memory_pos))
+        kv = self.wkv(ctx.memory if real is None else real.pack(ctx.memory))
+        kv = kv if real is None else real.spread(kv)
+        k, v = kv.split((self.g * self.d, self.g * self.e), -1)
         return self.as_entries(k, v, ctx)
 
 
@@ -343,9 +360,13 @@ class Native(Join):
 
     def stack(self, module: Stack) -> nn.Module:
         new = self.copy(module)
-        if module.relative is None and all(map(_recorded, new.blocks)):
-            new = share(self.kind(NativeStack), new)
-            new.tapes = Tapes(new)
+        parts = [part for block in new.blocks for part in (block.attention, block.cross)]
+        if not all(part is None or isinstance(part, _Native) for part in parts):
+            return new
+        if module.relative is not None or not all(map(_recorded, new.blocks)):
+            return share(self.kind(PackedStack), new)
+        new = share(self.kind(NativeStack), new)
+        new.tapes = Tapes(new)
         return new
 
     def feed_forward(self, module: FeedForward) -> nn.Module:
@@ -364,7 +385,53 @@ class Native(Join):
     }
 
 
-class NativeStack(Stack):
+class Packing(NamedTuple):
+    """Where the tokens of padded rows (b t) lie, and these one after the other as a single row."""
+
+    shape: torch.Size
+    real: Tensor  # of all places, those that hold a token
+
+    @staticmethod
+    def of(pos: Span | None) -> Packing | None:
+        """None where there is no padding."""
+        if pos is None or pos.start is not None or pos.size == 1:
+            return None
+        real = (pos.index >= 0).flatten().nonzero()[:, 0]
+        return None if len(real) == pos.index.numel() else Packing(pos.index.shape, real)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(b t ...) -> (1 n ...)."""
+        return x.flatten(0, 1).index_select(0, self.real)[None]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The way back, with zeros between."""
+        rows = x.new_zeros(self.shape.numel(), *x.shape[2:]).index_copy_(0, self.real, x[0])
+        return rows.unflatten(0, self.shape)
+
+
+def _as_rows(x: Tensor, ctx: Context) -> Tensor:
+    """What a product gave for tokens, in rows for attention, should the stack have packed them."""
+    packing = ctx.memo.get("packing")
+    return x if packing is None else packing.spread(x)
+
+
+class PackedStack(Stack):
+    """Texts of different lengths go through the products one after the other, without their padding, at which zeros
+    come out: attention alone sees rows."""
+
+    def forward(
+        self, x: Tensor, ctx: Context, cross: Context | None = None, caches: tuple = (None, None)
+    ) -> Tensor:
+        packing = None if ctx.probe is not None else Packing.of(ctx.pos)
+        if packing is None:
+            return super().forward(x, ctx, cross, caches)
+        for each in (ctx, cross):
+            if each is not None:
+                each.memo["packing"] = packing
+        return packing.spread(super().forward(packing.pack(x), ctx, cross, caches))
+
+
+class NativeStack(PackedStack):
     """A step that comes again, one token per row over the same memory, is recorded and then played: the C calls of all
     blocks by one call. What another step has, positions, angles, tables, is written to where the recorded one read it.
     """
@@ -387,9 +454,13 @@ class NativeStack(Stack):
             with fresh.tape.recording():
                 y = super().forward(fresh.x, ctx, cross, caches)
             fresh.y = fresh.tape.settle(y)
-            assert fresh.tape.whole(fresh.y, y), (
-                "a part of this stack computes outside of the C code"
-            )
+            # Other steps of the same form are the same calls.
+            form = (type(caches[0]), fresh.memo["place"] is None, cross is None)
+            if form not in self.tapes.whole:
+                assert fresh.tape.whole(fresh.y, y), (
+                    "a part of this stack computes outside of the C code"
+                )
+                self.tapes.whole.add(form)
             self.tapes.steps[key] = fresh
             return y
         finally:
@@ -474,6 +545,7 @@ class Tapes:
 
     def __init__(self, stack: Stack) -> None:
         self.lock, self.steps = threading.Lock(), dict[Any, Any]()
+        self.whole = set[Any]()  # forms of steps of which one was played and gave what it must
         self.stack = weakref.ref(stack)
 
     def found(self, key: Any) -> Step | bool | None:
@@ -515,6 +587,13 @@ class _Native(GroupedQueryAttention):
     def bare(self) -> bool:
         """Whether scores are q.k * scale and a bias, nothing more."""
         return self.config.softcap is None and self.sinks is None
+
+    def look(self, x: Tensor, ctx: Context) -> Tensor:
+        o, packing = super().look(x, ctx), ctx.memo.get("packing")
+        return o if packing is None else packing.pack(o)
+
+    def queries(self, x: Tensor, ctx: Context) -> Tensor:
+        return self.as_queries(_as_rows(self.wq(x), ctx), ctx)
 
     def mix(self, q: Tensor, kept: dict[str, Tensor], *rest: Any) -> Tensor:
         return super().mix(q.to(kept["k"].dtype), kept, *rest)

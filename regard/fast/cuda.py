@@ -9,9 +9,9 @@ test_graphs_give_the_engine_tokens holds both against the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from regard.attention.delta import GatedDeltaRule
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.protocol import Context
-from regard.attention.sparse import Indexer, SparseAttention
+from regard.attention.sparse import Indexer, SparseAttention, to_fp8
 from regard.block import Block, Stack
 from regard.fast.specialise import Row, Specialise, direct
 from regard.kernels.triton import attention as gpu_attention
@@ -51,6 +51,8 @@ def why_not(model: Any) -> str:
     tower, position = (c.decoder, c.target.position) if two else (c.tower, c.embedding.position)
     if not tower.causal or (tower.cross and not two):
         return "its tower is not causal, or reads what no encoder of its own makes"
+    if not tower.residual:
+        return "its blocks have no residual"
     if two and model.decoder.cache_specs("cross") != model.decoder.cache_specs():
         return "its attention to the source keeps other shapes than that to the text"
     if tower.cross and (tower.cross.kind != "gqa" or tower.cross.gated):
@@ -482,12 +484,25 @@ class Cuda(Specialise):
 
     def latent(self, m: Any) -> nn.Module:
         new = self.copy(m, SlotLatent)
-        new.first = self.product(m.w_uq if m.w_dq is None else m.w_dq, m.w_dkv)
+        query = m.w_uq if m.w_dq is None else m.w_dq
+        new.first, new.first_width = self.product(query, m.w_dkv), (len(query.weight), m.c, m.r)
         new.second = None if m.w_dq is None else self.product(m.w_uq)
         new.out = self.product(m.wo)
         new.up = tuple(
             w.contiguous() for w in m.w_ukv.weight.view(m.h, -1, m.c).split([m.d, m.e], 1)
         )
+        return new
+
+    def indexer(self, m: Any) -> nn.Module:
+        new = self.copy(m, SlotIndexer)
+        new.product, new.kernels = self.product(m.wq), self.kernels
+        return new
+
+    def sparse(self, m: Any) -> nn.Module:
+        new, inner = self.copy(m, SlotSparse), m.attention
+        if isinstance(inner, LatentAttention):
+            query = inner.w_uq if inner.w_dq is None else inner.w_dq
+            new.attention.first = self.product(query, inner.w_dkv, m.indexer.wk)
         return new
 
     def delta(self, m: Any) -> nn.Module:
@@ -509,8 +524,8 @@ class Cuda(Specialise):
         GroupedQueryAttention: lambda maker, m: maker.attention(m),
         LatentAttention: lambda maker, m: maker.latent(m),
         GatedDeltaRule: lambda maker, m: maker.delta(m),
-        SparseAttention: lambda maker, m: maker.copy(m, SlotSparse),
-        Indexer: lambda maker, m: maker.copy(m, SlotIndexer),
+        SparseAttention: lambda maker, m: maker.sparse(m),
+        Indexer: lambda maker, m: maker.indexer(m),
         FeedForward: lambda maker, m: maker.feed_forward(m),
         MixtureOfExperts: lambda maker, m: maker.experts(m),
     }
@@ -605,6 +620,17 @@ class SlotExperts(MixtureOfExperts):
         return residual.plus(out, self.add.norm)
 
 
+@dataclass
+class Asked:
+    """Of tokens whose entries are in their pages: what makes their queries (n h .), what those are made of (n m), the
+    entries themselves, and what was made of the same x for others (n .)."""
+
+    queries: Callable[[], Tensor]
+    source: Tensor
+    new: tuple[Tensor, ...] = ()
+    more: Tensor | None = None
+
+
 class SlotAttention(GroupedQueryAttention):
     """Grouped-query attention; its pages hold k (g d) and v (g e)."""
 
@@ -666,12 +692,15 @@ class SlotAttention(GroupedQueryAttention):
         o = self.mix(laid[0], kept, seen, ctx, spread(bias, gap)).flatten(2).flatten(0, 1)
         return o if pack is None else o[pack.back]
 
-    def asked(
-        self, x: Any, ctx: Context, read: bool = False
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """Queries (n h d), what each token leaves behind, and what queries are made of."""
+    def asked(self, x: Tensor, ctx: Context) -> Asked:
+        slots: Any = ctx.store
         q, *new = self.turned(self.first(x), ctx)
-        return q, tuple(new), x
+        slots.store(*new)
+        return Asked(lambda: q, x)
+
+    def met(self, q: Tensor) -> Tensor:
+        """Queries as they meet what is kept."""
+        return q
 
     def over(self, q: Tensor, slots: Pages, ctx: Context, spots: Tensor) -> Tensor:
         """Queries (n h d) over tokens of the pool (n k), as far as there are any: (n, h e)."""
@@ -718,7 +747,8 @@ class SlotCross(SlotAttention):
 class SlotLatent(LatentAttention):
     """MLA, absorbed: queries meet the latents themselves; its pages hold latents (c) and rotary keys (r)."""
 
-    first: Product
+    first: Product  # of these widths: queries or their latent, latent, rotary key; and what others read
+    first_width: tuple[int, int, int]
     second: Product | None
     out: Product
     up: tuple[Tensor, Tensor]
@@ -729,25 +759,22 @@ class SlotLatent(LatentAttention):
 
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
-        q, new, _ = self.asked(x, ctx)
-        slots.store(*new)
+        asked = self.asked(x, ctx)
+        q = asked.queries()
         sizes = None if slots.pack is None else slots.pack.sizes
         # Few tokens after a long text: as `LatentAttention.mix` has it, but of a pack.
         few = sizes and sizes.whole and sizes.longest * (self.c - self.d) < self.c * self.d
         if sizes is None or (few and self.fast(slots.mine[0])):
             each = slots.each(max(1, SCORES // slots.longest))
-            return joined_rows([self.over(q[rows], step, ctx) for rows, step in each])
+            return joined_rows([self.over(self.met(q[rows]), step, ctx) for rows, step in each])
         # Heads of their own, from the latents: cheaper than to attend c wide.
-        laid = gpu_prompt.lay(slots.pack, q, *self.heads(new))
+        laid = gpu_prompt.lay(slots.pack, q, *self.heads(asked.new))
         if sizes.whole:
             laid = laid[0], *self.heads(slots.kept())
         return gpu_prompt.attend(laid, slots.pack, self.scale, self.config.window)
 
     def over(self, q: Tensor, slots: Any, ctx: Context, spots: Tensor | None = None) -> Tensor:
-        """Queries (n h d+r) of a step over their texts, or over tokens of the pool (n k): (n, h e)."""
-        w_uk, w_uv = self.up
-        nope, rope = q.split([self.d, self.r], -1)
-        q = torch.cat([torch.einsum("bhd,hdc->bhc", nope, w_uk), rope], -1)
+        """Queries (n h c+r) of a step over their texts, or over tokens of the pool (n k): (n, h e)."""
         if self.fast(slots.mine[0]):
             latents, ropes = slots.mine
             more: dict[str, Any] = {"scale": self.scale, "bound": slots.bound, "chosen": spots}
@@ -758,7 +785,14 @@ class SlotLatent(LatentAttention):
             mask = real if spots is None else real[:, None, None]
             k = torch.cat(kept, -1)[:, :, None]
             o = attend(q, k, kept[0][:, :, None], mask, self.scale)
-        return torch.einsum("bhc,hec->bhe", o, w_uv).flatten(1)
+        return each_head(o, self.up[1].mT, o.new_empty(*o.shape[:2], self.e)).flatten(1)
+
+    def met(self, q: Tensor) -> Tensor:
+        """Queries (n h d+r) as they meet latents: (n h c+r)."""
+        met = q.new_empty(*q.shape[:2], self.c + self.r)
+        met[..., self.c :] = q[..., self.d :]
+        each_head(q[..., : self.d], self.up[0], met[..., : self.c])
+        return met
 
     def heads(self, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Every head's keys (... h d+r) and values (... h e) from latents (... c) and rotary keys (... r)."""
@@ -769,27 +803,37 @@ class SlotLatent(LatentAttention):
             k = torch.cat([k, turned.expand(*k.shape[:-1], -1)], -1)
         return k, torch.einsum("...c,hec->...he", kept[0], w_uv)
 
-    def asked(
-        self, x: Any, ctx: Context, read: bool = False
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """Queries (n h d+r), what each token leaves behind, its latent (n c) and its rotary key (n r), and what queries
-        are made of: made itself if others `read` it."""
-        both, c_q = self.first(x), x
-        q, latent, key = both.split([both.shape[-1] - self.c - self.r, self.c, self.r], -1)
-        if self.second is not None:
-            c_q = Normed(Stream(q.contiguous(), False), self.q_norm)
-            c_q = c_q.tensor() if read else c_q
-            q = self.second(c_q)
-        latent = latent if self.kv_norm is None else self.kv_norm(latent)
-        q = q.unflatten(-1, (self.h, -1))
-        if not self.r:
-            return q, (latent,), c_q
-        # Where they lie: nobody else reads them.
+    def asked(self, x: Any, ctx: Context) -> Asked:
+        slots: Any = ctx.store
         here: Any = ctx
-        for y in (q[..., self.d :], key.unsqueeze(-2)):
-            y = y.unflatten(0, ctx.pos.index.shape)
-            here.turn(y, self.config.rope, out=y)
-        return q, (latent, key), c_q
+        both, rope, wide = self.first(x), self.config.rope, self.first_width
+        q, latent, key, more = both.split([*wide, both.shape[-1] - sum(wide)], -1)
+        new: tuple[Tensor, ...] = ()
+        if slots.pack is None and self.fast(slots.mine[0]):
+            assert rope is not None
+            form: dict[str, Any] = {"norms": (rms(self.q_norm), rms(self.kv_norm))}
+            form |= {"angles": slots.angles(rope, self.r), "paired": rope.layout != "half"}
+            place = (slots.mine, slots.table, slots.pos)
+            low = gpu_latent.keep(both, wide[0], self.second is not None, *place, **form)
+        else:
+            low = q if self.q_norm is None else self.q_norm(q)
+            latent = latent if self.kv_norm is None else self.kv_norm(latent)
+            new = (latent,)
+            if self.r:
+                # Where it lies: nobody else reads it.
+                y = key.unsqueeze(-2).unflatten(0, ctx.pos.index.shape)
+                here.turn(y, rope, out=y)
+                new = (latent, key)
+            slots.store(*new)
+
+        def queries() -> Tensor:
+            y = (q if self.second is None else self.second(low)).unflatten(-1, (self.h, -1))
+            if self.r:
+                turns = y[..., self.d :].unflatten(0, ctx.pos.index.shape)
+                here.turn(turns, rope, out=turns)
+            return y
+
+        return Asked(queries, x if self.second is None else low, new, more)
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         return residual.add(self.out, o, self.add.norm)
@@ -818,12 +862,67 @@ class SlotDelta(GatedDeltaRule):
 
 
 class SlotIndexer(Indexer):
+    """Its pages hold index keys."""
+
+    product: Product
+    kernels: bool
+
     def turned(self, x: Tensor, ctx: Context) -> Tensor:
         """Where they lie: nobody else reads them."""
         here: Any = ctx
         some = x[..., : self.config.rope_dim]
         here.turn(some, self.config.attention.rope, "half", out=some)
         return x
+
+    def fast(self, keys: Tensor) -> bool:
+        return self.kernels and gpu_sparse.suits(self.d, self.h, keys, self.fp8)
+
+    @property
+    def fp8(self) -> bool:
+        return self.config.precision == "fp8"
+
+    def asked(
+        self, x: Tensor, ctx: Context, slots: Any, asked: Asked | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """The index keys of x (n m), into their pages; and what is `asked` for, queries (n H D) and weights (n H)."""
+        c, (keys,), shape, q = self.config, slots.mine, ctx.pos.index.shape, None
+        if slots.pack is not None or c.hadamard or not self.fast(keys):
+            slots.store(self.kept(self.keys(x.view(*shape, -1), ctx)).flatten(0, 1))
+            if asked is None:
+                return None
+            q, weights = self.queries(asked.source.view(*shape, -1), ctx), self.weights(x)
+            q = q.flatten(0, 1).contiguous()
+            if self.fp8 and self.fast(keys):
+                q, size = to_fp8(q)
+                weights = weights * size[..., 0]
+            return q, weights
+        key = self.wk(x) if asked is None or asked.more is None else asked.more
+        if asked is not None:
+            q = self.product(asked.source).unflatten(-1, (self.h, self.d))
+        norm, rope = (self.k_norm.weight, self.k_norm.bias, self.k_norm.eps), c.attention.rope
+        angles = slots.angles(rope, c.rope_dim) if c.rope_dim else None
+        form: dict[str, Any] = {"norm": norm, "angles": angles, "fp8": self.fp8}
+        found = gpu_sparse.enter(x, self.ww.weight, q, key, keys, slots.table, slots.pos, **form)
+        return None if q is None else found
+
+    def over(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
+        """Scores (b bound) of every key so far: index queries (b H D) and weights (b H)."""
+        (keys,), pos = step.mine, step.pos
+        assert pos is not None
+        if self.fast(keys):
+            return gpu_sparse.index(q, keys, weights, step.table, pos, step.bound)
+        dots = self.dots(q[:, None], *step.kept())
+        return self.join(dots, weights[:, None].to(dots.dtype))[:, 0]
+
+    def best(self, scores: Tensor, step: Pages) -> Tensor:
+        """Where the best k tokens of each row lie in the pool (b k)."""
+        (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
+        assert pos is not None
+        page = keys.shape[1]
+        if self.fast(keys):
+            return gpu_sparse.topk(scores, pos, k, table, page)
+        at = gpu_sparse.reference(scores, pos + 1, k).long()
+        return table.gather(1, at // page) * page + at % page
 
 
 class SlotSparse(SparseAttention):
@@ -833,51 +932,31 @@ class SlotSparse(SparseAttention):
     def look(self, x: Any, ctx: Context) -> Tensor:
         slots: Any = ctx.store
         attention: Any = self.attention
+        indexer: Any = self.indexer
         x = tensor(x)
-        token = x.view(*ctx.pos.index.shape, -1)
         own, index = slots.only(slice(-1)), slots.only(slice(-1, None))
-        self.put(self.indexer.keys(token, ctx).flatten(0, 1), index)
         within = replace(ctx, store=own)
         if self.dense(slots.longest):
+            indexer.asked(x, ctx, index)
             return attention.look(x, within)
-        q, new, c_q = attention.asked(x, within, read=True)
-        own.store(*new)
-        index_q = self.indexer.queries(c_q.view(*token.shape[:2], -1), ctx).flatten(0, 1)
-        weights = self.indexer.weights(token).flatten(0, 1)
-        out = []
+        asked = attention.asked(x, within)
+        index_q, weights = indexer.asked(x, ctx, index, asked)
+        q, out = asked.queries(), []
         for rows, step in index.each(max(1, SCORES // slots.longest)):
-            spots = self.spots(index_q[rows], weights[rows], step)
-            out.append(attention.over(q[rows], step.only(own.entries), within, spots))
+            spots = indexer.best(indexer.over(index_q[rows], weights[rows], step), step)
+            met = attention.met(q[rows])
+            out.append(attention.over(met, step.only(own.entries), within, spots))
         return joined_rows(out)
-
-    def fast(self, keys: Tensor) -> bool:
-        i, attention, fp8 = self.indexer, cast(Any, self.attention), self.config.precision == "fp8"
-        return attention.first.fast and gpu_sparse.suits(i.d, i.h, keys, fp8)
-
-    def put(self, k: Tensor, index: Pages) -> None:
-        """Index keys (n D) into their pages."""
-        fp8, step = self.config.precision == "fp8", index.pack is None
-        if fp8 and step and index.pos is not None and self.fast(index.mine[0]):
-            gpu_sparse.put_fp8(k, index.mine[0], index.table, index.pos)
-        else:
-            index.store(self.indexer.kept(k))
-
-    def spots(self, q: Tensor, weights: Tensor, step: Pages) -> Tensor:
-        """Where the best k tokens of each row lie in the pool (b k): index queries (b H D) and weights (b H)."""
-        (keys,), (table, pos), k = step.mine, (step.table, step.pos), self.config.topk
-        assert pos is not None
-        page, fp8 = keys.shape[1], self.config.precision == "fp8"
-        if self.fast(keys):
-            scores = gpu_sparse.index(q.contiguous(), keys, weights, table, pos, step.bound, fp8)
-            return gpu_sparse.topk(scores, pos, k, table, page)
-        dots = self.indexer.dots(q[:, None], *step.kept())
-        scores = self.indexer.join(dots, weights[:, None].to(dots.dtype))[:, 0]
-        at = gpu_sparse.reference(scores, pos + 1, k).long()
-        return table.gather(1, at // page) * page + at % page
 
     def leave(self, o: Tensor, residual: Any = None) -> Any:
         attention: Any = self.attention
         return residual.add(attention.out, o, self.add.norm)
+
+
+def each_head(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+    """Each head's own matrix: (n h i), (h i o) -> out (n h o), where it lies."""
+    torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
+    return out
 
 
 def joined_rows(each: list[Tensor]) -> Tensor:

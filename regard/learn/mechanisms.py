@@ -14,17 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.attention import DSA, GQA, MLA, Context, Terms, softmax
+from regard.attention import DSA, GQA, MLA, Context, DeltaRule, Terms, softmax
 from regard.attention.core import scores as dot_scores
+from regard.attention.delta import recurrent
 from regard.attention.latent import LatentAttention
 from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores, to_fp8
 from regard.block import Tower
+from regard.cache import CacheSpec, Paged
+from regard.cache.paged import Pool
 from regard.checkpoint import load
 from regard.config import divisors
 from regard.data.feed import Batch
 from regard.data.read import needed
+from regard.data.train_tokenizer import KINDS as TOKENIZERS
+from regard.data.train_tokenizer import Recipe, train_tokenizer
+from regard.decode.lookup import Index
 from regard.decode.sampling import beam_search, greedy, min_p, top_k, top_p
 from regard.errors import Notice, UsageError
 from regard.kernels.linear import GROUP, Int4, pack
@@ -45,10 +51,13 @@ from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Vi
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
 from regard.models.base import parameters
-from regard.models.recurrent import CELLS, MemoryAttention
+from regard.models.recurrent import CELLS, MemoryAttention, Recurrence
+from regard.moe import MoE
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.presets import build
 from regard.see.probe import Probe
+from regard.text import Tokenizer
+from regard.text import needed as at_hand
 from regard.train import loss
 from regard.train.checkpoint import Checkpoints
 from regard.train.measure import text_scores
@@ -490,6 +499,65 @@ def transformer(layers: int = 6, dim: int = 512, heads: int = 8, width: int = 20
     yield Table("three kinds of attention", names, kinds)
 
 
+@topic("regard/attention/delta.py::recurrent", "regard/attention/delta.py::chunked")
+def delta_rule(k: Matrix, v: Matrix, decay: float = 1.0, beta: float = 1.0) -> Tables:
+    """How can a layer look back at a text of any length through a state of one size?
+
+    S_t = a S_{t-1} + b k_t (v_t - a S_{t-1}^T k_t)^T,   o_t = S_t^T q_t;   a (--decay): what stays,   b (--beta)
+    Before it writes, a key recalls what the state says of it, and only the DIFFERENCE is added: a key that comes again
+    replaces its value. Linear attention, S_t = S_{t-1} + k_t v_t^T, adds up both. Keys have length 1."""
+    keys = F.normalize(torch.atleast_2d(real(k)), dim=-1)
+    values = rows_of("v", v, count=len(keys))
+    for name, share in (("decay", decay), ("beta", beta)):
+        if not 0 < share <= 1:
+            raise UsageError(f"--{name} is {share:g}; give a share above 0, 1 at most")
+    (n, d), e, ones = keys.shape, values.shape[1], keys.new_ones(1, len(keys), 1)
+    asked = keys[:1].expand(n, -1)[None, :, None]
+    state = keys.new_zeros(1, 1, d, e)
+    logs, rate = ones * real((decay,)).log(), ones * beta
+    told, _ = recurrent(asked, keys[None, :, None], values[None, :, None], logs, rate, state)
+    added = torch.cumsum(keys[:, :, None] * values[:, None], 0).transpose(1, 2) @ keys[0]
+    rows = [[t + 1, *told[0, t, 0].tolist(), *added[t].tolist()] for t in range(n)]
+    columns = [f"{name} {x}" for name in ("delta rule", "linear") for x in _numbered("o", values)]
+    yield Table("what the first key recalls", ["after token", *columns], rows, "lines")
+    with torch.device("meta"):
+        spec = DeltaRule(16, 32).make(2048).cache_spec()
+    state_size = sum(torch.Size(shape).numel() for shape in spec.state.values())
+    kept = [[n, state_size, n * cache_numbers(GQA(16, 2, 256), 2048)] for n in (128, 4096, 131072)]
+    columns = ["tokens", "delta rule, 32 heads", "GQA, 2 key heads of 256"]
+    yield Table("numbers kept by one layer, as in Qwen3-Next", columns, kept)
+
+
+@topic("regard/cache/paged.py::Paged", "regard/cache/paged.py::Pool")
+def paged_cache(
+    tokens: Numbers = (40.0, 100.0, 70.0), page: int = 16, shared: int = 32, longest: int = 2048
+) -> Tables:
+    """How do many requests share the memory of one cache?
+
+    place of token t of a row: slot t mod p of page table[t // p];   pages of a row: ceil(n / p)
+    Memory is taken a page at a time, not for the longest text there may be; the full pages of a beginning that requests
+    share (a system prompt: --shared tokens) are held once. This is paged attention, with a prefix cache."""
+    sizes = [whole("tokens", n) for n in tokens]
+    prefix = whole("shared", shared) // whole("page", page, 1, 4096)
+    specs = [CacheSpec(token={"k": (1,)})]
+    pool = Pool(specs, sum(-(-n // page) for n in sizes), page)
+    rows: list[list[Any]] = []
+    for i, n in enumerate(sizes, 1):
+        # A prompt is not taken over whole: its last token must be read.
+        cache, keys = Paged(specs, 1, pool=pool), range(min(prefix, (n - 1) // page))
+        known = cache.adopt(0, keys)
+        cache.begin(n - known)
+        cache.publish(0, keys)
+        table = " ".join(map(str, cache.tables[0]))
+        rows.append([i, n, max(longest, n), table if len(table) < 40 else "...", known])
+    columns = ["request", "tokens", "slots, contiguous", "its pages", "tokens found in them"]
+    yield Table(f"pages of {page} slots", columns, rows, "bars tokens")
+    used = sum(users > 0 for users in pool.users)
+    reserved, found = (sum(row[at] for row in rows) for at in (2, 4))
+    totals = [reserved, used * page, used * page - sum(sizes) + found]
+    yield Table("slots", ["contiguous", "in pages", "of them empty"], [totals])
+
+
 # --- positions and parts ------------------------------------------------------------------------
 
 
@@ -629,6 +697,31 @@ def feed_forward(x: Numbers, dim: int = 512, width: int = 2048) -> Tables:
     yield Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes)
 
 
+@topic("regard/moe.py::MixtureOfExperts.route", "regard/moe.py::balance_loss")
+def mixture_of_experts(x: Numbers, active: int = 2, dim: int = 4096, width: int = 14336) -> Tables:
+    """How can a model have many weights and use few of them for a token?
+
+    y = sum over the k best experts e of g_e E_e(x),   g = softmax(W_r x) at these, divided by their sum
+    Each expert is a gated feed-forward. A loss, or a bias on the choice, keeps all experts in use.
+    x: the router's logits of one token, one for each expert. As in Mixtral unless you say otherwise."""
+    logits, k = real(x), whole("active", active, 1, len(x))
+    layer = MoE(len(x), k, 1).make(len(x)).double().eval()
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(len(x)))
+        (chosen,), (gains,) = layer.route(logits[None])
+    used = dict(zip(chosen.tolist(), gains.tolist()))
+    rows = [
+        [e, a, p, used.get(e, 0.0)] for e, (a, p) in enumerate(zip(x, softmax(logits).tolist()))
+    ]
+    yield Table("one token", ["expert", "logit", "softmax", "weight"], rows, "bars")
+    with torch.device("meta"):
+        layer = MoE(len(x), k, whole("width", width)).make(whole("dim", dim))
+    expert = sum(w[0].numel() for w in (layer.gate, layer.up, layer.down))
+    sizes = [[len(x), k, expert, (every := parameters(layer)), every - (len(x) - k) * expert]]
+    columns = ["experts", "active", "weights of an expert", "of the layer", "used by a token"]
+    yield Table(f"m = {dim}, f = {width}", columns, sizes)
+
+
 @topic("regard/models/embedding.py::PatchEmbedding", "regard/models/embedding.py::Patches")
 def vit(patch: Numbers = (8.0, 14.0, 16.0, 32.0), size: int = 224, dim: int = 768) -> Tables:
     """How does an image become a sentence?
@@ -651,7 +744,8 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
     """What does a recurrent network still know of a word t steps back?
 
     h_t = tanh(W x_t + U h_{t-1});   d h_t / d h_0 = prod of diag(tanh') U  ~  lambda^t
-    Attention reaches every token in one step. x: lambda, the factor of one step; by autograd through the cell at 0."""
+    Attention reaches every token in one step. x: lambda, the factor of one step; by autograd through the cell at 0.
+    h, h': new cells of width 32 after texts that differ in their first word alone; 0 is below 1e-12."""
     cell, zero = CELLS["elman"], real((0.0,))
     rows = []
     for n in (whole("steps", t, 1, 1000) for t in steps):
@@ -666,6 +760,18 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
         rows.append([n, *slopes, n, 1])
     columns = ["steps", *(f"lambda {v:g}" for v in x), "path of the RNN", "of attention"]
     yield Table("d h_t / d h_0", columns, rows, "log")
+    length, apart = max(int(row[0]) for row in rows), []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = torch.randn(1, length + 1, 32, dtype=torch.float64).repeat(2, 1, 1)
+        tokens[1, 0] = torch.randn(32, dtype=torch.float64)
+        for name in CELLS:
+            network = Recurrence(name, 32, 32, 1, 0.0).double()
+            h = network(tokens, network.start(tokens))[0].detach()
+            distance = (h[0] - h[1]).norm(dim=-1)
+            apart.append(torch.where(distance > 1e-12, distance / distance[0], 0.0))
+    rows = [[row[0], *(float(d[int(row[0])]) for d in apart)] for row in rows]
+    yield Table("|h_t - h'_t| / |h_0 - h'_0|", ["steps", *CELLS], rows, "log")
 
 
 @topic(f"{NUMBERS}::multiply_adds", "regard/models/recurrent.py::elman")
@@ -774,6 +880,58 @@ def beam(w: Numbers, x: Numbers, beams: int = 2) -> Tables:
                 [width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()]
             )
     yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows, "bars")
+
+
+@topic("regard/decode/lookup.py::Index", "regard/decode/draft.py::Draft")
+def speculation(
+    x: Numbers = (0.5, 0.7, 0.8, 0.9), guesses: int = 4, text: str = "a b c d e a b c d e a b c d f"
+) -> Tables:
+    """How can one pass of a model write several tokens?
+
+    guess k tokens, read them all in one pass, keep those up to the first that is wrong, and the model's own there
+    E[tokens a pass] = 1 + p + ... + p^k = (1 - p^(k+1)) / (1 - p),   p: share of guesses that are right
+    The text does not change, only the number of passes. Guesses come from a small draft model, or are looked up in the
+    text so far (Index), as below with its words as tokens. x: p."""
+    k = whole("guesses", guesses, 1, 64)
+    if not all(0 <= p <= 1 for p in x):
+        raise UsageError("--x are shares of guesses that are right: numbers from 0 to 1")
+    gains = [[p, sum(p**i for i in range(k + 1))] for p in x]
+    yield Table(f"{k} guesses a pass", ["right", "tokens a pass"], gains, "lines")
+    names = dict.fromkeys(text.split())
+    ids, words = [list(names).index(word) for word in text.split()], list(names)
+    rows: list[list[Any]] = []
+    index, at = Index(ids[:1]), 1
+    while at < len(ids):
+        said = index.after(k)
+        right = next((i for i, g in enumerate(said) if ids[at + i : at + i + 1] != [g]), len(said))
+        new = ids[at : at + right + 1]
+        row = (" ".join(words[i] for i in part) for part in (said, new))
+        rows.append([len(rows) + 1, *row, right])
+        index.extend(new)
+        at += len(new)
+    title = f"{len(ids) - 1} tokens in {len(rows)} passes"
+    yield Table(title, ["pass", "guessed", "written", "right"], rows)
+
+
+@topic("regard/data/train_tokenizer.py::train_tokenizer", "regard/text/tokenizer.py::Tokenizer")
+def tokenizers(
+    text: str = "low lower lowest new newer newest wide wider widest", vocab: int = 24
+) -> Tables:
+    """How does a text become numbers?
+
+    BPE: begin with bytes, join the most frequent pair, again and again;   WordPiece: so with characters, ## inside a
+    word, and the longest piece first;   unigram: the pieces whose product of probabilities is largest (Viterbi)
+    Learned here from the text itself; vocab: pieces beside the bytes of BPE. Characters and bytes make longer rows."""
+    rows = []
+    for kind in TOKENIZERS:
+        least = 258 if kind == "bpe" else 0
+        recipe = Recipe(kind, whole("vocab", vocab, 4, 10000) + least)
+        coder = at_hand(Tokenizer.from_files(train_tokenizer([text] * 4, recipe)))
+        ids = coder.encode(text, special=False)
+        rows.append([kind, coder.vocab, len(ids), " ".join(coder.pieces(ids[:12]))])
+    yield Table(
+        "one text", ["kind", "vocabulary", "tokens", "the first pieces"], rows, "bars tokens"
+    )
 
 
 @topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")

@@ -35,7 +35,12 @@ def with_head(model: Model, head: Head) -> Model:
     encoder-decoder the encoder is the body, unless the head is an LM. New weights start as the family's, drawn on the
     CPU: torch.manual_seed decides them. A pooler becomes the dense layer of a head that has the same."""
     if isinstance(model, EncoderDecoder) and not isinstance(head, LM):
-        model = _encoder_of(model)
+        # The encoder as a model of its own, with the same weights.
+        c, whole = model.config, model
+        with torch.device("meta"):
+            model = Transformer(TransformerConfig(c.source, c.encoder, max_len=c.max_len))
+        model.embedding, model.tower, model.origin = whole.source, whole.encoder, whole.origin
+        model.train(whole.training)
     if not model.towers:
         raise UsageError("a recurrent model keeps the head it was made with; use a Transformer")
     if isinstance(model, Transformer):
@@ -81,15 +86,6 @@ def with_image_size(model: Model, size: int) -> Model:
         both = {**json.loads(files[name]), "size": {"height": size, "width": size}}
         model.origin.files = {**files, name: json.dumps(both, indent=2).encode()}
     return model
-
-
-def _encoder_of(model: EncoderDecoder) -> Transformer:
-    """The encoder as a model of its own, with the same weights."""
-    c = model.config
-    with torch.device("meta"):
-        alone = Transformer(TransformerConfig(c.source, c.encoder, max_len=c.max_len))
-    alone.embedding, alone.tower, alone.origin = model.source, model.encoder, model.origin
-    return alone.train(model.training)
 
 
 def _suited(head: Head, model: Transformer) -> Head:

@@ -18,13 +18,13 @@ class Tokens:
     """Token embeddings, with what is added to them: positions, segment types, a norm. With `width` they are so wide,
     and a linear layer makes them as wide as the tower (ALBERT)."""
 
-    vocab: Count
-    position: Learned | Sinusoidal | None = None
-    types: Whole = 0
+    vocab: Count  # rows of the table
+    position: Learned | Sinusoidal | None = None  # what is added for the place
+    types: Whole = 0  # segment types (BERT: 2)
     scaled: bool = False  # times sqrt(dim)
-    norm: Norm | None = None
-    dropout: Fraction = 0.0
-    width: Count | None = None
+    norm: Norm | None = None  # of the sum
+    dropout: Fraction = 0.0  # of the sum, in training
+    width: Count | None = None  # of the table, where it is not the tower's
     kind: str = "tokens"
 
     def make(self, dim: int) -> TokenEmbedding:
@@ -72,12 +72,12 @@ class Patches:
     """An image of `size` x `size` cut into `patch` x `patch` squares, each a token; `extra` learned tokens stand
     in front (1: the class token; 2: DeiT's distillation token as well)."""
 
-    size: Count = 224
-    patch: Count = 16
-    channels: Count = 3
-    extra: Whole = 1
-    bias: bool = True
-    dropout: Fraction = 0.0
+    size: Count = 224  # side of the image
+    patch: Count = 16  # side of a patch
+    channels: Count = 3  # colours
+    extra: Whole = 1  # learned tokens in front
+    bias: bool = True  # of the map
+    dropout: Fraction = 0.0  # in training
     kind: str = "patches"
 
     def __post_init__(self) -> None:

@@ -277,13 +277,13 @@ class RecurrentConfig:
     """A language model of stacked cells. `attention` is the score (dot, scaled_dot, bilinear, additive) by which each
     state looks back at the states so far, itself among them; None: the state is all there is."""
 
-    vocab: Count
-    dim: Count
-    layers: Count = 1
-    cell: str = "gru"
-    attention: str | None = None
-    tied: bool = True
-    dropout: Fraction = 0.0
+    vocab: Count  # tokens
+    dim: Count  # width of a state
+    layers: Count = 1  # stacked cells
+    cell: str = "gru"  # elman, gru or lstm
+    attention: str | None = None  # score of a look back; none: no look back
+    tied: bool = True  # the embedding is the head's matrix
+    dropout: Fraction = 0.0  # between layers, in training
     kind: str = "recurrent"
 
     def __post_init__(self) -> None:
@@ -341,15 +341,15 @@ class Seq2SeqConfig:
     """An encoder reads the source, its last state starts the decoder. `attention` None: that is all the decoder knows
     (Sutskever et al. 2014); additive: Bahdanau's decoder; dot, scaled_dot, bilinear: Luong's."""
 
-    vocab: Count
-    source_vocab: Count
-    dim: Count
-    layers: Count = 1
-    cell: str = "gru"
-    attention: str | None = "additive"
+    vocab: Count  # tokens of the target
+    source_vocab: Count  # tokens of the source
+    dim: Count  # width of a state
+    layers: Count = 1  # stacked cells
+    cell: str = "gru"  # elman, gru or lstm
+    attention: str | None = "additive"  # dot, scaled_dot, bilinear, additive; none: the bottleneck
     bidirectional: bool = False  # the encoder, each direction of width `dim`
-    tied: bool = False
-    dropout: Fraction = 0.0
+    tied: bool = False  # the embedding is the head's matrix
+    dropout: Fraction = 0.0  # between layers, in training
     kind: str = "recurrent_seq2seq"
 
     def __post_init__(self) -> None:

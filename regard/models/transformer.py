@@ -16,15 +16,8 @@ from regard.config import Count, settings
 from regard.errors import UsageError
 from regard.layers import LM, MLM, Answer, Classify, Tag, activation, make_head
 from regard.mask import Full, Mask, Span
-from regard.models.base import (
-    Lengths,
-    Model,
-    check_ids,
-    cross_cache,
-    last_real,
-    new_source,
-    positions,
-)
+from regard.models import base
+from regard.models.base import Lengths, Model, positions
 from regard.models.embedding import PatchEmbedding, Patches, TokenEmbedding, Tokens, context
 
 
@@ -36,11 +29,11 @@ def embed(
     if isinstance(part, PatchEmbedding):
         x = part(ids)
         return x, Span.run(0, x.shape[1], x.device)
-    check_ids(ids, part.config.vocab, name)
+    base.check_ids(ids, part.config.vocab, name)
     if types is not None:
         if not part.config.types:
             raise UsageError("this model has no segment types; leave `types` out")
-        check_ids(types, part.config.types, "types")
+        base.check_ids(types, part.config.types, "types")
     pos = positions(ids, lengths, context(max_len, part.config), cache)
     return part(ids, pos, types), pos
 
@@ -52,11 +45,11 @@ def embed(
 class TransformerConfig:
     """Decoder-only (tower.causal) or encoder-only, on tokens or image patches."""
 
-    embedding: Tokens | Patches
-    tower: Tower
-    head: LM | MLM | Classify | Tag | Answer | None = None
+    embedding: Tokens | Patches  # what is read: tokens or patches
+    tower: Tower  # the blocks
+    head: LM | MLM | Classify | Tag | Answer | None = None  # what is predicted; none: hidden states
     pooler: str | None = None  # activation of a dense layer on the first token (BERT's)
-    max_len: Count | None = None
+    max_len: Count | None = None  # the longest input
     kind: str = "transformer"
 
     def make(self) -> Transformer:
@@ -84,7 +77,7 @@ class Transformer(Model):
         The options are those of `hidden`."""
         h, head = self.hidden(ids, lengths, **options), self.config.head
         if isinstance(head, Classify) and head.token == "last":
-            h = last_real(h, lengths)[:, None]  # b 1 m
+            h = base.last_real(h, lengths)[:, None]  # b 1 m
         if isinstance(head, Classify) and head.token == "mean":
             h = mean_real(h, lengths)[:, None]
         return self.logits(h)
@@ -141,13 +134,13 @@ def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
 class EncoderDecoderConfig:
     """An encoder reads the source (tokens or an image), a causal decoder attends to it and writes the target."""
 
-    source: Tokens | Patches
-    encoder: Tower
-    target: Tokens
-    decoder: Tower
-    head: LM | None = LM()
+    source: Tokens | Patches  # what the encoder reads
+    encoder: Tower  # its blocks
+    target: Tokens  # what the decoder reads
+    decoder: Tower  # its blocks, causal and with cross
+    head: LM | None = LM()  # what is predicted
     shared: bool = True  # one embedding table for source and target
-    max_len: Count | None = None
+    max_len: Count | None = None  # the longest input of either side
     kind: str = "encoder_decoder"
 
     def __post_init__(self) -> None:
@@ -208,13 +201,13 @@ class EncoderDecoder(Model):
         c = self.config
         check_backend(backend)
         probe = self.probe_of(ids, probe)
-        cross, source = None if cache is None else cache.cross, new_source(ids, source, cache)
+        cross, source = None if cache is None else cache.cross, base.new_source(ids, source, cache)
         memory, memory_pos = None, None if cross is None else cross.span
         if source is not None:
             memory, memory_pos = self.encode(source, source_lengths, probe=probe, backend=backend)
         x, pos = embed(self.target, ids, lengths, c.max_len, cache=cache)
         if cache is not None and memory is not None and memory_pos is not None:
-            cross = cross_cache(cache, self.decoder.cache_specs("cross"), memory, memory_pos)
+            cross = base.cross_cache(cache, self.decoder.cache_specs("cross"), memory, memory_pos)
             memory_pos = cross.span
         ctx = Context(pos, mask or c.decoder.mask, probe=probe, backend=backend, site="decoder.")
         cross_ctx = replace(ctx, mask=Full(), memory=memory, memory_pos=memory_pos, memo={})

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2.sandbox import SandboxedEnvironment
-from markupsafe import Markup
 
 from regard.see.format import clip, columns, level, number, short, small, spark, visible
-from regard.see.page import SERIES, environment, image
+from regard.see.page import SERIES, document, environment, image
 
 Point = tuple[float, float]
 Row = Sequence[object]
 NUMBER = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?|nan|inf|-inf")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# Sizes of pictures are attributes of theirs.
+POLICY = "style-src-attr 'unsafe-inline'"
 # The mean width of a letter, points of a line, and where curves lie in their picture.
 LETTER, MOST = 7.2, 400
 BOX = {"left": 62.0, "right": 468.0, "bottom": 218.0, "width": 480.0, "height": 260.0}
@@ -36,7 +36,9 @@ BOX = {"left": 62.0, "right": 468.0, "bottom": 218.0, "width": 480.0, "height": 
 @dataclass(frozen=True)
 class Block:
     """A part of a page: heading, text, strong (what matters most), table, code, figures beside each
-    other, or thumbnails of them. `folded`: HTML shows it on request, under this name."""
+    other, or thumbnails of them; and tables that HTML shows otherwise: tiles (a name, its value, more
+    about it) and cards (what was made of `text` at each step). `folded`: HTML shows it on request,
+    under this name."""
 
     kind: str
     text: str = ""
@@ -60,30 +62,23 @@ class Block:
 
 class Figure(NamedTuple):
     """A picture, what it is, and the same in numbers: a table for HTML, for Markdown curves by
-    name, drawn in letters."""
+    name, drawn in letters. `log`: the same on a logarithmic axis, shown at first if `logged`."""
 
     svg: str
-    caption: str
+    title: str
+    caption: str = ""
     table: Block | None = None
     curves: Sequence[tuple[str, Sequence[float]]] = ()
+    log: str = ""
+    logged: bool = False
 
 
 def as_html(title: str, blocks: Sequence[Block]) -> str:
-    constant = {"policy": POLICY, "light": style("light"), "dark": style("dark")}
-    safe = {name: Markup(text) for name, text in constant.items()}
-    return templates().get_template("report.html").render(title=title, blocks=blocks, **safe)
+    return document(templates(), "report", title, policy=POLICY, blocks=blocks)
 
 
 def as_markdown(title: str, blocks: Sequence[Block]) -> str:
     return templates().get_template("report.md").render(title=title, blocks=blocks)
-
-
-def style(scheme: str) -> str:
-    """The rules that a page needs for this scheme: colours of curves, and which form of a map is
-    shown."""
-    colours = " ".join(f"--s{i}: {value};" for i, value in enumerate(SERIES[scheme]))
-    other = "light" if scheme == "dark" else "dark"
-    return f"svg {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
 
 
 @cache
@@ -226,8 +221,8 @@ def heat(
     values, cell = np.array(weights, float), 20
     tall, wide = values.shape
     side, head = ([clip(visible(name), 14) for name in names] for names in (rows, across))
-    left, top = (10 + LETTER * max(map(columns, x)) if x else 0.0 for x in (side, head))
-    size = (cell * wide, cell * tall) if rows else (96.0, 96.0 * min(tall / wide, 4))
+    left, top = (14 + LETTER * max(map(columns, x)) if x else 0.0 for x in (side, head))
+    size = (cell * wide, cell * tall) if rows else (96.0, 96.0 * min(tall / wide, 1.5))
     images = {scheme: image(values, scheme) for scheme in ("light", "dark")}
     return _draw("heat", title, cell, left, top, *size, images, side, head)
 

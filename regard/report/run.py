@@ -23,6 +23,7 @@ from regard.see.look import Given, named, trace
 from regard.text import needed
 from regard.train.config import toml
 from regard.train.measure import context_of
+from regard.train.plan import size
 from regard.train.trainer import flat
 
 FORMAT = 1
@@ -31,6 +32,7 @@ TEXTS = "name task device device_name precision regard torch python commit data 
 KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys((*TEXTS.split(), "status"), str),
     **dict.fromkeys(["seed", "threads", "world", "parameters", "trained", "step", "steps"], int),
+    "memory": int,
     **dict.fromkeys(("command", "classes"), list),
     **dict.fromkeys(("config", "changes", "best"), dict),
     "seconds": (int, float),
@@ -46,17 +48,19 @@ ENDS = {
 WORSE = 1.5
 NO_METRIC = ("kind", "step", "best", "signatures")
 # Evaluations, sources of samples, their steps, tokens of a large map, columns of a value in a terminal.
-ROWS, SOURCES, MOMENTS, WORDS, CELL = 40, 5, 12, 24, 44
+ROWS, SOURCES, MOMENTS, WORDS, CELL = 40, 5, 6, 24, 44
 # Tokens of a map, maps of a page, heads of a layer; tasks whose samples go on where the prompt ends.
 LONGEST, MOST, HEADS = 48, 96, 12
 WRITES = ("lm", "prefix")
-# Curve -> its title, its unit, whether its axis is logarithmic.
+# Curve -> its title, its unit.
 CURVES = {
-    "loss": ("loss", "loss", False),
-    "lr": ("learning rate", "learning rate", False),
-    "norm": ("length of the gradient", "norm", True),
-    "rate": ("throughput", "tokens / s", False),
+    "loss": ("loss", "loss"),
+    "lr": ("learning rate", "learning rate"),
+    "norm": ("length of the gradient", "norm"),
+    "rate": ("throughput", "tokens / s"),
 }
+# Which can be seen on a logarithmic axis, and are at first where the largest value is so many times the least.
+LOGARITHMIC, WIDE = ("loss", "norm", "perplexity"), 30
 SMOOTHED = "Curves of training are smoothed; as they were, they are drawn faintly."
 # What a run was made in or of, beside its settings.
 CIRCUMSTANCES = (
@@ -355,16 +359,36 @@ def report(run: Run, maps: Sequence[Map] = (), note: str = "") -> list[Block]:
     parts = {
         "Curves": [Block("text", SMOOTHED), Block("figures", figures=curves([run]))],
         "Evaluations": _evaluations(run, result.best),
-        "Samples over time": _samples(run),
+        "Samples, step by step": _samples(run),
         "Attention of the last checkpoint": _attention(maps, note),
+        "About the run": [Block("table", head=("", ""), rows=list(_header(run, result)))],
         "How to reproduce it": _again(run),
     }
     return [
         Block("strong", result.verdict),
         *(Block("text", f"Note: {each}.") for each in run.notes),
-        Block("table", head=("", ""), rows=list(_header(run, result))),
+        Block("tiles", head=("", "", ""), rows=list(_tiles(run, result))),
         *_headed(parts),
     ]
+
+
+def _tiles(run: Run, result: Summary) -> Iterator[tuple[str, str, str]]:
+    """The figures that one wants first: a name, a value, and what must be known of it."""
+    info = run.info
+    if result.best is not None:
+        yield f"best {result.metric}", number(result.value), f"evaluation at step {result.best:,}"
+    yield "training loss", number(result.loss, 3), "at the end, smoothed"
+    if result.rate is not None:
+        yield "tokens / s", short(result.rate), info.get("device_name") or info.get("device", "")
+    if result.seconds is not None:
+        yield "time", span(result.seconds), f"{result.step:,} of {result.steps or '?'} steps"
+    if "memory" in info:
+        whose = "of the GPU" if info.get("device") == "cuda" else "of the process"
+        yield "memory", size(info["memory"]), f"{whose}, at most"
+    if result.parameters is not None:
+        trained = info.get("trained", result.parameters)
+        part = "all trained" if trained == result.parameters else f"{short(trained)} trained"
+        yield "parameters", short(result.parameters), part
 
 
 def _headed(parts: Mapping[str, Iterable[Block]]) -> list[Block]:
@@ -398,26 +422,26 @@ def curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Figure]:
     """Loss, learning rate, gradient and throughput, and every metric of evaluations; of several
     runs laid over each other, under `names`."""
     figures, alone = [], len(runs) == 1
-    for name, (title, unit, log) in CURVES.items():
+    for name, (title, unit) in CURVES.items():
         series = []
         for run, run_name in zip(runs, names or ("training",)):
             raw = run.curve(name)
             series.append(Series(run_name, *((raw,) if name == "lr" else (smooth(raw), raw))))
         if name == "loss" and alone:
             series.append(Series("evaluation", runs[0].measured(name), dots=True))
-        figures.append(_figure(title, unit, series, log))
+        figures.append(_figure(title, unit, series, name in LOGARITHMIC))
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         if name == "loss" and alone:
             continue
         pairs = zip(runs, names or ("evaluation",))
         measured = [Series(run_name, run.measured(name), dots=True) for run, run_name in pairs]
-        figures.append(_figure(f"{name}, in evaluations", name, measured, False))
+        figures.append(_figure(f"{name}, in evaluations", name, measured, name in LOGARITHMIC))
     return [figure for figure in figures if figure is not None]
 
 
 def _figure(title: str, unit: str, series: Sequence[Series], log: bool) -> Figure | None:
-    """A picture of curves with about ten of their points as a table; none where no curve has
-    points."""
+    """A picture of curves, with `log` on both axes, and about ten of their points as a table; none
+    where no curve has points."""
     rows: list[tuple[object, ...]] = []
     values, ends, many = [], [], len(series) > 1
     for each in series:
@@ -433,8 +457,10 @@ def _figure(title: str, unit: str, series: Sequence[Series], log: bool) -> Figur
         return None
     head = ("curve", "step", unit) if many else ("step", unit)
     table = Block("table", head=head, rows=rows, folded="as a table")
-    caption = f"{title}: {'; '.join(ends)}"
-    return Figure(lines(series, title, y=unit, log=log), caption, table, values)
+    above = [y for _, curve in values for y in curve if y > 0] if log else []
+    drawn = [lines(series, title, y=unit, log=on) for on in (False, True)[: 1 + bool(above)]]
+    logged = bool(above) and max(above) >= WIDE * min(above)
+    return Figure(drawn[0], title, "; ".join(ends), table, values, "".join(drawn[1:]), logged)
 
 
 def _spaced(count: int, most: int) -> list[int]:
@@ -472,8 +498,9 @@ def _samples(run: Run) -> Iterator[Block]:
         samples = [s for s in run.samples if s["source"] == source]
         rows = [(samples[i]["step"], samples[i]["text"]) for i in _spaced(len(samples), MOMENTS)]
         reference = next((s["reference"] for s in samples if s.get("reference") is not None), None)
-        rows += [] if reference is None else [("reference", reference)]
-        yield Block("table", head=("step", f"from: {clip(visible(source), 300)}"), rows=rows)
+        rows += [] if reference is None else [("reference", str(reference))]
+        source = clip(visible(source, "\n"), 300)
+        yield Block("cards", source, head=("step", f"from: {source}"), rows=rows)
     if len(sources) > SOURCES:
         yield Block("text", f"{SOURCES} of {len(sources)} sources are shown.")
 

@@ -40,6 +40,8 @@ SIDE, WHOLE, EVERY, ONE, THUMBS = 64, 1 << 19, 6 << 20, 1 << 21, 1 << 21
 TITLES = {"self": "Self-attention", "cross": "Cross-attention"}
 BLANK = " \n\r\t"
 BLANKS = dict(zip(BLANK, "␣⏎␍⇥")) | {"▁": "␣", "Ġ": "␣", "Ċ": "⏎"}
+# Marks such as </s> and [SEP], and what has neither letter nor digit.
+NO_WORD = re.compile(r"<.*>|\[.*\]|[\W_]*", re.DOTALL)
 P = TypeVar("P", bound=Probe)
 
 
@@ -344,18 +346,64 @@ def trace(
         one = Layer(int(number), site, heads, mean)
         view.layers.append(full.filled(one) if full else one)
     for view in () if full else views.values():
-        at, which = chosen(view, layer, head)
+        at, which, *_ = telling(view, layer, head)
         if len(view.rows) * len(view.columns) <= ONE:
             view.layers[at] = run(Steps([view.layers[at].site], [which])).filled(view.layers[at])
     return list(views.values())
 
 
-def chosen(view: View, layer: int | None, head: int | None) -> tuple[int, int]:
-    """The place of a layer in the view and a head of it: those asked for, else the last layer's
-    first."""
+def telling(
+    view: View, layer: int | None = None, head: int | None = None
+) -> tuple[int, int, int, int]:
+    """Where to look first: a layer's place in the view, a head, a row and a column. Of the heads that
+    are asked for, or of all, the weight that stands out most from what other rows give its column, so
+    that what every row reads counts little."""
     numbers = [each.number for each in view.layers]
-    at = numbers.index(layer) if layer in numbers else len(numbers) - 1
-    return at, min(head or 0, len(view.layers[at].heads) - 1)
+    layers = [numbers.index(layer)] if layer in numbers else range(len(numbers))
+    places = [
+        (i, j)
+        for i in layers
+        for j, _ in enumerate(view.layers[i].heads)
+        if head is None or j == min(head, len(view.layers[i].heads) - 1)
+    ]
+
+    def most(place: tuple[int, int]) -> float:
+        cells = view.layers[place[0]].heads[place[1]].cells
+        if cells.shape == (len(view.rows), len(view.columns)):
+            # As small as the pooled heads beside it.
+            cells = F.max_pool2d(torch.from_numpy(cells)[None], view.step, ceil_mode=True)[
+                0
+            ].numpy()
+        return float(_standing_out(view, cells).max())
+
+    i, j = max(places, key=most)
+    found = view.layers[i].heads[j]
+    down, across = (1, 1) if isinstance(found, Full) else view.step
+    stands = _standing_out(view, found.cells)
+    row, column = np.unravel_index(int(stands.argmax()), stands.shape)
+    return i, j, int(row) * down, int(column) * across
+
+
+def _standing_out(view: View, cells: np.ndarray) -> np.ndarray:
+    """By how much each weight is above the mean of the others in its column. What is rarely worth a look gets -1,
+    as long as something is left: the first key, in a text a token itself and its neighbours, what is
+    not a word; of a picture all but what its class token reads of patches."""
+    seen = cells > 0
+    stands = cells - (cells.sum(0) - cells) / np.maximum(seen.sum(0) - seen, 1)
+    dull, (rows, columns) = np.zeros(cells.shape, bool), cells.shape
+    dull[:, 0] = True
+    if view.picture is not None:
+        dull[:, : view.picture.extra] = True
+        dull[1:] |= view.name != "cross"
+    elif view.name != "cross":
+        dull |= abs(np.arange(rows)[:, None] - np.arange(columns)) <= min(3, columns // 4)
+    if view.picture is None and cells.shape == (len(view.rows), len(view.columns)):
+        rows_dull, columns_dull = (
+            np.array([NO_WORD.fullmatch(name) is not None for name in names])
+            for names in (view.rows, view.columns)
+        )
+        dull |= rows_dull[:, None] | columns_dull
+    return np.where(dull & ~dull.all(), -1.0, stands)
 
 
 def _check(sizes: dict[str, tuple[int, int, int]], layer: int | None, head: int | None) -> None:

@@ -2,9 +2,8 @@
 the colours of every map.
 
 The modules of web/ are joined into one inline script, since browsers refuse module files that are
-opened from disk; the policy of the page allows this script and this style, by their hashes, and
-nothing else. Every page of the project is made by the templates of `environment`, which escape all
-that they are given.
+opened from disk. Every page of the project is made by `document`: one frame and one base style, by
+the templates of `environment`, which escape all that they are given.
 
 One table of colours serves the page's script, matplotlib and reports. Lightness runs one way from
 the page's ground, so that colours read without hue; signed values run to blue below zero and to
@@ -29,14 +28,27 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from regard.see.format import visible
-from regard.see.look import Full, Layer, Panel, Pooled, View, chosen
+from regard.see.look import Full, Layer, Panel, Pooled, View, telling
 
 WEB = Path(__file__).parent / "web"
 # A module comes after those that it imports.
 MODULES = (
-    *("dom", "palette", "data", "scale", "overview", "map", "table", "thumbs", "row", "image"),
+    *(
+        "dom",
+        "palette",
+        "data",
+        "scale",
+        "overview",
+        "map",
+        "lines",
+        "table",
+        "thumbs",
+        "row",
+        "image",
+    ),
     *("state", "app"),
 )
+OPENED = "The page opens on the weight that stands out most from what other rows give that column."
 # Cells above which a head is stored without what can be computed.
 LARGE = 1 << 18
 RAMPS: dict[str, dict[str, list[list[int]]]] = {
@@ -50,13 +62,8 @@ RAMPS: dict[str, dict[str, list[list[int]]]] = {
         "signed": [[130, 195, 255], [45, 95, 150], [20, 23, 26], [150, 85, 30], [255, 180, 100]],
         "masked": [[52, 57, 63]],
     },
-    # Laid over a photograph.
-    "photo": {
-        "plain": [[70, 0, 110], [190, 30, 100], [245, 125, 20], [255, 235, 90]],
-        "negative": [[60, 120, 200], [110, 190, 255]],
-    },
 }
-# Of curves and bars, one after the other.
+# Of curves, heads and bars, one after the other.
 SERIES = {
     "light": ("#0b62a8", "#b34700", "#007556", "#8f3f8f", "#7a6200", "#444c56"),
     "dark": ("#6cb6ff", "#ffa05c", "#4fd1a5", "#e0a3e0", "#e3c84b", "#b6bec8"),
@@ -77,18 +84,42 @@ def environment(*folders: Path) -> SandboxedEnvironment:
     )
 
 
+def document(
+    env: SandboxedEnvironment,
+    name: str,
+    title: str,
+    script: str = "",
+    policy: str = "",
+    **more: Any,
+) -> str:
+    """A page by the template of this name. Its style is colours.css, base.css and the sheet of its
+    own name; its policy allows this style and this script, by their hashes, pictures that are in the page, what
+    `policy` adds, and nothing else."""
+    assert env.loader is not None
+    sheets = [env.loader.get_source(env, f"{sheet}.css")[0] for sheet in ("colours", "base", name)]
+    dark = f"@media (prefers-color-scheme: dark) {{ {style('dark', ':root')} }}"
+    sheet = "\n".join([style("light", ":root"), dark, *sheets])
+    allowed = [f"style-src '{_hash(sheet)}'", "img-src data:", "base-uri 'none'"]
+    allowed += [f"script-src '{_hash(script)}'"] if script else []
+    policy = "; ".join(
+        ["default-src 'none'", *allowed, "form-action 'none'", *filter(None, [policy])]
+    )
+    safe = {"policy": Markup(policy), "style": Markup(sheet), "script": Markup(script)}
+    return env.get_template(f"{name}.html").render(title=title, **safe, **more)
+
+
+def style(scheme: str, where: str = "svg") -> str:
+    """The rules that a scheme needs: colours of curves, and which form of a map is shown."""
+    colours = " ".join(f"--s{i}: {value};" for i, value in enumerate(SERIES[scheme]))
+    other = "light" if scheme == "dark" else "dark"
+    return f"{where} {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
+
+
 def page(title: str, panels: Sequence[Panel]) -> str:
     """The whole page, as HTML."""
-    script, style = joined(), (WEB / "style.css").read_text(encoding="utf-8")
     data = json.dumps({"models": [_panel(panel) for panel in panels]}, allow_nan=False)
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    safe = {"policy": policy, "style": style, "script": script}
-    safe["data"] = data.replace("<", "\\u003c")
-    template = environment().get_template("look.html")
-    return template.render(title=title, **{name: Markup(text) for name, text in safe.items()})
+    given = {"data": Markup(data.replace("<", "\\u003c"))}
+    return document(environment(), "look", title, joined(), **given)
 
 
 def joined() -> str:
@@ -96,7 +127,7 @@ def joined() -> str:
     files = [(WEB / f"{name}.js").read_text(encoding="utf-8") for name in MODULES]
     whole = re.sub(r"^import .*;\n", "", "\n".join(files), flags=re.MULTILINE)
     script = re.sub(r"^export ", "", whole, flags=re.MULTILINE)
-    return f"const RAMPS = {json.dumps(RAMPS)};\n{script}"
+    return f"const RAMPS = {json.dumps(RAMPS)}, SERIES = {json.dumps(SERIES)};\n{script}"
 
 
 def _hash(text: str) -> str:
@@ -107,29 +138,21 @@ def _hash(text: str) -> str:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
-    first = max(range(len(panel.views)), key=lambda i: panel.views[i].name == "cross")
-    layer, head = chosen(panel.views[first], panel.layer, panel.head)
-    column = _column(panel.views[first], panel.views[first].layers[layer].heads[head])
     return {
         "name": visible(panel.name),
         "note": visible(panel.note),
-        "start": {"view": first, "layer": layer, "head": head, "column": column},
-        "views": [_view(view) for view in panel.views],
+        "start": max(range(len(panel.views)), key=lambda i: panel.views[i].name == "cross"),
+        "views": [_view(view, panel) for view in panel.views],
     }
 
 
-def _column(view: View, head: Full | Pooled) -> int:
-    """What the row that is shown first reads most: an image's class token, or the last row of a
-    text."""
-    row = 0 if view.picture is not None and view.name != "cross" else -1
-    return int(head.cells[row].argmax()) * (1 if isinstance(head, Full) else view.step[1])
-
-
-def _view(view: View) -> dict[str, Any]:
+def _view(view: View, panel: Panel) -> dict[str, Any]:
+    place = telling(view, panel.layer, panel.head)
     data = {
         "name": view.name,
         "title": view.title,
         "note": _note(view),
+        "start": dict(zip(("layer", "head", "row", "column"), place)),
         "rows": [visible(name) for name in view.rows],
         "columns": [visible(name) for name in view.columns],
         "step": list(view.step),
@@ -151,6 +174,7 @@ def _note(view: View) -> str:
         notes.append(
             "Patches are named by their row and column in the picture, from 1,1 at the top left."
         )
+    notes.append(OPENED)
     if view.whole:
         return " ".join(notes)
     heads = [(layer.number, i, h) for layer in view.layers for i, h in enumerate(layer.heads)]

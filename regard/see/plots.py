@@ -21,7 +21,7 @@ from torch import Tensor
 
 from regard.errors import ENVIRONMENT, Fault, UsageError, notice
 from regard.see.format import clip, visible
-from regard.see.look import Full, Panel, chosen
+from regard.see.look import Full, Panel, telling
 from regard.see.page import SERIES, table
 from regard.see.probe import thumbnail
 
@@ -41,8 +41,8 @@ NUMBERS, PEAKS = 12, 64
 
 
 def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
-    """All heads; the one that was asked for; where there is cross-attention, the alignment by its
-    last layer."""
+    """All heads; the one that was asked for; where there is cross-attention, the alignment by the
+    layer that tells most."""
 
     def beside(word: str) -> Path:
         return path.with_name(f"{path.stem}-{word}{path.suffix}")
@@ -59,7 +59,7 @@ def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
             names.append(f"{view.name} {layer.number}" if panel.views[1:] else str(layer.number))
     paths = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
     view = max(panel.views, key=lambda view: view.name == "cross")
-    at, which = chosen(view, panel.layer, panel.head)
+    at, which, *_ = telling(view, panel.layer, panel.head)
     layer = view.layers[at]
     title = f"{panel.name}, {view.title.lower()}, layer {layer.number}"
     # Where a cell is a token, no head is pooled; of a long text the asked head alone is in full.

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from regard.errors import UsageError
-from regard.files import loads
+from regard.files import json_object
 
 Files = Mapping[str, bytes]
 Settings = dict[str, Any]
@@ -91,15 +91,7 @@ def check_unicode(text: str, what: str) -> None:
 
 def read_json(files: Files, name: str) -> Settings:
     """The table in a JSON file of the folder; empty where there is no such file."""
-    if name not in files:
-        return {}
-    try:
-        data = loads(files[name])
-    except (ValueError, RecursionError) as e:
-        raise UsageError(f"{name} is not JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise UsageError(f"{name} must hold a table {{...}}, got {type(data).__name__}")
-    return data
+    return json_object(files[name], name) if name in files else {}
 
 
 def read_text(files: Files, name: str) -> str:

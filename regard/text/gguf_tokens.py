@@ -69,7 +69,13 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list
     last = vocab.named("eos") if metadata.get(KEY + "add_eos_token", False) else None
     if first or last:
         core.post_processor = around(first, last)
-    tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": _ends(vocab)}
+    # Every token that ends an answer, not only the text's end.
+    ids = vocab.ids
+    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
+    end = ends[0] if len(ends) == 1 else ends or None
+    table = dict(bos_token_id=ids.get("bos"), eos_token_id=end, pad_token_id=ids.get("padding"))
+    table = {name: value for name, value in table.items() if value is not None}
+    tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": table}
     files = {n: json.dumps(table, indent=2, ensure_ascii=False) for n, table in tables.items()}
     files["tokenizer.json"] = core.to_str(pretty=True)
     return {name: text.encode() for name, text in files.items()}, notices
@@ -157,12 +163,3 @@ def _settings(vocab: Vocabulary) -> dict[str, Any]:
         each = [{"name": name or "default", "template": text} for name, text in templates.items()]
         settings["chat_template"] = templates[""] if list(templates) == [""] else each
     return settings
-
-
-def _ends(vocab: Vocabulary) -> dict[str, Any]:
-    """Every token that ends an answer, not only the text's end."""
-    ids = vocab.ids
-    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
-    end = ends[0] if len(ends) == 1 else ends or None
-    table = dict(bos_token_id=ids.get("bos"), eos_token_id=end, pad_token_id=ids.get("padding"))
-    return {name: value for name, value in table.items() if value is not None}

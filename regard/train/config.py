@@ -32,7 +32,7 @@ from typing import Any, get_type_hints
 
 from torch import nn
 
-from regard.config import Count, Fraction, Positive, from_dict, ranged, to_dict
+from regard.config import Count, Fraction, Positive, from_dict, settings, to_dict
 from regard.data.config import ROWED, Data, check_used
 from regard.data.corrupt import Corrupted, Marks, Noise
 from regard.data.feed import Feed, Objective
@@ -52,8 +52,7 @@ QUERIES_AND_VALUES = ("wq", "wv", "w_uq", "w_ukv")  # of GQA, and of MLA
 KINDLESS = {"vocab": ("chars", "bytes"), "min_count": ("chars", "bytes", "unigram")}
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Adapt:
     """Method "full": everything learns; "frozen": the head alone; "lora": LoRA on the linear layers that `targets`
     name, and the head, unless it is a vocabulary's that came with the model.
@@ -62,11 +61,11 @@ class Adapt:
     body. Experts, which are no linear layers of their own, and the indexer of sparse attention, which no loss of the
     model reaches, are left as they are."""
 
-    method: str = "full"
-    rank: Count = 8
-    alpha: Positive = 16.0
-    dropout: Fraction = 0.0
-    targets: tuple[str, ...] | str = QUERIES_AND_VALUES
+    method: str = "full"  # full, frozen or lora
+    rank: Count = 8  # r of LoRA
+    alpha: Positive = 16.0  # LoRA's product counts alpha / r
+    dropout: Fraction = 0.0  # on what LoRA reads
+    targets: tuple[str, ...] | str = QUERIES_AND_VALUES  # layers that get LoRA, or "all"
 
     def __post_init__(self) -> None:
         check_choice("adapt.method", self.method, METHODS)
@@ -78,14 +77,14 @@ class Adapt:
 class Config:
     """`model` has a preset or a folder, and changes; `tokenizer` a folder, or what regard.text's Recipe takes."""
 
-    task: str
-    data: Data
-    model: dict[str, Any]
-    tokenizer: dict[str, Any] = field(default_factory=dict)
-    train: Train = field(default_factory=Train)
-    smoothing: Smoothing = NONE
-    noise: Noise = Noise()
-    adapt: Adapt = Adapt()
+    task: str  # what is learned: lm, seq2seq, classify, ...
+    data: Data  # files and batches
+    model: dict[str, Any]  # preset or folder, and every setting to change
+    tokenizer: dict[str, Any] = field(default_factory=dict)  # folder = "...", or how one is learned
+    train: Train = field(default_factory=Train)  # how long and how
+    smoothing: Smoothing = NONE  # of labels
+    noise: Noise = Noise()  # how text is damaged that is to be repaired
+    adapt: Adapt = Adapt()  # which weights learn
 
     def __post_init__(self) -> None:
         check_choice("task", self.task, TASKS)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from regard.data.read import needed
 from regard.errors import ENVIRONMENT, Fault, UsageError, nearest, notice
 from regard.files import write_whole
 from regard.train.trainer import Callback, Progress, flat
@@ -113,12 +113,8 @@ def tracker(names: Sequence[str], folder: str | Path, info: Mapping[str, Any]) -
     for name in names:
         if name not in TRACKERS:
             raise UsageError(f"--log-to {name!r:.40} is unknown; {nearest(name, TRACKERS)}")
-        try:
-            place = "torch.utils.tensorboard" if name == "tensorboard" else name
-            modules[name] = importlib.import_module(place)
-        except ImportError:
-            why = f"--log-to {name}: its package is missing; pip install {name}"
-            raise Fault(why, ENVIRONMENT) from None
+        place = "torch.utils.tensorboard" if name == "tensorboard" else name
+        modules[name] = needed(place, f"--log-to {name}", name)
     return [Tracker(name, module, Path(folder), info) for name, module in modules.items()]
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context, Terms, weights
 from regard.attention.sparse import SparseAttention, Spread, choose, dots_exact, index_scores
-from regard.config import Fraction, Whole, ranged
+from regard.config import Fraction, Whole, settings
 from regard.data.feed import IGNORE as IGNORE
 from regard.data.feed import Batch, Objective
 from regard.errors import UsageError, check_choice
@@ -45,8 +45,7 @@ ALIGN = {"cuda": 64}
 SMOOTHINGS = ("V-1", "V", "V-2")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Smoothing:
     """q of the label is `top`, of every other word `share`, of `padding` 0: three definitions are in use.
 
@@ -54,9 +53,9 @@ class Smoothing:
     "V":   top = 1 - eps + eps / V, share = eps / V   (torch, Hugging Face);
     "V-2": top = 1 - eps, share = eps / (V-2), with a padding id, which is no label   (The Annotated Transformer)."""
 
-    eps: Fraction
-    over: str = "V-1"
-    padding: Whole | None = None
+    eps: Fraction  # what the label gives away
+    over: str = "V-1"  # to V-1, V or V-2 words
+    padding: Whole | None = None  # the id that gets nothing (V-2)
 
     def __post_init__(self) -> None:
         check_choice("smoothing.over", self.over, SMOOTHINGS)
@@ -146,7 +145,10 @@ class _Chunks(torch.autograd.Function):
             h, labels, counted = h[ctx.rows], labels[ctx.rows], counted[ctx.rows]
         loss = h.new_zeros((), dtype=wide)
         with torch.autocast(h.device.type, enabled=False):
-            w, b = _aligned(weight, h.dtype), None if bias is None else bias.to(h.dtype)
+            w, b = weight.to(h.dtype), None if bias is None else bias.to(h.dtype)
+            # Rows of zeros up to a multiple of ALIGN.
+            lacking = -len(w) % ALIGN.get(w.device.type, 1)
+            w = F.pad(w, (0, 0, 0, lacking)) if lacking else w
             dh = torch.empty_like(h) if needs[0] else None
             dw = torch.zeros_like(w, dtype=wide) if needs[1] else None
             db = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
@@ -179,12 +181,6 @@ class _Chunks(torch.autograd.Function):
         if dh is not None and ctx.rows is not None:
             dh = dh.new_zeros(ctx.shape).index_copy_(0, ctx.rows, dh)
         return dh, dw, db, None, None, None
-
-
-def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in this type, with rows of zeros up to a multiple of ALIGN."""
-    lacking = -len(weight) % ALIGN.get(weight.device.type, 1)
-    return F.pad(weight.to(dtype), (0, 0, 0, lacking)) if lacking else weight.to(dtype)
 
 
 def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:

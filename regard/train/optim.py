@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.config import Amount, Count, Fraction, Positive, Share, Whole, ranged
+from regard.config import Amount, Count, Fraction, Positive, Share, Whole, settings
 from regard.data.feed import Batch, Objective
 from regard.errors import UsageError, check_choice, nearest
 from regard.layers import LabelHead, LMHead
@@ -33,8 +33,7 @@ def noam(step: int, dim: int, warmup: int) -> float:
     return dim**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Schedule:
     """A linear warm-up to 1 over `warmup` steps, then a `shape` over the rest of `steps` (None: all steps of the
     training). The floor is reached after the last step, so that every step, the last one too, changes the weights.
@@ -43,11 +42,11 @@ class Schedule:
     "wsd": 1, then linearly to `floor` over the last `decay` steps (Hu et al. 2024, arXiv:2404.06395);  "constant": 1.
     """
 
-    shape: str = "cosine"
-    steps: Count | None = None
-    warmup: Whole = 0
-    floor: Share = 0.0
-    decay: Whole = 0
+    shape: str = "cosine"  # noam, cosine, linear, wsd or constant
+    steps: Count | None = None  # its length; none: all steps of the training
+    warmup: Whole = 0  # steps of a linear rise to the peak
+    floor: Share = 0.0  # the last rate, as a share of the peak
+    decay: Whole = 0  # the last steps of wsd, which fall
 
     def __post_init__(self) -> None:
         check_choice("schedule.shape", self.shape, SHAPES)
@@ -132,17 +131,16 @@ def hidden(model: nn.Module) -> set[str]:
 OPTIMIZERS = ("adamw", "muon")
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Optim:
     """AdamW (Loshchilov and Hutter 2019) for all; or Muon (Jordan et al. 2024) for `hidden` matrices and AdamW for the
     rest, at one rate: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982)."""
 
-    name: str = "adamw"
-    lr: Positive = 1e-3
-    decay: Amount = 0.1
-    betas: tuple[Fraction, ...] = (0.9, 0.95)
-    eps: Amount = 1e-8
+    name: str = "adamw"  # adamw or muon
+    lr: Positive = 1e-3  # the peak learning rate
+    decay: Amount = 0.1  # weight decay, of matrices alone
+    betas: tuple[Fraction, ...] = (0.9, 0.95)  # AdamW's
+    eps: Amount = 1e-8  # AdamW's
     momentum: Fraction = 0.95  # Muon's
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
 from regard.block import Block, Stack
-from regard.config import Count, divisors, ranged
+from regard.config import Count, divisors, settings
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError, check_choice
 from regard.layers import FeedForward
@@ -44,20 +44,18 @@ T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Parallel:
     """How processes share the work. "ddp": each has the model and a part of the batch. "fsdp": weights and optimiser
     are shared out too, and put together layer by layer. "tensor": `degree` processes (default: all) split heads and
-    feed-forwards between them; groups of so many share batch and weights out, as in fsdp. `patience`: seconds without a
-    sign of life from a process after which the others end.
+    feed-forwards between them; groups of so many share batch and weights out, as in fsdp.
 
     Evaluations give the same figures in every mode. "ddp": the first process measures, the others wait for it. "fsdp"
     and "tensor": all compute every batch together, since no process could call a layer alone."""
 
-    mode: str = "ddp"
-    degree: Count | None = None
-    patience: Count = 120
+    mode: str = "ddp"  # ddp, fsdp or tensor
+    degree: Count | None = None  # processes that split a layer (tensor); none: all
+    patience: Count = 120  # seconds without a sign of life after which the others end
 
     def __post_init__(self) -> None:
         check_choice("train.parallel.mode", self.mode, MODES)

@@ -230,6 +230,7 @@ def _run(
             "averaged": bool(at.averaged),
             "ended": None if status == "running" else now(),
             "seconds": round(info["seconds"] + time.monotonic() - start, 2),
+            "memory": peak_memory(trainer.device),
         }
         text = json.dumps({**info, **now_is}, indent=1, ensure_ascii=False, default=str)
         write_whole(folder / "run.json", text)
@@ -387,6 +388,18 @@ def run_info(launch: Launch, config: RunConfig, trainer: Trainer, classes: list[
         "trained": sum(p.numel() for p in parameters if p.requires_grad),
         "data": trainer.feed.describe(),
     }
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes at most so far: of a GPU what torch held, else of this process where the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def commit() -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from regard.config import Amount, Count, Positive, Seed, Whole, ranged, to_dict
+from regard.config import Amount, Count, Positive, Seed, Whole, settings, to_dict
 from regard.data.feed import Feed, Objective, Prefetch, seed_of
 from regard.errors import UsageError, check_choice, nearest
 from regard.fast import train as fast
@@ -40,36 +40,35 @@ Figures = tuple[dict[str, float], dict[str, Any]]  # by name; what else to tell
 Measure = Callable[[Any, Callable[[], None]], Figures]
 
 
-@dataclass(frozen=True)
-@ranged
+@settings
 class Train:
-    """How to train: `steps`, or `epochs`, passes over the data, from which steps are counted once it is read.
-    `evaluate` and `save` are steps between evaluations and checkpoints; 0: at the end alone. `micro_batches` of
-    a step. `metric`: what the best model is best at; `patience`: evaluations without a better one after which it ends.
-    `average`: the mean of this many last checkpoints is tried at the end, and kept if it is the best. `balance`: the
-    weight of the loss that keeps a mixture's experts in balance, see `balanced`; `bias_speed`: how far its correction
-    bias moves in a step. `nan`: what to do with a step whose loss or gradient is not finite: stop, skip it, or go back
-    to the last checkpoint and leave it out."""
+    """How to train. With `epochs` the steps are counted once the data is read."""
 
-    steps: Count = 1000
-    epochs: Positive | None = None
-    seed: Seed = 42
-    micro_batches: Count = 1
-    clip: Positive | None = 1.0
-    precision: str = "fp32"
+    steps: Count = 1000  # optimiser steps
+    epochs: Positive | None = None  # passes over the data, instead of steps
+    seed: Seed = 42  # of weights, batches, dropout and noise
+    micro_batches: Count = 1  # parts that a batch is computed in: less memory
+    clip: Positive | None = 1.0  # the largest norm of all gradients together
+    precision: str = "fp32"  # fp32 or bf16
+    # blocks are computed again in the backward pass: less memory
     activation_checkpointing: bool = False
-    compile: bool = False
-    evaluate: Whole = 0
-    save: Whole = 0
-    metric: str = "loss"
-    patience: Count | None = None
-    average: Whole = 0
+    compile: bool = False  # by torch.compile
+    evaluate: Whole = 0  # steps between evaluations; 0: at the end alone
+    save: Whole = 0  # steps between checkpoints; 0: at the end alone
+    metric: str = "loss"  # what the best model is best at
+    patience: Count | None = None  # evaluations without a better one after which it ends
+    average: Whole = (
+        0  # the mean of this many last checkpoints is tried at the end, and kept if best
+    )
+    # weight of the loss that keeps a mixture's experts in balance; see `balanced`
     balance: Amount | None = None
-    bias_speed: Amount = 0.001
-    nan: str = "stop"
-    optim: Optim = field(default_factory=Optim)
-    schedule: Schedule = field(default_factory=Schedule)
-    parallel: Parallel = Parallel()
+    bias_speed: Amount = 0.001  # how far the correction bias of a mixture moves in a step
+    nan: str = (
+        "stop"  # loss or gradient not finite: stop, skip the step, or go back to a checkpoint
+    )
+    optim: Optim = field(default_factory=Optim)  # the optimiser
+    schedule: Schedule = field(default_factory=Schedule)  # the learning rate over time
+    parallel: Parallel = Parallel()  # several processes
 
     def __post_init__(self) -> None:
         check_choice("train.metric", self.metric, METRICS)
@@ -389,11 +388,11 @@ def changed(
     then = {RENAMED.get(name, name): value for name, value in then.items()}
     old, new = {**flat(to_dict(Train())), **flat(then)}, flat(to_dict(config))
     free = set(FREE)
-    if all(settings["schedule.steps"] in (None, settings["steps"]) for settings in (old, new)):
+    if all(table["schedule.steps"] in (None, table["steps"]) for table in (old, new)):
         free.add("schedule.steps")
-    for settings in (old, new):
-        length = settings["schedule.steps"] or settings["steps"]
-        settings["schedule.steps"] = length if config.schedule.ends else None
+    for table in (old, new):
+        length = table["schedule.steps"] or table["steps"]
+        table["schedule.steps"] = length if config.schedule.ends else None
     may: dict[str, list[Any]] = {}
     fixed: dict[str, list[Any]] = {}
     for name in [n for n in new if old[n] != new[n]]:

@@ -1,6 +1,7 @@
 """Pages of attention to open in a browser, and how tests read them."""
 
 import base64
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,18 +60,27 @@ def vision() -> list[View]:
 
 @contextmanager
 def opened(
-    browser: Any, path: Path, panels: list[Panel], *, width: int = 1440, hash: str = "", **more: Any
+    browser: Any,
+    path: Path,
+    panels: list[Panel] | str,
+    *,
+    width: int = 1440,
+    hash: str = "",
+    **more: Any,
 ) -> Iterator[Any]:
-    """A tab with the page, from disk; any request, error or word on the console fails the test."""
+    """A tab with the page of these panels, or with this one, from disk; any request, error or word
+    on the console fails the test."""
     file = path / "page.html"
-    file.write_text(page("a page", panels), encoding="utf-8")
+    whole = panels if isinstance(panels, str) else page("a page", panels)
+    file.write_text(whole, encoding="utf-8")
     context = browser.new_context(viewport={"width": width, "height": 900}, **more)
     tab, wrong = context.new_page(), []
     tab.on("console", lambda said: wrong.append(said.text))
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     tab.on("request", lambda r: r.url.startswith(file.as_uri()) or wrong.append(r.url))
     tab.goto(file.as_uri() + hash)
-    tab.wait_for_selector("html[data-ready]")
+    if not isinstance(panels, str):
+        tab.wait_for_selector("html[data-ready]")
     yield tab
     assert not wrong, wrong
     context.close()
@@ -116,11 +126,13 @@ def cell(tab: Any, row: int, column: int, view: View) -> dict[str, float]:
 
 
 def pixels(tab: Any, selector: str, index: int = 0) -> np.ndarray:
-    """What a canvas shows, (h w 3)."""
+    """What a canvas shows on white, (h w 3)."""
     script = """([selector, index]) => {
         const canvas = document.querySelectorAll(selector)[index];
         const { width, height } = canvas;
         const pen = new OffscreenCanvas(width, height).getContext("2d");
+        pen.fillStyle = "white";
+        pen.fillRect(0, 0, width, height);
         pen.drawImage(canvas, 0, 0);
         const data = pen.getImageData(0, 0, width, height).data;
         let text = "";
@@ -130,3 +142,21 @@ def pixels(tab: Any, selector: str, index: int = 0) -> np.ndarray:
     return (
         np.frombuffer(base64.b64decode(found), np.uint8).reshape(high, wide, 4)[..., :3].astype(int)
     )
+
+
+def rgb(tab: Any, selector: str, what: str) -> list[int]:
+    """A colour of the first such element: its text's, or its ground's."""
+    script = f"(e => getComputedStyle(e).{what})(document.querySelector('{selector}'))"
+    return [int(x) for x in re.findall(r"\d+", tab.evaluate(script))[:3]]
+
+
+def contrast(a: list[int], b: list[int]) -> float:
+    """By the web's accessibility rules: 4.5 for text."""
+
+    def light(colour: list[int]) -> float:
+        part = np.array(colour) / 255
+        linear = np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    high, low = sorted((light(a), light(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)

@@ -16,6 +16,7 @@ from tests.browser.pages import (
     full,
     last,
     opened,
+    pixels,
     readout,
     title,
     vision,
@@ -68,12 +69,12 @@ def test_tab_reaches_everything_and_shows_where_it_is(browser: Any, tmp_path: Pa
         script = """(e => [e.name || e.className, getComputedStyle(e).outlineStyle,
             parseFloat(getComputedStyle(e).outlineWidth)])(document.activeElement)"""
         stops = []
-        for _ in range(9):
+        for _ in range(10):
             tab.keyboard.press("Tab")
             name, style, width = tab.evaluate(script)
             assert style == "solid" and width >= 3, name
             stops.append(name)
-        controls = ["measure", "order", "bare", "averaged", "rowwise", "table"]
+        controls = ["as", "measure", "averaged", "bare", "rowwise", "table", "order"]
         assert stops == [*controls, "thumb", "photo over", "map"]
 
 
@@ -135,7 +136,7 @@ def test_an_address_that_makes_no_sense_opens_what_there_is(
     browser: Any, tmp_path: Path, hash: str
 ) -> None:
     with opened(browser, tmp_path, [Panel("m", "", decoder(TEXT))], hash=hash) as tab:
-        assert re.search(r"layer 2, head [02]", title(tab))
+        assert re.search(r"layer \d, head \d", title(tab)) and "weight 0." in readout(tab)
 
 
 def test_tokens_are_text_and_never_markup(browser: Any, tmp_path: Path) -> None:
@@ -145,6 +146,82 @@ def test_tokens_are_text_and_never_markup(browser: Any, tmp_path: Path) -> None:
         assert [row[0] for row in bars(tab)] == words
         assert tab.locator("main img, main i, main b").count() == 0
         assert tab.locator("h2").inner_text() == "<i>m</i>"
+
+
+# --- lines --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_tell_what_a_token_reads_and_who_reads_it(browser: Any, tmp_path: Path) -> None:
+    cross = encoder_decoder()[2]
+    hash = "#as=lines&at0=cross.1.1.2.1"
+    with opened(browser, tmp_path, [Panel("m", "", encoder_decoder())], hash=hash) as tab:
+        lines, told = tab.locator(".lines"), tab.locator(".large .readout").last
+        assert not tab.locator(".map").is_visible() and "its heads" in title(tab)
+        maps = [full(cross, 1, h).weight for h in range(3)]
+        head, column = divmod(int(max(range(18), key=lambda i: maps[i // 6][2, i % 6])), 6)
+        best = f"“{cross.columns[column]}” {maps[head][2, column]:.4f} (head {head})"
+        assert told.inner_text().startswith(f"row “plays” reads {best}")
+        # The fourth token on the left, then the first on the right, 24 pixels from one to the next.
+        wide = lines.bounding_box()["width"]
+        lines.hover(position={"x": 5, "y": 4 + 24 * 3 + 9})
+        assert told.inner_text().startswith("row “</s>” reads “") and "cross.1.1.2.1" in tab.url
+        lines.hover(position={"x": wide - 5, "y": 4 + 9})
+        who = max(range(12), key=lambda i: maps[i // 4][i % 4, 0])
+        said = f"“{cross.rows[who % 4]}” {maps[who // 4][who % 4, 0]:.4f} (head {who // 4})"
+        assert told.inner_text().startswith(f"column “der” is read by {said}")
+        tab.mouse.move(1, 1)
+        assert told.inner_text().startswith("row “plays” reads")
+        lines.click(position={"x": 5, "y": 4 + 9})
+        assert "at0=cross.1.1.0.1" in tab.url
+        lines.press("ArrowDown")
+        assert "at0=cross.1.1.1.1" in tab.url
+        assert tab.locator("#live").inner_text().startswith("row “dog” reads")
+
+
+def leading(tab: Any, colour: str) -> int:
+    """How many points between the tokens have more of this colour than of the others."""
+    seen = pixels(tab, ".lines")
+    seen = seen[:, seen.shape[1] // 3 : -seen.shape[1] // 3].reshape(-1, 3)
+    vivid = seen[seen.max(-1) - seen.min(-1) > 60]
+    return int((vivid.argmax(-1) == ("red", "green", "blue").index(colour)).sum())
+
+
+def test_heads_are_put_on_and_off_and_have_their_colours(browser: Any, tmp_path: Path) -> None:
+    hash = "#as=lines&at0=cross.0.0.0.0"
+    with opened(browser, tmp_path, [Panel("m", "", encoder_decoder())], hash=hash) as tab:
+        chips, pressed = tab.locator(".chip"), "es => es.map((e) => e.ariaPressed)"
+        assert chips.all_inner_texts() == ["all heads", "head 0 alone", "0", "1", "2"]
+        assert chips.evaluate_all(pressed) == ["true", "false", "true", "true", "true"]
+        tab.get_by_role("button", name="head 0 alone").click()
+        assert chips.evaluate_all(pressed) == ["false", "true", "true", "false", "false"]
+        assert "at0=cross.0.0.0.0.1-2" in tab.url
+        assert leading(tab, "blue") > 0 == leading(tab, "red") + leading(tab, "green")
+        tab.get_by_role("button", name="head 2", exact=True).press("Enter")
+        assert tab.url.endswith("at0=cross.0.0.0.0.1") and leading(tab, "green") > 0
+        assert tab.evaluate("document.activeElement.ariaLabel") == "head 2"
+        # A head that is chosen is drawn.
+        tab.locator(".thumb").nth(1).click()
+        assert chips.evaluate_all(pressed)[2:] == ["true", "true", "true"]
+        assert leading(tab, "red") > 0
+
+
+def test_lines_of_a_long_text_are_the_keys_that_a_row_weighs_most(
+    browser: Any, tmp_path: Path
+) -> None:
+    words = [f"w{i}" for i in range(150)]
+    (view,) = views = decoder(words, heads=12, dim=48, layers=1)
+    hash = "#as=lines&at0=self.0.5.140.3"
+    with opened(browser, tmp_path, [Panel("m", "", views)], hash=hash) as tab:
+        row = full(view, 0, 5).weight[140]
+        best = f"“w{row.argmax()}” {row.max():.4f} (head 5)"
+        told = tab.locator(".large .readout").last
+        # Of many heads the chosen one is drawn alone.
+        assert told.inner_text().startswith(f"row “w140” reads {best}")
+        assert tab.locator(".lines").bounding_box()["height"] < 26 * 24 + 20
+        listed = sorted({3, *row.argsort()[::-1][:25].tolist()})
+        wide = tab.locator(".lines").bounding_box()["width"]
+        tab.locator(".lines").click(position={"x": wide - 5, "y": 4 + 24 * 7 + 9})
+        assert f"at0=self.0.5.140.{listed[7]}" in tab.url
 
 
 # --- two models ---------------------------------------------------------------------------------------------------

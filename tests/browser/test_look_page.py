@@ -1,7 +1,6 @@
 """The page of regard look in a real browser: its numbers and its colours, light and dark, narrow and wide."""
 
 import os
-import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from regard.see.look import Panel
 from tests.browser.pages import (
     TEXT,
     bars,
+    contrast,
     decoder,
     encoder_decoder,
     full,
@@ -21,6 +21,7 @@ from tests.browser.pages import (
     opened,
     pixels,
     readout,
+    rgb,
     title,
     vision,
 )
@@ -153,7 +154,7 @@ def test_page_fits_and_follows_the_scheme(
 ) -> None:
     more = {"color_scheme": scheme, "reduced_motion": "reduce"}
     with opened(browser, tmp_path, PAGES[name](), width=width, **more) as tab:
-        for label in ("score", "show as table"):
+        for label in ("lines", "score", "show as table", "map"):
             tab.get_by_label(label, exact=True).check()
             size = tab.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
             assert size[0] <= size[1], "the page scrolls sideways"
@@ -161,8 +162,7 @@ def test_page_fits_and_follows_the_scheme(
             "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.row .wide'))"
         )
         assert inner[0] <= inner[1], "the row's numbers do not fit"
-        ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-        light = sum(map(int, re.findall(r"\d+", ground)[:3])) > 380
+        light = sum(rgb(tab, "body", "backgroundColor")) > 380
         assert light == (scheme == "light")
         assert "not an explanation" in tab.locator(".note").inner_text()
         if SHOTS:
@@ -170,6 +170,15 @@ def test_page_fits_and_follows_the_scheme(
             tab.get_by_label("show as table").uncheck()
             tab.wait_for_timeout(100)
             tab.screenshot(path=f"{SHOTS}/{name}-{width}-{scheme}.png", full_page=True)
+
+
+def test_what_is_pressed_is_large_enough_to_be_hit(browser: Any, tmp_path: Path) -> None:
+    """24 pixels, by the web's accessibility rules."""
+    for width in (360, 1440):
+        with opened(browser, tmp_path, PAGES["pair"](), width=width, hash="#as=lines") as tab:
+            for part in tab.locator("label, .chip, .thumb").all():
+                box = part.bounding_box()
+                assert min(box["width"], box["height"]) >= 24, part.inner_text()
 
 
 def test_boxes_do_not_overlap(browser: Any, tmp_path: Path) -> None:
@@ -182,24 +191,14 @@ def test_boxes_do_not_overlap(browser: Any, tmp_path: Path) -> None:
                     assert beside or a["y"] + a["height"] <= b["y"] + 1, width
 
 
-def contrast(a: list[int], b: list[int]) -> float:
-    """By the web's accessibility rules: 4.5 for text."""
-
-    def light(colour: list[int]) -> float:
-        part = np.array(colour) / 255
-        linear = np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
-        return float(linear @ [0.2126, 0.7152, 0.0722])
-
-    high, low = sorted((light(a), light(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_from_their_ground(browser: Any, tmp_path: Path, scheme: str) -> None:
     with opened(browser, tmp_path, PAGES["pair"](), color_scheme=scheme) as tab:
-        colour = "(e => getComputedStyle(e).color)(document.querySelector('{}'))"
-        ground = "getComputedStyle(document.body).backgroundColor"
-        for part in ("h1", ".shown", ".layer", ".scale", ".choice legend", ".bars th", ".numbers"):
-            pair = (tab.evaluate(script) for script in (colour.format(part), ground))
-            a, b = ([int(x) for x in re.findall(r"\d+", text)[:3]] for text in pair)
-            assert contrast(a, b) >= 4.5, part
+        ground = rgb(tab, "body", "backgroundColor")
+        for part in ("h1", ".shown", ".layer", ".scale", ".group legend", ".bars th", ".numbers"):
+            assert contrast(rgb(tab, part, "color"), ground) >= 4.5, part
+        tab.get_by_label("lines").check()
+        tab.get_by_role("button", name="head 1", exact=True).click()
+        for chip in ('.chip[aria-pressed="true"]', '.chip[aria-pressed="false"]'):
+            behind = rgb(tab, ".note" if "true" in chip else "body", "backgroundColor")
+            assert contrast(rgb(tab, chip, "color"), behind) >= 4.5, chip

@@ -61,8 +61,7 @@ BEAMS = ("llama", "deepseek", "dsa_mla", "lstm_bilinear", "bahdanau", "t5", "cap
 WAYS: dict[str, dict[str, Any]] = {
     "all at once": {"layout": "contiguous"},
     "three rows, odd chunks and pages, shared prefixes": {"rows": 3, "chunk": 7, "page": 3},
-    "no shared prefixes": {"prefix": False, "chunk": 32},
-    "preempted": {"page": 2, "pages": 30},
+    "no shared prefixes, preempted": {"prefix": False, "chunk": 32, "page": 2, "pages": 30},
 }
 KINDS = [
     {"temperature": 0.9, "top_p": 0.95, "seed": 3},
@@ -134,19 +133,21 @@ def check(name: str, dtype: torch.dtype, ways: dict[str, dict[str, Any]], beams:
     model, each = invariant(build(name, dtype)), range(len(texts()))
     alone = {i: ask(name, model, [i], beams, layout="contiguous")[0][i] for i in each}
     assert len(set(map(str, alone.values()))) == len(each)  # else equality would say little
-    for seed, (way, options) in enumerate(ways.items()):
-        order = random.Random(seed).sample(each, len(each))
+    for way, options in ways.items():
+        order = random.Random(way).sample(each, len(each))
         together, engine = ask(name, model, order, beams, **options)
         assert together == alone, way
-        assert way != "preempted" or engine.pool is None or engine.preempted, "no page was missed"
+        assert "preempted" not in way or engine.pool is None or engine.preempted, (
+            "no page was missed"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_invariant_bits_do_not_depend_on_company(name: str, dtype: torch.dtype) -> None:
     ways = list(WAYS.items())
-    # bf16 rounds otherwise, but runs the same way: two of them tell.
-    check(name, dtype, dict(ways if dtype is torch.float32 else [ways[0], ways[-1]]))
+    # bf16 rounds otherwise, but runs the same way: one of them tells.
+    check(name, dtype, dict(ways if dtype is torch.float32 else ways[-1:]))
 
 
 @pytest.mark.parametrize("name", BEAMS)

@@ -14,7 +14,8 @@ from regard.block import Tower
 from regard.cache import Cache, Contiguous, Paged
 from regard.fast.cpu import NativeAttention, NativeStack, Step, prepare
 from regard.kernels.c import native
-from regard.kernels.c.linear import usable
+from regard.kernels.c.linear import NativeLinear, usable
+from regard.kernels.c.rows import choose
 from regard.layers import LM, MLP, Norm
 from regard.models import EncoderDecoderConfig, Model, Tokens, TransformerConfig
 from regard.position import Learned, Rope, Sinusoidal, T5Bias
@@ -97,6 +98,51 @@ def test_lean_blocks_give_the_models_logits(name: str, precision: str) -> None:
     lean = prepare(model, precision)
     assert any(isinstance(m, NativeAttention) for m in lean.modules())
     assert error(story(lean, name), story(model, name)) < BOUND[precision]
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+@torch.inference_mode()
+def test_padding_is_not_multiplied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lean, call, rows = prepare(made(name), "fp32"), NativeLinear.__call__, []
+
+    def counted(layer: NativeLinear, x: Tensor, *more: Any) -> Tensor:
+        rows.append(x.numel() // layer.k)
+        return call(layer, x, *more)
+
+    monkeypatch.setattr(NativeLinear, "__call__", counted)
+    g = torch.Generator().manual_seed(1)
+    ids, lengths = torch.randint(VOCAB, (4, 9), generator=g), [9, 2, 5, 7]
+    if name in PAIRS:
+        both, _ = lean.encode(ids, lengths)
+        alone = [lean.encode(ids[i : i + 1, :n])[0] for i, n in enumerate(lengths)]
+    else:
+        both = lean.hidden(ids, lengths)
+        alone = [lean.hidden(ids[i : i + 1, :n]) for i, n in enumerate(lengths)]
+    assert max(rows) == sum(lengths)
+    for i, (n, own) in enumerate(zip(lengths, alone, strict=True)):
+        torch.testing.assert_close(both[i, :n], own[0], rtol=1e-5, atol=1e-5)
+
+
+@precisions
+@pytest.mark.parametrize("banned", [(), (3, 17)])
+@torch.inference_mode()
+def test_beams_need_the_best_logits_alone(
+    banned: tuple[int, ...], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a head writes all of them or finds the best at once; settings that need all of them have them."""
+    lean, g = prepare(made("marian"), precision), torch.Generator().manual_seed(3)
+    sources = [torch.randint(VOCAB, (n,), generator=g).tolist() for n in (6, 2, 9)]
+    how: dict[str, Any] = dict(beams=3, max_new_tokens=12, eos=(5,), banned=banned)
+    called, best = [], NativeLinear.best
+    monkeypatch.setattr(NativeLinear, "best", lambda *a: called.append(a) or best(*a))
+    found = regard.generate(lean, sources, **how)
+    assert len(called) >= 11
+    monkeypatch.setattr(NativeLinear, "best", lambda self, x, k, out: choose(self(x), k, out))
+    for a, b in zip(found, regard.generate(lean, sources, **how), strict=True):
+        assert a.ids == b.ids and a.score == pytest.approx(b.score, rel=1e-5)
+    called.clear()
+    regard.generate(lean, sources, **how, repetition_penalty=1.2)
+    assert not called
 
 
 @precisions

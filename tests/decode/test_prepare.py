@@ -262,8 +262,11 @@ def test_prepared_encoder_gives_what_its_head_gives(head: object, precision: str
     tower = Tower(32, 2, GQA(4, bias=True), MLP(64, "gelu"), causal=False, order="post")
     model = stir(Transformer(TransformerConfig(tokens, tower, head, "tanh"))).float()  # type: ignore[arg-type]
     fast, x = prepare(model, precision), ids(2, 6)
-    y = fast(x, [6, 4])
-    assert y.dtype == torch.float32 and error(y, model(x, [6, 4])) < BOUND[precision]
+    y, want = fast(x, [6, 4]), model(x, [6, 4])
+    if y.dim() == 3:
+        # A prepared model computes nothing at padding.
+        y, want = (torch.cat([out[0], out[1, :4]]) for out in (y, want))
+    assert y.dtype == torch.float32 and error(y, want) < BOUND[precision]
     assert error(fast.pool(x).float(), model.pool(x)) < BOUND[precision]
 
 

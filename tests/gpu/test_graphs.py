@@ -112,7 +112,7 @@ def test_graph_gives_the_plain_tokens(name: str, rows: int) -> None:
         assert ties(model, asked, served(made(model, rows, kernels), asked)) <= FEW
 
 
-@pytest.mark.parametrize("name, rows", zip(small.FORMS, itertools.cycle((3, 16))))
+@pytest.mark.parametrize("name, rows", list(zip(small.FORMS, itertools.cycle((3, 16)))))
 def test_every_form_gives_the_plain_logits_and_tokens(name: str, rows: int) -> None:
     model, asked = small.build(name).cuda(), small.requests(rows)
     assert largest_gap(Engine(model, rows=rows), [r.ids for r in asked], 6) < BOUND
@@ -249,7 +249,7 @@ def test_linear_on_cuda(m: int, k: int, n: int, gated: bool) -> None:
     w = (torch.randn(n * (1 + gated), k) / k**0.5).cuda().bfloat16()
     act = "silu" if gated else ""
     got = gpu_linear.fused(x, w, norm=(g, 1e-5, 0.0), act=act, gated=gated)
-    wide = (g.float(), 1e-5)
+    wide = (g.float(), 1e-5, 0.0)
     close(got, gpu_linear.reference(x.float(), w.float(), norm=wide, act=act, gated=gated))
 
 
@@ -306,16 +306,23 @@ def test_topk_on_cuda_is_choose() -> None:
 def test_index_on_cuda(fp8: bool) -> None:
     b, h, d, s = 3, 20, 64, 800
     q, keys = torch.randn(b, h, d).cuda().bfloat16(), torch.randn(150, 16, d).cuda().bfloat16()
-    w, table = torch.randn(b, h).cuda(), torch.randperm(150).view(b, 50).int().cuda()
-    pos, new = torch.full((b,), s - 1).cuda(), torch.randn(b, d).cuda().bfloat16()
+    table = torch.randperm(150).view(b, 50).int().cuda()
+    pos = torch.full((b,), s - 1).cuda()
     kept = packed_fp8(keys) if fp8 else keys
-    if fp8:
-        gpu_sparse.put_fp8(new, kept, table, pos)
-        last = kept[table[:, -1].long(), 15].view(torch.uint8)
-        assert torch.equal(last, packed_fp8(new).view(torch.uint8))
-    got = gpu_sparse.index(q, kept, w, table, pos, s, fp8)
-    dots = (fp8_dots if fp8 else dots_exact)(q[:, None], kept[table.long()].flatten(1, 2))
-    torch.testing.assert_close(got, index_scores(dots, w[:, None])[:, 0], rtol=2e-3, atol=2e-3)
+    # Of ones, half of them negative, a layer norm is its own weight, whatever the order of sums.
+    sign = torch.stack([torch.randperm(d) % 2 * 2.0 - 1 for _ in range(b)]).cuda().bfloat16()
+    norm = (torch.rand(d).cuda().bfloat16() + 0.5, torch.zeros(d).cuda(), 0.0)
+    weight, x = torch.randn(h, 96).cuda(), torch.randn(b, 96).cuda().bfloat16()
+    given = (x, weight, q, sign, kept, table, pos)
+    asked, w = gpu_sparse.enter(*given, norm=norm, angles=None, fp8=fp8)
+    own = x.float() @ weight.T * (h * d) ** -0.5
+    full = kept[table.long()].flatten(1, 2)
+    want = index_scores((fp8_dots if fp8 else dots_exact)(q[:, None], full), own[:, None])[:, 0]
+    got = gpu_sparse.index(asked, kept, w, table, pos, s)
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+    new = sign * norm[0]
+    new = packed_fp8(new) if fp8 else new
+    assert torch.equal(full[:, -1].view(torch.uint8), new.view(torch.uint8))
 
 
 PAIRS = ("vaswani-base", "bart-base", "t5-small")

@@ -222,7 +222,8 @@ def test_gpu_experts_match_reference(
     more = ("quick_gelu", 1.5) if biased else ("silu", None)
     w = gpu_experts.Experts(*((torch.randn(s) / 8).to(dtype) for s in shapes), biases, *more)  # type: ignore[arg-type]
     x, weight = torch.randn(n, m).to(dtype), torch.rand(n, a)
-    chosen = torch.stack([torch.randperm(e)[:a] for _ in range(n)])
+    # Not contiguous, as what the plain router gives.
+    chosen = torch.stack([torch.randperm(e) for _ in range(n)])[:, :a]
     got = gpu_experts.experts(x, chosen, weight, w)
     wide = [y.float() for y in (w.gate, w.up, w.down)]
     wide_biases = None if biases is None else tuple(y.float() for y in biases)
@@ -350,18 +351,82 @@ def test_gpu_topk_is_choose(s: int, k: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @each_dtype
+@pytest.mark.parametrize("layout, low", [("half", True), ("interleaved", False)])
+def test_gpu_keep_matches_the_parts(layout: str, low: bool, dtype: torch.dtype) -> None:
+    """Query latents, latents and rotary keys inside a wider product; no norm where there is none."""
+    b, a, c, r, page = 3, 40, 32, 16, 4
+    both, pos = torch.randn(b, a + c + r + 8).to(dtype), torch.tensor([7, 0, 5])
+    norms = tuple((torch.randn(n).to(dtype), 1e-3, shift) for n, shift in ((a, 0.0), (c, 1.0)))
+    cos, sin = (torch.randn(8, r // 2).to(dtype) for _ in range(2))
+    latents, ropes = torch.zeros(6, page, c).to(dtype), torch.zeros(6, page, r).to(dtype)
+    table = torch.randperm(6).view(b, 2).int()
+    more = {"angles": (cos, sin), "paired": layout != "half"}
+    place = ((latents, ropes), table, pos)
+    got = gpu_latent.keep(both, a, low, *place, norms=(norms[0] if low else None, norms[1]), **more)  # type: ignore[arg-type]
+    assert got.shape == (b, a if low else 0)
+    if low:
+        close(got, gpu_linear.rms_norm(both[:, :a], norms[0]), dtype)
+    page_of = table[torch.arange(b), pos // page].long()
+    want = gpu_linear.rms_norm(both[:, a : a + c], norms[1])
+    close(latents[page_of, pos % page], want, dtype)
+    key = both[:, a + c : a + c + r]
+    want = rotate(key[:, None, None], cos[pos][:, None, None], sin[pos][:, None, None], layout)
+    close(ropes[page_of, pos % page], want[:, 0, 0], dtype)
+    # Nothing else was written.
+    for pool in (latents, ropes):
+        pool[page_of, pos % page] = 0
+        assert not pool.any()
+
+
+@each_dtype
+@pytest.mark.parametrize("r", [0, 12, 16])
+def test_gpu_sparse_enter_matches_the_indexer(r: int, dtype: torch.dtype) -> None:
+    b, h, d, m, page = 3, 5, 16, 40, 4
+    attention = regard.GQA(2, 2, 16, rope=regard.Rope() if r else None)
+    indexer = regard.DSA(attention, h, d, 4, rope_dim=r).make(m).indexer.to(dtype)
+    with torch.no_grad():
+        indexer.k_norm.weight.normal_()
+        indexer.k_norm.bias.normal_()
+    x, more, pos = torch.randn(b, m).to(dtype), torch.randn(b, 7).to(dtype), torch.tensor([7, 0, 5])
+    cos, sin = (torch.randn(8, r // 2) for _ in range(2))
+
+    def turned(y: Tensor) -> Tensor:
+        at = (z[pos][:, None, None] for z in (cos, sin))
+        return torch.cat([rotate(y[:, None, :, :r], *at, "half")[:, 0], y[..., r:]], -1)
+
+    with torch.no_grad():
+        key, q = indexer.wk(x), indexer.wq(x).unflatten(-1, (h, d))
+        k = indexer.k_norm(key)[:, None]
+        want = (turned(q), turned(k)[:, 0]) if r else (q.clone(), k[:, 0])
+        keys, table = torch.zeros(6, page, d).to(dtype), torch.randperm(6).view(b, 2).int()
+        # A key inside a wider product.
+        inside = torch.cat([more, key], -1)[:, 7:]
+        norm = (indexer.k_norm.weight, indexer.k_norm.bias, indexer.k_norm.eps)
+        form = {"norm": norm, "angles": (cos, sin) if r else None, "fp8": False}
+        asked, w = gpu_sparse.enter(x, indexer.ww.weight, q, inside, keys, table, pos, **form)  # type: ignore[arg-type]
+        close(w, indexer.weights(x), dtype)
+        close(asked, want[0], dtype)
+        page_of = table[torch.arange(b), pos // page].long()
+        close(keys[page_of, pos % page], want[1], dtype)
+        before = keys.clone()
+        # The key alone.
+        gpu_sparse.enter(x, indexer.ww.weight, None, inside, keys.zero_(), table, pos, **form)  # type: ignore[arg-type]
+        assert torch.equal(keys, before)
+
+
+@each_dtype
 @pytest.mark.parametrize("h, d, s", [(5, 16, 90), (16, 32, 40)])
 def test_gpu_index_matches_scores(
     h: int, d: int, s: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_sparse, "TILE", (16, 4, 2))
-    monkeypatch.setattr(gpu_sparse, "SPAN", 32)
+    monkeypatch.setitem(gpu_sparse.TILES, False, (16, 4, 2, 1))
+    monkeypatch.setattr(gpu_sparse, "MULTIPROCESSORS", 9)
     b, page = 3, 8
     places = -(-s // page)
     q, keys = torch.randn(b, h, d).to(dtype), torch.randn(b * places, page, d).to(dtype)
     w, table = torch.randn(b, h), torch.randperm(b * places).view(b, places).int()
     pos = torch.tensor([0, 31, s - 1])
-    got = gpu_sparse.index(q, keys, w, table, pos, s, fp8=False)
+    got = gpu_sparse.index(q, keys, w, table, pos, s)
     full = keys[table.long()].flatten(1, 2)
     want = index_scores(dots_exact(q[:, None], full), w[:, None])[:, 0]
     for i, end in enumerate((pos + 1).tolist()):
@@ -416,7 +481,7 @@ def test_gpu_greedy_chooses_nothing_without_numbers(
 
 
 def filtered(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """The plain form, as SampleLane has it."""
+    """The plain form, as a plain lane has it."""
     kept = logits.float() / columns["temperature"].clamp(min=1e-6)
     for name in ("top_k", "top_p", "min_p", "typical_p"):
         if name in columns:

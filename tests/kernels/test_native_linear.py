@@ -6,6 +6,7 @@ from torch import Tensor
 
 from regard.kernels.c import native
 from regard.kernels.c.linear import ACTIVATIONS, ROOM, NativeLinear, plain, usable
+from regard.kernels.c.rows import plain_choose
 from regard.kernels.linear import Packed, packs
 
 PRECISIONS = ["fp32", "bf16", "int8"]
@@ -68,6 +69,35 @@ def test_native_linear_matches_plain_with_what_follows(
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_large_outputs_match_plain(precision: str) -> None:
     check(40, 16, 32000, precision)  # written past the cache
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_best_outputs_are_those_of_the_whole_product(precision: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for m, k, n, many in ((1, 40, 33, 1), (3, 70, 513, 5), (129, 64, 3000, 8)):
+            x, w, b = made(m, k, n)
+            # Equals, far from each other: the smaller id comes first.
+            w[n - 5], b[n - 5], b[3] = w[3], 4.0, 4.0
+            layer = NativeLinear(w, b, precision)
+            norm, values, ids = layer.best(x, many, (0, n - 1))
+            want = plain_choose(layer(x), many, (0, n - 1))
+            assert torch.equal(values, want[1]) and torch.equal(ids, want[2])
+            torch.testing.assert_close(norm, want[0], rtol=3e-7, atol=0)
+            assert torch.equal(layer.best(x, many, (0, n - 1))[0], norm)
+        x[1, 3], x[4, 5] = torch.nan, torch.inf
+        spoilt = layer.best(x, many, (0, n - 1))
+        others = [i for i in range(m) if i not in (1, 4)]
+        assert not spoilt[0][[1, 4]].isfinite().any()
+        assert all(
+            torch.equal(a[others], c[others])
+            for a, c in zip(spoilt, (norm, values, ids), strict=True)
+        )
+        assert ((spoilt[2] > 0) & (spoilt[2] < n - 1)).all()
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

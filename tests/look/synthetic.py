@@ -33,6 +33,7 @@ INFO: dict[str, Any] = {
     "began": "2025-01-01T12:00:00+00:00",
     "ended": "2025-01-01T12:05:44+00:00",
     "seconds": 344.0,
+    "memory": 3 << 29,
     "status": "done",
     "step": 300,
     "steps": 300,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import tomllib
 from html.parser import HTMLParser
@@ -24,11 +25,12 @@ from regard.report.run import (
     table,
     toml,
 )
+from regard.see.format import number
 from tests.look.synthetic import INFO, events, make, samples
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&|`*_ \u202e\x1b[31m"
-ALLOWED = """html head meta title style body main h1 h2 p div table thead tbody tr th td pre code details summary figure
-figcaption svg line text polyline circle path rect image""".split()  # noqa: SIM905
+ALLOWED = """html head meta title style body main h1 h2 h3 p div dl dt dd bdi table thead tbody tr th td pre code
+details summary figure figcaption strong input label svg line text polyline circle path rect image""".split()  # noqa: SIM905
 
 
 class Page(HTMLParser):
@@ -45,7 +47,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += attrs
-        if tag not in ("meta", "line", "polyline", "circle", "path", "rect", "image"):
+        if tag not in ("meta", "input", "line", "polyline", "circle", "path", "rect", "image"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -193,7 +195,55 @@ def test_page_holds_all_parts_and_nothing_from_outside(tmp_path: Path) -> None:
     for part in ("loss 3.04, best at 250", "train.optim.lr = 3e-4", "12,345,678", "0123abc", "nrefs:1|case:lc",
                  "said 300", "is dead", "sagte → said", "--resume", "tokens / s"):  # fmt: skip
         assert part in page.text, part
-    assert page.tags.count("svg") == 5 + 1 + 2  # curves, the mean of the heads, thumbnails
+    # Curves, loss and gradient on a log axis too, the mean of the heads, thumbnails.
+    assert page.tags.count("svg") == 5 + 2 + 1 + 2
+
+
+def test_page_begins_with_what_one_wants_first(tmp_path: Path) -> None:
+    run = read(make(tmp_path / "story"))
+    page = as_html(run.name, report(run))
+    tiles = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)
+    assert dict(tiles) == {
+        "best loss": "3.041",
+        "training loss": number(summary(run).loss, 3),
+        "tokens / s": "3.7k",
+        "time": "5 min 44 s",
+        "memory": "1.5 GiB",
+        "parameters": "12.3M",
+    }
+    places = [page.index(f"<h2>{name}") for name in ("Curves", "Samples", "About the run")]
+    assert page.index('class="tiles"') < places[0] and places == sorted(places)
+    assert "| best loss | 3.041 | evaluation at step 250 |" in as_markdown("x", report(run))
+    killed = read(make(tmp_path / "killed", events(20), memory=None, device="cuda"))
+    names = re.findall(r"<dt>(.*?)</dt>", as_html("x", report(killed)))
+    assert names == ["training loss", "tokens / s", "time", "parameters"]
+
+
+def test_log_axis_is_a_switch_and_on_where_values_span_much(tmp_path: Path) -> None:
+    """A picture of its own for each axis: the switch works without a script."""
+    deep = [{**e, "loss": math.exp(-e["step"] / 50)} for e in events(300)]
+    for told, on in ((events(300), False), (deep, True)):
+        page = as_html("x", report(read(make(tmp_path / str(on), told))))
+        loss = page.split("<figure")[1].split("</figure>")[0]
+        assert ('type="checkbox"' in loss) and ("checked" in loss) == on
+        assert loss.count("<svg") == 2 and "loss, log scale" in loss.split('class="log"')[1]
+        assert 'type="checkbox"' not in page.split("<figure")[2]  # the learning rate
+
+
+def test_samples_stand_side_by_side_with_what_was_wanted(tmp_path: Path) -> None:
+    texts = [
+        {"step": k, "source": "صباح الخير", "text": text, "reference": "good morning"}
+        for k, text in ((1, "go"), (2, "good good"), (3, "good morning"))
+    ]
+    page = as_html("x", report(read(make(tmp_path / "run", texts=texts))))
+    assert "<bdi>صباح الخير</bdi>" in page
+    cards = re.findall(r'class="card(.*?)">\s*<h3>(.*?)</h3><p dir="auto">(.*?)</p>', page)
+    assert cards == [
+        ("", "step 1", "go"),
+        ("", "step 2", "good good"),
+        (" same", "step 3, as the reference", "good morning"),
+        (" aim", "reference", "good morning"),
+    ]
 
 
 def test_text_of_a_run_cannot_act(tmp_path: Path) -> None:
@@ -298,6 +348,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_compared_curves_lie_in_one_picture(tmp_path: Path) -> None:
     runs = [read(make(tmp_path / name, events(60))) for name in ("one", "two")]
     page = as_html("x", comparison(runs))
-    assert Page(page).tags.count("svg") == 2 + 4 + 2  # bars, curves of training, metrics
+    # Bars, curves of training, metrics, and on a log axis too: loss and gradient, the metric loss.
+    assert Page(page).tags.count("svg") == 2 + 4 + 2 + 3
     loss = page.split('aria-label="loss: ')[1].split("</svg>")[0]
     assert loss.count("<polyline") == 4 and ">one</text>" in loss and ">two</text>" in loss

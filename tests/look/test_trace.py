@@ -13,7 +13,7 @@ import torch
 import regard
 from regard.errors import UsageError
 from regard.see import look as module
-from regard.see.look import Full, Given, Panel, Picture, Pooled, View, trace
+from regard.see.look import Full, Given, Panel, Picture, Pooled, View, telling, trace
 from regard.see.page import MODULES, WEB, joined, page
 from regard.see.probe import Probe
 from tests.laws.mechanisms import VOCAB, decoder
@@ -200,7 +200,7 @@ def test_many_heads_share_the_room_for_thumbnails(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "EVERY", 100)
     monkeypatch.setattr(module, "THUMBS", 6 * 32 * 32)
     model, text = loud(regard.build("gpt2", vocab=50, max_len=200, **SMALL)), given(128)
-    (view,) = trace(model, text)
+    (view,) = trace(model, text, 0, 0)
     a = weights(model, text)["0.self"][1].numpy()
     head = view.layers[0].heads[1]
     assert isinstance(head, Pooled) and view.step == (4, 4) and head.cells.shape == (32, 32)
@@ -247,13 +247,79 @@ def test_page_numbers_are_the_traces() -> None:
     (view,) = trace(model, text)
     html = page("x", [Panel("m", "", [view], layer=0, head=1)])
     data = json.loads(inside(html, 'script type="application/json" id="data"'))["models"][0]
-    column = int(heads(view)[1].weight[-1].argmax())
-    assert data["start"] == {"view": 0, "layer": 0, "head": 1, "column": column}
+    place = telling(view, 0, 1)
+    assert data["start"] == 0 and place[:2] == (0, 1)
+    assert data["views"][0]["start"] == dict(zip(("layer", "head", "row", "column"), place))
     for i, head in enumerate(heads(view)):
         found = data["views"][0]["layers"][i // 3]["heads"][i % 3]
         for name in ("weight", "score", "raw", "norm"):
             array = np.frombuffer(base64.b64decode(found[name]), "<f4")
             np.testing.assert_array_equal(array, getattr(head, name).ravel())
+
+
+# --- where a page opens -------------------------------------------------------------------------------------------
+
+
+def uniform(size: int) -> np.ndarray:
+    """A causal head that reads every token alike."""
+    seen = np.tril(np.ones((size, size), np.float32))
+    return seen / seen.sum(-1, keepdims=True)
+
+
+def planted(at: tuple[int, int], weight: float = 0.9, size: int = 16) -> np.ndarray:
+    """The same, but that a row reads one token with this weight."""
+    cells = uniform(size)
+    cells[at[0]] *= (1 - weight) / (1 - cells[at])
+    cells[at] = weight
+    return cells
+
+
+def seen_as(heads: list[np.ndarray], names: list[str] | None = None, kind: str = "self") -> View:
+    full = [module.Full(a, a, a[0]) for a in heads]
+    layers = [module.Layer(3, "3.self", full[:2]), module.Layer(5, "5.self", full[2:])]
+    rows, columns = (names or words(n) for n in heads[0].shape)
+    return View(kind, rows, columns, layers)
+
+
+def test_a_page_opens_on_the_weight_that_stands_out() -> None:
+    plain, sink = uniform(16), uniform(16)
+    # Every row reads the same token: that tells nothing of a row.
+    for row in range(6, 16):
+        sink[row] = planted((row, 5), 0.95)[row]
+    view = seen_as([plain, sink, planted((9, 2)), planted((12, 3), 0.7)])
+    assert telling(view) == (1, 0, 9, 2)
+    assert telling(view, head=1) == (1, 1, 12, 3)
+    assert telling(view, layer=3)[0] == 0
+    # Not the token itself or its neighbour, not the first one, not what is no word.
+    tokens = [*words(16)[:2], "</s>", *words(16)[3:12], ".", *words(16)[13:]]
+    dull = ((9, 8), (9, 0), (9, 2), (12, 3))
+    for place in dull:
+        view = seen_as([plain, plain, planted(place, 0.99), planted((11, 4), 0.4)], tokens)
+        assert telling(view) == (1, 1, 11, 4), place
+    # Cross-attention has no neighbours; where all is dull, the largest is left.
+    view = seen_as([plain, planted((9, 8)), plain, plain], words(16), "cross")
+    assert telling(view) == (0, 1, 9, 8)
+    assert telling(seen_as([np.ones((1, 1), np.float32)] * 3)) == (0, 0, 0, 0)
+
+
+def test_a_pooled_page_opens_on_the_same_head_as_it_has_in_full(monkeypatch: Any) -> None:
+    for name, value in (("WHOLE", 50), ("EVERY", 50), ("SIDE", 8)):
+        monkeypatch.setattr(module, name, value)
+    model = loud(regard.build("gpt2", vocab=50, max_len=40, **SMALL))
+    (view,) = trace(model, given(32))
+    layer, head, row, column = telling(view)
+    assert isinstance(view.layers[layer].heads[head], module.Full) and view.step == (4, 4)
+    others = [h for each in view.layers for h in each.heads if isinstance(h, Pooled)]
+    assert others and row < 32 and column < row
+
+
+def test_a_picture_opens_on_what_its_class_token_reads() -> None:
+    model = loud(regard.build("vit-base", size=16, patch=8, labels=3, **SMALL))
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    image = Given(torch.randn(1, 3, 16, 16), words(5), picture=Picture(pixels, 8, 1))
+    (view,) = trace(model, image)
+    *_, row, column = telling(view)
+    assert row == 0 and column > 0
 
 
 def test_page_of_a_long_text_is_bounded() -> None:

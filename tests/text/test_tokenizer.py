@@ -307,8 +307,11 @@ def test_folder_without_tokenizer_gives_none_and_a_hint(tmp_path: Path) -> None:
         ({"source.spm": b"", "target.spm": b""}, "no vocab.json"),
         (tiny.marian(separate_vocabs=True), "separate_vocabs"),
         (tiny.gpt2(additional_special_tokens=7), "special token .* is odd"),
-        ({"vocab.txt": b"a", "tokenizer_config.json": b"[]"}, "must hold a table"),
-        ({"vocab.txt": b"a", "tokenizer_config.json": b"{,}"}, "tokenizer_config.json is not JSON"),
+        ({"vocab.txt": b"a", "tokenizer_config.json": b"[]"}, "must hold a JSON object"),
+        (
+            {"vocab.txt": b"a", "tokenizer_config.json": b"{,}"},
+            "tokenizer_config.json is not valid JSON",
+        ),
         (
             {
                 "spiece.model": b"",

@@ -102,9 +102,8 @@ def test_every_task_has_metrics_that_suit_it() -> None:
     for task, row in TASKS.items():
         assert suited(row.metrics + row.other_metrics, task) == row.metrics + row.other_metrics
         assert "loss" in row.metrics
-    assert {name for row in TASKS.values() for name in row.metrics + row.other_metrics} == set(
-        METRICS
-    )
+    named = {name for row in TASKS.values() for name in row.metrics + row.other_metrics}
+    assert named == set(METRICS) - {"sts"}  # which is of vectors, whatever the task
 
 
 def test_metric_that_is_unknown_or_unsuited_is_told() -> None:

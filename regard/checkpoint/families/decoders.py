@@ -7,37 +7,10 @@ from typing import Any
 
 from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
-from regard.checkpoint.families.keys import (
-    ACTIVATIONS,
-    CAUSAL,
-    LABELS,
-    ROPE,
-    by_layer,
-    expert_groups,
-    experts_by_layer,
-    head_dropout,
-    ids_below,
-    listed,
-    rope_at,
-    ropes_by_layer,
-    sliding_layers,
-)
-from regard.checkpoint.rules import (
-    BY_TURNS,
-    JOINED,
-    STACKED,
-    TAPS,
-    TRANSPOSED,
-    Data,
-    Family,
-    Key,
-    Keys,
-    To,
-    Weights,
-    by_head,
-    fixed,
-    transposed,
-)
+from regard.checkpoint import rules
+from regard.checkpoint.families import keys
+from regard.checkpoint.families.keys import ACTIVATIONS
+from regard.checkpoint.rules import Data, Family, Key, Keys, To, Weights, fixed
 from regard.layers import LM, MLP, Classify, Norm, Tag
 from regard.models import Tokens, TransformerConfig
 from regard.models.start import Start
@@ -88,9 +61,9 @@ FRAME_KEYS: Keys = dict(
     max_position_embeddings=Key("max_len"),
     rms_norm_eps=Key("tower.norm.eps", 1e-6),
     tie_word_embeddings=Key("head.tied", False),
-    classifier_dropout=head_dropout(tag=("classifier_dropout", 0.1)),
-    id2label=LABELS,
-    is_causal=CAUSAL,
+    classifier_dropout=keys.head_dropout(tag=("classifier_dropout", 0.1)),
+    id2label=keys.LABELS,
+    is_causal=keys.CAUSAL,
     **fixed(token_classification_bias=True, per_layer_config=None),
 )
 # Grouped-query attention with RoPE, a gated feed-forward.
@@ -101,7 +74,7 @@ KEYS: Keys = FRAME_KEYS | dict(
         "tower.attention.head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"]
     ),
     attention_dropout=Key("tower.attention.dropout", 0.0),
-    rope_parameters=ROPE,
+    rope_parameters=keys.ROPE,
     intermediate_size=Key("tower.ffn.ffn_dim"),
     hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
 )
@@ -123,7 +96,7 @@ ATTENTION = {
 GATED = {"mlp.{gate,up,down}_proj.*": "ffn.{gate,up,down}.*"}
 EXPERTS = {
     "mlp.gate.weight": "ffn.router.weight",
-    "mlp.experts.{e}.{gate,up,down}_proj.weight": To("ffn.{gate,up,down}", STACKED),
+    "mlp.experts.{e}.{gate,up,down}_proj.weight": To("ffn.{gate,up,down}", rules.STACKED),
 }
 HEAD_TENSORS = {
     "lm": {"lm_head.weight": "head.weight"},
@@ -159,9 +132,9 @@ GPT2 = Family(
         activation_function=Key("tower.ffn.activation", "gelu_new", ACTIVATIONS),
         layer_norm_epsilon=NORM_EPS,
         tie_word_embeddings=Key("head.tied", True),
-        id2label=LABELS,
-        is_causal=CAUSAL,
-        bos_token_id=ids_below(50256, "bos_token_id", "eos_token_id"),
+        id2label=keys.LABELS,
+        is_causal=keys.CAUSAL,
+        bos_token_id=keys.ids_below(50256, "bos_token_id", "eos_token_id"),
         classifier_dropout=FRAME_KEYS["classifier_dropout"],
         resid_pdrop=Key("tower.dropout", 0.1),
         embd_pdrop=Key("embedding.dropout", 0.1),
@@ -178,9 +151,9 @@ GPT2 = Family(
         "transformer.ln_f.*": "tower.norm.*",
         "transformer.h.{i}.": {
             "ln_{1,2}.*": "norm{1,3}.*",
-            "attn.c_attn.*": To("attention.w{q,k,v}.*", transposed(JOINED)),
-            "attn.c_proj.*": To("attention.wo.*", TRANSPOSED),
-            "mlp.{c_fc,c_proj}.*": To("ffn.{up,down}.*", TRANSPOSED),
+            "attn.c_attn.*": To("attention.w{q,k,v}.*", rules.transposed(rules.JOINED)),
+            "attn.c_proj.*": To("attention.wo.*", rules.TRANSPOSED),
+            "mlp.{c_fc,c_proj}.*": To("ffn.{up,down}.*", rules.TRANSPOSED),
         },
     },
     head_tensors={**HEAD_TENSORS, "tag": {"classifier.*": "head.out.*"}},
@@ -211,7 +184,7 @@ GPT_NEOX = Family(
         hidden_dropout=Key("tower.dropout embedding.dropout", 0.0),
         attention_bias=replace(BIASED, default=True),
         use_parallel_residual=Key("tower.order", True, {True: "parallel", False: "pre"}),
-        rope_parameters=rope_at(
+        rope_parameters=keys.rope_at(
             "tower.attention.rope", "rotary_emb_base", "rotary_pct", rotary_pct=0.25
         ),
     ),
@@ -220,7 +193,9 @@ GPT_NEOX = Family(
         "gpt_neox.final_layer_norm.*": "tower.norm.*",
         "gpt_neox.layers.{i}.": {
             "{input,post_attention}_layernorm.*": "norm{1,3}.*",
-            "attention.query_key_value.*": To("attention.w{q,k,v}.*", by_head("gqa", "heads")),
+            "attention.query_key_value.*": To(
+                "attention.w{q,k,v}.*", rules.by_head("gqa", "heads")
+            ),
             "attention.dense.*": "attention.wo.*",
             "mlp.dense_{h_to_4h,4h_to_h}.*": "ffn.{up,down}.*",
         },
@@ -297,13 +272,15 @@ MIXTRAL = replace(
         | ATTENTION
         | {
             "block_sparse_moe.gate.weight": "ffn.router.weight",
-            "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To("ffn.{gate,down,up}", STACKED),
+            "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To(
+                "ffn.{gate,down,up}", rules.STACKED
+            ),
         },
     },
     presets={"mixtral-8x7b": sizes(32000, 4096, 32, 32, 14336, 32768)},
 )
 # The last layers slide, where use_sliding_window is on.
-_LAST_SLIDE = sliding_layers(
+_LAST_SLIDE = keys.sliding_layers(
     lambda hf, layers: [i >= hf.get("max_window_layers", 28) for i in range(layers)],
     window=4096,
     switch="use_sliding_window",
@@ -345,8 +322,8 @@ PHI3 = replace(
         rms_norm_eps=NORM_EPS,
         resid_pdrop=Key("tower.dropout", 0.0),
         sliding_window=Key("tower.attention.window", None),
-        pad_token_id=ids_below(32000, "pad_token_id", "eos_token_id"),
-        rope_parameters=rope_at(
+        pad_token_id=keys.ids_below(32000, "pad_token_id", "eos_token_id"),
+        rope_parameters=keys.rope_at(
             "tower.attention.rope",
             share="partial_rotary_factor",
             renamed={"su": "longrope", "yarn": "longrope"},
@@ -359,9 +336,9 @@ PHI3 = replace(
         **EMBEDDING,
         LAYER: NORMS
         | {
-            "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", JOINED),
+            "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", rules.JOINED),
             "self_attn.o_proj.*": "attention.wo.*",
-            "mlp.gate_up_proj.*": To("ffn.{gate,up}.*", JOINED),
+            "mlp.gate_up_proj.*": To("ffn.{gate,up}.*", rules.JOINED),
             "mlp.down_proj.*": "ffn.down.*",
         },
     },
@@ -405,8 +382,8 @@ GEMMA3 = replace(
         ),
         attention_bias=BIASED,
         hidden_activation=Key("tower.ffn.activation", "gelu_pytorch_tanh", ACTIVATIONS),
-        rope_parameters=ropes_by_layer(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
-        layer_types=sliding_layers(
+        rope_parameters=keys.ropes_by_layer(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
+        layer_types=keys.sliding_layers(
             lambda hf, n: [bool((i + 1) % hf.get("sliding_window_pattern", 6)) for i in range(n)],
             window=4096,
             more="sliding_window_pattern",
@@ -451,8 +428,10 @@ OLMO3 = replace(
     config=_OLMO_KEYS
     | dict(
         # Their older rope_theta is of the layers that see all.
-        rope_parameters=ropes_by_layer(("rope_theta", 5e5), ("", 5e5)),
-        layer_types=sliding_layers(lambda hf, n: [(i + 1) % 4 != 0 for i in range(n)], window=4096),
+        rope_parameters=keys.ropes_by_layer(("rope_theta", 5e5), ("", 5e5)),
+        layer_types=keys.sliding_layers(
+            lambda hf, n: [(i + 1) % 4 != 0 for i in range(n)], window=4096
+        ),
     ),
     presets={"olmo-3-7b": sizes(100278, 4096, 32, 32, 11008, 65536, rms_norm_eps=1e-6)},
 )
@@ -477,11 +456,11 @@ GPT_OSS = replace(
         num_local_experts=Key("tower.ffn.experts", 128),
         num_experts_per_tok=Key("tower.ffn.active", 4),
         **fixed(hidden_act="silu", swiglu_limit=7.0),
-        rope_parameters=rope_at(
+        rope_parameters=keys.rope_at(
             "tower.attention.rope",
             rope_scaling={**_YARN, "original_max_position_embeddings": 4096},
         ),
-        layer_types=sliding_layers(lambda hf, n: [i % 2 == 0 for i in range(n)], window=128),
+        layer_types=keys.sliding_layers(lambda hf, n: [i % 2 == 0 for i in range(n)], window=128),
     ),
     inert="output_router_logits router_aux_loss_coef experts_per_token initial_context_length",
     aliases=dict(num_experts="num_local_experts"),
@@ -492,9 +471,9 @@ GPT_OSS = replace(
         | {
             "self_attn.sinks": "attention.sinks",
             "mlp.router.*": "ffn.router.*",
-            "mlp.experts.gate_up_proj": To("ffn.{gate,up}", transposed(BY_TURNS)),
-            "mlp.experts.gate_up_proj_bias": To("ffn.{gate,up}_bias", BY_TURNS),
-            "mlp.experts.down_proj": To("ffn.down", TRANSPOSED),
+            "mlp.experts.gate_up_proj": To("ffn.{gate,up}", rules.transposed(rules.BY_TURNS)),
+            "mlp.experts.gate_up_proj_bias": To("ffn.{gate,up}_bias", rules.BY_TURNS),
+            "mlp.experts.down_proj": To("ffn.down", rules.TRANSPOSED),
             "mlp.experts.down_proj_bias": "ffn.down_bias",
         },
     },
@@ -518,7 +497,7 @@ def _latent_keys(at: str, shared: int, gain: float) -> Keys:
         v_head_dim=Key(f"{at}.value_dim"),
         attention_bias=Key(at + ".{bias,out_bias}", False),
         attention_dropout=Key(f"{at}.dropout", 0.0),
-        rope_parameters=rope_at(f"{at}.rope"),
+        rope_parameters=keys.rope_at(f"{at}.rope"),
         intermediate_size=Key("tower.ffn.0.ffn_dim"),
         hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
         moe_intermediate_size=Key("tower.ffn.1.ffn_dim"),
@@ -535,9 +514,9 @@ _LATENT_INERT = """num_key_value_heads head_dim qk_head_dim num_nextn_predict_la
 seq_aux"""
 _V3: Keys = dict(
     norm_topk_prob=Key("tower.ffn.1.normalized", True),
-    n_group=expert_groups(None, (8, 4)),
+    n_group=keys.expert_groups(None, (8, 4)),
     **fixed(scoring_func="sigmoid"),
-    mlp_layer_types=experts_by_layer(3),
+    mlp_layer_types=keys.experts_by_layer(3),
 )
 
 
@@ -578,9 +557,9 @@ DEEPSEEK_V2 = replace(
     config=_latent_keys("tower.attention", 2, 1.0)
     | dict(
         mlp_bias=_SHARED_BIAS,
-        n_group=expert_groups("group_limited_greedy", (1, 1)),
+        n_group=keys.expert_groups("group_limited_greedy", (1, 1)),
         **fixed(scoring_func="softmax"),
-        mlp_layer_types=experts_by_layer(0),
+        mlp_layer_types=keys.experts_by_layer(0),
     ),
     # Whatever norm_topk_prob says, transformers never normalises for V2.
     inert=f"{_LATENT_INERT} norm_topk_prob",
@@ -647,7 +626,7 @@ _ATTENTION_KINDS, _FFN_KINDS = ("full_attention", "linear_attention"), ("dense",
 def _attention_kinds(theirs: Data, layers: int) -> list[str]:
     every = theirs.get("full_attention_interval", 4)
     default = [_ATTENTION_KINDS[(i + 1) % every > 0] for i in range(layers)]
-    return listed(theirs, "layer_types", _ATTENTION_KINDS, layers, default)
+    return keys.listed(theirs, "layer_types", _ATTENTION_KINDS, layers, default)
 
 
 def _ffn_kinds(theirs: Data, layers: int) -> list[str]:
@@ -664,7 +643,7 @@ def _write_ffn(kinds: list[str], _: Any, theirs: Data) -> None:
 
 # What the layers of attention have, and the others have not.
 _GATE = "attention.wg.weight"
-_BY_KEY_HEAD = by_head("delta", "key_heads")
+_BY_KEY_HEAD = rules.by_head("delta", "key_heads")
 QWEN3_NEXT = replace(
     LLAMA,
     name="qwen3_next",
@@ -683,7 +662,7 @@ QWEN3_NEXT = replace(
         num_key_value_heads=Key("tower.attention.kv_heads", 2),
         head_dim=Key("tower.attention.head_dim", 256),
         attention_bias=BIASED,
-        rope_parameters=rope_at(
+        rope_parameters=keys.rope_at(
             "tower.attention.rope", share="partial_rotary_factor", partial_rotary_factor=0.25
         ),
         linear_num_key_heads=Key("tower.attention.key_heads", 16),
@@ -691,7 +670,7 @@ QWEN3_NEXT = replace(
         linear_key_head_dim=Key("tower.attention.key_dim", 128),
         linear_value_head_dim=Key("tower.attention.1.value_dim", 128),
         linear_conv_kernel_dim=Key("tower.attention.conv", 4),
-        layer_types=by_layer(
+        layer_types=keys.by_layer(
             "attention",
             ("layer_types", "full_attention_interval"),
             _ATTENTION_KINDS,
@@ -706,7 +685,7 @@ QWEN3_NEXT = replace(
         num_experts_per_tok=Key("tower.ffn.1.active", 10),
         shared_expert_intermediate_size=Key("tower.ffn.1.shared_dim", 512),
         norm_topk_prob=Key("tower.ffn.1.normalized", True),
-        mlp_only_layers=by_layer(
+        mlp_only_layers=keys.by_layer(
             "ffn",
             ("mlp_only_layers", "decoder_sparse_step"),
             _FFN_KINDS,
@@ -722,14 +701,16 @@ QWEN3_NEXT = replace(
         | GATED
         | EXPERTS
         | {
-            "self_attn.q_proj.*": To("attention.w{q,g}.*", by_head("gqa", "heads"), needs=_GATE),
+            "self_attn.q_proj.*": To(
+                "attention.w{q,g}.*", rules.by_head("gqa", "heads"), needs=_GATE
+            ),
             "self_attn.{k,v,o}_proj.*": To("attention.w{k,v,o}.*", needs=_GATE),
             "self_attn.{q,k}_norm.weight": "attention.{q,k}_norm.weight",
             "linear_attn.in_proj_qkvz.weight": To(
                 "attention.w{q,k,v,z}.weight", _BY_KEY_HEAD, unless=_GATE
             ),
             "linear_attn.in_proj_ba.weight": To("attention.w{b,a}.weight", _BY_KEY_HEAD),
-            "linear_attn.conv1d.weight": To("attention.taps", TAPS),
+            "linear_attn.conv1d.weight": To("attention.taps", rules.TAPS),
             "linear_attn.{A_log,dt_bias,norm.weight}": "attention.{a_log,dt_bias,norm.weight}",
             "linear_attn.out_proj.weight": To("attention.wo.weight", unless=_GATE),
             "mlp.shared_expert.{gate,up,down}_proj.weight": "ffn.shared.{gate,up,down}.weight",

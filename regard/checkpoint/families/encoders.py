@@ -7,33 +7,11 @@ from dataclasses import replace
 
 from regard.attention import GQA
 from regard.block import Tower
+from regard.checkpoint import rules
+from regard.checkpoint.families import keys
 from regard.checkpoint.families.decoders import BIASED, sizes
-from regard.checkpoint.families.keys import (
-    ACTIVATIONS,
-    LABELS,
-    head_dropout,
-    ids_below,
-    ropes_by_layer,
-    sliding_layers,
-)
-from regard.checkpoint.rules import (
-    JOINED,
-    ROW,
-    TOKENS,
-    Data,
-    Family,
-    Group,
-    Key,
-    Keys,
-    To,
-    Twin,
-    Weights,
-    fixed,
-    need,
-    put,
-    under,
-    wrong,
-)
+from regard.checkpoint.families.keys import ACTIVATIONS
+from regard.checkpoint.rules import Data, Family, Group, Key, Keys, To, Weights, fixed
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import EncoderDecoderConfig, Patches, Tokens, TransformerConfig
 from regard.models.start import Start
@@ -70,12 +48,12 @@ BERT_KEYS: Keys = _SHAPE_KEYS | dict(
     layer_norm_eps=Key("tower.norm.eps embedding.norm.eps head.norm_eps", 1e-12),
     hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.1),
     attention_probs_dropout_prob=Key("tower.attention.dropout", 0.1),
-    classifier_dropout=head_dropout(
+    classifier_dropout=keys.head_dropout(
         **dict.fromkeys(("classify", "tag"), ("classifier_dropout", "hidden_dropout_prob"))
     ),
     tie_word_embeddings=Key("head.tied", True),
     **fixed(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False),
-    id2label=LABELS,
+    id2label=keys.LABELS,
     max_position_embeddings=Key("max_len embedding.position.max_len"),
     hidden_act=Key("tower.ffn.activation head.activation", "gelu", ACTIVATIONS),
 )
@@ -90,7 +68,7 @@ EMBEDDING_TENSORS = {
 
 def _bert_tensors(base: str) -> Weights:
     return {
-        **under(base + "embeddings.", "", EMBEDDING_TENSORS),
+        **rules.under(base + "embeddings.", "", EMBEDDING_TENSORS),
         base + "pooler.dense.*": "pooler.*",
         base + "encoder.layer.{i}.": {
             "attention.self.{query,key,value}.*": "attention.w{q,k,v}.*",
@@ -111,7 +89,7 @@ def _mlm_tensors(base: str, before: str) -> Weights:
     }
 
 
-def _mlm_twins(base: str, body: str) -> tuple[Twin, ...]:
+def _mlm_twins(base: str, body: str) -> tuple[rules.Twin, ...]:
     embedding = f"{body}embeddings.word_embeddings.weight"
     return (
         (f"{base}decoder.weight", (embedding,), "head.tied"),
@@ -153,7 +131,7 @@ def _read_positions(theirs: Data, ours: Data) -> None:
 
 def _write_positions(ours: Data, theirs: Data) -> None:
     skip, size, offset = (
-        need(ours, f"embedding.position.{name}") for name in ("skip", "max_len", "offset")
+        rules.need(ours, f"embedding.position.{name}") for name in ("skip", "max_len", "offset")
     )
     theirs["pad_token_id"], theirs["max_position_embeddings"] = skip, size + offset
 
@@ -208,16 +186,16 @@ DISTILBERT = Family(
         activation=Key("tower.ffn.activation head.activation", "gelu", ACTIVATIONS),
         dropout=Key("tower.dropout embedding.dropout", 0.1),
         attention_dropout=Key("tower.attention.dropout", 0.1),
-        seq_classif_dropout=head_dropout(
+        seq_classif_dropout=keys.head_dropout(
             classify=("seq_classif_dropout", 0.2), tag=("dropout", 0.1), answer=("qa_dropout", 0.1)
         ),
         tie_word_embeddings=Key("head.tied", True),
-        id2label=LABELS,
+        id2label=keys.LABELS,
     ),
     inert="tie_weights_",
     aliases=dict(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers"),
     tensors={
-        **under("distilbert.embeddings.", "", EMBEDDING_TENSORS),
+        **rules.under("distilbert.embeddings.", "", EMBEDDING_TENSORS),
         "distilbert.transformer.layer.{i}.": {
             "attention.{q,k,v,out}_lin.*": "attention.w{q,k,v,o}.*",
             "{sa,output}_layer_norm.*": "norm{1,3}.*",
@@ -273,14 +251,14 @@ ALBERT = replace(
         hidden_act=Key("tower.ffn.activation head.activation", "gelu_new", ACTIVATIONS),
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
-        classifier_dropout=head_dropout(
+        classifier_dropout=keys.head_dropout(
             classify=("classifier_dropout_prob", 0.1),
             tag=("classifier_dropout_prob", "hidden_dropout_prob"),
         ),
     ),
     inert="net_structure_type gap_size num_memory_blocks down_scale_factor layers_to_keep",
     tensors={
-        **under("albert.embeddings.", "", EMBEDDING_TENSORS),
+        **rules.under("albert.embeddings.", "", EMBEDDING_TENSORS),
         "albert.encoder.embedding_hidden_mapping_in.*": "embedding.project.*",
         "albert.pooler.*": "pooler.*",
         "albert.encoder.albert_layer_groups.{i}.albert_layers.0.": {
@@ -335,12 +313,12 @@ MODERNBERT = Family(
         attention_dropout=Key("tower.attention.dropout tower.dropout", 0.0),
         embedding_dropout=Key("embedding.dropout", 0.0),
         mlp_dropout=Key("tower.ffn.dropout", 0.0),
-        rope_parameters=ropes_by_layer(
+        rope_parameters=keys.ropes_by_layer(
             ("global_rope_theta", 160000.0),
             ("local_rope_theta", 1e4),
             "full_attention sliding_attention",
         ),
-        layer_types=sliding_layers(
+        layer_types=keys.sliding_layers(
             lambda hf, n: [bool(i % hf.get("global_attn_every_n_layers", 3)) for i in range(n)],
             window=128,
             more="global_attn_every_n_layers",
@@ -352,9 +330,9 @@ MODERNBERT = Family(
         classifier_bias=Key("head.dense_bias", False),
         classifier_activation=Key("head.activation head.dense", "gelu", ACTIVATIONS),
         classifier_pooling=Key("head.token", "cls", {"cls": "first", "mean": "mean"}),
-        classifier_dropout=head_dropout(classify=("classifier_dropout", 0.0)),
-        id2label=LABELS,
-        pad_token_id=ids_below(50283, "pad_token_id", "eos_token_id", "bos_token_id"),
+        classifier_dropout=keys.head_dropout(classify=("classifier_dropout", 0.0)),
+        id2label=keys.LABELS,
+        pad_token_id=keys.ids_below(50283, "pad_token_id", "eos_token_id", "bos_token_id"),
     ),
     inert="""initializer_cutoff_factor deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
     reference_compile repad_logits_with_grad""",
@@ -364,9 +342,9 @@ MODERNBERT = Family(
         "model.final_norm.*": "tower.norm.*",
         "model.layers.{i}.": {
             "{attn,mlp}_norm.*": "norm{1,3}.*",
-            "attn.Wqkv.*": To("attention.w{q,k,v}.*", JOINED),
+            "attn.Wqkv.*": To("attention.w{q,k,v}.*", rules.JOINED),
             "attn.Wo.*": "attention.wo.*",
-            "mlp.Wi.*": To("ffn.{gate,up}.*", JOINED),
+            "mlp.Wi.*": To("ffn.{gate,up}.*", rules.JOINED),
             "mlp.Wo.*": "ffn.down.*",
         },
     },
@@ -384,9 +362,11 @@ MODERNBERT = Family(
 
 def _image_tensors(base: str, extra: list[str]) -> Weights:
     return {
-        " ".join(f"{base}embeddings.{token}" for token in extra): To("embedding.extra", TOKENS),
+        " ".join(f"{base}embeddings.{token}" for token in extra): To(
+            "embedding.extra", rules.TOKENS
+        ),
         base + "embeddings.patch_embeddings.projection.*": "embedding.project.*",
-        base + "embeddings.position_embeddings": To("embedding.position", ROW),
+        base + "embeddings.position_embeddings": To("embedding.position", rules.ROW),
         base + "layernorm.*": "tower.norm.*",
         base + "pooler.dense.*": "pooler.*",
         base + "encoder.layer.{i}.": {
@@ -420,7 +400,7 @@ VIT = Family(
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
         **fixed(pooler_act="tanh"),
-        id2label=LABELS,
+        id2label=keys.LABELS,
     ),
     inert="encoder_stride pooler_output_size",
     tensors=_image_tensors("vit.", ["cls_token"]),
@@ -464,7 +444,7 @@ def _frame(base: str) -> Weights:
     }
 
 
-def _twins(base: str) -> tuple[Twin, ...]:
+def _twins(base: str) -> tuple[rules.Twin, ...]:
     shared, decoder = f"{base}shared.weight", f"{base}decoder.embed_tokens.weight"
     return (
         ("lm_head.weight", (shared, decoder), "head.tied"),
@@ -507,7 +487,7 @@ def _t5_tower(tower: str, last: int) -> Weights:
         }
     bias = f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return {
-        **under(f"{tower}.block.{{i}}.layer.", f"{tower}.blocks.{{i}}.", rows),
+        **rules.under(f"{tower}.block.{{i}}.layer.", f"{tower}.blocks.{{i}}.", rows),
         bias: f"{tower}.relative.weight",
         f"{tower}.final_layer_norm.weight": f"{tower}.norm.weight",
     }
@@ -518,7 +498,9 @@ def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
     name = word.removeprefix("gated-")
     name = "gelu_new" if word == "gated-gelu" else name
     if name not in ACTIVATIONS:
-        raise wrong(f"feed_forward_proj is {word!r}; known: relu, gated-gelu, gated-silu, ...")
+        raise rules.wrong(
+            f"feed_forward_proj is {word!r}; known: relu, gated-gelu, gated-silu, ..."
+        )
     return ACTIVATIONS[name], word.startswith("gated-")
 
 
@@ -529,7 +511,9 @@ def _read_t5_ffn(theirs: Data, ours: Data) -> None:
 
 
 def _write_t5_ffn(ours: Data, theirs: Data) -> None:
-    activation, gated = (need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
+    activation, gated = (
+        rules.need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated")
+    )
     if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (activation, gated):
         return
     name = next(k for k, v in ACTIVATIONS.items() if v == activation)
@@ -584,7 +568,7 @@ T5 = Family(
         ),
         scale_decoder_outputs=Group(
             ("scale_decoder_outputs", "tie_word_embeddings"),
-            lambda theirs, ours: put(ours, "head.scaled", _t5_scale_of(theirs)),
+            lambda theirs, ours: rules.put(ours, "head.scaled", _t5_scale_of(theirs)),
             _write_t5_scale,
         ),
         **fixed(is_decoder=False, is_causal=True),
@@ -648,7 +632,7 @@ def _bart_tower(tower: str, side: str) -> Weights:
         "fc{1,2}.*": "ffn.{up,down}.*",
     }
     return {
-        **under(f"model.{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
+        **rules.under(f"model.{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
         f"model.{tower}.embed_positions.weight": f"{side}.position.weight",
         f"model.{tower}.layernorm_embedding.*": f"{side}.norm.*",
     }
@@ -683,7 +667,7 @@ BART = Family(
         **_bart_tower("decoder", "target"),
     },
     head_tensors={
-        "lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", ROW)}
+        "lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", rules.ROW)}
     },
     twins=_twins("model."),
     apart=True,

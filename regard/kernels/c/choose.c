@@ -1,5 +1,5 @@
 /* log sum exp and the k best of each row of logits, in one pass over memory. */
-#include "vector.h"
+#include "best.h"
 
 #include <float.h>
 
@@ -17,40 +17,6 @@ struct choose {
     float *norm, *values;
     int64_t *ids;
 };
-
-/* The best so far, in descending order. */
-struct best {
-    int64_t count, k, bans;
-    const int64_t *banned;
-    float *values;
-    int64_t *ids;
-};
-
-static void offer(struct best *b, float x, int64_t id) {
-    for (int64_t i = 0; i < b->bans; i++)
-        if (b->banned[i] == id) return;
-    int64_t at = b->count < b->k ? b->count++ : b->k - 1;
-    for (; at > 0 && b->values[at - 1] < x; at--) {
-        b->values[at] = b->values[at - 1];
-        b->ids[at] = b->ids[at - 1];
-    }
-    b->values[at] = x;
-    b->ids[at] = id;
-}
-
-/* Offers n logits of a strip whose first id is given; equals stay in the order of their ids. */
-static void look(struct best *b, const float *x, int64_t id, int64_t n) {
-    int64_t i = 0;
-    for (; i < n && b->count < b->k; i++) offer(b, x[i], id + i);
-    for (; i < n && i % LANES; i++)
-        if (x[i] > b->values[b->k - 1]) offer(b, x[i], id + i);
-    for (; i < n; i += LANES) {
-        for (uint32_t found = above(load(x + i), b->values[b->k - 1]); found; found &= found - 1) {
-            int64_t j = i + __builtin_ctz(found);
-            if (x[j] > b->values[b->k - 1]) offer(b, x[j], id + j);
-        }
-    }
-}
 
 /* The largest of n logits, behind which -inf fills a strip; whatever is among the best is offered. */
 static float survey(struct best *b, const float *x, int64_t id, int64_t n) {

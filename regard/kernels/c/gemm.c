@@ -7,8 +7,9 @@
    a block of rows and a stripe; what follows a product is done while they are in the cache. AMX has a kernel of its own,
    the others are one kernel over `step`, which says what an instruction set is good at. Called by linear.py. */
 
-#include "vector.h"
+#include "best.h"
 
+#include <float.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -20,7 +21,7 @@
 
 #define APART __attribute__((noinline)) /* large, and compiled faster alone */
 
-enum { FP32, BF16, INT8 };
+enum { FP32, BF16, INT8, OPENED }; /* the last: int8 whose W was brought to 16 bits, for many rows */
 enum { NONE, RELU, GELU, GELU_TANH, SILU };
 enum {
     FAR = 1 << 20,  /* outputs that no cache near the core would keep */
@@ -55,7 +56,7 @@ enum { TAKE = 1, WIDE = 2, ROWS = 14, BYTE_ROWS = WIDER ? 12 : 14 };
 #elif LANES == 8
 enum { TAKE = 1, WIDE = 2, ROWS = 6, BYTE_ROWS = WIDER ? 4 : 6 };
 #elif defined(__ARM_NEON)
-enum { TAKE = 4, WIDE = 4, ROWS = 6, BYTE_ROWS = 6 };
+enum { TAKE = 4, WIDE = 4, ROWS = 5, BYTE_ROWS = 5 };
 #else
 enum { TAKE = 1, WIDE = 4, ROWS = 3, BYTE_ROWS = 2 };
 #endif
@@ -114,6 +115,19 @@ INLINE ints step(ints sum, ints w, const char *x, const int lane, const int kind
     narrow even = (narrow)w << 8 >> 8, odd = (narrow)w >> 8;
     return sum + pairs((ints)even, same(one)) + pairs((ints)odd, same(other));
 #endif
+#endif
+}
+
+/* The same of W that is opened: the bytes of inputs 0 and 2, then of 1 and 3. */
+INLINE ints step_opened(ints sum, ints even, ints odd, const char *x) {
+#if defined(__SSE2__)
+    int32_t one, other;
+    memcpy(&one, x, 4);
+    memcpy(&other, x + 4, 4);
+    return sum + pairs(even, same(one)) + pairs(odd, same(other));
+#else
+    (void)even, (void)odd, (void)x;
+    return sum;
 #endif
 }
 
@@ -242,15 +256,15 @@ static void to_floats(const float *x, int64_t k, char *to, int64_t apart) {
 typedef struct {
     const char *x, *w;
     int64_t many, row, apart; /* tiles; bytes between the rows of x, and between its tiles */
-    int64_t ahead;            /* how far before it is needed W is asked for: 0 where it is near */
+    int64_t ahead;            /* how far before it is needed W is asked for: of memory farther than of the second cache */
     const int32_t *begin;     /* of each row */
     float *sums;              /* rows of 32 */
 } Block;
 
 /* `rows` of them. Few rows take the whole stripe at once, others as much of it as the registers hold. */
 INLINE void multiply(const Block *b, const int rows, const int kind) {
-    const int wide = 2 * rows <= (kind == INT8 ? BYTE_ROWS : ROWS) ? 32 / LANES : WIDE;
-    const int group = kind == INT8 && WIDER ? 8 : 4;
+    const int bytes = kind == INT8 || kind == OPENED, line = kind == OPENED ? 128 : 64;
+    const int wide = 2 * rows <= (bytes ? BYTE_ROWS : ROWS) ? 32 / LANES : WIDE, group = bytes && WIDER ? 8 : 4;
     for (int part = 0; part < 32 / LANES; part += wide) {
         ints sum[ROWS][32 / LANES];
         const char *x = b->x, *w = b->w;
@@ -258,24 +272,28 @@ INLINE void multiply(const Block *b, const int rows, const int kind) {
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < wide; v++) sum[r][v] = same(kind == INT8 && FLIP ? b->begin[r] : 0);
-        for (int64_t t = 0; t < b->many; t++, w += 2048, x += b->apart) {
+        for (int64_t t = 0; t < b->many; t++, w += 32 * line, x += b->apart) {
 #pragma GCC unroll 1
             for (int g = 0; g < 16; g += TAKE)
 #pragma GCC unroll 4
                 for (int lane = 0; lane < TAKE; lane++) {
-                    ints now[32 / LANES];
+                    ints now[32 / LANES], odd[32 / LANES];
 #pragma GCC unroll 8
                     for (int v = 0; v < wide; v++) {
                         int at = (part + v) * LANES;
-                        const char *from = w + at / 16 * 1024 + at % 16 * 4 + (g + lane) * 64;
+                        const char *from = w + (at / 16 * 16 + g + lane) * line + at % 16 * 4;
                         memcpy(now + v, from, sizeof(ints));
+                        memcpy(odd + v, kind == OPENED ? from + 64 : from, sizeof(ints));
                         if (at % 16 == 0) __builtin_prefetch(from + b->ahead);
                     }
 #pragma GCC unroll 16
                     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-                        for (int v = 0; v < wide; v++)
-                            sum[r][v] = step(sum[r][v], now[v], x + (r * 16 + g) * group, lane, kind);
+                        for (int v = 0; v < wide; v++) {
+                            const char *from = x + (r * 16 + g) * group;
+                            sum[r][v] = kind == OPENED ? step_opened(sum[r][v], now[v], odd[v], from)
+                                                       : step(sum[r][v], now[v], from, lane, kind);
+                        }
                 }
         }
 #pragma GCC unroll 16
@@ -286,7 +304,7 @@ INLINE void multiply(const Block *b, const int rows, const int kind) {
 }
 
 #define CASE(ROWS_NOW, KIND)                                                                       \
-    case ROWS_NOW: multiply(b, ROWS_NOW, KIND); return;
+    case ROWS_NOW: multiply(b, ROWS_NOW <= ROWS ? ROWS_NOW : ROWS, KIND); return;
 #if LANES == 16
 #define CASES(KIND)                                                                                \
     CASE(1, KIND) CASE(2, KIND) CASE(3, KIND) CASE(4, KIND) CASE(5, KIND) CASE(6, KIND)            \
@@ -304,6 +322,12 @@ static APART void multiply_floats(const Block *b, int64_t rows) {
 static APART void multiply_bytes(const Block *b, int64_t rows) {
     switch (rows) { CASES(INT8) }
 }
+
+#if defined(__SSE2__)
+static APART void multiply_opened(const Block *b, int64_t rows) {
+    switch (rows) { CASES(OPENED) }
+}
+#endif
 
 #if defined(__AVX512BF16__)
 static APART void multiply_halves(const Block *b, int64_t rows) {
@@ -368,6 +392,9 @@ static void sums_of(const Block *b, int64_t rows, int64_t kind) {
         multiply_tiles(b, rows, kind);
 #else
     if (kind == INT8) multiply_bytes(b, rows);
+#if defined(__SSE2__)
+    if (WIDER && kind == OPENED) multiply_opened(b, rows);
+#endif
 #if defined(__AVX512BF16__)
     if (kind == BF16) multiply_halves(b, rows);
 #endif
@@ -458,9 +485,9 @@ INLINE void finish(const Stripe *s, const float *sums, int64_t count, const floa
             finish(s, sums, count, scales, add, y, outs, 0, ACT, 0);                               \
         break;
 
-static APART void rows_of(const Linear *l, const Stripe *s, int64_t count, const float *sums, const float *scales,
-                    const float *add, float *y, int past) {
-    int64_t outs = l->gated ? l->n / 2 : l->n;
+/* To rows of y that lie `outs` numbers from each other. Once for all callers: another copy might round otherwise. */
+static APART __attribute__((noclone)) void rows_of(const Linear *l, const Stripe *s, int64_t count, const float *sums, const float *scales,
+                          const float *add, float *y, int64_t outs, int past) {
     if (past && s->left[0] == 16 && s->left[1] == 16) {
         finish(s, sums, count, scales, add, y, outs, 0, NONE, 1);
         return;
@@ -474,65 +501,245 @@ static APART void rows_of(const Linear *l, const Stripe *s, int64_t count, const
     }
 }
 
+/* ---- rows of x as the kernels read them ---- */
+
+/* Blocks of `high` rows, in memory of `whole` bytes each. */
+typedef struct {
+    int64_t high, blocks, row, apart, whole;
+    char *x;
+    float *scales;
+    int32_t *begin;
+} Rows;
+
+static void let_go(Rows *r) { free(r->x), free(r->scales), free(r->begin); }
+
+/* Memory for m rows; 0 if there is none. */
+static int make_room(const Linear *l, int64_t m, Rows *r) {
+    int64_t most = most_rows(l->kind), many = tiles_of(l->k, l->kind);
+    int tiled = TILES && l->kind != FP32;
+    /* Of the same height, but for tiles, which are best when they are full. A kernel finds the rows of a tile of inputs
+       side by side; AMX takes them from afar, at a distance that is no power of two. */
+    r->blocks = (m + most - 1) / most;
+    r->high = tiled && m > 16 ? 32 : (m + r->blocks - 1) / r->blocks;
+    r->row = tiled ? (many | 1) * 64 : piece(l->kind);
+    r->apart = tiled ? 64 : r->high * r->row;
+    r->whole = tiled ? r->high * r->row : many * r->apart;
+    r->x = aligned_alloc(64, (size_t)(r->blocks * r->whole));
+    r->scales = malloc((size_t)m * sizeof *r->scales);
+    r->begin = malloc((size_t)m * sizeof *r->begin);
+    if (r->x && r->scales && r->begin) return 1;
+    let_go(r);
+    return 0;
+}
+
+/* By all threads. */
+static void fill(const Linear *l, const float *x, int64_t m, Rows *r) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < m; i++) {
+        char *to = r->x + i / r->high * r->whole + i % r->high * r->row;
+        if (l->kind == FP32) to_floats(x + i * l->k, l->k, to, r->apart);
+        if (l->kind == BF16) to_half(x + i * l->k, l->k, to, r->apart);
+        if (l->kind == INT8) r->scales[i] = to_bytes(x + i * l->k, l->k, to, r->apart, r->begin + i);
+    }
+}
+
+/* Memory in which a thread opens a stripe of int8, where that pays: its rows then need no shifts. Or NULL. */
+static char *room_to_open(const Linear *l, int64_t m) {
+    return WIDER && l->kind == INT8 && m >= 16 ? aligned_alloc(64, (size_t)tiles_of(l->k, INT8) * 4096) : 0;
+}
+
+static void open_stripe(const Linear *l, int64_t number, char *to) {
+    typedef int16_t narrow __attribute__((vector_size(sizeof(ints))));
+    int64_t many = tiles_of(l->k, INT8);
+    const char *w = l->tiles + number * many * 2048;
+    for (const char *end = w + many * 2048; w < end; w += 64, to += 128) {
+        __builtin_prefetch(w + 8192);
+        for (int i = 0; i < 64; i += sizeof(narrow)) {
+            narrow both, even, odd;
+            memcpy(&both, w + i, sizeof both);
+            even = both << 8 >> 8, odd = both >> 8;
+            memcpy(to + i, &even, sizeof even);
+            memcpy(to + 64 + i, &odd, sizeof odd);
+        }
+    }
+}
+
+/* Outputs of a stripe, which may be opened, for rows i.. of m, at most `high`: to y, `outs` numbers from row to row. */
+INLINE int64_t outputs(const Linear *l, const Rows *r, const Stripe *s, int64_t number, const char *opened, int64_t i,
+                       int64_t m, const float *add, float *y, int64_t outs, int past) {
+    float sums[1024] __attribute__((aligned(64)));
+    int64_t count = m - i < r->high ? m - i : r->high, many = tiles_of(l->k, l->kind);
+    const char *w = l->tiles + number * many * 2048;
+    Block b = {r->x + i / r->high * r->whole, w, many, r->row, r->apart, i ? 2048 : 8192, r->begin + i, sums};
+    if (opened) b.w = opened, b.ahead = 4096;
+    sums_of(&b, count, opened ? OPENED : l->kind);
+    rows_of(l, s, count, sums, l->kind == INT8 ? r->scales + i : 0, add, y, outs, past);
+    return count;
+}
+
+#if TILES
+static void take_tiles(Config *old, int64_t high) {
+    Config mine;
+    _tile_storeconfig(old);
+    configure(&mine, high < 16 ? high : 16);
+    _tile_loadconfig(&mine);
+}
+
+static void give_tiles(const Config *old) {
+    if (old->palette)
+        _tile_loadconfig(old);
+    else
+        _tile_release();
+}
+#else
+typedef int Config;
+static void take_tiles(Config *old, int64_t high) { (void)old, (void)high; }
+static void give_tiles(const Config *old) { (void)old; }
+#endif
+
+static int threads_for(const Linear *l, int64_t m) { return l->n * l->k * (m + 8) < WORTH ? 1 : omp_get_max_threads(); }
+
 /* ---- the whole ---- */
 
 /* 0, or 1 where there is no memory for the rows of x; y is as it was then. */
 int linear(const Linear *l, const float *x, int64_t m, const float *add, float *y) {
+    Rows r;
     if (!m) return 0;
-    int64_t kind = l->kind, many = tiles_of(l->k, kind), all = stripes(l->n, l->gated), most = most_rows(kind);
-    int tiled = TILES && kind != FP32;
-    /* Blocks of rows of the same height, but for tiles, which are best when they are full. A kernel finds the rows of a
-       tile of inputs side by side; AMX takes them from afar, at a distance that is no power of two. */
-    int64_t blocks = (m + most - 1) / most, high = tiled && m > 16 ? 32 : (m + blocks - 1) / blocks;
-    int64_t row = tiled ? (many | 1) * 64 : piece(kind), apart = tiled ? 64 : high * row;
-    int64_t outs = l->gated ? l->n / 2 : l->n, whole = tiled ? high * row : many * apart;
-    char *a = aligned_alloc(64, (size_t)(blocks * whole));
-    float *scales = malloc((size_t)m * sizeof *scales);
-    int32_t *begin = malloc((size_t)m * sizeof *begin);
-    if (!a || !scales || !begin) {
-        free(a), free(scales), free(begin);
-        return 1;
-    }
-    int threads = l->n * l->k * (m + 8) < WORTH ? 1 : omp_get_max_threads();
+    if (!make_room(l, m, &r)) return 1;
+    int64_t all = stripes(l->n, l->gated), outs = l->gated ? l->n / 2 : l->n;
     int past = !l->gated && l->act == NONE && m * outs > FAR && outs % 16 == 0 && (uintptr_t)y % 64 == 0;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads_for(l, m))
     {
-        float sums[1024] __attribute__((aligned(64)));
-#if TILES
-        Config old, mine;
-        _tile_storeconfig(&old);
-        configure(&mine, high < 16 ? high : 16);
-        _tile_loadconfig(&mine);
-#endif
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < m; i++) {
-            char *to = a + i / high * whole + i % high * row;
-            if (kind == FP32) to_floats(x + i * l->k, l->k, to, apart);
-            if (kind == BF16) to_half(x + i * l->k, l->k, to, apart);
-            if (kind == INT8) scales[i] = to_bytes(x + i * l->k, l->k, to, apart, begin + i);
-        }
+        Config old;
+        char *open = room_to_open(l, m);
+        take_tiles(&old, r.high);
+        fill(l, x, m, &r);
 #pragma omp for schedule(dynamic, 4)
         for (int64_t number = 0; number < all; number++) {
             Stripe s = stripe_of(l, number);
-            for (int64_t i = 0; i < m; i += high) {
-                int64_t count = m - i < high ? m - i : high, to = i * outs + s.at;
-                const char *w = l->tiles + number * many * 2048;
-                Block b = {a + i / high * whole, w, many, row, apart, i ? 0 : 8192, begin + i, sums};
-                sums_of(&b, count, kind);
-                const float *each = kind == INT8 ? scales + i : 0;
-                rows_of(l, &s, count, sums, each, add ? add + to : 0, y + to, past);
+            if (open) open_stripe(l, number, open);
+            for (int64_t i = 0; i < m; i += r.high) {
+                int64_t to = i * outs + s.at;
+                outputs(l, &r, &s, number, open, i, m, add ? add + to : 0, y + to, outs, past);
             }
         }
 #if defined(__SSE2__)
         if (past) _mm_sfence();
 #endif
-#if TILES
-        if (old.palette)
-            _tile_loadconfig(&old);
-        else
-            _tile_release();
-#endif
+        give_tiles(&old);
+        free(open);
     }
-    free(a), free(scales), free(begin);
+    let_go(&r);
     return 0;
+}
+
+/* ---- the best outputs of each row ---- */
+
+enum { RUN = 16 }; /* stripes whose outputs are summed as floats, by one thread: a row's bits do not depend on threads */
+
+/* What linear.best packs. */
+struct top {
+    int64_t m, k, bans;
+    const float *x;
+    const int64_t *banned;
+    float *norm, *values;
+    int64_t *ids;
+};
+
+/* Of a row, over a run: the sum of e^(output - most). */
+typedef struct {
+    vec sum;
+    float most;
+} Share;
+
+/* 32 outputs of a row, from number `id` on; those past the last one are -inf. */
+INLINE void offer_stripe(struct best *b, Share *c, const float *x, int64_t id, int64_t left) {
+    vec top = splat(-INFINITY);
+#pragma GCC unroll 8
+    for (int v = 0; v < 32; v += LANES) top = larger(load(x + v), top);
+    if (b->count < b->k || above(top, b->values[b->k - 1])) look(b, x, id, left < 32 ? left : 32);
+    if (above(top, c->most)) {
+        float now = largest(top);
+        c->sum *= expf(c->most - now);
+        c->most = now;
+    }
+    vec sum = c->sum;
+#pragma GCC unroll 8
+    for (int v = 0; v < 32; v += LANES) sum += exp_below(load(x + v) - c->most);
+    c->sum = sum;
+}
+
+/* The k best of what every thread found. */
+static void merge(const struct top *t, struct best *each, int64_t threads, int64_t row) {
+    int64_t next[threads];
+    memset(next, 0, sizeof next);
+    for (int64_t j = 0; j < t->k; j++) {
+        int64_t from = -1;
+        for (int64_t i = 0; i < threads; i++) {
+            const struct best *b = each + i * t->m + row;
+            if (next[i] == b->count) continue;
+            const struct best *a = from < 0 ? b : each + from * t->m + row;
+            float x = b->values[next[i]], y = from < 0 ? x : a->values[next[from]];
+            if (from < 0 || x > y || (x == y && b->ids[next[i]] < a->ids[next[from]])) from = i;
+        }
+        const struct best *b = each + from * t->m + row;
+        t->values[row * t->k + j] = b->values[next[from]];
+        t->ids[row * t->k + j] = b->ids[next[from]++];
+    }
+}
+
+/* Of act(x W^T + b), which is not written: log sum exp of each row, its k largest outputs and their numbers. 0, or 1
+   where there is no memory. */
+int linear_best(const Linear *l, const struct top *t) {
+    Rows r;
+    if (!t->m) return 0;
+    if (!make_room(l, t->m, &r)) return 1;
+    int64_t all = stripes(l->n, 0), runs = (all + RUN - 1) / RUN, threads = threads_for(l, t->m), m = t->m, k = t->k;
+    float *most = malloc((size_t)(runs * m) * sizeof *most), *values = malloc((size_t)(threads * m * k) * sizeof *values);
+    double *sum = malloc((size_t)(runs * m) * sizeof *sum);
+    int64_t *ids = malloc((size_t)(threads * m * k) * sizeof *ids);
+    struct best *each = malloc((size_t)(threads * m) * sizeof *each);
+    Share *shares = aligned_alloc(64, (size_t)(threads * m * (int64_t)sizeof *shares + 63) / 64 * 64);
+    int short_of = !most || !values || !sum || !ids || !each || !shares;
+    for (int64_t i = 0; !short_of && i < threads * m; i++)
+        each[i] = (struct best){0, k, t->bans, t->banned, values + i * k, ids + i * k};
+#pragma omp parallel num_threads(short_of ? 1 : threads) if (!short_of)
+    if (!short_of) {
+        Config old;
+        char *open = room_to_open(l, m);
+        take_tiles(&old, r.high);
+        fill(l, t->x, m, &r);
+        struct best *mine = each + omp_get_thread_num() * m;
+        Share *share = shares + omp_get_thread_num() * m;
+        float y[1024] __attribute__((aligned(64)));
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t run = 0; run < runs; run++) {
+            for (int64_t i = 0; i < m; i++) share[i] = (Share){splat(0), -FLT_MAX};
+            for (int64_t number = run * RUN; number < all && number < (run + 1) * RUN; number++) {
+                Stripe s = stripe_of(l, number);
+                int64_t left = l->n - s.at;
+                if (open) open_stripe(l, number, open);
+                for (int i = 0; left < 32 && i < 1024; i++) y[i] = -INFINITY;
+                for (int64_t i = 0; i < m; i += r.high) {
+                    int64_t count = outputs(l, &r, &s, number, open, i, m, 0, y, 32, 0);
+                    for (int64_t j = 0; j < count; j++) offer_stripe(mine + i + j, share + i + j, y + 32 * j, s.at, left);
+                }
+            }
+            for (int64_t i = 0; i < m; i++) most[run * m + i] = share[i].most, sum[run * m + i] = total(share[i].sum);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < m; i++) {
+            float top = -FLT_MAX;
+            double whole = 0;
+            for (int64_t run = 0; run < runs; run++) top = most[run * m + i] > top ? most[run * m + i] : top;
+            for (int64_t run = 0; run < runs; run++) whole += sum[run * m + i] * exp(most[run * m + i] - top);
+            t->norm[i] = (float)(top + log(whole));
+            merge(t, each, threads, i);
+        }
+        give_tiles(&old);
+        free(open);
+    }
+    free(most), free(values), free(sum), free(ids), free(each), free(shares);
+    let_go(&r);
+    return short_of;
 }

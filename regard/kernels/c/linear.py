@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any
 
@@ -33,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 HUGE, STRETCH = 2**21, 2**25  # bytes of a huge page, and of what is asked for at once
 PART = 2048  # rows of W that are packed at once, a multiple of 32
-FIXED = Struct("8q")
+FIXED, BEST = Struct("8q"), Struct("8q")
 
 
 def usable(precision: str) -> bool:
@@ -69,6 +70,7 @@ def _calls() -> Any:
     found.linear_pack.argtypes, found.linear_pack.restype = [ctypes.c_char_p, *[whole] * 3], None
     found.linear_room.argtypes, found.linear_room.restype = [whole, whole], None
     found.linear.argtypes, found.linear.restype = [ctypes.c_char_p, *[whole] * 4], ctypes.c_int
+    found.linear_best.argtypes, found.linear_best.restype = [ctypes.c_char_p] * 2, ctypes.c_int
     return found
 
 
@@ -151,7 +153,20 @@ class NativeLinear(Layer):
         extra = None if add is None else _readable(add)
         more = 0 if extra is None else extra.data_ptr()
         if call(self.fixed, x.data_ptr(), m, more, y.data_ptr()):
-            raise MemoryError(
-                f"linear: no memory for {m} rows of {self.k} numbers in {self.precision}"
-            )
+            raise self.short(m)
         return y if out is torch.float32 else y.to(out)
+
+    def best(self, x: Tensor, k: int, banned: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
+        """What `rows.choose` finds among the outputs for x (r k), which are not written."""
+        x, bans, r = _readable(x), array("q", banned), len(x)
+        assert not self.gated and 0 < k <= self.n - len(bans)
+        norm, values, ids = x.new_empty(r), x.new_empty(r, k), torch.empty(r, k, dtype=torch.int64)
+        given = (r, k, len(bans), x.data_ptr(), bans.buffer_info()[0])
+        found = (norm.data_ptr(), values.data_ptr(), ids.data_ptr())
+        if _calls().linear_best(self.fixed, BEST.pack(*given, *found)):
+            raise self.short(r)
+        return norm, values, ids
+
+    def short(self, rows: int) -> MemoryError:
+        size = f"{rows} rows of {self.k} numbers in {self.precision}"
+        return MemoryError(f"linear: no memory for {size}")

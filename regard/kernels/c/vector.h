@@ -103,6 +103,8 @@ INLINE uint32_t above(vec x, float floor) {
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(floor), _CMP_GT_OQ);
 #elif defined(__AVX__)
     return (uint32_t)_mm256_movemask_ps((__m256)(x > floor));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return vaddvq_u32((uint32x4_t)((bits)(x > floor) & (bits){1, 2, 4, 8}));
 #else
     uint32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= (uint32_t)(x[i] > floor) << i;
@@ -140,7 +142,11 @@ INLINE vec nearest(vec x) {
 
 /* e^x, relative error below 2e-7, between e^-87 and e^88; NaN stays NaN. */
 INLINE vec exp_of(vec x) {
+#if defined(__ARM_NEON)
+    x = (vec)vminq_f32(vmaxq_f32((float32x4_t)x, vdupq_n_f32(-87.f)), vdupq_n_f32(88.f));
+#else
     x = -larger(splat(-88.f), -larger(splat(-87.f), x));
+#endif
     vec n = nearest(x * 1.44269504f), p = splat(1.9875691500e-4f);
 #if defined(__FMA__) || defined(__ARM_NEON)
     vec r = x - n * 0.693147182f;

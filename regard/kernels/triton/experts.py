@@ -371,6 +371,8 @@ def experts(
 ) -> Tensor:
     """Equals `reference`, in parts (a n m) whose sum it is. See test_gpu_experts_match_reference."""
     (n, m), a, (count, f, _) = x.shape, chosen.shape[1], w.gate.shape
+    # torch's router gives some columns of a sorted matrix.
+    chosen = chosen.contiguous()
     gates, downs = blocks or (blocks_for(k, n, n * a, count, k == m) for k in (m, f))
     # One order serves both products.
     plan: tuple[Tensor, ...] = ()

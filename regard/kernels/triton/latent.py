@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.kernels.triton import hopper
 from regard.kernels.triton.attention import PROGRAMS, merge, rooms
-from regard.kernels.triton.linear import jit, launch, ready, triton
+from regard.kernels.triton.linear import Rms, jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl
@@ -36,17 +36,9 @@ def reference(q: Tensor, cache: Tensor, lengths: Tensor, latent: int, scale: flo
 
 @jit
 def _put(
-    x,
-    pool,
-    stride,
-    table,
-    pos,
-    row,
-    W: tl.constexpr,
-    PAGE: tl.constexpr,
-    SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, pool, stride, table, pos, row, W: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """What a row's new token leaves behind, x (b W), into its page of a pool (pages page W)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -58,24 +50,54 @@ def _put(
 
 
 @jit
+def _normed(x, i, norm, eps, shift, N: tl.constexpr, NORMED: tl.constexpr):
+    """N numbers at x, their RMS norm where there is one."""
+    y = tl.load(x + i, mask=i < N, other=0.0).to(tl.float32)
+    if NORMED:
+        gain = tl.load(norm + i, mask=i < N, other=0.0).to(tl.float32) + shift
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / N + eps) * gain
+    return y
+
+
+@jit
+def _keep(
+    both, out, latents, ropes, q_norm, kv_norm, cos, sin, table, pos, stride, row, q_eps, q_shift,
+    kv_eps, kv_shift, A: tl.constexpr, C: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr,
+    PAGE: tl.constexpr, Q_NORMED: tl.constexpr, KV_NORMED: tl.constexpr, PAIRED: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
+    """Of a row's [query latent | latent | rotary key | .] the last two into their page by one program, the first into
+    out (b A) by another."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    kind = out.dtype.element_ty
+    mine = both + b * stride
+    if tl.program_id(1) == 1:
+        a = tl.arange(0, SIZE)
+        query = _normed(mine, a, q_norm, q_eps, q_shift, A, Q_NORMED)
+        tl.store(out + b * A + a, query.to(kind), mask=a < A)
+    else:
+        c, i, at = tl.arange(0, C), tl.arange(0, R // 2), tl.load(pos + b)
+        spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+        latent = _normed(mine + A, c, kv_norm, kv_eps, kv_shift, C, KV_NORMED)
+        tl.store(latents + spot * C + c, latent.to(kind))
+        first, second = (2 * i, 2 * i + 1) if PAIRED else (i, R // 2 + i)
+        x = tl.load(mine + A + C + first).to(tl.float32)
+        y = tl.load(mine + A + C + second).to(tl.float32)
+        u = tl.load(cos + at * (R // 2) + i).to(tl.float32)
+        v = tl.load(sin + at * (R // 2) + i).to(tl.float32)
+        tl.store(ropes + spot * R + first, (x * u - y * v).to(kind))
+        tl.store(ropes + spot * R + second, (y * u + x * v).to(kind))
+
+
+@jit
 def _turn(
-    x,
-    out,
-    cos,
-    sin,
-    pos,
-    stride,
-    head,
-    to_stride,
-    to_head,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    PAIRED: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, out, cos, sin, pos, stride, head, to_stride, to_head, H: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, PAIRED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """RoPE of one token's heads; the tables (s HALF) are read at its position. out may be x."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -107,30 +129,11 @@ def _named(table, chosen, at, PAGE: tl.constexpr, CHOSEN: tl.constexpr):
 
 @jit
 def _latent(
-    q,
-    latents,
-    ropes,
-    table,
-    chosen,
-    pos,
-    part,
-    stat,
-    out,
-    row,
-    most,
-    scale,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, latents, ropes, table, chosen, pos, part, stat, out, row, most, scale, H: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Of up to BLOCK_H heads of a row the sums over a part of the keys, and their maxima and totals."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -210,6 +213,24 @@ def put(x: Tensor, pool: Tensor, table: Tensor, pos: Tensor) -> None:
     )
 
 
+def keep(
+    both: Tensor, width: int, low: bool, pools: tuple[Tensor, Tensor], table: Tensor, pos: Tensor,
+    *, norms: tuple[Rms | None, Rms | None], angles: tuple[Tensor, Tensor], paired: bool
+) -> Tensor:  # fmt: skip
+    """Of both (b .) = [width numbers | latent | rotary key | .]: the latent normed and the rotary key turned into their
+    pages; if the first are a latent of `low` rank, that one normed (b width). See test_gpu_keep_matches_the_parts."""
+    (latents, ropes), (pdl, extra) = pools, launch(both)
+    out = torch.empty(len(both), width if low else 0, dtype=both.dtype, device=both.device)
+    (one, *first), (two, *second) = (norm or (both, 0.0, 0.0) for norm in norms)
+    given = (both, out, latents, ropes, one, two, *angles, table, pos)
+    _keep[(len(both), 1 + low)](
+        *given, both.stride(0), table.shape[1], *first, *second, A=width, C=latents.shape[2],
+        R=ropes.shape[2], SIZE=triton.next_power_of_2(width) if low else 1, PAGE=latents.shape[1],
+        Q_NORMED=norms[0] is not None, KV_NORMED=norms[1] is not None, PAIRED=paired, PDL=pdl, **extra
+    )  # fmt: skip
+    return out
+
+
 def turn(
     x: Tensor, angles: tuple[Tensor, Tensor], pos: Tensor, paired: bool, out: Tensor | None = None
 ) -> Tensor:
@@ -221,20 +242,9 @@ def turn(
     sizes = {"HEADS": triton.next_power_of_2(h), "WIDTH": triton.next_power_of_2(half)}
     strides = (*x.stride()[:2], *out.stride()[:2])
     _turn[(n,)](
-        x,
-        out,
-        cos,
-        sin,
-        pos,
-        *strides,
-        H=h,
-        D=d,
-        HALF=half,
-        PAIRED=paired,
-        PDL=pdl,
-        **sizes,
-        **extra,
-    )
+        x, out, cos, sin, pos, *strides, H=h, D=d, HALF=half, PAIRED=paired, PDL=pdl, **sizes,
+        **extra
+    )  # fmt: skip
     return out
 
 

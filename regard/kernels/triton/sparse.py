@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.kernels.triton.latent import MULTIPROCESSORS
 from regard.kernels.triton.linear import jit, launch, ready, triton
 
 if triton is not None:
@@ -22,8 +23,8 @@ if triton is not None:
 
 PIECE, WARPS = 4096, 4  # scores a program of the top-k counts, and its warps
 DIGITS = (7, 7, 6, 6, 6)  # bits of a score that are counted at once, up to 8
-TILE = (128, 4, 3)  # keys a step of the index, warps, stages
-SPAN = 2048  # keys a program of the index
+# Of the index, by whether its keys are float8: keys a step, warps, stages, programs a multiprocessor.
+TILES = {False: (64, 4, 3, 6), True: (64, 4, 3, 12)}
 
 
 def reference(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
@@ -45,67 +46,97 @@ def _rounded(x, AXIS: tl.constexpr):
 
 
 @jit
-def _put8(
-    x,
-    keys,
-    sizes,
-    table,
-    pos,
-    row,
-    D: tl.constexpr,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    PDL: tl.constexpr,
+def _turned(
+    x, home, d, angle, cos, sin, mean, scale, norm, shift, HALF: tl.constexpr, NORMED: tl.constexpr
 ):
-    """A row's new key, x (b D), into its page as `packed_fp8` has it."""
+    """Features d of a vector at x + home, layer-normed and turned, each rounded as if it were written: float32."""
+    kind = x.dtype.element_ty
+    y = _scaled(x + home + d, d, mean, scale, norm, shift, NORMED)
+    if HALF:
+        # A feature turns with the one that is HALF away.
+        low, turns = d < HALF, d < 2 * HALF
+        away = tl.where(low, d + HALF, tl.where(turns, d - HALF, 0))
+        other = _scaled(x + home + away, away, mean, scale, norm, shift, NORMED)
+        at = angle * HALF + tl.where(low, d, d - HALF)
+        u = tl.load(cos + at, mask=turns, other=1.0).to(tl.float32)
+        v = tl.load(sin + at, mask=turns, other=0.0).to(tl.float32)
+        y = (y * u + tl.where(low, -other, other) * v).to(kind).to(tl.float32)
+    return y
+
+
+@jit
+def _scaled(x, d, mean, scale, norm, shift, NORMED: tl.constexpr):
+    y = tl.load(x).to(tl.float32)
+    if NORMED:
+        y = (y - mean) * scale * tl.load(norm + d).to(tl.float32)
+        y = (y + tl.load(shift + d).to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+    return y
+
+
+@jit
+def _enter(
+    x, weight, out, q, asked, key, norm, shift, cos, sin, keys, sizes, table, pos, stride, row,
+    gain, eps, K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, PAGE: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A row's key, normed and turned, into its page; by programs after the first some heads' queries, turned, and their
+    weights, which the scales of float8 queries are part of."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    b, d, one = tl.program_id(0).to(tl.int64), tl.arange(0, D)[None, :], tl.arange(0, 1)
-    at = tl.load(pos + b)
-    spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
-    y, size = _rounded(tl.load(x + b * D + d).to(tl.float32), 1)
-    tl.store(keys + spot * ROW + d, y)
-    tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + one, size)
+    b, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, d = tl.load(pos + b), tl.arange(0, D)[None, :]
+    if program > 0:
+        h, k = (program - 1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_K)
+        head = tl.minimum(h, H - 1).to(tl.int64)[:, None]
+        acc = tl.zeros([HEADS, BLOCK_K], tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K):
+            real = k0 + k < K
+            x_k = tl.load(x + b * K + k0 + k, mask=real, other=0.0).to(tl.float32)
+            w = tl.load(weight + head * K + k0 + k[None, :], mask=real[None, :], other=0.0)
+            acc += w.to(tl.float32) * x_k[None, :]
+        each = tl.sum(acc, 1) * gain
+        home = (b * H + head) * D
+        query = _turned(q, home, d, at, cos, sin, 0.0, 1.0, norm, shift, HALF, False)
+        if FP8:
+            bits, size = _rounded(query, 1)
+            tl.store(asked + home + d, bits, mask=(h < H)[:, None])
+            each *= size
+        else:
+            tl.store(asked + home + d, query.to(asked.dtype.element_ty), mask=(h < H)[:, None])
+        tl.store(out + b * H + h, each, mask=h < H)
+    else:
+        raw = tl.load(key + b * stride + d).to(tl.float32)
+        mean = tl.sum(tl.sum(raw, 1), 0) / D
+        scale = tl.rsqrt(tl.sum(tl.sum((raw - mean) * (raw - mean), 1), 0) / D + eps)
+        y = _turned(key, b * stride, d, at, cos, sin, mean, scale, norm, shift, HALF, True)
+        spot = tl.load(table + b * row + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+        if FP8:
+            eights, size_k = _rounded(y, 1)
+            tl.store(keys + spot * ROW + d, eights)
+            tl.store(sizes + spot * (ROW // 4) + ROW // 4 - 4 + tl.arange(0, 1), size_k)
+        else:
+            tl.store(keys + spot * ROW + d, y.to(keys.dtype.element_ty))
 
 
 @jit
 def _index(
-    q,
-    keys,
-    sizes,
-    weights,
-    table,
-    pos,
-    out,
-    row,
-    bound,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    SPAN: tl.constexpr,
-    STAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    FP8: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out (b bound) = sum_j w_j relu(q_j . k_s) for a SPAN of the keys of a row, which are ROW numbers apart."""
+    q, keys, sizes, weights, table, pos, out, row, bound, span, H: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, HEADS: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, FP8: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """out (b bound) = sum_j w_j relu(q_j . k_s) for a span of the keys of a row, which are ROW numbers apart."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
-    b, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * SPAN
-    end = tl.minimum(tl.load(pos + b).to(tl.int32) + 1, start + SPAN)
+    b, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * span
+    end = tl.minimum(tl.load(pos + b).to(tl.int32) + 1, start + span)
     h, d, k = tl.arange(0, HEADS), tl.arange(0, D), tl.arange(0, BLOCK_S)
     real = h < H
     asked = tl.load(q + (b * H + tl.where(real, h, 0))[None, :] * D + d[:, None])
     w = tl.load(weights + b * H + h, mask=real, other=0.0).to(tl.float32)
-    if FP8:
-        asked, size = _rounded(asked.to(tl.float32), 0)
-        w *= size
     home = table + b * row
     page = tl.load(home + tl.minimum(start + k, end - 1) // PAGE, mask=start + k < end, other=0)
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
@@ -114,10 +145,9 @@ def _index(
         x = tl.load(keys + spot[:, None] * ROW + d[None, :])
         # The next pages, so that no load of keys waits for one of the table.
         page = tl.load(home + tl.minimum(at + BLOCK_S, end - 1) // PAGE)
+        size = tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4) if FP8 else 1.0
         dots = tl.dot(x, asked, input_precision=precision)
-        y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
-        if FP8:
-            y *= tl.load(sizes + spot * (ROW // 4) + ROW // 4 - 4)
+        y = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1) * size
         tl.store(out + b * bound + s0 + k, y, mask=s0 + k < end)
 
 
@@ -143,21 +173,10 @@ def _found(counts, state, BITS: tl.constexpr):
 
 @jit
 def _count(
-    scores,
-    pos,
-    counts,
-    state,
-    pieces,
-    bound,
-    K: tl.constexpr,
-    PASS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LAST: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores, pos, counts, state, pieces, bound, K: tl.constexpr, PASS: tl.constexpr,
+    SHIFT: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Count a digit, BITS wide from bit SHIFT on, of the scores whose higher digits are the k-th largest's; the one
     before it was LAST wide. counts (passes b 256), of zeros; state (passes b 2): those higher digits, and which of what
     has them is looked for. The last pass leaves in pieces (b PIECES 257) what each piece counted, and how many of it
@@ -171,7 +190,7 @@ def _count(
         bits, real = _ordered(scores + b * bound, piece * BLOCK + tl.arange(0, BLOCK), end)
         here = PASS * rows + b
         if PASS == 0:
-            high, need = tl.zeros([], tl.uint32), tl.minimum(end, K)
+            high, need, kept = tl.zeros([], tl.uint32), tl.minimum(end, K), real
         else:
             high, need = _found(counts + (here - rows) * 256, state + (here - rows) * 2, LAST)
             kept = real & ((bits >> (SHIFT + BITS)) == high)
@@ -179,9 +198,11 @@ def _count(
             tl.store(state + here * 2, high.to(tl.int32, bitcast=True))
             tl.store(state + here * 2 + 1, need)
         digit = ((bits >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
-        found = tl.histogram(digit, 1 << BITS, mask=real if PASS == 0 else kept)
-        at = tl.arange(0, 1 << BITS)
-        tl.atomic_add(counts + here * 256 + at, found, mask=found > 0, sem="relaxed")
+        found, at = tl.zeros([1 << BITS], tl.int32), tl.arange(0, 1 << BITS)
+        # In the end few pieces have anything left.
+        if PASS < 3 or tl.max(kept.to(tl.int32), 0) > 0:
+            found = tl.histogram(digit, 1 << BITS, mask=kept)
+            tl.atomic_add(counts + here * 256 + at, found, mask=found > 0, sem="relaxed")
         if SHIFT == 0:
             mine = pieces + (b * PIECES + piece) * 257
             tl.store(mine + at, found)
@@ -190,23 +211,10 @@ def _count(
 
 @jit
 def _pick(
-    scores,
-    pos,
-    counts,
-    state,
-    pieces,
-    table,
-    out,
-    row,
-    bound,
-    K: tl.constexpr,
-    PAGE: tl.constexpr,
-    PASSES: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores, pos, counts, state, pieces, table, out, row, bound, K: tl.constexpr, PAGE: tl.constexpr,
+    PASSES: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    PDL: tl.constexpr
+):  # fmt: skip
     """The places of what is above the k-th largest, and from the left of what ties with it: out (b K), ascending; with
     a block table, where these tokens lie in a pool."""
     if PDL:
@@ -253,48 +261,46 @@ def fp8_parts(keys: Tensor) -> tuple[Tensor, Tensor, int]:
     return bits, keys.view(torch.float32), bits.shape[-1]
 
 
-def put_fp8(x: Tensor, keys: Tensor, table: Tensor, pos: Tensor) -> None:
-    """x (b D), index keys of the tokens at `pos` (b), into their pages as `packed_fp8` has them."""
-    (bits, sizes, row), (pdl, extra) = fp8_parts(keys), launch(x)
-    given = (x.contiguous(), bits, sizes, table, pos, table.shape[1])
-    _put8[(len(x),)](
-        *given, D=x.shape[1], ROW=row, PAGE=keys.shape[1], PDL=pdl, num_warps=1, **extra
-    )
+def enter(
+    x: Tensor, weight: Tensor, q: Tensor | None, key: Tensor, keys: Tensor, table: Tensor, pos: Tensor,
+    *, norm: tuple[Tensor, Tensor, float], angles: tuple[Tensor, Tensor] | None, fp8: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What an indexer makes of tokens at `pos` (b): key (b D), layer-normed and turned, goes into its page, with `fp8`
+    as `packed_fp8` has it. Of queries q (b H D), if they are given: turned, in float8 too, and the weights of heads
+    (b H) by a matrix (H m) from x (b m), as `index` takes them. See test_gpu_sparse_enter_matches_the_indexer."""
+    (b, d), h, (cos, sin), (pdl, extra) = key.shape, len(weight), angles or (x, x), launch(x)
+    bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
+    out = torch.empty(b, h, dtype=torch.float32, device=x.device)
+    asked = torch.empty(b, h, d, dtype=bits.dtype, device=x.device)
+    heads = min(8, triton.next_power_of_2(h))
+    place = (bits, sizes, table, pos, key.stride(0), table.shape[1])
+    given = (x, weight, out, x if q is None else q, asked, key, *norm[:2], cos, sin, *place)
+    _enter[(b, 1 if q is None else 1 + triton.cdiv(h, heads))](
+        *given, (h * d) ** -0.5, norm[2], K=x.shape[1], H=h, D=d,
+        HALF=0 if angles is None else cos.shape[1], HEADS=heads, BLOCK_K=512, ROW=row,
+        PAGE=keys.shape[1], FP8=fp8, PDL=pdl, **extra
+    )  # fmt: skip
+    return asked, out
 
 
 def index(
-    q: Tensor, keys: Tensor, weights: Tensor, table: Tensor, pos: Tensor, bound: int, fp8: bool
+    q: Tensor, keys: Tensor, weights: Tensor, table: Tensor, pos: Tensor, bound: int
 ) -> Tensor:
     """Scores (b bound) of the keys up to `pos` (b), what is behind unwritten: q (b H D), weights (b H), keys (pages
-    page D) by a block table (b places). `fp8`: keys are those of `packed_fp8`, and q is rounded too."""
-    (b, h, d), (tile, warps, stages) = q.shape, TILE
+    page D) by a block table (b places). Queries in float8: keys are those of `packed_fp8`, weights hold q's scales."""
+    (b, h, d), fp8 = q.shape, q.dtype == torch.float8_e4m3fn
+    tile, warps, stages, programs = TILES[fp8]
+    # Each multiprocessor has as many programs as it holds, and those as much to do.
+    spans = max(1, min(programs * MULTIPROCESSORS // b, triton.cdiv(bound, tile)))
+    span = triton.cdiv(triton.cdiv(bound, spans), tile) * tile
     out = torch.empty(b, bound, dtype=torch.float32, device=q.device)
     pdl, extra = launch(q)
     bits, sizes, row = fp8_parts(keys) if fp8 else (keys, keys, d)
-    _index[(triton.cdiv(bound, SPAN), b)](
-        q,
-        bits,
-        sizes,
-        weights,
-        table,
-        pos,
-        out,
-        table.shape[1],
-        bound,
-        H=h,
-        D=d,
-        ROW=row,
-        HEADS=max(16, triton.next_power_of_2(h)),
-        BLOCK_S=tile,
-        SPAN=SPAN,
-        STAGES=stages,
-        PAGE=keys.shape[1],
-        FP8=fp8,
-        EXACT=q.dtype == torch.float32,
-        PDL=pdl,
-        num_warps=warps,
-        **extra,
-    )
+    _index[(spans, b)](
+        q, bits, sizes, weights, table, pos, out, table.shape[1], bound, span, H=h, D=d, ROW=row,
+        HEADS=max(16, triton.next_power_of_2(h)), BLOCK_S=tile, STAGES=stages, PAGE=keys.shape[1],
+        FP8=fp8, EXACT=q.dtype == torch.float32, PDL=pdl, num_warps=warps, **extra
+    )  # fmt: skip
     return out
 
 

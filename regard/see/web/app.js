@@ -1,8 +1,9 @@
 // The page: a panel for each model, what they share above them.
 
 import { gridOf, NAMES, readPage } from "./data.js";
-import { choice, make, tick } from "./dom.js";
+import { choice, group, make, tick } from "./dom.js";
 import { Photo } from "./image.js";
+import { Lines } from "./lines.js";
 import { HeadMap } from "./map.js";
 import { onScheme } from "./palette.js";
 import { Row } from "./row.js";
@@ -13,8 +14,11 @@ import { Thumbs } from "./thumbs.js";
 class Panel {
   constructor(app, model, index) {
     Object.assign(this, { app, model, index });
-    this.thumbs = new Thumbs((layer, head) => app.set(index, { layer, head }));
+    // A head that is chosen has lines.
+    const drawn = (head) => this.state.off?.filter((h) => h !== head) ?? null;
+    this.thumbs = new Thumbs((layer, head) => app.set(index, { layer, head, off: drawn(head) }));
     this.map = new HeadMap((row, column) => this.move(row, column));
+    this.lines = new Lines((row, column) => this.move(row, column), (off) => app.set(index, { off }));
     this.row = new Row((column) => this.move(this.at.row, column));
     this.photo = new Photo((token) => this.pick(token));
     this.title = make("h3");
@@ -22,8 +26,9 @@ class Panel {
     this.table = make("div", { className: "wide", tabIndex: 0, role: "region" });
     this.table.setAttribute("aria-label", "values of the map");
     const heads = make("section", { className: "all" }, make("h3", {}, "Layers down, heads across"), this.part, this.thumbs.node);
-    const large = make("section", { className: "large" }, this.title, this.photo.node, this.map.node, this.table);
-    const bars = make("section", { className: "steps" }, make("h3", {}, "One row"), this.row.node);
+    const large = make("section", { className: "large" }, this.title, this.photo.node, this.map.node, this.lines.node, this.table);
+    this.whose = make("h3");
+    const bars = make("section", { className: "steps" }, this.whose, this.row.node);
     this.views = make("div", { className: "views" });
     this.node = make("section", { className: "panel" }, make("h2", {}, model.name), this.views);
     this.node.append(make("p", { className: "shown" }, model.note), make("div", { className: "inside" }, heads, large, bars));
@@ -74,12 +79,17 @@ class Panel {
     const measure = this.grid.measures.includes(shared.measure) ? shared.measure : "weight";
     this.tabs();
     this.thumbs.draw(view, this.state, shared);
-    const whose = shared.averaged ? "mean of its heads" : `head ${head}`;
+    const lined = shared.as === "lines";
+    const whose = shared.averaged ? "mean of its heads" : lined ? "its heads" : `head ${head}`;
     const lacking = measure === shared.measure ? "" : `: weight, as its ${NAMES[shared.measure]} is not in the page`;
     this.title.textContent = `${view.title}, layer ${view.layers[layer].number}, ${whose}${lacking}`;
+    this.whose.textContent = shared.averaged ? "One row of the mean" : `One row of head ${head}`;
     this.part.textContent = view.note;
     this.part.hidden = !view.note;
     this.photo.draw(view, this.grid, this.at, measure, shared.bare);
+    this.map.node.hidden = lined;
+    this.lines.node.hidden = !lined;
+    if (lined) this.lines.draw(view, view.layers[layer], this.state, this.grid, this.at, shared);
     this.map.draw(this.grid, this.at, measure, shared.bare, shared.rowwise);
     this.row.draw(this.grid, this.at, measure, shared.bare, shared.order);
     this.table.hidden = !shared.table;
@@ -92,7 +102,7 @@ class Panel {
     if (!this.views.firstChild) {
       const options = views.map((view) => [view.name, view.title]);
       const turn = (name) => this.app.set(this.index, this.home(name));
-      this.views.append(choice("view", `view${this.index}`, options, this.state.view, turn));
+      this.views.append(choice("Attention of", `view${this.index}`, options, this.state.view, turn));
     }
     for (const input of this.views.querySelectorAll("input")) input.checked = input.value === this.state.view;
   }
@@ -112,6 +122,8 @@ class App {
     this.models = page.models;
     this.state = read(location.hash, this.models);
     this.panels = this.models.map((model, i) => new Panel(this, model, i));
+    // Models that are compared open on the same row of the same head.
+    if (!location.hash) this.state.panels = this.panels.map((panel, i) => (i ? panel.following(this.panels[0]) : panel.state));
     this.bar = make("div", { className: "bar-of-choices" });
     const both = make("div", { className: this.panels.length > 1 ? "panels two" : "panels" });
     both.append(...this.panels.map((panel) => panel.node));
@@ -131,16 +143,20 @@ class App {
 
   choices() {
     const all = (change) => (value) => this.share({ [change]: value });
-    const { measure, bare, averaged, order, rowwise, apart, table } = this.state;
+    const { measure, as, bare, averaged, order, rowwise, apart, table } = this.state;
     const together = tick("move both panels together", "together", !apart, (value) => this.share({ apart: !value }));
     this.bar.replaceChildren(
-      choice("show", "measure", Object.entries(NAMES), measure, all("measure")),
-      choice("bars", "order", [["place", "in order"], ["value", "largest first"]], order, all("order")),
-      tick("hide the first token", "bare", bare, all("bare")),
-      tick("average the heads", "averaged", averaged, all("averaged")),
-      tick("colours by row", "rowwise", rowwise, all("rowwise")),
-      tick("show as table", "table", table, all("table")),
-      ...(this.panels.length > 1 ? [together] : []),
+      choice("Draw as", "as", [["map", "map"], ["lines", "lines"]], as, all("as")),
+      choice("Values", "measure", Object.entries(NAMES), measure, all("measure")),
+      group("Heads", tick("average the heads", "averaged", averaged, all("averaged"))),
+      group(
+        "Map",
+        tick("hide the first token", "bare", bare, all("bare")),
+        tick("colours by row", "rowwise", rowwise, all("rowwise")),
+        tick("show as table", "table", table, all("table")),
+      ),
+      choice("Bars of the row", "order", [["place", "in order"], ["value", "largest first"]], order, all("order")),
+      ...(this.panels.length > 1 ? [group("Panels", together)] : []),
     );
   }
 

@@ -17,13 +17,17 @@ export function say(text) {
 
 // A choice of one out of several, as radio buttons: [[value, label], ...].
 export function choice(legend, name, options, chosen, change) {
-  const group = make("fieldset", { className: "choice" }, make("legend", {}, legend));
-  for (const [value, label] of options) {
+  const labels = options.map(([value, label]) => {
     const given = { type: "radio", name, value, checked: value === chosen };
     const input = make("input", { ...given, onchange: () => change(value) });
-    group.append(make("label", {}, input, make("span", {}, label)));
-  }
-  return group;
+    return make("label", {}, input, make("span", {}, label));
+  });
+  return group(legend, ...labels);
+}
+
+// Controls that belong together, under a name.
+export function group(legend, ...inside) {
+  return make("fieldset", { className: "group" }, make("legend", {}, legend), ...inside);
 }
 
 export function tick(label, name, chosen, change) {

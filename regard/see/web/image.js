@@ -61,7 +61,8 @@ export class Photo {
     seen.forEach((value, i) => {
       const part = Math.sqrt(Math.abs(value || 0) / most);
       pen.globalAlpha = 0.8 * part;
-      pen.fillStyle = `rgb(${shade(RAMPS.photo[measure === "score" && value < 0 ? "negative" : "plain"], part).join(" ")})`;
+      const below = measure === "score" && value < 0;
+      pen.fillStyle = `rgb(${(below ? shade(RAMPS.dark.signed, (1 - part) / 2) : shade(RAMPS.dark.plain, part)).join(" ")})`;
       pen.fillRect((i % side) * step, Math.floor(i / side) * step, step, step);
     });
     pen.globalAlpha = 1;

@@ -10,11 +10,15 @@ const SMALL = 12; // pixels of a cell, if all fit so
 const LEAST = 14; // if they do not
 const MOST = 34;
 const TALL = 620;
-const FONT = "12px system-ui, sans-serif";
-const KEYS = "arrow keys, Home, End, Page Up and Page Down";
+export const KEYS = "arrow keys, Home, End, Page Up and Page Down";
+
+// The page's letters, as a canvas wants them.
+export function font(bold) {
+  return `${bold ? "bold " : ""}12px ${getComputedStyle(document.body).fontFamily}`;
+}
 
 // A canvas whose pixels are those of the screen, and its context in CSS pixels.
-function sized(canvas, width, height) {
+export function sized(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
@@ -25,8 +29,29 @@ function sized(canvas, width, height) {
   return pen;
 }
 
-function clamp(x, count) {
+export function clamp(x, count) {
   return Math.min(Math.max(x, 0), count - 1);
+}
+
+// The first of `shown` places out of `all`, so that `at` is among them.
+export function follow(from, at, shown, all) {
+  if (at < from || at >= from + shown) from = at - Math.floor(shown / 2);
+  return Math.max(0, Math.min(from, all - shown));
+}
+
+// Where a key leads from a cell; undefined for keys that move nothing.
+export function moved(event, { row, column }, { rows, columns }) {
+  if (event.altKey || event.metaKey) return undefined;
+  return {
+    ArrowUp: [row - 1, column],
+    ArrowDown: [row + 1, column],
+    ArrowLeft: [row, column - 1],
+    ArrowRight: [row, column + 1],
+    Home: [event.ctrlKey ? 0 : row, 0],
+    End: [event.ctrlKey ? rows - 1 : row, columns - 1],
+    PageUp: [row - 10, column],
+    PageDown: [row + 10, column],
+  }[event.key];
 }
 
 export class HeadMap {
@@ -71,7 +96,7 @@ export class HeadMap {
   // How large cells are, how many of them, and from where on.
   fit() {
     const { grid, at } = this;
-    const width = this.node.clientWidth || 320;
+    const width = this.node.clientWidth || this.node.parentElement?.clientWidth || 320;
     if (this.measured !== grid) {
       this.measured = grid;
       this.names = [this.wide(grid.rows, (i) => grid.rowName(i)), this.wide(grid.columns, (j) => grid.columnName(j))];
@@ -85,22 +110,17 @@ export class HeadMap {
     const upright = this.names[1] <= cell - 2; // above its column, else turned
     const top = upright ? 22 : Math.min(this.names[1] + 10, 110);
     this.place = { left, top, cell, rows, columns, upright };
-    this.window.row = this.follow(this.window.row, at.row, rows, grid.rows);
-    this.window.column = this.follow(this.window.column, at.column, columns, grid.columns);
+    this.window.row = follow(this.window.row, at.row, rows, grid.rows);
+    this.window.column = follow(this.window.column, at.column, columns, grid.columns);
   }
 
   // Pixels that the longest name takes.
   wide(count, name) {
     const pen = this.canvas.getContext("2d");
-    pen.font = `bold ${FONT}`;
+    pen.font = font(true);
     let most = 0;
     for (let i = 0; i < Math.min(count, 400); i++) most = Math.max(most, pen.measureText(short(name(i), 16)).width);
     return Math.ceil(most);
-  }
-
-  follow(from, at, shown, all) {
-    if (at < from || at >= from + shown) from = at - Math.floor(shown / 2);
-    return Math.max(0, Math.min(from, all - shown));
   }
 
   cells(pen) {
@@ -136,7 +156,7 @@ export class HeadMap {
     pen.fillStyle = this.ink;
     pen.textBaseline = "middle";
     const name = (text, x, y, chosen, room) => {
-      pen.font = chosen ? `bold ${FONT}` : FONT;
+      pen.font = font(chosen);
       let shown = short(text, 16);
       while (shown.length > 2 && pen.measureText(shown).width > room) shown = short(shown, [...shown].length - 1);
       pen.fillText(shown, x, y);
@@ -205,19 +225,8 @@ export class HeadMap {
   }
 
   key(event) {
-    const { row, column } = this.at;
-    const { rows, columns } = this.grid;
-    const to = {
-      ArrowUp: [row - 1, column],
-      ArrowDown: [row + 1, column],
-      ArrowLeft: [row, column - 1],
-      ArrowRight: [row, column + 1],
-      Home: [event.ctrlKey ? 0 : row, 0],
-      End: [event.ctrlKey ? rows - 1 : row, columns - 1],
-      PageUp: [row - 10, column],
-      PageDown: [row + 10, column],
-    }[event.key];
-    if (!to || event.altKey || event.metaKey) return;
+    const to = moved(event, this.at, this.grid);
+    if (!to) return;
     event.preventDefault();
     this.choose(...to);
   }

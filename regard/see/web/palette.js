@@ -1,10 +1,14 @@
-// Colours of values, by the table RAMPS that stands before all modules: regard/see/palette.py has it.
+// Colours of values, by the table RAMPS that stands before all modules: regard/see/page.py has it.
 
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 
+export function scheme() {
+  return darkness.matches ? "dark" : "light";
+}
+
 export function ramp(measure) {
-  const scheme = RAMPS[darkness.matches ? "dark" : "light"];
-  return { stops: measure === "score" ? scheme.signed : scheme.plain, masked: scheme.masked[0] };
+  const { plain, signed, masked } = RAMPS[scheme()];
+  return { stops: measure === "score" ? signed : plain, masked: masked[0] };
 }
 
 export function onScheme(change) {

@@ -2,22 +2,24 @@
 
 const MEASURES = ["weight", "score", "norm"];
 
-// "cross.3.5.7.2": view, layer, head, row, column; what the page does not have falls back to the nearest it has.
+// "cross.3.5.7.2.0-1": view, layer, head, row, column, and heads without lines; what the page does not have falls back to
+// the nearest it has.
 function readPanel(text, model) {
   const [name, ...numbers] = (text ?? "").split(".");
   const asked = model.views.find((view) => view.name === name);
-  const view = asked ?? model.views[model.start.view];
+  const view = asked ?? model.views[model.start];
   const given = asked ? numbers : [];
-  const start = view === model.views[model.start.view] ? model.start : {};
+  const { start } = view;
   const pick = (i, usual, count) => {
     const n = given[i] === undefined || given[i] === "" ? usual : Number(given[i]);
     return Number.isInteger(n) ? Math.min(Math.max(n, 0), count - 1) : 0;
   };
-  const layer = pick(0, start.layer ?? view.layers.length - 1, view.layers.length);
-  const head = pick(1, start.head ?? 0, view.layers[layer].heads.length);
-  const last = view.image && !view.textRows ? 0 : view.rows.length - 1;
-  const row = pick(2, last, view.rows.length);
-  return { view: view.name, layer, head, row, column: pick(3, start.column ?? 0, view.columns.length) };
+  const layer = pick(0, start.layer, view.layers.length);
+  const heads = view.layers[layer].heads.length;
+  // Without a word of them, the page chooses.
+  const off = given[4] === undefined ? null : given[4].split("-").filter(Boolean).map(Number).filter((h) => h < heads);
+  const cell = { row: pick(2, start.row, view.rows.length), column: pick(3, start.column, view.columns.length) };
+  return { view: view.name, layer, head: pick(1, start.head, heads), ...cell, off };
 }
 
 // A row over many keys is pale beside the first rows of a text, which have few: its colours are its own at first.
@@ -30,6 +32,7 @@ export function read(hash, models) {
   const measure = given.get("measure");
   return {
     measure: MEASURES.includes(measure) ? measure : "weight",
+    as: given.get("as") === "lines" ? "lines" : "map",
     bare: given.get("first") === "hidden",
     averaged: given.get("heads") === "mean",
     rowwise: given.has("colours") ? given.get("colours") === "row" : models.some(long),
@@ -42,6 +45,7 @@ export function read(hash, models) {
 
 export function written(state) {
   const parts = [["measure", state.measure]];
+  if (state.as === "lines") parts.push(["as", "lines"]);
   if (state.bare) parts.push(["first", "hidden"]);
   if (state.averaged) parts.push(["heads", "mean"]);
   parts.push(["colours", state.rowwise ? "row" : "head"]);
@@ -49,7 +53,8 @@ export function written(state) {
   if (state.order === "value") parts.push(["order", "value"]);
   if (state.table) parts.push(["table", "1"]);
   state.panels.forEach((p, i) => {
-    parts.push([`at${i}`, [p.view, p.layer, p.head, p.row, p.column].join(".")]);
+    const off = p.off ? [p.off.join("-")] : [];
+    parts.push([`at${i}`, [p.view, p.layer, p.head, p.row, p.column, ...off].join(".")]);
   });
   return "#" + new URLSearchParams(parts).toString();
 }

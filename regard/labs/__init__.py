@@ -1,0 +1,1 @@
+"""Experiments by one command each; regard.lab runs them."""

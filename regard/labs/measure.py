@@ -1,0 +1,214 @@
+"""What experiments measure of a trained model: figures by name, each with rows of columns."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from regard.attention.sparse import choose, dots_exact, fp8_dots, hadamard, index_scores, packed_fp8
+from regard.checkpoint import load
+from regard.data.feed import Batch
+from regard.data.tokens import Coder
+from regard.decode.generate import generate, tokenizer_of
+from regard.evaluate.run import evaluate
+from regard.models import Model
+from regard.presets import build
+from regard.report.run import read as read_report
+from regard.text import needed
+from regard.train.build import make_model
+from regard.train.config import Config as RunConfig
+from regard.train.config import read as read_config
+from regard.train.loss import causal, causal_mask, densely, watching
+from regard.train.plan import pick_device
+
+Figures = dict[str, dict[str, dict[Any, float]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant trained with a seed: the lab's settings and its folder, and those of its runs, one after the other."""
+
+    settings: dict[str, Any]
+    variant: str
+    seed: int
+    home: Path
+    runs: list[Path]
+    device: str
+
+    @property
+    def best(self) -> Path:
+        return self.runs[-1] / "best"
+
+    @property
+    def valid(self) -> str:
+        return str(next((self.home / "text").glob("valid.*")))
+
+    def load(self) -> Any:
+        return load(self.best, device=str(pick_device(self.device)[0]))
+
+    def loss(self, model: Any, length: int | None = None) -> float:
+        """On the held-out text, per token."""
+        how: Any = {"metrics": ["loss"], "length": length, "device": self.device}
+        return evaluate(model, self.valid, **how).metrics["loss"]
+
+    @property
+    def config(self) -> RunConfig:
+        return read_config(self.runs[0] / "config.toml")
+
+    def batch(self, model: Model) -> Batch:
+        """`sampled` rows of the held-out text, as long as those of training."""
+        rows, length = self.settings["sampled"], self.config.data.length or 1
+        with open(self.valid, encoding="utf-8") as file:
+            ids = needed(tokenizer_of(model)).encode(file.read(rows * length * 12))
+        most = min(rows, (len(ids) - 1) // length)
+        x = torch.tensor(ids[: most * length + 1], device=next(model.parameters()).device)
+        return Batch(x[:-1].view(most, length), x[1:].view(most, length))
+
+
+def changed(folder: Path, changes: dict[str, Any]) -> Model:
+    """A trained model with other settings and the same weights."""
+    model = load(folder)
+    twin = build(model.config, **changes)
+    twin.load_state_dict(model.state_dict())
+    twin.origin = model.origin
+    return twin
+
+
+def bottleneck(case: Case) -> Figures:
+    """The share of answers without an error, by the length of the source."""
+    how: Any = {"metrics": ["exact"], "beams": 1, "device": case.device}
+    files = {n: str(case.home / "text" / f"test-{n}.tsv") for n in case.settings["lengths"]}
+    right = {n: evaluate(case.best, path, **how).metrics["exact"] for n, path in files.items()}
+    return {"Accuracy": {case.variant: right}}
+
+
+def ablations(case: Case) -> Figures:
+    """The loss; the gradient of each layer before and after training; of the first variant the loss without each of its
+    heads."""
+    model = case.load()
+    loss, coder = case.loss(case.best), Coder(needed(tokenizer_of(model)))
+    torch.manual_seed(case.seed)
+    start = make_model(case.config, None, coder, [])
+    batch = case.batch(model)
+    figures: Figures = {
+        "Loss": {case.variant: {"held-out loss": loss}},
+        "Gradients at the start": {case.variant: gradients(start.to(batch.ids.device), batch)},
+        "Gradients at the end": {case.variant: gradients(model, batch)},
+    }
+    if case.variant == case.settings["heads"]:
+        figures["Without one head"] = without_heads(case, model, loss)
+    return figures
+
+
+def gradients(model: Any, batch: Batch) -> dict[Any, float]:
+    """The length of the loss's gradient by the weights of each layer, counted from 1."""
+    total, count = causal(model, batch)
+    (total / count).backward()
+    norms = {}
+    for i, block in enumerate(model.tower.blocks, 1):
+        parts = [p.grad.norm() for p in block.parameters() if p.grad is not None]
+        norms[i] = torch.stack(parts).norm().item()
+    return norms
+
+
+@torch.no_grad()
+def without_heads(case: Case, model: Any, loss: float) -> dict[str, dict[Any, float]]:
+    """How much the loss rises where nothing of a head reaches the output projection."""
+    rows: dict[str, dict[Any, float]] = {}
+    for i, block in enumerate(model.tower.blocks, 1):
+        weight, heads = block.attention.wo.weight, block.attention.config.heads
+        for h, columns in enumerate(weight.split(weight.shape[1] // heads, 1), 1):
+            kept = columns.clone()
+            columns.zero_()
+            rows.setdefault(f"layer {i}", {})[h] = case.loss(model) - loss
+            columns.copy_(kept)
+    return rows
+
+
+def extrapolation(case: Case) -> Figures:
+    """The loss in rows of 1, 2, ... times the trained length; with RoPE also scaled by as much, untrained."""
+    trained, times = case.config.data.length or 1, case.settings["times"]
+    rows = {case.variant: {n: case.loss(case.best, n * trained) for n in times}}
+    for name, scaling in case.settings["scaled"].items() if case.variant == "RoPE" else ():
+        rows[name] = {}
+        for n in times:
+            more = {"factor": float(n), **({"original_len": trained} if scaling == "yarn" else {})}
+            model = changed(case.best, {"tower.attention.rope.scaling": {"kind": scaling, **more}})
+            rows[name][n] = case.loss(model, n * trained)
+    return {"Loss by length": rows}
+
+
+def mechanisms(case: Case) -> Figures:
+    """The loss and its way there; bytes of the cache, and speed, with so many tokens in it."""
+    model, run = case.load(), case.runs[0]
+    # Most CPUs have no products of bfloat16.
+    model = model.to(torch.bfloat16) if next(model.parameters()).is_cuda else model
+    each = (case.config.data.rows or 1) * (case.config.data.length or 1) / 1e6
+    points = read_report(run).curve("loss")
+    cuts = [points[len(points) * i // 12 : len(points) * (i + 1) // 12] for i in range(12)]
+    curve = {round(each * cut[-1][0], 1): mean(y for _, y in cut) for cut in cuts if cut}
+    memory, speed = {}, {}
+    for size in case.settings["contexts"]:
+        specs = model.cache_specs()
+        states = [torch.Size(x).numel() for spec in specs for x in spec.state.values()]
+        memory[f"{size:,}"] = 2.0 * (size * sum(s.numbers() for s in specs) + sum(states))
+        speed[f"{size:,}"] = rate(model, size, case.settings["batch"], case.settings["timed"])
+    v = case.variant
+    return {
+        "Loss": {v: {"held-out loss": case.loss(case.best)}},
+        "Loss on the way": {v: curve},
+        "Bytes of the cache": {v: memory},
+        "Tokens per second": {v: speed},
+    }
+
+
+def rate(model: Any, size: int, batch: int, timed: int) -> float:
+    """Tokens per second of decoding `batch` rows with `size` tokens in the cache: what `timed` more tokens take."""
+    vocab, took = model.config.embedding.vocab, []
+    # The first call prepares kernels; each has prompts of its own, so that none is read from a cache of prompts.
+    for new in (timed, 1, timed + 1):
+        prompts = torch.randint(5, vocab, (batch, size)).tolist()
+        start = time.perf_counter()
+        generate(model, prompts, max_new_tokens=new, min_new_tokens=new, temperature=0.0)
+        took.append(time.perf_counter() - start)
+    return batch * timed / max(took[2] - took[1], 1e-9)
+
+
+@torch.no_grad()
+def indexer(case: Case) -> Figures:
+    """How much of the choice by exact scores other forms choose, and of attention's weights each choice holds."""
+    model, found = case.load(), {name: dict[str, Any]() for name in ("Recall", "Weight held")}
+    batch = case.batch(model)
+    # What the layers read, and where dense attention went.
+    with densely(model), watching(model) as seen:
+        model.hidden(batch.ids, mask=causal_mask(batch), probe=seen)
+    for call in seen.calls.values():
+        index, x, ctx, best = call.layer.indexer, call.x, call.ctx, dict[int, Any]()
+        q, k = index.queries(call.layer.attention.query_input(x), ctx), index.keys(x, ctx)
+        visible = ctx.visible(ctx.pos, call.layer.config.window).rows(slice(0, x.shape[1]))[:, 0]
+        target = torch.cat(call.target, 1)
+        target = target / target.sum(-1, keepdim=True)
+        forms = {"exact": dots_exact(q, k), "fp8": fp8_dots(q, packed_fp8(k))}
+        forms["fp8, Hadamard"] = fp8_dots(hadamard(q), packed_fp8(hadamard(k)))
+        for name, dots in forms.items():
+            scores = index_scores(dots, index.weights(x)).masked_fill(~visible, -torch.inf)
+            for n in case.settings["keys"]:
+                chosen = torch.zeros_like(scores).scatter(-1, choose(scores, n), 1.0)
+                shares = {"Recall": best.setdefault(n, chosen) / n, "Weight held": target}
+                for figure, share in shares.items():
+                    # Queries that see no more than n keys have no choice.
+                    value = (share * chosen).sum(-1)[:, n:].mean().item()
+                    found[figure].setdefault(name, {}).setdefault(n, []).append(value)
+    del found["Recall"]["exact"]
+    return {
+        f: {r: {n: mean(v) for n, v in x.items()} for r, x in rows.items()}
+        for f, rows in found.items()
+    }
+
+
+MEASURES = {f.__name__: f for f in (bottleneck, ablations, extrapolation, mechanisms, indexer)}

@@ -1,0 +1,236 @@
+"""Experiments by one command each. A TOML file beside this one says what is trained and how variants of it differ; here
+each is trained for every seed and measured, and what was found becomes one page and one JSON file.
+
+result = regard.lab("bottleneck")      # runs/lab-bottleneck/page.html; what is done is not done again
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import platform
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.errors import ENVIRONMENT, VERSION, Fault, UsageError
+from regard.files import write_whole
+from regard.labs.measure import MEASURES, Case, changed
+from regard.labs.page import blocks
+from regard.labs.text import MAKERS, own_text
+from regard.report.page import as_html
+from regard.train.build import fresh, read_data
+from regard.train.config import configure
+from regard.train.log import parse
+from regard.train.plan import EFFICIENCY, Job, Pass, duration, pick_device, probe, step_flops, width
+from regard.train.run import begun, train
+from regard.train.trainer import Callback
+
+Tables = dict[str, Any]
+NAMES = ("bottleneck", "ablations", "extrapolation", "mechanisms", "indexer")
+
+
+@dataclass(frozen=True)
+class LabResult:
+    """`page` and `results` are files; `figures` by figure, row and column, one value per seed."""
+
+    page: Path
+    results: Path
+    figures: dict[str, dict[str, dict[str, list[float]]]]
+
+
+def read(name: str, quick: bool = False) -> Tables:
+    """An experiment as its file has it; `small` is what its quick form changes in every run."""
+    if name not in NAMES:
+        close = sorted(NAMES, key=lambda n: -difflib.SequenceMatcher(None, name, n).ratio())
+        near = "the nearest are {}, {} and {}".format(*close)
+        raise UsageError(f"there is no lab {name!r:.60}; {near} (regard lab lists all)")
+    spec = tomllib.loads(files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    tiny = spec.pop("quick")
+    small = tiny.pop("run")
+    more = {**tiny, "seeds": spec["seeds"][:1]} if quick else {}
+    return {**spec, **more, "name": name, "quick": quick, "small": small if quick else {}}
+
+
+def merged(base: Tables, more: Tables) -> Tables:
+    """Tables joined; one that has a kind replaces the other whole."""
+    both = dict(base)
+    for name, value in more.items():
+        inner = isinstance(value, dict) and "kind" not in value
+        both[name] = merged(both.get(name) or {}, value) if inner else value
+    return both
+
+
+def stages(spec: Tables, variant: str) -> list[Tables]:
+    """The configs of a variant's runs, each going on from the one before."""
+    first, run, small = dict(spec["variants"][variant]), spec["run"], spec["small"]
+    kept, fewer = ({n: x for n, x in t.items() if n in ("data", "train")} for t in (run, small))
+    later = [merged(merged(kept, stage), fewer) for stage in first.pop("then", [])]
+    return [merged(merged(run, first), small), *later]
+
+
+def lab(
+    name: str,
+    folder: str | Path | None = None,
+    *,
+    data: str | Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    variants: Sequence[str] = (),
+    quick: bool = False,
+    force: bool = False,
+    device: str = "auto",
+    callbacks: Sequence[Callback] = (),
+) -> LabResult:
+    """Run an experiment as `regard lab` does: bottleneck, ablations, extrapolation, mechanisms or indexer.
+
+    `folder`: where runs, page.html and results.json lie, by default runs/lab-NAME; there it goes on, and what is done
+    is not done again. `data`: your own text instead of the lab's. `variants`: some of them alone. `quick`: a tiny form
+    of it, to see that all works. `force`: although this machine is too small. `callbacks` hear every event of the runs,
+    and {"kind": "case", "text": ...} before them."""
+    spec = read(name, quick)
+    home = Path(folder or Path("runs") / f"lab-{name}{'-quick' if quick else ''}")
+    own, seeds = [data] if isinstance(data, str) else list(data), list(seeds) or spec["seeds"]
+    if own and "own" not in spec:
+        raise UsageError(f"the lab {name} makes its own data; leave data (--data) out")
+    for each in (each for each in variants if each not in spec["variants"]):
+        raise UsageError(f"{name} has no variant {each!r:.60}; {', '.join(spec['variants'])}")
+    place, _ = pick_device(device)
+    if "gpu" in spec and place.type == "cpu" and not (quick or force):
+        long = duration(len(seeds) * needed(spec, place))
+        raise Fault(
+            f"the lab {name} is for a GPU: on this machine it would take about {long}; run it anyway by force=True "
+            "(--force), or a tiny form of it by quick=True (--quick)",
+            ENVIRONMENT,
+        )
+    prepare(spec, home, own)
+    cases = [(v, s) for s in seeds for v in variants or spec["variants"]]
+    for number, (variant, seed) in enumerate(cases, 1):
+        here = home / slug(variant) / str(seed)
+        if not (here / "figures.json").is_file():
+            for hear in callbacks:
+                hear({"kind": "case", "text": f"{number} of {len(cases)}: {variant}, seed {seed}"})
+            figures = one(spec, home, here, Case(spec, variant, seed, home, [], device), callbacks)
+            write_whole(here / "figures.json", json.dumps(figures, indent=1))
+    words = ["regard", "lab", name, *["--quick"][: int(quick)]]
+    words += [word for path in own for word in ("--data", path)]
+    words += ["--seeds", *map(str, seeds)] if seeds != spec["seeds"] else []
+    return told(spec, home, shlex.join(words))
+
+
+def one(spec: Tables, home: Path, here: Path, case: Case, callbacks: Any) -> Tables:
+    """Train a variant, stage by stage, and measure it."""
+    for i, tables in enumerate(stages(spec, case.variant), 1):
+        run, changes = here / f"run-{i}", tables.pop("change", None)
+        tables = merged({"data": sides(home)}, merged(tables, {"train": {"seed": case.seed}}))
+        if not case.runs:
+            tables["tokenizer"] = {"folder": str((home / "tokenizer").resolve())}
+        else:
+            start = case.best
+            if changes:
+                changed(start, changes).save(start := here / f"start-{i}")
+            tables["model"] = {"folder": str(start.resolve())}
+        if facts(run).get("status") != "done":
+            if not begun(run):
+                # Ids that were made for the first run serve all.
+                shutil.rmtree(run, ignore_errors=True)
+                run.mkdir(parents=True)
+                (run / "lock").touch()
+                (run / "data").symlink_to((home / "data").resolve())
+            how: Any = {"resume": begun(run), "device": case.device, "callbacks": callbacks}
+            train(tables, run, keep=1, **how)
+        case.runs.append(run)
+    info = [facts(run) for run in case.runs]
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return {
+        "figures": MEASURES[spec["name"]](case),
+        "parameters": info[0]["parameters"],
+        "steps": [each["step"] for each in info],
+        "seconds": sum(each["seconds"] for each in info),
+        "machine": f"{info[0].get('device_name') or cpu}, torch {torch.__version__}",
+    }
+
+
+def told(spec: Tables, home: Path, command: str) -> LabResult:
+    """What all finished cases found, as results.json and page.html."""
+    figures: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
+    for variant in spec["variants"]:
+        for path in sorted((home / slug(variant)).glob("*/figures.json")):
+            case = json.loads(path.read_text(encoding="utf-8"))
+            for name, rows in case.pop("figures").items():
+                for row, x, value in (
+                    (row, x, v) for row, each in rows.items() for x, v in each.items()
+                ):
+                    cells = figures.setdefault(name, {}).setdefault(row, {})
+                    cells.setdefault(x, []).append(value)
+            runs.setdefault(variant, {})[path.parent.name] = case
+    page, found = home / "page.html", home / "results.json"
+    results = {
+        **{key: spec[key] for key in ("name", "title", "question", "about")},
+        **{"command": command, "regard": VERSION, "figures": figures, "runs": runs},
+        "config": {variant: stages(spec, variant) for variant in spec["variants"]},
+    }
+    write_whole(found, json.dumps(results, indent=1))
+    write_whole(page, as_html(spec["title"], blocks(results)))
+    return LabResult(page, found, figures)
+
+
+def prepare(spec: Tables, home: Path, own: list[str]) -> None:
+    """Make the lab's folder with its text, tokenizer and ids, once. A folder of other settings, or that is not a lab's,
+    is refused."""
+    mark, text = home / "lab.json", home / "text"
+    written = json.dumps({**{n: x for n, x in spec.items() if n != "seeds"}, "files": own})
+    mine = {"lab": spec["name"], "settings": hashlib.sha256(written.encode()).hexdigest()}
+    if home.is_dir() and any(home.iterdir()) and (there := facts(mark)) != mine:
+        what = "a lab with other settings or data" if there else "something else"
+        raise UsageError(f"{home} has {what}; name another folder (--output-dir FOLDER)")
+    home.mkdir(parents=True, exist_ok=True)
+    write_whole(mark, json.dumps(mine))
+    if not text.is_dir():
+        shutil.rmtree(made := home / ".text", ignore_errors=True)
+        if own:
+            own_text(tuple(own), made)
+        else:
+            MAKERS[spec["data"]](made, **spec.get("make", {}))
+        made.rename(text)
+    first = stages(spec, next(iter(spec["variants"])))[0]
+    read_data(configure(merged(first, {"data": sides(home)})), None, home)
+
+
+def sides(home: Path) -> dict[str, str]:
+    """What is learned, and what is held out."""
+    files = (home / "text").iterdir()
+    return {path.stem: str(path.resolve()) for path in files if path.stem in ("train", "valid")}
+
+
+def facts(path: Path) -> Tables:
+    """A JSON file, or a run's; {} where there is none."""
+    path = path if path.suffix == ".json" else path / "run.json"
+    return (parse(path.read_text("utf-8", "replace")) if path.is_file() else None) or {}
+
+
+def slug(name: str) -> str:
+    return re.sub(r"\W+", "-", name.lower()).strip("-")
+
+
+def needed(spec: Tables, device: torch.device) -> float:
+    """Seconds of training for one seed on this machine, by the speed of its products."""
+    flops = 0
+    for variant in spec["variants"]:
+        config = configure(merged(stages(spec, variant)[0], {"data": {"train": "text"}}))
+        changes = {k: v for k, v in config.model.items() if k != "preset"}
+        model = fresh(config.model["preset"], changes, 0, "meta", config.data.length)
+        step = Pass(config.data.rows or 1, config.data.length or 1, device=device.type)
+        flops += step_flops(Job(model, step, config.train)) * config.train.steps
+    precision = config.train.precision
+    speed = probe(device, precision == "bf16", step, width(model))
+    return flops / speed / EFFICIENCY[f"{device.type} {precision}"]

@@ -1,0 +1,141 @@
+"""Experiments: each in its tiny form, what is on its page, what is not done twice, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard
+from regard.cli.main import main
+from regard.errors import UsageError
+from regard.labs.page import cell
+from regard.labs.run import NAMES, merged, read, stages
+from regard.models.base import parameters
+from regard.train.build import fresh
+from regard.train.config import configure
+
+TEXT = "The quick brown fox jumps over the lazy dog; it was a bright day.\n" * 40
+# Lab -> variants that are tried, figures of its page.
+TRIED = {
+    "bottleneck": (["GRU without attention", "Transformer"], ["Accuracy"]),
+    "ablations": (
+        ["as it is (pre-norm)", "without residual"],
+        ["Loss", "Gradients at the start", "Gradients at the end", "Without one head"],
+    ),
+    "extrapolation": (["learned", "RoPE", "ALiBi"], ["Loss by length"]),
+    "mechanisms": (
+        ["DSA", "delta rule"],
+        ["Loss", "Loss on the way", "Bytes of the cache", "Tokens per second"],
+    ),
+    "indexer": (["DSA"], ["Recall", "Weight held"]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lab_runs_in_its_tiny_form(name: str, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text(TEXT, encoding="utf-8")
+    own = [] if name == "bottleneck" else [str(tmp_path / "own.txt")]
+    variants, figures = TRIED[name]
+    heard: list[str] = []
+    how = {"data": own, "variants": variants, "quick": True, "device": "cpu"}
+    result = regard.lab(
+        name, tmp_path / "lab", **how, callbacks=[lambda e: heard.append(e["kind"])]
+    )
+    results = json.loads(result.results.read_text(encoding="utf-8"))
+    assert list(results["figures"]) == figures and heard.count("case") == len(variants)
+    assert all(len(v) == 1 for f in result.figures.values() for r in f.values() for v in r.values())
+    page = result.page.read_text(encoding="utf-8")
+    assert f"regard lab {name} --quick" in page and "<script" not in page
+    drawn = re.findall("<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawn) == len(figures) and all(ET.fromstring(svg) is not None for svg in drawn)
+    # What is done is not done again.
+    heard.clear()
+    again = regard.lab(name, tmp_path / "lab", **how, callbacks=[lambda e: heard.append(e["kind"])])
+    assert not heard and again.figures == result.figures
+    if name == "extrapolation":
+        rows = result.figures["Loss by length"]
+        assert list(rows) == ["learned", "RoPE", "RoPE, linear", "RoPE, YaRN", "ALiBi"]
+        assert rows["RoPE"]["1"] == pytest.approx(rows["RoPE, linear"]["1"])
+        assert rows["RoPE"]["2"] != rows["RoPE, linear"]["2"]
+    if name == "mechanisms":
+        memory = result.figures["Bytes of the cache"]
+        assert memory["delta rule"]["16"] == memory["delta rule"]["32"]
+        assert memory["DSA"]["32"] == [2 * memory["DSA"]["16"][0]] == [2 * 32 * (64 + 16 + 32)]
+    if name == "ablations":
+        heads = result.figures["Without one head"]
+        assert list(heads) == ["layer 1"] and list(heads["layer 1"]) == ["1", "2"]
+
+
+def test_mechanisms_have_equal_parameters_and_100m_tokens() -> None:
+    lab, sizes = read("mechanisms"), {}
+    for variant in lab["variants"]:
+        tables = [{"model": {"folder": "x"}, **stage} for stage in stages(lab, variant)]
+        for each in tables:
+            each.pop("change", None)
+        configs = [configure(merged(each, {"data": {"train": "x"}})) for each in tables]
+        tokens = sum(c.train.steps * c.data.rows * c.data.length for c in configs)
+        assert 100e6 < tokens < 101e6, variant
+        model = dict(configs[0].model)
+        sizes[variant] = parameters(fresh(model.pop("preset"), model, 0, "meta", 1024))
+    assert max(sizes.values()) / min(sizes.values()) < 1.01, sizes
+
+
+def test_block_without_residual_replaces_the_stream() -> None:
+    """As the same block with its stream subtracted again."""
+    torch.manual_seed(0)
+    how = {"vocab": 20, "layers": 1, "dim": 16, "heads": 2, "max_len": 8}
+    bare = regard.build("gpt2", **how, residual=False)
+    whole = regard.build("gpt2", **how)
+    whole.load_state_dict(bare.state_dict())
+    ids = torch.randint(20, (2, 8))
+    said: dict[str, torch.Tensor] = {}
+
+    def keep(name: str):
+        return lambda module, args, out: said.__setitem__(name, out)
+
+    for model, name in ((bare, "bare"), (whole, "whole")):
+        model.tower.blocks[0].attention.register_forward_hook(keep(name))
+        model.embedding.register_forward_hook(keep("x"))
+        model(ids)
+    torch.testing.assert_close(said["bare"] + said["x"], said["whole"])
+    out = regard.generate(bare, [[1, 2]], max_new_tokens=3)
+    torch.testing.assert_close(regard.prepare(bare)(ids), bare(ids))
+    assert len(out[0].ids) == 3
+
+
+def test_figures_of_seeds_are_written_with_their_spread() -> None:
+    assert cell([1.0, 2.0, 3.0]) == "2 ± 1" and cell([0.12345]) == "0.1235"
+    assert cell([4096.0, 4096.0]) == "4,096" and cell([]) == "-"
+
+
+def test_lab_lists_and_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in NAMES) and "minutes on two cores" in out
+
+    def refused(*words: str) -> str:
+        assert main(["lab", *words]) in (2, 3, 4)
+        said = capsys.readouterr()
+        assert not said.out and said.err.count("\n") == 1
+        return said.err
+
+    assert "the nearest are bottleneck, ablations and extrapolation" in refused("botleneck")
+    assert "would take about" in (err := refused("mechanisms", "--device", "cpu"))
+    assert "--force" in err and "--quick" in err
+    assert "makes its own data" in refused("bottleneck", "--data", "x.txt")
+    assert "gone.txt" in refused("ablations", "--data", "gone.txt")
+    assert "has no variant 'MHA'" in refused("ablations", "--variants", "MHA")
+    assert "say which lab" in refused("--quick")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter").touch()
+    assert "has something else" in refused("ablations", "--output-dir", "full")
+    with pytest.raises(UsageError, match="no lab"):
+        regard.lab("")
