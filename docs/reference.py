@@ -29,7 +29,7 @@ HOMES = {
     "Models: build, load, save": ("regard.checkpoint", "regard.presets", "regard.models", "regard.fast.cpu"),
     "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine"),
     "Train and measure": ("regard.train.run", "regard.train.trainer", "regard.evaluate.model"),
-    "Look inside": ("regard.see.probe",),
+    "Look inside": ("regard.see.probe", "regard.labs.run"),
     "Attention": ("regard.attention", "regard.block", "regard.moe", "regard.layers"),
     "Masks": ("regard.mask",),
     "Positions": ("regard.position",),
