@@ -29,7 +29,7 @@ HOMES = {
     "Models: build, load, save": ("regard.checkpoint", "regard.presets", "regard.models", "regard.fast.cpu"),
     "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine"),
     "Train and measure": ("regard.train.run", "regard.train.trainer", "regard.evaluate.model"),
-    "Look inside": ("regard.see.probe",),
+    "Look inside": ("regard.see.probe", "regard.labs.run"),
     "Attention": ("regard.attention", "regard.block", "regard.moe", "regard.layers"),
     "Masks": ("regard.mask",),
     "Positions": ("regard.position",),
@@ -273,7 +273,7 @@ def presets_page() -> str:
         "# Presets",
         'Models by name: `regard.build("gpt2", layers=2)` in Python, `preset = "gpt2"` under `[model]`. Any setting of'
         " [their parts](model.md) can be changed; widths follow `dim`, and are as here where nothing is said.",
-        table("preset|what it is|layers|dim|heads|vocab", lines),
+        table("preset|family|layers|dim|heads|vocab", lines),
     ]) + "\n"  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -139,3 +140,20 @@ def test_lab_lists_and_refuses(
     assert "has something else" in refused("ablations", "--output-dir", "full")
     with pytest.raises(UsageError, match="no lab"):
         regard.lab("")
+
+
+def test_pages_of_the_docs_are_what_their_results_say() -> None:
+    """Figures that the prose quotes are checked by eye; tables and pictures come from the JSON beside them."""
+    root = Path(__file__).resolve().parents[1] / "docs"
+    spec = importlib.util.spec_from_file_location("docs_labs", root / "labs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    files = module.build()
+    there = {p.relative_to(module.HOME).as_posix() for p in module.HOME.rglob("*.*")}
+    assert {n for n in there if not n.endswith(".json")} == set(files), "run python docs/labs.py"
+    for name, text in files.items():
+        old = (module.HOME / name).read_text(encoding="utf-8")
+        assert old == text if name.endswith(".md") else ET.fromstring(old), (
+            "run python docs/labs.py"
+        )

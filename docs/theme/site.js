@@ -27,6 +27,7 @@ function search(text) {
       score += title.includes(word) ? 5 : 0;
     }
     if (said.join(" ") === words.join(" ")) score += 30;
+    if (page === heading && words.every((word) => said.includes(word))) score += 40;
     if (title.join(" ").startsWith(words.join(" "))) score += 6;
     rows.push([score - said.length / 10, at, address, page, heading, all]);
   });

@@ -203,17 +203,17 @@ class Engine:
             events = self._expire()
             self._admit()
             rows = sum(lane.batch for lane in self.lanes.values()) or 1
-            with threads_for(self.weights * (self.chunk if self.reading else rows)):
+            with threads_for(self.weights * max(rows, min(self.chunk, self._unread()))):
                 for key, lane in list(self.lanes.items()):
                     # An earlier lane may have put its requests back.
                     if self.lanes.get(key) is lane:
                         events += self._advance(key, lane)
             return self._done(events)
 
-    @property
-    def reading(self) -> bool:
-        """Whether a prompt is not through."""
-        return any(lane.unread() for lane in self.lanes.values())
+    def _unread(self) -> int:
+        """Tokens of prompts that are not through."""
+        waiting = [slot for lane in self.lanes.values() for slot in lane.unread()]
+        return sum(len(slot.text) - slot.fed for slot in waiting)
 
     def run(self) -> Iterator[Event]:
         """Events until nothing is left to do."""
@@ -315,10 +315,11 @@ class Engine:
         return self.searches[shape]
 
     def _plain(self, key: Any) -> Lane:
-        given, longest = (self.model, self.specs, self.where), self.longest or 0
+        given: Any = (self.model, self.specs, self.where)
         options: Any = {"backend": self.backend, "chunk": self.chunk, "scores": self.scores}
         if key in (SINKS, WINDOW):
-            return (SinksLane if key == SINKS else WindowLane)(longest, *given, **options)
+            options["longest"] = self.longest
+            return (SinksLane if key == SINKS else WindowLane)(*given, **options)
         options |= {"pool": self.pool, "prefix": self.prefix}
         if key is None:
             return PlainLane(*given, **options, draft=self.draft)

@@ -44,10 +44,12 @@ class PlainLane(Lane):
         pool: Pool | None = None,
         prefix: bool = False,
         draft: Any = None,
+        longest: int = 0,
     ):
         super().__init__(pool, prefix, chunk, scores)
         self.model, self.specs, self.where, self.backend = model, specs, where, backend
         self.draft = None if draft is None else Draft(draft)
+        self.longest = longest  # tokens that a text past the context goes on with
         self.live: list[Slot] = []  # whose rows the cache holds, in this order
         self.cache: Any = None
         self._columns: Columns | None = None
@@ -120,13 +122,12 @@ class PlainLane(Lane):
             self._mark(slot, cache, i, size)
         through = [i for i, slot in enumerate(slots) if slot.fed == len(slot.text)]
         if len(through) < len(slots):
-            rest = [i for i in range(len(slots)) if i not in through]
             if len(slots) == 1:
                 slots[0].cache = cache
                 return
-            kept = cache.fork(torch.tensor(through, device=cache.device)) if through else None
-            self._part(slots, cache, rest)
-            if kept is None:
+            kept = cache.fork(torch.tensor(through, dtype=torch.long, device=cache.device))
+            self._part(slots, cache, [i for i in range(len(slots)) if i not in through])
+            if not through:
                 return
             cache = kept
         writers = [[slots[i], *(s for s in slots[i].siblings if not s.gone)] for i in through]
@@ -199,9 +200,7 @@ class PlainLane(Lane):
     def _leave(self, slots: list[Slot]) -> None:
         """Leave the full pages of prompts to later ones, and the states after those that were marked."""
         for slot in slots if self.prefix else ():
-            table = self.cache.tables[self.live.index(slot) * self.times]
-            for number, key in zip(table, slot.keys, strict=False):
-                self.pool.publish(number, key)
+            self.cache.publish(self.live.index(slot) * self.times, slot.keys)
             for key, states in slot.states.items():
                 self.pool.remember(key, states)
             slot.row.keys, slot.states = list(slot.keys), {}

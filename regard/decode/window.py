@@ -37,10 +37,6 @@ def shortened(ids: list[int], window: int) -> list[int]:
 class WindowLane(PlainLane):
     """Rows that go on with `longest` tokens of their texts; the cache is empty."""
 
-    def __init__(self, longest: int, *given: Any, **options: Any):
-        super().__init__(*given, **options)
-        self.longest = longest
-
     def ask(self) -> None:
         """Nothing is read before a step."""
         new = [slot for slot in self.slots if not slot.asked]
@@ -65,10 +61,6 @@ class WindowLane(PlainLane):
 
 class SinksLane(PlainLane):
     """Rows in a cache that forgets. A text that is longer than its window has been read before."""
-
-    def __init__(self, longest: int, *given: Any, **options: Any):
-        super().__init__(*given, **options)
-        self.longest = longest
 
     def _slot(self, row: Row) -> Slot:
         return Slot(row, shortened(row.request.ids, self.longest) + row.ids)

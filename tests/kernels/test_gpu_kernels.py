@@ -638,7 +638,7 @@ def test_gpu_parts_sum_to_the_product(
     got = gpu_wide.parts(x, w, split)
     assert len(got) == 1 or split
     close(got.sum(0), want, dtype)
-    got = gpu_wide.parts(x, w, blocks=(16, 16, 2, 2, 4))
+    got = gpu_wide.parts(x, w, blocks=(16, 16, 2, 2, 4, 32))
     assert got.shape == (2, m, n)
     close(got.sum(0), want, dtype)
 
