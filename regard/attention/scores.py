@@ -105,9 +105,8 @@ class Hard(Dot):
 
     def read(self, q: Tensor, k: Tensor, mask: Seen) -> tuple[Seen, Tensor | None]:
         seen, x = _seen(q, k, mask), self.join(q, k)
-        return SELECTIONS["one_hot"](
-            x.masked_fill(~seen, -torch.inf), seen.to(x.dtype), 1
-        ) > 0, None
+        x = x.masked_fill(~seen, -torch.inf)
+        return SELECTIONS["one_hot"](x, seen.to(x.dtype), 1) > 0, None
 
 
 def _seen(q: Tensor, k: Tensor, mask: Seen) -> Tensor:

@@ -226,8 +226,8 @@ class LuongDecoder(nn.Module):
     def __init__(self, c: RecurrentConfig | Seq2SeqConfig, memory_dim: int):
         super().__init__()
         self.rnn = Recurrence(c.cell, c.dim, c.dim, c.layers, c.dropout)
-        sizes = (c.dim, memory_dim, c.combine)
-        self.luong = LuongAttention(c.attention, *sizes) if c.attention else None
+        rest = (c.dim, memory_dim, c.combine)
+        self.luong = LuongAttention(c.attention, *rest) if c.attention else None
 
     @property
     def attention(self) -> MemoryAttention | None:
@@ -354,8 +354,7 @@ class Seq2SeqConfig:
     dim: Count  # width of a state
     layers: Count = 1  # stacked cells
     cell: str = "gru"  # elman, gru or lstm
-    # dot, scaled_dot, bilinear, additive; average, sum, hard; none: the bottleneck
-    attention: str | None = "additive"
+    attention: str | None = "additive"  # a score; average, sum, hard; none: the bottleneck
     bidirectional: bool = False  # the encoder, each direction of width `dim`
     tied: bool = False  # the embedding is the head's matrix
     dropout: Fraction = 0.0  # between layers, in training
@@ -461,10 +460,8 @@ def _check(config: RecurrentConfig | Seq2SeqConfig, memory_dim: int) -> None:
         raise UsageError(f"combine={c.combine!r} is unknown; choose tanh or linear")
     before = isinstance(c, Seq2SeqConfig) and c.attention == "additive"
     if c.combine == "linear" and (before or c.attention is None):
-        asked = (
-            f"combine='linear' joins what is found after the cell, and attention={c.attention!r}"
-        )
-        raise UsageError(f"{asked} finds nothing there; set attention to another, such as bilinear")
+        asked = f"combine='linear' joins what attention={c.attention!r} finds after the cell"
+        raise UsageError(f"{asked}, which is nothing; set attention to another, such as bilinear")
 
 
 def _embedding(vocab: int, dim: int) -> nn.Embedding:

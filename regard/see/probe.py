@@ -7,7 +7,7 @@ read it afterwards.
     probe.of("score")["0.self"][0]                 # another kind, of the same shape
     generate(probe.on(model), prompts, beams=4)    # `on`: the model as it is, every call of it watched
 
-    "weight"  softmax(score): rows sum to 1, but for what a sink takes; a row that sees nothing is 0
+    "weight"  softmax(score): rows sum to 1, but for what a sink takes; of a sum 1 each; a row that sees nothing is 0
     "score"   q.k times scale (or the layer's own score), softly capped, plus bias; -inf where hidden or not chosen
     "norm"    weight times the length of the head's value vector: how much a key really gives
     "chosen"  bool (b 1 t' s), keys inside the softmax: what the mask shows; of sparse attention the indexer's choice

@@ -353,7 +353,9 @@ def test_config_dot_of_two_directions_says_what_to_choose():
 
 
 def test_config_linear_before_the_cell_is_refused():
-    with pytest.raises(UsageError, match="attention='additive' finds nothing there"):
+    with pytest.raises(
+        UsageError, match="attention='additive' finds after the cell, which is nothing"
+    ):
         Seq2SeqConfig(11, 8, 6, combine="linear")
 
 
