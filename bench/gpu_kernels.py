@@ -344,7 +344,7 @@ def few_rows(
 
 
 def part_w(args: argparse.Namespace) -> None:
-    """For many rows: (rows of W, elements of K, parts, stages, warps) of our products, and attention's tiles."""
+    """For many rows: (rows of W, elements of K, parts, stages, warps, asked for ahead), and attention's tiles."""
     for rows in (8, 64):
         for name, k, n, split, gated in (
             ("qkv", 2048, 3072, True, False),
@@ -356,7 +356,7 @@ def part_w(args: argparse.Namespace) -> None:
             x, w = randn(rows, k), weights(n * (1 + gated), k)
             plain = replayed([partial(torch.nn.functional.linear, x, each) for each in w])
             shapes = [(32, 128), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
-            tried = [(*s, p, 4, 4) for s in shapes for p in ((2, 4) if split else (1,))]
+            tried = [(*s, p, 4, 4, 512) for s in shapes for p in ((2, 4) if split else (1,))]
             more: dict[str, Any] = {"act": "silu", "gated": True} if gated else {}
             found = []
             for blocks in dict.fromkeys([gpu_wide.blocks_for(k, n, split, gated), *tried]):
@@ -383,7 +383,7 @@ def attention_tiles() -> None:
         pos, found = torch.full((b,), keys, device="cuda"), []
         for tiles in tried:
             one = partial(gpu_attention.decode, qkv, pos=pos, heads=h, scale=0.1)
-            with patch.dict(gpu_attention.TILES, {d: tiles}):
+            with patch.dict(gpu_attention.FULL, {d: tiles}):
                 found.append((replayed([partial(one, k=k, v=v) for k, v in caches]), tiles))
         line = ", ".join(f"{tiles} {took * 1e6:.1f}" for took, tiles in found)
         print(f"  attention, 64 rows of {keys} keys, (keys a step, warps, stages) us: {line}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import importlib
 import inspect
 import io
 import textwrap
@@ -18,7 +17,7 @@ import typing
 from typing import Annotated, Any
 
 import regard
-from regard.cli.main import COMMANDS, GUESTS
+from regard.cli.main import COMMANDS, command_of
 from regard.config import Range, to_dict
 from regard.data.train_tokenizer import Recipe
 from regard.decode.settings import Settings
@@ -29,8 +28,8 @@ from regard.train.config import Config, _written
 HOMES = {
     "Models: build, load, save": ("regard.checkpoint", "regard.presets", "regard.models", "regard.fast.cpu"),
     "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine"),
-    "Train and measure": ("regard.train.run", "regard.train.trainer", "regard.evaluate.model", "regard.evaluate.ask"),
-    "Look inside": ("regard.see.probe",),
+    "Train and measure": ("regard.train.run", "regard.train.trainer", "regard.evaluate.model"),
+    "Look inside": ("regard.see.probe", "regard.labs.run"),
     "Attention": ("regard.attention", "regard.block", "regard.moe", "regard.layers"),
     "Masks": ("regard.mask",),
     "Positions": ("regard.position",),
@@ -240,9 +239,7 @@ def commands_page() -> str:
 
 
 def options_of(command: str) -> Any:
-    word = command.split()[0]
-    file, name, _ = GUESTS.get(word, (word, "Options", "run"))
-    return getattr(importlib.import_module(f"regard.cli.{file}"), name)
+    return command_of(command.split()[0])[0]
 
 
 def flags(cls: Any) -> list[tuple[str, ...]]:
@@ -276,7 +273,7 @@ def presets_page() -> str:
         "# Presets",
         'Models by name: `regard.build("gpt2", layers=2)` in Python, `preset = "gpt2"` under `[model]`. Any setting of'
         " [their parts](model.md) can be changed; widths follow `dim`, and are as here where nothing is said.",
-        table("preset|what it is|layers|dim|heads|vocab", lines),
+        table("preset|family|layers|dim|heads|vocab", lines),
     ]) + "\n"  # fmt: skip
 
 

@@ -6,11 +6,13 @@ of this machine into what is saved and shared.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,34 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
     os.replace(new, path)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, mark: str = "") -> Iterator[Path]:
+    """A new folder beside `target` that takes its place, and is on the disk, when the block ends well; else `target`
+    is as it was. `mark` keeps the names of several processes apart."""
+    new, old = (target.with_name(f".{target.name}.{word}{mark}") for word in ("new", "old"))
+    # Of a process that was killed.
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        new.mkdir(parents=True)
+        yield new
+        for path in [*new.rglob("*"), new]:
+            if not path.is_symlink():
+                sync(path)
+        if target.exists():
+            target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+        sync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -77,6 +77,19 @@ def test_recurrent_translator_takes_both_vocabularies_from_the_tokenizer() -> No
 
 
 @pytest.mark.usefixtures("home")
+def test_memory_without_softmax_is_trained_from_a_config_and_written_out() -> None:
+    text = (
+        Path("pairs.toml")
+        .read_text()
+        .replace('"bahdanau"', '"luong"\nlayers = 1\nattention = "hard"')
+    )
+    Path("hard.toml").write_text(text.replace("dim = 16", 'dim = 16\ncombine = "linear"'))
+    assert main(["train", "hard.toml", "--train.steps", "1", "--quiet"]) == 0
+    config = regard.load("runs/hard/last").config
+    assert (config.attention, config.combine) == ("hard", "linear")
+
+
+@pytest.mark.usefixtures("home")
 def test_size_that_the_config_says_stays() -> None:
     said = ["--model.source-vocab", "64", "--train.steps", "1", "--quiet"]
     assert main(["train", "pairs.toml", *said]) == 0

@@ -19,7 +19,7 @@ task = "caption"
 model = { preset = "captioner", size = 8, patch = 4, channels = 1, layers = 1, dim = 32, heads = 2, max-len = 80 }
 data = { train = "x.npz", valid = "x.npz", rows = 8 }
 tokenizer = { kind = "chars" }
-train = { steps = 60, evaluate = 60, optim = { lr = 1e-2 } }
+train = { steps = 60, evaluate = 60, metric = "exact", optim = { lr = 1e-2 } }
 """
 
 
@@ -45,6 +45,26 @@ def test_captioner_learns_to_say_what_it_sees(home: Path) -> None:
     assert json.loads(done.out)["text"] == "light"
     done = call("generate", "runs/say", "dark.png", "--quantize", "int8")
     assert done.out == "a dark one\n" and "perplexity of the plain model's answer" in done.err
+    done = call("eval", "runs/say", "--data", "x.npz", "--json")
+    metrics = json.loads(done.out)["metrics"]
+    assert set(metrics) == {"loss", "perplexity"} and metrics["loss"] < 0.1, done.err
+    for more in ([], ["--quantize", "int8"]):
+        wanted = ["--metric", "exact", "--metric", "chrf", "--metric", "loss", "--min", 1]
+        done = call("eval", "runs/say", "--data", "x.npz", "--json", *wanted, *more)
+        measured = json.loads(done.out)
+        assert done.code == 0 and measured["task"] == "caption", done.err
+        assert measured["metrics"]["exact"] == 1 and measured["metrics"]["chrf"] == pytest.approx(
+            100
+        )
+    np.savez("wide.npz", x=np.zeros((2, 16, 16), np.uint8), y=np.array(["a", "b"]))
+    for given, code, text in (
+        (["wide.npz"], 4, "the pictures are 16 x 16 x 1, the model reads 8 x 8 x 1"),
+        (["wide.npz", "--metric", "exact"], 4, "the pictures are 16 x 16 x 1, the model reads"),
+        (["x.npz", "--metric", "f1"], 2, "f1 does not suit the task caption; choose loss"),
+        (["dark.png"], 2, "dark.png holds no pictures; give a folder"),
+    ):
+        done = call("eval", "runs/say", "--data", *given)
+        assert done.code == code and text in done.err, done.err
     planned = json.loads(call("plan", "say.toml", "--json").out)
     model = regard.load("runs/say/last")
     assert planned["parameters"] == sum(p.numel() for p in model.parameters())

@@ -14,9 +14,11 @@ from regard.cli import data as peeking
 from regard.cli.data import Options as Peek
 from regard.cli.data import TokenizerOptions as Train
 from regard.cli.data import breadth, columns, picture, visible
+from regard.cli.main import main
 from regard.cli.shared import parse
 from regard.errors import UsageError
 from regard.text import Tokenizer, needed
+from regard.train.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = ["the dog runs", "a cat sleeps in the park", "", "größer 😀", "dogs and cats"]
@@ -49,6 +51,7 @@ def test_help_and_options_do_not_import_torch() -> None:
     script = """
 import sys
 from regard.cli.data import Options as Peek
+from regard.cli.main import main
 from regard.cli.shared import parse
 from regard.cli.data import TokenizerOptions as Train
 assert parse(Peek, "data peek", ["--help"]) is None and parse(Train, "tokenizer train", ["--help"]) is None
@@ -269,3 +272,50 @@ def test_picture_is_drawn_in_shades() -> None:
 
     x = torch.linspace(0, 1, 10).expand(3, 4, 10)
     assert picture(x) == ["   .:-=+*#%@"] * 2
+
+
+# A config of each task, as small as it can be; those of recipes have the rest.
+PEEKED = {
+    "lm": ("gpt2", "text.txt", ""),
+    "prefix": ("gpt2", "text.txt", ""),
+    "mlm": ("bert-base", "text.txt", ""),
+    "spans": ("t5-small", "text.txt", ""),
+    "infill": ("bart-base", "text.txt", ""),
+    "seq2seq": ("vaswani-base", "pairs.tsv", "columns = { source = 0, target = 1 }"),
+    "classify": ("bert-base", "pairs.tsv", "columns = { text = 0, label = 1 }"),
+    "tag": ("bert-base", "tags.jsonl", ""),
+    "answer": ("bert-base", "squad.json", ""),
+    "image": ("vit-small", "x.npz", ""),
+    "caption": ("captioner", "x.npz", ""),
+    "dense_index": ("deepseek-v3.2", "text.txt", ""),
+    "sparse_index": ("deepseek-v3.2", "text.txt", ""),
+}
+
+
+def test_every_task_is_peeked() -> None:
+    assert PEEKED.keys() == TASKS.keys()
+
+
+@pytest.mark.parametrize("task", PEEKED)
+def test_peek_of_a_config_of_every_task(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset, data, more = PEEKED[task]
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. then it was all. " * 20)
+    (tmp_path / "pairs.tsv").write_text("a cat\tgood\nno mat\tbad\n" * 4)
+    (tmp_path / "tags.jsonl").write_text('{"words": ["a", "cat"], "tags": ["x", "y"]}\n' * 4)
+    asked = {"question": "who sat?", "id": "1", "answers": [{"text": "cat", "answer_start": 2}]}
+    squad = {"data": [{"paragraphs": [{"context": "a cat sat", "qas": [asked]}]}]}
+    (tmp_path / "squad.json").write_text(json.dumps(squad))
+    np.savez(tmp_path / "x.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.array(["a", "b"] * 2))
+    drawn = task in ("image", "caption")
+    sizes = "size = 8\npatch = 4\nchannels = 1" if drawn else ""
+    length = 'length = 16\npack = "stream"' if data == "text.txt" else ""
+    words = "" if task == "image" else '[tokenizer]\nkind = "chars"'
+    (tmp_path / "c.toml").write_text(
+        f'task = "{task}"\n[model]\npreset = "{preset}"\n{sizes}\n[data]\n'
+        f'train = "{data}"\nrows = 2\n{length}\n{more}\n{words}\n'
+    )
+    code = main(["data", "peek", str(tmp_path / "c.toml")])
+    out, err = capsys.readouterr()
+    assert code == 0 and f"task {task}, seed 42, batch 0" in out and "row 0" in out, err

@@ -209,3 +209,69 @@ def test_figure_of_the_transformer_is_that_of_the_models() -> None:
     (cross,) = [at for at, text, _ in board.boxes if text == "cross-attention"]
     assert across[0] == pytest.approx((source[0] + 1.5, source[1]))
     assert across[-1] == pytest.approx((cross[0] - 1.5, cross[1]))
+
+
+def rows(name: str, **given: str) -> list[list[list[Any]]]:
+    return [[list(row) for row in table.rows] for table in find(name).tables(given)]
+
+
+def test_mixture_uses_the_best_experts_by_shares_of_their_softmax() -> None:
+    token, ((experts, active, each, every, used),) = rows("moe", x="1 3 2 0")
+    p = torch.tensor([1.0, 3.0, 2.0, 0.0], dtype=torch.float64).softmax(0).tolist()
+    assert [row[3] for row in token] == pytest.approx(
+        [0, p[1] / (p[1] + p[2]), p[2] / (p[1] + p[2]), 0]
+    )
+    assert each == 3 * 4096 * 14336 and every == 4 * each + 4 * 4096
+    assert (experts, active, used) == (4, 2, every - 2 * each)
+
+
+def test_a_key_that_comes_again_replaces_its_value() -> None:
+    recalled, kept = rows("gated delta rule", k="1 0; 0 1; 1 0", v="2; 5; 7")
+    assert [row[1:] for row in recalled] == [pytest.approx(x) for x in ([2, 2], [2, 2], [7, 9])]
+    faded, _ = rows("delta rule", k="1 0; 0 1", v="2; 5", decay="0.5")
+    assert faded[1][1] == pytest.approx(1.0)
+    # heads * d * e, and three tokens of q, k and v for the convolution; as long as the text may be
+    assert {row[1] for row in kept} == {32 * 128 * 128 + 3 * (2 * 16 + 32) * 128}
+
+
+def test_pages_of_a_shared_beginning_are_held_once() -> None:
+    table, ((contiguous, slots, empty),) = rows(
+        "paged attention", tokens="20 20", page="8", shared="16"
+    )
+    assert [row[3:] for row in table] == [["0 1 2", 0], ["0 1 3", 16]]
+    assert (contiguous, slots, empty) == (4096, 32, 8)
+    assert [row[3] for row in rows("prefix cache", tokens="20 20", page="8", shared="7")[0]] == [
+        "0 1 2",
+        "3 4 5",
+    ]
+
+
+def test_guesses_make_fewer_passes_and_no_other_text() -> None:
+    gains, passes = rows("speculative decoding", x="0 1 0.5", guesses="3", text="a b a b a b c")
+    assert [row[1] for row in gains] == [1, 4, 1.875]
+    assert " ".join(row[2] for row in passes) == "b a b a b c" and len(passes) < 6
+    assert all(row[1].split()[: row[3]] == row[2].split()[: row[3]] for row in passes)
+
+
+def test_tokenizers_cut_the_text_they_learned() -> None:
+    text = "low lower lowest new newer newest"
+    found = {row[0]: row[1:] for row in rows("byte pair encoding", text=text)[0]}
+    assert set(found) == {"bpe", "wordpiece", "unigram", "chars", "bytes"}
+    assert found["bytes"][1] == found["chars"][1] == len(text) > found["bpe"][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["moe", "--active", "9"], "--active is 9; give a whole number from 1 to 8"),
+        (["delta-rule", "--beta", "2"], "--beta is 2; give a share above 0, 1 at most"),
+        (["speculation", "--x", "2"], "numbers from 0 to 1"),
+        (["tokenizers", "--vocab", "6"], "vocab leaves 4 pieces for 11 characters; give more"),
+    ],
+)
+def test_what_a_new_topic_cannot_do_is_one_line(
+    arguments: list[str], said: str, capsys: Said
+) -> None:
+    assert main(["explain", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) == 1

@@ -57,6 +57,8 @@ def test_train_writes_a_folder_that_generates(
     assert said.out == "runs/story/checkpoints/step-00000008\n"
     assert "eval  step 4" in said.err
     run = home / "runs/story"
+    # The most memory so far, in bytes: the process has torch and the model in it.
+    assert 50 << 20 < json.loads((run / "run.json").read_text())["memory"] < 1 << 40
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [e for e in events if e["kind"] == "step"]
     assert [e["step"] for e in steps] == list(range(1, 9)) and steps[-1]["loss"] < steps[0]["loss"]

@@ -1,7 +1,6 @@
 """What the tutorial and the guides tell to type is typed, in their order, on a model and data that are tiny."""
 
 import contextlib
-import importlib
 import io
 import re
 import shlex
@@ -12,7 +11,7 @@ import pytest
 
 import regard
 from regard import recipes
-from regard.cli.main import main
+from regard.cli.main import command_of, main
 from regard.cli.shared import parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,8 +45,7 @@ def typed(line: str, monkeypatch: pytest.MonkeyPatch) -> str:
     out = io.StringIO()
     out.reconfigure = lambda **_: None  # type: ignore[attr-defined]
     if words[0] in ELSEWHERE:
-        file = importlib.import_module(f"regard.cli.{words[0]}")
-        assert parse(file.Options, words[0], words[1:]) is not None
+        assert parse(command_of(words[0])[0], words[0], words[1:]) is not None
         return ""
     with contextlib.redirect_stdout(out):
         assert main(words) == 0, (line, out.getvalue())
@@ -121,7 +119,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-GUIDES = ["train", "fine-tune", "decode", "look", "convert", "evaluate"]
+GUIDES = ["data", "train", "fine-tune", "decode", "look", "convert", "evaluate"]
 
 
 def test_every_guide_is_followed() -> None:
@@ -134,6 +132,7 @@ def test_guide(name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> N
     said = follow(f"guides/{name}", stand_ins, monkeypatch)
     assert len(said) >= 2 and all(isinstance(text, str) for text in said)
     wanted = {
+        "data": ["task classify", "task lm", "2 classes: bad, good"],
         "train": ["task lm", "parameters"],
         "fine-tune": ["accuracy", "merged", "bad\t0."],
         "decode": ["length"],

@@ -1,13 +1,12 @@
 """What README and docs/ say can be typed, and what they name is there."""
 
-import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from regard.cli.main import GUESTS, WORDS
+from regard.cli.main import WORDS, command_of
 from regard.cli.shared import parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,9 +33,7 @@ def test_commands_can_be_typed(line: str) -> None:
     _, name, *rest = shlex.split(line)
     if WORDS[name]:
         assert rest.pop(0) == WORDS[name]
-    file, flags, _ = GUESTS.get(name, (name, "Options", "run"))
-    options = getattr(importlib.import_module(f"regard.cli.{file}"), flags)
-    assert parse(options, name, rest) is not None
+    assert parse(command_of(name)[0], name, rest) is not None
 
 
 @pytest.mark.parametrize("page", PAGES)

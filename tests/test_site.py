@@ -15,6 +15,8 @@ import pytest
 import regard
 from regard.cli.main import COMMANDS
 from regard.cli.shared import parse
+from regard.errors import UsageError
+from regard.learn.explain import find
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -157,3 +159,27 @@ def test_every_public_name_is_explained(site: Path) -> None:
 def test_signature_is_that_of_the_code() -> None:
     text = builder().reference.signature("stream", regard.stream)
     assert text.startswith("```python\nstream(") and "prompt: Prompt" in text and "'" not in text
+
+
+# --- words that others chose ------------------------------------------------------------------------
+
+
+def words() -> list[str]:
+    lines = (ROOT / "tests" / "words.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and line[0] not in "#-"]
+
+
+def test_words_of_others_are_found(site: Path) -> None:
+    """By `regard explain`, or by a section of the docs that has every word, as the search wants it."""
+    text = (site / "index.js").read_text(encoding="utf-8")
+    sections = [row[3] for row in json.loads(text.removeprefix("const INDEX = ").rstrip(";\n"))]
+    lost, explained = [], 0
+    for term in words():
+        try:
+            find(term)
+            explained += 1
+        except UsageError:
+            wanted = [f" {word}" for word in builder().plain(term)]
+            if not any(all(word in section for word in wanted) for section in sections):
+                lost.append(term)
+    assert not lost and len(words()) > 100 and explained > 0.8 * len(words()), lost

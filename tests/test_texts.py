@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from regard.cli.main import GUESTS, WORDS
+from regard.cli.main import WORDS, command_of
 from regard.cli.shared import parse
 from regard.errors import UsageError
 from regard.learn.explain import called, find
@@ -127,8 +127,7 @@ def test_command_can_be_typed(line: str) -> None:
     regard, verb, *rest = shlex.split(line)
     assert regard == "regard" and verb in WORDS
     assert not WORDS[verb] or rest[0] == WORDS[verb]
-    file, flags, _ = GUESTS.get(verb, (verb, "Options", "run"))
-    options: Any = parse(getattr(importlib.import_module(f"regard.cli.{file}"), flags), verb, rest)
+    options: Any = parse(command_of(verb)[0], verb, rest)
     if verb == "explain":
         given = {n: v for n, v in vars(options).items() if isinstance(v, tuple) and n != "numbers"}
         called(options.topic, options.numbers, given)

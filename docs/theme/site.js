@@ -11,13 +11,14 @@ function plain(text) {
   return found.map((word) => word.replace(/(?<=[\p{L}\p{N}]{3})(?<!s)s$/u, ""));
 }
 
-// Sections that have every word, the last one perhaps only begun: those whose heading has them first.
+// Sections that have every word, the last one perhaps only begun, or else most of them: those whose heading has them first.
 function search(text) {
   const words = plain(text);
   if (!words.length) return [];
-  const rows = [];
+  const count = INDEX.map((row) => words.filter((word) => row[3].includes(" " + word)).length);
+  const most = Math.max(1, ...count), rows = [];
   INDEX.forEach(([address, page, heading, all], at) => {
-    if (!words.every((word) => all.includes(" " + word))) return;
+    if (count[at] < most) return;
     const said = plain(heading), title = plain(page), has = ` ${all} `;
     let score = 0;
     for (const word of words) {
@@ -26,6 +27,7 @@ function search(text) {
       score += title.includes(word) ? 5 : 0;
     }
     if (said.join(" ") === words.join(" ")) score += 30;
+    if (page === heading && words.every((word) => said.includes(word))) score += 40;
     if (title.join(" ").startsWith(words.join(" "))) score += 6;
     rows.push([score - said.length / 10, at, address, page, heading, all]);
   });
@@ -47,7 +49,7 @@ function show() {
   }
   if (!found.length) {
     const none = document.createElement("p");
-    none.textContent = "Nothing has all of these words.";
+    none.textContent = "No section has any of these words.";
     hits.append(none);
   }
 }

@@ -44,6 +44,8 @@ class Terms:
     softcap: float | None = None
     dropout: float = 0.0
     sinks: int = 0  # leading keys that are sinks: they take weight and stand for no token
+    # (b h t 1) times the weights of each query: only probes read it, `attend` has multiplied
+    times: Tensor | None = None
     # (h e c) turns values c wide into each head's own: only probes read it
     up: Tensor | None = None
 
@@ -77,8 +79,9 @@ def finish(s: Tensor, terms: Terms) -> Tensor:
 
 
 def weights(q: Tensor, k: Tensor, visible: Tensor | None, terms: Terms) -> Tensor:
-    """The attention weights (b h t s): rows sum to 1, or are zero where nothing is visible."""
-    return softmax(scores(q, k, terms), visible)
+    """The attention weights (b h t s): rows sum to 1 (to `times`), or are zero where nothing is visible."""
+    a = softmax(scores(q, k, terms), visible)
+    return a if terms.times is None else a * terms.times
 
 
 def reference(
@@ -222,6 +225,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    times: Tensor | None = None,
     dropout: float = 0.0,
     probe: Probe | None = None,
     backend: str = "sdpa",
@@ -230,7 +234,7 @@ def attend(
 
     `mask` is a bool tensor (b 1 t s), True = may be seen, or a rule bound to positions (`Visible`). Without `score` it
     is q.k * scale, scale = 1/sqrt(d). `bias` (b h t s) is added after scaling. `sinks` (h) are logits of a key that
-    takes weight and gives nothing."""
+    takes weight and gives nothing. `times` (b h t 1) multiplies the weights of each query."""
     check_backend(backend)
     if q.shape[2] % k.shape[2]:
         raise UsageError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads evenly")
@@ -242,8 +246,9 @@ def attend(
     if sinks is not None:
         k, v, mask, terms = _with_sink(q, k, v, mask, terms, sinks)
     if probe is not None:
-        probe.see(q, k, v, mask, terms)
-    return BACKENDS[backend](q, k, v, mask, terms).transpose(1, 2)
+        probe.see(q, k, v, mask, replace(terms, times=times))
+    out = BACKENDS[backend](q, k, v, mask, terms)
+    return (out if times is None else (out * times).to(out.dtype)).transpose(1, 2)
 
 
 def _with_sink(

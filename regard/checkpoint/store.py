@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import UsageError
-from regard.files import inside, loads, read_json, sync
+from regard.files import inside, loads, read_json, whole_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
@@ -317,24 +317,13 @@ def replacing(target: Path) -> Iterator[Path]:
             f"{target} exists and is not a model folder; choose another path, or empty it first"
         )
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        new = target.with_name(f".{target.name}.new-{os.getpid()}")
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-    except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}") from None
-    try:
-        yield new
-        for path in [*new.rglob("*"), new]:
-            sync(path)
-        if target.exists():
-            _keep_rest(target, new)
-        _swap(target, new)
+        with whole_folder(target, f"-{os.getpid()}") as new:
+            yield new
+            if target.exists():
+                _keep_rest(target, new)
     except (OSError, safetensors.SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot write {target}: {why}; it is as it was") from None
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 def _keep_rest(old: Path, new: Path) -> None:
@@ -346,19 +335,6 @@ def _keep_rest(old: Path, new: Path) -> None:
             shutil.copytree(entry, new / entry.name, symlinks=True)
         else:
             shutil.copy2(entry, new / entry.name, follow_symlinks=False)
-
-
-def _swap(target: Path, new: Path) -> None:
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    if target.exists():
-        target.rename(old)
-    try:
-        new.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -145,6 +145,14 @@ class Screen:
         return getattr(self.stream, name)
 
 
+def command_of(name: str) -> tuple[Any, Any]:
+    """The class of a command's options, and the function that runs it."""
+    file = importlib.import_module(f"regard.cli.{GUESTS.get(name, name)}")
+    own = ("Options", "run")
+    flags, function = (f"{name.capitalize()}Options", name) if name in GUESTS else own
+    return getattr(file, flags), getattr(file, function)
+
+
 def dispatch(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -164,15 +172,12 @@ def dispatch(arguments: list[str]) -> int:
     from regard.cli.shared import parse
 
     # A command's file has its flags on top; it imports torch only to run.
-    command = importlib.import_module(f"regard.cli.{GUESTS.get(name, name)}")
-    flags, function = "Options", "run"
-    if name in GUESTS:
-        flags, function = f"{name.capitalize()}Options", name
-    options = parse(getattr(command, flags), called, rest)
+    flags, run = command_of(name)
+    options = parse(flags, called, rest)
     # None: help was asked for.
     if options is None:
         return 0
     if not word:
         wait_asleep()
         use_threads()
-    return getattr(command, function)(options)
+    return run(options)

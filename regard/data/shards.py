@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from regard.data.read import DataError
-from regard.files import sync
+from regard.files import whole_folder
 
 MANIFEST, VERSION = "manifest.json", 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -127,21 +126,10 @@ def prepare(folder: Path, made_of: dict[str, Any], fill: Callable[[Writer], None
                 return open_shards(folder)
         elif folder.exists() and any(folder.iterdir()):
             raise DataError(f"{folder} holds something else than shards; name another folder")
-        new, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
-        for left in (new, old):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        try:
-            new.mkdir()
+        with whole_folder(folder) as new:
             writer = Writer(new)
             fill(writer)
             writer.finish(made_of)
-            if folder.exists():
-                folder.rename(old)
-            new.rename(folder)
-            sync(folder.parent)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
         return open_shards(folder)
 
 
@@ -238,8 +226,6 @@ class Writer:
         }
         text = json.dumps({**data, "sha256": digest(data)}, indent=1, sort_keys=True)
         (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        sync(self.folder / MANIFEST)
-        sync(self.folder)
 
 
 class _Growing:
@@ -263,10 +249,9 @@ class _Growing:
             self.ends.append(self.ends[-1] + length)
 
     def finish(self) -> dict[str, Any]:
-        """What the manifest says of the files, which are on the disk now."""
+        """What the manifest says of the files."""
         size = self.file.tell()
         self.file.close()
-        sync(Path(self.file.name))
         entry = {"bytes": size, "sha256": self.hash.hexdigest(), "dtype": self.dtype.str}
         files = {f"{self.path.name}.bin": entry}
         if self.shape == (-1,) and len(self.ends) > 1:

@@ -9,7 +9,7 @@ log probability / length ** penalty. A group is done when its finished texts can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from regard.cache import Cache
 from regard.decode.columns import Columns, adjusted, used_by
+from regard.decode.lane import Slot
+from regard.decode.plain import PlainLane
 from regard.decode.rows import BROKEN, Row
-from regard.decode.settings import Event, Request, Result, Settings
+from regard.decode.settings import Request, Result, Settings
 from regard.fast.cpu import Prepared
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
@@ -140,145 +142,161 @@ class Shape:
         return self.candidates // self.width - 1
 
 
-class BeamLane:
-    """Requests of one shape, each by its own settings, over one cache."""
+@dataclass(eq=False)
+class Group(Slot):
+    """A request and its place."""
 
-    def __init__(self, cache: Cache, requests: list[Request]):
-        self.cache, self.requests_ = cache, requests
-        s = self.shape = Shape.of(requests[0].settings)
-        size = min(max(r.settings.max_new_tokens for r in requests), ROOM)
-        self.state = Beams.start(len(requests) * s.groups, s.width, size, cache.device)
-        # Both are made anew when requests come or go.
-        self.rules: Rules | None = None
-        self.columns: Columns | None = None
-        self.said = [0] * len(requests)
-        self.closed = [False] * len(requests)
-        self.broken = [False] * len(requests)
+    own: list[list[int]] = field(default_factory=list)  # pages that each beam writes to, in a graph
+    found: Beams | None = None  # as of the last round that was read
+    broken: bool = False
+    closed: bool = False
 
-    def step(self, model: Any, backend: str) -> list[Event]:
-        ids, banned = self.state.last.view(-1, 1), self._banned()
-        how = {"cache": self.cache, "backend": backend}
-        if banned is None or not isinstance(model, Prepared):
-            return self.choose(model.next_logits(ids, **how))
-        return self._advance(*model.next_best(ids, self.shape.candidates, banned, **how))
+    @property
+    def homes(self) -> list[int]:
+        k = len(self.own)
+        return list(range(self.index * k, (self.index + 1) * k))
 
-    def choose(self, logits: Tensor) -> list[Event]:
-        """Advance every group by logits (rows V)."""
-        logits, banned = logits.float(), self._banned()
-        if banned is not None:
-            many = min(self.shape.candidates, logits.shape[1] - len(banned))
-            return self._advance(*best_of(logits, many, banned))
-        if self.columns is None:
-            rows = [Row(r, 0) for r in self.requests_ for _ in range(self.shape.beams)]
-            self.columns = Columns(len(rows), logits.shape[1], logits.device)
-            self.columns.put(range(len(rows)), rows)
-        norm = best_of(logits, 1)[0]
-        logits = logits.masked_fill(~norm.isfinite()[:, None], 0.0)
-        return self._advance(norm, logits, None)
+    @property
+    def left(self) -> int:
+        return self.row.request.settings.max_new_tokens - self.asked
 
-    def _used(self) -> frozenset[str]:
-        """What changes the logits now."""
-        each = [r.settings for r in self.requests_]
-        return frozenset().union(*map(used_by, each, self.said, self.said))
+    def results(self, b: Beams, why: str = "") -> list[Result]:
+        """The n best finished texts of the request, from the state of its groups; with `why` running ones too."""
+        s = self.row.request.settings
+        if self.broken:
+            return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
+        columns = (b.done, b.done_score, b.done_size, b.score, b.count[:, None].expand_as(b.score))
+        found: list[tuple[float, int, int, bool]] = []  # score, place, tokens, whether it runs
+        for i, row in enumerate(zip(*(x.flatten().tolist() for x in columns), strict=True)):
+            done, done_score, size, score, count = row
+            if done:
+                found.append((done_score, i, size, False))
+            if why and count and score > WORST / 2:
+                found.append((score / count**s.length_penalty, i, count, True))
+        out = []
+        for score, i, size, runs in sorted(found, key=lambda x: -x[0])[: s.n_best]:
+            texts = (b.ids, b.logp) if runs else (b.done_ids, b.done_logp)
+            ids, logp = (x.flatten(0, 1)[i, :size].tolist() for x in texts)
+            ends = not runs and bool(ids) and ids[-1] in s.eos
+            finish = why if runs else "eos" if ends else "length"
+            kept = ids[:-1] if ends else ids
+            out.append(Result(kept, logp[: len(kept)], score, finish))
+        return out
 
-    def _banned(self) -> tuple[int, ...] | None:
-        """What no text may say, if nothing but this changes the logits: then the largest are enough."""
-        each = [r.settings for r in self.requests_]
-        bans = {s.banned for s in each}
-        alike = len(bans) == 1 and not any(s.logit_bias for s in each)
-        simple = self.shape.groups == 1 and not self._used() - ({"bias"} if alike else set())
-        return next(iter(bans)) if simple else None
 
-    def _advance(self, norm: Tensor, logits: Tensor, token: Tensor | None) -> list[Event]:
-        """By the log sum exp of every row and its largest logits, whose tokens are given, or all of them; then put the
-        cache's rows in the new order."""
-        n, shape, device = len(self.requests_), self.shape, norm.device
-        if self.rules is None:
-            self.rules = Rules.of(self.requests_, shape.ends).each(lambda x: x.to(device))
-        room = self.state.ids.shape[-1]
-        if max(self.said) == room:
-            most = max(r.settings.max_new_tokens for r in self.requests_)
-            self.state = self.state.roomy(min(2 * room, most))
-        bad = ~norm.isfinite()
-        self.broken = bad.view(n, -1).any(-1).tolist()
-        if any(self.broken):
-            norm, logits = norm.masked_fill(bad, 0.0), logits.masked_fill(bad[:, None], 0.0)
-        columns = {}
-        if token is None and self.columns is not None:
-            columns = self.columns.at(slice(None), self._used())
-        self.state, parents, over = select(
-            self.state, self.rules, shape, logits, norm, columns, token
-        )
-        self.said = [said + 1 for said in self.said]
-        rows = (torch.arange(n, device=device)[:, None] * shape.beams + parents).view(-1)
-        if not torch.equal(rows, torch.arange(len(rows), device=device)):
-            self.cache = self.cache.take(rows, min(len(r.ids) for r in self.requests_))
-        ends = over.tolist()
-        self.closed = [ends[i] or self.broken[i] for i in range(n)]
-        return []
+class BeamLane(PlainLane):
+    """Requests of one shape, each by its own settings, by the model's own forward."""
 
-    def results(self, i: int, why: str = "") -> list[Result]:
-        """The n best finished texts of request i; if it was stopped (`why`), running ones too."""
-        k = self.shape.groups
-        texts = self.state.each(lambda x: x[i * k : (i + 1) * k])
-        return results(texts, self.requests_[i].settings, self.broken[i], why)
+    search = True
+    slots: list[Group]  # type: ignore[assignment]
+    live: list[Group]  # type: ignore[assignment]
 
-    def drop(self, index: list[int]) -> None:
-        """These requests are over."""
-        gone = set(index)
-        kept = [i for i in range(len(self.requests_)) if i not in gone]
-        device, shape = self.cache.device, self.shape
-        at = torch.tensor(kept, dtype=torch.long, device=device)
-        rows = (at[:, None] * shape.beams + torch.arange(shape.beams, device=device)).view(-1)
-        self.cache = self.cache.take(rows)
-        part = (at[:, None] * shape.groups + torch.arange(shape.groups, device=device)).view(-1)
-        self.state, self.rules, self.columns = self.state.each(lambda x: x[part]), None, None
-        for name in ("requests_", "said", "closed", "broken"):
-            setattr(self, name, [getattr(self, name)[i] for i in kept])
+    def __init__(self, shape: Shape, *given: Any, **options: Any):
+        super().__init__(*given, **options)
+        self.shape, self.times = shape, shape.beams
+        self.state: Beams
+        # Whose rules and columns these are: they are made anew when requests come or go.
+        self.known: list[Group] = []
+        self.rules: Rules
 
-    def join(self, other: BeamLane) -> None:
-        self.cache = self.cache.join(other.cache)
-        size = max(self.state.ids.shape[-1], other.state.ids.shape[-1])
-        self.state = self.state.roomy(size).each(
-            lambda a, b: torch.cat([a, b]), other.state.roomy(size)
-        )
-        for name in ("requests_", "said", "closed", "broken"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.rules = self.columns = None
-
-    def over(self) -> list[int]:
-        """The places of requests that are done."""
-        return [i for i, closed in enumerate(self.closed) if closed]
+    def _slot(self, row: Row) -> Slot:
+        return Group(row, row.request.ids)
 
     @property
     def batch(self) -> int:
-        return self.cache.batch
+        return len(self.slots) * self.times
 
-    def requests(self) -> list[Request]:
-        return self.requests_
+    def _begin(self, slots: list[Group], cache: Cache, logits: Tensor) -> None:  # type: ignore[override]
+        """The beams of a request have read the same, so that none takes another's place."""
+        k, first = self.shape, not self.live
+        fresh = Beams.start(len(slots) * k.groups, k.width, ROOM, cache.device)
+        fresh, _ = self._advance(slots, fresh, *self._best(slots, logits))
+        self._join(slots, cache)  # type: ignore[arg-type]
+        if not first:
+            size = self.state.ids.shape[-1]
+            fresh = self.state.each(lambda a, b: torch.cat([a, b]), fresh.roomy(size))
+        self.state = fresh
+        self._leave([g for g in slots if not g.broken])
 
+    def step(self) -> None:
+        if not self.live:
+            return
+        if max(g.asked for g in self.live) == self.state.ids.shape[-1]:
+            self.state = self.state.roomy(2 * self.state.ids.shape[-1])
+        ids, banned = self.state.last.view(-1, 1), self._banned(self.live)
+        given = {"cache": self.cache, "backend": self.backend}
+        if banned is None or not isinstance(self.model, Prepared):
+            found = self._best(self.live, self.model.next_logits(ids, **given))
+        else:
+            found = self.model.next_best(ids, self.shape.candidates, banned, **given)
+        self.state, parents = self._advance(self.live, self.state, *found)
+        first = self.times * torch.arange(len(self.live), device=ids.device)[:, None]
+        rows = (first + parents).view(-1)
+        if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
+            self.cache = self.cache.take(rows, min(len(g.text) for g in self.live))
 
-def results(b: Beams, s: Settings, broken: bool, why: str = "") -> list[Result]:
-    """The n best finished texts of a request, all of whose groups are here; with `why` running ones too."""
-    if broken:
-        return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
-    columns = (b.done, b.done_score, b.done_size, b.score, b.count[:, None].expand_as(b.score))
-    found: list[tuple[float, int, int, bool]] = []  # score, place, tokens, whether it runs
-    for i, row in enumerate(zip(*(x.flatten().tolist() for x in columns), strict=True)):
-        done, done_score, size, score, count = row
-        if done:
-            found.append((done_score, i, size, False))
-        if why and count and score > WORST / 2:
-            found.append((score / count**s.length_penalty, i, count, True))
-    out = []
-    for score, i, size, runs in sorted(found, key=lambda x: -x[0])[: s.n_best]:
-        texts = (b.ids, b.logp) if runs else (b.done_ids, b.done_logp)
-        ids, logp = (x.flatten(0, 1)[i, :size].tolist() for x in texts)
-        ends = not runs and bool(ids) and ids[-1] in s.eos
-        finish = why if runs else "eos" if ends else "length"
-        kept = ids[:-1] if ends else ids
-        out.append(Result(kept, logp[: len(kept)], score, finish))
-    return out
+    def _used(self, slots: list[Group]) -> frozenset[str]:
+        """What changes the logits now."""
+        return frozenset().union(
+            *(used_by(g.row.request.settings, g.asked, g.asked) for g in slots)
+        )
+
+    def _banned(self, slots: list[Group]) -> tuple[int, ...] | None:
+        """What no text may say, if nothing but this changes the logits: then the largest are enough."""
+        each = [g.row.request.settings for g in slots]
+        bans = {s.banned for s in each}
+        alike = len(bans) == 1 and not any(s.logit_bias for s in each)
+        simple = self.shape.groups == 1 and not self._used(slots) - ({"bias"} if alike else set())
+        return next(iter(bans)) if simple else None
+
+    def _best(self, slots: list[Group], logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The log sum exp of every row of logits (rows V), and its largest with their tokens, or all of them."""
+        logits, banned = logits.float(), self._banned(slots)
+        if banned is not None:
+            return best_of(
+                logits, min(self.shape.candidates, logits.shape[1] - len(banned)), banned
+            )
+        if self.known != slots or self._columns is None:
+            rows = [g.row for g in slots for _ in range(self.times)]
+            self._columns = Columns(len(rows), logits.shape[1], logits.device)
+            self._columns.put(range(len(rows)), rows)
+        norm = best_of(logits, 1)[0]
+        return norm, logits.masked_fill(~norm.isfinite()[:, None], 0.0), None
+
+    def _advance(
+        self, slots: list[Group], state: Beams, norm: Tensor, logits: Tensor, token: Tensor | None
+    ) -> tuple[Beams, Tensor]:
+        """Groups by what `_best` gives: their new state, and the parent of every beam."""
+        if self.known != slots:
+            rules = Rules.of([g.row.request for g in slots], self.shape.ends)
+            self.known, self.rules = list(slots), rules.each(lambda x: x.to(norm.device))
+        bad = ~norm.isfinite()
+        broken = bad.view(len(slots), -1).any(-1).tolist()
+        if any(broken):
+            norm, logits = norm.masked_fill(bad, 0.0), logits.masked_fill(bad[:, None], 0.0)
+        columns = {}
+        if token is None and self._columns is not None:
+            columns = self._columns.at(slice(None), self._used(slots))
+        state, parents, over = select(state, self.rules, self.shape, logits, norm, columns, token)
+        for g, bad_one, end in zip(slots, broken, over.tolist(), strict=True):
+            g.broken, g.closed, g.asked = bad_one, bad_one or end, g.asked + 1
+        return state, parents
+
+    def over(self) -> list[int]:
+        return [i for i, group in enumerate(self.slots) if group.closed]
+
+    def results(self, i: int, why: str = "") -> list[Result]:
+        group, k = self.slots[i], self.shape.groups
+        if not group.asked:
+            return []
+        at = k * self.live.index(group)
+        return group.results(self.state.each(lambda x: x[at : at + k]), why)
+
+    def _keep(self, kept: list[int]) -> None:
+        super()._keep(kept)
+        k = self.shape.groups
+        at = torch.tensor([i * k + j for i in kept for j in range(k)], dtype=torch.long)
+        self.state = self.state.each(lambda x: x[at.to(x.device)])
 
 
 # --- one step -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Speculation by a small model: it guesses the next tokens greedily, the large one checks them in one pass.
 
-Which tokens are guessed never changes the text (see sample.py); a better draft only makes more guesses right.
+Which tokens are guessed never changes the text (see plain.py); a better draft only makes more guesses right.
 """
 
 from __future__ import annotations

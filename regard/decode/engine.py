@@ -1,9 +1,10 @@
 """The one decoding loop: requests come in, lanes of rows advance, events come out.
 
-Requests are served by their rank: those of the highest priority first, of them the oldest. A request is prefilled in a
-small lane of its own, in chunks, and then joins the lane of its kind (one for all sampling, one for each shape of beam
-search), so that every step serves whatever is there. On a GPU what needs no guesses goes into the slots of a CUDA graph
-instead (graphs.py, search.py), if the model has one.
+Requests are served by their rank: those of the highest priority first, of them the oldest. A request joins the lane of
+its kind (one for all sampling, one for each shape of beam search), which reads its prompt in chunks while the others go
+on, so that every step serves whatever is there. A lane (lane.py) keeps the books; what computes its steps is a runner:
+a CUDA graph (graphs.py, search.py), if the model is on a GPU and has one, for what needs no guesses; else the model
+itself (plain.py, beam.py).
 
 With a paged cache rows come and go freely, texts that begin alike share pages, and when pages run out the request of
 the last rank is put back into the queue and goes on later: with the same text, because choices depend on (seed,
@@ -25,24 +26,20 @@ from typing import Any
 
 import torch
 
-from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool, Sinks, taken_back
+from regard.cache import CacheSpec, OutOfPages, Pool, taken_back
 from regard.decode.beam import BeamLane, Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
-from regard.decode.draft import Draft
 from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
-from regard.decode.prefill import Prefill, Scores, first_text, unscored
+from regard.decode.lane import Lane, Scores, unscored
+from regard.decode.plain import PlainLane
 from regard.decode.rows import Row, page_keys
-from regard.decode.sample import SampleLane
 from regard.decode.search import SearchLane, search_of
 from regard.decode.settings import Event, Request, Result
-from regard.decode.window import WindowLane, streams
+from regard.decode.window import SinksLane, WindowLane, streams
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
 from regard.kernels.c.threads import SHARED, threads_for
 
-Lane = SampleLane | BeamLane | SlotLane
-BEAMS = (BeamLane, SearchLane)
-ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 WINDOW = (
     "window"  # the lane of rows that have outgrown the context, and are read anew for each token
 )
@@ -134,7 +131,6 @@ class Engine:
         # Rows of preempted requests, to go on where they were.
         self.resumed: dict[int, list[Row]] = {}
         self.lanes: dict[Any, Lane] = {}
-        self.loading: Prefill | None = None
         self.finished: dict[int, dict[int, Result]] = {}  # samples of requests whose others go on
         self.deadlines: dict[int, float] = {}  # of requests that are not done
         self.count = 0
@@ -179,7 +175,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.loading or self.lanes)
+        return not (self.waiting or self.lanes)
 
     def step(self) -> list[Event]:
         """Prefill one chunk of what waits, then one token for every row.
@@ -203,24 +199,21 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Event]:
-        rows = sum(lane.batch for lane in self.lanes.values()) or 1
-        threads = threads_for(
-            self.weights * rows if self.loading is None else self.weights * self.chunk
-        )
-        with self._whole(), threads, evaluation(self.modules):
+        with self._whole(), evaluation(self.modules):
             events = self._expire()
-            reading = [] if self.loading is None else list(self.loading.requests)
-            if self.waiting and all(self.waiting[0].priority > r.priority for r in reading):
-                for request in reading:
-                    self._put_back(request)
-            if self.loading is None:
-                self._admit()
-            if self.loading is not None:
-                events += self._load()
-            for key, lane in list(self.lanes.items()):
-                if self.lanes.get(key) is lane:  # an earlier lane may have put its requests back
-                    events += self._advance(key, lane)
+            self._admit()
+            rows = sum(lane.batch for lane in self.lanes.values()) or 1
+            with threads_for(self.weights * max(rows, min(self.chunk, self._unread()))):
+                for key, lane in list(self.lanes.items()):
+                    # An earlier lane may have put its requests back.
+                    if self.lanes.get(key) is lane:
+                        events += self._advance(key, lane)
             return self._done(events)
+
+    def _unread(self) -> int:
+        """Tokens of prompts that are not through."""
+        waiting = [slot for lane in self.lanes.values() for slot in lane.unread()]
+        return sum(len(slot.text) - slot.fed for slot in waiting)
 
     def run(self) -> Iterator[Event]:
         """Events until nothing is left to do."""
@@ -237,7 +230,7 @@ class Engine:
         deadlines, scores = dict(self.deadlines), dict(self.scores)
         active = {r.number: r for r in self._active()}
         for lane in self.lanes.values():
-            for row in () if isinstance(lane, BEAMS) else lane.rows:
+            for row in () if lane.search else lane.rows:
                 resumed.setdefault(row.request.number, []).append(row)
         said = [(row, len(row.ids)) for rows in resumed.values() for row in rows]
         try:
@@ -245,13 +238,13 @@ class Engine:
         except BaseException:
             new = [r for r in self.waiting if r.number >= first]
             self.tried = [r for r in (*active.values(), *waiting) if r not in self.waiting]
-            self.loading, self.lanes, self.resumed, self.finished = None, {}, resumed, finished
+            self.lanes, self.resumed, self.finished = {}, resumed, finished
             self.waiting = sorted([*active.values(), *waiting, *new], key=RANK)
             self.deadlines.update(deadlines)
             self.scores.update(scores)
             if self.pool is not None:
                 self.pool.clear()
-            for slots in self._slots():
+            for slots in self._graphs():
                 slots.clear()
             for row, size in said:
                 row.back(size)
@@ -268,10 +261,10 @@ class Engine:
                 self.cap = min(self.rows, self.cap + len(event.done))
         return events
 
-    # --- prefill ---
+    # --- who is served, and where ---
 
     def _admit(self) -> None:
-        """Start prefilling the next requests of one kind, as many as fit."""
+        """The next requests, as many as fit, into their lanes."""
         while self.waiting and not self._fits(self.waiting[0], *self._room()):
             first = self.waiting[0]
             lower = [r for r in self._active() if r.priority < first.priority]
@@ -279,49 +272,68 @@ class Engine:
                 break
             self._put_back(max(lower, key=RANK))
         room, pages = self._room()
-        batch: list[Request] = []
         # Keys of the pages that others will publish.
-        coming = {key for lane in self._slots() for key in lane.coming()} if self.prefix else set()
+        lanes = self.lanes.values() if self.prefix else ()
+        coming = {key for lane in lanes for key in lane.coming()}
         for request in list(self.waiting):
-            times, need = self._times(request), self._need(request)
             # Alone it may enter however large.
-            if not self._fits(request, room, pages) and (batch or self.lanes):
+            if not self._fits(request, room, pages) and self.lanes:
                 break
-            long = self._long(request)
-            if self.slots is not None and not long and self.slots.takes(request):
-                keys = self._keys(request) if self.prefix else []
-                if not (self.prefix and self._shares(request, keys, coming)):
-                    self.waiting.remove(request)
-                    rows = self.resumed.pop(request.number, []) or self._rows(request)
-                    self._into_slots(rows, keys)
-                    room, pages = room - times, pages - need
+            keys = self._keys(request) if self.prefix and not self._long(request) else []
+            if keys and self._shares(request, keys, coming):
                 continue
-            if long and not self._sinks(request):
-                self.waiting.remove(request)
-                self._crop(self.resumed.pop(request.number, []) or self._rows(request))
-                room -= times
-                continue
-            if batch and not self._alike(request, batch[0]):
-                break
-            if self.prefix and not long and self._shares(request, self._keys(request), coming):
-                continue
+            room, pages = room - self._times(request), pages - self._need(request)
             self.waiting.remove(request)
-            batch.append(request)
-            room, pages = room - times, pages - need
-        for lane in self._slots():
+            self._enter(request, keys)
+        for lane in self._graphs():
             lane.waiting = bool(self.waiting)
-        if batch:
-            window = self.longest if self._sinks(batch[0]) else None
-            cache = self._cache(batch, window)
-            self.loading = Prefill(batch, self.resumed, cache, self.scores, window)
-            if self.prefix and window is None:
-                self.loading.adopt()
+
+    def _enter(self, request: Request, keys: Sequence[bytes] = ()) -> None:
+        """A request into the lane of its kind."""
+        lane = self._lane(request)
+        lane.admit(self.resumed.pop(request.number, []) or self._rows(request), keys)
+
+    def _lane(self, request: Request) -> Lane:
+        s, long = request.settings, self._long(request)
+        shape: Any = Shape.of(s) if s.beams > 1 else None
+        key, graph = shape, self.slots is not None and not long and self.slots.takes(request)
+        if graph:
+            key = SLOTS, shape
+        elif long:
+            key = SINKS if self.streams and s.overflow == "sinks" else WINDOW
+        if key not in self.lanes:
+            self.lanes[key] = self._graph(shape) if graph else self._plain(key)
+        return self.lanes[key]
+
+    def _graph(self, shape: Shape | None) -> SlotLane:
+        assert self.slots is not None
+        if shape is None:
+            return self.slots
+        if shape not in self.searches:
+            search = search_of(self.slots.runner, shape, max(1, self.rows // shape.beams))
+            self.searches[shape] = SearchLane(search, self.prefix, self.chunk, self.scores)
+        return self.searches[shape]
+
+    def _plain(self, key: Any) -> Lane:
+        given: Any = (self.model, self.specs, self.where)
+        options: Any = {"backend": self.backend, "chunk": self.chunk, "scores": self.scores}
+        if key in (SINKS, WINDOW):
+            options["longest"] = self.longest
+            return (SinksLane if key == SINKS else WindowLane)(*given, **options)
+        options |= {"pool": self.pool, "prefix": self.prefix}
+        if key is None:
+            return PlainLane(*given, **options, draft=self.draft)
+        return BeamLane(key, *given, **options)
+
+    def _graphs(self) -> list[SlotLane]:
+        return [] if self.slots is None else [self.slots, *self.searches.values()]
 
     def _room(self) -> tuple[int, int]:
-        """Rows that are free, and pages. Every row that runs will soon want a page: what is left is for those that
-        come."""
+        """Rows that are free, and pages. Every row that runs will soon want a page, and prompts that are read some:
+        what is left is for those that come."""
         running = sum(lane.batch for lane in self.lanes.values())
-        return self.cap - running, 0 if self.pool is None else self.pool.available - running
+        owed = running + sum(lane.owed() for lane in self.lanes.values())
+        return self.cap - running, 0 if self.pool is None else self.pool.available - owed
 
     def _fits(self, request: Request, room: int, pages: int) -> bool:
         return self._times(request) <= room and self._need(request) <= pages
@@ -336,37 +348,21 @@ class Engine:
     def _long(self, request: Request) -> bool:
         return self._outgrown(self.resumed.get(request.number) or self._rows(request))
 
-    def _sinks(self, request: Request) -> bool:
-        """Whether it has outgrown the context, and goes on in a cache that forgets."""
-        return self.streams and request.settings.overflow == "sinks" and self._long(request)
-
-    def _slots(self) -> list[SlotLane]:
-        return [] if self.slots is None else [self.slots, *self.searches.values()]
-
-    def _into_slots(self, rows: list[Row], keys: list[bytes]) -> None:
-        """The rows of one request."""
-        assert self.slots is not None
-        shape, lane = _kind(rows[0].request), self.slots
-        if shape is not None:
-            if shape not in self.searches:
-                search = search_of(lane.runner, shape, max(1, self.rows // shape.beams))
-                self.searches[shape] = SearchLane(search, self.prefix, self.chunk, self.scores)
-            lane = self.searches[shape]
-        lane.admit(rows, keys)
-        self.lanes[SLOTS if shape is None else shape] = lane
-
     def _keys(self, request: Request) -> list[bytes]:
         """Of the full pages of what a waiting request is fed first."""
         assert self.pool is not None
-        text = first_text(request, self.resumed.get(request.number, []))
-        return page_keys(text, self.pool.page, request.salt)
+        return page_keys(self._first(request), self.pool.page, request.salt)
+
+    def _first(self, request: Request) -> list[int]:
+        """What all rows of a waiting request are fed first."""
+        rows = self.resumed.get(request.number, [])
+        return request.ids + (rows[0].ids if len(rows) == 1 else [])
 
     def _shares(self, request: Request, keys: list[bytes], coming: set[bytes]) -> bool:
         """Whether the next page that a request lacks is about to be read for another: then it waits, and takes the page
         over. If not, its own pages are coming."""
         assert self.pool is not None
-        size = len(first_text(request, self.resumed.get(request.number, [])))
-        wanted = keys[: (size - 1) // self.pool.page]
+        wanted = keys[: (len(self._first(request)) - 1) // self.pool.page]
         missing = next((key for key in wanted if key not in self.pool.published), None)
         if missing in coming and not unscored(request, self.scores):
             return True
@@ -389,125 +385,47 @@ class Engine:
         """Tokens that a waiting request must be fed."""
         return len(request.ids) + sum(len(r.ids) for r in self.resumed.get(request.number, ()))
 
-    def _alike(self, a: Request, b: Request) -> bool:
-        """Whether two requests can be prefilled together."""
-        alone = any(len(self.resumed.get(r.number, ())) > 1 for r in (a, b))
-        kind = _kind(a) == _kind(b) and self._sinks(a) == self._sinks(b)
-        return not alone and kind and self._times(a) == self._times(b)
-
-    def _cache(self, batch: list[Request], window: int | None) -> Cache:
-        if window is not None:
-            return Sinks(self.specs, len(batch), window=window, **self.where)
-        if self.pool is not None:
-            return Paged(self.specs, len(batch), pool=self.pool, **self.where)
-        size = max(len(r.ids) + r.settings.max_new_tokens for r in batch)
-        return Contiguous(self.specs, len(batch), capacity=min(size, ROOM), **self.where)
-
-    def _load(self) -> list[Event]:
-        """One chunk of the prompts being prefilled; those that are through join their lane."""
-        while self.loading is not None and not self.loading.through:  # the slow ones may be gone
-            try:
-                self.loading.feed(self.model, self.chunk, self.backend)
-                break
-            except OutOfPages:
-                self._preempt()
-        job = self.loading.ready() if self.loading is not None else None
-        if job is self.loading:
-            self.loading = None
-        return [] if job is None else self._start(job)
-
-    def _start(self, job: Prefill) -> list[Event]:
-        if self.prefix and job.window is None:
-            job.publish()
-        cache, logits, times = job.cache, job.logits, job.times
-        fresh = not any(job.rows)
-        if times > 1 and fresh:
-            cache = cache.spread(times, self.model.shares_source)
-            logits = logits.repeat_interleave(times, 0)
-        key = _kind(job.requests[0])
-        if key is None:
-            rows = [
-                row for r in job.requests for row in self.resumed.pop(r.number, []) or self._rows(r)
-            ]
-            guesses = self.draft is not None and job.window is None
-            draft = Draft(self.draft) if guesses else None
-            lane: SampleLane | BeamLane = SampleLane(cache, rows, draft)
-            key = None if job.window is None else SINKS
-        else:
-            lane = BeamLane(cache, job.requests)
-        events = lane.choose(logits)
-        events += self._settle(lane)
-        if lane.requests():
-            self._join(key, lane)
-        return events
-
     def _rows(self, request: Request) -> list[Row]:
         return [Row(request, i, window=self.longest) for i in range(request.settings.samples)]
-
-    def _join(self, key: Any, lane: SampleLane | BeamLane) -> None:
-        if key in self.lanes:
-            self.lanes[key].join(lane)  # type: ignore[arg-type,union-attr]
-        else:
-            self.lanes[key] = lane
 
     # --- texts longer than the context ---
 
     def _outgrown(self, rows: list[Row]) -> bool:
         return self.longest is not None and any(row.size > self.longest for row in rows)
 
-    def _crop(self, rows: list[Row]) -> None:
-        """Rows go on by what the context holds of their texts."""
-        assert self.longest is not None
-        empty = Contiguous([], len(rows), **self.where)
-        self._join(WINDOW, WindowLane(empty, rows, self.longest, self.chunk))
-
-    def _outgrow(self, lane: SampleLane) -> None:
+    def _outgrow(self, lane: Lane) -> None:
         """Requests of which a row has outgrown the context change lanes, all their rows together; for a cache that
         forgets they are read once more."""
-        long = {row.request.number for row in lane.rows if self._outgrown([row])}
-        index = [i for i, row in enumerate(lane.rows) if row.request.number in long]
-        if index:
-            rows = [lane.rows[i] for i in index]
-            lane.drop(index)
-            for request in {row.request.number: row.request for row in rows}.values():
-                own = [row for row in rows if row.request is request]
-                if self.streams and request.settings.overflow == "sinks":
-                    self.resumed[request.number] = own
-                    insort(self.waiting, request, key=RANK)
-                else:
-                    self._crop(own)
+        for request in {
+            r.request.number: r.request for r in lane.rows if self._outgrown([r])
+        }.values():
+            self.resumed[request.number], _ = self._take(request)
+            self._enter(request)
 
     # --- decoding ---
 
     def _advance(self, key: Any, lane: Lane) -> list[Event]:
-        if key is None and isinstance(lane, SampleLane):
-            self._outgrow(lane)
         events: list[Event] = []
-        if isinstance(lane, SlotLane):
-            events = lane.ask()
-            events += self._settle(lane)
-        while lane.requests():
-            try:
-                events += lane.step(self.model, self.backend)
-                break
-            except OutOfPages:
-                self._preempt()
-                if self.lanes.get(key) is not lane:
-                    return events
-        if self.prefix and self.pool is not None and key is None:
-            lane.publish(self.pool.page)  # type: ignore[union-attr]
-        events += self._settle(lane)
-        if not lane.requests():
-            del self.lanes[key]
+        for part in (lane.ask, lane.step):
+            if key is None:
+                self._outgrow(lane)
+            while lane.slots:
+                try:
+                    part()
+                    break
+                except OutOfPages:
+                    self._preempt()
+            said, lane.events = lane.events, []
+            events += said + self._settle(lane)
         return events
 
     def _settle(self, lane: Lane) -> list[Event]:
         """Hand out what is finished and drop its rows."""
         events: list[Event] = []
-        gone, requests = lane.over(), lane.requests()
+        gone = lane.over()
         for i in gone:
-            if isinstance(lane, BEAMS):
-                events.append(Event(requests[i].number, done=lane.results(i)))
+            if lane.search:
+                events.append(Event(lane.rows[i].request.number, done=lane.results(i)))
                 continue
             row = lane.rows[i]
             done = self.finished.setdefault(row.request.number, {})
@@ -516,8 +434,13 @@ class Engine:
                 del self.finished[row.request.number]
                 events.append(Event(row.request.number, done=[done[k] for k in sorted(done)]))
         if gone:
-            lane.drop(gone)
+            self._drop(lane, gone)
         return events
+
+    def _drop(self, lane: Lane, index: list[int]) -> None:
+        lane.drop(index)
+        if not lane.slots:
+            self.lanes = {key: x for key, x in self.lanes.items() if x is not lane}
 
     # --- taking requests out ---
 
@@ -536,23 +459,11 @@ class Engine:
 
     def _take(self, request: Request, why: str = "") -> tuple[list[Row], list[Result]]:
         """Free what an active request holds: its rows, or the results of its beams if it is stopped."""
-        if self.loading is not None and request in self.loading.requests:
-            self.loading.drop(request)
-            if not self.loading.requests:
-                self.loading = None
-            return self.resumed.get(request.number, []), []
-        key, lane = next((k, x) for k, x in self.lanes.items() if request in x.requests())
-        rows: list[Row] = []
-        results: list[Result] = []
-        if not isinstance(lane, BEAMS):
-            rows = [row for row in lane.rows if row.request is request]
-            lane.drop([i for i, row in enumerate(lane.rows) if row.request is request])
-        else:
-            at = next(i for i, r in enumerate(lane.requests()) if r is request)
-            results = lane.results(at, why) if why else []
-            lane.drop([at])
-        if not lane.requests():
-            del self.lanes[key]
+        lane = next(x for x in self.lanes.values() if request in x.requests())
+        index = [i for i, row in enumerate(lane.rows) if row.request is request]
+        rows = [] if lane.search else [lane.rows[i] for i in index]
+        results = lane.results(index[0], why) if lane.search and why else []
+        self._drop(lane, index)
         return rows, results
 
     @torch.inference_mode()
@@ -586,8 +497,6 @@ class Engine:
         yield from self._active()
 
     def _active(self) -> Iterator[Request]:
-        if self.loading is not None:
-            yield from self.loading.requests
         for lane in self.lanes.values():
             yield from lane.requests()
 
@@ -642,9 +551,3 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _kind(request: Request) -> Any:
-    """Requests of one kind share a lane: all sampling; beam search by its shape."""
-    s = request.settings
-    return Shape.of(s) if s.beams > 1 else None

@@ -12,7 +12,8 @@ Off a GPU the same steps run as they are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from bisect import insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,13 +33,13 @@ from regard.decode.columns import (
     used_by,
     uses,
 )
-from regard.decode.prefill import SLICE, Scores, unscored
-from regard.decode.rows import BROKEN, NOTHING, Row, page_keys
-from regard.decode.settings import MOST_TOPS, Event, Request, Tops
+from regard.decode.lane import SLICE, Lane, Scores, Slot, unscored
+from regard.decode.rows import BROKEN, NOTHING, Row
+from regard.decode.settings import MOST_TOPS, Request, Tops
 from regard.fast.cpu import Prepared
 from regard.fast.cuda import Normed, Pages, SlotContext, Stream, decoder, inner, longest, why_not
 from regard.kernels.triton.linear import MOST
-from regard.kernels.triton.prompt import Pack, Part, flat, sizes_of, two, up
+from regard.kernels.triton.prompt import RECORDED, Pack, Part, flat, sizes_of, two, up
 from regard.kernels.triton.record import Recorder, send
 from regard.kernels.triton.sample import State, advance, best, greedy_advance
 from regard.mask import Causal, Full, Span
@@ -47,7 +48,6 @@ from regard.models.embedding import Patches, context
 
 SLOTS = 64  # at least, on a GPU: rows that are not used cost nothing
 SHORTEST = 256  # the smallest bucket of lengths
-RECORDED = 4096  # tokens of a pass over prompts that is recorded
 KEPT = 32  # recorded passes over prompts
 PADDED = 4  # places that prompts of different lengths may be laid out in, for each token of a chunk
 
@@ -437,65 +437,20 @@ class Memory:
     ready: bool = False
 
 
-@dataclass(eq=False)
-class Slot:
-    """A row and its place."""
-
-    row: Row
-    index: int
-    text: list[int]  # what is read before the first choice
-    keys: list[bytes] = field(default_factory=list)  # of its full pages
-    pages: list[int] = field(default_factory=list)
-    fed: int = 0  # tokens of the text
-    asked: int = 0  # tokens the device was asked to choose
-    fresh: bool = True  # its first token has not been read by the host
-    gone: bool = False
-    memory: Memory | None = None
-    # Samples that begin where the prompt is through.
-    siblings: list[Slot] = field(default_factory=list)
-    # Log probabilities of its prompt that are on their way.
-    scored: list[tuple[Tensor, ...]] = field(default_factory=list)
-
-    @property
-    def homes(self) -> list[int]:
-        """The rows of a step that are its own."""
-        return [self.index]
-
-    @property
-    def unread(self) -> bool:
-        """Whether its source is not in its pages."""
-        return self.memory is not None and not self.memory.ready
-
-    @property
-    def left(self) -> int:
-        """Tokens the device has not been asked for."""
-        return self.row.request.settings.max_new_tokens - self.said - self.asked
-
-    @property
-    def said(self) -> int:
-        """Tokens that the row had said when it came here."""
-        return len(self.text) - len(self.row.request.ids)
-
-
-class SlotLane:
-    """Rows of any sampling settings in the slots of a runner: what the engine calls a lane."""
+class SlotLane(Lane):
+    """Rows of any sampling settings in the slots of a runner."""
 
     def __init__(
         self, runner: Runner, prefix: bool, chunk: int, scores: dict[int, Scores] | None = None
     ):
-        # Log probabilities of prompts that are through.
-        self.scores = {} if scores is None else scores
-        self.runner, self.pool, self.chunk = runner, runner.pool, chunk
         # Pages alone do not bring back a state.
-        self.prefix = prefix and not runner.stateful
+        super().__init__(runner.pool, prefix and not runner.stateful, chunk, scores)
+        self.runner, self.padded = runner, PADDED * chunk
         self.free = list(range(runner.places))  # the lowest first
-        self.slots: list[Slot] = []  # in the order in which they came
         self.edits: list[tuple[int, int, int]] = []
         self.idle: list[int] = []
         self.new: dict[int, Row] = {}  # rows whose settings the runner does not know
         self.flying: Flight | None = None
-        self.waiting = False  # whether others wait for a slot
-        self.paused = False  # whether the last round had no step, for the sake of a mask
         runner.lane = weakref.ref(self)
 
     def takes(self, request: Request) -> bool:
@@ -508,99 +463,64 @@ class SlotLane:
 
     # --- membership ---
 
-    @property
-    def rows(self) -> list[Row]:
-        return [slot.row for slot in self.slots]
-
-    @property
-    def batch(self) -> int:
-        return len(self.slots)
-
-    def requests(self) -> list[Request]:
-        return list({id(row.request): row.request for row in self.rows}.values())
+    def _slot(self, row: Row) -> Slot:
+        return Slot(row, row.request.ids + row.ids, self.free.pop(0))
 
     def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
-        """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once. `keys`: of
-        the prompt's pages, if they are known."""
-        first: Slot | None = None
         memory = self._memory(rows[0].request, self.free[: len(rows)])
-        for row in rows:
-            slot = Slot(row, self.free.pop(0), row.request.ids + row.ids, memory=memory)
-            self.slots.append(slot)
-            if first is not None and not row.ids:
-                first.siblings.append(slot)
-                continue
-            first = first or (slot if not row.ids else None)
-            if self.prefix:
-                salt = row.request.salt
-                slot.keys = page_keys(slot.text, self.pool.page, salt, keys if not row.ids else ())
-                self._adopt(slot, len(slot.text) - 1)
-        self.new |= {slot.index: slot.row for slot in self.slots[-len(rows) :]}
+        super().admit(rows, keys)
+        for slot in self.slots[-len(rows) :]:
+            slot.memory, self.new[slot.index] = memory, slot.row
 
     def _memory(self, request: Request, homes: list[int]) -> Memory | None:
         size = source_size(self.runner.fast, request)
         return Memory(request, size, homes) if size else None
 
-    def _adopt(self, slot: Slot, most: int) -> None:
-        """Begin with pages that others left, of the first `most` tokens: one stays to be fed, for its logits."""
-        row, page = slot.row, self.pool.page
-        if unscored(row.request, self.scores):
-            return
-        for key in slot.keys[: most // page]:
+    def _adopt(self, slot: Slot) -> None:
+        for key in slot.keys[: (slot.row.size - 1) // self.pool.page]:
             if key not in self.pool.published:
                 break
             slot.pages.append(self.pool.published[key])
             self.pool.hold(slot.pages[-1])
-            row.keys.append(key)
-        slot.fed = len(slot.pages) * page
-
-    def drop(self, index: list[int]) -> None:
-        """These rows are over."""
-        for slot in [self.slots[i] for i in index]:
-            self.slots.remove(slot)
-            slot.gone = True
-            self._release(slot)
-            if slot.memory is not None:
-                slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
-                while slot.memory.pages and not slot.memory.homes:
-                    self.pool.drop(slot.memory.pages.pop())
-            self.idle.append(slot.index)
-            self.free.append(slot.index)
-            # Another sample reads the prompt instead.
-            if slot.fed < len(slot.text) and slot.siblings:
-                heir, *rest = [s for s in slot.siblings if not s.gone] or [slot]
-                heir.siblings = rest
-        self.free.sort()
+            slot.row.keys.append(key)
+        slot.fed = len(slot.pages) * self.pool.page
 
     def _release(self, slot: Slot) -> None:
         self.edits += [(slot.index, i, self.pool.scratch) for i in range(len(slot.pages))]
-        while slot.pages:
-            self.pool.drop(slot.pages.pop())
+        self._vacate(slot, slot.pages)
+
+    def _vacate(self, slot: Slot, *tables: list[int]) -> None:
+        """Its pages, and its place."""
+        for pages in tables:
+            while pages:
+                self.pool.drop(pages.pop())
+        if slot.memory is not None:
+            slot.memory.homes = [i for i in slot.memory.homes if i not in slot.homes]
+            while slot.memory.pages and not slot.memory.homes:
+                self.pool.drop(slot.memory.pages.pop())
+        self.idle.append(slot.index)
+        insort(self.free, slot.index)
 
     def clear(self) -> None:
         """After a fault: no row, and nothing on its way."""
         self.free, self.slots, self.edits, self.idle = list(range(self.runner.places)), [], [], []
-        self.flying, self.new = None, {}
+        self.flying, self.new, self.events = None, {}, []
         self.runner.reset()
-
-    def over(self) -> list[int]:
-        return [i for i, slot in enumerate(self.slots) if slot.row.finish]
 
     # --- one step ---
 
-    def ask(self) -> list[Event]:
+    def ask(self) -> None:
         """Where rows have masks: read the round before, and ask for what may come next."""
         masked = [slot for slot in self.slots if slot.row.request.mask is not None]
         if not masked:
-            return []
+            return
         self._know()
-        events, self.flying = self._land(), None
+        self._land()
         for slot in masked:
             if not slot.row.finish and not (slot.asked and slot.fresh):
                 words = slot.row.allowed(self.runner.columns.vocab)
                 if words is not None:
                     self.runner.columns.allow([slot.index], [words])
-        return events
 
     def _know(self) -> None:
         """The settings of new rows, to the runner."""
@@ -608,14 +528,14 @@ class SlotLane:
             self.runner.columns.put(list(self.new), list(self.new.values()))
             self.new = {}
 
-    def step(self, model: Any, backend: str) -> list[Event]:
+    def step(self) -> None:
         """Start the next chunk of prompts and the next round; read the round before while they run."""
         self._know()
         self._encode()
         self._feed()
         launched = self._launch()
-        events, self.flying = self._land(), launched
-        return events
+        self._land()
+        self.flying = launched
 
     def _reserve(self, slot: Slot, tokens: int) -> None:
         """Pages for so many tokens of a slot."""
@@ -644,27 +564,6 @@ class SlotLane:
             for m in some:
                 m.ready = True
             group = group[len(some) :]
-
-    def _feed(self) -> None:
-        """Up to a chunk of tokens of the prompts that are not through, by the rank of their requests."""
-        room, longest = self.chunk, 0
-        group: list[tuple[Slot, int]] = []
-        readers = {id(s) for slot in self.slots for s in slot.siblings if slot.fed < len(slot.text)}
-        for slot in sorted(self.slots, key=lambda s: s.row.request.rank):
-            size = min(room, len(slot.text) - slot.fed)
-            if not size or slot.asked or slot.unread or id(slot) in readers:
-                continue
-            # The others go on in between, however many such prompts come.
-            if self.paused and slot.row.request.mask is not None:
-                continue
-            self._reserve(slot, slot.fed + size)
-            if group and max(longest, size) * (len(group) + 1) > PADDED * self.chunk:
-                self._read(group)
-                group, longest = [], 0
-            group.append((slot, size))
-            longest, room = max(longest, size), room - size
-        if group:
-            self._read(group)
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         parts, through = [], []
@@ -706,16 +605,6 @@ class SlotLane:
         each = zip(*(x.split([n for _, n in owners]) for x in found), strict=True)
         for (slot, _), mine in zip(owners, each, strict=False):
             slot.scored.append(mine)
-
-    def _score(self, slot: Slot) -> None:
-        """Log probabilities of a prompt that have arrived; the one of its samples that has read it knows them."""
-        request = slot.row.request
-        if not slot.gone and unscored(request, self.scores):
-            scores = Scores()
-            for each in slot.scored:
-                scores.add(request.settings.top_logprobs, *each)
-            if len(scores.logprobs) == len(request.ids):
-                self.scores[request.number] = scores
 
     def _part(self, slot: Slot, size: int, ends: Sequence[tuple[int, int]] = ()) -> Part:
         tokens, source = slot.text[slot.fed : slot.fed + size], slot.memory and slot.memory.size
@@ -776,15 +665,15 @@ class SlotLane:
         self.runner.place(edits, [i for i in self.idle if i not in busy])
         self.edits, self.idle = [], []
 
-    def _land(self) -> list[Event]:
+    def _land(self) -> None:
         """Read the round before; what a row said after its end is dropped."""
         if self.flying is None:
-            return []
+            return
         ((log, logp, *tops), event), lines = self.flying
+        self.flying = None
         if event is not None:
             event.synchronize()
         tokens, logprobs = log.T.tolist(), logp.T.tolist()
-        events: list[Event | None] = []
         for slot, first, last in lines:
             row, index = slot.row, slot.index
             count, listed = row.request.settings.top_logprobs, list[Tops]()
@@ -802,26 +691,6 @@ class SlotLane:
                     if row.request.mask is not None:
                         row.error = f"{BROKEN}, or {NOTHING}"
                 else:
-                    events.append(row.say(token, logprob, listed[i] if count else []))
+                    self.events += row.say(token, logprob, listed[i] if count else [])
             if self.prefix and not slot.gone and row.error is None:
-                self._publish(slot)
-        return [e for e in events if e is not None]
-
-    def _publish(self, slot: Slot) -> None:
-        """Leave the pages that a text has filled to later prompts. The last token has been said, not fed."""
-        row, page = slot.row, self.pool.page
-        full = (row.size - 1) // page
-        if full > len(row.keys):
-            # From the last page that is known on: a text may be long.
-            known, ids = max(0, len(row.keys) - 1), row.request.ids
-            text = ids[known * page :] + row.ids[max(0, known * page - len(ids)) :]
-            text = text[: (full - known) * page]
-            row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
-            for number, key in zip(slot.pages[known:], row.keys[known:], strict=False):
-                self.pool.publish(number, key)
-
-    def coming(self) -> Iterable[bytes]:
-        """Keys of the pages that prompts here will publish."""
-        for slot in self.slots:
-            if slot.fresh:
-                yield from slot.keys
+                self._publish(slot, slot.pages)

@@ -67,15 +67,15 @@ class Row:
         number = request.number if request.key is None else request.key
         return number * 1024 + self.sample
 
-    def say(self, token: int, logprob: float, tops: Tops) -> Event | None:
-        """One token more, and whether the answer ends with it."""
+    def say(self, token: int, logprob: float, tops: Tops) -> list[Event]:
+        """One token more, and whether the answer ends with it: an end token is no event."""
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.tops.append(tops[: self.request.settings.top_logprobs])
         self.finish, self.error = _finish(self, token)
         if self.finish == "eos":
-            return None
-        return Event(self.request.number, self.sample, token, logprob, self.tops[-1])
+            return []
+        return [Event(self.request.number, self.sample, token, logprob, self.tops[-1])]
 
     def allowed(self, vocab: int) -> Tensor | None:
         """What its mask allows next, as words of 32 bits; None where the answer ends instead."""

@@ -8,17 +8,17 @@ of beam.py on tensors that stay where they are; the host reads them a round late
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from regard.decode.beam import Beams, Rules, Shape, results, select
+from regard.decode.beam import Beams, Group, Rules, Shape, select
 from regard.decode.columns import used_by
-from regard.decode.graphs import SHORTEST, Runner, Slot, SlotLane, by_token
+from regard.decode.graphs import SHORTEST, Runner, SlotLane, by_token
+from regard.decode.lane import Lane, Slot
 from regard.decode.rows import Row
-from regard.decode.settings import Event, Request, Result, Settings
+from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages
 from regard.kernels.triton.prompt import two
 from regard.kernels.triton.record import Recorder, send
@@ -136,28 +136,11 @@ class SearchRunner(Runner):
         self.place([], list(range(self.places)))
 
 
-@dataclass(eq=False)
-class Group(Slot):
-    """A request and its place. What is read before the first step is its prompt without the last token."""
-
-    own: list[list[int]] = field(default_factory=list)  # pages that each beam writes to
-    found: Beams | None = None  # as of the last round that was read
-    broken: bool = False
-    closed: bool = False
-
-    @property
-    def homes(self) -> list[int]:
-        k = len(self.own)
-        return list(range(self.index * k, (self.index + 1) * k))
-
-    @property
-    def left(self) -> int:
-        return self.row.request.settings.max_new_tokens - self.asked
-
-
 class SearchLane(SlotLane):
-    """Requests of one shape, each by its own settings."""
+    """Requests of one shape, each by its own settings. What is read before the first step is a prompt without its last
+    token."""
 
+    search = True
     runner: SearchRunner
     slots: list[Group]  # type: ignore[assignment]
     edits: list[tuple[int, int, int, int]]  # type: ignore[assignment]
@@ -166,38 +149,32 @@ class SearchLane(SlotLane):
     def batch(self) -> int:
         return len(self.slots) * self.runner.shape.beams
 
+    def _slot(self, row: Row) -> Slot:
+        own: list[list[int]] = [[] for _ in range(self.runner.shape.beams)]
+        return Group(row, row.request.ids[:-1], self.free.pop(0), own=own)
+
     def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
         """One request. `keys`: of its prompt's pages."""
-        (row,), k = rows, self.runner.shape.beams
-        request = row.request
-        self.runner.grow(
-            len(request.ids) + request.settings.max_new_tokens, request.settings.max_new_tokens
-        )
-        group = Group(row, self.free.pop(0), request.ids[:-1], own=[[] for _ in range(k)])
-        group.memory = self._memory(request, group.homes)
-        self.slots.append(group)
-        if self.prefix:
-            group.keys = list(keys[: len(group.text) // self.pool.page])
-            self._adopt(group, len(group.text))
+        (row,), size = rows, rows[0].request.settings.max_new_tokens
+        self.runner.grow(len(row.request.ids) + size, size)
+        Lane.admit(self, rows, keys)
+        group = self.slots[-1]
+        group.memory = self._memory(row.request, group.homes)
         self.new |= dict.fromkeys(group.homes, row)
 
     def _release(self, slot: Slot) -> None:
         assert isinstance(slot, Group)
         gone = set(slot.homes)
         self.edits = [edit for edit in self.edits if edit[0] not in gone]
-        for pages in (*slot.own, slot.pages):
-            while pages:
-                self.pool.drop(pages.pop())
+        self._vacate(slot, *slot.own, slot.pages)
 
     def over(self) -> list[int]:
         return [i for i, group in enumerate(self.slots) if group.closed]
 
     def results(self, i: int, why: str = "") -> list[Result]:
-        """The n best finished texts of request i; if it was stopped (`why`), those that ran when the host last knew."""
+        """Running ones are those of when the host last knew."""
         group = self.slots[i]
-        if group.found is None:
-            return []
-        return results(group.found, group.row.request.settings, group.broken, why)
+        return [] if group.found is None else group.results(group.found, why)
 
     def _read(self, group: list[tuple[Slot, int]]) -> None:
         self._prefill([self._part(slot, size) for slot, size in group], frozenset(), group)
@@ -241,11 +218,12 @@ class SearchLane(SlotLane):
         self.runner.place(self.edits, self.idle)
         self.edits, self.idle = [], []
 
-    def _land(self) -> list[Event]:
+    def _land(self) -> None:
         if self.flying is None:
-            return []
+            return
         flying: Any = self.flying
         texts, live, broken, event, groups = flying
+        self.flying = None
         if event is not None:
             event.synchronize()
         k = self.runner.shape.groups
@@ -257,7 +235,6 @@ class SearchLane(SlotLane):
             if self.prefix and not g.broken:
                 for number, key in zip(g.pages, g.keys, strict=False):
                     self.pool.publish(number, key)
-        return []
 
 
 def search_of(runner: Runner, shape: Shape, count: int) -> SearchRunner:

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from regard.cache import Cache
+from regard.cache import FIRST, Cache, Contiguous, Sinks
 from regard.decode.check import written
-from regard.decode.prefill import shortened, sources
+from regard.decode.lane import Slot
+from regard.decode.plain import PlainLane, padded, sources
 from regard.decode.rows import Row
-from regard.decode.sample import SampleLane
-from regard.decode.settings import Event
 
 
 def streams(model: Any) -> bool:
@@ -30,26 +29,45 @@ def streams(model: Any) -> bool:
     return still is None and all(spec.turned is not None for spec in model.cache_specs())
 
 
-class WindowLane(SampleLane):
+def shortened(ids: list[int], window: int) -> list[int]:
+    """The first tokens of a text that are kept as attention sinks, and the last: as many as a window holds."""
+    return ids if len(ids) <= window else ids[:FIRST] + ids[FIRST - window :]
+
+
+class WindowLane(PlainLane):
     """Rows that go on with `longest` tokens of their texts; the cache is empty."""
 
-    def __init__(self, cache: Cache, rows: list[Row], longest: int, chunk: int):
-        super().__init__(cache, rows)
-        self.longest, self.chunk = longest, chunk
+    def ask(self) -> None:
+        """Nothing is read before a step."""
+        new = [slot for slot in self.slots if not slot.asked]
+        if new:
+            self._join(new, Contiguous([], len(new), **self.where))
 
-    def step(self, model: Any, backend: str) -> list[Event]:
-        texts = [self.window(row.request.ids + row.ids, row) for row in self.rows]
-        few = max(1, self.chunk // max(map(len, texts)))
-        logits = []
+    def step(self) -> None:
+        texts = [self.window(slot.row.request.ids + slot.row.ids, slot.row) for slot in self.live]
+        few, logits = max(1, self.chunk // max(map(len, texts))), []
         for start in range(0, len(texts), few):
-            part, device = texts[start : start + few], self.cache.device
-            width, lengths = max(map(len, part)), torch.tensor([len(t) for t in part])
-            ids = torch.tensor([t + [0] * (width - len(t)) for t in part], device=device)
-            given = sources([row.request for row in self.rows[start : start + few]], device)
-            logits.append(model.next_logits(ids, lengths.to(device), backend=backend, **given))
-        return self.choose(torch.cat(logits))
+            some = slice(start, start + few)
+            ids, lengths = padded(texts[some], self.where["device"])
+            given = sources([slot.row.request for slot in self.live[some]], ids.device)
+            logits.append(self.model.next_logits(ids, lengths, backend=self.backend, **given))
+        self.choose(torch.cat(logits))
 
     def window(self, text: list[int], row: Row) -> list[int]:
         if row.request.settings.overflow == "sinks":
             return shortened(text, self.longest)
         return text[-self.longest :]
+
+
+class SinksLane(PlainLane):
+    """Rows in a cache that forgets. A text that is longer than its window has been read before."""
+
+    def _slot(self, row: Row) -> Slot:
+        return Slot(row, shortened(row.request.ids, self.longest) + row.ids)
+
+    def _cache(self, slots: list[Slot]) -> Cache:
+        return Sinks(self.specs, len(slots), window=self.longest, **self.where)
+
+    def _size(self, slot: Slot, room: int) -> int:
+        """When the window is full it takes one token a call."""
+        return min(super()._size(slot, room), max(1, self.longest - slot.fed))

@@ -21,8 +21,8 @@ from torch import Tensor
 from regard.config import Seed, Whole, settings
 from regard.data.config import SETTINGS, Data, check_used, feed_of, shards_of, text_roles
 from regard.data.corrupt import Corrupted, Marks, MaskTokens
-from regard.data.feed import IGNORE, Base, Batch, Batching, Feed, ImageFeed, TextFeed
-from regard.data.read import Source, normal_of, records
+from regard.data.feed import IGNORE, Batch, Batching, Feed, ImageFeed, TextFeed
+from regard.data.read import Pictures, Source, normal_of, pictures, records
 from regard.data.shards import Column
 from regard.data.tokens import Coder
 from regard.decode.generate import generate, tokenizer_of
@@ -35,7 +35,7 @@ from regard.models import Model, Patches
 from regard.text import needed
 from regard.train import measure as measuring
 from regard.train.loss import masked_lm_loss
-from regard.train.measure import measure, perplexity, suited, translations
+from regard.train.measure import WRITING, measure, perplexity, suited, translations
 from regard.train.plan import pick_device
 from regard.train.tasks import TASKS
 
@@ -148,9 +148,7 @@ def task_of(model: Model) -> str:
     """What a model was made for, by its kind and its head."""
     config, head = model.config, getattr(model.config, "head", None)
     if model.reads_source:
-        if isinstance(getattr(config, "source", None), Patches):
-            raise UsageError("eval does not measure models that write about pictures")
-        return "seq2seq"
+        return "caption" if isinstance(getattr(config, "source", None), Patches) else "seq2seq"
     if isinstance(head, Classify):
         return "image" if isinstance(config.embedding, Patches) else "classify"
     if head is None and not hasattr(config, "cell"):
@@ -186,6 +184,13 @@ class Judge:
         self.model: Any = prepare(model, quantize) if self.quantized else model
 
     @cached_property
+    def patches(self) -> Patches | None:
+        """Of a model that reads pictures."""
+        config = self.model.config
+        reads = getattr(config, "source", None) or getattr(config, "embedding", None)
+        return reads if isinstance(reads, Patches) else None
+
+    @cached_property
     def fast(self) -> Any:
         """The model made ready for decoding."""
         if self.quantized or next(self.model.parameters()).device.type != "cpu":
@@ -212,9 +217,8 @@ class Judge:
             check_used(Data(files, target, **{**reading, **usual}), self.task)
             reading = {**reading, **usual}
         check_used(Data(files, target, **reading), self.task)
-        wanted = getattr(self.model.config, "embedding", None)
-        if isinstance(wanted, Patches):
-            reading = {**reading, "size": reading["size"] or wanted.size}
+        if self.patches is not None:
+            reading = {**reading, "size": reading["size"] or self.patches.size}
         rows: dict[str, Any] = {"length": self.length, "rows": BATCH, "pack": "none"}
         rows["tokens"] = None if self.length is None else max(TOKENS, self.length)
         rows["overlong"] = "split" if self.task in CUT else self.overlong
@@ -236,7 +240,7 @@ class Judge:
         self, names: Sequence[str], folder: Path
     ) -> tuple[dict[str, float], dict[str, str]]:
         """Values and signatures of the metrics."""
-        textual = [n for n in names if self.task == "seq2seq" and n not in ("loss", "perplexity")]
+        textual = [n for n in names if self.task in WRITING and n not in ("loss", "perplexity")]
         values, signatures = self._texts(textual) if textual else ({}, {})
         # Without label smoothing perplexity needs no pass of its own.
         rest = dict.fromkeys("loss" if n == "perplexity" else n for n in names if n not in textual)
@@ -284,23 +288,27 @@ class Judge:
         shards = shards_of(self.task, source, coder, folder / "data", self.classes or None)
         columns, notes = shards.columns, shards.notes
         self.about = _examples(notes["records"] - notes["empty"])
-        if coder is None:
-            c, shape = self.model.config.embedding, columns["images"].values.shape[1:]
-            if shape != (c.size, c.size, c.channels):
-                is_, want = (" x ".join(map(str, x)) for x in (shape, (c.size, c.size, c.channels)))
-                raise Fault(f"the pictures are {is_}, the model reads {want}", DATA)
-            mean, std, _ = normal_of(self.model.origin)
-            ends = {"mean": mean.tolist(), "std": std.tolist()}
-            feed: Base = ImageFeed(columns["images"], columns["labels"], batching, **ends)
-        else:
+        if self.patches is not None:
+            self._fit(columns["images"].values.shape[1:])
+        if coder is not None:
             self.about += f", {notes['tokens']:,} tokens"
             if self.data.overlong == "error" and self.length is not None:
                 self._check(source, columns, coder, self.length)
-            feed = feed_of(self.task, self.data, coder, batching, columns, "", None)
+        feed = feed_of(self.task, self.data, coder, batching, columns, "", None)
+        if isinstance(feed, ImageFeed):
+            mean, std, _ = normal_of(self.model.origin)
+            feed = replace(feed, mean=mean.tolist(), std=std.tolist())
         feed.held = feed
         if self.task != "mlm" or coder is None:
             return feed
         return Corrupted(feed, MaskTokens(Marks(coder.vocab, coder.reserved, coder.mask)), SEED)
+
+    def _fit(self, shape: Sequence[int]) -> None:
+        c = self.patches
+        assert c is not None
+        if tuple(shape) != (c.size, c.size, c.channels):
+            is_, want = (" x ".join(map(str, x)) for x in (shape, (c.size, c.size, c.channels)))
+            raise Fault(f"the pictures are {is_}, the model reads {want}", DATA)
 
     def _check(self, source: Source, columns: dict[str, Column], c: Coder, longest: int) -> None:
         """Name the first example that is too long."""
@@ -314,6 +322,7 @@ class Judge:
             texts = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in sides]
             counts = [len(ids) for ids in c.encode(texts)]
             size = sum(counts) + ends + len(c.between) * (len(counts) - 1)
+            size = counts[0] + 1 if self.task == "caption" else size
             if self.task == "seq2seq":
                 size = max(counts[0] + ends, len(c.encode(texts[1:], target=True)[0]) + 1)
             if size > longest:
@@ -327,9 +336,18 @@ class Judge:
         )
 
     def _texts(self, names: Sequence[str]) -> tuple[dict[str, float], dict[str, str]]:
-        """Translate every source of the files, and compare with its target."""
+        """Translate every source of the files, or say what is on its pictures, and compare with its target."""
         assert self.coder is not None and self.tokenizer is not None
-        sources, references = [], []
+        sources: list[Any] = []
+        references: list[str] = []
+        if self.task == "caption":
+            x, references = pictures(self.data.source())
+            self._fit(x.shape[1:])
+            assert self.patches is not None
+            sources = [*map(Pictures(self.patches, self.model.origin).tensor, x)]
+            said = translations(self.fast, sources, beams=self.beams)
+            self.about = _examples(len(sources))
+            return measuring.text_scores(names, [*map(self.tokenizer.decode, said)], references)
         for number, record in enumerate(records(self.data.source(), ("source", "target")), 1):
             line, reference = record["source"], record["target"]
             if not isinstance(line, str) or not isinstance(reference, str):

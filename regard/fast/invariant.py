@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from regard.attention.latent import LatentAttention
 from regard.attention.multihead import GroupedQueryAttention
 from regard.attention.ordered import agrees, cancelling, dots
-from regard.attention.scores import Additive, Bilinear
+from regard.attention.scores import Additive, Bilinear, Hard
 from regard.attention.sparse import Indexer, SparseAttention, fp8_dots
 from regard.errors import UsageError
 from regard.fast.cpu import Prepared
@@ -226,6 +226,11 @@ class SteadyAdditive(Additive):
         return (torch.tanh(q[..., :, None, :] + k[..., None, :, :]) * self.wv).sum(-1)
 
 
+class SteadyHard(Hard):
+    def join(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q[..., :, None, :] * k[..., None, :, :]).sum(-1)
+
+
 class SteadyBilinear(Bilinear):
     products: Products
 
@@ -294,6 +299,7 @@ TABLE: dict[type, Callable[[Any, nn.Module], nn.Module]] = {
     SparseAttention: _steady(SteadySparse),
     Indexer: _steady(SteadyIndexer),
     Additive: _steady(SteadyAdditive),
+    Hard: _steady(SteadyHard),
     Bilinear: _steady(SteadyBilinear),
     Recurrence: _steady(SteadyRecurrence),
     nn.Conv2d: _steady(SteadyConvolution),

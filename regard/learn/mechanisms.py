@@ -18,7 +18,7 @@ from regard.attention import DSA, GQA, MLA, Context, DeltaRule, Terms, softmax
 from regard.attention.core import scores as dot_scores
 from regard.attention.delta import recurrent
 from regard.attention.latent import LatentAttention
-from regard.attention.pooling import KERNELS, one_loop, regress, three_loops
+from regard.attention.pooling import KERNELS, combine, one_loop, regress, three_loops
 from regard.attention.scores import SCORES, make_score
 from regard.attention.sparse import choose, index_scores, to_fp8
 from regard.block import Tower
@@ -51,7 +51,7 @@ from regard.mask import Causal, Documents, Full, Mask, Padding, Prefix, Span, Vi
 from regard.models import Patches, Tokens, TransformerConfig
 from regard.models.adapt import LoRA, LowRank
 from regard.models.base import parameters
-from regard.models.recurrent import CELLS, MemoryAttention
+from regard.models.recurrent import CELLS, MemoryAttention, Recurrence
 from regard.moe import MoE
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.presets import build
@@ -322,7 +322,9 @@ def bahdanau(q: Numbers, k: Numbers, tokens: int = 3) -> Tables:
     """How did the first attention look back at the source?
 
     e_s = w_v^T tanh(W_q h_{t-1} + W_k m_s),   a = softmax(e),   c_t = sum_s a_s m_s
-    The decoder's PREVIOUS state asks. q: that state; k: the encoder's states, one for each of the tokens."""
+    The decoder's PREVIOUS state asks. q: that state; k: the encoder's states, one for each of the tokens.
+    Without a softmax: all a_s = 1/n (average), 1 (sum), or 1 at the highest score alone (hard), which has no gradient
+    to the choice. In a model: attention = "average", "sum" or "hard" (by q . k)."""
     if len(k) % tokens:
         raise UsageError(f"--k has {len(k)} numbers, which are no {tokens} states (--tokens)")
     memory = rows_of("k", k, count=tokens)
@@ -334,6 +336,9 @@ def bahdanau(q: Numbers, k: Numbers, tokens: int = 3) -> Tables:
     rows = list(zip(range(1, tokens + 1), e.tolist(), softmax(e).tolist()))
     yield Table("alignment", ["source", "score e", "weight a"], rows, "bars")
     yield Table("context", _numbered("c", memory), [c.flatten().tolist()])
+    ways = {"average": "average", "sum": "sum", "hard": "one_hot"}
+    other = [(name, *combine(memory, e, how).tolist()) for name, how in ways.items()]
+    yield Table("the same states without a softmax", ["a", *_numbered("c", memory)], other)
 
 
 # --- layers of attention ------------------------------------------------------------------------
@@ -538,7 +543,7 @@ def paged_cache(
     Memory is taken a page at a time, not for the longest text there may be; the full pages of a beginning that requests
     share (a system prompt: --shared tokens) are held once. This is paged attention, with a prefix cache."""
     sizes = [whole("tokens", n) for n in tokens]
-    prefix = whole("shared", shared, 0) // whole("page", page, 1, 4096)
+    prefix = whole("shared", shared) // whole("page", page, 1, 4096)
     specs = [CacheSpec(token={"k": (1,)})]
     pool = Pool(specs, sum(-(-n // page) for n in sizes), page)
     rows: list[list[Any]] = []
@@ -744,7 +749,8 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
     """What does a recurrent network still know of a word t steps back?
 
     h_t = tanh(W x_t + U h_{t-1});   d h_t / d h_0 = prod of diag(tanh') U  ~  lambda^t
-    Attention reaches every token in one step. x: lambda, the factor of one step; by autograd through the cell at 0."""
+    Attention reaches every token in one step. x: lambda, the factor of one step; by autograd through the cell at 0.
+    h, h': new cells of width 32 after texts that differ in their first word alone; 0 is below 1e-12."""
     cell, zero = CELLS["elman"], real((0.0,))
     rows = []
     for n in (whole("steps", t, 1, 1000) for t in steps):
@@ -759,6 +765,18 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
         rows.append([n, *slopes, n, 1])
     columns = ["steps", *(f"lambda {v:g}" for v in x), "path of the RNN", "of attention"]
     yield Table("d h_t / d h_0", columns, rows, "log")
+    length, apart = max(int(row[0]) for row in rows), []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = torch.randn(1, length + 1, 32, dtype=torch.float64).repeat(2, 1, 1)
+        tokens[1, 0] = torch.randn(32, dtype=torch.float64)
+        for name in CELLS:
+            network = Recurrence(name, 32, 32, 1, 0.0).double()
+            h = network(tokens, network.start(tokens))[0].detach()
+            distance = (h[0] - h[1]).norm(dim=-1)
+            apart.append(torch.where(distance > 1e-12, distance / distance[0], 0.0))
+    rows = [[row[0], *(float(d[int(row[0])]) for d in apart)] for row in rows]
+    yield Table("|h_t - h'_t| / |h_0 - h'_0|", ["steps", *CELLS], rows, "log")
 
 
 @topic(f"{NUMBERS}::multiply_adds", "regard/models/recurrent.py::elman")

@@ -136,6 +136,7 @@ def hold(new: State, old: State, real: Tensor) -> State:
 
 class MemoryAttention(nn.Module):
     """c_t = sum_s a_ts m_s,  a_t = softmax_s score(q_t, m_s).   q (b t m), memory (b s e) -> (b t e).
+    Or a_ts = 1 / n (average), 1 (sum), or 1 for the best state alone (hard, with no gradient to the choice).
 
     Cache per token: the state m_s; for the additive score W_k m_s too, so that it is computed once."""
 
@@ -170,27 +171,30 @@ class MemoryAttention(nn.Module):
         probe: Any = None,
         backend: str = "sdpa",
     ) -> Tensor:
-        s, (fused, scale) = self.score, (self.score.fused, self.score.scale)
-        q, k, v = (x[:, :, None] for x in (s.query(q), kept["h" if fused else "k"], kept["h"]))
-        score = None if fused else s.join
-        o = attend(q, k, v, mask, score=score, scale=scale, probe=probe, backend=backend)
-        return o[:, :, 0]  # b t e
+        s, fused = self.score, self.score.fused
+        q, k = s.query(q), kept["h" if fused else "k"]
+        mask, times = s.read(q[:, None], k[:, None], mask)
+        how: Any = {"score": None if fused else s.join, "scale": s.scale, "times": times}
+        q, k, v = (x[:, :, None] for x in (q, k, kept["h"]))
+        return attend(q, k, v, mask, probe=probe, backend=backend, **how)[:, :, 0]  # b t e
 
 
 class LuongAttention(nn.Module):
-    """Attention after the cell (Luong et al. 2015, eq. 5): the CURRENT state asks, h~_t = tanh(W [c_t; h_t]).
+    """Attention after the cell (Luong et al. 2015, eq. 5): the CURRENT state asks, h~_t = tanh(W [c_t; h_t]);
+    with combine="linear" W [c_t; h_t] + b.
 
     h (b t m) -> (b t m). Where the context carries no memory, the memory is the states so far, h_1 .. h_t."""
 
-    def __init__(self, score: str, dim: int, memory_dim: int):
+    def __init__(self, score: str, dim: int, memory_dim: int, combine: str = "tanh"):
         super().__init__()
-        self.attention = MemoryAttention(score, dim, memory_dim)
-        self.combine = nn.Linear(memory_dim + dim, dim, bias=False)
+        self.attention, self.linear = MemoryAttention(score, dim, memory_dim), combine == "linear"
+        self.combine = nn.Linear(memory_dim + dim, dim, bias=self.linear)
 
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
         kept, mask = self.attention.recall(h, ctx)
         c = self.attention(h, kept, mask, probe=ctx.watch(), backend=ctx.backend)  # b t e
-        return torch.tanh(self.combine(torch.cat([c, h], -1)))
+        z = self.combine(torch.cat([c, h], -1))
+        return z if self.linear else torch.tanh(z)
 
 
 class BahdanauStep(nn.Module):
@@ -222,7 +226,8 @@ class LuongDecoder(nn.Module):
     def __init__(self, c: RecurrentConfig | Seq2SeqConfig, memory_dim: int):
         super().__init__()
         self.rnn = Recurrence(c.cell, c.dim, c.dim, c.layers, c.dropout)
-        self.luong = LuongAttention(c.attention, c.dim, memory_dim) if c.attention else None
+        rest = (c.dim, memory_dim, c.combine)
+        self.luong = LuongAttention(c.attention, *rest) if c.attention else None
 
     @property
     def attention(self) -> MemoryAttention | None:
@@ -275,15 +280,17 @@ Decoder = LuongDecoder | BahdanauDecoder
 @settings
 class RecurrentConfig:
     """A language model of stacked cells. `attention` is the score (dot, scaled_dot, bilinear, additive) by which each
-    state looks back at the states so far, itself among them; None: the state is all there is."""
+    state looks back at the states so far, itself among them, or their average, sum or hard choice; None: the state is
+    all there is."""
 
     vocab: Count  # tokens
     dim: Count  # width of a state
     layers: Count = 1  # stacked cells
     cell: str = "gru"  # elman, gru or lstm
-    attention: str | None = None  # score of a look back; none: no look back
+    attention: str | None = None  # score of a look back; average, sum, hard; none: no look back
     tied: bool = True  # the embedding is the head's matrix
     dropout: Fraction = 0.0  # between layers, in training
+    combine: str = "tanh"  # context and state: tanh(W [c; h]); linear: W [c; h] + b
     kind: str = "recurrent"
 
     def __post_init__(self) -> None:
@@ -339,17 +346,19 @@ class Recurrent(Model):
 @settings
 class Seq2SeqConfig:
     """An encoder reads the source, its last state starts the decoder. `attention` None: that is all the decoder knows
-    (Sutskever et al. 2014); additive: Bahdanau's decoder; dot, scaled_dot, bilinear: Luong's."""
+    (Sutskever et al. 2014); additive: Bahdanau's decoder; dot, scaled_dot, bilinear: Luong's, and with no score its
+    average, sum and hard."""
 
     vocab: Count  # tokens of the target
     source_vocab: Count  # tokens of the source
     dim: Count  # width of a state
     layers: Count = 1  # stacked cells
     cell: str = "gru"  # elman, gru or lstm
-    attention: str | None = "additive"  # dot, scaled_dot, bilinear, additive; none: the bottleneck
+    attention: str | None = "additive"  # a score; average, sum, hard; none: the bottleneck
     bidirectional: bool = False  # the encoder, each direction of width `dim`
     tied: bool = False  # the embedding is the head's matrix
     dropout: Fraction = 0.0  # between layers, in training
+    combine: str = "tanh"  # context and state, Luong's: tanh(W [c; h]); linear: W [c; h] + b
     kind: str = "recurrent_seq2seq"
 
     def __post_init__(self) -> None:
@@ -447,6 +456,12 @@ def _check(config: RecurrentConfig | Seq2SeqConfig, memory_dim: int) -> None:
         raise UsageError(f"cell={c.cell!r} is unknown; choose one of {', '.join(CELLS)}")
     if c.attention is not None:
         check_score(c.attention, c.dim, memory_dim, "attention")
+    if c.combine not in ("tanh", "linear"):
+        raise UsageError(f"combine={c.combine!r} is unknown; choose tanh or linear")
+    before = isinstance(c, Seq2SeqConfig) and c.attention == "additive"
+    if c.combine == "linear" and (before or c.attention is None):
+        asked = f"combine='linear' joins what attention={c.attention!r} finds after the cell"
+        raise UsageError(f"{asked}, which is nothing; set attention to another, such as bilinear")
 
 
 def _embedding(vocab: int, dim: int) -> nn.Embedding:

@@ -146,6 +146,9 @@ class EncoderDecoderConfig:
     def __post_init__(self) -> None:
         if self.encoder.causal or not self.decoder.causal or self.decoder.cross is None:
             raise UsageError("encoder.causal must be false, decoder's true, decoder.cross given")
+        if not isinstance(self.target, Tokens):
+            why = "a decoder writes tokens, and target is none; give Tokens(vocab)"
+            raise UsageError(f"{why}: a picture's pixels or codes as tokens, its patches as source")
         if self.shared and isinstance(self.source, Patches):
             raise UsageError("an image and a text cannot share an embedding; set shared=False")
         both = getattr(self.source, "vocab", None), self.target.vocab

@@ -82,6 +82,7 @@ class Layer:
     biased: bool = False
     capped: bool = False
     sinks: bool = False
+    summed: bool = False  # weights are 1, not shares of 1
     sparse: bool = False  # keys are chosen for each query
 
 
@@ -468,6 +469,7 @@ class WatchRecorder(Recorder):
             "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
             "capped": terms.softcap is not None,
             "sinks": terms.sinks > 0,
+            "summed": terms.times is not None,
             "sparse": sparse,
         }
 

@@ -192,7 +192,7 @@ def _note(view: View) -> str:
 
 
 def _layer(layer: Layer) -> dict[str, Any]:
-    names = ("number", "scale", "biased", "capped", "sinks", "sparse")
+    names = ("number", "scale", "biased", "capped", "sinks", "summed", "sparse")
     data = {name: getattr(layer, name) for name in names}
     data["heads"] = [_full(h) if isinstance(h, Full) else _pooled(h) for h in layer.heads]
     if layer.mean is not None and any(isinstance(head, Pooled) for head in layer.heads):

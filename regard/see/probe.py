@@ -7,7 +7,7 @@ read it afterwards.
     probe.of("score")["0.self"][0]                 # another kind, of the same shape
     generate(probe.on(model), prompts, beams=4)    # `on`: the model as it is, every call of it watched
 
-    "weight"  softmax(score): rows sum to 1, but for what a sink takes; a row that sees nothing is 0
+    "weight"  softmax(score): rows sum to 1, but for what a sink takes; of a sum 1 each; a row that sees nothing is 0
     "score"   q.k times scale (or the layer's own score), softly capped, plus bias; -inf where hidden or not chosen
     "norm"    weight times the length of the head's value vector: how much a key really gives
     "chosen"  bool (b 1 t' s), keys inside the softmax: what the mask shows; of sparse attention the indexer's choice
@@ -228,6 +228,8 @@ class Recorder:
         with _no_autocast(q):
             mask = _part(mask, 1, heads)
             a = softmax(x, mask)[..., skip:] if {"weight", "norm"} & {*what} else x
+            times = _part(terms.times, 1, heads)
+            a = a if times is None else a * times
             x, mask = x[..., skip:], None if mask is None else mask[..., skip:]
             maps = {"weight": a}
             if "score" in what:
@@ -328,7 +330,8 @@ def _repeat(rows: Index, count: int, size: int) -> Index:
 
 
 def _cut(terms: Terms, axis: int, index: Index) -> Terms:
-    return terms if terms.bias is None else replace(terms, bias=_part(terms.bias, axis, index))
+    bias, times = (_part(x, axis, index) for x in (terms.bias, terms.times))
+    return replace(terms, bias=bias, times=times)
 
 
 def _part(x: Tensor | None, axis: int, index: Index) -> Tensor | None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regard.errors import UsageError
-from regard.files import sync, write_whole
+from regard.files import sync, whole_folder, write_whole
 
 STEP = re.compile(r"step-(\d{8})")
 STATE, TENSORS = "trainer/state.json", "trainer/state.safetensors"
@@ -60,29 +60,24 @@ class Checkpoints:
     def write(self, step: int, model: Any, tensors: dict[str, Tensor], state: Any) -> Path:
         """The checkpoint of a step; `state["best"]` names the best step so far, or None."""
         target = self.path(step)
-        new = self.folder / f".{target.name}.new-{os.getpid()}"
         if target.exists() and not fault(target):
             return target
         need = self.size(model) + sum(x.nbytes for x in tensors.values()) + SPARE
         self._check_room(need, target)
-        shutil.rmtree(new, ignore_errors=True)
         try:
-            self.save(model, new)
-            (new / "trainer").mkdir()
-            save_file({n: x.detach().cpu().contiguous() for n, x in tensors.items()}, new / TENSORS)
-            (new / STATE).write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
-            (new / MANIFEST).write_bytes(manifest(new, target.name))
-            for path in [*new.rglob("*"), new]:
-                sync(path)
-            self.before()
-            shutil.rmtree(target, ignore_errors=True)  # it is broken
-            new.rename(target)
-            sync(self.folder)
+            with whole_folder(target, f"-{os.getpid()}") as new:
+                # Which `save` makes.
+                new.rmdir()
+                self.save(model, new)
+                (new / "trainer").mkdir()
+                whole = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
+                save_file(whole, new / TENSORS)
+                (new / STATE).write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
+                (new / MANIFEST).write_bytes(manifest(new, target.name))
+                self.before()
         except (OSError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or error
             raise UsageError(f"cannot write {target}: {why}; {self._last()}") from None
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
         self._prune(target, state.get("best"))
         return target
 

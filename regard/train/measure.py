@@ -31,7 +31,7 @@ from regard.text import Tokenizer, needed
 from regard.train.loss import label_logits, padding
 from regard.train.tasks import TASKS
 
-LABELLED = ("classify", "image", "tag", "answer")
+LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once
 PROMPT, NEW, TEMPERATURE = 16, 48, 0.8  # of the samples of a language model
 Sample = dict[str, str]
@@ -80,7 +80,7 @@ def measure(
     where = torch.device(next(model.parameters()).device if device is None else device)
     losses = {"loss": objective, "perplexity": TASKS[task].objective}
     totals = {losses[name]: [0.0, 0.0] for name in names if name in losses}
-    textual = [name for name in names if task == "seq2seq" and name not in losses]
+    textual = [name for name in names if task in WRITING and name not in losses]
     if textual:
         needed(tokenizer)
     taken = Taken(task, None if textual else samples)
@@ -145,24 +145,25 @@ class Heard:
 
 class Taken:
     """What stays of the batches. Of labelled examples `predicted` and `wanted` labels, and what was `read` of some, by
-    their number; of others `pairs` (source, target) or (beginning of a text, nothing). `few`: that many of each batch
-    are enough to show."""
+    their number; of others `pairs` (source or picture, target) or (beginning of a text, nothing). `few`: that
+    many of each batch are enough to show."""
 
     def __init__(self, task: str, few: int | None):
         self.task, self.few, self.batches = task, few, 0
         self.predicted: list[Any] = []
         self.wanted: list[Any] = []
         self.read: list[tuple[int, list[int]]] = []
-        self.pairs: list[tuple[list[int], list[int]]] = []
+        self.pairs: list[tuple[Any, list[int]]] = []
 
     def add(self, batch: Batch, logits: Tensor | None) -> None:
         self.batches += 1
         rows = range(len(batch.ids))
         if logits is not None:
             self._label(batch, logits.float().cpu())
-        elif batch.source is not None and batch.source.dim() == 2:
+        elif batch.source is not None and (batch.source.dim() == 2 or self.few is None):
             for i in rows[: self.few]:
-                source, labels = _real(batch.source, batch.source_lengths, i), batch.labels[i]
+                x, labels = batch.source[i], batch.labels[i]
+                source = _real(batch.source, batch.source_lengths, i) if x.dim() == 1 else x
                 self.pairs.append((source, labels[labels != IGNORE].tolist()))
         elif self.task == "lm":
             for i in rows[: self.few]:
@@ -216,21 +217,21 @@ def best_spans(logits: Tensor, longest: int | None = None) -> tuple[Tensor, Tens
 
 def translations(
     model: Any,
-    sources: Sequence[Sequence[int]],
+    sources: Sequence[Sequence[int] | Tensor],
     *,
     beams: int = 1,
     between: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """What an encoder-decoder says to each source, in ids: at most twice as many as the longest source that is decoded
-    with it, and ten. Sources of about one length are decoded together."""
+    with it, and ten; of a picture twice NEW. Sources of about one length are decoded together."""
     rows = ROWS.get(next(model.parameters()).device.type, 64)
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     hypotheses: list[list[int]] = [[]] * len(sources)
     for start in range(0, len(order), rows):
         between()
         numbers = order[start : start + rows]
-        part = [list(sources[i]) for i in numbers]
-        most = default_length(model, part)
+        part: list[Any] = [sources[i] for i in numbers]
+        most = default_length(model, [[0] * NEW if isinstance(x, Tensor) else x for x in part])
         with eager(model):
             results = generate(model, part, beams=beams, rows=rows * beams, max_new_tokens=most)
         for i, result in zip(numbers, results, strict=True):
@@ -265,7 +266,7 @@ def _said(
     if taken.task == "lm":
         return [_continued(model, ids, tokenizer, between) for ids, _ in pairs]
     texts = translations(model, [source for source, _ in pairs], beams=beams, between=between)
-    sides = ([a for a, _ in pairs], texts, [c for _, c in pairs])
+    sides = ([[] if isinstance(a, Tensor) else a for a, _ in pairs], texts, [c for _, c in pairs])
     names, decode = ("source", "text", "reference"), tokenizer.decode
     return [dict(zip(names, map(decode, row))) for row in zip(*sides, strict=True)]
 

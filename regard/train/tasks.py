@@ -98,7 +98,12 @@ TASKS: dict[str, Task] = {
         head=Classify,
     ),
     "caption": Task(
-        "caption", loss.seq2seq, ("captioner",), "captioner", recipe={"task": "seq2seq"}
+        "caption",
+        loss.seq2seq,
+        ("captioner",),
+        "captioner",
+        other_metrics=("bleu", "bleu_lc", "chrf", "exact"),
+        recipe={"task": "seq2seq"},
     ),
     # The two stages of sparse attention's indexer.
     "dense_index": Task(

@@ -122,7 +122,7 @@ def test_save_below_a_file_says_why_not(tmp_path: Path) -> None:
 def test_save_where_nothing_may_be_written_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails(monkeypatch, Path, "mkdir", PermissionError(errno.EACCES, "Permission denied"), 2)
+    fails(monkeypatch, Path, "mkdir", PermissionError(errno.EACCES, "Permission denied"), 1)
     with pytest.raises(UsageError, match="cannot write .*model: Permission denied"):
         other().save(tmp_path / "model")
 

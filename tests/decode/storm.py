@@ -314,12 +314,12 @@ def held(engine: Engine) -> None:
     """Every page that is in use is in some row's table."""
     if engine.pool is None:
         return
-    slots = [slot for lane in engine._slots() for slot in lane.slots]
+    slots = [slot for lane in engine._graphs() for slot in lane.slots]
     tables: list[list[int]] = [slot.pages for slot in slots]
     tables += [pages for slot in slots for pages in getattr(slot, "own", [])]
     tables += [m.pages for m in {id(s.memory): s.memory for s in slots if s.memory}.values()]
-    caches = [lane.cache for lane in engine.lanes.values() if lane not in engine._slots()]
-    caches += [engine.loading.cache] if engine.loading is not None else []
+    plain = [lane for lane in engine.lanes.values() if lane not in engine._graphs()]
+    caches = [cache for lane in plain for cache in lane.caches()]
     tables += [table for cache in caches for table in getattr(cache, "tables", [])]
     assert sum(engine.pool.users) == sum(map(len, tables)), "pages are held that no row has"
 

@@ -48,9 +48,9 @@ def started(kind: str, phase: str, name: str = "gqa_rope") -> tuple[Engine, int]
     number = engine.submit(request(name, prompts((21,))[0], KINDS[kind], key=1))
     if phase != "waiting":
         engine.step()
-        assert engine.loading is not None
+        assert engine._unread()
     if phase in ("running", "preempted"):
-        while engine.loading is not None:
+        while engine._unread():
             engine.step()
         engine.step()
     if phase == "preempted":
@@ -84,7 +84,7 @@ def test_cancelled_request_returns_its_pages(kind: str, phase: str) -> None:
 def test_cancelled_request_keeps_what_it_said(kind: str, phase: str) -> None:
     engine, number = started(kind, "waiting")
     events = []
-    while engine.loading is not None or engine.waiting:
+    while engine._unread() or engine.waiting:
         events += engine.step()
     events += engine.step()
     if phase == "preempted":
@@ -172,7 +172,7 @@ def test_deadline_ends_a_request_in_every_phase(
     number = engine.submit(late)
     if phase != "waiting":
         engine.step()
-    while phase in ("running", "preempted") and engine.loading is not None:
+    while phase in ("running", "preempted") and engine._unread():
         engine.step()
     if phase == "preempted":
         with torch.inference_mode():
@@ -341,8 +341,7 @@ def test_ledger_is_even_after_thousands_of_random_operations(seed: int, prefix: 
 
 
 def _tables(engine: Engine) -> list[list[int]]:
-    caches = [lane.cache for lane in engine.lanes.values()]
-    caches += [engine.loading.cache] if engine.loading is not None else []
+    caches = [cache for lane in engine.lanes.values() for cache in lane.caches()]
     return [table for cache in caches for table in cache.tables]
 
 

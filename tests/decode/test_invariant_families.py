@@ -50,6 +50,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "lstm_bilinear": lambda: RecurrentConfig(VOCAB, 30, 2, "lstm", "bilinear").make(),
     "bahdanau": lambda: Seq2SeqConfig(VOCAB, VOCAB, 30, bidirectional=True).make(),
     "luong": lambda: Seq2SeqConfig(VOCAB, VOCAB, 30, 2, "lstm", "bilinear", True).make(),
+    "hard": lambda: RecurrentConfig(VOCAB, 30, 1, "gru", "hard", combine="linear").make(),
+    "sum": lambda: Seq2SeqConfig(VOCAB, VOCAB, 30, 1, "gru", "sum", True).make(),
     "sutskever": lambda: Seq2SeqConfig(VOCAB, VOCAB, 30, 2, "elman", None).make(),
     "t5": lambda: regard.build("t5-small", **PAIR),
     "t5_gated": lambda: regard.build("t5-v1.1-small", **PAIR),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import regard
 from regard.decode.engine import Engine
-from regard.decode.prefill import SLICE
+from regard.decode.lane import SLICE
 from regard.decode.settings import Result, Settings
 from tests.decode.test_laws import CLOSE, forced
 from tests.decode.tiny import VOCAB, full, model, prompts, request, run

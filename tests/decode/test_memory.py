@@ -60,8 +60,7 @@ def test_paged_waste_is_below_a_page_a_sequence(page: int) -> None:
     looked = 0
     while not engine.idle:
         engine.step()
-        caches = [lane.cache for lane in engine.lanes.values()]
-        caches += [engine.loading.cache] if engine.loading is not None else []
+        caches = [cache for lane in engine.lanes.values() for cache in lane.caches()]
         assert all(isinstance(cache, Paged) for cache in caches)
         kept = [n for cache in caches for n in cache.lengths.tolist()]
         slots = page * sum(engine.pool.users)

@@ -63,21 +63,10 @@ def test_prompt_that_is_read_makes_way_for_a_higher_priority() -> None:
 
 def measure(engine: Engine, number: int) -> int:
     """What of a request's text has been read or said; more with each step that serves it. -1: it waits."""
-    for slot in engine.slots.slots if engine.slots else ():
-        if slot.row.request.number == number:
-            return slot.fed + slot.asked
     for lane in engine.lanes.values():
-        for row in getattr(lane, "rows", ()) if lane is not engine.slots else ():
-            if row.request.number == number:
-                return 10_000 + row.size
-    if engine.loading is not None:
-        for i, r in enumerate(engine.loading.requests):
-            if r.number == number:
-                return (
-                    sum(engine.loading.fed)
-                    if len(engine.loading.requests) == 1
-                    else engine.loading.fed[i]
-                )
+        for slot in lane.slots:
+            if slot.row.request.number == number:
+                return slot.fed + (slot.asked if lane is engine.slots else len(slot.row.ids))
     return -1
 
 

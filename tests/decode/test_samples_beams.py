@@ -8,7 +8,8 @@ import torch
 
 from regard.decode.beam import Shape
 from regard.decode.engine import Engine
-from regard.decode.sample import SampleLane
+from regard.decode.plain import PlainLane
+from regard.decode.rows import Row
 from regard.decode.settings import Settings
 from tests.decode.tiny import (
     Counted,
@@ -69,20 +70,15 @@ def test_seed_and_key_choose_the_text() -> None:
 @pytest.mark.parametrize("name", ["gqa_rope", "pair"])
 def test_beam_width_one_is_greedy(name: str) -> None:
     """By the lane of beam search itself; the engine gives such a request to the lane of greedy ones."""
-    from regard.decode.beam import BeamLane
-    from regard.decode.prefill import Prefill
-
     s, m = Settings(max_new_tokens=12, eos=ENDS), model(name)
     for prompt in prompts((4, 7)):
-        asked = request(name, prompt, s)
-        asked.number = 0
-        job = Prefill([asked], {}, m.cache(1))
+        engine = Engine(m)
+        lane = engine.lanes[None] = engine._plain(Shape.of(s))
+        lane.admit([Row(request(name, prompt, s), 0)])
         with torch.inference_mode():
-            job.feed(m, 100, "sdpa")
-            lane = BeamLane(job.cache, [asked])
-            lane.choose(job.logits)
             while not lane.over():
-                lane.step(m, "sdpa")
+                lane.ask()
+                lane.step()
         ((greedy,),) = answers(name, [(prompt, s)])
         assert [r.ids for r in lane.results(0)] == [greedy]
 
@@ -186,5 +182,5 @@ def test_engine_lanes_are_by_kind() -> None:
         engine.submit(request("gqa_rope", [1, 2], settings))
     for _ in range(5):
         engine.step()
-    assert {type(lane) for lane in engine.lanes.values()} >= {SampleLane}
+    assert {type(lane) for lane in engine.lanes.values()} >= {PlainLane}
     assert set(engine.lanes) <= {None, Shape(3, 1, 9), Shape(2, 1, 6)}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.cache import Contiguous
 from regard.decode.columns import adjusted, uses
+from regard.decode.lane import Slot
+from regard.decode.plain import PlainLane
 from regard.decode.rows import Row
-from regard.decode.sample import SampleLane
 from regard.decode.sampling import (
     draw,
     greedy,
@@ -33,13 +33,14 @@ def random_logits(*shape: int, seed: int = 0) -> Tensor:
     return 2.0 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def lane(settings: list[Settings], prompts: list[list[int]] | None = None) -> SampleLane:
-    """Rows at their first token; what they choose from is given, so the cache holds nothing."""
+def lane(settings: list[Settings], prompts: list[list[int]] | None = None) -> PlainLane:
+    """Rows at their first token; what they choose from is given, so there is no model."""
     prompts = prompts or [[1]] * len(settings)
-    rows = []
+    made = PlainLane(None, [], {})
     for i, (s, prompt) in enumerate(zip(settings, prompts, strict=True)):
-        rows.append(Row(Request(prompt, s, number=i), 0))
-    return SampleLane(Contiguous([], len(rows)), rows)
+        made.slots.append(Slot(Row(Request(prompt, s, number=i), 0), prompt))
+    made.live = made.slots
+    return made
 
 
 def chosen(
@@ -50,7 +51,7 @@ def chosen(
 
 def said(
     logits: Tensor, settings: list[Settings], prompts: list[list[int]] | None = None
-) -> SampleLane:
+) -> PlainLane:
     made = lane(settings, prompts)
     made.choose(logits)
     return made

@@ -481,7 +481,7 @@ def test_gpu_greedy_chooses_nothing_without_numbers(
 
 
 def filtered(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """The plain form, as SampleLane has it."""
+    """The plain form, as a plain lane has it."""
     kept = logits.float() / columns["temperature"].clamp(min=1e-6)
     for name in ("top_k", "top_p", "min_p", "typical_p"):
         if name in columns:
@@ -638,7 +638,7 @@ def test_gpu_parts_sum_to_the_product(
     got = gpu_wide.parts(x, w, split)
     assert len(got) == 1 or split
     close(got.sum(0), want, dtype)
-    got = gpu_wide.parts(x, w, blocks=(16, 16, 2, 2, 4))
+    got = gpu_wide.parts(x, w, blocks=(16, 16, 2, 2, 4, 32))
     assert got.shape == (2, m, n)
     close(got.sum(0), want, dtype)
 
@@ -700,6 +700,19 @@ def test_gpu_lay_matches_indexing(turned: bool) -> None:
         want = torch.zeros_like(cache)
         want[pack.table[pack.row, pack.pos // page], pack.pos % page] = x
         torch.testing.assert_close(cache, want)
+
+
+def test_only_a_recorded_pass_is_padded_to_few_sizes() -> None:
+    def tokens(count: int, start: int = 0) -> int:
+        parts = [gpu_prompt.Part([1] * count, start, range(-(-(start + count) // 16)))]
+        return gpu_prompt.sizes_of(parts, 16).tokens
+
+    most = gpu_prompt.RECORDED
+    assert [tokens(n) for n in (1, most - 500, most)] == [64, most, most]
+    assert len({tokens(n) for n in range(1, most + 1)}) < 32
+    assert [tokens(n) for n in (most + 1, 8283)] == [most + 64, 8320]
+    # A pass after what the cache has is not recorded.
+    assert tokens(3000, start=16) == 3008
 
 
 @pytest.mark.usefixtures("interpreted")

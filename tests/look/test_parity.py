@@ -17,9 +17,20 @@ from regard.fast.cpu import prepare
 from regard.fast.invariant import invariant
 from regard.fast.watch import Watcher, watch
 from regard.models import Model
-from regard.parity.check import CHECKS, Check, Runner, parity, record, sample
+from regard.parity.check import (
+    CHECKS,
+    SAMPLES,
+    Check,
+    Envelope,
+    Rounding,
+    Runner,
+    judge,
+    parity,
+    record,
+    sample,
+    unit,
+)
 from regard.parity.record import Given, Trace, oracle, regret, steps
-from regard.parity.rounding import SAMPLES, Envelope, Rounding, judge, unit
 from tests.look.planted import BUGS, by_tanh, eps, no_residual, part, transposed
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 

@@ -239,6 +239,13 @@ def test_probe_of_a_recurrent_language_model_looks_back_at_its_states() -> None:
     torch.testing.assert_close(weight.sum(-1), torch.ones(2, 1, 5).double())
 
 
+@torch.no_grad()
+def test_probe_of_a_summed_memory_shows_ones_whichever_rows_are_asked_for() -> None:
+    model, some = stir(RecurrentConfig(19, 8, 2, attention="sum").make()), Probe(rows=[1, -1])
+    model(ids(2, 5), [5, 4], probe=some)
+    assert some.maps["1.self"][0][0, 0].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 

@@ -111,7 +111,7 @@ def test_every_topic_is_in_one_chapter_and_no_word_has_two_topics() -> None:
 
 
 def test_words_that_only_share_one_with_a_topic_are_not_taken_for_it() -> None:
-    for said in ("linear attention", "gated attention", "speculative decoding", "softmax one"):
+    for said in ("linear layer", "gated attention", "decoding theory", "softmax one"):
         with pytest.raises(UsageError, match="the nearest are"):
             find(said)
 
@@ -288,9 +288,12 @@ def test_rope_score_is_the_same_everywhere_and_turns_as_the_library_does() -> No
     assert len({round(x, 9) for x in column(scores, "q.k")}) == 1
 
 
-def test_rnn_path_is_lambda_to_the_t() -> None:
-    (table,) = tables("rnn-path", x=(0.5, 0.9), steps=(1, 7))
+def test_rnn_path_is_lambda_to_the_t_and_real_cells_forget() -> None:
+    table, cells = tables("rnn-path", x=(0.5, 0.9), steps=(1, 7, 90))
     assert list(table.rows[1][1:3]) == pytest.approx([0.5**7, 0.9**7])
+    for name in ("elman", "gru", "lstm"):
+        near, later, gone = column(cells, name)
+        assert 1 > near > later > gone == 0
 
 
 def test_kv_cache_counts_products_and_bytes() -> None:

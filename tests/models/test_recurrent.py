@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from regard.attention import Context, weights
+from regard.attention.pooling import combine
 from regard.config import from_dict, to_dict
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
@@ -20,7 +21,7 @@ from regard.models.recurrent import (
     Seq2SeqConfig,
 )
 
-LOOKS = [None, "dot", "scaled_dot", "bilinear", "additive"]
+LOOKS = [None, "dot", "scaled_dot", "bilinear", "additive", "average", "sum", "hard"]
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8], [9, 7, 9, 3, 2, 3]])
 SOURCE = torch.tensor([[1, 2, 3, 4, 5], [6, 5, 4, 3, 2], [7, 7, 1, 1, 2]])
 every_cell = pytest.mark.parametrize("cell", CELLS)
@@ -32,7 +33,7 @@ def lm(cell="gru", look=None, layers=2):
 
 
 def seq2seq(cell="gru", look="additive", layers=2):
-    both = look in ("bilinear", "additive")
+    both = look in ("bilinear", "additive", "average", "sum")
     return Seq2SeqConfig(11, 8, 6, layers, cell, look, bidirectional=both).make().eval()
 
 
@@ -96,6 +97,40 @@ def test_luong_attention_is_tanh_of_context_and_state():
     out = layer(h, Context(Span.run(0, 3), memory=memory, memory_pos=Span.run(0, 5)))
     c = torch.softmax(h @ memory.transpose(1, 2), -1) @ memory
     assert_close(out, torch.tanh(torch.cat([c, h], -1) @ layer.combine.weight.T))
+
+
+def test_linear_combination_is_the_affine_map_of_context_and_state():
+    layer, h = LuongAttention("average", 4, 6, "linear"), torch.randn(2, 3, 4)
+    memory = torch.randn(2, 5, 6)
+    out = layer(h, Context(Span.run(0, 3), memory=memory, memory_pos=Span.run(0, 5)))
+    both = torch.cat([memory.mean(1, keepdim=True).expand(-1, 3, -1), h], -1)
+    assert_close(out, both @ layer.combine.weight.T + layer.combine.bias)
+
+
+@pytest.mark.parametrize(
+    "how, plain", [("average", "average"), ("sum", "sum"), ("hard", "one_hot")]
+)
+@pytest.mark.parametrize("backend", ["reference", "online", "sdpa", "ordered"])
+def test_memory_without_softmax_is_its_pooling_over_what_is_visible(how, plain, backend):
+    attention, q, memory = MemoryAttention(how, 4, 4), torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    seen, watch = torch.rand(2, 1, 3, 5) < 0.6, Watch()
+    seen[0, 0, 1], seen[1, 0, 2] = False, True
+    scores = q @ memory.mT
+    expected = combine(memory[:, None], scores, plain, seen[:, 0])
+    found = attention(q, {"h": memory}, seen, probe=watch.at("here"), backend=backend)
+    assert_close(found, expected)
+    assert_close(watch.seen["here"][:, 0] @ memory, expected)
+    if how != "average":
+        assert set(watch.seen["here"].unique().tolist()) == {0.0, 1.0}
+
+
+def test_hard_choice_passes_gradient_to_the_chosen_state_only():
+    attention = MemoryAttention("hard", 2, 2)
+    q = torch.tensor([[[1.0, 0.0]]], requires_grad=True)
+    memory = torch.tensor([[[1.0, 5.0], [2.0, 3.0], [2.0, 4.0]]], requires_grad=True)
+    attention(q, {"h": memory}).sum().backward()
+    assert not q.grad.any()
+    assert memory.grad.tolist() == [[[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]]  # the earlier of equals
 
 
 def test_bahdanau_step_asks_with_the_previous_state():
@@ -301,6 +336,8 @@ def test_seq2seq_bad_lengths_leave_the_cache_empty():
         ({"cell": "rnn"}, "elman, gru, lstm"),
         ({"attention": "luong"}, "dot, scaled_dot, bilinear, additive"),
         ({"layers": 0}, "layers = 0: give 1 or more"),
+        ({"attention": "sum", "combine": "relu"}, "choose tanh or linear"),
+        ({"attention": None, "combine": "linear"}, "such as bilinear"),
     ],
 )
 def test_config_wrong_setting_names_the_choices(settings, message):
@@ -315,9 +352,25 @@ def test_config_dot_of_two_directions_says_what_to_choose():
         Seq2SeqConfig(11, 8, 6, attention="dot", bidirectional=True)
 
 
-@pytest.mark.parametrize("config", [RecurrentConfig(11, 6), Seq2SeqConfig(11, 8, 6)])
+def test_config_linear_before_the_cell_is_refused():
+    with pytest.raises(
+        UsageError, match="attention='additive' finds after the cell, which is nothing"
+    ):
+        Seq2SeqConfig(11, 8, 6, combine="linear")
+
+
+LINEAR = RecurrentConfig(11, 6, attention="hard", combine="linear")
+
+
+@pytest.mark.parametrize("config", [RecurrentConfig(11, 6), LINEAR, Seq2SeqConfig(11, 8, 6)])
 def test_config_reads_back_equal(config):
     assert from_dict(type(config), to_dict(config)) == config
+
+
+def test_config_written_before_there_was_a_combination_is_luongs():
+    old = to_dict(RecurrentConfig(11, 6, attention="dot"))
+    assert old.pop("combine") == "tanh"
+    assert from_dict(RecurrentConfig, old).combine == "tanh"
 
 
 def test_seq2seq_without_source_says_what_to_type():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.attention import GQA, MLA
+from regard.attention import GQA, MLA, Context
 from regard.block import Tower
 from regard.errors import UsageError
 from regard.fast.cpu import prepare
@@ -333,6 +333,24 @@ def test_towers_that_do_not_belong_together_are_refused() -> None:
         pair(source=Patches(8, 4))
     with refused("one vocabulary, got 11 and 12"):
         pair(target=Tokens(12))
+    with refused("a decoder writes tokens, and target is none; give Tokens"):
+        pair(target=Patches(8, 4), shared=False)
+
+
+def test_patches_of_a_picture_attend_to_a_text() -> None:
+    """Cross-attention from text to image: one row of weights for each patch, over the words that are there."""
+    patches, layer, probe = Patches(8, 4).make(8), GQA(2).make(8), Probe()
+    x, text = patches(torch.randn(2, 3, 8, 8)), torch.randn(2, 5, 8)
+    words = Span.run(0, 5)
+    ctx = Context(
+        Span.run(0, x.shape[1]), Full(), memory=text, memory_pos=words, probe=probe, site="cross"
+    )
+    assert layer(x, ctx).shape == x.shape
+    (weight,) = probe.maps["cross"]
+    assert weight.shape == (2, 2, x.shape[1], 5)
+    torch.testing.assert_close(weight.sum(-1), torch.ones(2, 2, x.shape[1]))
+    moved = Context(Span.run(0, x.shape[1]), Full(), memory=text.flip(1), memory_pos=words)
+    torch.testing.assert_close(layer(x, moved), layer(x, ctx))  # a text is a set without positions
 
 
 @pytest.mark.parametrize("wrong", [[1, 2], "text", None])

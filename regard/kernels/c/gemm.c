@@ -485,8 +485,8 @@ INLINE void finish(const Stripe *s, const float *sums, int64_t count, const floa
             finish(s, sums, count, scales, add, y, outs, 0, ACT, 0);                               \
         break;
 
-/* To rows of y that lie `outs` numbers from each other. */
-static APART void rows_of(const Linear *l, const Stripe *s, int64_t count, const float *sums, const float *scales,
+/* To rows of y that lie `outs` numbers from each other. Once for all callers: another copy might round otherwise. */
+static APART __attribute__((noclone)) void rows_of(const Linear *l, const Stripe *s, int64_t count, const float *sums, const float *scales,
                           const float *add, float *y, int64_t outs, int past) {
     if (past && s->left[0] == 16 && s->left[1] == 16) {
         finish(s, sums, count, scales, add, y, outs, 0, NONE, 1);

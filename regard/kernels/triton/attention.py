@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from regard.kernels.triton.linear import Rms, jit, launch, ready, triton
+from regard.kernels.triton.linear import Rms, _ahead, jit, launch, ready, triton
 
 if triton is not None:
     import triton.language as tl
@@ -26,6 +26,7 @@ TILES = {
     128: (64, 4, 2),
     256: (32, 4, 2),
 }  # head width -> keys a step, warps, stages
+FULL = {64: (128, 4, 2)}  # the same where rows fill the chip without parts
 
 
 # --- the plain form -----------------------------------------------------------------------------------------------
@@ -159,6 +160,33 @@ def _score(x, scale, cap, CAP: tl.constexpr):
 
 
 @jit
+def _span(
+    length, split, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr, NEW: tl.constexpr,
+):  # fmt: skip
+    """The first key in the cache that a part sees, and the one after its last."""
+    low = 0
+    if WINDOW:
+        low = tl.maximum(length + NEW - WINDOW, 0)
+    each = tl.cdiv(tl.cdiv(length - low, SPLITS), BLOCK_S) * BLOCK_S
+    start = low + split * each
+    return start, tl.minimum(start + each, length)
+
+
+@jit
+def _ask(
+    keys, values, table, b, first, end, row,
+    G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Have 128 tokens of row b brought into the GPU's cache, for all groups: every G-th from `first` on."""
+    s = first + tl.arange(0, 128) * G
+    place = _place(table, b, tl.maximum(tl.minimum(s, end - 1), 0), row, G, D, PAGE)
+    size = tl.where(s < end, G * D * (keys.dtype.element_ty.primitive_bitwidth // 8), 0)
+    _ahead(keys + place, size)
+    _ahead(values + place, size)
+
+
+@jit
 def _split(
     qkv,
     keys,
@@ -202,15 +230,18 @@ def _split(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     LOG2E: tl.constexpr = 1.4426950408889634
     R: tl.constexpr = H // G
     WIDE: tl.constexpr = (H + 2 * G) * D if NEW else H * D
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     b, g, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    # Read before the kernel before this one has ended: of a step only the last one moves positions and tables.
     length = tl.load(pos + b).to(tl.int32)  # keys in the cache, the new one not among them
+    start, end = _span(length, split, SPLITS, BLOCK_S, WINDOW, NEW)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        _ask(keys, values, table, b, start + g, end, row, G, D, PAGE)
+        tl.extra.cuda.gdc_wait()
     full = tl.arange(0, WIDTH)
     in_head = full < D
     r = tl.arange(0, BLOCK_R)
@@ -230,7 +261,6 @@ def _split(
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, WIDTH], tl.float32)
-    low = 0
     if NEW:
         new_k = mine + H * D
         if WHOLE:
@@ -250,10 +280,6 @@ def _split(
                 top += tl.load(bias + head * BIAS).to(tl.float32) * LOG2E
             total = tl.full([BLOCK_R], 1.0, tl.float32)
             acc += nv.to(tl.float32)[None, :]
-        if WINDOW:
-            low = tl.maximum(length + 1 - WINDOW, 0)
-    elif WINDOW:
-        low = tl.maximum(length - WINDOW, 0)
     # Not one condition: the outer one is decided when this is compiled.
     if SINKS:  # noqa: SIM102
         if split == 0:
@@ -264,9 +290,6 @@ def _split(
             acc = acc * shrink[:, None]
             top = new
 
-    each = tl.cdiv(tl.cdiv(length - low, SPLITS), BLOCK_S) * BLOCK_S
-    start = low + split * each
-    end = tl.minimum(start + each, length)
     for s0 in tl.range(start, end, BLOCK_S, num_stages=STAGES):
         at = s0 + tl.arange(0, BLOCK_S)
         valid = at < end
@@ -387,7 +410,8 @@ def decode(
     b, (g, d) = qkv.shape[-2], k.shape[2:]
     page, row = (0, k.shape[1]) if table is None else (k.shape[1], table.shape[1])
     parts, width = qkv if qkv.dim() == 3 else qkv[None], triton.next_power_of_2(d)
-    tile, warps, stages = TILES.get(width, (64, 4, 3))
+    tiles = {**TILES, **FULL} if b * g >= PROGRAMS else TILES
+    tile, warps, stages = tiles.get(width, (64, 4, 3))
     n = splits or splits_for(b * g, bound or row * max(page, 1), tile)
     out, part, stat = rooms(v, b, heads, n, d)
     (cos, sin), (pdl, extra) = (qkv, qkv) if angles is None else angles, launch(qkv)

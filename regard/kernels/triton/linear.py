@@ -107,6 +107,20 @@ def _activate(x, ACT: tl.constexpr):
 
 
 @jit
+def _ahead(at, size):
+    """Ask for `size` bytes from each place on, a multiple of 16, to be brought into the GPU's cache; of 0 for none. It
+    is a hint: it may come before `gdc_wait`, whoever is writing there."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
 def _tile(w, n, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows n (N 1) and columns k (1 K) of w, float32."""
     if K % BLOCK_K == 0:

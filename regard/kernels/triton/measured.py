@@ -1,5 +1,5 @@
-"""Which of two forms of the same work is faster on this GPU: measured when a shape is first met, and kept in the user's
-cache folder by the card's name and the versions, so that no constant of another card decides."""
+"""Which of several forms of the same work is fastest on this GPU: measured when a shape is first met, and kept in the
+user's cache folder by the card's name and the versions, so that no constant of another card decides."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from torch import Tensor
 from regard.kernels.c.native import _cache
 
 ON = True  # False: the first form, always
-CLEARLY = 0.97  # how much faster the second must be: as fast is not faster
+CLEARLY = 0.97  # how much faster another than the first must be: as fast is not faster
 Form = Callable[[Tensor], Any]
 
 
 def fastest(key: str, weight: Tensor, forms: Mapping[str, Form]) -> str:
-    """The name of the faster form of what is done with a weight: the first unless the other is clearly faster. Where
+    """The name of the fastest form of what is done with a weight: the first unless another is clearly faster. Where
     nothing can be measured, off a GPU or while a graph is being recorded, the first."""
-    first, second = forms
+    first = next(iter(forms))
     if not ON or not weight.is_cuda:
         return first
     known = table(card())
-    if key not in known and not torch.cuda.is_current_stream_capturing():
+    if known.get(key) not in forms and not torch.cuda.is_current_stream_capturing():
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            ours, other = (seconds(call, weight) for call in forms.values())
-            known[key] = second if other < CLEARLY * ours else first
+            took = {name: seconds(call, weight) for name, call in forms.items()}
+            best = min(took, key=took.__getitem__)
+            known[key] = best if took[best] < CLEARLY * took[first] else first
             keep(card(), key, known[key])
-    return first if known.get(key) != second else second
+    name = known.get(key, first)
+    return name if name in forms else first
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from regard.kernels.triton.linear import Rms, jit, triton
 if triton is not None:
     import triton.language as tl
 
+RECORDED = 4096  # tokens of a pass over prompts that is recorded as a CUDA graph
 Laid = tuple[Tensor, Tensor, Tensor]  # q (n s h d), k and v (n s g d)
 
 
@@ -62,10 +63,11 @@ def two(n: int) -> int:
 
 
 def sizes_of(parts: Sequence[Part], page: int) -> Sizes:
-    longest = up(max(len(p.tokens) for p in parts), 32)
+    longest, tokens = up(max(len(p.tokens) for p in parts), 32), sum(len(p.tokens) for p in parts)
     whole = up(max(p.start + len(p.tokens) for p in parts)) if any(p.start for p in parts) else 0
     return Sizes(
-        up(sum(len(p.tokens) for p in parts)),
+        # What no graph will hold is padded no further than a block.
+        up(tokens) if tokens <= RECORDED and not whole else -(-tokens // 64) * 64,
         two(len(parts)),
         longest,
         whole,

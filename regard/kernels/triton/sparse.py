@@ -24,7 +24,7 @@ if triton is not None:
 PIECE, WARPS = 4096, 4  # scores a program of the top-k counts, and its warps
 DIGITS = (7, 7, 6, 6, 6)  # bits of a score that are counted at once, up to 8
 # Of the index, by whether its keys are float8: keys a step, warps, stages, programs a multiprocessor.
-TILES = {False: (128, 4, 3, 1), True: (128, 4, 3, 3)}
+TILES = {False: (64, 4, 3, 6), True: (64, 4, 3, 12)}
 
 
 def reference(scores: Tensor, lengths: Tensor, k: int) -> Tensor:

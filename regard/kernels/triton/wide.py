@@ -9,6 +9,8 @@ Plain forms beside each; `fast=False`, or no GPU, takes those.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,25 +20,20 @@ from regard.kernels.triton.linear import (
     SWITCH,
     Rms,
     _activate,
+    _ahead,
     jit,
     launch,
     ready,
     rms_norm,
     triton,
 )
-from regard.kernels.triton.measured import fastest
+from regard.kernels.triton.measured import Form, fastest
 
 if triton is not None:
     import triton.language as tl
 
 SMS = 132  # an H200's multiprocessors
 HIGHEST = 64  # rows above which torch's matrix product takes over
-# (K, N, split) -> rows of W a program, elements of K a step, parts, stages, warps, measured on an H200; others: see
-# `blocks_for`
-BLOCKS: dict[tuple[int, int, bool], tuple[int, int, int, int, int]] = {
-    (2048, 3072, True): (64, 128, 2, 4, 4),
-    (2048, 128256, False): (128, 64, 1, 4, 4),
-}
 
 
 # --- residual + norm ----------------------------------------------------------------------------------------------
@@ -182,6 +179,7 @@ def _parts(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
     EXACT: tl.constexpr,
@@ -197,6 +195,15 @@ def _parts(
     other = mine + N.to(tl.int64) * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD:
+            # The first AHEAD numbers of each row, in four pieces, while the kernel before this one ends.
+            size = tl.zeros([BLOCK_N, 4], tl.int32) + AHEAD // 4 * (
+                w.dtype.element_ty.primitive_bitwidth // 8
+            )
+            at = tl.arange(0, 4)[None, :] * (AHEAD // 4)
+            _ahead(mine + at, size)
+            if GATED:
+                _ahead(other + at, size)
         tl.extra.cuda.gdc_wait()
     home_x = x + tl.minimum(m, M - 1)[None, :] * K + part * EACH + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -215,28 +222,29 @@ def _parts(
     tl.store(to, acc.to(out.dtype.element_ty), mask=valid)
 
 
-def blocks_for(k: int, n: int, split: bool, gated: bool = False) -> tuple[int, int, int, int, int]:
-    """Rows of W a program, elements of K a step, parts of K, stages, warps: with `split` one wave of programs."""
-    if (k, n, split) in BLOCKS:
-        return BLOCKS[k, n, split]
-    if not split and n > 64 * SMS and k % 64 == 0:
-        # Programs twice as large, rather than a few in a second wave.
-        return 128, 64, 1, 4, 8
-    block_n = 64 if split or gated or n >= 8192 else 32
+def blocks_for(
+    k: int, n: int, split: bool, gated: bool = False
+) -> tuple[int, int, int, int, int, int]:
+    """Rows of W a program, elements of K a step, parts of K, stages, warps, and the elements of each row that are asked
+    for ahead: with `split` one wave of programs."""
     block_k = 128 if k % 128 == 0 else 32 if k % 32 == 0 else 16
+    if not split and not gated and n > 64 * SMS and k % 64 == 0:
+        # Programs twice as large, rather than a few in a second wave.
+        return 128, 64, 1, 4, 8, 0
+    block_n = 64 if split or gated or n >= 8192 else 32
     parts = 1
     while split and parts < 8 and -(-n // block_n) * parts * 2 <= SMS:
         if k % (parts * 2 * block_k):
             break
         parts *= 2
-    return block_n, block_k, parts, 4, 4
+    return block_n, block_k, parts, 4, 4, 512 if split else 0
 
 
 def parts(
     x: Tensor,
     w: Tensor,
     split: bool = True,
-    blocks: tuple[int, int, int, int, int] | None = None,
+    blocks: tuple[int, int, int, int, int, int] | None = None,
     *,
     act: str = "",
     gated: bool = False,
@@ -244,7 +252,7 @@ def parts(
     """x (m k) w^T (n k) in parts (s m n), float32, whose sum is the product; without `split` one, as x is, which may be
     `gated`: act(gate) * up of w = [gate ; up]. See test_gpu_parts_sum_to_the_product."""
     (m, k), n = x.shape, len(w) // 2 if gated else len(w)
-    block_n, block_k, count, stages, warps = blocks or blocks_for(k, n, split, gated)
+    block_n, block_k, count, stages, warps, ahead = blocks or blocks_for(k, n, split, gated)
     stages = min(stages, 2) if x.element_size() == 4 else stages  # shared memory
     kind = x.dtype if count == 1 else torch.float32
     out = torch.empty(count, m, n, dtype=kind, device=x.device)
@@ -261,6 +269,7 @@ def parts(
         BLOCK_K=block_k,
         PARTS=count,
         STAGES=stages,
+        AHEAD=min(ahead, k // count // 32 * 32),
         GATED=gated,
         ACT=act,
         EXACT=x.dtype == torch.float32,
@@ -271,27 +280,28 @@ def parts(
     return out
 
 
-def ours(x: Tensor, w: Tensor, bias: Tensor | None, fast: bool) -> bool:
-    """Whether `parts` is to do this product."""
-    fits = len(x) <= HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype and bias is None
-    return fast and fits and SWITCH["wide"] and ready(x) and x.is_contiguous() and w.is_contiguous()
+def chosen(
+    x: Tensor, w: Tensor, plain: Form, may: bool, split: bool = False, act: str | None = None
+) -> Tensor:
+    """x by w as `plain` has it, or where it `may` be by `parts`: whichever is faster here. `act` is that of a gate."""
+    fits = len(x) <= HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype and SWITCH["wide"]
+    if not (may and fits and ready(x) and x.is_contiguous() and w.is_contiguous()):
+        return plain(w)
+    ours = partial(parts, x, split=split, act=act or "", gated=act is not None)
+    key = f"parts {tuple(x.shape)} {len(w)} {split} {act} {x.dtype}"
+    if fastest(key, w, {"ours": ours, "torch": plain}) == "torch":
+        return plain(w)
+    return ours(w) if split else ours(w)[0]
 
 
 def product(
     x: Tensor, w: Tensor, bias: Tensor | None, fast: bool = True, split: bool = False
 ) -> Tensor:
     """x w^T + bias (m n); with `split` perhaps as parts (s m n)."""
-    plain, form = (lambda w: F.linear(x, w, bias)), (lambda w: parts(x, w, split))
-    key = f"product {tuple(x.shape)} {len(w)} {split} {x.dtype}"
-    if ours(x, w, bias, fast) and fastest(key, w, {"ours": form, "torch": plain}) == "ours":
-        return form(w) if split else form(w)[0]
-    return plain(w)
+    return chosen(x, w, lambda w: F.linear(x, w, bias), fast and bias is None, split)
 
 
 def gated(x: Tensor, w: Tensor, bias: Tensor | None, act: str, fast: bool = True) -> Tensor:
     """act(gate) * up of x by w = [gate ; up] (2n k)."""
     plain = lambda w: gate(F.linear(x, w, bias), act, fast)  # noqa: E731
-    form = lambda w: parts(x, w, False, act=act, gated=True)  # noqa: E731
-    key = f"gated {tuple(x.shape)} {len(w)} {act} {x.dtype}"
-    mine = ours(x, w, bias, fast) and fastest(key, w, {"ours": form, "torch": plain}) == "ours"
-    return form(w)[0] if mine else plain(w)
+    return chosen(x, w, plain, fast and bias is None, act=act)

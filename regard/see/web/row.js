@@ -66,7 +66,7 @@ export class Row {
     if (raw) found.push(["q·k", (i) => raw[i]], [`scaled\n× ${number(scale, 3)}`, (i) => raw[i] * scale]);
     const more = [capped ? "capped," : "", biased ? "+ bias," : "", "masked"].filter(Boolean).join("\n");
     if (score) found.push([more, (i) => score[i]]);
-    found.push(["softmax", (i) => weight[i]]);
+    found.push([grid.layer.summed ? "softmax\n× keys" : "softmax", (i) => weight[i]]);
     return found;
   }
 
@@ -79,7 +79,7 @@ export class Row {
     const cells = [make("th", { scope: "row", dir: "auto", title: name }, name), track];
     const i = at.row * grid.columns + j;
     for (const [name, step] of this.steps(grid)) {
-      const shown = step === null ? grid.text(value, measure) : number(step(i), name === "softmax" ? 4 : 3);
+      const shown = step === null ? grid.text(value, measure) : number(step(i), name.startsWith("softmax") ? 4 : 3);
       cells.push(make("td", { className: "n" }, shown));
     }
     const line = make("tr", { className: j === at.column ? "chosen" : "" }, ...cells);
@@ -97,8 +97,9 @@ export class Row {
     }
     if (grid.packed) return make("p", note, `The steps to this head's weights: regard look ... ${flags}`);
     const sinks = layer.sinks ? " A sink takes what the weights lack to 1." : "";
+    const summed = layer.summed ? " Times the number of visible keys: this layer takes their sum." : "";
     const sparse = layer.sparse ? " Keys that were not chosen for this row are masked too; their q·k is never computed." : "";
     const raw = grid.part("raw") || sparse ? "" : " Scores here are not q·k times one scale, so that is left out.";
-    return make("p", note, `softmax over a row: e^score / Σ e^score; −∞ is masked and gets 0.${sparse}${raw}${sinks}`);
+    return make("p", note, `softmax over a row: e^score / Σ e^score; −∞ is masked and gets 0.${sparse}${raw}${sinks}${summed}`);
   }
 }

@@ -1,0 +1,246 @@
+"""What requests have in common while they run, whichever runner computes their steps: rows in slots, prompts that are
+read in chunks by rank and begin with pages that others left, samples that share a prompt, pages left to later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from regard.cache import Cache, Pool
+from regard.cache.base import State
+from regard.decode.rows import Row, page_keys
+from regard.decode.settings import Event, Request, Result, Tops
+
+SLICE = 64  # tokens of a prompt whose logits are there at once, where their log probabilities are asked for
+
+
+class Scores:
+    """The log probabilities of a prompt's tokens, and the best ones at each place."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[float | None] = [None]
+        self.tops: list[Tops] = [[]]
+
+    def add(self, count: int, logprobs: Tensor, ids: Tensor, tops: Tensor) -> None:
+        """Those of some tokens more (n), with the `count` best (n k)."""
+        self.logprobs += logprobs.tolist()
+        for each in zip(ids[:, :count].tolist(), tops[:, :count].tolist(), strict=True):
+            self.tops.append(list(zip(*each, strict=True)))
+
+
+def unscored(request: Request, done: dict[int, Scores]) -> bool:
+    """Whether a prompt must be read whole, as its log probabilities are asked for and not known."""
+    return request.settings.prompt_logprobs and request.number not in done
+
+
+@dataclass(eq=False)
+class Slot:
+    """A row and its place."""
+
+    row: Row
+    text: list[int]  # what is read before the first choice
+    index: int = 0  # of its place, where places are fixed
+    keys: list[bytes] = field(default_factory=list)  # of its full pages
+    pages: list[int] = field(default_factory=list)
+    fed: int = 0  # tokens of the text
+    asked: int = 0  # tokens the device was asked to choose
+    fresh: bool = True  # its first token has not been read by the host
+    gone: bool = False
+    memory: Any = None  # what an encoder made of its source, in a graph
+    # Samples that begin where the prompt is through.
+    siblings: list[Slot] = field(default_factory=list)
+    # Log probabilities of its prompt that are on their way.
+    scored: list[tuple[Tensor, ...]] = field(default_factory=list)
+    # What a plain runner has of a text that is begun; and of a model with states: the pages after which they are
+    # wanted, and what was found.
+    cache: Cache | None = None
+    marks: list[int] = field(default_factory=list)
+    states: dict[bytes, list[State]] = field(default_factory=dict)
+
+    @property
+    def homes(self) -> list[int]:
+        """The rows of a step that are its own."""
+        return [self.index]
+
+    @property
+    def unread(self) -> bool:
+        """Whether its source is not in its pages."""
+        return self.memory is not None and not self.memory.ready
+
+    @property
+    def left(self) -> int:
+        """Tokens the device has not been asked for."""
+        return self.row.request.settings.max_new_tokens - self.said - self.asked
+
+    @property
+    def said(self) -> int:
+        """Tokens that the row had said when it came here."""
+        return len(self.text) - len(self.row.request.ids)
+
+
+class Lane:
+    """Rows that advance together. A runner's lane defines `ask` and `step`, which leave what rows said in `events`,
+    `_read` for prompts, and what a slot is made with and leaves behind."""
+
+    # Whether a slot is a request with all its beams, which have `results`.
+    search: ClassVar[bool] = False
+
+    def __init__(self, pool: Any, prefix: bool, chunk: int, scores: dict[int, Scores] | None):
+        self.pool: Pool = pool
+        self.prefix, self.chunk = prefix, chunk
+        self.padded = chunk  # places that prompts of different lengths may be laid out in
+        # Log probabilities of prompts that are through.
+        self.scores = {} if scores is None else scores
+        self.slots: list[Slot] = []  # in the order in which they came
+        self.events: list[Event] = []
+        self.waiting = False  # whether others wait for a slot
+        self.paused = False  # whether the last round had no step, for the sake of a mask
+
+    # --- membership ---
+
+    @property
+    def rows(self) -> list[Row]:
+        return [slot.row for slot in self.slots]
+
+    @property
+    def batch(self) -> int:
+        return len(self.slots)
+
+    def requests(self) -> list[Request]:
+        """Each request once, in the order of its first row."""
+        return list({id(row.request): row.request for row in self.rows}.values())
+
+    def _slot(self, row: Row) -> Slot:
+        return Slot(row, row.request.ids + row.ids)
+
+    def admit(self, rows: Sequence[Row], keys: Sequence[bytes] = ()) -> None:
+        """Rows of one request, each into a slot. Samples of a prompt that nobody has read yet read it once. `keys`: of
+        the pages that their texts have in common, if they are known."""
+        first: Slot | None = None
+        for row in rows:
+            slot = self._slot(row)
+            self.slots.append(slot)
+            if first is not None and not row.ids:
+                first.siblings.append(slot)
+                continue
+            first = first or (slot if not row.ids else None)
+            row.keys = []
+            if self.prefix:
+                page, salt = self.pool.page, row.request.salt
+                slot.keys = page_keys(slot.text, page, salt, keys[: len(slot.text) // page])
+                if not unscored(row.request, self.scores):
+                    self._adopt(slot)
+
+    def _adopt(self, slot: Slot) -> None:
+        """Begin with pages that others left; the last token of a text is fed, for its logits."""
+        raise NotImplementedError
+
+    def drop(self, index: list[int]) -> None:
+        """These rows are over."""
+        for slot in [self.slots[i] for i in index]:
+            self.slots.remove(slot)
+            slot.gone = True
+            self._release(slot)
+            # Another sample reads the prompt instead.
+            if slot.fed < len(slot.text) and slot.siblings:
+                heir, *rest = [s for s in slot.siblings if not s.gone] or [slot]
+                heir.siblings = rest
+
+    def _release(self, slot: Slot) -> None:
+        """Free what a slot holds."""
+        raise NotImplementedError
+
+    def over(self) -> list[int]:
+        """The places of rows that are done."""
+        return [i for i, slot in enumerate(self.slots) if slot.row.finish]
+
+    def results(self, i: int, why: str = "") -> list[Result]:
+        """Of beams: the n best finished texts of request i; if it was stopped (`why`), running ones too."""
+        raise NotImplementedError
+
+    def ask(self) -> None:
+        """What comes before a step; rows may end with it."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """The next token of every row that writes."""
+        raise NotImplementedError
+
+    # --- prompts ---
+
+    def unread(self) -> list[Slot]:
+        """Slots whose texts are to be read; of samples that share one, the one that reads it. By rank."""
+        waiting = [slot for slot in self.slots if not slot.asked and slot.fed < len(slot.text)]
+        readers = {id(s) for slot in waiting for s in slot.siblings}
+        mine = [slot for slot in waiting if id(slot) not in readers]
+        return sorted(mine, key=lambda slot: slot.row.request.rank)
+
+    def owed(self) -> int:
+        """Pages that texts will take when they are read."""
+        if self.pool is None:
+            return 0
+        return sum(-(-(len(s.text) - s.fed) // self.pool.page) for s in self.unread())
+
+    def _feed(self) -> None:
+        """Up to a chunk of tokens of the prompts that are not through, by the rank of their requests."""
+        room, longest = self.chunk, 0
+        group: list[tuple[Slot, int]] = []
+        for slot in self.unread():
+            size = self._size(slot, room)
+            # The others go on in between, however many prompts with masks come.
+            paused = self.paused and slot.row.request.mask is not None
+            if not size or slot.unread or paused:
+                continue
+            self._reserve(slot, slot.fed + size)
+            if group and max(longest, size) * (len(group) + 1) > self.padded:
+                self._read(group)
+                group, longest = [], 0
+            group.append((slot, size))
+            longest, room = max(longest, size), room - size
+        if group:
+            self._read(group)
+
+    def _size(self, slot: Slot, room: int) -> int:
+        """Tokens of a text that are read now."""
+        return min(room, len(slot.text) - slot.fed)
+
+    def _reserve(self, slot: Slot, tokens: int) -> None:
+        """Pages for so many tokens of a slot, where they must be there before."""
+
+    def _read(self, group: list[tuple[Slot, int]]) -> None:
+        """So many tokens of each text; those that are through begin to write."""
+        raise NotImplementedError
+
+    def _score(self, slot: Slot) -> None:
+        """Log probabilities of a prompt that have arrived; the one of its samples that has read it knows them."""
+        request = slot.row.request
+        if not slot.gone and unscored(request, self.scores):
+            scores = Scores()
+            for each in slot.scored:
+                scores.add(request.settings.top_logprobs, *each)
+            if len(scores.logprobs) == len(request.ids):
+                self.scores[request.number] = scores
+
+    # --- the prefix cache ---
+
+    def _publish(self, slot: Slot, pages: Sequence[int]) -> None:
+        """Leave the pages that a text has filled to later prompts. The last token has been said, not fed."""
+        row, page = slot.row, self.pool.page
+        full = (row.size - 1) // page
+        if full > len(row.keys):
+            # From the last page that is known on: a text may be long.
+            known, ids = max(0, len(row.keys) - 1), row.request.ids
+            text = ids[known * page :] + row.ids[max(0, known * page - len(ids)) :]
+            text = text[: (full - known) * page]
+            row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
+            for number, key in zip(pages[known:], row.keys[known:], strict=False):
+                self.pool.publish(number, key)
+
+    def coming(self) -> Iterable[bytes]:
+        """Keys of the pages that prompts here will publish."""
+        for slot in self.slots:
+            if slot.fresh:
+                yield from slot.keys

@@ -1,0 +1,352 @@
+"""The runners torch and native: the model's own forward over a cache, in rows or pages, a row for each answer.
+
+Prompts are fed in chunks, each into a cache of its own, which joins that of the rows that write. With `lookup` or a
+draft model a row also guesses tokens. The guesses are checked in the same forward pass, by choosing at each place as
+always: a guess that equals the choice costs nothing, the first that does not ends the run. So speculation changes no
+token, greedy or drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool
+from regard.decode.columns import MASK, TOPS, Columns, choose, scored, used_by
+from regard.decode.draft import Draft
+from regard.decode.lane import SLICE, Lane, Scores, Slot, unscored
+from regard.decode.rows import BROKEN, NOTHING, Row
+from regard.decode.settings import Request
+from regard.kernels.c.rows import choose as best_of
+from regard.models.base import last_real
+
+ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
+
+
+class PlainLane(Lane):
+    """Rows of any settings without beams."""
+
+    times = 1  # rows of the cache that a slot has
+
+    def __init__(
+        self,
+        model: Any,
+        specs: Sequence[CacheSpec],
+        where: dict[str, Any],
+        *,
+        backend: str = "sdpa",
+        chunk: int = 512,
+        scores: dict[int, Scores] | None = None,
+        pool: Pool | None = None,
+        prefix: bool = False,
+        draft: Any = None,
+        longest: int = 0,
+    ):
+        super().__init__(pool, prefix, chunk, scores)
+        self.model, self.specs, self.where, self.backend = model, specs, where, backend
+        self.draft = None if draft is None else Draft(draft)
+        self.longest = longest  # tokens that a text past the context goes on with
+        self.live: list[Slot] = []  # whose rows the cache holds, in this order
+        self.cache: Any = None
+        self._columns: Columns | None = None
+
+    def caches(self) -> list[Cache]:
+        """Of the rows that write, and of texts that are begun."""
+        mine = [self.cache] if self.live else []
+        return mine + [slot.cache for slot in self.slots if slot.cache is not None]
+
+    # --- prompts ---
+
+    def ask(self) -> None:
+        """Read a chunk of prompts."""
+        self._feed()
+
+    def _cache(self, slots: list[Slot]) -> Cache:
+        if self.pool is not None:
+            return Paged(self.specs, len(slots), pool=self.pool, **self.where)
+        size = max(len(slot.text) + slot.left for slot in slots)
+        return Contiguous(self.specs, len(slots), capacity=min(size, ROOM), **self.where)
+
+    def _adopt(self, slot: Slot) -> None:
+        cache, keys = self._cache([slot]), slot.keys[: (slot.row.size - 1) // self.pool.page]
+        assert isinstance(cache, Paged)
+        slot.fed = cache.adopt(0, keys)
+        slot.row.keys = keys[: slot.fed // self.pool.page]
+        if slot.fed:
+            slot.cache = cache
+        if any(spec.state for spec in self.specs):
+            # Where another text parted from this one, and before its end.
+            slot.marks = sorted({cache.known(keys), len(keys)} - {0})
+
+    def _size(self, slot: Slot, room: int) -> int:
+        """A call ends where texts part, so that the states there are known."""
+        size = super()._size(slot, room)
+        if len(slot.marks) > 1:
+            parting = slot.marks[0] * self.pool.page - slot.fed
+            return parting if 0 < parting < size else size
+        return size
+
+    def _read(self, group: list[tuple[Slot, int]]) -> None:
+        begun = [each for each in group if each[0].cache is not None]
+        for some in (begun, [each for each in group if each not in begun]):
+            if some:
+                self._pass(some)
+
+    def _pass(self, group: list[tuple[Slot, int]]) -> None:
+        """Texts that are all begun, or none of them."""
+        slots = [slot for slot, _ in group]
+        begun = [slot.cache for slot in slots if slot.cache is not None]
+        cache = reduce(Cache.join, begun) if begun else self._cache(slots)
+        ids, lengths = padded([s.text[s.fed : s.fed + n] for s, n in group], self.where["device"])
+        given: dict[str, Any] = {"cache": cache, "backend": self.backend}
+        if cache.cross is None:
+            given |= sources([slot.row.request for slot in slots], self.where["device"])
+        wanted = [unscored(slot.row.request, self.scores) for slot in slots]
+        try:
+            if any(wanted):
+                hidden = self.model.hidden(ids, lengths, **given)
+                logits = self.model.logits(last_real(hidden, lengths))
+            else:
+                logits = self.model.next_logits(ids, lengths, **given)
+        except OutOfPages:
+            self._part(slots, cache, range(len(slots)) if begun else ())
+            raise
+        for i, (slot, size) in enumerate(group):
+            if wanted[i]:
+                self._look_up(slot, hidden[i], size)
+            slot.fed += size
+            self._mark(slot, cache, i, size)
+        through = [i for i, slot in enumerate(slots) if slot.fed == len(slot.text)]
+        if len(through) < len(slots):
+            if len(slots) == 1:
+                slots[0].cache = cache
+                return
+            kept = cache.fork(torch.tensor(through, dtype=torch.long, device=cache.device))
+            self._part(slots, cache, [i for i in range(len(slots)) if i not in through])
+            if not through:
+                return
+            cache = kept
+        writers = [[slots[i], *(s for s in slots[i].siblings if not s.gone)] for i in through]
+        counts = [len(each) * self.times for each in writers]
+        rows = [i for i, n in enumerate(counts) for _ in range(n)]
+        if len(set(counts)) > 1:
+            cache = cache.take(torch.tensor(rows, device=cache.device))
+        elif counts[0] > 1:
+            cache = cache.spread(counts[0], self.model.shares_source)
+        self._begin([s for each in writers for s in each], cache, logits[through][rows])
+
+    def _part(self, slots: list[Slot], cache: Cache, rows: Sequence[int]) -> None:
+        """A cache is given up; some of its rows become caches of their slots."""
+        for i in rows:
+            slots[i].cache = cache.fork(torch.tensor([i], device=cache.device))
+        cache.release()
+
+    def _look_up(self, slot: Slot, hidden: Tensor, size: int) -> None:
+        """The log probabilities of the tokens that follow the next `size`, from their states (t m)."""
+        after = slot.row.request.ids[slot.fed + 1 : slot.fed + size + 1]
+        tokens = torch.tensor(after, dtype=torch.long, device=hidden.device)
+        for at in range(0, len(after), SLICE):
+            logits = self.model.logits(hidden[None, at : at + SLICE][:, : len(after) - at])[0]
+            slot.scored.append(scored(logits, tokens[at : at + SLICE]))
+
+    def _mark(self, slot: Slot, cache: Cache, row: int, size: int) -> None:
+        """Take the states after the marked pages that the last call filled."""
+        for mark in slot.marks:
+            assert isinstance(cache, Paged)
+            if slot.fed - size < mark * cache.page <= slot.fed:
+                states = cache.state_after(row, mark * cache.page)
+                if states is not None:
+                    slot.states[slot.keys[mark - 1]] = states
+
+    def _begin(self, slots: list[Slot], cache: Cache, logits: Tensor) -> None:
+        """Rows whose prompts are through begin to write, by logits (n V)."""
+        self._join(slots, cache)
+        self.choose(logits, list(range(len(self.live) - len(slots), len(self.live))))
+        self._leave([slot for slot in slots if slot.row.error is None])
+
+    def _join(self, slots: list[Slot], cache: Cache) -> None:
+        for slot in slots:
+            self._score(slot)
+            slot.fed, slot.asked, slot.fresh, slot.cache = len(slot.text), 1, False, None
+        self.cache = self.cache.join(cache) if self.live else cache
+        self.live, self._columns = self.live + slots, None
+        if self.draft is not None:
+            self.draft.join(len(slots))
+
+    def drop(self, index: list[int]) -> None:
+        super().drop(index)
+        kept = [i for i, slot in enumerate(self.live) if not slot.gone]
+        if len(kept) < len(self.live):
+            self._keep(kept)
+
+    def _keep(self, kept: list[int]) -> None:
+        """Of the slots that write, these."""
+        rows = [i * self.times + j for i in kept for j in range(self.times)]
+        at = torch.tensor(rows, dtype=torch.long, device=self.cache.device)
+        self.cache = self.cache.take(at)
+        self.live, self._columns = [self.live[i] for i in kept], None
+        if self.draft is not None:
+            self.draft.keep(kept)
+
+    def _release(self, slot: Slot) -> None:
+        if slot.cache is not None:
+            slot.cache.release()
+            slot.cache = None
+
+    def _leave(self, slots: list[Slot]) -> None:
+        """Leave the full pages of prompts to later ones, and the states after those that were marked."""
+        for slot in slots if self.prefix else ():
+            self.cache.publish(self.live.index(slot) * self.times, slot.keys)
+            for key, states in slot.states.items():
+                self.pool.remember(key, states)
+            slot.row.keys, slot.states = list(slot.keys), {}
+
+    def _leave_answers(self) -> None:
+        """The same of answers. States are large: of an answer the last are kept."""
+        page = self.pool.page
+        for i, slot in enumerate(self.live):
+            row, known = slot.row, len(slot.row.keys)
+            if row.error is not None or row.size - 1 < (known + 1) * page:
+                continue
+            self._publish(slot, self.cache.tables[i])
+            states = self.cache.state_after(i, len(row.keys) * page)
+            if states is not None:
+                if known > len(row.request.ids) // page:
+                    self.pool.states.pop(row.keys[known - 1], None)
+                self.pool.remember(row.keys[-1], states)
+
+    # --- one step ---
+
+    def step(self) -> None:
+        """Feed the last token (and guesses) of every row, choose, and forget the guesses that failed."""
+        if not self.live:
+            return
+        self._speculate()
+        rows = [slot.row for slot in self.live]
+        fed = [[(row.ids or row.request.ids)[-1], *row.guess] for row in rows]
+        given, device = {"cache": self.cache, "backend": self.backend}, self.cache.device
+        if not any(row.guess for row in rows):
+            logits = self.model.next_logits(torch.tensor(fed, device=device), **given)
+            self.choose(logits)
+        else:
+            ids, lengths = padded(fed, device)
+            self.verify(self.model(ids, lengths, **given), lengths)
+        if self.prefix:
+            self._leave_answers()
+
+    def _speculate(self) -> None:
+        """Guess the next tokens of every row: looked up in its text, or by the draft model."""
+        rows = [slot.row for slot in self.live]
+        if all(row.guessed == len(row.ids) for row in rows):
+            return  # the step was tried before and found no page
+        for row in rows:
+            row.guess, row.guessed = row.guesses(), len(row.ids)
+        if self.draft is not None:
+            texts = [row.request.ids + row.ids for row in rows]
+            room = [0 if row.guess else row.room(row.request.settings.draft) for row in rows]
+            for row, guess in zip(rows, self.draft.guess(texts, room), strict=True):
+                row.guess = row.guess or guess
+
+    def verify(self, logits: Tensor, lengths: Tensor) -> None:
+        """Choose along each row's guesses until one fails; logits (n t V)."""
+        going, right = list(range(len(self.live))), [0] * len(self.live)
+        for j in range(logits.shape[1]):
+            self.choose(logits[going, j], going)
+            still = []
+            for i in going:
+                row = self.live[i].row
+                if not row.finish and j < len(row.guess) and row.ids[-1] == row.guess[j]:
+                    right[i] += 1
+                    still.append(i)
+            going = still
+            if not going:
+                break
+        wrong = lengths - 1 - torch.tensor(right, device=lengths.device)
+        if bool((wrong > 0).any()):
+            self.cache.rewind(wrong)
+
+    def choose(self, logits: Tensor, index: list[int] | None = None) -> None:
+        """The next token of rows that write (of all, or of some), from logits (n V)."""
+        index = list(range(len(self.live))) if index is None else index
+        vocab, given = logits.shape[-1], [self.live[i].row for i in index]
+        masks = {i: r.allowed(vocab) for i, r in zip(index, given, strict=True) if r.request.mask}
+        on = [k for k, row in enumerate(given) if not row.finish]
+        if not on:
+            return
+        if len(on) < len(given):
+            logits, index = logits[on], [index[k] for k in on]
+        rows = [given[k] for k in on]
+        raw, listed = logits.float(), max(row.request.settings.top_logprobs for row in rows)
+        # One norm for every row, whatever its company asks for.
+        norm, top, best = best_of(raw, max(1, min(listed, vocab)))
+        broken = (~norm.isfinite()).tolist()
+        used = self.used(rows)
+        if not used:
+            tokens, chosen = best[:, 0], top[:, 0] - norm
+        else:
+            if any(broken):
+                raw = raw.masked_fill(~norm.isfinite()[:, None], 0.0)
+            tokens = self.pick(raw, rows, index, used, masks)
+            chosen = raw.gather(-1, tokens.clamp(min=0)[:, None])[:, 0] - norm
+        tops: list[Any] = [[]] * len(rows)
+        if listed:
+            pairs = zip(best.tolist(), (top - norm[:, None]).tolist(), strict=True)
+            tops = [list(zip(*pair, strict=True)) for pair in pairs]
+        for row, token, logprob, best_ones, bad in zip(
+            rows, tokens.tolist(), chosen.tolist(), tops, broken, strict=True
+        ):
+            if bad or token < 0:
+                row.finish, row.error = "error", BROKEN if bad else NOTHING
+            else:
+                self.events += row.say(token, logprob, best_ones)
+
+    def used(self, rows: list[Row]) -> frozenset[str]:
+        """What the choice of these rows depends on now."""
+        each = (used_by(row.request.settings, len(row.ids), len(row.ids)) for row in rows)
+        masked = {MASK} if any(row.request.mask is not None for row in rows) else set()
+        return frozenset().union(*each, masked) - {TOPS}
+
+    def pick(
+        self,
+        logits: Tensor,
+        rows: list[Row],
+        index: list[int],
+        used: frozenset[str],
+        masks: dict[int, Tensor | None] | None = None,
+    ) -> Tensor:
+        """Ids (n): the most probable, or drawn from what the row's settings and its mask leave."""
+        if self._columns is None:
+            self._columns = Columns(len(self.live), logits.shape[-1], logits.device)
+            self._columns.put(range(len(self.live)), [slot.row for slot in self.live])
+        words = {i: mask for i, mask in (masks or {}).items() if mask is not None}
+        if words:
+            self._columns.allow([*words], [*words.values()])
+        every = len(index) == len(self.live)
+        at = slice(None) if every else torch.tensor(index, device=logits.device)
+        count = torch.tensor([len(row.ids) for row in rows], device=logits.device)
+        tokens = choose(logits, self._columns.at(at, used), count)
+        self._columns.said(at, tokens)
+        return tokens
+
+
+def padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids (n t) and lengths (n) of texts."""
+    width = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
+    return ids, torch.tensor([len(text) for text in texts], device=device)
+
+
+def sources(requests: list[Request], device: torch.device) -> dict[str, Any]:
+    """What encoders read, as one batch; nothing for other models."""
+    found = [r.source for r in requests if r.source is not None]
+    if not found:
+        return {}
+    if found[0].dim() > 1:
+        return {"source": torch.stack(found).to(device)}
+    lengths = torch.tensor([len(s) for s in found], device=device)
+    ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    return {"source": ids.to(device), "source_lengths": lengths}
