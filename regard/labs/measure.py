@@ -83,8 +83,8 @@ def bottleneck(case: Case) -> Figures:
     """The share of answers without an error, by the length of the source."""
     how: Any = {"metrics": ["exact"], "beams": 1, "device": case.device}
     files = {n: str(case.home / "text" / f"test-{n}.tsv") for n in case.settings["lengths"]}
-    right = {n: evaluate(case.best, path, **how).metrics["exact"] for n, path in files.items()}
-    return {"Accuracy": {case.variant: right}}
+    scores = {n: evaluate(case.best, path, **how).metrics for n, path in files.items()}
+    return {"Accuracy": {case.variant: {n: score["exact"] for n, score in scores.items()}}}
 
 
 def ablations(case: Case) -> Figures:
@@ -109,11 +109,10 @@ def gradients(model: Any, batch: Batch) -> dict[Any, float]:
     """The length of the loss's gradient by the weights of each layer, counted from 1."""
     total, count = causal(model, batch)
     (total / count).backward()
-    norms = {}
-    for i, block in enumerate(model.tower.blocks, 1):
-        parts = [p.grad.norm() for p in block.parameters() if p.grad is not None]
-        norms[i] = torch.stack(parts).norm().item()
-    return norms
+    grads = [
+        [p.grad for p in block.parameters() if p.grad is not None] for block in model.tower.blocks
+    ]
+    return {i: torch.nn.utils.get_total_norm(parts).item() for i, parts in enumerate(grads, 1)}
 
 
 @torch.no_grad()
