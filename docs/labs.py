@@ -31,7 +31,7 @@ def page(name: str) -> dict[str, str]:
             for figure in block.figures:
                 picture = f"pictures/{name}-{len(files) + 1}.svg"
                 files[picture] = figure.svg + "\n"
-                parts.append(f"![{figure.caption}]({picture})\n")
+                parts.append(f"![{figure.title}]({picture})\n")
         elif not block.folded:
             parts.append(markdown(block))
     prose = (SOURCE / f"{name}.md").read_text(encoding="utf-8").strip()

@@ -42,10 +42,9 @@ def run(options: Options) -> int:
         given = {n: x for n, x in vars(options).items() if n not in ("name", "json", "device")}
         if any(given.values()):
             raise UsageError("say which lab: regard lab NAME; regard lab lists them")
-        rows = [(each["name"], each["time"], each["what"]) for each in map(read, NAMES)]
-        names = ("lab", "time", "what")
-        as_json = json.dumps([dict(zip(names, row)) for row in rows])
-        print(as_json if options.json else aligned([names, *rows]))
+        rows = [{"lab": x["name"], "time": x["time"], "what": x["what"]} for x in map(read, NAMES)]
+        table = aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
+        print(json.dumps(rows) if options.json else table)
         return 0
     more = {n: x for n, x in vars(options).items() if n not in ("name", "output_dir", "json")}
     result = lab(options.name, options.output_dir, **more, callbacks=[tell])

@@ -83,8 +83,8 @@ def bottleneck(case: Case) -> Figures:
     """The share of answers without an error, by the length of the source."""
     how: Any = {"metrics": ["exact"], "beams": 1, "device": case.device}
     files = {n: str(case.home / "text" / f"test-{n}.tsv") for n in case.settings["lengths"]}
-    right = {n: evaluate(case.best, path, **how).metrics["exact"] for n, path in files.items()}
-    return {"Accuracy": {case.variant: right}}
+    scores = {n: evaluate(case.best, path, **how).metrics for n, path in files.items()}
+    return {"Accuracy": {case.variant: {n: score["exact"] for n, score in scores.items()}}}
 
 
 def ablations(case: Case) -> Figures:
@@ -109,11 +109,10 @@ def gradients(model: Any, batch: Batch) -> dict[Any, float]:
     """The length of the loss's gradient by the weights of each layer, counted from 1."""
     total, count = causal(model, batch)
     (total / count).backward()
-    norms = {}
-    for i, block in enumerate(model.tower.blocks, 1):
-        parts = [p.grad.norm() for p in block.parameters() if p.grad is not None]
-        norms[i] = torch.stack(parts).norm().item()
-    return norms
+    grads = [
+        [p.grad for p in block.parameters() if p.grad is not None] for block in model.tower.blocks
+    ]
+    return {i: torch.nn.utils.get_total_norm(parts).item() for i, parts in enumerate(grads, 1)}
 
 
 @torch.no_grad()
@@ -157,7 +156,8 @@ def mechanisms(case: Case) -> Figures:
         specs = model.cache_specs()
         states = [torch.Size(x).numel() for spec in specs for x in spec.state.values()]
         memory[f"{size:,}"] = 2.0 * (size * sum(s.numbers() for s in specs) + sum(states))
-        speed[f"{size:,}"] = rate(model, size, case.settings["batch"], case.settings["timed"])
+        if fast := rate(model, size, case.settings["batch"], case.settings["timed"]):
+            speed[f"{size:,}"] = fast
     v = case.variant
     return {
         "Loss": {v: {"held-out loss": case.loss(case.best)}},
@@ -167,16 +167,18 @@ def mechanisms(case: Case) -> Figures:
     }
 
 
-def rate(model: Any, size: int, batch: int, timed: int) -> float:
-    """Tokens per second of decoding `batch` rows with `size` tokens in the cache: what `timed` more tokens take."""
-    vocab, took = model.config.embedding.vocab, []
-    # The first call prepares kernels; each has prompts of its own, so that none is read from a cache of prompts.
-    for new in (timed, 1, timed + 1):
+def rate(model: Any, size: int, batch: int, timed: int) -> float | None:
+    """Tokens per second of decoding `batch` rows with `size` tokens in the cache: what `timed` more tokens take, the
+    median of three; None where that is lost in the time that prompts take."""
+    vocab, took = model.config.embedding.vocab, dict[int, list[float]]()
+    # The first calls prepare kernels; each has prompts of its own, so that none is read from a cache of prompts.
+    for new in (1, timed + 1) * 4:
         prompts = torch.randint(5, vocab, (batch, size)).tolist()
         start = time.perf_counter()
         generate(model, prompts, max_new_tokens=new, min_new_tokens=new, temperature=0.0)
-        took.append(time.perf_counter() - start)
-    return batch * timed / max(took[2] - took[1], 1e-9)
+        took.setdefault(new, []).append(time.perf_counter() - start)
+    short, long = (sorted(seconds[1:]) for seconds in took.values())
+    return batch * timed / (long[1] - short[1]) if long[0] > short[-1] else None
 
 
 @torch.no_grad()

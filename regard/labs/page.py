@@ -13,8 +13,9 @@ Rows = dict[str, dict[str, list[float]]]  # row -> column -> one value per seed
 
 
 def blocks(results: dict[str, Any]) -> list[Block]:
-    count = max(len(cases) for cases in results["runs"].values())
-    seeds = "one seed" if count == 1 else f"{count} seeds: mean ± the largest distance from it"
+    counts = {len(cases) for cases in results["runs"].values()}
+    count = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    seeds = "one seed" if counts == {1} else f"{count} seeds: mean ± the largest distance from it"
     page = [Block("strong", results["question"]), Block("text", f"Figures of {seeds}.")]
     for name, rows in results["figures"].items():
         about, xs = results["about"][name], list(dict.fromkeys(x for r in rows.values() for x in r))

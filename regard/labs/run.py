@@ -103,9 +103,8 @@ def lab(
         raise UsageError(f"the lab {name} makes its own data; leave data (--data) out")
     for each in (each for each in variants if each not in spec["variants"]):
         raise UsageError(f"{name} has no variant {each!r:.60}; {', '.join(spec['variants'])}")
-    place, _ = pick_device(device)
-    if "gpu" in spec and place.type == "cpu" and not (quick or force):
-        long = duration(len(seeds) * needed(spec, place))
+    if "gpu" in spec and pick_device(device)[0].type == "cpu" and not (quick or force):
+        long = duration(len(seeds) * needed(spec, torch.device("cpu")))
         raise Fault(
             f"the lab {name} is for a GPU: on this machine it would take about {long}; run it anyway by force=True "
             "(--force), or a tiny form of it by quick=True (--quick)",
@@ -188,7 +187,9 @@ def prepare(spec: Tables, home: Path, own: list[str]) -> None:
     """Make the lab's folder with its text, tokenizer and ids, once. A folder of other settings, or that is not a lab's,
     is refused."""
     mark, text = home / "lab.json", home / "text"
-    written = json.dumps({**{n: x for n, x in spec.items() if n != "seeds"}, "files": own})
+    written = json.dumps(
+        [own, *(spec.get(n) for n in ("run", "variants", "small", "data", "make"))]
+    )
     mine = {"lab": spec["name"], "settings": hashlib.sha256(written.encode()).hexdigest()}
     if home.is_dir() and any(home.iterdir()) and (there := facts(mark)) != mine:
         what = "a lab with other settings or data" if there else "something else"

@@ -50,9 +50,8 @@ def sources(folder: Path, most: int) -> None:
             text = path.read_text(encoding="utf-8", errors="replace")
             if text.strip() and (mark := hashlib.sha256(text.encode()).digest()) not in texts:
                 texts[mark], most = json.dumps({"text": text}) + "\n", most - len(text)
-    held = {mark for i, mark in enumerate(texts) if i % 100 == 0}
-    write(folder, {"valid.jsonl": [texts[mark] for mark in texts if mark in held]})
-    write(folder, {"train.jsonl": [texts[mark] for mark in texts if mark not in held]})
+    learned = [text for i, text in enumerate(texts.values()) if i % 100]
+    write(folder, {"valid.jsonl": [*texts.values()][::100], "train.jsonl": learned})
 
 
 MAKERS: dict[str, Any] = {**RECIPES, "letters": letters, "sources": sources}
