@@ -150,7 +150,10 @@ def test_folder_says_how_vectors_are_made_and_keeps_saying_it(tmp_path: Path) ->
     said.write_text('{"pooling_mode_max_tokens": true}')
     done = call("embed", home, stdin="a")
     assert done.code == 4 and "pooling_mode_max_tokens" in done.err and "--pooling" in done.err
-    with pytest.raises(regard.UsageError, match="pooling is 'men'; did you mean 'mean'"):
+    said.write_text("{")
+    done = call("embed", home, stdin="a")
+    assert done.code == 4 and "1_Pooling/config.json is not valid JSON" in done.err
+    with pytest.raises(regard.UsageError, match="pooling = 'men' is unknown; did you mean 'mean'"):
         regard.embed(home, ["a"], pooling="men")
 
 
@@ -175,8 +178,9 @@ def test_sts_is_the_rank_correlation_of_cosines_and_scores(tmp_path: Path) -> No
         file.write_text(wrong)
         done = call("eval", home, "--data", file, "--metric", "sts", *flags)
         assert done.code == 4 and why in done.err and "Traceback" not in done.err
-    done = call("eval", home, "--data", file, "--metric", "sts", "--metric", "loss", *flags)
-    assert done.code == 2 and "alone" in done.err
+    for more in (["--metric", "loss"], ["--length", 9]):
+        done = call("eval", home, "--data", file, "--metric", "sts", *more, *flags)
+        assert done.code == 2 and "alone" in done.err
 
 
 def test_minilm_reaches_its_published_figures(shared: Path, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from regard.data.feed import types_of
 from regard.data.read import Pictures
 from regard.data.tokens import Coder
 from regard.decode.generate import generate, special_of, tokenizer_of, told
-from regard.errors import DATA, RUN, Fault, UsageError, blaming, nearest, notice
+from regard.errors import DATA, RUN, Fault, UsageError, blaming, check_choice, notice
 from regard.fast.cpu import perplexity_change, prepare
-from regard.files import TRAINED, loads, resolve_model
+from regard.files import TRAINED, json_object, resolve_model
 from regard.kernels.linear import half_is_fast
 from regard.layers import MLM, Answer, Classify
 from regard.models import Model, Patches, Transformer
@@ -307,13 +307,12 @@ class Embedder:
 
 
 def _pooling(said: bytes | None, asked: str) -> str:
-    if asked not in ("auto", *POOLINGS.values()):
-        choices = ("auto", *POOLINGS.values())
-        raise UsageError(f"pooling is {asked!r}; {nearest(asked, choices)}")
+    check_choice("pooling", asked, ("auto", *POOLINGS.values()))
     if asked != "auto" or said is None:
         return asked
-    on = [key for key, value in loads(said).items() if value is True]
-    on = [key for key in on if key.startswith("pooling_mode")]
+    with blaming(DATA):
+        modes = json_object(said, POOLING).items()
+    on = [key for key, value in modes if key.startswith("pooling_mode") and value is True]
     if len(on) != 1 or on[0] not in POOLINGS:
         raise Fault(
             f"{POOLING} says {' and '.join(on) or 'nothing'}, known are {' or '.join(POOLINGS)}; "

@@ -98,8 +98,10 @@ def evaluate(
     if beams < 1:
         raise UsageError(f"beams is {beams}; give a number from 1")
     if "sts" in metrics:
-        if set(metrics) != {"sts"} or shots is not None or others:
-            raise UsageError("sts compares vectors; ask for it alone, without target and shots")
+        if set(metrics) != {"sts"} or shots is not None or others or length is not None:
+            raise UsageError(
+                "sts compares vectors; ask for it alone, without target, shots and length"
+            )
         table = Source(files, **{**READING, **(reading or {})})
         opened = Opened(model, device=device, dtype=dtype, quantize=quantize)
         return similarity(Embedder(opened, overlong=overlong, pooling=pooling), table)
