@@ -165,7 +165,8 @@ class Stack(nn.Module):
         self_cache, cross_cache = caches
         ctx = replace(ctx, relative=self.relative)
         for i, block in enumerate(self.blocks):
-            if self.training and self.config.layer_drop > torch.rand([]):
+            drop = self.config.layer_drop
+            if drop and self.training and drop > torch.rand([]):
                 continue
             self_ctx = _at(ctx, self_cache, i, f"{ctx.site}{i}.self")
             cross_ctx = cross and _at(cross, cross_cache, i, f"{ctx.site}{i}.cross")

@@ -7,6 +7,7 @@ code, and "bottom-right alignment" (queries fewer than keys) is what positions g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -175,16 +176,34 @@ class Visible:
         self.mask, self.q, self.k = mask, q, k
         self._tensor: Tensor | None = None
         self._blocks: dict[int, Any] = {}
-        rules = _binding(mask, q, k)
+        rules = self.rules = _binding(mask, q, k)
         self.everything = not rules
-        square = q.start is not None and q.start == k.start and q.size == k.size
-        self.causal = square and rules == [Causal()]
+        self.square = q.start is not None and q.start == k.start and q.size == k.size
+        self.causal = self.square and rules == [Causal()]
 
     def tensor(self) -> Tensor:
         """(b 1 t s) bool, b may be 1."""
         if self._tensor is None:
             self._tensor = self.rows(slice(None))
         return self._tensor
+
+    @functools.cached_property
+    def packed(self) -> tuple[Tensor, int, bool] | None:
+        """Where the documents of all rows, end to end, begin and where the last one ends (n + 1 numbers), the length of
+        the longest, and whether they are read causally; None where the mask is anything else."""
+        docs = [rule for rule in self.rules if isinstance(rule, Documents)]
+        rest = [rule for rule in self.rules if not isinstance(rule, Documents)]
+        if len(docs) != 1 or rest not in ([], [Causal()]) or not self.square or self.q.start:
+            return None
+        doc = docs[0].doc.cpu()
+        later, before = doc[:, 1:], doc[:, :-1]
+        # Documents lie side by side, padding (-1) behind them.
+        if doc.shape[1] != self.q.size or ((later < before) & (later >= 0)).any():
+            return None
+        first = torch.ones(len(doc), 1, dtype=torch.bool)
+        starts = torch.cat([first, later != before], 1).flatten().nonzero()[:, 0]
+        ends = torch.cat([starts, torch.tensor([doc.numel()])])
+        return ends.to(docs[0].doc.device, torch.int32), int(ends.diff().max()), bool(rest)
 
     def rows(self, index: slice | Tensor) -> Tensor:
         """The same for some queries only, so that a probe of a few rows never needs t x s."""

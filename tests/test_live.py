@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import regard
 from regard.cli import train as live
 from regard.cli.train import Live, Meter, Plain, evaluation_line, view
 from regard.errors import Fault, Notice, UsageError
@@ -265,7 +266,7 @@ print(type(view(3, False)).__name__, "torch" in sys.modules)
 
 # --- trackers -----------------------------------------------------------------------------------------------------
 
-INFO = {"name": "story", "config": {"train": {"steps": 3}, "task": "lm"}}
+INFO = {"name": "story", "wandb": "ab12", "config": {"train": {"steps": 3}, "task": "lm"}}
 EVENTS = [step(1), evaluation(1, bleu=31.2, signatures={"bleu": "x"}), SAMPLES]
 TRAIN = {"train/loss": 3.0, "train/norm": 0.5, "train/lr": 6e-4, "train/tokens": 1000}
 TRAIN |= {"train/seconds": 0.25, "train/tokens_per_second": 4000.0}
@@ -301,13 +302,45 @@ def test_service_is_told_numbers(
     for event in (*EVENTS, {"kind": "end", "status": "done"}, {"kind": "end", "status": "done"}):
         listener(event)
     given = {"project": "regard", "name": "story", "config": {"train.steps": 3, "task": "lm"}}
-    where = {"dir": str(tmp_path)} if name == "wandb" else {}  # trackio has no such argument
+    where = {"dir": str(tmp_path), "id": "ab12", "resume": "allow"}
+    where = where if name == "wandb" else {"resume": "never"}  # trackio has no such arguments
     assert module.calls == [
         ("init", {**given, **where}),
         (TRAIN, 1),
         ({"eval/loss": 3.041, "eval/bleu": 31.2}, 1),
         "finish",
     ]
+
+
+def test_a_run_that_goes_on_is_one_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped and gone on with, the same id is given back; begun anew, another."""
+    services = {name: Service(name) for name in ("wandb", "trackio")}
+    for name, module in services.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "story.txt").write_text("the quick brown fox. " * 30)
+    config = {
+        "task": "lm",
+        "model": {"preset": "gpt2", "layers": 1, "dim": 16, "heads": 2, "max_len": 16},
+        "data": {"train": [str(tmp_path / "story.txt")], "held": 0.2, "length": 8, "rows": 2}
+        | {"pack": "windows"},
+        "tokenizer": {"kind": "chars"},
+        "train": {"steps": 4, "save": 2},
+    }
+    how: dict[str, Any] = {"log_to": [*services], "device": "cpu"}
+    stops = iter([False, True])
+    first = regard.train(config, tmp_path / "run", **how, stop=lambda: next(stops))
+    assert first.status == "asked" and first.step == 2
+    regard.train(config, tmp_path / "run", resume=True, device="cpu")
+    regard.train(config, tmp_path / "run", overwrite=True, **how)
+    begun = {n: [x[1] for x in m.calls if x[0] == "init"] for n, m in services.items()}
+    ids = [given["id"] for given in begun["wandb"]]
+    assert ids[0] == ids[1] != ids[2] and len(ids) == 3
+    assert {given["resume"] for given in begun["wandb"]} == {"allow"}
+    assert [given["resume"] for given in begun["trackio"]] == ["never", "allow", "never"]
+    steps = [call[1] for call in services["wandb"].calls if "train/loss" in call[0]]
+    assert steps == [1, 2, 3, 4, 1, 2, 3, 4]
 
 
 def test_tracker_that_fails_does_not_cost_the_run(

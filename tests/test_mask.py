@@ -180,3 +180,19 @@ def test_everything_flag_only_when_nothing_is_hidden() -> None:
         (Causal() & Window(2), last, FOUR),
     ):
         assert not Visible(mask, q, k).everything
+
+
+def test_documents_side_by_side_are_told_by_where_they_begin() -> None:
+    """What attention by document needs, without a mask; anything else has none of it."""
+    doc = torch.tensor([[0, 0, 1, 1, 1, -1], [0, 1, 2, 2, -1, -1]])
+    six = Span.run(0, 6)
+    ends, longest, causal = Visible(Causal() & Documents(doc), six, six).packed
+    assert ends.tolist() == [0, 2, 5, 6, 7, 8, 10, 12] and longest == 3 and causal
+    assert Visible(Documents(doc), six, six).packed[1:] == (3, False)
+    # The mask it stands for, written out.
+    shown = torch.block_diag(*[torch.ones(n, n).tril() for n in ends.diff()]).bool()
+    both = Visible(Causal() & Documents(doc), six, six).tensor()[:, 0]
+    assert torch.equal(torch.block_diag(*both).bool(), shown)
+    for mask in (Causal(), Causal() & Documents(doc) & Window(2), Documents(doc.flip(1))):
+        assert Visible(mask, six, six).packed is None
+    assert Visible(Causal() & Documents(doc), Span.run(3, 3), six).packed is None

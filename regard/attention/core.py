@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.errors import UsageError, nearest
-from regard.kernels.fused import fused
+from regard.kernels.fused import by_document, fused, side_by_side
 from regard.mask import Visible
 
 Score = Callable[[Tensor, Tensor], Tensor]  # (b h t d), (b h s d) -> (b h t s)
@@ -129,6 +129,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible | Tensor | None, term
     """torch's scaled_dot_product_attention. Scores it cannot express go to `reference`."""
     if terms.score is not None or terms.softcap is not None:
         return reference(q, k, v, visible, terms)
+    if isinstance(visible, Visible) and terms.bias is None and not terms.dropout:
+        fits = visible.mask.rows == len(q) and side_by_side(q, v)
+        if fits and (packed := visible.packed) is not None:
+            return by_document(q, k, v, *packed, terms.scale)
     causal = terms.bias is None and isinstance(visible, Visible) and visible.causal
     seen = None if causal else _tensor(visible)
     some = None

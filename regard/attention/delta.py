@@ -104,19 +104,41 @@ def chunked(
     since = total.masked_fill(part > 0, -torch.inf).exp()  # b h n c 1: of the state before
     until = (total[..., -1:, :] - total).masked_fill(part != part[..., -1:, :], -torch.inf).exp()
 
-    system = beta * (k @ k.mT) * between
-    right = torch.cat([beta * v, beta * since * k], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)
+    system = (beta * (k @ k.mT) * between).tril(-1)
+    solved = solve(system, torch.cat([beta * v, beta * since * k], -1))
+    write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)  # u = write - erase S
     near, far, left = (q @ k.mT) * between, q * since, (k * until).mT
-    before, out = s, []
-    for i in range(q.shape[2]):
-        if keep is not None:
-            before = torch.where((keep == i)[:, None, None, None], s, before)
-        u = write[:, :, i] - erase[:, :, i] @ s
-        out.append(far[:, :, i] @ s + near[:, :, i] @ u)
-        s = since[:, :, i, -1:] * s + left[:, :, i] @ u
-    return torch.cat(out, 2).transpose(1, 2)[:, :size], s, before
+    # Here alone a chunk waits for the one before: (b h) and (n) as one batch and a list of its parts.
+    parts = (x.flatten(0, 1).unbind(1) for x in (write, erase, left, since[..., -1:, :]))
+    states, written = [s.flatten(0, 1)], []
+    for add, less, near_end, stay in zip(*parts):
+        written.append(torch.baddbmm(add, less, states[-1], alpha=-1))
+        states.append(torch.baddbmm(stay * states[-1], near_end, written[-1]))
+    befores, u = (torch.stack(x, 1).unflatten(0, s.shape[:2]) for x in (states, written))
+    out = (far @ befores[:, :, :-1] + near @ u).flatten(2, 3).transpose(1, 2)[:, :size]
+    before = s if keep is None else befores[torch.arange(len(s), device=s.device), :, keep]
+    return out, befores[:, :, -1], before
+
+
+def solve(lower: Tensor, right: Tensor) -> Tensor:
+    """(I + lower)^-1 right, of strictly lower triangles (... c c). A GPU solves slowly, and multiplies fast."""
+    if lower.is_cuda:
+        return inverse(lower) @ right
+    return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+
+
+def inverse(lower: Tensor) -> Tensor:
+    """(I + lower)^-1 by blocks: with those of width w on the diagonal inverted, X, and what stands below them inside
+    blocks of width 2w, L, it is X - X L X there. (A series of the powers of `lower` would be shorter; but they can be
+    far larger than their sum.)"""
+    at = torch.arange(lower.shape[-1], device=lower.device)
+    apart, width = at[:, None] ^ at, 1
+    x = torch.eye(len(at), device=lower.device, dtype=lower.dtype)
+    with torch.no_grad():
+        while width < len(at):
+            x, width = x - x @ (lower * (apart // width == 1)) @ x, 2 * width
+    # The same number, with the derivative -X dL X.
+    return x - x @ (lower - lower.detach()) @ x if lower.requires_grad else x
 
 
 # --- the mechanism ------------------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ class Context:
         """The mask bound to these keys, within the window of the layer and of its cache; layers that
         share positions share it."""
         limit = None if self.store is None else self.store.window
-        window = min((w for w in (window, limit) if w is not None), default=None)
+        # Not min(..., default=), at which torch.compile would cut every layer in pieces.
+        if window is None or (limit is not None and limit < window):
+            window = limit
         mask = self.mask if window is None else self.mask & Window(window)
         return self.bound(("visible", window), k_pos, lambda: Visible(mask, self.pos, k_pos))
 

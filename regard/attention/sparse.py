@@ -23,6 +23,9 @@ from regard.mask import Visible
 
 # Numbers that one chunk of queries may make: what fits a processor's cache; a GPU wants more to be busy.
 WORK, BUSY = 2**21, 64
+# Up to so many keys for each that is chosen, the others are hidden instead of the chosen gathered: an estimate, which
+# was not measured by itself.
+HIDE = {"cuda": 8}
 
 
 @settings
@@ -265,7 +268,8 @@ class SparseAttention(Mechanism):
         self, x: Tensor, q: Tensor, index_q: Tensor, kept: Entries,
         mask: Visible, ctx: Context, bias: Tensor | None
     ) -> Tensor:  # fmt: skip
-        """Chunk by chunk of queries: score all keys, choose k, gather them, attend to them: (b t h e)."""
+        """Chunk by chunk of queries: score all keys, choose k, gather them, attend to them: (b t h e). Of few keys
+        none is gathered; those that were not chosen are hidden."""
         kept = dict(kept)
         index_k, (b, t, s) = kept.pop("index_k"), (*q.shape[:2], mask.k.size)
         k = min(self.config.topk, s)
@@ -273,18 +277,22 @@ class SparseAttention(Mechanism):
         wide = sum(v[0, 0].numel() for v in kept.values())
         work = WORK * BUSY if q.is_cuda else WORK
         chunk = max(1, work // (b * (s * self.config.index_heads + k * wide)))
-        out = []
+        out, hide = [], s <= k * HIDE.get(q.device.type, 0)
         for rows in (slice(i, min(i + chunk, t)) for i in range(0, t, chunk)):
             seen = mask.rows(rows)[:, 0].expand(b, -1, -1)  # b n s
             with torch.no_grad():
                 scores = self.indexer.scores(index_q[:, rows], index_k, x[:, rows])
                 chosen = self.choice(scores.masked_fill(~seen, -torch.inf), k, order)  # b n k
+            if hide:
+                out.append(seen & torch.zeros_like(seen).scatter(-1, chosen, True))
+                continue
             added = None if bias is None else bias[:, :, rows].expand(b, -1, -1, -1)
             probe = ctx.watch()
             # A context whose probe learns which queries and keys these are.
             here = ctx if probe is None else replace(ctx, probe=Spread(probe, rows, chosen, (t, s)))
             out.append(self.attend_chosen(q[:, rows], kept, chosen, seen, added, here))
-        return torch.cat(out, 1)
+        whole = torch.cat(out, 1)
+        return self.attention.mix(q, kept, whole[:, None], ctx, bias) if hide else whole
 
     def choice(self, scores: Tensor, k: int, order: Tensor | None) -> Tensor:
         """The k best slots of each query; `order` (b s) lists slots by position where they lie otherwise."""

@@ -8,9 +8,11 @@ token, and a row begins with pages up to such a one.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch import Tensor
 from regard.cache.base import Cache, CacheSpec, State, check_sizes, taken_back
 from regard.errors import UsageError
 from regard.mask import Span
+
+WIDTH = 128  # tokens that a block table has places for at first: steps over one of the same width are recorded once
 
 
 class OutOfPages(UsageError):
@@ -38,7 +42,7 @@ class Pool:
         self.page = page
         self.stores = [
             {
-                name: torch.zeros(pages + 2, page, *shape, device=device, dtype=dtype)
+                name: untouched((pages + 2, page, *shape), device, dtype)
                 for name, shape in spec.token.items()
             }
             for spec in specs
@@ -65,8 +69,8 @@ class Pool:
         self.keys, self.published, self.idle = {}, {}, OrderedDict()
         self.states.clear()
 
-    def take(self, copy: int | None = None, clean: bool = True) -> int:
-        """A page for one row: zeros, or a copy of another, or (not clean) as it was left."""
+    def take(self) -> int:
+        """A page for one row, as it was left."""
         if self.unused:
             page = self.unused.popleft()
         elif self.idle:
@@ -77,14 +81,17 @@ class Pool:
                 f"all {len(self.users)} pages of {self.page} tokens are in use; free a row, or make more pages"
             )
         self.users[page] = 1
-        if copy is not None or clean:
-            self.copy(self.blank if copy is None else copy, page)
         return page
 
-    def copy(self, source: int, target: int) -> None:
+    def copy(self, source: int | Tensor, target: int | Tensor) -> None:
         for store in self.stores:
             for x in store.values():
                 x[target] = x[source]
+
+    def clean(self, pages: Tensor) -> None:
+        for store in self.stores:
+            for x in store.values():
+                x.index_fill_(0, pages, 0)
 
     def hold(self, page: int) -> None:
         self.users[page] += 1
@@ -210,27 +217,37 @@ class Paged(Cache):
             self.pool.publish(page, key)
 
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
+        fresh: list[int] = []
+        copies: list[tuple[int, int]] = []
         try:
             for row, (length, more) in enumerate(zip(old.tolist(), added.tolist(), strict=True)):
                 table = self.tables[row]
                 first, end = length // self.page, -(-(length + more) // self.page)
                 if more and first < len(table):
-                    self._make_own(row, first)
+                    copies += self._make_own(row, first)
                 while len(table) < end:
-                    self._set(row, len(table), self.pool.take())
+                    fresh.append(self.pool.take())
+                    self._set(row, len(table), fresh[-1])
         except OutOfPages:  # what was taken goes back
             self._trim()
             self._lay()
             raise
+        finally:
+            if fresh:
+                self.pool.clean(torch.tensor(fresh, device=self.device))
+            if copies:
+                self.pool.copy(*torch.tensor(copies, device=self.device).T)
 
-    def _make_own(self, row: int, place: int) -> None:
-        """A page that is written now: a copy where other rows hold it, and no key promises what it held."""
+    def _make_own(self, row: int, place: int) -> list[tuple[int, int]]:
+        """A page that is written now: a copy where other rows hold it, which is still to be made; and no key promises
+        what it held."""
         page = self.tables[row][place]
-        if self.users[page] > 1:
-            self._set(row, place, self.pool.take(copy=page))
-            self.pool.drop(page)
-        else:
+        if self.users[page] == 1:
             self.pool.withdraw(page)
+            return []
+        self._set(row, place, self.pool.take())
+        self.pool.drop(page)
+        return [(page, self.tables[row][place])]
 
     def _trim(self) -> None:
         """Give back the pages past each row's length."""
@@ -250,7 +267,8 @@ class Paged(Cache):
             return
         width, have = max(len(t) for t in self.tables), self._table.shape[1]
         if width > have:
-            self._table = _padded(self._table, max(width, 2 * have), self.pool.blank)
+            width = max(width, 2 * have, WIDTH // self.page)
+            self._table = _padded(self._table, width, self.pool.blank)
         last = {(row, place): page for row, place, page in self._edits}
         at = [(*k, page) for k, page in last.items() if k[1] < self._table.shape[1]]
         row, place, page = torch.tensor(at, dtype=torch.long, device=self.device).view(-1, 3).T
@@ -321,6 +339,19 @@ class Paged(Cache):
 
     def _free(self) -> None:
         self._trim()
+
+
+def untouched(
+    shape: Sequence[int], device: torch.device | str | None, dtype: torch.dtype | None
+) -> Tensor:
+    """Zeros; in a CPU's memory those that the system gives when they are first used, so that a large pool costs what is
+    held of it."""
+    like = torch.empty(0, device=device, dtype=dtype)
+    if not like.is_cpu:
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = torch.from_numpy(np.zeros(size + 64, np.uint8))
+    return memory[-memory.data_ptr() % 64 :][:size].view(like.dtype).view(*shape)
 
 
 def _padded(table: Tensor, width: int, blank: int) -> Tensor:

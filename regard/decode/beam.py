@@ -1,4 +1,4 @@
-"""Beam search for many requests at once: a lane of groups of rows, each group the beams of one request.
+"""Beam search for many requests at once: among the rows of a lane each request has a group of them, its beams.
 
 A group holds `beams` running texts and the best `beams` finished ones. Each step takes the best continuations over all
 running texts, files those that end, and goes on with the rest. A finished text scores
@@ -16,13 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.cache import Cache
 from regard.decode.columns import Columns, adjusted, used_by
 from regard.decode.lane import Slot
-from regard.decode.plain import PlainLane
-from regard.decode.rows import BROKEN, Row
+from regard.decode.rows import BROKEN
 from regard.decode.settings import Request, Result, Settings
-from regard.fast.cpu import Prepared
 from regard.kernels.c.rows import choose as best_of
 from regard.kernels.triton.sample import largest
 
@@ -148,8 +145,15 @@ class Group(Slot):
 
     own: list[list[int]] = field(default_factory=list)  # pages that each beam writes to, in a graph
     found: Beams | None = None  # as of the last round that was read
-    broken: bool = False
     closed: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.row.request.settings)
+
+    @property
+    def over(self) -> bool:
+        return self.closed
 
     @property
     def homes(self) -> list[int]:
@@ -163,7 +167,7 @@ class Group(Slot):
     def results(self, b: Beams, why: str = "") -> list[Result]:
         """The n best finished texts of the request, from the state of its groups; with `why` running ones too."""
         s = self.row.request.settings
-        if self.broken:
+        if self.row.error is not None:
             return [Result([], [], 0.0, "error", error=BROKEN) for _ in range(s.n_best)]
         columns = (b.done, b.done_score, b.done_size, b.score, b.count[:, None].expand_as(b.score))
         found: list[tuple[float, int, int, bool]] = []  # score, place, tokens, whether it runs
@@ -184,118 +188,98 @@ class Group(Slot):
         return out
 
 
-class BeamLane(PlainLane):
-    """Requests of one shape, each by its own settings, by the model's own forward."""
+class Search:
+    """The requests of one shape among the rows of a plain lane, each by its own settings."""
 
-    search = True
-    slots: list[Group]  # type: ignore[assignment]
-    live: list[Group]  # type: ignore[assignment]
-
-    def __init__(self, shape: Shape, *given: Any, **options: Any):
-        super().__init__(*given, **options)
-        self.shape, self.times = shape, shape.beams
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self.groups: list[Group] = []
         self.state: Beams
         # Whose rules and columns these are: they are made anew when requests come or go.
         self.known: list[Group] = []
         self.rules: Rules
+        self.columns: Columns | None = None
 
-    def _slot(self, row: Row) -> Slot:
-        return Group(row, row.request.ids)
-
-    @property
-    def batch(self) -> int:
-        return len(self.slots) * self.times
-
-    def _begin(self, slots: list[Group], cache: Cache, logits: Tensor) -> None:  # type: ignore[override]
-        """The beams of a request have read the same, so that none takes another's place."""
-        k, first = self.shape, not self.live
-        fresh = Beams.start(len(slots) * k.groups, k.width, ROOM, cache.device)
-        fresh, _ = self._advance(slots, fresh, *self._best(slots, logits))
-        self._join(slots, cache)  # type: ignore[arg-type]
-        if not first:
+    def begin(self, new: list[Group], logits: Tensor) -> None:
+        """Requests whose prompts are through, by logits (rows V). Their beams have read the same, so that none takes
+        another's place."""
+        k = self.shape
+        fresh = Beams.start(len(new) * k.groups, k.width, ROOM, logits.device)
+        fresh, _ = self._advance(new, fresh, *self.best(new, logits))
+        if self.groups:
             size = self.state.ids.shape[-1]
             fresh = self.state.each(lambda a, b: torch.cat([a, b]), fresh.roomy(size))
-        self.state = fresh
-        self._leave([g for g in slots if not g.broken])
+        self.groups, self.state = self.groups + new, fresh
 
-    def step(self) -> None:
-        if not self.live:
-            return
-        if max(g.asked for g in self.live) == self.state.ids.shape[-1]:
-            self.state = self.state.roomy(2 * self.state.ids.shape[-1])
-        ids, banned = self.state.last.view(-1, 1), self._banned(self.live)
-        given = {"cache": self.cache, "backend": self.backend}
-        if banned is None or not isinstance(self.model, Prepared):
-            found = self._best(self.live, self.model.next_logits(ids, **given))
-        else:
-            found = self.model.next_best(ids, self.shape.candidates, banned, **given)
-        self.state, parents = self._advance(self.live, self.state, *found)
-        first = self.times * torch.arange(len(self.live), device=ids.device)[:, None]
-        rows = (first + parents).view(-1)
-        if not torch.equal(rows, torch.arange(len(rows), device=rows.device)):
-            self.cache = self.cache.take(rows, min(len(g.text) for g in self.live))
+    def last(self) -> Tensor:
+        """What every beam feeds next (rows)."""
+        size = self.state.ids.shape[-1]
+        if max(g.asked for g in self.groups) == size:
+            self.state = self.state.roomy(2 * size)
+        return self.state.last.flatten()
 
-    def _used(self, slots: list[Group]) -> frozenset[str]:
+    def step(self, norm: Tensor, logits: Tensor, token: Tensor | None) -> Tensor:
+        """By what `best` gives: the beam of its request (n beams) that each goes on from."""
+        self.state, parents = self._advance(self.groups, self.state, norm, logits, token)
+        return parents
+
+    def _used(self, groups: list[Group]) -> frozenset[str]:
         """What changes the logits now."""
-        return frozenset().union(
-            *(used_by(g.row.request.settings, g.asked, g.asked) for g in slots)
-        )
+        each = (used_by(g.row.request.settings, g.asked, g.asked) for g in groups)
+        return frozenset().union(*each)
 
-    def _banned(self, slots: list[Group]) -> tuple[int, ...] | None:
+    def banned(self, groups: list[Group]) -> tuple[int, ...] | None:
         """What no text may say, if nothing but this changes the logits: then the largest are enough."""
-        each = [g.row.request.settings for g in slots]
+        each = [g.row.request.settings for g in groups]
         bans = {s.banned for s in each}
         alike = len(bans) == 1 and not any(s.logit_bias for s in each)
-        simple = self.shape.groups == 1 and not self._used(slots) - ({"bias"} if alike else set())
+        simple = self.shape.groups == 1 and not self._used(groups) - ({"bias"} if alike else set())
         return next(iter(bans)) if simple else None
 
-    def _best(self, slots: list[Group], logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def best(self, groups: list[Group], logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The log sum exp of every row of logits (rows V), and its largest with their tokens, or all of them."""
-        logits, banned = logits.float(), self._banned(slots)
+        logits, banned = logits.float(), self.banned(groups)
         if banned is not None:
-            return best_of(
-                logits, min(self.shape.candidates, logits.shape[1] - len(banned)), banned
-            )
-        if self.known != slots or self._columns is None:
-            rows = [g.row for g in slots for _ in range(self.times)]
-            self._columns = Columns(len(rows), logits.shape[1], logits.device)
-            self._columns.put(range(len(rows)), rows)
+            many = min(self.shape.candidates, logits.shape[1] - len(banned))
+            return best_of(logits, many, banned)
+        if self.known != groups or self.columns is None:
+            rows = [g.row for g in groups for _ in range(self.shape.beams)]
+            self.columns = Columns(len(rows), logits.shape[1], logits.device)
+            self.columns.put(range(len(rows)), rows)
         norm = best_of(logits, 1)[0]
         return norm, logits.masked_fill(~norm.isfinite()[:, None], 0.0), None
 
     def _advance(
-        self, slots: list[Group], state: Beams, norm: Tensor, logits: Tensor, token: Tensor | None
+        self, groups: list[Group], state: Beams, norm: Tensor, logits: Tensor, token: Tensor | None
     ) -> tuple[Beams, Tensor]:
-        """Groups by what `_best` gives: their new state, and the parent of every beam."""
-        if self.known != slots:
-            rules = Rules.of([g.row.request for g in slots], self.shape.ends)
-            self.known, self.rules = list(slots), rules.each(lambda x: x.to(norm.device))
+        """Groups by what `best` gives: their new state, and the parent of every beam."""
+        if self.known != groups:
+            rules = Rules.of([g.row.request for g in groups], self.shape.ends)
+            self.known, self.rules = list(groups), rules.each(lambda x: x.to(norm.device))
         bad = ~norm.isfinite()
-        broken = bad.view(len(slots), -1).any(-1).tolist()
+        broken = bad.view(len(groups), -1).any(-1).tolist()
         if any(broken):
             norm, logits = norm.masked_fill(bad, 0.0), logits.masked_fill(bad[:, None], 0.0)
         columns = {}
-        if token is None and self._columns is not None:
-            columns = self._columns.at(slice(None), self._used(slots))
+        if token is None and self.columns is not None:
+            columns = self.columns.at(slice(None), self._used(groups))
         state, parents, over = select(state, self.rules, self.shape, logits, norm, columns, token)
-        for g, bad_one, end in zip(slots, broken, over.tolist(), strict=True):
-            g.broken, g.closed, g.asked = bad_one, bad_one or end, g.asked + 1
+        for g, bad_one, end in zip(groups, broken, over.tolist(), strict=True):
+            g.row.error = BROKEN if bad_one else None
+            g.closed, g.asked = bad_one or end, g.asked + 1
         return state, parents
 
-    def over(self) -> list[int]:
-        return [i for i, group in enumerate(self.slots) if group.closed]
-
-    def results(self, i: int, why: str = "") -> list[Result]:
-        group, k = self.slots[i], self.shape.groups
-        if not group.asked:
-            return []
-        at = k * self.live.index(group)
+    def results(self, group: Group, why: str) -> list[Result]:
+        k = self.shape.groups
+        at = k * self.groups.index(group)
         return group.results(self.state.each(lambda x: x[at : at + k]), why)
 
-    def _keep(self, kept: list[int]) -> None:
-        super()._keep(kept)
+    def keep(self) -> None:
+        """Without those that are gone."""
+        kept = [i for i, group in enumerate(self.groups) if not group.gone]
         k = self.shape.groups
         at = torch.tensor([i * k + j for i in kept for j in range(k)], dtype=torch.long)
+        self.groups = [self.groups[i] for i in kept]
         self.state = self.state.each(lambda x: x[at.to(x.device)])
 
 

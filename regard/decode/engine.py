@@ -1,10 +1,9 @@
 """The one decoding loop: requests come in, lanes of rows advance, events come out.
 
 Requests are served by their rank: those of the highest priority first, of them the oldest. A request joins the lane of
-its kind (one for all sampling, one for each shape of beam search), which reads its prompt in chunks while the others go
-on, so that every step serves whatever is there. A lane (lane.py) keeps the books; what computes its steps is a runner:
-a CUDA graph (graphs.py, search.py), if the model is on a GPU and has one, for what needs no guesses; else the model
-itself (plain.py, beam.py).
+its kind, which reads its prompt in chunks while the others go on, so that every step serves whatever is there. A lane
+(lane.py) keeps the books; what computes its steps is a runner: a CUDA graph (graphs.py, search.py), if the model is on
+a GPU and has one, for what needs no guesses; else the model itself (plain.py), samples and beams in one step.
 
 With a paged cache rows come and go freely, texts that begin alike share pages, and when pages run out the request of
 the last rank is put back into the queue and goes on later: with the same text, because choices depend on (seed,
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from regard.cache import CacheSpec, OutOfPages, Pool, taken_back
-from regard.decode.beam import BeamLane, Shape
+from regard.decode.beam import Shape
 from regard.decode.check import check, check_draft, check_drafted, check_pages, context_of
 from regard.decode.graphs import SlotLane, runner_of, source_length, source_size, why_plain
 from regard.decode.lane import Lane, Scores, unscored
@@ -168,10 +167,10 @@ class Engine:
             self.deadlines[request.number] = request.deadline
         return request.number
 
-    def cancel(self, number: int) -> list[Event]:
-        """Take a request out, wherever it is; what it has so far is its result."""
+    def cancel(self, number: int, error: str | None = None) -> list[Event]:
+        """Take a request out, wherever it is; what it has so far is its result. `error`: what was wrong with it."""
         with self._whole():
-            return self._done(self._stop(number, "cancelled"))
+            return self._done(self._stop(number, "error" if error else "cancelled", error))
 
     @property
     def idle(self) -> bool:
@@ -230,8 +229,10 @@ class Engine:
         deadlines, scores = dict(self.deadlines), dict(self.scores)
         active = {r.number: r for r in self._active()}
         for lane in self.lanes.values():
-            for row in () if lane.search else lane.rows:
-                resumed.setdefault(row.request.number, []).append(row)
+            for row in lane.rows:
+                # A search begins anew.
+                if row.request.settings.beams == 1:
+                    resumed.setdefault(row.request.number, []).append(row)
         said = [(row, len(row.ids)) for rows in resumed.values() for row in rows]
         try:
             yield
@@ -295,8 +296,9 @@ class Engine:
 
     def _lane(self, request: Request) -> Lane:
         s, long = request.settings, self._long(request)
-        shape: Any = Shape.of(s) if s.beams > 1 else None
-        key, graph = shape, self.slots is not None and not long and self.slots.takes(request)
+        shape = Shape.of(s) if s.beams > 1 else None
+        key: Any = None
+        graph = self.slots is not None and not long and self.slots.takes(request)
         if graph:
             key = SLOTS, shape
         elif long:
@@ -320,10 +322,7 @@ class Engine:
         if key in (SINKS, WINDOW):
             options["longest"] = self.longest
             return (SinksLane if key == SINKS else WindowLane)(*given, **options)
-        options |= {"pool": self.pool, "prefix": self.prefix}
-        if key is None:
-            return PlainLane(*given, **options, draft=self.draft)
-        return BeamLane(key, *given, **options)
+        return PlainLane(*given, **options, pool=self.pool, prefix=self.prefix, draft=self.draft)
 
     def _graphs(self) -> list[SlotLane]:
         return [] if self.slots is None else [self.slots, *self.searches.values()]
@@ -424,10 +423,10 @@ class Engine:
         events: list[Event] = []
         gone = lane.over()
         for i in gone:
-            if lane.search:
-                events.append(Event(lane.rows[i].request.number, done=lane.results(i)))
-                continue
             row = lane.rows[i]
+            if row.request.settings.beams > 1:
+                events.append(Event(row.request.number, done=lane.results(i)))
+                continue
             done = self.finished.setdefault(row.request.number, {})
             done[row.sample] = row.result()
             if len(done) == row.request.settings.samples:
@@ -461,8 +460,9 @@ class Engine:
         """Free what an active request holds: its rows, or the results of its beams if it is stopped."""
         lane = next(x for x in self.lanes.values() if request in x.requests())
         index = [i for i, row in enumerate(lane.rows) if row.request is request]
-        rows = [] if lane.search else [lane.rows[i] for i in index]
-        results = lane.results(index[0], why) if lane.search and why else []
+        search = request.settings.beams > 1
+        rows = [] if search else [lane.rows[i] for i in index]
+        results = lane.results(index[0], why) if search and why else []
         self._drop(lane, index)
         return rows, results
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from numbers import Integral
@@ -16,6 +17,7 @@ from regard.decode.engine import Engine, free_memory
 from regard.decode.graphs import source_size, why_plain
 from regard.decode.settings import Event, Request, Result, Settings
 from regard.errors import UsageError, notice
+from regard.fast.cpu import NativeAttention
 from regard.fast.invariant import invariant as steady
 from regard.text import Special, Stream, Tokenizer, needed, special_ids
 from regard.text.build import read_json
@@ -25,6 +27,7 @@ Prompt = str | Sequence[int] | Tensor
 PAGE = 16  # tokens
 ROWS = 64
 LEAST = 2**28  # bytes of pages on a GPU
+TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes of this machine
 Mask = Callable[[int, list[int]], Any] | None
 
 
@@ -50,11 +53,11 @@ def generate(
 
     settings: see regard.decode.settings.Settings. With n_best or samples above 1 a prompt's results follow each other.
     `rows` bounds the batch (64 if not said; in a CUDA graph 64 prompts with all their beams); more prompts than fit are
-    served as rows become free. `layout`: paged or contiguous; if it
-    is not said, paged in a CUDA graph, where the model is on a GPU and has one, and contiguous elsewhere. `invariant`:
-    an answer has the same bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a
-    small model of the same vocabulary that guesses tokens ahead (`draft` of them, 4 if not said). `mask(sample, ids)`
-    gives the tokens that may follow the ids of an answer, as a grammar does: see Request.
+    served as rows become free. `layout`: paged or contiguous; if it is not said, paged where that is fastest (in a
+    CUDA graph, and for beams of a prepared model), and contiguous elsewhere. `invariant`: an answer has the same
+    bits whatever the other prompts are (slower; see regard.fast.invariant). `draft_model`: a small model of the same
+    vocabulary that guesses tokens ahead (`draft` of them, 4 if not said). `mask(sample, ids)` gives the tokens that may
+    follow the ids of an answer, as a grammar does: see Request.
 
     An answer that fails (the model gives no numbers) is a result too: its finish is "error", `error` says why, ids and
     text are what it had; the others are as ever, and a warning counts the failed ones."""
@@ -81,22 +84,32 @@ def engine_for(
 ) -> Engine:
     """An engine for just these requests: in a CUDA graph if they and the model can be, with pages for all that run
     together."""
-    s = requests[0].settings
+    s, weight = requests[0].settings, next(model.parameters())
     plain = s.lookup > 0 or layout == "contiguous" or why_plain(model, draft=draft)
     rows = min(rows or (ROWS if plain else ROWS * s.beams), len(requests) * s.rows)
-    if plain:
-        return Engine(model, layout=layout or "contiguous", runner="torch", rows=rows, draft=draft)
+    # C code reads the tokens of beams where they lie; torch's own attention would copy pages into rows for every token,
+    # and samples were a little faster in rows.
+    native = s.beams > 1 and any(isinstance(part, NativeAttention) for part in model.modules())
+    if plain and layout != "paged" and not (native and layout is None):
+        return Engine(model, layout="contiguous", runner="torch", rows=rows, draft=draft)
+    # A page of one token is never partly filled: beams that go on from one another copy nothing.
+    page = 1 if plain and s.beams > 1 else PAGE
     each = -(-rows // s.rows)
     sizes = sorted((len(r.ids) + s.max_new_tokens for r in requests), reverse=True)
-    pages = s.rows * sum(-(-size // PAGE) for size in sizes[:each])
+    pages = s.rows * sum(-(-size // page) for size in sizes[:each])
+    numbers = sum(spec.numbers() for spec in model.cache_specs()) * page * weight.element_size()
+    if plain:
+        most = max(s.rows * -(-sizes[0] // page), TOTAL // max(1, numbers))
+        pages = min(pages + 2 * rows, most)
+        return Engine(
+            model, runner="torch", rows=rows, page=page, pages=pages, prefix=False, draft=draft
+        )
     if model.reads_source:
         sizes = sorted((source_size(model, r) for r in requests), reverse=True)
-        pages += sum(-(-size // PAGE) for size in sizes[:each])
-    numbers = sum(spec.numbers() for spec in model.cache_specs()) * PAGE
-    weight = next(model.parameters())
-    wanted = max(LEAST, (1 << pages.bit_length()) * numbers * weight.element_size())
+        pages += sum(-(-size // page) for size in sizes[:each])
+    wanted = max(LEAST, (1 << pages.bit_length()) * numbers)
     return Engine(
-        model, rows=rows, page=PAGE, memory=min(wanted, free_memory(weight.device) * 9 // 10)
+        model, rows=rows, page=page, memory=min(wanted, free_memory(weight.device) * 9 // 10)
     )
 
 
@@ -234,7 +247,7 @@ class Job:
         self.two = model.reads_source
         self.start = (special_of(model).start or 0) if self.two else 0
         self.tokenizer = tokenizer_of(model)
-        self.settings = _settings(model, settings)
+        self.settings = settings_for(model, settings)
         self.streams: dict[tuple[int, int], Stream] = {}
         self.texts: dict[tuple[int, int], list[str]] = {}
         if self.stop and self.settings.beams > 1:
@@ -322,7 +335,7 @@ def special_of(model: Any) -> Special:
     return tokenizer.special if tokenizer else special_ids(model.origin.files, model.origin.config)
 
 
-def _settings(model: Any, given: dict[str, Any]) -> Settings:
+def settings_for(model: Any, given: dict[str, Any]) -> Settings:
     """The user's settings, with the end, forced and banned tokens that the model's folder names."""
     found = {name: value for name, value in told(model).items() if name not in given}
     for name, value in found.items():

@@ -540,7 +540,7 @@ class SlotLane(Lane):
     def _reserve(self, slot: Slot, tokens: int) -> None:
         """Pages for so many tokens of a slot."""
         while len(slot.pages) * self.pool.page < tokens:
-            page = self.pool.take(clean=False)
+            page = self.pool.take()
             if slot.asked:
                 self.edits.append((slot.index, len(slot.pages), page))
             slot.pages.append(page)
@@ -553,7 +553,7 @@ class SlotLane(Lane):
             if group and m.size > room:
                 break
             while len(m.pages) * self.pool.page < m.size:
-                m.pages.append(self.pool.take(clean=False))
+                m.pages.append(self.pool.take())
             group.append(m)
             room -= m.size
         group.sort(key=lambda m: -m.size)
@@ -618,7 +618,7 @@ class SlotLane(Lane):
         other.pages = list(slot.pages[:full])
         if not rest:
             return None
-        other.pages.append(self.pool.take(clean=False))
+        other.pages.append(self.pool.take())
         return slot.pages[-1], other.pages[-1]
 
     def _launch(self) -> Flight | None:
@@ -638,9 +638,12 @@ class SlotLane(Lane):
             took, said = min(steps, slot.left), slot.said + slot.asked
             self._reserve(slot, len(slot.text) + slot.asked + took - 1)
             used |= used_by(slot.row.request.settings, said, said + took - 1)
-            longest = max(longest, len(slot.text) + slot.asked + took)
             lines.append((slot, 0 if slot.fresh else 1, 1 + took))
         self._place()
+        # Rows that are through go on until the host has read it, and the kernels read as far as they are.
+        for slot in (s for s in self.slots if s.asked):
+            slot.ran += steps
+            longest = max(longest, len(slot.text) + slot.ran + 1)
         for slot, _, last in lines:
             slot.asked, slot.fresh = slot.asked + last - 1, False
         width = min(self.runner.rows, 1 << max(s.index for s in live).bit_length())

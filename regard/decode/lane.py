@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -47,6 +47,7 @@ class Slot:
     pages: list[int] = field(default_factory=list)
     fed: int = 0  # tokens of the text
     asked: int = 0  # tokens the device was asked to choose
+    ran: int = 0  # steps of the rounds since its prompt was read
     fresh: bool = True  # its first token has not been read by the host
     gone: bool = False
     memory: Any = None  # what an encoder made of its source, in a graph
@@ -59,6 +60,15 @@ class Slot:
     cache: Cache | None = None
     marks: list[int] = field(default_factory=list)
     states: dict[bytes, list[State]] = field(default_factory=dict)
+
+    @property
+    def times(self) -> int:
+        """Rows of a step that it has: a request with all its beams is one slot."""
+        return self.row.request.settings.beams
+
+    @property
+    def over(self) -> bool:
+        return bool(self.row.finish)
 
     @property
     def homes(self) -> list[int]:
@@ -85,9 +95,6 @@ class Lane:
     """Rows that advance together. A runner's lane defines `ask` and `step`, which leave what rows said in `events`,
     `_read` for prompts, and what a slot is made with and leaves behind."""
 
-    # Whether a slot is a request with all its beams, which have `results`.
-    search: ClassVar[bool] = False
-
     def __init__(self, pool: Any, prefix: bool, chunk: int, scores: dict[int, Scores] | None):
         self.pool: Pool = pool
         self.prefix, self.chunk = prefix, chunk
@@ -107,7 +114,7 @@ class Lane:
 
     @property
     def batch(self) -> int:
-        return len(self.slots)
+        return sum(slot.times for slot in self.slots)
 
     def requests(self) -> list[Request]:
         """Each request once, in the order of its first row."""
@@ -155,7 +162,7 @@ class Lane:
 
     def over(self) -> list[int]:
         """The places of rows that are done."""
-        return [i for i, slot in enumerate(self.slots) if slot.row.finish]
+        return [i for i, slot in enumerate(self.slots) if slot.over]
 
     def results(self, i: int, why: str = "") -> list[Result]:
         """Of beams: the n best finished texts of request i; if it was stopped (`why`), running ones too."""

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.cache import Cache, CacheSpec, Contiguous, OutOfPages, Paged, Pool
+from regard.decode.beam import Group, Search, Shape
 from regard.decode.columns import MASK, TOPS, Columns, choose, scored, used_by
 from regard.decode.draft import Draft
 from regard.decode.lane import SLICE, Lane, Scores, Slot, unscored
 from regard.decode.rows import BROKEN, NOTHING, Row
-from regard.decode.settings import Request
+from regard.decode.settings import Request, Result
+from regard.fast.cpu import Prepared
 from regard.kernels.c.rows import choose as best_of
 from regard.models.base import last_real
 
@@ -28,9 +31,7 @@ ROOM = 128  # tokens a row has room for at first; it doubles as texts grow
 
 
 class PlainLane(Lane):
-    """Rows of any settings without beams."""
-
-    times = 1  # rows of the cache that a slot has
+    """Rows of any settings, samples and beams, in one step."""
 
     def __init__(
         self,
@@ -52,12 +53,27 @@ class PlainLane(Lane):
         self.longest = longest  # tokens that a text past the context goes on with
         self.live: list[Slot] = []  # whose rows the cache holds, in this order
         self.cache: Any = None
+        self.searches: dict[Shape, Search] = {}
         self._columns: Columns | None = None
 
     def caches(self) -> list[Cache]:
         """Of the rows that write, and of texts that are begun."""
         mine = [self.cache] if self.live else []
         return mine + [slot.cache for slot in self.slots if slot.cache is not None]
+
+    def _slot(self, row: Row) -> Slot:
+        kind = Group if row.request.settings.beams > 1 else Slot
+        return kind(row, row.request.ids + row.ids)
+
+    @property
+    def samples(self) -> list[Slot]:
+        """Those that write and are not beams."""
+        return [slot for slot in self.live if slot.times == 1]
+
+    def results(self, i: int, why: str = "") -> list[Result]:
+        group = self.slots[i]
+        assert isinstance(group, Group)
+        return self.searches[group.shape].results(group, why) if group.asked else []
 
     # --- prompts ---
 
@@ -131,7 +147,7 @@ class PlainLane(Lane):
                 return
             cache = kept
         writers = [[slots[i], *(s for s in slots[i].siblings if not s.gone)] for i in through]
-        counts = [len(each) * self.times for each in writers]
+        counts = [sum(s.times for s in each) for each in writers]
         rows = [i for i, n in enumerate(counts) for _ in range(n)]
         if len(set(counts)) > 1:
             cache = cache.take(torch.tensor(rows, device=cache.device))
@@ -163,10 +179,17 @@ class PlainLane(Lane):
                     slot.states[slot.keys[mark - 1]] = states
 
     def _begin(self, slots: list[Slot], cache: Cache, logits: Tensor) -> None:
-        """Rows whose prompts are through begin to write, by logits (n V)."""
+        """Slots whose prompts are through begin to write, by logits (rows V)."""
+        shapes = dict.fromkeys(slot.shape for slot in slots if isinstance(slot, Group))
+        for shape in shapes:
+            search = self.searches.setdefault(shape, Search(shape))
+            new = [s for s in slots if isinstance(s, Group) and s.shape == shape]
+            search.begin(new, some(logits, places(slots, new)))
         self._join(slots, cache)
-        self.choose(logits, list(range(len(self.live) - len(slots), len(self.live))))
-        self._leave([slot for slot in slots if slot.row.error is None])
+        fresh = [slot for slot in slots if slot.times == 1]
+        many = len(self.samples)
+        self.choose(some(logits, places(slots, fresh)), list(range(many - len(fresh), many)))
+        self._leave([s for s in slots if s.row.error is None])
 
     def _join(self, slots: list[Slot], cache: Cache) -> None:
         for slot in slots:
@@ -175,7 +198,7 @@ class PlainLane(Lane):
         self.cache = self.cache.join(cache) if self.live else cache
         self.live, self._columns = self.live + slots, None
         if self.draft is not None:
-            self.draft.join(len(slots))
+            self.draft.join(sum(slot.times == 1 for slot in slots))
 
     def drop(self, index: list[int]) -> None:
         super().drop(index)
@@ -185,12 +208,15 @@ class PlainLane(Lane):
 
     def _keep(self, kept: list[int]) -> None:
         """Of the slots that write, these."""
-        rows = [i * self.times + j for i in kept for j in range(self.times)]
-        at = torch.tensor(rows, dtype=torch.long, device=self.cache.device)
-        self.cache = self.cache.take(at)
-        self.live, self._columns = [self.live[i] for i in kept], None
+        live = [self.live[i] for i in kept]
+        rows = torch.tensor(places(self.live, live), dtype=torch.long, device=self.cache.device)
+        self.cache = self.cache.take(rows)
         if self.draft is not None:
-            self.draft.keep(kept)
+            self.draft.keep([i for i, slot in enumerate(self.samples) if not slot.gone])
+        for search in self.searches.values():
+            search.keep()
+        self.searches = {shape: search for shape, search in self.searches.items() if search.groups}
+        self.live, self._columns = live, None
 
     def _release(self, slot: Slot) -> None:
         if slot.cache is not None:
@@ -200,7 +226,7 @@ class PlainLane(Lane):
     def _leave(self, slots: list[Slot]) -> None:
         """Leave the full pages of prompts to later ones, and the states after those that were marked."""
         for slot in slots if self.prefix else ():
-            self.cache.publish(self.live.index(slot) * self.times, slot.keys)
+            self.cache.publish(places(self.live, [slot])[0], slot.keys)
             for key, states in slot.states.items():
                 self.pool.remember(key, states)
             slot.row.keys, slot.states = list(slot.keys), {}
@@ -208,7 +234,7 @@ class PlainLane(Lane):
     def _leave_answers(self) -> None:
         """The same of answers. States are large: of an answer the last are kept."""
         page = self.pool.page
-        for i, slot in enumerate(self.live):
+        for i, slot in zip(places(self.live, self.samples), self.samples, strict=True):
             row, known = slot.row, len(slot.row.keys)
             if row.error is not None or row.size - 1 < (known + 1) * page:
                 continue
@@ -226,21 +252,49 @@ class PlainLane(Lane):
         if not self.live:
             return
         self._speculate()
-        rows = [slot.row for slot in self.live]
-        fed = [[(row.ids or row.request.ids)[-1], *row.guess] for row in rows]
-        given, device = {"cache": self.cache, "backend": self.backend}, self.cache.device
-        if not any(row.guess for row in rows):
-            logits = self.model.next_logits(torch.tensor(fed, device=device), **given)
-            self.choose(logits)
+        samples, fed = self.samples, [[0]] * self.cache.batch
+        single = places(self.live, samples)
+        for i, slot in zip(single, samples, strict=True):
+            fed[i] = [(slot.row.ids or slot.row.request.ids)[-1], *slot.row.guess]
+        beams = {search: places(self.live, search.groups) for search in self.searches.values()}
+        for search, rows in beams.items():
+            for i, token in zip(rows, search.last().tolist(), strict=True):
+                fed[i] = [token]
+        given: dict[str, Any] = {"cache": self.cache, "backend": self.backend}
+        (ids, lengths), guesses = padded(fed, self.cache.device), max(map(len, fed)) > 1
+        only = None if samples or len(beams) > 1 else next(iter(beams))
+        banned = None if only is None else only.banned(only.groups)
+        if only is not None and banned is not None and isinstance(self.model, Prepared):
+            found = self.model.next_best(ids, only.shape.candidates, banned, **given)
+            self._trade({only: (beams[only], found)})
+            return
+        if guesses:
+            logits, wrong = self.model(ids, lengths, **given), torch.zeros_like(lengths)
+            wrong[single] = self.verify(some(logits, single), lengths[single])
+            if bool((wrong > 0).any()):
+                self.cache.rewind(wrong)
+            logits = logits[:, 0]
         else:
-            ids, lengths = padded(fed, device)
-            self.verify(self.model(ids, lengths, **given), lengths)
+            logits = self.model.next_logits(ids, **given)
+            self.choose(some(logits, single))
         if self.prefix:
             self._leave_answers()
+        self._trade({s: (rows, s.best(s.groups, some(logits, rows))) for s, rows in beams.items()})
+
+    def _trade(self, found: dict[Search, tuple[list[int], Any]]) -> None:
+        """Searches with their rows, by what `Search.best` gave: beams go on from others."""
+        every = torch.arange(self.cache.batch, device=self.cache.device)
+        order = every.clone()
+        for search, (rows, best) in found.items():
+            first = torch.tensor(rows[:: search.shape.beams], device=order.device)[:, None]
+            order[rows] = (first + search.step(*best)).view(-1)
+        if not torch.equal(order, every):
+            common = min(len(g.text) for search in found for g in search.groups)
+            self.cache = self.cache.take(order, common)
 
     def _speculate(self) -> None:
         """Guess the next tokens of every row: looked up in its text, or by the draft model."""
-        rows = [slot.row for slot in self.live]
+        rows = [slot.row for slot in self.samples]
         if all(row.guessed == len(row.ids) for row in rows):
             return  # the step was tried before and found no page
         for row in rows:
@@ -251,28 +305,28 @@ class PlainLane(Lane):
             for row, guess in zip(rows, self.draft.guess(texts, room), strict=True):
                 row.guess = row.guess or guess
 
-    def verify(self, logits: Tensor, lengths: Tensor) -> None:
-        """Choose along each row's guesses until one fails; logits (n t V)."""
-        going, right = list(range(len(self.live))), [0] * len(self.live)
+    def verify(self, logits: Tensor, lengths: Tensor) -> Tensor:
+        """Choose along each sample's guesses until one fails; logits (n t V). How many failed (n)."""
+        rows = [slot.row for slot in self.samples]
+        going, right = list(range(len(rows))), [0] * len(rows)
         for j in range(logits.shape[1]):
-            self.choose(logits[going, j], going)
+            self.choose(some(logits[:, j], going), going)
             still = []
             for i in going:
-                row = self.live[i].row
+                row = rows[i]
                 if not row.finish and j < len(row.guess) and row.ids[-1] == row.guess[j]:
                     right[i] += 1
                     still.append(i)
             going = still
             if not going:
                 break
-        wrong = lengths - 1 - torch.tensor(right, device=lengths.device)
-        if bool((wrong > 0).any()):
-            self.cache.rewind(wrong)
+        return lengths - 1 - torch.tensor(right, device=lengths.device)
 
     def choose(self, logits: Tensor, index: list[int] | None = None) -> None:
-        """The next token of rows that write (of all, or of some), from logits (n V)."""
-        index = list(range(len(self.live))) if index is None else index
-        vocab, given = logits.shape[-1], [self.live[i].row for i in index]
+        """The next token of samples (of all, or of some), from logits (n V)."""
+        live = self.samples
+        index = list(range(len(live))) if index is None else index
+        vocab, given = logits.shape[-1], [live[i].row for i in index]
         masks = {i: r.allowed(vocab) for i, r in zip(index, given, strict=True) if r.request.mask}
         on = [k for k, row in enumerate(given) if not row.finish]
         if not on:
@@ -319,18 +373,31 @@ class PlainLane(Lane):
         masks: dict[int, Tensor | None] | None = None,
     ) -> Tensor:
         """Ids (n): the most probable, or drawn from what the row's settings and its mask leave."""
+        live = self.samples
         if self._columns is None:
-            self._columns = Columns(len(self.live), logits.shape[-1], logits.device)
-            self._columns.put(range(len(self.live)), [slot.row for slot in self.live])
+            self._columns = Columns(len(live), logits.shape[-1], logits.device)
+            self._columns.put(range(len(live)), [slot.row for slot in live])
         words = {i: mask for i, mask in (masks or {}).items() if mask is not None}
         if words:
             self._columns.allow([*words], [*words.values()])
-        every = len(index) == len(self.live)
+        every = len(index) == len(live)
         at = slice(None) if every else torch.tensor(index, device=logits.device)
         count = torch.tensor([len(row.ids) for row in rows], device=logits.device)
         tokens = choose(logits, self._columns.at(at, used), count)
         self._columns.said(at, tokens)
         return tokens
+
+
+def places(slots: Sequence[Slot], of: Sequence[Slot]) -> list[int]:
+    """Which rows some of the slots have, where all of them have theirs one after the other."""
+    ends = accumulate(slot.times for slot in slots)
+    rows = {id(s): range(end - s.times, end) for s, end in zip(slots, ends, strict=True)}
+    return [row for slot in of for row in rows[id(slot)]]
+
+
+def some(x: Tensor, rows: list[int]) -> Tensor:
+    """Rows of x, in order; x itself where they are all."""
+    return x if len(rows) == len(x) else x[rows]
 
 
 def padded(texts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

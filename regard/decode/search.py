@@ -17,7 +17,7 @@ from regard.decode.beam import Beams, Group, Rules, Shape, select
 from regard.decode.columns import used_by
 from regard.decode.graphs import SHORTEST, Runner, SlotLane, by_token
 from regard.decode.lane import Lane, Slot
-from regard.decode.rows import Row
+from regard.decode.rows import BROKEN, Row
 from regard.decode.settings import Request, Result, Settings
 from regard.fast.cuda import Pages
 from regard.kernels.triton.prompt import two
@@ -140,14 +140,9 @@ class SearchLane(SlotLane):
     """Requests of one shape, each by its own settings. What is read before the first step is a prompt without its last
     token."""
 
-    search = True
     runner: SearchRunner
     slots: list[Group]  # type: ignore[assignment]
     edits: list[tuple[int, int, int, int]]  # type: ignore[assignment]
-
-    @property
-    def batch(self) -> int:
-        return len(self.slots) * self.runner.shape.beams
 
     def _slot(self, row: Row) -> Slot:
         own: list[list[int]] = [[] for _ in range(self.runner.shape.beams)]
@@ -167,9 +162,6 @@ class SearchLane(SlotLane):
         gone = set(slot.homes)
         self.edits = [edit for edit in self.edits if edit[0] not in gone]
         self._vacate(slot, *slot.own, slot.pages)
-
-    def over(self) -> list[int]:
-        return [i for i, group in enumerate(self.slots) if group.closed]
 
     def results(self, i: int, why: str = "") -> list[Result]:
         """Running ones are those of when the host last knew."""
@@ -199,7 +191,7 @@ class SearchLane(SlotLane):
                 ]
             for row, own in zip(g.homes, g.own, strict=True):
                 while len(own) * page < end:
-                    own.append(self.pool.take(clean=False))
+                    own.append(self.pool.take())
                     first = len(g.text) + (len(own) - 1) * page
                     self.edits.append((row, first, own[-1], page))
             used |= used_by(g.row.request.settings, g.asked, end - 1)
@@ -229,10 +221,11 @@ class SearchLane(SlotLane):
         k = self.runner.shape.groups
         for g in (g for g in groups if not g.gone):
             rows = slice(g.index * k, (g.index + 1) * k)
-            g.found, g.broken = texts.each(lambda x, rows=rows: x[rows]), bool(broken[g.index])
+            g.found = texts.each(lambda x, rows=rows: x[rows])
+            g.row.error = BROKEN if bool(broken[g.index]) else None
             g.closed, g.fresh = not bool(live[g.index]), False
             self._score(g)
-            if self.prefix and not g.broken:
+            if self.prefix and g.row.error is None:
                 for number, key in zip(g.pages, g.keys, strict=False):
                     self.pool.publish(number, key)
 

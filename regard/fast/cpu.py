@@ -41,7 +41,7 @@ from regard.kernels.linear import PRECISIONS, half_is_fast, pack
 from regard.layers import FeedForward, LMHead, RMSNorm, times
 from regard.mask import Causal, Span, Visible
 from regard.models import Model
-from regard.models.adapt import LowRank
+from regard.models.adapt import Int4Linear, LowRank
 from regard.models.base import last_real
 from regard.moe import MixtureOfExperts
 from regard.position import Rope
@@ -207,10 +207,12 @@ class Join(Specialise):
 
     def unpacked(self, linear: nn.Module) -> nn.Module:
         """A linear layer whose weight others read: a plain one, with what LoRA adds in it."""
-        if not isinstance(linear, LowRank):
+        if not isinstance(linear, LowRank | Int4Linear):
             return self.copy(linear)
-        new, weight = self.copy(linear.base), linear.weight.detach()
+        new, weight = direct(nn.Linear)(1, 1, device="meta"), linear.weight.detach()
+        new.out_features, new.in_features = weight.shape
         new.weight = nn.Parameter(weight.to(self.dtype or weight.dtype), requires_grad=False)
+        new.bias = self.parameter(linear.bias)
         return new
 
     def product(self, *linears: nn.Linear, out: torch.dtype | None = None) -> nn.Module:
@@ -481,7 +483,9 @@ class NativeStack(PackedStack):
         strides = stores[0]["k"].stride(), stores[-1]["k"].stride()
         table = own.table if isinstance(own, Paged) else own.place
         shape = None if table is None else table.shape
-        rest = (len(x), getattr(own, "capacity", 0), shape, torch.is_inference_mode_enabled())
+        # Rows at one position may share it: (1 t), where others have (b t).
+        rows = (len(x), len(ctx.pos.index), getattr(own, "capacity", 0), shape)
+        rest = (*rows, torch.is_inference_mode_enabled())
         return memory, strides, rest, None if source is None else (source.batch, source.capacity)
 
 

@@ -66,7 +66,8 @@ def invariant(model: Model) -> Model:
         )
     if any(isinstance(module, SteadyLinear) for module in model.modules()):
         return model
-    new = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    # Weights, and the folder's files with their tokenizer, stay the model's own.
+    new = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), model.origin)})
     replace(new, TABLE)
     known = (*STEADY, *TABLE)
     for module in new.modules():

@@ -77,9 +77,22 @@ class Recomputed(Block):
         return checkpoint(super().forward, x, ctx, cross, use_reentrant=False)
 
 
-def checkpointed(model: M) -> M:
-    """The same model, its blocks recomputed in the backward pass; parameters and their names stay as they are."""
-    if not replace(model, {Block: lambda block, _: share(Recomputed, block)}):
+def checkpointed(model: M, layers: bool | tuple[int, ...] = True) -> M:
+    """The same model, blocks of each tower recomputed in the backward pass, all or those of these numbers; parameters
+    and their names stay as they are."""
+    towers = [list(m.blocks) for m in model.modules() if isinstance(m, Stack)]
+    most = max(map(len, towers), default=0)
+    numbers = layers if isinstance(layers, tuple) else range(most)
+    for n in (n for n in numbers if not 0 <= n < most):
+        raise UsageError(
+            f"train.activation_checkpointing names layer {n}; the model has 0 to {most - 1}"
+        )
+    chosen = {id(block) for blocks in towers for i, block in enumerate(blocks) if i in numbers}
+
+    def again(block: Block, _: nn.Module) -> Block | None:
+        return share(Recomputed, block) if id(block) in chosen else None
+
+    if not replace(model, {Block: again}):
         raise UsageError(
             "activation checkpointing needs a model of blocks; a recurrent one has none"
         )

@@ -130,10 +130,7 @@ class Int4(Layer):
 
     def dense(self) -> Tensor:
         """W^T (k N) in bf16."""
-        q = torch.cat([self.q & 15, self.q >> 4], -1).view(torch.int8).sub_(8)  # N/64 k 64
-        q = q.transpose(0, 1).reshape(-1, GROUP, len(self.q) * 64)  # k/group group N
-        scale, zero = (s.contiguous() for s in self.scales[:, None].unbind(-1))
-        return torch.addcmul(zero, w := q.to(torch.bfloat16), scale, out=w).flatten(0, 1)
+        return unpacked(self.q, self.scales)
 
     def __call__(self, x: Tensor) -> Tensor:
         flat = x.to(torch.bfloat16).reshape(-1, self.k).contiguous()
@@ -145,6 +142,18 @@ class Int4(Layer):
         y = y[:, : self.n].view(*x.shape[:-1], self.n)
         y = y if self.bias is None else y + self.bias
         return y.to(self.out or x.dtype)
+
+
+def unpacked(q: Tensor, scales: Tensor) -> Tensor:
+    """W^T (k N) in bf16, of the bytes and scales of an `Int4`."""
+    if q.is_cuda and not torch.compiler.is_compiling():
+        from regard.kernels.triton import int4  # slow to import
+
+        return int4.unpacked(q, scales)
+    w = torch.cat([q & 15, q >> 4], -1).view(torch.int8).sub_(8)  # N/64 k 64
+    w = w.transpose(0, 1).reshape(-1, GROUP, len(q) * 64)  # k/group group N
+    scale, zero = (s.to(torch.bfloat16).contiguous() for s in scales[:, None].unbind(-1))
+    return torch.addcmul(zero, w.to(torch.bfloat16), scale).flatten(0, 1)
 
 
 def nibbles(q: Tensor) -> Tensor:

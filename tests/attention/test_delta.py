@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.attention import Context, DeltaRule
-from regard.attention.delta import CHUNK, GatedDeltaRule, chunked, recurrent
+from regard.attention.delta import CHUNK, GatedDeltaRule, chunked, inverse, recurrent, solve
 from regard.cache import Cache, Contiguous, Paged
 from regard.errors import UsageError
 from regard.mask import Causal, Documents, Full, Prefix, Window
@@ -51,6 +51,18 @@ def test_gradients_of_both_forms_are_equal(size: int) -> None:
         o, s = form(*given)[:2]
         both.append(torch.autograd.grad((o * weight).sum() + s.square().sum(), given))
     close(*both)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+@pytest.mark.parametrize("like", [0.0, 1.0])
+def test_inverse_by_blocks_solves_as_a_solver_does(size: int, like: float) -> None:
+    """In float32 too, and where all keys are alike: then the powers of the triangle are huge."""
+    lower = (like + 0.2 * (1 - like) * torch.randn(2, size, size)).tril(-1).requires_grad_()
+    right, weight = torch.randn(2, size, 3), torch.randn(2, size, 3)
+    both = []
+    for y in (inverse(lower) @ right, solve(lower, right)):
+        both.append((y, torch.autograd.grad((y * weight).sum(), lower)[0].tril(-1)))
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [9, 150])

@@ -417,3 +417,19 @@ def test_perplexity_needs_two_tokens() -> None:
     model = small("mha")
     with refused("at least two tokens"):
         perplexity_change(model, model, ids(2, 1))
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_samples_that_stand_together_and_then_texts_that_do_not(layout: str) -> None:
+    """Samples of one prompt share a position; a step that was recorded of them serves no others."""
+    import regard
+    from regard.decode.settings import Request, Settings
+    from regard.files import DEMO
+
+    engine = regard.Engine(regard.prepare(regard.load(DEMO)), layout=layout)
+    for _ in range(2):
+        engine.submit(Request([70, 71], Settings(max_new_tokens=8, samples=2, temperature=1.0)))
+        list(engine.run())
+        for size in (2, 5):
+            engine.submit(Request([70] * size, Settings(max_new_tokens=8)))
+        list(engine.run())

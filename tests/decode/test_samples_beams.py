@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regard.decode.beam import Shape
+from regard.decode.beam import Group, Search, Shape
 from regard.decode.engine import Engine
-from regard.decode.plain import PlainLane
+from regard.decode.plain import PlainLane, sources
 from regard.decode.rows import Row
 from regard.decode.settings import Settings
 from tests.decode.tiny import (
@@ -69,18 +69,20 @@ def test_seed_and_key_choose_the_text() -> None:
 
 @pytest.mark.parametrize("name", ["gqa_rope", "pair"])
 def test_beam_width_one_is_greedy(name: str) -> None:
-    """By the lane of beam search itself; the engine gives such a request to the lane of greedy ones."""
+    """By the search itself; the engine takes such a request for a greedy one."""
     s, m = Settings(max_new_tokens=12, eos=ENDS), model(name)
     for prompt in prompts((4, 7)):
-        engine = Engine(m)
-        lane = engine.lanes[None] = engine._plain(Shape.of(s))
-        lane.admit([Row(request(name, prompt, s), 0)])
+        search, cache, asked = Search(Shape.of(s)), m.cache(1), request(name, prompt, s)
+        group = Group(Row(asked, 0), asked.ids)
         with torch.inference_mode():
-            while not lane.over():
-                lane.ask()
-                lane.step()
+            given = sources([asked], torch.device("cpu"))
+            ids = torch.tensor([asked.ids])
+            search.begin([group], m.next_logits(ids, cache=cache, **given))
+            while not group.over:
+                logits = m.next_logits(search.last()[:, None], cache=cache)
+                search.step(*search.best([group], logits))
         ((greedy,),) = answers(name, [(prompt, s)])
-        assert [r.ids for r in lane.results(0)] == [greedy]
+        assert [r.ids for r in search.results(group, "")] == [greedy]
 
 
 def test_one_group_is_plain_beam_search() -> None:
@@ -176,11 +178,10 @@ def test_beams_of_different_settings_share_their_passes() -> None:
         assert [[r.ids for r in found[i]] for i in range(9)] == alone
 
 
-def test_engine_lanes_are_by_kind() -> None:
+def test_samples_and_beams_are_rows_of_one_lane() -> None:
     engine = Engine(model("gqa_rope"))
     for settings in (GREEDY, SEEDED, SAMPLES, BEAMS, SHORT, BEAMS):
         engine.submit(request("gqa_rope", [1, 2], settings))
     for _ in range(5):
         engine.step()
-    assert {type(lane) for lane in engine.lanes.values()} >= {PlainLane}
-    assert set(engine.lanes) <= {None, Shape(3, 1, 9), Shape(2, 1, 6)}
+        assert [type(lane) for lane in engine.lanes.values()] == [PlainLane]

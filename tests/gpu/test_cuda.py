@@ -7,7 +7,7 @@ import torch
 import regard
 from regard.attention.core import BACKENDS, attend
 from regard.attention.sparse import dots_exact, fp8_dots, packed_fp8, to_fp8
-from regard.mask import Causal, Span, Visible
+from regard.mask import Causal, Documents, Span, Visible
 from regard.models import Tokens, TransformerConfig
 
 pytestmark = pytest.mark.skipif(
@@ -105,3 +105,26 @@ def test_float8_index_chooses_nearly_the_same_keys() -> None:
         [torch.isin(a, b).float().mean() for a, b in zip(exact[0], rough[0], strict=True)]
     )
     assert shared.mean() > 0.9
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_by_document_equals_the_mask(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doc = torch.sort(torch.randint(0, 5, (2, 300), device="cuda"), 1)[0]
+    doc[:, 280:] = -1
+    rule = Causal() & Documents(doc) if causal else Documents(doc)
+    span = Span.run(0, 300, "cuda")
+    qkv = [torch.randn(2, 300, n, 64, device="cuda", dtype=torch.bfloat16) for n in (6, 2, 2)]
+    found = []
+    for backend in ("sdpa", "reference"):
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        out = attend(*leaves, Visible(rule, span, span), backend=backend)
+        out.float().square().sum().backward()
+        found.append([out, *(x.grad for x in leaves)])
+    # Both round to bf16; a key of another document would change outputs by as much as they are.
+    for ours, plain in zip(*found):
+        gap = (ours - plain).float().norm() / plain.float().norm()
+        assert gap < 1e-2, f"{gap:.1e}"
+    monkeypatch.setattr(Visible, "tensor", None)  # no mask of t x s is made
+    attend(*qkv, Visible(rule, span, span))

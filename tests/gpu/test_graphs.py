@@ -17,6 +17,7 @@ from regard.decode.engine import Engine
 from regard.decode.graphs import Runner, SlotLane
 from regard.decode.settings import Request, Settings
 from regard.kernels.triton import attention as gpu_attention
+from regard.kernels.triton import dense as gpu_dense
 from regard.kernels.triton import experts as gpu_experts
 from regard.kernels.triton import latent as gpu_latent
 from regard.kernels.triton import linear as gpu_linear
@@ -236,6 +237,46 @@ def test_wide_kernels_on_cuda(m: int) -> None:
     close(got[0], want[0]), close(got[1], want[1])
     close(gpu_wide.gated(x, w, None, "silu"), gpu_wide.gated(x, w, None, "silu", fast=False))
     close(gpu_wide.gate(x, "silu"), gpu_wide.gate(x.float(), "silu", fast=False))
+
+
+@pytest.mark.parametrize("m, k, n", [(33, 768, 1000), (64, 2048, 3072), (16, 8192, 512)])
+def test_products_by_the_copy_engine(m: int, k: int, n: int) -> None:
+    x, w = torch.randn(m, k).cuda().bfloat16(), (torch.randn(2 * n, k) / k**0.5).cuda().bfloat16()
+    if not gpu_dense.hopper(x):
+        pytest.skip("needs a Hopper GPU and the Gluon that was measured")
+    want = x.float() @ w.float().T
+    for count in (c for c in (1, 2, 4) if k % (c * 128) == 0):
+        close(gpu_dense.parts(x, w, count).sum(0), want)
+    got = gpu_dense.parts(x, w, gated=True)[0]
+    close(got, gpu_wide.gate(want, "silu", fast=False))
+    assert torch.equal(got, gpu_dense.parts(x, w, gated=True)[0])
+
+
+@pytest.mark.parametrize("heads, groups, parts", [(32, 8, 4), (8, 8, 1), (48, 4, 2)])
+def test_attention_by_the_copy_engine(
+    heads: int, groups: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of no key, of a tile and one more; what lies behind their ends is no number."""
+    lengths, page, places = [0, 1, 15, 63, 64, 65, 192, 300], 16, 20
+    b, pos = len(lengths), torch.tensor(lengths).cuda()
+    table = torch.randperm(b * places).view(b, places).int().cuda()
+    k, v = torch.randn(2, b * places, page, groups, 64).cuda().bfloat16()
+    at = torch.arange(places * page).cuda()
+    for i in range(b):
+        late = at[pos[i] :]
+        for x in (k, v):
+            x[table[i, late // page].long(), late % page] = torch.nan
+    qkv = torch.randn(parts, b, (heads + 2 * groups) * 64).cuda()
+    angles = torch.rand(2, places * page, 32).cuda().unbind()
+    if not gpu_dense.suits(heads, k, angles):
+        pytest.skip("needs a Hopper GPU and the Gluon that was measured")
+    form = {"heads": heads, "scale": 0.125, "angles": angles, "table": table, "splits": 1}
+    old = (k.clone(), v.clone())
+    got = gpu_attention.decode(qkv, k, v, pos, **form)
+    monkeypatch.setattr(gpu_dense, "KNOWN", False)
+    close(got, gpu_attention.decode(qkv, *old, pos, **form))
+    for x, y in zip((k, v), old, strict=True):
+        assert torch.equal(x.view(torch.int16), y.view(torch.int16))
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import regard
+from regard.decode import graphs
 from regard.decode.engine import Engine
 from regard.decode.graphs import Runner
 from regard.decode.search import ROOM
@@ -189,6 +190,29 @@ def test_graphs_give_the_engine_tokens(name: str) -> None:
     same(answer(model, asked, 7, chunk=24, page=8), want)
     # Rows are put back.
     same(answer(model, asked, 4, pages=17 if name in PAIRS else 12, page=8, prefix=False), want)
+
+
+def test_rounds_reach_as_far_as_every_row_that_runs_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row that is through goes on until the host has read it: kernels read as far as its position."""
+    monkeypatch.setattr(graphs, "SHORTEST", 8)
+    asked = [
+        replace(r, ids=r.ids[:1] * n, settings=replace(r.settings, max_new_tokens=new))
+        for r, (n, new) in zip(requests(), [(3, 24), (60, 2), (30, 5), (62, 1)], strict=False)
+    ]
+    engine = Engine(build("gqa"), runner="graph", rows=4)
+    runner, ends = engine.slots.runner, list[tuple[int, int]]()  # type: ignore[union-attr]
+    run = runner.run
+
+    def watched(steps: int, width: int, bound: int, *more: Any) -> Any:
+        found = run(steps, width, bound, *more)
+        ends.append((int(runner.state.pos[:width].max()), bound))
+        return found
+
+    monkeypatch.setattr(runner, "run", watched)
+    served(engine, asked)
+    assert ends and all(end <= bound for end, bound in ends), ends
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from regard.kernels.triton import dense
 from regard.kernels.triton.linear import Rms, _ahead, jit, launch, ready, triton
 
 if triton is not None:
@@ -414,6 +415,10 @@ def decode(
     tile, warps, stages = tiles.get(width, (64, 4, 3))
     n = splits or splits_for(b * g, bound or row * max(page, 1), tile)
     out, part, stat = rooms(v, b, heads, n, d)
+    plain = all(x is None for x in (norms, window, softcap, sinks, bias)) and new and not paired
+    if plain and n == 1 and table is not None and dense.suits(heads, k, angles):
+        dense.attend(qkv, k, v, pos, table, out, scale, angles or (qkv, qkv))
+        return out
     (cos, sin), (pdl, extra) = (qkv, qkv) if angles is None else angles, launch(qkv)
     _split[(b, g, n)](
         qkv,

@@ -26,6 +26,7 @@ try:
 except ImportError:  # the plain forms need none
     triton = None
 
+SMS = 132  # an H200's multiprocessors
 MOST = 4  # rows of x above which torch's matrix product takes over
 LONGEST = 16384  # largest K: its loop is unrolled
 SWITCH = {

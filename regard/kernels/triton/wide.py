@@ -10,13 +10,16 @@ Plain forms beside each; `fast=False`, or no GPU, takes those.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.kernels.triton import dense
 from regard.kernels.triton.linear import (
     ACTIVATIONS,
+    SMS,
     SWITCH,
     Rms,
     _activate,
@@ -32,7 +35,6 @@ from regard.kernels.triton.measured import Form, fastest
 if triton is not None:
     import triton.language as tl
 
-SMS = 132  # an H200's multiprocessors
 HIGHEST = 64  # rows above which torch's matrix product takes over
 
 
@@ -283,15 +285,21 @@ def parts(
 def chosen(
     x: Tensor, w: Tensor, plain: Form, may: bool, split: bool = False, act: str | None = None
 ) -> Tensor:
-    """x by w as `plain` has it, or where it `may` be by `parts`: whichever is faster here. `act` is that of a gate."""
+    """x by w as `plain` has it, or where it `may` be by `parts`, of Hopper its own: whichever is faster here. `act` is
+    that of a gate."""
     fits = len(x) <= HIGHEST and w.shape[1] % 16 == 0 and x.dtype == w.dtype and SWITCH["wide"]
     if not (may and fits and ready(x) and x.is_contiguous() and w.is_contiguous()):
         return plain(w)
-    ours = partial(parts, x, split=split, act=act or "", gated=act is not None)
-    key = f"parts {tuple(x.shape)} {len(w)} {split} {act} {x.dtype}"
-    if fastest(key, w, {"ours": ours, "torch": plain}) == "torch":
-        return plain(w)
-    return ours(w) if split else ours(w)[0]
+    more: Any = {"act": act or "", "gated": act is not None}
+    forms: dict[str, Form] = {"ours": partial(parts, x, split=split, **more), "torch": plain}
+    fits = act in (None, "silu") and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
+    if fits and dense.hopper(x):
+        count = blocks_for(w.shape[1], len(w) // (1 + more["gated"]), split, more["gated"])[2]
+        forms = {"hopper": partial(dense.parts, x, count=count, gated=more["gated"]), **forms}
+    key = f"rows {tuple(x.shape)} {len(w)} {split} {act} {x.dtype}"
+    name = fastest(key, w, forms)
+    y = forms[name](w)
+    return y if split or name == "torch" else y[0]
 
 
 def product(
