@@ -33,15 +33,18 @@ PICTURES: dict[str, Callable[[], str]] = {}
 
 
 def draw(name: str) -> str:
-    """The picture with colours for a light and a dark page of its own, as it stands alone."""
+    # A template gives Markup, which would escape what is put into it.
+    return alone(str(PICTURES[name]()))
+
+
+def alone(svg: str) -> str:
+    """A picture with its size, and colours for a light and a dark page of its own, as a file."""
     light, dark = (
         f"svg {{ color: {ink}; }} {style(scheme)}"
         for scheme, ink in (("light", "#1c1c1c"), ("dark", "#e6e6e6"))
     )
     sheet = f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
-    # A template gives Markup, which would escape what is put into it.
-    text = str(PICTURES[name]())
-    size = re.sub(r'viewBox="0 0 (\d+) (\d+)"', r'width="\1" height="\2" \g<0>', text, count=1)
+    size = re.sub(r'viewBox="0 0 (\d+) (\d+)"', r'width="\1" height="\2" \g<0>', svg, count=1)
     return size.replace("</title>", f"</title>{sheet}", 1) + "\n"
 
 

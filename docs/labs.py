@@ -2,6 +2,7 @@
 
     python docs/labs.py            write the pages
     python docs/labs.py --check    fail where a page on disk differs from what would be written
+    python docs/labs.py --join RESULTS ...    add further seeds and figures, from results.json of other runs of a lab
 
 docs/experiments/NAME.json is the results.json of a run of the lab; docs/source/experiments/NAME.md is prose. Tables and
 pictures are made of the results, as the lab's own page makes them."""
@@ -13,7 +14,9 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent)]
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
+
+from drawing import alone  # noqa: E402
 
 from regard.labs.page import blocks  # noqa: E402
 from regard.labs.run import NAMES, read  # noqa: E402
@@ -30,7 +33,7 @@ def page(name: str) -> dict[str, str]:
         if block.kind == "figures":
             for figure in block.figures:
                 picture = f"pictures/{name}-{len(files) + 1}.svg"
-                files[picture] = figure.svg + "\n"
+                files[picture] = alone(str(figure.svg))
                 parts.append(f"![{figure.title}]({picture})\n")
         elif not block.folded:
             parts.append(markdown(block))
@@ -63,6 +66,24 @@ def index(names: list[str]) -> str:
     return "\n".join([*head, "| lab | what is compared | time |", "|---|---|---|", *rows, ""])
 
 
+def join(path: Path) -> None:
+    """Add what another run of a lab found to docs/experiments; a seed of a variant counts once."""
+    new = json.loads(path.read_text(encoding="utf-8"))
+    home = HOME / f"{new['name']}.json"
+    old = json.loads(home.read_text(encoding="utf-8"))
+    for variant, cases in new["runs"].items():
+        there = old["runs"].setdefault(variant, {})
+        if twice := there.keys() & cases.keys():
+            sys.exit(f"{home.name} has seed {', '.join(sorted(twice))} of {variant} already")
+        there.update(cases)
+    for name, rows in new["figures"].items():
+        for row, cells in rows.items():
+            for x, values in cells.items():
+                kept = old["figures"].setdefault(name, {}).setdefault(row, {})
+                kept.setdefault(x, []).extend(values)
+    home.write_text(json.dumps(old, indent=1) + "\n", encoding="utf-8", newline="\n")
+
+
 def build() -> dict[str, str]:
     names = [name for name in NAMES if (HOME / f"{name}.json").is_file()]
     files = {"README.md": index(names)}
@@ -72,6 +93,9 @@ def build() -> dict[str, str]:
 
 
 def main() -> int:
+    if "--join" in sys.argv:
+        for path in sys.argv[sys.argv.index("--join") + 1 :]:
+            join(Path(path))
     files = build()
     wrong = [
         n

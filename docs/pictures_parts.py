@@ -13,9 +13,14 @@ from regard.layers import ACTIVATIONS, Norm
 from regard.learn.explain import real
 from regard.learn.mechanisms import batch_norm as norm_topic
 from regard.learn.mechanisms import bleu as bleu_topic
+from regard.learn.mechanisms import delta_rule as delta_topic
 from regard.learn.mechanisms import lora as lora_topic
+from regard.learn.mechanisms import mixture_of_experts as experts_topic
+from regard.learn.mechanisms import paged_cache as pages_topic
 from regard.learn.mechanisms import resume as resume_topic
 from regard.learn.mechanisms import rnn_path as path_topic
+from regard.learn.mechanisms import speculation as guess_topic
+from regard.learn.mechanisms import tokenizers as tokens_topic
 from regard.models.embedding import Patches
 from regard.position import Rope, T5Bias, alibi_slopes, rotate, sinusoid, t5_bucket
 from regard.report import page
@@ -104,6 +109,35 @@ def feed_forward() -> str:
 
 
 @picture
+def mixture_of_experts() -> str:
+    x = (0.3, 2.1, -0.4, 1.2, 0.0, -1.5, 0.9, 0.5)
+    rows = experts_topic.tables({"x": x})[0].rows
+    return page.bars(
+        [(f"expert {row[0]}", float(row[3] or 0)) for row in rows], "Weights of one token", "weight"
+    )
+
+
+@picture
+def delta_rule() -> str:
+    given = {"k": "1 0; 0.6 0.8; 1 0; 0 1; 1 0", "v": "1; 0.5; -1; 0.5; 1"}
+    rows = delta_topic.tables(given)[0].rows
+    n = [float(row[0] or 0) for row in rows]
+    curves = [
+        series(name, n, [float(row[i] or 0) for row in rows], dots=True)
+        for i, name in ((1, "delta rule"), (2, "linear attention"))
+    ]
+    title = "What the first key recalls; tokens 1, 3 and 5 have it, with values 1, -1, 1"
+    return page.lines(curves, title, "token", "recalled")
+
+
+@picture
+def paged_cache() -> str:
+    apart, pages, empty = (float(x or 0) for x in pages_topic.tables({})[1].rows[0])
+    rows = [("contiguous, 2,048 a row", apart), ("in pages of 16", pages), ("of them empty", empty)]
+    return page.bars(rows, "Slots for texts of 40, 100 and 70 tokens, 32 of them shared", "slots")
+
+
+@picture
 def vit() -> str:
     rows = [(f"patch {p}", Patches(224, p).count + 1) for p in (32, 16, 14, 8)]
     return page.bars(rows, "Tokens of an image of 224 x 224, class token included", "tokens")
@@ -156,6 +190,24 @@ def decoding() -> str:
     return page.lines(
         curves, "The same logits at three temperatures", "rank of the token", "probability"
     )
+
+
+@picture
+def speculation() -> str:
+    x = tuple(steps(0, 1, 41))
+    curves = []
+    for k in (2, 4, 8):
+        rows = guess_topic.tables({"x": x, "guesses": (k,)})[0].rows
+        curves.append(series(f"{k} guesses", x, [float(row[1] or 0) for row in rows]))
+    title = "Tokens that one pass writes"
+    return page.lines(curves, title, "share of guesses that are right", "tokens a pass")
+
+
+@picture
+def tokenizers() -> str:
+    rows = tokens_topic.tables({})[0].rows
+    title = "Tokens of a text of 51 characters, each kind trained on it"
+    return page.bars([(str(row[0]), float(row[2] or 0)) for row in rows], title, "tokens")
 
 
 @picture

@@ -5,30 +5,25 @@ What a setting or a flag means is the comment beside it or above it in its datac
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import inspect
-import io
 import textwrap
-import tokenize
-import types
 import typing
-from typing import Annotated, Any
+from typing import Any
 
 import regard
 from regard.cli.main import COMMANDS, command_of
-from regard.config import Range, to_dict
+from regard.cli.settings import default, kind, meaning, rows, sizes_of
 from regard.data.train_tokenizer import Recipe
 from regard.decode.settings import Settings
 from regard.learn.explain import CHAPTERS, find
 from regard.presets import PRESETS
-from regard.train.config import Config, _written
+from regard.train.config import Config
 
 HOMES = {
     "Models: build, load, save": ("regard.checkpoint", "regard.presets", "regard.models", "regard.fast.cpu"),
     "Write text": ("regard.decode.generate", "regard.decode.settings", "regard.decode.engine"),
-    "Train and measure": ("regard.train.run", "regard.train.trainer", "regard.evaluate.model"),
+    "Train and measure": ("regard.train.run", "regard.train.finetune", "regard.train.trainer", "regard.evaluate.model"),
     "Look inside": ("regard.see.probe", "regard.labs.run"),
     "Attention": ("regard.attention", "regard.block", "regard.moe", "regard.layers"),
     "Masks": ("regard.mask",),
@@ -40,97 +35,11 @@ HOMES = {
 CALLED = {"Train and measure": ("train", "evaluate"), "Models: build, load, save": ("presets",)}
 
 
-# --- comments as meanings -------------------------------------------------------------------------------------------
+# --- types as links to their tables ---------------------------------------------------------------------------------
 
 
-@functools.cache
-def meanings(cls: type) -> dict[str, str]:
-    """Of each field that the class itself declares: the comment beside it, or the lines of comment above it."""
-    try:
-        text = textwrap.dedent(inspect.getsource(cls))
-    except (OSError, TypeError):
-        return {}
-    words, code = {}, set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            words[token.start[0]] = token.string.lstrip("# ").removesuffix("  # fmt: skip")
-        elif token.string.strip():
-            code |= {*range(token.start[0], token.end[0] + 1)}
-    found = {}
-    for node in ast.parse(text).body[0].body:
-        if not isinstance(getattr(node, "target", None), ast.Name):
-            continue
-        lines = range(node.lineno, node.end_lineno + 1)
-        said = [words[n] for n in lines if n in words and words[n] != "fmt: skip"]
-        above = node.lineno - 1
-        while not said and above in words and above not in code:
-            above -= 1
-        said = said or [words[n] for n in range(above + 1, node.lineno)]
-        found[node.target.id] = " ".join(said)
-    return found
-
-
-def meaning(cls: type, field: dataclasses.Field, hint: Any) -> str:
-    for told in getattr(hint, "__metadata__", ()):
-        if text := getattr(told, "help", None):
-            return text
-    return next((said for c in cls.__mro__ if (said := meanings(c).get(field.name))), "")
-
-
-# --- types and defaults as people say them --------------------------------------------------------------------------
-
-PLAIN = {
-    int: "whole number",
-    float: "number",
-    bool: "true or false",
-    str: "text",
-    type(None): "none",
-    Any: "anything",
-}
-
-
-def kind(hint: Any) -> str:
-    """A type in words; a dataclass as a link to its table."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        limits = next((x for x in hint.__metadata__ if isinstance(x, Range)), None)
-        said = kind(args[0])
-        return f"{said}, {limits}" if limits and limits.low > float("-inf") else said
-    if origin in (typing.Union, types.UnionType):
-        words = [kind(each) for each in args]
-        return " or ".join(dict.fromkeys(words))
-    if origin is typing.Literal:
-        return ", ".join(map(str, args))
-    if origin is tuple:
-        return f"list: {kind(args[0])}"
-    if origin is dict:
-        return "table"
-    if dataclasses.is_dataclass(hint):
-        return f"[{hint.__name__}](#{hint.__name__.lower()})"
-    return PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def default(field: dataclasses.Field) -> str:
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    if value is dataclasses.MISSING:
-        return "needed"
-    if value is None:
-        return "none"
-    if dataclasses.is_dataclass(value) or value == {}:
-        return "its defaults"
-    return f"`{_written(to_dict(value))}`" if value != () else "none"
-
-
-def rows(cls: Any) -> list[tuple[str, str, str, str]]:
-    """Name, type, default and meaning of each setting; `kind`, the name of the class itself, is left out."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return [
-        (f.name, kind(hints[f.name]), default(f), meaning(cls, f, hints[f.name]))
-        for f in dataclasses.fields(cls)
-        if f.name != "kind" or cls is Recipe
-    ]
+def linked(cls: type) -> str:
+    return f"[{cls.__name__}](#{cls.__name__.lower()})"
 
 
 def within(*roots: Any) -> list[type]:
@@ -188,7 +97,7 @@ def settings_page() -> str:
         title = cls.__name__ if name is None else f"{cls.__name__}: {name}"
         parts += [f'<a id="{cls.__name__.lower()}"></a>', f"## {title}", prose(cls.__doc__)]
         parts.append(
-            table("key|type|default|meaning", [(f"`{n}`", *rest) for n, *rest in rows(cls)])
+            table("key|type|default|meaning", [(f"`{n}`", *rest) for n, *rest in rows(cls, linked)])
         )
     return "\n\n".join(parts) + "\n"
 
@@ -206,7 +115,7 @@ def model_page() -> str:
         word = next((f.default for f in dataclasses.fields(cls) if f.name == "kind"), None)
         parts += [f"## {cls.__name__}", prose(cls.__doc__), f'`kind = "{word}"`' if word else ""]
         parts.append(
-            table("key|type|default|meaning", [(f"`{n}`", *rest) for n, *rest in rows(cls)])
+            table("key|type|default|meaning", [(f"`{n}`", *rest) for n, *rest in rows(cls, linked)])
         )
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -215,7 +124,7 @@ def decoding_page() -> str:
     return "\n\n".join([
         "# Settings of decoding",
         "What `regard.generate`, `stream`, `translate` and a `regard.Request` take beside model and prompts.",
-        table("key|type|default|meaning", [(f"`{n}`", *rest) for n, *rest in rows(Settings)]),
+        table("key|type|default|meaning", [(f"`{n}`", *rest) for n, *rest in rows(Settings, linked)]),
     ]) + "\n"  # fmt: skip
 
 
@@ -275,20 +184,6 @@ def presets_page() -> str:
         " [their parts](model.md) can be changed; widths follow `dim`, and are as here where nothing is said.",
         table("preset|family|layers|dim|heads|vocab", lines),
     ]) + "\n"  # fmt: skip
-
-
-def sizes_of(config: Any) -> tuple[str, ...]:
-    data = to_dict(config)
-
-    def first(name: str, at: Any) -> Any:
-        if isinstance(at, dict):
-            if at.get(name) is not None and not isinstance(at[name], dict):
-                return at[name]
-            at = list(at.values())
-        found = (first(name, each) for each in at) if isinstance(at, list) else ()
-        return next((x for x in found if x is not None), None)
-
-    return tuple(str(first(name, data) or "") for name in ("layers", "dim", "heads", "vocab"))
 
 
 def glossary_page(pages: dict[str, str]) -> str:

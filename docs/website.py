@@ -39,7 +39,7 @@ from regard.see.page import WEB, style  # noqa: E402
 # Section -> pages: where each is written from, seen from the root of the checkout. A folder is all its pages.
 SECTIONS = {
     "Start": ["docs/tutorial.md", "docs/guide.md"],
-    "How to": ["docs/guides"],
+    "How to": ["docs/guides", "docs/scale.md"],
     "Reference": [
         "docs/reference/api.md", "docs/reference/settings.md", "docs/reference/model.md", "docs/reference/decoding.md",
         "docs/reference/commands.md", "docs/reference/presets.md", "docs/reference/words.md",

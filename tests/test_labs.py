@@ -110,7 +110,7 @@ def test_block_without_residual_replaces_the_stream() -> None:
 
 
 def test_figures_of_seeds_are_written_with_their_spread() -> None:
-    assert cell([1.0, 2.0, 3.0]) == "2 ± 1" and cell([0.12345]) == "0.1235"
+    assert cell([1.0, 2.0, 3.0]) == "2\u00a0±\u00a01" and cell([0.12345]) == "0.1235"
     assert cell([4096.0, 4096.0]) == "4,096" and cell([]) == "-"
 
 

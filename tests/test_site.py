@@ -116,7 +116,7 @@ def tables() -> dict[str, list[tuple[str, ...]]]:
     models = ("TransformerConfig", "EncoderDecoderConfig", "RecurrentConfig", "Seq2SeqConfig")
     roots = [reference.Config, *(getattr(regard, name) for name in models)]
     classes = [*reference.within(*roots), reference.Recipe, reference.Settings]
-    return {cls.__name__: reference.rows(cls) for cls in classes}
+    return {cls.__name__: reference.rows(cls, reference.linked) for cls in classes}
 
 
 def test_every_setting_has_a_type_a_default_and_a_meaning() -> None:

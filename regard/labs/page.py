@@ -27,7 +27,8 @@ def blocks(results: dict[str, Any]) -> list[Block]:
     for variant, cases in results["runs"].items():
         first, took = next(iter(cases.values())), mean(case["seconds"] for case in cases.values())
         steps = " + ".join(map(str, first["steps"]))
-        facts = (short(first["parameters"]), ", ".join(cases), steps, span(took), first["machine"])
+        machines = "; ".join(dict.fromkeys(case["machine"] for case in cases.values()))
+        facts = (short(first["parameters"]), ", ".join(cases), steps, span(took), machines)
         runs.append((variant, *facts))
     head = ("variant", "parameters", "seeds", "steps", "training, each", "on")
     whole = "\n\n".join(f"# {v}\n" + "\n".join(map(toml, c)) for v, c in results["config"].items())
@@ -62,4 +63,4 @@ def cell(values: list[float]) -> str:
     """1.234 ± 0.012; the value alone where seeds agree, or are one."""
     middle = mean(values) if values else None
     apart = max((abs(x - middle) for x in values), default=0.0) if middle is not None else 0.0
-    return f"{number(middle, 4)} ± {number(apart, 2)}" if apart else number(middle, 4)
+    return f"{number(middle, 4)}\u00a0±\u00a0{number(apart, 2)}" if apart else number(middle, 4)
