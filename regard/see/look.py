@@ -98,7 +98,7 @@ class Picture:
 @dataclass(frozen=True)
 class View:
     """`step`: tokens down and across that a pooled cell stands for. `picture`: what the columns are
-    patches of."""
+    patches of. `numbers`: which rows of the whole these are, where they were chosen."""
 
     name: str
     rows: list[str]
@@ -106,6 +106,7 @@ class View:
     layers: list[Layer]
     step: tuple[int, int] = (1, 1)
     picture: Picture | None = None
+    numbers: Sequence[int] = ()
 
     @property
     def title(self) -> str:
@@ -312,10 +313,7 @@ def trace(
     not all can be."""
 
     def run(probe: P) -> P:
-        more = {} if given.source_ids is None else {"source": given.source_ids}
-        # Without logits: no map needs them, and they are large.
-        model.hidden(given.ids, probe=probe, **more)
-        return probe
+        return watched(model, given, probe)
 
     pools, full, extra = run(Pools(SIDE)), None, 1
     sizes = pools.sizes
@@ -331,26 +329,74 @@ def trace(
 
     views: dict[str, View] = {}
     for site, (_, *size) in sizes.items():
-        tower, number, kind = ("", *site.split("."))[-3:]
-        name = kind if kind == "cross" or not tower else tower
-        sides = {"encoder": (given.source,) * 2, "cross": (given.written, given.source)}
-        # A recurrent model's memory may have more tokens than were named, or less.
-        rows, columns = (
-            [*names[:n], *map(str, range(len(names), n))]
-            for names, n in zip(sides.get(name, (given.fed,) * 2), size)
-        )
+        name, rows, columns = view_of(site), *_sides(given, view_of(site), size)
         down, across = pools.step(site)
         step = (1, 1) if full else (down * extra, across * extra)
         picture = None if name == "decoder" else given.picture
         view = views.setdefault(name, View(name, rows, columns, [], step, picture))
         *heads, mean = pools.pooled(site, extra)
-        one = Layer(int(number), site, heads, mean)
+        one = Layer(number_of(site) or 0, site, heads, mean)
         view.layers.append(full.filled(one) if full else one)
     for view in () if full else views.values():
         at, which, *_ = telling(view, layer, head)
         if len(view.rows) * len(view.columns) <= ONE:
             view.layers[at] = run(Steps([view.layers[at].site], [which])).filled(view.layers[at])
     return list(views.values())
+
+
+@torch.inference_mode()
+def exact(
+    model: Any,
+    given: Given,
+    *,
+    layers: Sequence[int | str] | None = None,
+    heads: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+    most: int = ONE,
+) -> list[View]:
+    """The views on one input with these layers, heads and rows alone (None: all), each of them in
+    full; more than `most` cells are refused before they are made."""
+    probe = watched(model, given, Steps(layers, heads, rows, most))
+    found: dict[str, View] = {}
+    for site, (_, *size) in probe.sizes.items():
+        name, (down, across) = view_of(site), _sides(given, view_of(site), size)
+        numbers = [i for i in range(size[0]) if rows is None or i in rows]
+        if numbers:
+            some = View(name, [down[i] for i in numbers], across, [], numbers=numbers)
+            layer = probe.filled(Layer(number_of(site) or 0, site, []))
+            found.setdefault(name, some).layers.append(layer)
+    if not found:
+        sites = ", ".join(probe.sites) or "no attention"
+        raise UsageError(
+            f"there are no rows {rows} in layers {layers or 'of any number'}; rows count from 0, "
+            f"and this model has {sites}"
+        )
+    return list(found.values())
+
+
+def watched(model: Any, given: Given, probe: P) -> P:
+    """The probe after one forward, without logits: no map needs them, and they are large."""
+    more = {} if given.source_ids is None else {"source": given.source_ids}
+    model.hidden(given.ids, probe=probe, **more)
+    return probe
+
+
+def view_of(site: str) -> str:
+    """The view that shows a place: 3.self -> self, decoder.3.cross -> cross, decoder.3.self ->
+    decoder."""
+    tower, _, kind = ("", *site.split("."))[-3:]
+    return kind if kind == "cross" or not tower else tower
+
+
+def _sides(given: Given, view: str, size: Sequence[int]) -> tuple[list[str], list[str]]:
+    """Names of the rows and of the columns. A recurrent model's memory may have more tokens than
+    were named, or less."""
+    sides = {"encoder": (given.source,) * 2, "cross": (given.written, given.source)}
+    rows, columns = (
+        [*names[:n], *map(str, range(len(names), n))]
+        for names, n in zip(sides.get(view, (given.fed,) * 2), size)
+    )
+    return rows, columns
 
 
 def telling(
@@ -439,6 +485,9 @@ class Watch(Probe):
         self.site = site
         return None if super().at(site) is None else WatchRecorder(self, site)
 
+    def check(self) -> None:
+        """Called as soon as a place's size is known."""
+
 
 class WatchRecorder(Recorder):
     probe: Watch
@@ -450,6 +499,8 @@ class WatchRecorder(Recorder):
         super().see(q, k, v, mask, terms)
         if terms.score is None and isinstance(self.probe, Steps):
             queries, keys = q[:1].float(), k[:1, :, terms.sinks :].float()
+            if (rows := self._rows(0, q.shape[2], q.shape[2])) is not None:
+                queries = queries[:, :, rows]
             if (heads := self.probe.heads) is not None:
                 share = q.shape[1] // k.shape[1]
                 queries, keys = queries[:, heads], keys[:, [i // share for i in heads]]
@@ -463,6 +514,7 @@ class WatchRecorder(Recorder):
 
     def learn(self, size: tuple[int, int, int], terms: Terms, sparse: bool = False) -> None:
         self.probe.sizes[self.site], bias = size, terms.bias
+        self.probe.check()
         self.probe.how[self.site] = {
             "scale": terms.scale,
             # A sink's logit stands in its first column.
@@ -514,10 +566,30 @@ def _largest(first: Tensor, cells: Tensor, down: int, across: int) -> Tensor:
 
 
 class Steps(Watch):
-    """A probe of whole heads that keeps q.k as well."""
+    """A probe of whole heads, or of these rows of them, that keeps q.k as well."""
 
-    def __init__(self, layers: Sequence[str] | None = None, heads: Sequence[int] | None = None):
-        super().__init__(layers, heads, what=("weight", "score", "norm"))
+    def __init__(
+        self,
+        layers: Sequence[str | int] | None = None,
+        heads: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+        most: int | None = None,
+    ):
+        super().__init__(layers, heads, rows, what=("weight", "score", "norm"))
+        self.most = most
+
+    def check(self) -> None:
+        cells = sum(
+            (h if self.heads is None else len(self.heads))
+            * (t if self.rows is None else len(self.rows))
+            * s
+            for h, t, s in self.sizes.values()
+        )
+        if self.most is not None and cells > self.most:
+            raise UsageError(
+                f"these maps have more than {self.most:,} weights; ask for fewer layers, heads "
+                "or rows at once"
+            )
 
     def filled(self, layer: Layer) -> Layer:
         """The layer with the heads that were watched in full."""

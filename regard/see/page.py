@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import struct
 import zlib
@@ -28,7 +29,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from regard.see.format import visible
-from regard.see.look import Full, Layer, Panel, Pooled, View, telling
+from regard.see.look import Full, Given, Layer, Panel, Pooled, View, exact, telling
 
 WEB = Path(__file__).parent / "web"
 # A module comes after those that it imports.
@@ -97,8 +98,7 @@ def document(
     `policy` adds, and nothing else."""
     assert env.loader is not None
     sheets = [env.loader.get_source(env, f"{sheet}.css")[0] for sheet in ("colours", "base", name)]
-    dark = f"@media (prefers-color-scheme: dark) {{ {style('dark', ':root')} }}"
-    sheet = "\n".join([style("light", ":root"), dark, *sheets])
+    sheet = "\n".join([both(), *sheets])
     allowed = [f"style-src '{_hash(sheet)}'", "img-src data:", "base-uri 'none'"]
     allowed += [f"script-src '{_hash(script)}'"] if script else []
     policy = "; ".join(
@@ -115,6 +115,12 @@ def style(scheme: str, where: str = "svg") -> str:
     return f"{where} {{ {colours} }} .{scheme} {{ display: inline; }} .{other} {{ display: none; }}"
 
 
+def both() -> str:
+    """The same for a page that follows the reader's own scheme."""
+    dark = style("dark", ":root")
+    return f"{style('light', ':root')}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+
+
 def page(title: str, panels: Sequence[Panel]) -> str:
     """The whole page, as HTML."""
     data = json.dumps({"models": [_panel(panel) for panel in panels]}, allow_nan=False)
@@ -126,8 +132,12 @@ def joined() -> str:
     """The colours and all modules as one script: imports left out, exports as plain names."""
     files = [(WEB / f"{name}.js").read_text(encoding="utf-8") for name in MODULES]
     whole = re.sub(r"^import .*;\n", "", "\n".join(files), flags=re.MULTILINE)
-    script = re.sub(r"^export ", "", whole, flags=re.MULTILINE)
-    return f"const RAMPS = {json.dumps(RAMPS)}, SERIES = {json.dumps(SERIES)};\n{script}"
+    return colours() + re.sub(r"^export ", "", whole, flags=re.MULTILINE)
+
+
+def colours() -> str:
+    """The colours as a script, which stands before the modules."""
+    return f"const RAMPS = {json.dumps(RAMPS)}, SERIES = {json.dumps(SERIES)};\n"
 
 
 def _hash(text: str) -> str:
@@ -165,6 +175,34 @@ def _view(view: View, panel: Panel) -> dict[str, Any]:
     return data
 
 
+def maps(
+    model: Any, given: Given, prompt: int | None = None, **chosen: Any
+) -> list[dict[str, Any]]:
+    """Maps of a text that was read and written, exactly, as the data of a page; `chosen` as `exact`
+    takes it. Token k of an answer was written by row `answer_row` + k; `prompt`: how many tokens of
+    a decoder's text stand before its answer."""
+    starts = {"self": prompt and prompt - 1, "decoder": 0, "cross": 0}
+    heads = chosen.get("heads")
+    return [
+        {
+            "name": view.name,
+            "title": view.title,
+            "rows": [visible(name) for name in view.rows],
+            "columns": [visible(name) for name in view.columns],
+            "row_numbers": list(view.numbers),
+            "answer_row": starts.get(view.name),
+            "step": [1, 1],
+            "textRows": view.name == "cross",
+            "layers": [
+                _layer(layer, math.inf)
+                | {"head_numbers": sorted({*(heads or range(len(layer.heads)))})}
+                for layer in view.layers
+            ],
+        }
+        for view in exact(model, given, **chosen)
+    ]
+
+
 def _note(view: View) -> str:
     """What a reader must know of this view: what its rows are, and what is not there in full."""
     notes, (down, across) = [], view.step
@@ -191,19 +229,19 @@ def _note(view: View) -> str:
     return " ".join([*notes, "For another: regard look ... --layer N --head N."])
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
-    names = ("number", "scale", "biased", "capped", "sinks", "summed", "sparse")
+def _layer(layer: Layer, large: float = LARGE) -> dict[str, Any]:
+    names = ("number", "site", "scale", "biased", "capped", "sinks", "summed", "sparse")
     data = {name: getattr(layer, name) for name in names}
-    data["heads"] = [_full(h) if isinstance(h, Full) else _pooled(h) for h in layer.heads]
+    data["heads"] = [_full(h, large) if isinstance(h, Full) else _pooled(h) for h in layer.heads]
     if layer.mean is not None and any(isinstance(head, Pooled) for head in layer.heads):
         data["mean"] = _pooled(layer.mean)
     return data
 
 
-def _full(head: Full) -> dict[str, str]:
-    """Of a large head a third: its weights are exp(score - total), with one total per row."""
+def _full(head: Full, large: float) -> dict[str, str]:
+    """Of a head with more than `large` cells a third: its weights are exp(score - total), with one total per row."""
     arrays = {"weight": head.weight, "score": head.score, "norm": head.norm, "raw": head.raw}
-    if head.weight.size > LARGE:
+    if head.weight.size > large:
         at = head.weight.argmax(-1)[:, None]
         score, weight = (np.take_along_axis(x, at, -1)[:, 0] for x in (head.score, head.weight))
         total = np.where(weight > 0, score - np.log(np.where(weight > 0, weight, 1.0)), np.inf)

@@ -76,7 +76,7 @@ class Probe:
             if kind not in KINDS:
                 raise UsageError(f"probe: there is no map {kind!r}; {nearest(kind, KINDS)}")
         # Every place that asked, in order.
-        self._sites: dict[str, None] = {}
+        self.sites: dict[str, None] = {}
         self._maps: dict[str, Maps] = {kind: {} for kind in self.what}
         # Runs of queries of a sparse call.
         self._waiting: dict[str, list[tuple[Kinds, Tensor]]] = {}
@@ -87,7 +87,7 @@ class Probe:
             raise UsageError(
                 "a probe would change the bits of compiled code; leave compile out to look inside"
             )
-        self._sites[site] = None
+        self.sites[site] = None
         wanted = self.layers is None or not self.layers.isdisjoint((site, number_of(site)))
         again = torch._C._current_graph_task_id() != -1  # a checkpointed block, computed once more
         return Recorder(self, site) if wanted and not again else None
@@ -110,11 +110,11 @@ class Probe:
             raise UsageError(
                 f"probe: {kind!r} was not asked for; make it Probe(what={(*self.what, kind)!r})"
             )
-        known = {*self._sites, *map(number_of, self._sites)}
+        known = {*self.sites, *map(number_of, self.sites)}
         lost = [] if self.layers is None or not known else sorted(self.layers - known, key=str)
         if lost:
             raise UsageError(
-                f"probe: there is no layer {lost[0]!r}; this model has {', '.join(self._sites)}"
+                f"probe: there is no layer {lost[0]!r}; this model has {', '.join(self.sites)}"
             )
         return self._maps[kind]
 

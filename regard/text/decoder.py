@@ -129,7 +129,7 @@ class Bytes(Stage):
         self.text = codecs.getincrementaldecoder("utf-8")(self.errors)
 
     def push(self, pieces: list[str]) -> list[str]:
-        return [self.text.decode(b"".join(map(_bytes, pieces)))]
+        return [self.text.decode(b"".join(map(piece_bytes, pieces)))]
 
     def finish(self) -> list[str]:
         return [self.text.decode(b"", final=True)]
@@ -141,7 +141,8 @@ _OTHERS = [b for b in range(256) if b not in _VISIBLE]
 _BYTES = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 
-def _bytes(piece: str) -> bytes:
+def piece_bytes(piece: str) -> bytes:
+    """The bytes of a byte-level piece."""
     try:
         return bytes([_BYTES[c] for c in piece])
     except KeyError:

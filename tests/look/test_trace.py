@@ -13,8 +13,8 @@ import torch
 import regard
 from regard.errors import UsageError
 from regard.see import look as module
-from regard.see.look import Full, Given, Panel, Picture, Pooled, View, telling, trace
-from regard.see.page import MODULES, WEB, joined, page
+from regard.see.look import Full, Given, Panel, Picture, Pooled, View, exact, telling, trace
+from regard.see.page import MODULES, WEB, joined, maps, page
 from regard.see.probe import Probe
 from tests.laws.mechanisms import VOCAB, decoder
 
@@ -390,3 +390,47 @@ def test_states_have_no_map_and_attention_beside_them_has() -> None:
     assert [layer.number for layer in view.layers] == [1]
     with pytest.raises(UsageError, match="there is no layer 0"):
         trace(hybrid, given(7, VOCAB), layer=0)
+
+
+# --- chosen parts, exactly ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{}, {"rows": [3]}, {"layers": [1], "heads": [2]}, {"heads": [0, 2], "rows": [1, 4]}],
+    ids=str,
+)
+@pytest.mark.parametrize("preset", ["gpt2", "t5-small"])
+def test_chosen_parts_are_those_of_the_whole(preset: str, chosen: dict[str, list[int]]) -> None:
+    model = loud(regard.build(preset, vocab=50, **SMALL))
+    inputs = given(6) if preset == "gpt2" else pair(7, 6)
+    whole = {view.name: view for view in trace(model, inputs)}
+    for view in maps(model, inputs, 4, **chosen):
+        full = whole[view["name"]]
+        assert view["rows"] == [full.rows[i] for i in view["row_numbers"]]
+        assert view["answer_row"] == {"self": 3, "cross": 0, "decoder": 0}.get(view["name"])
+        layers = {layer.number: layer for layer in full.layers}
+        assert [x["number"] for x in view["layers"]] == chosen.get("layers", sorted(layers))
+        for layer in view["layers"]:
+            assert layer["head_numbers"] == chosen.get("heads", [0, 1, 2])
+            for number, head in zip(layer["head_numbers"], layer["heads"], strict=True):
+                want = layers[layer["number"]].heads[number]
+                for kind in ("weight", "score"):
+                    found = np.frombuffer(base64.b64decode(head[kind]), "<f4")
+                    part = getattr(want, kind)[view["row_numbers"]]
+                    np.testing.assert_allclose(found.reshape(part.shape), part, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "chosen,message",
+    [
+        ({"rows": [99]}, "no rows"),
+        ({"layers": [9]}, "no layer 9|no rows"),
+        ({"heads": [7]}, "no head 7"),
+        ({"most": 10}, "fewer layers"),
+    ],
+    ids=str,
+)
+def test_parts_that_are_not_there_are_named(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        exact(regard.build("gpt2", vocab=50, **SMALL), given(6), **chosen)

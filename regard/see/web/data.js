@@ -14,7 +14,7 @@ export function bytes(text) {
   return found;
 }
 
-function floats(text) {
+export function floats(text) {
   return new Float32Array(bytes(text).buffer);
 }
 

@@ -55,8 +55,8 @@ export function moved(event, { row, column }, { rows, columns }) {
 }
 
 export class HeadMap {
-  // `move(row, column)` is called when a cell is chosen, in cells of the grid.
-  constructor(move) {
+  // `move(row, column)` is called when a cell is chosen, in cells of the grid; `told`: what rows are, and how to move.
+  constructor(move, told = `A row reads, the columns are read. Click, or ${KEYS}: another cell.`) {
     this.move = move;
     this.window = { row: 0, column: 0 };
     this.canvas = make("canvas", {
@@ -70,7 +70,7 @@ export class HeadMap {
     this.canvas.onmousemove = (event) => this.tell(...this.cellAt(event));
     this.canvas.onmouseleave = () => this.tell(this.at.row, this.at.column);
     this.line = make("p", { className: "readout" });
-    const hint = make("p", { className: "shown" }, `A row reads, the columns are read. Click, or ${KEYS}: another cell.`);
+    const hint = make("p", { className: "shown" }, told);
     this.scale = new Scale();
     this.overview = new Overview((row, column) => this.choose(row, column));
     this.node = make("div", { className: "head" }, this.line, this.canvas, this.scale.node, hint, this.overview.node);

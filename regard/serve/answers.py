@@ -1,0 +1,533 @@
+"""/v1/completions, /v1/chat/completions and /v1/responses: from a body to the engine's requests, and from its words to
+OpenAI's. What is not streamed goes the way of a stream, in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import hashlib
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from itertools import chain, repeat
+from typing import Any
+
+import msgspec
+import torch
+
+from regard.decode.check import context_of
+from regard.decode.generate import settings_for, special_of
+from regard.decode.settings import Request, Result
+from regard.serve import shapes
+from regard.serve.edge import Exchange, Refusal
+from regard.serve.grammar import Reader, grammar_for, told_tools
+from regard.serve.host import Entry, Host, Models, Ran, Ticket, arrivals
+from regard.text import encode_chat, needed
+from regard.text.tokenizer import check_stop
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+# Of a body's fields, those that the engine calls the same.
+SETTINGS = "temperature top_p top_k min_p seed logit_bias "
+SETTINGS += "presence_penalty frequency_penalty repetition_penalty"
+Data = dict[str, Any]
+Said = tuple[int, str, list[Entry], str]  # number of the answer, new text, its tokens, finish or ""
+
+
+class Ask:
+    """Prompts for one model, and how they are answered; made in a worker, where checking may take its time."""
+
+    def __init__(
+        self, app: Models, x: Exchange, host: Host, body: Any, prompts: list[list[int]], **more: Any
+    ):
+        self.app, self.x, self.host, self.prompts = app, x, host, prompts
+        self.mask = more.pop("mask", None)
+        given = {k: v for k, v in msgspec.structs.asdict(body).items() if v is not None}
+        limits, beams = app.limits, given.get("beams", 1)
+        self.n = n = given.get("n", 1)
+        if "stream_options" in given and not given.get("stream"):
+            raise Refusal(400, "stream_options are for stream=true", "stream_options")
+        if n > limits.n:
+            raise Refusal(400, f"n is {n}; this server gives at most {limits.n} answers", "n")
+        if n > beams > 1:
+            raise Refusal(400, f"n is {n}, more than {beams} beams", "n")
+        if len(prompts) > limits.prompts:
+            raise Refusal(400, f"{len(prompts)} prompts; send at most {limits.prompts}", "prompt")
+        settings: Data = {"seed": secrets.randbits(62)}
+        settings |= {name: given[name] for name in SETTINGS.split() if name in given}
+        self.copies = 1
+        if beams > 1:
+            settings |= {"beams": beams, "n_best": n}
+        elif settings.setdefault("temperature", 1.0):
+            settings |= {"samples": n} if n > 1 else {}
+        else:
+            # Greedy answers are all the same: one is made, and given n times.
+            self.copies = n
+        self.stop = check_stop(given.get("stop", ()))
+        if sum(map(len, self.stop)) > 4096 or (self.stop and beams > 1):
+            why = "not with beams" if beams > 1 else "4,096 characters in all"
+            raise Refusal(400, f"stop strings: {why}", "stop")
+        self.settings = settings_for(host.model, settings | more)
+        whose = f"{x.who}\0{given.get('user', '')}"
+        self.salt = hashlib.sha256(whose.encode()).hexdigest()
+        self.priority = given.get("priority", 0)
+        self.created, self.usage = int(time.time()), {"prompt": sum(map(len, prompts)), "new": 0}
+
+    @asynccontextmanager
+    async def tickets(self, live: bool) -> AsyncIterator[list[Ticket]]:
+        """The requests in the engine's queue; out of it at the end, whatever happens."""
+        wake, tickets, model = asyncio.Event(), list[Ticket](), self.host.model
+        more: Data = {"salt": self.salt, "priority": self.priority}
+        more["deadline"] = time.monotonic() + self.app.limits.deadline
+        try:
+            for i, ids in enumerate(self.prompts):
+                request = Request(ids, self.settings, key=i, **more)
+                if model.reads_source:
+                    request.source = torch.tensor(ids, dtype=torch.long)
+                    request.ids = [special_of(model).start or 0]
+                request.mask = self.mask() if self.mask else None
+                tickets.append(Ticket(request, self.host.tokenizer, self.stop, live, wake))
+                await self.host.submit(tickets[-1])
+            yield tickets
+        finally:
+            for ticket in tickets:
+                self.host.cancel(ticket)
+            self.x.first = min((t.first for t in tickets if t.first is not None), default=None)
+            self.app.spent(self.x, self.host, **self.usage)
+            if all(ticket.results is not None for ticket in tickets):
+                pairs = zip(self.prompts, tickets)
+                texts = [(ids, r.ids) for ids, ticket in pairs for r in ticket.results or []]
+                self.app.remember(self.name, Ran(self.x.who, self.host.name, texts))
+
+    def checked(self, results: list[Result]) -> list[Result]:
+        """Results that are answers."""
+        for result in results:
+            self.usage["new"] += len(result.ids) * self.copies
+            if result.finish == "deadline":
+                raise Refusal(408, f"no answer within {self.app.limits.deadline:g} seconds")
+            if result.finish not in FINISH:
+                raise Refusal(500, f"the answer could not be completed: {result.error}")
+        return results
+
+    async def results(self) -> list[list[Result]]:
+        """All answers, of each prompt."""
+        async with self.tickets(live=False) as tickets:
+            async for _ in arrivals(tickets):
+                pass
+            return [self.checked(ticket.results or []) for ticket in tickets]
+
+    async def said(self, stream: bool) -> AsyncIterator[list[Said]]:
+        """What the answers say while they are made, or, where it is not streamed, each when it is complete."""
+        sent: dict[int, int] = defaultdict(int)
+        async with self.tickets(stream) as tickets:
+            async for come in arrivals(tickets):
+                batch: list[Said] = []
+                for i, pieces, results in come:
+                    pieces, ends = pieces if stream else [], self.checked(results or [])
+                    for k in sorted({p.sample for p in pieces} | set(range(len(ends)))):
+                        new, at, finish = [p for p in pieces if p.sample == k], i * self.n + k, ""
+                        text = "".join(p.text for p in new)
+                        entries: list[Entry] = [p.entry for p in new]
+                        if ends:
+                            text, finish = (ends[k].text or "")[sent[at] :], ends[k].finish
+                            if not (stream and tickets[i].live):
+                                entries = entries_of(ends[k], self.prompts[i])
+                        sent[at] += len(text)
+                        batch += [(at + c, text, entries, finish) for c in range(self.copies)]
+                if batch:
+                    yield batch
+
+    def head(self, kind: str, prefix: str) -> Data:
+        """How every answer and every chunk of one begins."""
+        self.name = f"{prefix}-{self.x.id.removeprefix('req_')}"
+        about = {"id": self.name, "object": kind, "created": self.created, "model": self.host.name}
+        return {**about, "system_fingerprint": self.host.fingerprint}
+
+    def spent(self) -> dict[str, int]:
+        prompt, new = self.usage["prompt"], self.usage["new"]
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    async def send(
+        self, body: Any, head: Data, choices: Callable[..., list[Data]], first: Sequence[Data] = ()
+    ) -> None:
+        """The answer, or a chunk for each choice; `choices` makes them of what an answer says."""
+        x, options = self.x, body.stream_options
+        if not body.stream:
+            made = [c async for batch in self.said(False) for each in batch for c in choices(*each)]
+            made.sort(key=lambda choice: choice["index"])
+            await x.json({**head, "choices": made, "usage": self.spent()})
+            return
+        usage = options is not None and bool(options.include_usage)
+        more = {"usage": None} if usage else {}
+        with self.app.streaming():
+            async for batch in self.said(True):
+                made = [c for each in batch for c in choices(*each)]
+                if not x.status:
+                    await x.stream()
+                    made = [*first, *made]
+                if made:
+                    await x.events([{**head, "choices": [c], **more} for c in made])
+            if usage:
+                await x.events([{**head, "choices": [], "usage": self.spent()}])
+            await x.done()
+
+
+def entries_of(result: Result, prompt: Sequence[int] = ()) -> list[Entry]:
+    """Of an answer, behind those of its prompt where they were asked for."""
+    before = zip(prompt, result.prompt_logprobs, result.prompt_top_logprobs or repeat([]))
+    return [*before, *zip(result.ids, result.logprobs, result.top_logprobs or repeat([]))]
+
+
+def shown(token: bytes) -> str:
+    """A token as text; where it is a part of a character, its bytes."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in token)
+
+
+class Offsets:
+    """Where the characters of each token begin."""
+
+    def __init__(self) -> None:
+        self.decoder, self.at = codecs.getincrementaldecoder("utf-8")("replace"), 0
+
+    def of(self, token: bytes) -> int:
+        before, self.at = self.at, self.at + len(self.decoder.decode(token))
+        return before
+
+
+def completion_logprobs(host: Host, entries: Sequence[Entry], offsets: Offsets) -> Data:
+    """Four lists, one entry for each token."""
+    names = [shown(host.token(token)) for token, _, _ in entries]
+    tops = []
+    for name, (_, logprob, best) in zip(names, entries):
+        listed = {shown(host.token(i)): finite(p) for i, p in reversed(best)}
+        tops.append(None if logprob is None else {**listed, name: finite(logprob)} if best else {})
+    return {
+        "tokens": names,
+        "token_logprobs": [None if p is None else finite(p) for _, p, _ in entries],
+        "top_logprobs": tops,
+        "text_offset": [offsets.of(host.token(token)) for token, _, _ in entries],
+    }
+
+
+def chat_logprobs(host: Host, entries: Sequence[Entry]) -> Data:
+    def one(token: int, logprob: float | None) -> Data:
+        content = host.token(token)
+        return {"token": shown(content), "logprob": finite(logprob), "bytes": list(content)}
+
+    content = [{**one(i, p), "top_logprobs": [one(*t) for t in tops]} for i, p, tops in entries]
+    return {"content": content, "refusal": None}
+
+
+def finite(x: float | None) -> float:
+    """JSON has no infinity."""
+    return -9999.0 if x is None else max(x, -9999.0)
+
+
+def prompts_of(app: Models, host: Host, given: Any) -> list[list[int]]:
+    """Ids of a text, of ids, or of a list of either; in a worker."""
+    if isinstance(given, str) or all(isinstance(i, int) for i in given):
+        given = [given]
+    if any(isinstance(prompt, int) for prompt in given):
+        raise Refusal(400, "a prompt is one text or a list of ids; these are mixed", "prompt")
+    return [ids_of(app, host, prompt) for prompt in given]
+
+
+def ids_of(app: Models, host: Host, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        if len(prompt) > 16 * app.limits.prompt:
+            raise Refusal(400, f"the prompt has {len(prompt):,} characters", "prompt")
+        prompt = needed(host.tokenizer).encode(prompt)
+    if not prompt:
+        raise Refusal(400, "the prompt is empty; give at least one token", "prompt")
+    if len(prompt) > app.limits.prompt:
+        most = f"this server takes at most {app.limits.prompt:,}"
+        raise Refusal(400, f"the prompt has {len(prompt):,} tokens; {most}", "prompt")
+    return prompt
+
+
+async def completions(app: Models, x: Exchange, body: shapes.Completion) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise Refusal(400, "best_of: this server gives all n answers; leave it out", "best_of")
+    host, listed = app.writer(body.model), body.logprobs is not None
+    if body.stream and body.echo and listed:
+        raise Refusal(400, "echo with logprobs cannot be streamed; leave one out", "echo")
+    if body.echo and host.model.reads_source:
+        raise Refusal(400, "an encoder-decoder's prompt is no part of its answer", "echo")
+    # The engine says one token at least; it is dropped where none is wanted.
+    most = 16 if body.max_tokens is None else body.max_tokens
+    if most == 0 and not body.echo:
+        why = "max_tokens is 0: only with echo is there something to give"
+        raise Refusal(400, why, "max_tokens")
+    more: Data = {"max_new_tokens": max(1, most)}
+    if listed:
+        more |= {"top_logprobs": body.logprobs if (body.beams or 1) == 1 else 0}
+        more |= {"prompt_logprobs": True} if body.echo else {}
+
+    ask = await app.worker(
+        lambda: Ask(app, x, host, body, prompts_of(app, host, body.prompt), **more)
+    )
+    offsets, echoed = defaultdict[int, Offsets](Offsets), dict[int, str]()
+    if body.echo:
+        texts = [needed(host.tokenizer).decode(ids) for ids in ask.prompts]
+        echoed = dict(enumerate(text for text in texts for _ in range(ask.n)))
+
+    def choices(i: int, text: str, entries: list[Entry], finish: str) -> list[Data]:
+        if most == 0:
+            text, entries = "", entries[: len(ask.prompts[i // ask.n])]
+        text, logprobs = echoed.pop(i, "") + text, None
+        if listed and (entries or not body.stream):
+            logprobs = completion_logprobs(host, entries, offsets[i])
+        if not (text or finish or logprobs):
+            return []
+        why = FINISH.get(finish)
+        return [{"index": i, "text": text, "logprobs": logprobs, "finish_reason": why}]
+
+    await ask.send(body, ask.head("text_completion", "cmpl"), choices)
+
+
+def chat_ids(
+    app: Models, host: Host, messages: list[Data], tools: Sequence[shapes.Tool] = ()
+) -> list[int]:
+    """The prompt of a conversation; in a worker."""
+    if host.tokenizer is None or not host.tokenizer.templates:
+        why = f"{host.name} has no chat template; use /v1/completions"
+        raise Refusal(400, why, "messages", "no_chat_template")
+    told, data = told_tools(host.tokenizer.templates.get("default", ""), messages, tools)
+    return ids_of(app, host, encode_chat(host.tokenizer, told, tools=data))
+
+
+def plain(message: shapes.Message) -> Data:
+    """A message as templates read it."""
+    content: Any = message.content
+    calls = message.tool_calls
+    if content is None and not calls:
+        raise Refusal(400, "content is null, and there are no tool_calls", "messages")
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    made: Data = {"role": role, "content": content}
+    if calls:
+        each = [(call.id, msgspec.to_builtins(call.function)) for call in calls]
+        made["tool_calls"] = [{"id": i, "function": function} for i, function in each]
+    for name in ("name", "tool_call_id"):
+        made |= {} if getattr(message, name) is None else {name: getattr(message, name)}
+    return made
+
+
+async def conversation(app: Models, x: Exchange, body: shapes.Chat) -> tuple[Ask, list[Reader]]:
+    """What a chat asks for, and a reader for each answer."""
+    host, choice = app.writer(body.model), body.tool_choice
+    tools = [tool.function for tool in body.tools or []]
+    wanted = choice.function.name if isinstance(choice, shapes.ChatChoice) else choice
+    usable = tools if wanted != "none" else []
+    more = {"top_logprobs": body.top_logprobs or 0} if body.logprobs else {}
+
+    def prepare() -> Ask:
+        parallel = body.parallel_tool_calls is not False
+        mask = grammar_for(app.limits, host, body.response_format, tools, wanted, parallel)
+        ids = chat_ids(app, host, [plain(m) for m in body.messages], usable)
+        longest = context_of(host.model) or len(ids) + app.limits.new_tokens
+        left = longest - (1 if host.model.reads_source else len(ids))
+        if left < 1:
+            why = f"the prompt has {len(ids)} tokens, the model's context is {longest}; send less"
+            raise Refusal(400, why, "messages", "context_length_exceeded")
+        most = body.max_completion_tokens or body.max_tokens or min(app.limits.new_tokens, left)
+        return Ask(app, x, host, body, [ids], mask=mask, max_new_tokens=most, **more)
+
+    ask = await app.worker(prepare)
+    return ask, [Reader(bool(usable)) for _ in range(ask.n)]
+
+
+async def chat(app: Models, x: Exchange, body: shapes.Chat) -> None:
+    if body.top_logprobs and not body.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    ask, readers = await conversation(app, x, body)
+
+    def delta(i: int, change: Any, logprobs: Any = None, why: str | None = None) -> Data:
+        return {"index": i, "delta": change, "logprobs": logprobs, "finish_reason": why}
+
+    def choices(i: int, text: str, entries: list[Entry], finish: str) -> list[Data]:
+        logprobs, calls = None, readers[i].calls
+        if body.logprobs and (entries or not body.stream):
+            logprobs = chat_logprobs(ask.host, entries)
+        changes = readers[i].push(text, bool(finish))
+        why = "tool_calls" if calls else FINISH.get(finish)
+        if not body.stream:
+            content = "".join(change.get("content", "") for change in changes)
+            message: Data = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+            about = {"logprobs": logprobs, "finish_reason": why}
+            return [{"index": i, "message": message, **about}]
+        if logprobs and not changes:
+            changes = [{"content": ""}]
+        made = [delta(i, *each) for each in zip(changes, chain([logprobs], repeat(None)))]
+        return made + ([delta(i, {}, None, why)] if finish else [])
+
+    begun = {"role": "assistant", "content": "", "refusal": None}
+    head = ask.head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl")
+    await ask.send(body, head, choices, [delta(i, begun) for i in range(ask.n)])
+
+
+def as_chat(body: shapes.Response) -> shapes.Chat:
+    """Instructions and items as the messages of a chat; in a worker."""
+    messages = list[shapes.Message]()
+    if body.instructions is not None:
+        messages.append(shapes.Message("system", body.instructions))
+    items = body.input
+    if isinstance(items, str):
+        items = [shapes.Item(role="user", content=items)]
+    for i, item in enumerate(items):
+        where, number = f"input[{i}]", item.call_id
+        if item.type == "message":
+            if item.role is None or item.content is None:
+                raise Refusal(400, f"{where}: a message has a role and content", where)
+            content: Any = item.content
+            messages.append(shapes.Message(item.role, content))
+        elif item.type == "function_call":
+            if number is None or item.name is None or item.arguments is None:
+                raise Refusal(400, f"{where}: a call has call_id, name and arguments", where)
+            calls = messages[-1].tool_calls if messages else None
+            if calls is None:
+                messages.append(shapes.Message("assistant", tool_calls=(calls := [])))
+            calls.append(shapes.Call(number, shapes.Function(item.name, item.arguments)))
+        else:
+            if number is None or item.output is None:
+                raise Refusal(400, f"{where}: an output has call_id and output", where)
+            messages.append(shapes.Message("tool", item.output, tool_call_id=number))
+    choice: Any = body.tool_choice
+    form, schema = body.text.format if body.text else None, None
+    if isinstance(choice, shapes.ResponseChoice):
+        choice = shapes.ChatChoice(shapes.Named(choice.name))
+    if form is not None and form.schema is not None:
+        schema = shapes.Schema(form.name or "answer", form.schema)
+    same = "model temperature top_p user parallel_tool_calls stream stream_options"
+    return shapes.Chat(
+        messages=messages,
+        max_tokens=body.max_output_tokens,
+        response_format=None if form is None else shapes.Format(form.type, schema),
+        tools=[shapes.ChatTool(tool) for tool in body.tools or []],
+        tool_choice=choice,
+        **{name: getattr(body, name) for name in same.split()},
+    )
+
+
+class Output:
+    """The items of an answer, and the events that tell how they grow."""
+
+    def __init__(self) -> None:
+        self.items: list[Data] = []
+        self.writing = False  # the last item is a message that grows
+
+    def event(self, kind: str, **more: Any) -> Data:
+        return {"type": f"response.{kind}", "output_index": len(self.items) - 1, **more}
+
+    def inner(self, kind: str, **more: Any) -> Data:
+        return self.event(kind, item_id=self.items[-1]["id"], **more)
+
+    def begin(self, prefix: str, **item: Any) -> Data:
+        item = {"id": f"{prefix}_{secrets.token_hex(12)}", "status": "completed", **item}
+        self.items.append(item)
+        return self.event("output_item.added", item={**item, "status": "in_progress"})
+
+    def text(self, text: str) -> list[Data]:
+        events = []
+        if not self.writing:
+            self.writing = True
+            events = [self.begin("msg", type="message", role="assistant", content=[])]
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self.items[-1]["content"] = [part]
+            events.append(self.inner("content_part.added", content_index=0, part={**part}))
+        self.items[-1]["content"][0]["text"] += text
+        more = {"content_index": 0, "delta": text, "logprobs": []}
+        return [*events, self.inner("output_text.delta", **more)] if text else events
+
+    def end(self) -> list[Data]:
+        """The message that is being written is complete."""
+        if not self.writing:
+            return []
+        self.writing, part = False, self.items[-1]["content"][0]
+        return [
+            self.inner("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+            self.inner("content_part.done", content_index=0, part=part),
+            self.event("output_item.done", item=self.items[-1]),
+        ]
+
+    def call(self, call: Data) -> list[Data]:
+        about = {"name": call["function"]["name"], "call_id": call["id"], "arguments": ""}
+        events = [*self.end(), self.begin("fc", type="function_call", **about)]
+        self.items[-1] |= (function := call["function"])
+        kind = "function_call_arguments"
+        return [
+            *events,
+            self.inner(f"{kind}.delta", delta=function["arguments"]),
+            self.inner(f"{kind}.done", **function),
+            self.event("output_item.done", item=self.items[-1]),
+        ]
+
+    def changed(self, changes: list[Data], last: bool) -> list[Data]:
+        """The events of a message's changes."""
+        events = []
+        for change in changes:
+            events += self.text(change["content"]) if "content" in change else []
+            events += [e for call in change.get("tool_calls", ()) for e in self.call(call)]
+        if not last:
+            return events
+        return [*events, *([] if self.items else self.text("")), *self.end()]
+
+
+async def responses(app: Models, x: Exchange, body: shapes.Response) -> None:
+    ask, (reader,) = await conversation(app, x, await app.worker(lambda: as_chat(body)))
+    form = (body.text and body.text.format) or shapes.ResponseFormat("text")
+    output, stream, number = Output(), bool(body.stream), 0
+    ask.head("response", "resp")
+    about = {
+        **{"id": ask.name, "object": "response", "created_at": ask.created},
+        **{"model": ask.host.name, "instructions": body.instructions},
+        **{"max_output_tokens": body.max_output_tokens, "store": False, "background": False},
+        **{"parallel_tool_calls": body.parallel_tool_calls is not False, "user": body.user},
+        **{"previous_response_id": None, "reasoning": {"effort": None, "summary": None}},
+        **{"temperature": ask.settings.temperature, "top_p": ask.settings.top_p},
+        **{"text": {"format": msgspec.to_builtins(form)}, "truncation": "disabled"},
+        **{"tool_choice": msgspec.to_builtins(body.tool_choice or "auto")},
+        "tools": [
+            {"type": "function", "strict": True, **msgspec.to_builtins(t)} for t in body.tools or []
+        ],
+        **{"metadata": body.metadata or {}, "error": None, "incomplete_details": None},
+    }
+
+    def over(finish: str) -> Data:
+        """The whole answer."""
+        prompt, new = ask.usage["prompt"], ask.usage["new"]
+        usage: Data = {"input_tokens": prompt, "output_tokens": new, "total_tokens": prompt + new}
+        usage |= {"input_tokens_details": {"cached_tokens": 0}}
+        usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
+        whole = {**about, "status": "completed", "output": output.items, "usage": usage}
+        if finish == "length":
+            output.items[-1]["status"] = "incomplete"
+            whole |= {"incomplete_details": {"reason": "max_output_tokens"}, "status": "incomplete"}
+        return whole
+
+    last: Data = {**about, "status": "in_progress", "output": [], "usage": None}
+    with app.streaming() if stream else nullcontext():
+        async for batch in ask.said(stream):
+            events: list[Data] = []
+            if not number:
+                kinds = ("response.created", "response.in_progress")
+                events = [{"type": kind, "response": last} for kind in kinds]
+            for _, text, _, finish in batch:
+                events += output.changed(reader.push(text, bool(finish)), bool(finish))
+                if finish:
+                    last = over(finish)
+                    events.append({"type": f"response.{last['status']}", "response": last})
+            if stream and events:
+                if not x.status:
+                    await x.stream()
+                numbered = [{**e, "sequence_number": number + i} for i, e in enumerate(events)]
+                await x.events(numbered, named=True)
+                number += len(events)
+        await (x.done(b"") if stream else x.json(last))

@@ -1,0 +1,314 @@
+"""The server itself: an ASGI app of a table of routes, with the page at `/`, and `serve`, which runs it until it is
+told to end. The page's own files are in web/; its style, colours and maps are those of `regard look`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from regard.decode.check import context_of
+from regard.errors import ENVIRONMENT, VERSION, Fault, nearest
+from regard.see import page
+from regard.serve import answers, shapes, tasks
+from regard.serve.edge import LOG, Exchange, Gone, Refusal
+from regard.serve.host import Host, Models, serves
+from regard.text import needed
+
+LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
+# Nothing comes from elsewhere, nothing goes elsewhere, nothing runs that is not a file of ours.
+POLICY: dict[str, Any] = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+    "cache-control": "no-cache",
+}
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+# Of regard/see/web.
+SHARED = "base.css colours.css look.css "
+SHARED += "data.js dom.js map.js overview.js palette.js row.js scale.js"
+
+
+def page_files() -> dict[str, tuple[bytes, str]]:
+    """By path: body and content type."""
+    found = {"ramps.js": page.colours().encode(), "series.css": page.both().encode()}
+    own = (Path(__file__).parent / "web").iterdir()
+    for path in (*(page.WEB / name for name in SHARED.split()), *own):
+        found[path.name] = path.read_bytes()
+    kinds = {name: TYPES[name.rpartition(".")[2]] + "; charset=utf-8" for name in found}
+    files = {f"/static/{name}": (body, kinds[name]) for name, body in found.items()}
+    return {**files, "/": files["/static/index.html"]}
+
+
+class App(Models):
+    """An ASGI app."""
+
+    def __init__(self, folders: Mapping[str, str | Path], **more: Any):
+        super().__init__(folders, **more)
+        self.exchanges, self.draining, self.files = 0, False, page_files()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            while (await receive())["type"] != "lifespan.shutdown":
+                await send({"type": "lifespan.startup.complete"})
+            for host in self.hosts.values():
+                host.close()
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        x = Exchange(scope, receive, send, self.limits)
+        self.exchanges += 1
+        try:
+            try:
+                await self.answer(x)
+            except Refusal as error:
+                await x.refuse(error)
+            except Gone:
+                raise
+            except Exception as error:
+                LOG.error("%s failed: %s", x.id, type(error).__name__, exc_info=self.tracebacks)
+                await x.refuse(Refusal(500, f"the server failed; its log has {x.id}"))
+        except (Gone, asyncio.CancelledError) as gone:
+            x.note["gone"] = True
+            if isinstance(gone, asyncio.CancelledError):
+                raise
+        finally:
+            self.exchanges -= 1
+            self.count(x)
+
+    tracebacks = False  # of faults of ours, in the log
+
+    async def answer(self, x: Exchange) -> None:
+        path, method, fields = x.scope["path"], x.scope["method"], len(x.scope["headers"])
+        host, origin = x.headers.get("host", ""), x.headers.get("origin")
+        if fields > self.limits.headers:
+            raise Refusal(431, f"{fields} header fields; send at most {self.limits.headers}")
+        if self.local and not LOCAL.fullmatch(host):
+            raise Refusal(403, "this server answers to localhost alone")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise Refusal(403, "requests from other pages are not answered")
+        if path in self.files and method in ("GET", "HEAD"):
+            content, kind = self.files[path]
+            await x.reply(content, kind, **POLICY)
+            return
+        self.guard.admit(x, path)
+        if self.exchanges > 2 * (self.limits.streams + self.limits.queue):
+            raise Refusal(503, "too many connections", code="overloaded", wait=1)
+        known = "/v1/models" if path.startswith("/v1/models/") else path
+        route = ROUTES.get(known)
+        if route is None:
+            raise Refusal(404, f"there is no {path!r:.80}; {nearest(path, ROUTES)}")
+        takes = "GET" if route.shape is None else "POST"
+        if takes != ("GET" if method == "HEAD" else method):
+            raise Refusal(405, f"{path} takes {takes}, not {method:.20}")
+        x.note["path"] = known
+        if route.shape is None:
+            await route.run(self, x)
+        else:
+            body = await x.read(route.shape)
+            await x.unless_gone(route.run(self, x, body))
+
+    def count(self, x: Exchange) -> None:
+        """Metrics and one line of log; neither holds a word of a prompt."""
+        note, seconds = x.note, asyncio.get_running_loop().time() - x.began
+        path, status = note.pop("path", "other"), x.status or 499
+        self.metrics.add("requests_total", path=path, status=status)
+        self.metrics.time("request", seconds)
+        if x.first is not None:
+            self.metrics.time("first_token", x.first - x.began)
+        for name in ("prompt", "new"):
+            if name in note:
+                self.metrics.add("tokens_total", note[name], kind=name)
+        more = "".join(f" {k}={v}" for k, v in note.items())
+        what = (x.scope["method"], path, status, seconds * 1e3, more)
+        LOG.info("%s %s %s %d %.0f ms%s", x.id, *what)
+
+
+def model_data(host: Host) -> dict[str, Any]:
+    about: dict[str, Any] = {"id": host.name, "object": "model", "created": host.created}
+    longest = context_of(host.model) if host.engine is not None else None
+    about |= {"owned_by": "regard", "serves": serves(host), "context": longest}
+    if "fill" in about["serves"]:
+        about["mask"] = needed(host.tokenizer).tokens.get("mask_token")
+    return about
+
+
+async def models(app: App, x: Exchange) -> None:
+    """All models, or the one that the path names."""
+    name = x.scope["path"].removeprefix("/v1/models").removeprefix("/")
+    each = [model_data(host) for host in ([app.host(name)] if name else app.hosts.values())]
+    await x.json(each[0] if name else {"object": "list", "data": each})
+
+
+async def health(app: App, x: Exchange) -> None:
+    dead = [host.name for host in app.hosts.values() if host.dead is not None]
+    await x.json({"status": "failed" if dead else "ok"}, 503 if dead else 200)
+
+
+async def ready(app: App, x: Exchange) -> None:
+    going = [host for host in app.hosts.values() if host.dead is None and not host.closing]
+    state = "draining" if app.draining else "ready" if going else "empty"
+    await x.json({"status": state}, 200 if state == "ready" else 503)
+
+
+async def metrics(app: App, x: Exchange) -> None:
+    gauges: dict[str, float] = {"regard_streams": app.streams, "regard_exchanges": app.exchanges}
+    for name, host in app.hosts.items():
+        label = f'{{model="{name}"}}'
+        gauges[f"regard_requests_open{label}"] = len(host.open)
+        gauges[f"regard_memory_bytes{label}"] = host.nbytes
+        if host.engine is not None:
+            gauges[f"regard_requests_waiting{label}"] = len(host.engine.waiting)
+            if (pool := host.engine.pool) is not None:
+                gauges[f"regard_pages{label}"] = len(pool.users)
+                gauges[f"regard_pages_free{label}"] = pool.available
+    content = app.metrics.text(gauges).encode()
+    await x.reply(content, "text/plain; version=0.0.4; charset=utf-8")
+
+
+async def tokenize(app: App, x: Exchange, body: shapes.Tokenize) -> None:
+    host = app.host(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise Refusal(400, "give prompt or messages, one of them", "prompt")
+
+    def encode() -> list[int]:
+        if body.messages is not None:
+            return answers.chat_ids(app, host, [answers.plain(m) for m in body.messages])
+        how = {"special": body.add_special_tokens, "literal": body.literal}
+        return needed(host.tokenizer).encode(body.prompt or "", **how)
+
+    ids = await app.worker(encode)
+    texts = [answers.shown(host.token(i)) for i in ids]
+    await x.json({"tokens": ids, "count": len(ids), "texts": texts})
+
+
+async def detokenize(app: App, x: Exchange, body: shapes.Detokenize) -> None:
+    host, skip = app.host(body.model), body.skip_special_tokens
+    text = await app.worker(lambda: needed(host.tokenizer).decode(body.tokens, skip_special=skip))
+    await x.json({"prompt": text})
+
+
+async def openapi(app: App, x: Exchange) -> None:
+    """What this server takes, from the same structs that check it."""
+    taken = [route.shape for route in ROUTES.values() if route.shape is not None]
+    template = "#/components/schemas/{name}"
+    refs, parts = msgspec.json.schema_components(taken, ref_template=template)
+    wrong = {"description": "an error", "content": {"application/json": {}}}
+    answered = {"200": {"description": "the answer"}, "4XX": wrong, "503": wrong}
+    paths: dict[str, Any] = {}
+    for path, route in ROUTES.items():
+        about: dict[str, Any] = {"responses": answered, "summary": route.run.__doc__ or ""}
+        if route.shape is not None:
+            content = {"application/json": {"schema": refs[taken.index(route.shape)]}}
+            about["requestBody"] = {"required": True, "content": content}
+        paths[path] = {"get" if route.shape is None else "post": about}
+    head = {"openapi": "3.1.0", "info": {"title": "Regard", "version": VERSION}}
+    await x.json({**head, "paths": paths, "components": {"schemas": parts}})
+
+
+class Route(NamedTuple):
+    run: Callable[..., Coroutine[Any, Any, None]]
+    shape: Any = None  # of its body, if it takes one
+
+
+ROUTES = {
+    "/health": Route(health),
+    "/ready": Route(ready),
+    "/version": Route(lambda app, x: x.json({"version": VERSION})),
+    "/metrics": Route(metrics),
+    "/openapi.json": Route(openapi),
+    "/v1/models": Route(models),
+    "/v1/limits": Route(lambda app, x: x.json(dataclasses.asdict(app.limits))),
+    "/tokenize": Route(tokenize, shapes.Tokenize),
+    "/detokenize": Route(detokenize, shapes.Detokenize),
+    "/v1/completions": Route(answers.completions, shapes.Completion),
+    "/v1/chat/completions": Route(answers.chat, shapes.Chat),
+    "/v1/responses": Route(answers.responses, shapes.Response),
+    "/v1/embeddings": Route(tasks.embeddings, shapes.Embedding),
+    "/v1/translations": Route(tasks.translations, shapes.Translation),
+    "/v1/classify": Route(tasks.classify, shapes.Classification),
+    "/v1/fill": Route(tasks.fill_masks, shapes.Fill),
+    "/v1/look": Route(tasks.look, shapes.Look),
+    "/admin/load": Route(tasks.admin_load, shapes.Model),
+    "/admin/unload": Route(tasks.admin_unload, shapes.Model),
+}
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, with a limit on how long the head of a request may take."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        limit = self.config.app.limits.read_timeout / 3  # type: ignore[union-attr]
+        self.waiting = self.loop.call_later(limit, self.hurry)
+
+    def hurry(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.waiting.cancel()
+        super().connection_lost(exc)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's; when it is told to end, the app says that it is not ready, and what runs is finished."""
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.config.app.draining = True  # type: ignore[union-attr]
+        super().handle_exit(sig, frame)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal that ended it well is not raised again: the exit code is 0."""
+        with super().capture_signals():
+            yield
+            if not self.force_exit:
+                self._captured_signals.clear()
+
+
+def server_for(app: App) -> Server:
+    more: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+    more |= {"h11_max_incomplete_event_size": 64 << 10, "timeout_keep_alive": 30, "backlog": 2048}
+    more |= {"http": Protocol, "ws": "none", "lifespan": "on", "proxy_headers": False}
+    return Server(uvicorn.Config(app, timeout_graceful_shutdown=round(app.limits.drain), **more))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket, or a sentence that says why there is none."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        why = f"{host}:{port} cannot be listened on: {error.strerror}"
+        raise Fault(f"{why}; choose another with --port", ENVIRONMENT) from None
+
+
+def serve(app: App, sock: socket.socket) -> int:
+    """Run until SIGTERM or Ctrl-C, then finish what runs."""
+    # Threads that hand on what a step said must not wait long for each other.
+    sys.setswitchinterval(0.001)
+    # A log that cannot be written is no reason to stop.
+    logging.raiseExceptions = False
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    server_for(app).run([sock])
+    if app.exchanges:
+        # What could not be finished in time is dropped with its threads.
+        os._exit(1)
+    return 0

@@ -1,0 +1,324 @@
+"""The edge: one exchange with a client. Bodies in, within limits; JSON or server-sent events out; errors in OpenAI's
+shape, from sentences that name no file and no prompt. Who may ask, and how much: keys and rates. What is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import os
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from regard.errors import UsageError
+from regard.files import write_whole
+
+LOG = logging.getLogger("regard.serve")
+T = TypeVar("T")
+PUBLIC = {"/health", "/ready"}  # of these no key is asked
+CHECKED = 1.0  # seconds between looks at the file of keys
+# Of the times that are counted, seconds.
+BOUNDS = "0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 120 300 +Inf"
+KINDS = {401: "authentication_error", 403: "permission_error", 408: "timeout_error"}
+KINDS |= {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+NAMED = re.compile(r"unknown field `(.*?)`|required field `(.*?)`")
+AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask for; each is a flag of `regard serve`."""
+
+    body: int = 2 << 20  # bytes of a request
+    headers: int = 100  # fields of a request, which together have at most 64 KiB
+    prompt: int = 131_072  # tokens of a prompt, or the model's context
+    new_tokens: int = 16_384  # tokens of an answer, where the request names no number
+    n: int = 16  # answers to one prompt
+    prompts: int = 128  # prompts of one request
+    schema: int = 65_536  # bytes of a schema
+    queue: int = 256  # requests that run and wait, for each model; more are told to come back
+    streams: int = 1024  # streams that are open
+    deadline: float = 600.0  # seconds for an answer
+    read_timeout: float = 30.0  # seconds for a body to come; for the head of a request, a third
+    write_timeout: float = 30.0  # seconds that a client may leave an answer unread
+    drain: float = 30.0  # seconds for what runs when the server is told to end
+
+
+class Refusal(Exception):
+    """An answer that is an error, in OpenAI's shape."""
+
+    def __init__(
+        self, status: int, message: str, param: Any = None, code: Any = None, wait: float = 0
+    ):
+        super().__init__(message)
+        kind = KINDS.get(status, "invalid_request_error")
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        self.status, self.wait, self.body = status, wait, {"error": error}
+
+
+def refused(error: UsageError, param: str | None = None) -> Refusal:
+    """A mistake that the library found in a request; without its hints about commands."""
+    return Refusal(400, re.sub(r" \(--[^()]*\)", "", str(error)), param)
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+@dataclass
+class Exchange:
+    """One request and its answer."""
+
+    scope: dict[str, Any]
+    receive: Callable[[], Awaitable[dict[str, Any]]]
+    send: Callable[[dict[str, Any]], Awaitable[None]]
+    limits: Limits
+    id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
+    began: float = field(default_factory=time.monotonic)
+    status: int = 0  # of the answer, once it has begun
+    first: float | None = None  # when the first token came
+    user: Key | None = None
+    note: dict[str, Any] = field(default_factory=dict)  # for the log: numbers and names of ours
+
+    def __post_init__(self) -> None:
+        pairs = self.scope["headers"]
+        self.headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in pairs}
+
+    @property
+    def who(self) -> str:
+        return "" if self.user is None else self.user.name
+
+    async def body(self) -> bytes:
+        """The body within the limits; the rest of a larger one is dropped, so that its sender comes to read."""
+        body, size, more = bytearray(), 0, True
+        try:
+            async with asyncio.timeout(self.limits.read_timeout):
+                while more:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    size += len(part)
+                    body += part if size <= self.limits.body else b""
+        except TimeoutError:
+            if size <= self.limits.body:
+                raise Refusal(408, "the body did not come in time; send it at once") from None
+        if size > self.limits.body:
+            raise Refusal(413, f"the body is larger than {self.limits.body:,} bytes; send less")
+        return bytes(body)
+
+    async def read(self, shape: type[T]) -> T:
+        """The body as a struct; what is wrong is named by its field."""
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refusal(415, "the body must be JSON; send Content-Type: application/json")
+        try:
+            return msgspec.json.decode(await self.body(), type=shape)
+        except msgspec.ValidationError as error:
+            text = str(error)
+            at, named = AT.search(text), NAMED.search(text)
+            last = next((x for x in named.groups() if x), "") if named else ""
+            where = ".".join(x for x in (at[1] if at else "", last) if x)
+            why = AT.sub("", text) + (f" - at {where}" if where else "")
+            raise Refusal(400, why, where or None) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Refusal(400, f"the body is not JSON: {error!s:.200}") from None
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives; if the client leaves first, `work` is cancelled."""
+
+        async def gone() -> None:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+
+        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Gone
+        finally:
+            watch.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def write(self, message: dict[str, Any]) -> None:
+        """Send; a client that does not read is dropped, with all that waits for it."""
+        try:
+            async with asyncio.timeout(self.limits.write_timeout):
+                await self.send(message)
+        except TimeoutError:
+            transport = getattr(getattr(self.send, "__self__", None), "transport", None)
+            if transport is not None:
+                transport.abort()
+            raise Gone from None
+
+    async def begin(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        given = {"x-request-id": self.id, "x-content-type-options": "nosniff", **headers}
+        fields = [(k.encode(), v.encode("latin-1")) for k, v in given.items()]
+        await self.write({"type": "http.response.start", "status": status, "headers": fields})
+
+    async def reply(self, content: bytes, kind: str, status: int = 200, **headers: str) -> None:
+        about = {"content-type": kind, "content-length": str(len(content))}
+        await self.begin(status, about | headers)
+        await self.done(content)
+
+    async def json(self, data: Any, status: int = 200, **headers: str) -> None:
+        await self.reply(msgspec.json.encode(data), "application/json", status, **headers)
+
+    async def refuse(self, error: Refusal) -> None:
+        """An error: as the answer, or, where that has begun, as its last event."""
+        if self.status:
+            await self.events([error.body], last=True)
+            return
+        headers = {"retry-after": str(max(1, round(error.wait)))} if error.wait else {}
+        # Something of its body may be left unread.
+        headers |= {"connection": "close"} if error.status in (408, 413, 431) else {}
+        await self.json(error.body, error.status, **headers)
+
+    async def stream(self) -> None:
+        """Begin an answer of events."""
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+        await self.begin(200, headers | {"x-accel-buffering": "no"})
+
+    async def events(self, data: list[Any], last: bool = False, named: bool = False) -> None:
+        """Events, in one write; `named` by their type, as those of /v1/responses are."""
+        body = b""
+        for each in data:
+            body += b"event: " + each["type"].encode() + b"\n" if named else b""
+            body += b"data: " + msgspec.json.encode(each) + b"\n\n"
+        await self.write({"type": "http.response.body", "body": body, "more_body": not last})
+
+    async def done(self, mark: bytes = b"data: [DONE]\n\n") -> None:
+        await self.write({"type": "http.response.body", "body": mark})
+
+
+class Key(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """An entry of the file of keys: {"keys": [{"name": "ann", "sha256": "..."}]}. Rates are per minute."""
+
+    name: str
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    admin: bool = False
+    requests: Annotated[float, Meta(gt=0)] | None = None
+    tokens: Annotated[float, Meta(gt=0)] | None = None
+
+
+class KeyFile(Struct, forbid_unknown_fields=True):
+    keys: list[Key]
+
+
+def new_key(path: Path, name: str, admin: bool) -> str:
+    """Make a key and put its hash into the file; the key itself is told once."""
+    key = f"rg-{secrets.token_urlsafe(32)}"
+    known = [k for k in read_keys(path) if k.name != name] if path.exists() else []
+    known.append(Key(name, hashlib.sha256(key.encode()).hexdigest(), admin))
+    data = msgspec.json.encode(KeyFile(known))
+    write_whole(path, msgspec.json.format(data, indent=2).decode() + "\n")
+    os.chmod(path, 0o600)
+    return key
+
+
+def read_keys(path: Path) -> list[Key]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=KeyFile).keys
+    except OSError as error:
+        raise UsageError(f"the file of keys {path} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"the file of keys {path} is not as it must be: {error}") from None
+
+
+class Guard:
+    """Keys and rates. Without a file of keys everyone may ask, and nobody may load or unload models."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.looked = path, time.monotonic()
+        self.keys = [] if path is None else read_keys(path)
+        self.rates: dict[tuple[str, str, float], tuple[float, float]] = {}  # left, and when
+
+    def admit(self, x: Exchange, path: str) -> None:
+        """Find the key's entry; refuse a request without one, or beyond its rates."""
+        if self.path is None or path in PUBLIC:
+            return
+        self._reload(self.path)
+        scheme, _, key = x.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
+        found = [k for k in self.keys if compare_digest(k.sha256, digest)]
+        if scheme.lower() != "bearer" or not found:
+            why = "this server needs an API key: Authorization: Bearer KEY"
+            raise Refusal(401, why, code="invalid_api_key")
+        x.user = found[0]
+        for kind in ("requests", "tokens"):
+            if (left := self.left(x.user, kind)) < 1:
+                why = f"the key {x.user.name} has used its {kind} of this minute"
+                wait = (1 - left) * 60 / getattr(x.user, kind)
+                raise Refusal(429, why, code="rate_limit_exceeded", wait=wait)
+        self.left(x.user, "requests", 1)
+
+    def left(self, key: Key, kind: str, taken: float = 0) -> float:
+        """What is left of a rate: so many a minute, and a minute's worth at once."""
+        rate, now = getattr(key, kind), time.monotonic()
+        if rate is None:
+            return math.inf
+        left, at = self.rates.get((key.name, kind, rate), (rate, now))
+        left = min(rate, left + (now - at) * rate / 60) - taken
+        self.rates[key.name, kind, rate] = left, now
+        return left
+
+    def spent(self, x: Exchange, tokens: int) -> None:
+        if x.user is not None:
+            self.left(x.user, "tokens", tokens)
+
+    def check_admin(self, x: Exchange) -> None:
+        if x.user is None or not x.user.admin:
+            raise Refusal(403, "loading and unloading need a key that is an admin's")
+
+    def _reload(self, path: Path) -> None:
+        """Read the file again; one that cannot be read changes nothing."""
+        if time.monotonic() - self.looked < CHECKED:
+            return
+        self.looked = time.monotonic()
+        try:
+            self.keys = read_keys(path)
+        except UsageError:
+            LOG.warning("the file of keys cannot be read; the keys stay as they were")
+
+
+class Metrics:
+    """What /metrics shows, in Prometheus' text form: by family and kind, lines and their values."""
+
+    def __init__(self) -> None:
+        self.families: dict[tuple[str, str], dict[str, float]]
+        self.families = defaultdict(lambda: defaultdict(float))
+
+    def add(self, name: str, value: float = 1, **labels: Any) -> None:
+        inner = ",".join(f'{k}="{v}"' for k, v in labels.items())
+        self.families[f"regard_{name}", "counter"][f"regard_{name}{{{inner}}}"] += value
+
+    def time(self, name: str, seconds: float) -> None:
+        name = f"regard_{name}_seconds"
+        rows = self.families[name, "histogram"]
+        for bound in BOUNDS.split():
+            rows[f'{name}_bucket{{le="{bound}"}}'] += seconds <= float(bound)
+        rows[f"{name}_sum"] += seconds
+        rows[f"{name}_count"] += 1
+
+    def text(self, gauges: dict[str, float]) -> str:
+        shown, lines = {**self.families}, list[str]()
+        for name, value in gauges.items():
+            shown.setdefault((name.partition("{")[0], "gauge"), {})[name] = value
+        for (name, kind), rows in shown.items():
+            lines += [f"# TYPE {name} {kind}", *(f"{row} {x:g}" for row, x in rows.items())]
+        return "\n".join(lines) + "\n"

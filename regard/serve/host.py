@@ -1,0 +1,435 @@
+"""Models by name, for each the one thread that owns its engine, and tickets for requests that wait for its words.
+
+Everything that touches the engine is a job in the thread's inbox: requests and cancels before each step, and between
+two steps at most one piece of other work (vectors, labels, a look inside), so that streams go on beside it. What a step
+says goes to the event loop in one call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import threading
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from regard.decode.engine import Engine
+from regard.decode.settings import Event, Request, Result, Tops
+from regard.errors import VERSION, UsageError, nearest
+from regard.evaluate.model import Opened, loaded
+from regard.fast.invariant import invariant as steady
+from regard.files import resolve_model
+from regard.layers import LM, MLM, Classify
+from regard.serve.edge import LOG, Exchange, Guard, Limits, Metrics, Refusal, refused
+from regard.text import Stream, Tokenizer
+from regard.train.plan import pick_device
+
+BACKLOG = 4096  # tokens of an answer that a client may leave unread
+LOOKED_AT = 256  # requests that ran, kept so that they can be looked into
+LOOKED_TOKENS = 1 << 16  # of one of them
+T = TypeVar("T")
+Entry = tuple[int, float | None, Tops]  # a token, its log probability, the best ones there
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is made ready; flags of `regard serve`."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str = "none"
+    rows: int = 64  # answers that are written together
+    cache_memory: float | None = None  # bytes of the cache, or a share of what is free
+    invariant: bool = False  # answers do not depend, to the bit, on what else runs
+
+
+class Piece(NamedTuple):
+    """A token of an answer, and the text that it completes."""
+
+    sample: int
+    text: str
+    entry: Entry
+
+
+Arrival = tuple[int, list[Piece], list[Result] | None]
+
+
+class Ticket:
+    """One request on its way; but for `fail` its methods are for the engine's thread. `live`: its text is wanted while
+    it is made, or must be to find stop strings."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, stop: Any, live: bool, wake: Any
+    ):
+        self.request, self.tokenizer, self.stop, self.wake = request, tokenizer, stop, wake
+        self.after = [] if request.source is not None else request.ids
+        self.live = (live or bool(stop)) and tokenizer is not None and request.settings.beams == 1
+        self.loop = asyncio.get_running_loop()
+        self.pending: list[Piece] = []
+        self.results: list[Result] | None = None
+        self.fault: Refusal | None = None
+        self.first: float | None = None  # when its first token was there
+        # Of the engine's thread.
+        self.texts: dict[int, tuple[Stream, list[str]]] = {}
+        self.said: dict[int, int] = defaultdict(int)
+        if self.live:
+            request.stop = self.hear
+
+    def hear(self, sample: int, ids: list[int]) -> bool:
+        """One token more; whether its text is complete. After a step that failed a token comes again."""
+        stream, pieces = self.texts.get(sample, (None, []))
+        if stream is None or len(ids) != len(pieces) + 1:
+            stream, pieces = self.stream(), []
+            self.texts[sample] = stream, pieces
+        for token in ids[len(pieces) :]:
+            pieces.append(stream.push([token]))
+        return stream.stopped is not None
+
+    def stream(self) -> Stream:
+        assert self.tokenizer is not None
+        return Stream(self.tokenizer, self.stop, after=self.after)
+
+    def piece(self, event: Event) -> Piece:
+        text = self.texts[event.row][1][self.said[event.row]]
+        self.said[event.row] += 1
+        assert event.token is not None
+        return Piece(event.row, text, (event.token, event.logprob, event.top_logprobs))
+
+    def finish(self, results: list[Result]) -> list[Result]:
+        """The results with their whole texts."""
+        for sample, result in enumerate(results):
+            if self.live:
+                stream, pieces = self.texts.get(sample) or (self.stream(), [])
+                result.text = "".join(pieces) + stream.finish()
+            elif self.tokenizer is not None:
+                result.text = self.tokenizer.decode(result.ids, after=self.after)
+        return results
+
+    def fail(self, fault: Refusal) -> None:
+        self.fault = self.fault or fault
+        self.wake.set()
+
+
+async def arrivals(tickets: Sequence[Ticket]) -> AsyncIterator[list[Arrival]]:
+    """What comes for tickets that share their `wake`, until all is there: which ticket, its pieces, its results."""
+    missing = list(range(len(tickets)))
+    while missing:
+        await tickets[0].wake.wait()
+        tickets[0].wake.clear()
+        come: list[Arrival] = []
+        for i in missing:
+            ticket = tickets[i]
+            if ticket.fault is not None:
+                raise ticket.fault
+            if ticket.pending or ticket.results is not None:
+                come.append((i, ticket.pending, ticket.results))
+                ticket.pending = []
+        missing = [i for i in missing if tickets[i].results is None]
+        if come:
+            yield come
+
+
+class Host:
+    """A model that is served. `submit`, `cancel` and `work` are for the event loop; what begins with _ happens in its
+    thread, but for `_deliver`."""
+
+    def __init__(self, name: str, folder: str | Path, o: Options, queue_size: int):
+        self.name, self.queue_size, self.created = name, queue_size, int(time.time())
+        plain = loaded(folder, pick_device(o.device)[0], o.dtype) if o.invariant else None
+        self.opened = Opened(plain or folder, device=o.device, dtype=o.dtype, quantize=o.quantize)
+        self.tokenizer = self.opened.tokenizer
+        self.model: Any = self.opened.model
+        self.engine: Engine | None = None
+        head, tower = (getattr(self.model.config, name, None) for name in ("head", "tower"))
+        causal = isinstance(head, LM) and (tower is None or tower.causal)
+        if self.model.reads_source or causal:
+            memory, more = o.cache_memory, dict[str, Any]()
+            if memory is None and next(self.model.parameters()).device.type == "cpu":
+                memory = 2.0**30
+            if plain is not None:
+                self.model, more = steady(plain), {"backend": "ordered"}
+            self.engine = Engine(self.model, rows=o.rows, memory=memory, **more)
+        self.known: dict[int, bytes] = {}  # bytes of tokens
+        self.grammars: Any = None  # see regard.serve.grammar
+        self.tickets: dict[int, Ticket] = {}  # of the thread, by the engine's numbers
+        self.open: set[Ticket] = set()  # of the event loop
+        self.working = 0  # pieces of other work that wait
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.jobs: deque[Callable[[], None]] = deque()
+        self.ended = self.closing = False
+        self.dead: str | None = None
+        self.thread = threading.Thread(target=self._run, name=f"engine of {name}", daemon=True)
+        self.thread.start()
+
+    @property
+    def fingerprint(self) -> str:
+        """What an answer depends on besides the request."""
+        config = self.model.origin and sorted(self.model.origin.config.items())
+        about = (VERSION, torch.__version__, self.opened.precision, torch.get_num_threads(), config)
+        return "fp_" + hashlib.sha256(repr(about).encode()).hexdigest()[:12]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its weights and of its cache."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        pool = self.engine.pool if self.engine is not None else None
+        weights = {t.data_ptr(): t.nbytes for t in tensors}
+        return sum(weights.values()) + (0 if pool is None else pool.nbytes)
+
+    def token(self, index: int) -> bytes:
+        """The bytes of a token."""
+        if index not in self.known and self.tokenizer is not None:
+            self.known[index] = self.tokenizer.token_bytes(index)
+        return self.known.get(index, b"")
+
+    async def submit(self, ticket: Ticket) -> None:
+        """Put a request into the engine's queue; what is wrong with it is raised. Who submits also cancels."""
+
+        def enter() -> None:
+            assert self.engine is not None
+            self.tickets[self.engine.submit(ticket.request)] = ticket
+
+        self.check_room()
+        self.open.add(ticket)
+        await self.ask(enter, self.inbox.put)
+
+    def check_room(self) -> None:
+        if self.dead is not None or self.closing:
+            raise Refusal(503, f"{self.name} is not being served now", code="unavailable", wait=5)
+        count = len(self.open) + self.working
+        if count >= self.queue_size:
+            why = f"{self.name} has {count} requests; come back later"
+            raise Refusal(429, why, code="queue_full", wait=1)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Take a request out, if it is not done."""
+        self.open.discard(ticket)
+        if ticket.results is None:
+            self.inbox.put(lambda: self._cancel(ticket))
+
+    async def work(self, job: Callable[[], T], param: str = "input") -> T:
+        """What a function gives that needs the model, run between two steps; a mistake in `param` is named."""
+        self.check_room()
+        self.working += 1
+        try:
+            enter = self.jobs.append
+            return await self.ask(job, lambda run: self.inbox.put(lambda: enter(run)), param)
+        finally:
+            self.working -= 1
+
+    async def ask(self, job: Callable[[], T], put: Any, param: str | None = None) -> T:
+        """What `job` gives or raises in the engine's thread, where `put` brings it."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+        put(run)
+        try:
+            return await asyncio.wrap_future(future)
+        except UsageError as error:
+            raise refused(error, param) from None
+
+    def close(self) -> None:
+        """End the thread after what it does now; those who wait are told."""
+        self.closing = True
+        self.inbox.put(lambda: setattr(self, "ended", True))
+
+    def _run(self) -> None:
+        try:
+            while not self.ended:
+                self._round()
+        except BaseException as error:
+            LOG.error("the engine of %s has ended: %s", self.name, type(error).__name__)
+            self.dead = type(error).__name__
+        why = f"{self.name} is not being served any more"
+        fault = Refusal(503, why, code="unavailable", wait=5)
+        for ticket in self.tickets.values():
+            ticket.loop.call_soon_threadsafe(ticket.fail, fault)
+        for run in self.jobs:
+            run()
+
+    def _round(self) -> None:
+        idle = (self.engine is None or self.engine.idle) and not self.jobs
+        try:
+            while True:
+                self.inbox.get(block=idle)()
+                idle = False
+        except queue.Empty:
+            pass
+        if self.jobs:
+            self.jobs.popleft()()
+        if self.engine is not None and not self.engine.idle:
+            try:
+                self._tell(self.engine.step())
+            except Exception as error:
+                self._tell(self._fault(self.engine, error))
+
+    def _fault(self, engine: Engine, error: Exception) -> list[Event]:
+        """A step raised, and all is as before it. Fewer run together until the one at fault is alone, which ends."""
+        LOG.warning("a step of %s raised %s", self.name, type(error).__name__)
+        if not engine.tried:
+            raise error
+        if len(engine.tried) > 1:
+            engine.cap = max(1, len(engine.tried) // 2)
+            return []
+        return engine.cancel(engine.tried[0].number, f"the model failed: {type(error).__name__}")
+
+    def _cancel(self, ticket: Ticket) -> None:
+        number = next((n for n, t in self.tickets.items() if t is ticket), None)
+        if number is not None and self.engine is not None:
+            del self.tickets[number]
+            self.engine.cancel(number)
+
+    def _tell(self, events: list[Event]) -> None:
+        """Hand what a step said to the event loop."""
+        said: list[tuple[Ticket, list[Piece], list[Result] | None]] = []
+        for event in events:
+            ticket = self.tickets.get(event.request)
+            if ticket is None:
+                continue
+            ticket.first = ticket.first or time.monotonic()
+            if event.done is not None:
+                del self.tickets[event.request]
+                said.append((ticket, [], ticket.finish(event.done)))
+            elif ticket.live:
+                said.append((ticket, [ticket.piece(event)], None))
+        if said:
+            said[0][0].loop.call_soon_threadsafe(self._deliver, said)
+
+    def _deliver(self, said: list[tuple[Ticket, list[Piece], list[Result] | None]]) -> None:
+        """In the event loop again."""
+        for ticket, pieces, results in said:
+            ticket.pending += pieces
+            ticket.wake.set()
+            if results is not None:
+                ticket.results = results
+                self.open.discard(ticket)
+            elif len(ticket.pending) > BACKLOG:
+                ticket.fail(Refusal(408, "the answer was not read in time", code="slow_reader"))
+                self.cancel(ticket)
+
+
+class Ran(NamedTuple):
+    """A request that ran: whose it was, its model, and the ids of each prompt with each of its answers."""
+
+    user: str
+    model: str
+    texts: list[tuple[list[int], list[int]]]
+
+
+class Models:
+    """Models by name, and what is common to all requests."""
+
+    def __init__(
+        self,
+        folders: Mapping[str, str | Path],
+        *,
+        start: Sequence[str] = (),
+        options: Options = Options(),  # noqa: B008 - it is frozen
+        limits: Limits = Limits(),  # noqa: B008
+        keys: Path | None = None,
+        memory: float | None = None,
+        local: bool = True,
+    ):
+        self.folders, self.options, self.limits = folders, options, limits
+        self.memory, self.local, self.streams = memory, local, 0
+        self.guard, self.metrics = Guard(keys), Metrics()
+        self.hosts: dict[str, Host] = {}
+        self.pool = ThreadPoolExecutor(2, thread_name_prefix="worker")
+        self.ran: OrderedDict[str, Ran] = OrderedDict()
+        for name in start or folders:
+            self.load(name)
+
+    def load(self, name: str) -> None:
+        """Make a model of the table ready, within the memory that there is."""
+        folder = resolve_model(self.folders[name])
+        need = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
+        used = sum(host.nbytes for host in self.hosts.values())
+        if self.memory is not None and used + need > self.memory:
+            raise UsageError(
+                f"{name} has {need / 2**30:.2f} GiB of weights, and of {self.memory / 2**30:.2f} GiB "
+                f"{used / 2**30:.2f} are in use; unload a model, or raise --memory"
+            )
+        self.hosts[name] = Host(name, folder, self.options, self.limits.queue)
+
+    async def unload(self, name: str) -> None:
+        """Take a model out when what runs on it is done."""
+        host, end = self.host(name), time.monotonic() + self.limits.drain
+        host.closing = True
+        while (host.open or host.working) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        del self.hosts[name]
+        host.close()
+
+    def host(self, name: str) -> Host:
+        if name not in self.hosts:
+            if name in self.folders:
+                raise Refusal(503, f"{name} is not loaded", "model", "model_not_loaded", wait=5)
+            why = f"there is no model {name!r:.80}; {nearest(name, self.hosts)}"
+            raise Refusal(404, why, "model", "model_not_found")
+        return self.hosts[name]
+
+    def writer(self, name: str) -> Host:
+        """A model that writes."""
+        host = self.host(name)
+        if host.engine is None:
+            why = f"{name} is an encoder and writes nothing; it serves {', '.join(serves(host))}"
+            raise Refusal(400, why, "model")
+        return host
+
+    async def worker(self, job: Callable[[], T]) -> T:
+        """Run something that takes time beside the event loop."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.pool, job)
+        except UsageError as error:
+            raise refused(error) from None
+        except RecursionError:
+            raise Refusal(400, "the body is nested too deep; send it flatter") from None
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        if self.streams >= self.limits.streams:
+            raise Refusal(429, f"{self.streams} streams are open", code="too_many_streams", wait=1)
+        self.streams += 1
+        try:
+            yield
+        finally:
+            self.streams -= 1
+
+    def spent(self, x: Exchange, host: Host, **tokens: int) -> None:
+        """Count the tokens of a request: for the log, and for the rate of its key."""
+        x.note |= {"model": host.name, **tokens}
+        self.guard.spent(x, sum(tokens.values()))
+
+    def remember(self, name: str, ran: Ran) -> None:
+        """Keep the ids of a request for /v1/look: the last ones, if they are not too long."""
+        if sum(len(prompt) + len(answer) for prompt, answer in ran.texts) <= LOOKED_TOKENS:
+            self.ran[name] = ran
+        if len(self.ran) > LOOKED_AT:
+            self.ran.popitem(last=False)
+
+
+def serves(host: Host) -> list[str]:
+    """What a model can be asked for."""
+    head, kinds = getattr(host.model.config, "head", None), []
+    if host.engine is not None:
+        kinds += ["completions"]
+        kinds += ["chat", "responses"] if host.tokenizer and host.tokenizer.templates else []
+        kinds += ["translations"] if host.model.reads_source else []
+    kinds += ["classify"] if isinstance(head, Classify) else []
+    kinds += ["fill"] if isinstance(head, MLM) else []
+    return [*kinds, "embeddings", "look"] if host.tokenizer is not None else kinds

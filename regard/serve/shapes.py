@@ -1,0 +1,270 @@
+"""What a request may say: one struct for each body. A field that is not here is refused by its name, never ignored.
+
+`| None` is for clients that send null for what they leave out. The same structs make /openapi.json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+MOST_NEW = 1_000_000
+Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1, le=MOST_NEW)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Id = Annotated[int, Meta(ge=0, lt=2**31)]
+Ids = Annotated[list[Id], Meta(min_length=1)]
+Stop = Text | Annotated[list[Text], Meta(max_length=16)]
+# A text, ids, texts, or lists of ids.
+Prompts = str | Annotated[list[str | Id | Ids], Meta(min_length=1, max_length=2048)]
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=2048)]
+
+
+class Strict(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A body in which every field is known."""
+
+
+class Model(Strict):
+    model: Text
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Drawing(Model):
+    """How tokens are chosen; top_k, min_p, repetition_penalty and priority are ours, as other servers have them."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: dict[Id, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    # Prompts of different users share no cached pages.
+    user: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Completion(Drawing, kw_only=True):
+    """POST /v1/completions. An encoder-decoder reads the prompt as its source."""
+
+    prompt: Prompts
+    max_tokens: Annotated[int, Meta(ge=0, le=MOST_NEW)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    beams: Annotated[int, Meta(ge=1, le=32)] | None = None
+    suffix: None = None
+
+
+class Part(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Function(Strict):
+    name: Text
+    arguments: str
+
+
+class Call(Strict):
+    id: Text
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    # What an answer of ours has; a client may send it back.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+class Schema(Strict):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any]
+    strict: bool | None = None
+    description: str | None = None
+
+
+class Format(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class Tool(Strict):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(Strict):
+    function: Tool
+    type: Literal["function"] = "function"
+
+
+class Named(Strict):
+    name: Text
+
+
+class ChatChoice(Strict):
+    function: Named
+    type: Literal["function"] = "function"
+
+
+class Chat(Drawing, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: Format | None = None
+    tools: Annotated[list[ChatTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    # Known, and only so can be honoured.
+    store: Literal[False] | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class ResponsePart(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+class Item(Strict):
+    """A message, a call that the model made, or what the tool said to it."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[ResponsePart] | None = None
+    id: str | None = None
+    status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseText(Strict):
+    format: ResponseFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseTool(Tool):
+    type: Literal["function"] = "function"
+
+
+class ResponseChoice(Named):
+    type: Literal["function"] = "function"
+
+
+class Response(Model):
+    """POST /v1/responses. Nothing is stored, so what needs a stored answer is refused."""
+
+    input: str | Annotated[list[Item], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    text: ResponseText | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    user: str | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: None = None
+    include: Annotated[list[str], Meta(max_length=0)] | None = None
+
+
+class Embedding(Model):
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    user: str | None = None
+
+
+class Translation(Model):
+    """POST /v1/translations: one text for each line, by beam search; `align` gives pairs (source word, target word)."""
+
+    input: Texts
+    beams: Annotated[int, Meta(ge=1, le=32)] = 4
+    max_tokens: Count | None = None
+    length_penalty: Annotated[float, Meta(ge=-100, le=100)] = 1.0
+    align: bool = False
+
+
+class Classification(Model):
+    """POST /v1/classify: labels and their probabilities, the most probable first."""
+
+    input: Texts
+    top: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Fill(Model):
+    """POST /v1/fill: the words behind the masks of a text."""
+
+    input: Text
+    top: Annotated[int, Meta(ge=1, le=1000)] = 5
+
+
+class Look(Model):
+    """POST /v1/look: exact attention of a request that ran (`id`), or of a text; layers, heads and rows, or all."""
+
+    id: str | None = None
+    choice: Annotated[int, Meta(ge=0)] = 0
+    input: str | Ids | None = None
+    source: str | Ids | None = None
+    layers: Annotated[list[int | str], Meta(min_length=1)] | None = None
+    heads: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)] | None = None
+    rows: Annotated[list[int], Meta(min_length=1)] | None = None
+    what: Literal["weight", "score", "norm"] = "weight"
+    # base64: as the page draws them, with names, weights, scores, and lengths of values.
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class Tokenize(Model):
+    """POST /tokenize: a text, or messages by the chat template. `literal`: special tokens stay text."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    literal: bool = False
+
+
+class Detokenize(Model):
+    tokens: list[Id]
+    skip_special_tokens: bool = False
