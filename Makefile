@@ -76,9 +76,11 @@ test-kernels: $(STAMP)
 	  OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/test_gpu_kernels.py; \
 	else echo "Triton kernels: not run here (triton cannot be installed)"; fi
 
-# Chromium of the system, or CHROMIUM=its path; nothing but Playwright's driver is installed.
+# Chromium of the system, or CHROMIUM=its path; nothing but Playwright's driver and axe-core, which finds what some
+# readers cannot use, is installed. Without npm the tests of the latter are skipped with a line.
 test-browser: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser,serve]"
+	@test -d build/node_modules/axe-core || npm install --silent --prefix build axe-core || true
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
 
 # One kind alone: .venv/bin/python -m tests.faults.run kills

@@ -34,6 +34,7 @@ _HOME = {
     "regard.decode.engine": "Engine",
     "regard.presets": "PRESETS build",
     "regard.decode.generate": "generate stream translate",
+    "regard.train.finetune": "finetune",
     "regard.train.run": "RunConfig",
     "regard.train.trainer": "Trainer",
 }

@@ -40,8 +40,11 @@ class Range:
     above: bool = False
     below: bool = False
     whole: bool = False
+    switch: bool = False  # true and false will do too
 
     def holds(self, value: Any) -> bool:
+        if isinstance(value, bool) and self.switch:
+            return True
         if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
             return False
         low = value > self.low if self.above else value >= self.low
@@ -74,7 +77,8 @@ def ranges(cls: type) -> dict[str, Range]:
     def declared(hint: Any) -> Range | None:
         if typing.get_origin(hint) is Annotated:
             return next((x for x in hint.__metadata__ if isinstance(x, Range)), None)
-        return next(filter(None, map(declared, typing.get_args(hint))), None)
+        limits = next(filter(None, map(declared, typing.get_args(hint))), None)
+        return dataclasses.replace(limits, switch=bool in typing.get_args(hint)) if limits else None
 
     hints = typing.get_type_hints(cls, include_extras=True)
     return {name: limits for name, hint in hints.items() if (limits := declared(hint))}

@@ -40,11 +40,17 @@ def model_folder(path: str | Path) -> Path:
     raise UsageError(text)
 
 
+DEMO = Path(__file__).parent / "serve" / "demo"
+
+
 def resolve_model(path: str | Path) -> Path:
-    """The model folder that is meant: of a run's folder its best model, or its last where none was evaluated."""
-    home = Path(path)
+    """The model folder that is meant: of a run's folder its best model, or its last where none was evaluated; `demo`,
+    where there is no such folder, is the tiny model that is included."""
+    home, names = Path(path), ("config", "adapter", "adapter_config")
+    if str(path) == "demo" and not home.exists():
+        return DEMO
     for place in (home, home / "best", home / "last"):
-        if any((place / name).is_file() for name in ("config.json", "adapter.json")):
+        if any((place / f"{name}.json").is_file() for name in names):
             return place
     if (home / "run.json").is_file() or (home / "checkpoints").is_dir():
         raise Fault(f"the run {path} has saved no model yet; wait for a checkpoint", DATA)

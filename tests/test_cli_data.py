@@ -125,8 +125,10 @@ def test_peek_shows_tokens_ids_labels_and_borders(
     head, about, batch, *_ = out.splitlines()
     assert head.startswith(f"{text}: 5 examples, 1 empty; ") and "0.00% unknown" in head
     assert "documents, packed into" in about and "task lm, seed 0, batch 0: 1 x 40" in batch
-    table = [line for line in out.splitlines() if line.startswith("  ")]
+    lines = [line for line in out.splitlines() if line.startswith("  ")]
+    table = [line for line in lines if not line.startswith("  up to ")]
     assert {line.split()[0] for line in table} == {"input", "ids", "label"}
+    assert len(table) < len(lines), "no histogram of lengths"
     said = json.loads(capture(Peek, text, *flags, "--json", capsys=capsys))
     row = said["rows"][0]
     borders = sum(a != b for a, b in zip(row["doc"], row["doc"][1:]))
@@ -277,6 +279,8 @@ def test_picture_is_drawn_in_shades() -> None:
 # A config of each task, as small as it can be; those of recipes have the rest.
 PEEKED = {
     "lm": ("gpt2", "text.txt", ""),
+    "chat": ("gpt2", "chats.jsonl", 'pack = "none"'),
+    "prefer": ("gpt2", "prefer.jsonl", ""),
     "prefix": ("gpt2", "text.txt", ""),
     "mlm": ("bert-base", "text.txt", ""),
     "spans": ("t5-small", "text.txt", ""),
@@ -304,6 +308,10 @@ def test_peek_of_a_config_of_every_task(
     (tmp_path / "text.txt").write_text("the cat sat on the mat. then it was all. " * 20)
     (tmp_path / "pairs.tsv").write_text("a cat\tgood\nno mat\tbad\n" * 4)
     (tmp_path / "tags.jsonl").write_text('{"words": ["a", "cat"], "tags": ["x", "y"]}\n' * 4)
+    turns = [{"from": "human", "value": "a cat?"}, {"from": "gpt", "value": "a mat"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"conversations": turns}))
+    pair = {"prompt": "a cat", "chosen": "sat", "rejected": "at all"}
+    (tmp_path / "prefer.jsonl").write_text(json.dumps(pair))
     asked = {"question": "who sat?", "id": "1", "answers": [{"text": "cat", "answer_start": 2}]}
     squad = {"data": [{"paragraphs": [{"context": "a cat sat", "qas": [asked]}]}]}
     (tmp_path / "squad.json").write_text(json.dumps(squad))

@@ -133,7 +133,7 @@ def test_step_of_every_task_is_measured(task: str) -> None:
     more: dict[str, Any] = {} if reads == "image" else {"length": 16}
     more |= {"pack": "none"} if task in ("spans", "infill") else {}
     config = Config(task, Data("x", rows=4, **more), model, train=Train(steps=3))
-    sides = 2 if reads == "seq2seq" else 1
+    sides = 2 if reads in ("seq2seq", "prefer") else 1
     found = Survey(50, 500, (12,) * sides, (9.0,) * sides, classes=3, vocab=150)
     seconds = step_seconds(config, found, torch.device("cpu"))
     assert seconds is not None and seconds > 0

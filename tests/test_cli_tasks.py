@@ -1,6 +1,7 @@
 """What training takes from its data, what it says of itself, and what the commands afterwards remember of it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from regard.attention import DSA, MLA
 from regard.block import Tower
 from regard.checkpoint.hf import Origin
 from regard.cli.main import main
+from regard.cli.settings import MODEL, keys
+from regard.cli.shared import flags_of
+from regard.cli.train import Options
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
+from regard.presets import PRESETS
+from regard.train.config import ELSEWHERE, Config
 from regard.train.loss import seq2seq
 from regard.train.tasks import TASKS
 from tests.test_cli_train import CONFIG, TEXT
@@ -250,6 +256,8 @@ READ = {
     "answer": "train = 'asked.jsonl', rows = 2",
     "image": "train = 'x.npz', rows = 2",
     "caption": "train = 'said.npz', rows = 2",
+    "chat": "train = 'chats.jsonl', length = 64, rows = 2",
+    "prefer": "train = 'pairs.jsonl', rows = 2",
 }
 
 
@@ -264,6 +272,10 @@ def test_peek_shows_every_task(task: str, home: Path, capsys: pytest.CaptureFixt
     (home / "asked.jsonl").write_text(f"{json.dumps(asked)}\n" * 2)
     np.savez(home / "x.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.arange(4) % 2)
     np.savez(home / "said.npz", x=np.zeros((4, 8, 8), np.uint8), y=np.array(["a", "b c"] * 2))
+    talk = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "Ann"}]
+    (home / "chats.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 4)
+    pair = {"prompt": "who?", "chosen": "Ann", "rejected": "nobody"}
+    (home / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
     tokenizer = "" if reads == "image" else "tokenizer = { kind = 'chars' }"
     model = f"model = {{ preset = '{TASKS[task].presets.split()[0]}' }}"
     text = f"task = '{task}'\n{model}\ndata = {{ {READ[reads]} }}\n{tokenizer}\n"
@@ -359,6 +371,54 @@ def test_flags_of_elsewhere_lead_to_ours(
 ) -> None:
     told = said(capsys, "train", "story.toml", f"--{flag}", "3", code=2)
     assert f"here it is --{ours}" in told.err
+
+
+def test_what_elsewhere_leads_to_is_there() -> None:
+    """Every hint names a setting or a flag that exists, and no name that is hinted at is one of ours at that place."""
+    ours = {row[0] for row in [*keys(Config), *MODEL]} | {"tokenizer.folder"}
+    flags = {f"--{name.replace('_', '-')}" for name in flags_of(Options)}
+    wanted = """learning_rate num_train_epochs per_device_train_batch_size gradient_accumulation_steps warmup_ratio bf16
+        output_dir max_steps weight_decay lr_scheduler_type max_grad_norm save_steps eval_steps logging_steps seed"""
+    assert set(wanted.split()) <= ELSEWHERE.keys()
+    for name, here in ELSEWHERE.items():
+        first = here.split()[0]
+        assert first in ours | flags | {"metrics.jsonl"}, (name, here)
+        assert name not in vars(Config)["__dataclass_fields__"], name
+
+
+@pytest.mark.parametrize(
+    "flag, hint",
+    [
+        ("report-to", "here it is --log-to"),
+        ("bf16", "here it is --train.precision (fp32 or bf16)"),
+        ("logging-steps", "here it is metrics.jsonl in the run's folder (every step)"),
+        ("train.output_dir", "train.output_dir is not a setting; here it is the flag --output-dir"),
+    ],
+)
+@pytest.mark.usefixtures("home")
+def test_hints_say_what_to_type(flag: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hint in said(capsys, "train", "story.toml", f"--{flag}", "3", code=2).err
+
+
+def test_help_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, "train", "--help-all").out.splitlines()
+    table = {line.split()[0]: line for line in lines[1:] if line}
+    assert {row[0] for row in keys(Config)} < table.keys()
+    assert {"tokenizer.vocab", "model.preset", "train.parallel.mode"} < table.keys()
+    lr = re.split("  +", table["train.optim.lr"])
+    assert lr == ["train.optim.lr", "number, more than 0", "0.001", "the peak learning rate"]
+
+
+def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, "presets").out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(PRESETS)
+    assert lines[1].split() == ["gpt2", "gpt2", "12", "768", "12", "50257"]
+    one = said(capsys, "presets", "mixtral-8x7b").out
+    assert one.startswith("# 46,702,792,704 parameters; [model] preset = ")
+    assert "tower.ffn.experts = 8\n" in one
+    whole = json.loads(said(capsys, "presets", "gpt2", "--json").out)
+    assert whole["parameters"] == 124439808 and whole["config"]["tower"]["dim"] == 768
+    assert "did you mean 'gpt2'?" in said(capsys, "presets", "gpt-2", code=2).err
 
 
 @pytest.mark.usefixtures("home")

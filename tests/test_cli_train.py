@@ -97,7 +97,9 @@ def test_changed_settings_and_resume_give_the_same_bits(home: Path) -> None:
 
 
 def test_smoke_saves_and_reloads(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "story.toml", "--smoke", "--output-dir", "try"]) == 0
+    for _ in range(2):
+        assert main(["train", "story.toml", "--smoke"]) == 0
+    assert [p.name for p in (home / "runs").iterdir()] == ["story-smoke"]
     said = capsys.readouterr()
     assert (
         "step-00000003" in said.out

@@ -130,7 +130,7 @@ SETTINGS: dict[str, tuple[str, list[str], int, str]] = {
     "precision": ("lm", ["train.precision", "fp8"], 2, "train.precision = 'fp8' is unknown; known: bf16, fp32"),
     "metric": ("lm", ["train.metric", "bleu"], 2, "bleu does not suit the task lm; choose loss, perplexity"),
     "seed": ("lm", ["train.seed", "-1"], 2, "train.seed = -1: give 0 to 9223372036854775807"),
-    "adapt": ("lm", ["adapt.rank", "4"], 2, 'adapt.rank is used by adapt.method = "lora" alone'),
+    "adapt": ("lm", ["adapt.rank", "4"], 2, 'adapt.rank is used by adapt.method = "lora" and "qlora" alone'),
     "preset": ("lm", ["model.preset", "3"], 2, 'model.preset = 3: give a name, such as "gpt2"'),
     "dropout": ("lm", ["model.dropout", "nan"], 2, "model.dropout = nan: give a finite number"),
     "width": ("lm", ["model.dim", "-16"], 2, "tower.dim = -16: give 1 or more"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--train.steps", "2", "--train.evaluate", "2", "--train.schedule.warmup", "0", "--quiet"]
 
 # Slow, and done on many a model by tests of their own: here it is seen that they can be typed.
-ELSEWHERE = ("parity", "convert")
+ELSEWHERE = ("parity", "convert", "lm-eval")
 
 
 def page(name: str) -> str:
@@ -39,6 +40,7 @@ def typed(line: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if words[0] == "train":
         words += SMALL if "--smoke" not in words else ["--quiet"]
         words += ["--model.dim", "16", "--model.layers", "1"] if "my-dates.toml" in words else []
+    words += ["--quiet"] if words[0] == "finetune" else []
     monkeypatch.setattr(
         "sys.stdin", io.TextIOWrapper(io.BytesIO(said.removeprefix("echo ").encode()))
     )
@@ -56,7 +58,8 @@ def follow(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said, names = [], dict[str, Any]()
     for kind, text in blocks(name):
         if kind == "toml":
-            file = re.findall(r"`(\w+\.toml)`", page(name))[0]
+            files = re.findall(r"`(\w+\.toml)`:\n", page(name))
+            file = files[[block for kind, block in blocks(name) if kind == "toml"].index(text)]
             (home / file).write_text(text.replace("epochs = 3", "steps = 2"), encoding="utf-8")
         elif kind == "python":
             with contextlib.redirect_stdout(out := io.StringIO()):
@@ -101,6 +104,13 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "good\ta fine cat\nbad\tno mat at all\n" * 10, encoding="utf-8"
     )
     (home / "pairs.tsv").write_text("a cat\ta mat\nthe cat\tthe mat\nthat\tall\n", encoding="utf-8")
+    pairs = "a cat\ta mat\t3\nthe cat\tthe mat\t4.5\nthat\tall\t1\n"
+    (home / "sts.tsv").write_text(pairs, encoding="utf-8")
+    talk = [{"role": "user", "content": "a cat?"}, {"role": "assistant", "content": "a mat"}]
+    (home / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n", encoding="utf-8")
+    (home / "more.jsonl").write_text(json.dumps({"messages": talk}) + "\n", encoding="utf-8")
+    pair = {"prompt": talk[:1], "chosen": "the mat", "rejected": "no"}
+    (home / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4, encoding="utf-8")
     config = {
         "task": "lm",
         "model": {"preset": "gpt2", "layers": 2, "dim": 16, "heads": 2},
@@ -119,7 +129,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-GUIDES = ["data", "train", "fine-tune", "decode", "look", "convert", "evaluate"]
+GUIDES = ["data", "train", "fine-tune", "chat", "decode", "look", "convert", "evaluate"]
 
 
 def test_every_guide_is_followed() -> None:
@@ -134,7 +144,8 @@ def test_guide(name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> N
     wanted = {
         "data": ["task classify", "task lm", "2 classes: bad, good"],
         "train": ["task lm", "parameters"],
-        "fine-tune": ["accuracy", "merged", "bad\t0."],
+        "chat": ["task chat", "4 chats", "up to", "task prefer", "rejected"],
+        "fine-tune": ["Transformer", "accuracy", "merged", "bad\t0."],
         "decode": ["length"],
         "look": ["torch.Size([1, 2, 1, 4])", "online-softmax"],
         "convert": [],

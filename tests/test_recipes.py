@@ -26,12 +26,14 @@ SMALLER = {
     "vit-digits": [*TINY, *LAYERS],
     "kjv": [*TINY, *LAYERS, "--tokenizer.vocab", "400", "--data.tokens", "512"],
     "bert-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "300"],
-    "bert-finetune": [],
+    "bert-finetune": ["--model.folder", "runs/bert-pretrain-smoke"],
     "t5-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
     "dsa-base": [*TINY, "--model.layers", "1"],
-    "dsa-warmup": [],
-    "dsa-sparse": [],
+    "dsa-warmup": ["--model.folder", "runs/dsa-base-smoke"],
+    "dsa-sparse": ["--model.folder", "runs/dsa-warmup-smoke"],
     "captions": [*TINY, *LAYERS],
+    "chat": [*TINY, *LAYERS, "--model.kv-heads", "2"],
+    "prefer": ["--model.folder", "runs/chat-smoke"],
     "bart-pretrain": [*TINY, *LAYERS, "--tokenizer.vocab", "400"],
 }
 
@@ -212,6 +214,7 @@ def test_recipe_trains_saves_and_loads(
     monkeypatch.chdir(tmp_path)
     makers = {key: partial(short, make) for key, make in recipes.MAKERS.items()}
     makers["dates"] = partial(dates.make, train=300, test=20)
+    makers["sums"] = partial(corpora.make_sums, count=60)
     monkeypatch.setattr(recipes, "MAKERS", makers)
     before = [name]
     while earlier := recipes.recipe(before[0]).first:
@@ -219,4 +222,4 @@ def test_recipe_trains_saves_and_loads(
     for each in before:
         tried(each)
     said = capsys.readouterr()
-    assert "reloaded:" in said.err and f"runs/{name}/checkpoints/step-00000003" in said.out
+    assert "reloaded:" in said.err and f"runs/{name}-smoke/checkpoints/step-00000003" in said.out

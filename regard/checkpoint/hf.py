@@ -28,7 +28,7 @@ from regard.config import from_dict, to_dict
 from regard.errors import UsageError, nearest, notice
 from regard.files import TOKENIZER_FILES, model_folder, read_files, read_json
 from regard.models import CONFIGS, Model
-from regard.models.adapt import low_ranks
+from regard.models.adapt import low_ranks, plain_shapes
 from regard.models.start import Start
 
 NATIVE = "regard"
@@ -268,7 +268,7 @@ class _NoStart(TorchFunctionMode):
 
 def plan(model: Model, family: Family | None) -> list[Step]:
     """Which tensors of theirs are which of ours, for this model."""
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+    shapes = plain_shapes(model)
     if family is None:
         return [Step([name], [name], [shape]) for name, shape in shapes.items()]
     head = model.config.head
@@ -397,7 +397,7 @@ def save(model: Model, path: str | Path, shard_bytes: int = store.SHARD_BYTES) -
     if low_ranks(model):
         raise UsageError("this model has LoRA: save_adapter keeps it, or merge(model).save")
     origin = model.origin or Origin(model.family)
-    family, theirs, why = _express(model, origin)
+    family, theirs, why = express(model, origin)
     if family is None:
         notice(f"saved in Regard's own format, which transformers does not read: {why}")
     theirs = {**theirs, "dtype": dtype_name(next(model.parameters()).dtype)}
@@ -425,7 +425,7 @@ def save(model: Model, path: str | Path, shard_bytes: int = store.SHARD_BYTES) -
     return path
 
 
-def _express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
+def express(model: Model, origin: Origin) -> tuple[Family | None, Data, str]:
     """The family whose words can say this config exactly (its own first), its config, and "". Or None, what stands
     beside our config, and why its own family cannot say it, or that it has none."""
     why = "no family of Hugging Face has such a model"

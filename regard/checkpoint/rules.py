@@ -166,10 +166,11 @@ Keys = dict[str, ConfigRule]
 @dataclass(frozen=True)
 class Op:
     """Their tensors -> ours, given the sizes of ours, and ours -> theirs, given how many those are;
-    the config of the model tells both what the tensors do not."""
+    the config of the model tells both what the tensors do not. `turned`: their matrices are (in, out)."""
 
     load: Callable[[list[Tensor], list[torch.Size], Any], list[Tensor]]
     save: Callable[[list[Tensor], int, Any], list[Tensor]]
+    turned: bool = False
 
 
 SAME = Op(lambda theirs, *_: theirs, lambda ours, *_: ours)
@@ -184,6 +185,7 @@ def transposed(op: Op) -> Op:
     return Op(
         lambda theirs, *more: op.load(turned(theirs), *more),
         lambda ours, *more: turned(op.save(ours, *more)),
+        turned=True,
     )
 
 
@@ -356,6 +358,8 @@ class Family:
     # and written back.
     derived: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    # Parts of names that transformers' modules have now, where weights are still stored by the old.
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> dict[str, To]:

@@ -48,8 +48,8 @@ class Options:
     tokenizer: FolderName = None
     # auto: seq2seq with a target, image for pictures, classify with a label, else lm
     task: Literal[
-        "auto", "lm", "prefix", "mlm", "spans", "infill", "seq2seq", "classify", "tag", "answer", "image",
-        "caption",
+        "auto", "lm", "chat", "prefer", "prefix", "mlm", "spans", "infill", "seq2seq", "classify", "tag", "answer",
+        "image", "caption",
     ] = "auto"  # fmt: skip
     # tokens of a row; default: 128 where documents are packed, else as long as the data
     length: Count = None
@@ -165,6 +165,9 @@ class Peek:
             length = None if b.source_lengths is None else int(b.source_lengths[i])
             row["source_ids"] = b.source[i, :length].tolist()
             row["source"] = self.coder.tokens(row["source_ids"])
+        if b.rejected is not None and b.rejected_labels is not None:
+            worse = b.rejected_labels[i]
+            row["rejected"] = self.coder.tokens(worse[worse >= 0].tolist())
         if b.doc is not None:
             row["doc"] = b.doc[i, : len(ids)].tolist()
         return row
@@ -177,6 +180,7 @@ class Peek:
             "about": self.feed.describe(),
             "batches_a_pass": self.feed.epoch,
             "fingerprint": self.feed.fingerprint,
+            "lengths": histogram(self.loaded.lengths),
             "shape": list(self.batch.ids.shape),
             "batch": self.options.batch,
             "rows": self.rows,
@@ -195,6 +199,10 @@ class Peek:
         counted = f"{b.tokens:,} of {b.labels.numel():,} labels are counted"
         number = f"task {self.task}, seed {self.options.seed}, batch {self.options.batch}"
         lines = [head, self.feed.describe(), f"{number}: {shape}, {counted}"]
+        if bars := histogram(self.loaded.lengths):
+            most = max(count for _, count in bars)
+            lines += [f"examples of {self.loaded.lengths.mean():,.0f} tokens on average"]
+            lines += [f"  up to {n:>9,}  {x:>9,}  {'#' * round(40 * x / most)}" for n, x in bars]
         width = shutil.get_terminal_size((100, 24)).columns
         for i, row in enumerate(self.rows):
             lines += ["", f"row {i}"]
@@ -219,6 +227,8 @@ class Peek:
             classes = self.loaded.classes if self.task == "tag" else ()
             names = [classes[i] for i in labels] if classes else coder.tokens(labels)
             table["label"] = [x if yes else "." for x, yes in zip(names, row["counted"])]
+        if "rejected" in row:
+            lines = [*columns({"rejected": row["rejected"]}, [], width), ""]
         doc = row.get("doc", [])
         borders = [k for k in range(1, len(doc)) if doc[k] != doc[k - 1]]
         return lines + columns(table, borders, width)
@@ -253,6 +263,14 @@ def columns(table: dict[str, list[str]], borders: list[int], width: int) -> list
         cells = [f"{bar}{cell}{' ' * (size - breadth(cell) + 1)}" for cell in column]
         blocks[-1] = [line + cell for line, cell in zip(blocks[-1], cells)]
     return [line.rstrip() for block in blocks for line in block]
+
+
+def histogram(lengths: Any) -> list[tuple[int, int]]:
+    """(2^k, how many are at most that, and more than half of it), from the shortest to the longest."""
+    powers = [(int(n) - 1).bit_length() for n in lengths if n > 0]
+    return (
+        [(1 << k, powers.count(k)) for k in range(min(powers), max(powers) + 1)] if powers else []
+    )
 
 
 def visible(text: str) -> str:

@@ -99,6 +99,28 @@ def run(options: Options) -> int:
 
 
 @dataclass(frozen=True)
+class LmEvalOptions:
+    """EleutherAI's lm-eval on a model folder; every flag is lm-eval's own (regard lm-eval run --help).
+
+    regard lm-eval --model_args pretrained=MODEL --tasks my_task --include_path tasks/
+    regard lm-eval --model_args pretrained=MODEL,dtype=bf16 --tasks my_task --include_path tasks/ --batch_size auto
+    """
+
+    # flags of lm-eval; the model is this one where none is named
+    arguments: Annotated[Positional[tuple[str, ...]], arg(metavar="FLAG ...")] = ()
+
+
+def lm_eval(options: LmEvalOptions) -> int:
+    from regard.data.read import needed
+
+    needed("lm_eval", "regard lm-eval", "lm-eval")
+    from regard.evaluate.harness import main
+
+    main(options.arguments)
+    return 0
+
+
+@dataclass(frozen=True)
 class ClassifyOptions:
     """Label lines with a trained classifier: the label, a tab, its probability.
 

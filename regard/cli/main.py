@@ -21,8 +21,11 @@ COMMANDS = {
     "generate": "answer a prompt (text or ids), greedily, drawn, or by beam search",
     "translate": "translate lines with an encoder-decoder; --align shows which words belong together",
     "chat": "a conversation, turn by turn",
+    "serve": "an OpenAI-compatible server over models on this machine",
     "train": "train a model from a TOML file; stopped any way, it goes on to the same bits",
+    "finetune": "tune a model on a file, without a config: all of it, or LoRA, or LoRA on 4 bits",
     "eval": "measure a model on data: loss, BLEU, chrF, accuracy, F1",
+    "lm-eval": "EleutherAI's lm-eval, where it is installed, on a model folder",
     "classify": "label lines with a trained classifier",
     "fill": "the most probable words behind the masks of a text",
     "answer": "find the answer to a question in a text",
@@ -35,6 +38,7 @@ COMMANDS = {
     "look": "what a model attends to in a text or a picture: one page of HTML, or pictures",
     "parity": "bug or rounding? a model run in every way it can be, each held against float64",
     "lab": "an experiment, trained and measured for three seeds, as a page; without a name, the list of them",
+    "presets": "models by name, with sizes; every setting of one",
     "recipes": "list, show or copy configs that are known to work",
     "data peek": "print the first real batch of training data, with what is learned from it",
     "tokenizer train": "learn a tokenizer from files",
@@ -57,9 +61,9 @@ missing or broken, 5 a check that was asked for failed, 130 interrupted."""
 # The first word of each command, and its second where it has one.
 WORDS = dict(name.partition(" ")[::2] for name in COMMANDS)
 # Commands that stand in the file of another: `fill` is `fill(FillOptions)` there.
-GUESTS = {"compare": "report", "merge": "convert", "tokenizer": "data"}
+GUESTS = {"compare": "report", "finetune": "train", "merge": "convert", "tokenizer": "data"}
 GUESTS |= dict.fromkeys(("chat", "translate"), "generate")
-GUESTS |= dict.fromkeys(("answer", "classify", "embed", "fill"), "eval")
+GUESTS |= dict.fromkeys(("answer", "classify", "embed", "fill", "lm-eval"), "eval")
 FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try --dtype bf16 or --quantize int8"
 
 
@@ -149,7 +153,8 @@ def command_of(name: str) -> tuple[Any, Any]:
     """The class of a command's options, and the function that runs it."""
     file = importlib.import_module(f"regard.cli.{GUESTS.get(name, name)}")
     own = ("Options", "run")
-    flags, function = (f"{name.capitalize()}Options", name) if name in GUESTS else own
+    guest = (f"{name.title().replace('-', '')}Options", name.replace("-", "_"))
+    flags, function = guest if name in GUESTS else own
     return getattr(file, flags), getattr(file, function)
 
 

@@ -46,7 +46,8 @@ Changes = Annotated[dict[str, str], arg(metavar="NAME VALUE")]
 Overlong = Literal["error", "truncate"]
 Pooling = Literal["auto", "mean", "cls"]
 ALIASES = {"dtype": ["--precision"]}
-SETTABLE = ("train", "plan")  # commands that take settings of a config as flags: --train.steps 100
+# Commands that take settings of a config as flags: --train.steps 100.
+SETTABLE = ("train", "plan", "finetune")
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,15 @@ def check_counts(options: Any, *flags: str) -> None:
 def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
     """The command line as a `cls`; nothing where it asks for --help, which is printed. What is
     wrong is a UsageError of one line."""
+    if name in SETTABLE and "--help-all" in arguments:
+        from regard.cli.settings import help_all  # slow to import
+
+        print(help_all())
+        return None
     arguments = folded(arguments) if name in SETTABLE else arguments
+    # Every flag behind it is lm-eval's.
+    if name == "lm-eval" and arguments not in (["--help"], ["-h"]):
+        arguments = ["--", *arguments]
     known = {f"--{flag.replace('_', '-')}" for flag in flags_of(cls)} | {"--help"}
     known |= {flag for flags in ALIASES.values() for flag in flags}
     for text in arguments[: arguments.index("--")] if "--" in arguments else arguments:
@@ -117,7 +126,9 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
             from regard.train.config import ELSEWHERE  # slow to import
 
             ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_"))
-            hint = f"here it is --{ours}" if ours else hint
+            # A setting has a dot in its name, a flag is one already.
+            dashes = "" if not ours or ours.startswith(("--", "metrics")) else "--"
+            hint = f"here it is {dashes}{ours}" if ours else hint
         raise UsageError(f"there is no option {flag!r:.60}; {hint} (text that begins so: after --)")
     out, err, prog = io.StringIO(), io.StringIO(), f"regard {name}"
     try:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from regard.cli.shared import Changes, Count, FolderName, Switch
+from regard.cli.shared import Changes, Count, FolderName, Switch, values
 from regard.see.format import clip, clock, number, short, small, spark, visible
 
 EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -31,20 +31,11 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Options:
-    """Train a model from a TOML file; stop it any way you like, and go on with --resume.
+class Run:
+    """Where a run is, and how it goes."""
 
-    regard train story.toml                          into runs/story
-    regard train story.toml --train.optim.lr 3e-4    change one setting
-    regard train --resume runs/story                 go on after a stop, to the same bits
-    regard train --resume runs/story --train.steps 2000      train longer
-    regard train story.toml --smoke --output-dir try      three steps, an evaluation, a save, a reload
-    """
-
-    # a TOML file with task, [model], [data], [tokenizer], [train]; with --resume the run's folder
-    config: Annotated[Positional[str], arg(metavar="CONFIG")]
-    output_dir: FolderName = None  # the run's folder; default: runs/ and the config's name
-    resume: Switch = False  # go on from the newest sound checkpoint, with the run's own settings
+    # the run's folder; default: runs/ and the name of the config, or of the data
+    output_dir: FolderName = None
     overwrite: Switch = False  # start anew in a folder that has a run
     smoke: Switch = False  # three steps, to find at once what would fail later
     keep: Count = None  # checkpoints that stay, beside the best; default: 2
@@ -57,14 +48,65 @@ class Options:
     changes: Changes = field(default_factory=dict)
 
 
-def run(options: Options) -> int:
-    from regard.train.run import again, train
+@dataclass(frozen=True)
+class Options:
+    """Train a model from a TOML file; stop it any way you like, and go on with --resume.
 
-    given = dict(vars(options))
-    config, folder, quiet = (given.pop(name) for name in ("config", "output_dir", "quiet"))
+    regard train story.toml                          into runs/story
+    regard train story.toml --train.optim.lr 3e-4    change one setting
+    regard train --resume runs/story                 go on after a stop, to the same bits
+    regard train --resume runs/story --train.steps 2000      train longer
+    regard train story.toml --smoke                  three steps, an evaluation, a save, a reload: runs/story-smoke
+    regard train --help-all                          every setting of a config: type, default, meaning
+    """
+
+    # a TOML file with task, [model], [data], [tokenizer], [train]; with --resume the run's folder
+    config: Annotated[Positional[str], arg(metavar="CONFIG")]
+    resume: Switch = False  # go on from the newest sound checkpoint, with the run's own settings
+    run: Run = Run()
+
+
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """Tune a model on a file, without a config: the file's columns decide the task, and the run's config.toml says all
+    that was decided. Stopped any way, it goes on: regard train --resume RUN.
+
+    regard finetune MODEL --data chats.jsonl --method lora       what the assistant says in "messages"
+    regard finetune MODEL --data stories.txt                     plain text, all weights
+    regard finetune MODEL --data reviews.csv --train.epochs 2    columns text and label; any setting can be changed
+    """
+
+    # a model folder
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    # a text, JSONL, CSV or TSV file, or a folder of pictures
+    data: Annotated[str, arg(metavar="FILE")]
+    task: Annotated[str | None, arg(metavar="TASK")] = None  # default: what the columns say
+    method: Literal["full", "frozen", "lora", "qlora"] = "full"  # qlora: LoRA on 4 bits
+    valid: Annotated[str | None, arg(metavar="FILE")] = None  # default: a twentieth of the data
+    run: Run = Run()
+
+
+def finetune(options: FinetuneOptions) -> int:
+    from regard.train.finetune import finetune as start
+
+    return _shown(options, start, "model", "data", "output_dir")
+
+
+def run(options: Options) -> int:
+    from regard.train.run import train
+
+    return _shown(options, train, "config", "output_dir")
+
+
+def _shown(options: Any, start: Callable[..., Any], *names: str) -> int:
+    """Start a run with the options, those of these `names` in their order, and show it."""
+    from regard.train.run import again
+
+    given = values(options)
+    quiet, ordered = given.pop("quiet"), [given.pop(name) for name in names]
     with signals() as received, contextlib.ExitStack() as stack:
         shown, stop = Screen(quiet, stack), lambda: bool(received)
-        result = train(config, folder, **given, callbacks=[shown], stop=stop)
+        result = start(*ordered, **given, callbacks=[shown], stop=stop)
     first = os.environ.get("RANK", "0") == "0"
     if result.status == "asked":
         if first:
@@ -72,7 +114,7 @@ def run(options: Options) -> int:
         # Where another process was asked to stop, this one was not.
         return EXITS[signal.Signals(received[0])] if received else EXITS[signal.SIGTERM]
     if first:
-        if options.smoke:
+        if given["smoke"]:
             reload(result.folder / "last")
         print(result.last)
     return 0

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.config import Count, Fraction, Share, Whole, settings
+from regard.config import Count, Fraction, Positive, Share, Whole, settings
 from regard.data import feed as feeds
 from regard.data import read, tokens
 from regard.data.read import Source, format_of, records
 from regard.data.shards import MANIFEST, Column, Shards, open_shards, prepare, read_manifest, sha256
 from regard.data.tokens import Coder, Filling
 from regard.data.train_tokenizer import Recipe
-from regard.errors import UsageError, check_choice
+from regard.errors import DATA, UsageError, blaming, check_choice
 from regard.files import read_files
-from regard.text import Tokenizer, needed
+from regard.text import CHATML, Tokenizer, needed
 
 Names = str | tuple[str, ...]
 
@@ -41,6 +41,8 @@ _DOCUMENTS = ("text", "source", "target")
 KINDS: dict[str, Kind] = {
     "lm": Kind(_DOCUMENTS, tokens.fill_documents, ("text",)),
     "mlm": Kind(_DOCUMENTS, partial(tokens.fill_documents, masked=True), ("text",)),
+    "chat": Kind(("messages", "tools"), tokens.fill_chats, ("messages",)),
+    "prefer": Kind(("prompt", *tokens.SIDES), tokens.fill_preferences, ("prompt", *tokens.SIDES)),
     "seq2seq": Kind(("source", "target"), tokens.fill_pairs, ("source", "target")),
     "classify": Kind(("text", "second", "label"), tokens.fill_classified, ("text",)),
     "tag": Kind(("words", "tags"), tokens.fill_tagged, ("words",)),
@@ -48,19 +50,21 @@ KINDS: dict[str, Kind] = {
     "image": Kind(("image", "label"), tokens.fill_pictures),
     "caption": Kind(("image", "label"), tokens.fill_captions, ("label",)),
 }
-# Kinds whose documents may share a row; those that hold text.
-ROWED, PICTURED = ("lm", "mlm"), ("image", "caption")
+# Kinds whose documents are plain text, or the target of a source; that may share a row; that hold chats; pictures.
+PLAIN, PICTURED = ("lm", "mlm"), ("image", "caption")
+ROWED, CHATS = (*PLAIN, "chat"), ("chat", "prefer")
 TEXTS = tuple(name for name, kind in KINDS.items() if kind.texts and name not in PICTURED)
 # Formats with columns that have names.
 TABLES = ("tsv", "csv", "jsonl", "parquet", "arrow", "hub", "npz")
 # Setting -> kinds and formats that use it (none: all); settings that are not here are used by all.
 USED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    **dict.fromkeys(("target", "valid_target"), ((*ROWED, "seq2seq", *PICTURED), ())),
-    **dict.fromkeys(("unit", "marker"), (ROWED, ("text",))),
+    **dict.fromkeys(("target", "valid_target"), ((*PLAIN, "seq2seq", *PICTURED), ())),
+    **dict.fromkeys(("unit", "marker"), (PLAIN, ("text",))),
     "header": (TEXTS, ("tsv", "csv")),
     "size": (PICTURED, ("images",)),
     **dict.fromkeys(("length", "tokens", "overlong", "multiple"), (TEXTS, ())),
     "pack": (ROWED, ()),
+    "template": (CHATS, ()),
     **dict.fromkeys(("shift", "flip", "erase"), (PICTURED, ())),
     "paste": (("image",), ()),
 }
@@ -73,6 +77,8 @@ class Data:
     """Which files, how they are read (see Source), and how they become batches (see Batching, TextFeed, ImageFeed)."""
 
     train: Names  # training files, from where the config lies; * and ? are understood
+    # how often examples of each of train are seen beside those of the others; none: all as often
+    weights: tuple[Positive, ...] = ()
     target: Names = ()  # files with the other side, line by line; classes of npy and idx files
     valid: Names = ()  # files of the evaluation
     valid_target: Names = ()  # their other side
@@ -91,6 +97,8 @@ class Data:
     overlong: str = "error"  # longer examples: error, truncate, drop or split
     multiple: Count = 1  # rows are padded to a multiple of this
     pack: str = "documents"  # documents (whole, unseen by each other), stream, windows or none
+    # chats: how they are written, a .jinja file or "chatml"; none: as the model folder says
+    template: str = ""
     shift: Whole = 0  # pictures are moved by up to so many pixels in training
     flip: bool = False  # mirrored every other time
     erase: Whole = 0  # the side of a black square, somewhere, at most
@@ -98,6 +106,11 @@ class Data:
 
     def __post_init__(self) -> None:
         check_choice("overlong", self.overlong, feeds.OVERLONG)
+        files, numbers = len(_tuple(self.train)), len(self.weights)
+        if self.weights and (numbers != files or self.target):
+            raise UsageError(
+                f"weights has {numbers} numbers, train {files} files; give one for each, no target"
+            )
 
     def source(self, valid: bool = False) -> Source:
         paths, beside = (self.valid, self.valid_target) if valid else (self.train, self.target)
@@ -109,7 +122,16 @@ class Data:
             return self
         names = ("train", "target", "valid", "valid_target")
         moved = {n: tuple(str(folder / p) for p in _tuple(getattr(self, n))) for n in names}
+        if self.template not in ("", "chatml"):
+            moved["template"] = str(folder / self.template)  # type: ignore[assignment]
         return replace(self, **moved)  # type: ignore[arg-type]
+
+    def template_file(self) -> bytes:
+        """The chat template that is named; nothing where none is."""
+        if self.template in ("", "chatml"):
+            return CHATML.encode() if self.template else b""
+        with blaming(DATA), open(self.template, "rb") as stream:
+            return stream.read()
 
     def batching(self, seed: int) -> feeds.Batching:
         return feeds.Batching(
@@ -124,6 +146,8 @@ class Loaded:
     feed: feeds.Base
     classes: list[str]
     notes: dict[str, Any]
+    # Tokens of each example, of its longer side.
+    lengths: np.ndarray
 
 
 # --- what a task uses ---------------------------------------------------------------------------------------------
@@ -131,7 +155,7 @@ class Loaded:
 
 def text_roles(task: str, data: Data) -> tuple[str, ...]:
     """The columns that hold text, of which a tokenizer is learned."""
-    if task in ROWED and (_tuple(data.target) or "target" in data.columns):
+    if task in PLAIN and (_tuple(data.target) or "target" in data.columns):
         return ("source", "target")
     more = ("second",) if "second" in data.columns and task == "classify" else ()
     return (*KINDS[task].texts, *more)
@@ -205,9 +229,24 @@ def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0
         raise UsageError(f"task = {task!r} reads text and needs a tokenizer")
     check_used(data, task)
     batching = data.batching(seed)
-    shards = shards_of(task, data.source(), coder, folder / "train", None)
-    classes = shards.notes.get("classes", [])
-    columns, name, held = shards.columns, shards.fingerprint, None
+    sources = [data.source()]
+    if data.weights:
+        sources = [replace(sources[0], paths=(path,)) for path in _tuple(data.train)]
+    parts: list[Shards] = []
+    classes: list[str] = []
+    for i, source in enumerate(sources):
+        home = folder / (f"train-{i}" if i else "train")
+        parts.append(shards_of(task, source, coder, home, classes or None))
+        classes = classes or parts[0].notes.get("classes", [])
+    columns, name, notes, held = parts[0].columns, parts[0].fingerprint, parts[0].notes, None
+    if data.weights:
+        columns = mixed([part.columns for part in parts], np.array(data.weights))
+        name = f"{data.weights} of {' '.join(part.fingerprint for part in parts)}"
+        # Numbers are counts, lists the classes, or ends of answers.
+        notes = {
+            n: x if n == "classes" else sum((p.notes[n] for p in parts), type(x)())
+            for n, x in notes.items()
+        }
     if _tuple(data.valid):
         valid = shards_of(task, data.source(valid=True), coder, folder / "valid", classes or None)
         held = feed_of(task, data, coder, batching, valid.columns, valid.fingerprint, None)
@@ -216,7 +255,29 @@ def load(task: str, data: Data, coder: Coder | None, folder: Path, seed: int = 0
         name = f"{name} without {data.held}"
         held = feed_of(task, data, coder, batching, rest, f"{data.held} of {name}", None)
     feed = feed_of(task, data, coder, batching, columns, name, held)
-    return Loaded(feed, classes, shards.notes)
+    sides = [columns[n].lengths for n in LONG if n in columns]
+    return Loaded(feed, classes, notes, np.maximum.reduce(sides) if sides else np.zeros(0, int))
+
+
+def mixed(parts: list[dict[str, Column]], weights: np.ndarray) -> dict[str, Column]:
+    """Examples of several data sets, evenly among each other: each set as often as its weight says, and so many in all
+    that every example is there."""
+    sizes = np.array([len(next(iter(part.values()))) for part in parts])
+    counts = np.round((sizes / weights).max() * weights).astype(int)
+    place = np.concatenate([(np.arange(n) + 0.5) / n for n in counts])
+    firsts = np.cumsum(sizes) - sizes
+    index = np.concatenate([f + np.arange(n) % size for f, n, size in zip(firsts, counts, sizes)])
+    index = index[np.argsort(place, kind="stable")]
+    whole = {}
+    for name, column in parts[0].items():
+        rows = [part[name] for part in parts]
+        if column.ends is None:
+            joined = Column(np.concatenate([r.values for r in rows]))
+        else:
+            ends = np.cumsum([0, *np.concatenate([r.lengths for r in rows])])
+            joined = Column(np.concatenate([r.stream for r in rows]), ends)
+        whole[name] = joined.take(index)
+    return whole
 
 
 def _tuple(names: Names) -> tuple[str, ...]:
@@ -252,6 +313,8 @@ def shards_of(
     made_of["tokenizer"] = None if coder is None else coder.fingerprint
     if coder is not None:
         made_of["special"] = [coder.before, coder.between, coder.after, coder.start, coder.end]
+    if task in CHATS and coder is not None:
+        made_of["template"] = coder.tokenizer.templates.get("default")
     made_of["sources"] = _sources(source)
     if source.format != "hub":
         made_of["beside"] = [sha256(p) for p in source.beside_files()]
@@ -289,8 +352,12 @@ def feed_of(
         return feeds.CaptionFeed(columns["images"], numbers, texts=columns["target"], **more)
     if task in ROWED:
         prompts = columns["prompts"].values if "prompts" in columns else None
-        more |= {"pack": data.pack, "shift": task == "lm", "prompts": prompts}
+        more |= {"pack": data.pack, "shift": task != "mlm", "prompts": prompts}
+        more["learned"] = columns.get("ids_learned")
         return feeds.TextFeed(columns["ids"], **more)
+    if task == "prefer":
+        sides = [(columns[n], columns.get(f"{n}_learned")) for n in tokens.SIDES]
+        return feeds.PreferFeed(sides[0], sides[1], **more)
     more["around"] = (coder.before, coder.after)
     if task != "seq2seq":
         return feeds.LabelFeed(columns["ids"], columns["labels"], divider=coder.divider, **more)
@@ -303,6 +370,9 @@ def feed_of(
 SAMPLE, WHOLE = 1 << 20, 64 << 20
 # How much larger a file is without gzip or xz.
 PACKED = 3.5
+# Kinds whose examples have two sides; columns whose rows are as long as an example.
+PAIRS = {"seq2seq": ("source", "target"), "prefer": tokens.SIDES}
+LONG = ("ids", *PAIRS["seq2seq"], *PAIRS["prefer"])
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 # Tokens of a text.
 Counting = Callable[[str], float]
@@ -387,7 +457,7 @@ def _counted(folder: Path, source: Source, limit: float) -> Survey | None:
     if read_manifest(folder)["made_of"]["sources"] != _sources(source):
         return None
     shards = open_shards(folder)
-    sides = [shards.columns[n].lengths for n in ("ids", "source", "target") if n in shards.columns]
+    sides = [shards.columns[n].lengths for n in LONG if n in shards.columns]
     return Survey(
         examples=len(sides[0]),
         tokens=int(sum(side.sum() for side in sides)),
@@ -406,6 +476,8 @@ def _guessed(examples: Iterator[list[str]], count: Counting, limit: float, reads
     longest, total = np.zeros(1), np.zeros(1)
     for parts in examples:
         sides = parts if reads == "seq2seq" else ["\n".join(parts)]
+        if reads == "prefer":
+            sides = [parts[0] + answer for answer in parts[1:]]
         sizes = np.array([count(text) for text in sides])
         number, over = number + 1, over + bool(sizes.max() > limit)
         longest, total = np.maximum(longest, sizes), total + sizes
@@ -442,7 +514,7 @@ def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
         return
     for record in records(source, roles):
         values = [record[role] for role in roles]
-        yield [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
+        yield [read.wording(v) for v in values]
 
 
 def bytes_of(source: Source) -> int:

@@ -51,6 +51,8 @@ class Batch:
     doc: Tensor | None = None  # b t: the document of each packed token
     prefix: Tensor | None = None  # b t: where in its row the prefix of each token's document ends
     types: Tensor | None = None  # b t: 1 in the second of two texts
+    rejected: Tensor | None = None  # b t: the worse answer, beside ids, the better one
+    rejected_labels: Tensor | None = None
     pasted_labels: Tensor | None = None  # b: the class of what was pasted into each image
     pasted_area: Tensor | None = None  # b: how much of each image that is, from 0 to 1
 
@@ -428,7 +430,7 @@ class TextFeed(Base):
     text end to end, cut into rows. "windows": rows from anywhere in it. "none": a document a row.
 
     With `shift`, label t is the token after ids t; else it is ids t (masked models). `prompts`: how many tokens at the
-    start of each document are only read, never learned."""
+    start of each document are only read, never learned; `learned` says it of each token."""
 
     documents: Column
     batching: Batching
@@ -437,6 +439,7 @@ class TextFeed(Base):
     shift: bool = True
     pad: int = 0
     prompts: np.ndarray | None = None
+    learned: Column | None = None
     held: TextFeed | None = None
     fingerprint: str = ""
 
@@ -446,8 +449,9 @@ class TextFeed(Base):
         if b.length is None and pack != "none":
             raise UsageError(f"pack = {pack!r} needs the length of a row: length = N")
         self.extra, self.flat = int(self.shift), pack in ("stream", "windows")
-        if prompts is not None and self.flat:
-            raise UsageError(f"pack = {pack!r} knows no prompts; choose documents or none")
+        if (prompts is not None or self.learned is not None) and self.flat:
+            what = "prompts" if self.learned is None else "turns"
+            raise UsageError(f"pack = {pack!r} knows no {what}; choose documents or none")
         self.values = self.documents.stream if self.flat else self.documents.values
         if len(self.values) <= self.extra:
             raise DataError(f"{len(self.values)} tokens are too few to learn from; give more text")
@@ -469,6 +473,8 @@ class TextFeed(Base):
             self.order = Deck(len(self.bins) - 1, rows, b.seed)
         settings = {"pack": pack, "shift": self.shift, "pad": self.pad}
         asked = None if prompts is None else Column(prompts).fingerprint
+        if self.learned is not None:
+            settings["learned"] = self.learned.fingerprint
         self.sign({"documents": self.documents}, **settings, prompts=asked)
 
     def _cut(self) -> None:
@@ -522,6 +528,8 @@ class TextFeed(Base):
             learned[ranges(inside + self.extra, size) < np.repeat(prompts, size)] = IGNORE
             kept = np.clip(prompts - inside, 0, size)
             more["prefix"] = rows(0, np.repeat(before + kept, size))
+        if self.learned is not None:
+            learned[self.learned.values[source + self.extra] == 0] = IGNORE
         ids, labels = rows(self.pad, self.values[source]), rows(IGNORE, learned)
         return tensors(ids, labels, np.add.reduceat(size, first), whole, **more)
 
@@ -531,6 +539,9 @@ class TextFeed(Base):
             how = "cut into rows" if self.pack == "stream" else "read in rows from anywhere, each"
             return f"{len(self.values):,} tokens {how} of {length:,}{batches}"
         text = f"{int(self.size.sum()):,} labels of {len(self.documents):,} documents"
+        if self.learned is not None:
+            said = int((self.learned.stream != 0).sum())
+            text = f"{len(self.documents):,} chats, {said:,} of {len(self.documents.stream):,} tokens learned"
         if self.pack == "documents":
             rows = len(self.bins) - 1
             empty = 1 - self.size.sum() / (rows * length)
@@ -614,6 +625,48 @@ class PairFeed(Base):
             f"{len(self.kept):,} pairs, {real[0]:,} source and {real[1]:,} target tokens in "
             f"{self.epoch:,} batches a pass ({1 - sum(real) / padded:.1%} padding){self.note}"
         )
+
+
+@dataclass(eq=False)
+class PreferFeed(Base):
+    """Pairs of a better and a worse answer, each side with its prompt (a column) and which of its tokens are the answer
+    (another; None: all), in batches of about one length."""
+
+    chosen: tuple[Column, Column | None]
+    worse: tuple[Column, Column | None]
+    batching: Batching
+    _: KW_ONLY
+    pad: int = 0
+    held: PreferFeed | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        b = self.batching
+        ends_of(((), ()), b, "a pair")
+        lengths = np.maximum(*(side[0].lengths for side in (self.chosen, self.worse)))
+        most = None if b.length is None else b.length + 1
+        pieces = cut(lengths, most, b.overlong, "answer", overlap=1)
+        if not len(pieces.row):
+            raise DataError(f"every pair is longer than {b.length} tokens, and was dropped")
+        self.note = pieces.note
+        one: dict[str, Any] = {"batching": replace(b, overlong="truncate"), "pack": "none"}
+        self.sides = []
+        for ids, learned in (self.chosen, self.worse):
+            said = None if learned is None else learned.take(pieces.row)
+            self.sides.append(TextFeed(ids.take(pieces.row), pad=self.pad, learned=said, **one))
+        columns = {"chosen": self.chosen[0], "rejected": self.worse[0]}
+        self.sign(columns, sides=[side.fingerprint for side in self.sides])
+        self.sizes = np.maximum(*(side.size for side in self.sides))
+        self.order = Buckets(b.padded(self.sizes), b.tokens, b.rows, b.seed)
+
+    def make(self, numbers: np.ndarray, part: slice, k: int | None) -> Batch:
+        better, worse = (side.make(numbers, part, k) for side in self.sides)
+        return replace(better, rejected=worse.ids, rejected_labels=worse.labels)
+
+    def describe(self) -> str:
+        tokens = sum(int(side.size.sum()) for side in self.sides)
+        pairs = len(self.sides[0].size)
+        return f"{pairs:,} pairs of answers, {tokens:,} tokens; {self.epoch:,} batches a pass{self.note}"
 
 
 @dataclass(eq=False)

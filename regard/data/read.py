@@ -36,7 +36,12 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 UNITS = ("file", "line", "paragraph")
-ROLES = ("text", "second", "source", "target", "label", "words", "tags", "start", "end", "image")
+ROLES = (
+    *("text", "second", "source", "target", "label", "words", "tags", "start", "end", "image"),
+    *("messages", "tools", "prompt", "chosen", "rejected"),
+)
+# Roles that a record may lack; and a column that is taken where there is none of a role's name.
+OPTIONAL, INSTEAD = ("tools", "prompt"), {"messages": "conversations"}
 SUFFIXES = (".png", ".jpg", ".jpeg")
 # Number types of idx files.
 IDX = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -303,6 +308,12 @@ def _place(name: str, first: list[str], header: bool, path: Path, role: str) -> 
 
 
 def _jsonl(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
+    for number, row in json_rows(path):
+        yield _picked(row, source, roles, f"line {number} of {path}")
+
+
+def json_rows(path: Path) -> Iterator[tuple[int, Record]]:
+    """The objects of a JSONL file, with the numbers of their lines."""
     for number, line in enumerate(lines(path), 1):
         if not line.strip():
             continue
@@ -312,23 +323,39 @@ def _jsonl(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]
             raise DataError(f"line {number} of {path} is no JSON: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"line {number} of {path} is no JSON object but {type(row).__name__}")
-        yield _picked(row, source, roles, f"line {number} of {path}")
+        yield number, row
 
 
 def _picked(row: Record, source: Source, roles: Sequence[str], where: str) -> Record:
-    missing = [source.column(role) for role in roles if source.column(role) not in row]
+    names = {role: source.column(role) for role in roles}
+    for role in INSTEAD.keys() & names.keys() - row.keys() - source.columns.keys():
+        names[role] = INSTEAD[role] if INSTEAD[role] in row else role
+    missing = [name for role, name in names.items() if name not in row and role not in OPTIONAL]
     if missing:
         raise UsageError(f"{where} has no {missing[0]!r}; it has: {', '.join(map(repr, row))}")
-    return {role: row[source.column(role)] for role in roles}
+    return {role: row.get(name) for role, name in names.items()}
+
+
+def wording(value: Any) -> str:
+    """The text of a column: of words, or of the messages of a chat, one after the other."""
+    if not isinstance(value, list):
+        return "" if value is None else str(value)
+    each = (v.get("content", v.get("value")) if isinstance(v, dict) else v for v in value)
+    return " ".join(map(str, each))
 
 
 def _squad(path: Path, source: Source, roles: Sequence[str]) -> Iterator[Record]:
     """Questions on a text: `text` is the question, `second` the text, `start` and `end` the answer's characters; None
-    where the text has no answer (SQuAD 2.0)."""
+    where the text has no answer (SQuAD 2.0). A file that is a list has its examples in it."""
     with opened(path) as stream:
         text = decoded(stream.read(), path)
     try:
-        for article in json.loads(text)["data"]:
+        data = json.loads(text)
+        if isinstance(data, list):
+            for i, row in enumerate(data, 1):
+                yield _picked(dict(row), source, roles, f"example {i} of {path}")
+            return
+        for article in data["data"]:
             for paragraph in article["paragraphs"]:
                 for asked in paragraph["qas"]:
                     row = {"text": asked["question"], "second": paragraph["context"]}

@@ -19,11 +19,11 @@ from regard.data.read import DataError, Record, Source, pictures, records
 from regard.data.shards import Writer, token_dtype
 from regard.errors import UsageError
 from regard.text.build import blaming, plain_copy
-from regard.text.tokenizer import Tokenizer, check_unicode
+from regard.text.chat import Learned, learned_chat
+from regard.text.tokenizer import Located, Tokenizer, check_unicode
 
 Ids = tuple[int, ...]
-# Ids, and the characters each comes from.
-Located = tuple[list[int], list[tuple[int, int]]]
+SIDES = ("chosen", "rejected")
 # Characters that are encoded at once, of many texts, and of one.
 CHUNK, PIECE = 1 << 20, 1 << 18
 # Characters on each side of a cut that are compared; cuts of a kind that are tried.
@@ -143,7 +143,7 @@ class Filling:
         size = 0
         for record in records(self.source, roles):
             self.count["records"] += 1
-            more = sum(len(v) for v in record.values() if isinstance(v, str)) + 1
+            more = sum(len(v if isinstance(v, str) else repr(v)) for v in record.values()) + 1
             long = more > 2 * PIECE
             if long and chunk:
                 yield chunk
@@ -232,6 +232,81 @@ def pieces(text: str, coder: Coder) -> Iterator[str]:
         yield text[first:cut]
         first = cut
     yield text[first:]
+
+
+def fill_chats(filling: Filling) -> None:
+    """Conversations by the model's chat template; what the assistant said is learned."""
+    coder, ends = filling.coder, set[int]()
+
+    def rows(record: Record) -> list[dict[str, Learned]]:
+        chats = learned_chat(coder.tokenizer, record["messages"], record["tools"])
+        for ids, said in chats:
+            last = (i for i, yes in zip(reversed(ids), reversed(said)) if yes)
+            ends.update(islice((i for i in last if i in coder.reserved), 1))
+        return [{"ids": chat} for chat in chats]
+
+    fill_learned(filling, ("messages", "tools"), rows, ("ids",))
+    # Special tokens that an answer ends with.
+    filling.done(ends=sorted(ends))
+
+
+def fill_preferences(filling: Filling) -> None:
+    """Two answers to one prompt, the better one first. Texts stand as they are; messages are written by the model's
+    chat template, the turns that both answers share among the prompt."""
+    coder = filling.coder
+
+    def row(record: Record) -> list[dict[str, Learned]]:
+        prompt, answers = record["prompt"], [record[side] for side in SIDES]
+        for side, answer in zip(SIDES, answers):
+            if not answer or (isinstance(answer, str) and not answer.strip()):
+                raise UsageError(f"{side} is empty; leave the pair out")
+        if answers[0] == answers[1]:
+            raise UsageError("chosen and rejected are the same; leave the pair out")
+        if prompt is None and str in map(type, answers):
+            raise UsageError("it has no prompt, and answers that are texts need one")
+        if all(isinstance(x, str) for x in (prompt, *answers)):
+            head = [*coder.before, *coder.encode([prompt])[0]]
+            end = [] if coder.end is None else [coder.end]
+            tails = [[*ids, *end] for ids in coder.encode(answers)]
+            pair = [([*head, *x], [False] * len(head) + [True] * len(x)) for x in tails]
+        else:
+            talks = [conversation(prompt, answer) for answer in answers]
+            shared = next((i for i, (a, b) in enumerate(zip(*talks)) if a != b), 0)
+            pair = [learned_chat(coder.tokenizer, x, None, shared)[0] for x in talks]
+        return [dict(zip(SIDES, pair))]
+
+    fill_learned(filling, ("prompt", *SIDES), row, SIDES)
+    filling.done()
+
+
+def conversation(prompt: Any, answer: Any) -> list[Any]:
+    """An answer with what it answers; one that begins with another's turn has it in it."""
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else [*answer]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    first = turns[0] if isinstance(turns[0], dict) else {}
+    opens = first.get("role", first.get("from")) in ("assistant", "gpt")
+    return [*asked, *turns] if opens else turns
+
+
+def fill_learned(
+    filling: Filling,
+    roles: Sequence[str],
+    rows_of: Callable[[Record], list[dict[str, Learned]]],
+    names: Sequence[str],
+) -> None:
+    """Columns of ids, and beside each which of them are learned."""
+    first = 1
+    for chunk in filling.chunks(*roles):
+        rows = []
+        for number, record in enumerate(chunk, first):
+            try:
+                rows += rows_of(record)
+            except UsageError as error:
+                raise DataError(f"example {number}: {error}") from None
+        first += len(chunk)
+        kept = filling.add(**{n: filling.counted([row[n][0] for row in rows]) for n in names})
+        for n in names:
+            filling.writer.extend(f"{n}_learned", [rows[i][n][1] for i in kept], "uint8")
 
 
 def fill_pairs(filling: Filling) -> None:

@@ -216,15 +216,15 @@ class Judge:
         # Files are read as is said, and else as the run's own files were, if these are of that kind.
         usual = {n: self.run[n] for n, x in READING.items() if n in self.run and reading[n] == x}
         with suppress(UsageError):
-            check_used(Data(files, target, **{**reading, **usual}), self.task)
+            check_used(Data(files, target=target, **{**reading, **usual}), self.task)
             reading = {**reading, **usual}
-        check_used(Data(files, target, **reading), self.task)
+        check_used(Data(files, target=target, **reading), self.task)
         if self.patches is not None:
             reading = {**reading, "size": reading["size"] or self.patches.size}
         rows: dict[str, Any] = {"length": self.length, "rows": BATCH, "pack": "none"}
         rows["tokens"] = None if self.length is None else max(TOKENS, self.length)
         rows["overlong"] = "split" if self.task in CUT else self.overlong
-        self.data = Data(files, target, **rows, **reading)
+        self.data = Data(files, target=target, **rows, **reading)
 
     def _length(self, asked: int | None) -> int | None:
         """Tokens of a row; None: as many as an example has."""

@@ -1,4 +1,5 @@
-"""What fine-tuning changes in a finished model: its head, and low-rank additions to its linear layers (LoRA).
+"""What fine-tuning changes in a finished model: its head, low-rank additions to its linear layers (LoRA), and the 4
+bits that those layers may be held in beside them (QLoRA).
 
 Training makes them (train/config.py), checkpoints keep them apart from the body (checkpoint/adapter.py).
 """
@@ -6,7 +7,8 @@ Training makes them (train/config.py), checkpoints keep them apart from the body
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from regard.config import Count, Fraction, Positive, settings
 from regard.errors import UsageError, nearest
+from regard.kernels.linear import GROUP, Int4, unpacked
 from regard.layers import LM, MLM, Answer, Classify, Head, LMHead, Tag, make_head
 from regard.models.base import Model
 from regard.models.embedding import Patches, Tokens
@@ -136,33 +139,38 @@ def classes_of(model: Any) -> list[str]:
 class LoRA:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685).   y = W x + (alpha / rank) B A x,  A (r in), B (out r)
 
-    B starts as 0, so that nothing changes at first; `dropout` acts on the x that A reads."""
+    B starts as 0, so that nothing changes at first; `dropout` acts on the x that A reads. `rslora`: alpha / sqrt(rank)
+    (Kalajdzievski 2023, arXiv:2312.03732)."""
 
     rank: Count = 8
     alpha: Positive = 16.0
     dropout: Fraction = 0.0
+    rslora: bool = False
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 class LowRank(nn.Module):
     """A linear layer `base` with what LoRA adds. A and B are float32 at least, whatever the base is."""
 
-    def __init__(self, base: nn.Linear, config: LoRA):
+    def __init__(self, base: nn.Linear | Int4Linear, config: LoRA):
         super().__init__()
         self.base, self.config = base, config
-        dtype = torch.promote_types(base.weight.dtype, torch.float32)
-        rank, bound, device = config.rank, base.in_features**-0.5, base.weight.device
+        held = base.weight if isinstance(base, nn.Linear) else base.scales
+        dtype = torch.promote_types(held.dtype, torch.float32)
+        rank, bound, device = config.rank, base.in_features**-0.5, held.device
         a = torch.empty(rank, base.in_features, dtype=dtype).uniform_(-bound, bound)
         self.a = nn.Parameter(a.to(device))
         self.b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=dtype, device=device))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        low = F.linear(F.linear(self.dropout(x).to(self.a.dtype), self.a), self.b)
+        y, x = self.base(x), self.dropout(x)
+        # Autocast narrows x, A and B by itself.
+        x = x if torch.is_autocast_enabled(x.device.type) else x.to(self.a.dtype)
+        low = F.linear(F.linear(x, self.a), self.b)
         return y + (self.config.scale * low).to(y.dtype)
 
     @property
@@ -178,31 +186,140 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         """The base with W + (alpha / rank) B A as its weight: summed in float64 and rounded once."""
-        w = self.base.weight
+        base = self.base if isinstance(self.base, nn.Linear) else self.base.plain()
+        w = base.weight
         w.copy_(rounded(w.double() + self.config.scale * (self.b.double() @ self.a.double()), w))
-        return self.base
+        return base
 
 
 def low_ranks(model: nn.Module) -> dict[str, LowRank]:
     return {name: m for name, m in model.named_modules() if isinstance(m, LowRank)}
 
 
+def plain_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Parameters and their shapes as they are without LoRA and in no fewer bits."""
+    low, packed = low_ranks(model), {}
+    for name, m in model.named_modules():
+        if isinstance(m, Int4Linear):
+            packed[f"{name}.weight"] = torch.Size((m.out_features, m.in_features))
+    own = {n: p.shape for n, p in model.named_parameters() if n.rpartition(".")[0] not in low}
+    return {n.replace(".base.", "."): shape for n, shape in (own | packed).items()}
+
+
 def inject(model: nn.Module, names: Iterable[str], config: LoRA) -> None:
     """Put LoRA on the linear layers of these full names."""
-    known = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    known = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Int4Linear)}
     for name in names:
         if name not in known:
             raise UsageError(f"the model has no linear layer {name!r}; {nearest(name, known)}")
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LowRank(known[name], config))
+        _set(model, name, LowRank(known[name], config))
 
 
 def merge(model: Model) -> Model:
-    """The model with LoRA's products added to the weights, in place; what was frozen stays so."""
+    """The model with LoRA's products added to the weights, in place, and no layer in 4 bits any more; what was frozen
+    stays so."""
     for name, low in low_ranks(model).items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, low.merged())
+        _set(model, name, low.merged())
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, Int4Linear):
+            _set(model, name, layer.plain())
     return model
+
+
+def _set(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
+
+
+@contextmanager
+def switched_off(model: Any) -> Iterator[None]:
+    """Inside, the model is the one that LoRA was put on, in evaluation mode."""
+    layers, training = low_ranks(model), model.training
+    try:
+        model.eval()
+        for name, low in layers.items():
+            _set(model, name, low.base)
+        yield
+    finally:
+        for name, low in layers.items():
+            _set(model, name, low)
+        model.train(training)
+
+
+# --- QLoRA: the base in 4 bits -------------------------------------------------------------------------------------
+
+
+class Int4Linear(nn.Module):
+    """A frozen linear layer whose weight is held in 4 bits alone (`Int4`), and turned back for each product, on the way
+    back too. Only x has a gradient. `dtype` is of the weight it was made of."""
+
+    q: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear, device: torch.device | str | None = None):
+        super().__init__()
+        packed = Int4(linear.weight.to(device), None, None)
+        self.register_buffer("q", packed.q)
+        self.register_buffer("scales", packed.scales)
+        self.bias, self.dtype = linear.bias, linear.weight.dtype
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        x = x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+        y = _Int4Product.apply(x, self.q, self.scales, self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """W (out in), turned back."""
+        return unpacked(self.q, self.scales)[:, : self.out_features].t().to(self.dtype)
+
+    def plain(self) -> nn.Linear:
+        """The layer with its weight turned back."""
+        linear = nn.Linear(self.in_features, self.out_features, device="meta")
+        linear.weight = nn.Parameter(self.weight.contiguous(), requires_grad=False)
+        linear.bias = self.bias
+        return linear
+
+
+class _Int4Product(torch.autograd.Function):
+    """x W^T, of which nothing is kept but the 4 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, q: Tensor, scales: Tensor, n: int) -> Tensor:
+        ctx.save_for_backward(q, scales)
+        return x @ unpacked(q, scales)[:, :n].to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        w = unpacked(*ctx.saved_tensors)[:, : dy.shape[-1]].to(dy.dtype)
+        return dy @ w.t(), None, None, None
+
+
+def quantize(model: Model, device: torch.device | str | None = None) -> Model:
+    """The model with the linear layers of its body in 4 bits, in place and one after the other, on `device` (default:
+    where they are). Those that choose experts, and whose inputs groups do not divide, stay as they are."""
+    for name, layer in body_linears(model).items():
+        fits = layer.in_features % GROUP == 0 and not chooses(name)
+        if isinstance(layer, nn.Linear) and fits:
+            _set(model, name, Int4Linear(layer, device))
+    return model
+
+
+def body_linears(model: nn.Module) -> dict[str, nn.Linear | Int4Linear]:
+    """Linear layers by full name, without those of the head and of indexers."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Int4Linear)
+        and not {"head", "indexer"} & set(name.split("."))
+    }
+
+
+def chooses(name: str) -> bool:
+    """Whether a layer of this name chooses or weighs experts."""
+    return name.rpartition(".")[2] in ("router", "shared_gate")
 
 
 def rounded(x: Tensor, like: Tensor) -> Tensor:

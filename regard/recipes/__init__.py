@@ -22,10 +22,12 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "captions": corpora.make_captions,
     "verses": corpora.make_pairs,
     "parts": corpora.make_parts,
+    "sums": corpora.make_sums,
 }
 NAMES = (
     *("dates", "dates-gru", "gpt-pydoc", "vit-digits", "kjv", "bert-pretrain", "bert-finetune"),
     *("t5-pretrain", "bart-pretrain", "dsa-base", "dsa-warmup", "dsa-sparse", "captions"),
+    *("chat", "prefer"),
 )
 
 

@@ -6,6 +6,7 @@ Whole chapters and topics are held out, so that no text is tested whose neighbou
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import re
 from collections.abc import Callable
@@ -61,6 +62,30 @@ def make_parts(folder: Path, seed: int = 0, labelled: int = 2_000) -> str:
         f"{len(chapters):,} chapters of the King James Bible to read; {len(train):,} of its verses with the part they "
         f"stand in ({', '.join(PARTS)}), and {len(valid):,} of chapters that were not read"
     )
+
+
+def make_sums(folder: Path, seed: int = 0, count: int = 4_000) -> str:
+    """chats.jsonl and valid.jsonl, talks about sums of two questions each; pairs.jsonl, an answer in a
+    whole sentence and a bare one; what was made."""
+    rng = random.Random(seed)
+
+    def question() -> tuple[str, int]:
+        a, b = rng.randrange(10), rng.randrange(10)
+        return rng.choice([f"What is {a} plus {b}?", f"Add {b} to {a}."]), a + b
+
+    files: dict[str, list[str]] = {"chats.jsonl": [], "valid.jsonl": [], "pairs.jsonl": []}
+    for _ in range(count):
+        talk: list[dict[str, str]] = []
+        for asked, answer in (question(), question()):
+            talk.append({"role": "user", "content": asked})
+            talk.append({"role": "assistant", "content": f"{answer}"})
+        name = "valid.jsonl" if rng.random() < 0.05 else "chats.jsonl"
+        files[name].append(json.dumps({"messages": talk}) + "\n")
+        bare = talk[1]["content"]
+        pair = {"chosen": f"That makes {bare}.", "rejected": bare}
+        files["pairs.jsonl"].append(json.dumps({"prompt": talk[:1], **pair}) + "\n")
+    write(folder, files)
+    return f"{count:,} talks about sums, and as many pairs of answers"
 
 
 def verses(package: str) -> dict[int, str]:

@@ -51,7 +51,7 @@ NO_METRIC = ("kind", "step", "best", "signatures")
 ROWS, SOURCES, MOMENTS, WORDS, CELL = 40, 5, 6, 24, 44
 # Tokens of a map, maps of a page, heads of a layer; tasks whose samples go on where the prompt ends.
 LONGEST, MOST, HEADS = 48, 96, 12
-WRITES = ("lm", "prefix")
+WRITES = ("lm", "prefix", "chat")
 # Curve -> its title, its unit.
 CURVES = {
     "loss": ("loss", "loss"),

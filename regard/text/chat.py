@@ -1,4 +1,5 @@
-"""Chat messages -> the prompt, by the template that the model folder carries (never one from a request).
+"""Chat messages -> the prompt, by the template that the model folder carries (never one from a request); and what of it
+the assistant said, which is what training on chats learns.
 
 A template is a program: regard.text.template runs it in a sandbox, in a process with limits of time and memory.
 """
@@ -6,55 +7,206 @@ A template is a program: regard.text.template runs it in a sandbox, in a process
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from regard.errors import UsageError, nearest
-from regard.text.template import MEMORY, WORKER
-from regard.text.tokenizer import Tokenizer, check_unicode
+from regard.text.template import CLOSE, MEMORY, OPEN, WORKER
+from regard.text.tokenizer import Located, Tokenizer, check_unicode
 
 MAX_SOURCE = 1_000_000  # characters of a template
 MAX_LENGTH = 4_000_000  # characters of a prompt
 MAX_SECONDS = 5.0
-KEYS = ("role", "content", "name")
+KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+# Who may speak in training data; and what ShareGPT calls them.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+SHAREGPT |= {"observation": "tool", "function_response": "tool"}
 # Where a message spells a special token, a character stands for it that no text holds.
 MARKS = 0x10F000
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# For models that come without a template.
+CHATML = """{% for m in messages %}
+{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{%- for call in m.tool_calls or [] %}
+{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 Message = Mapping[str, Any]
+# Ids, and which of them the assistant said.
+Learned = tuple[list[int], list[bool]]
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    **options: Any,
+) -> list[int]:
     """The ids of the prompt that `render_chat` makes. A special token is one where the template says it; where a
-    message spells it, it stays text, so that no message can pose as another's turn."""
-    chat = check_messages(messages)
-    added = tokenizer.core.get_added_tokens_decoder()
-    special = {token.content: (index, token) for index, token in added.items() if token.special}
-    spelt = sorted({s for s in special for m in chat for x in m.values() if s in x}, key=len)
-    if not spelt:
-        return tokenizer.encode(render_chat(tokenizer, chat, **options), special=False)
-    marks = {chr(MARKS + i): text for i, text in enumerate(spelt)}
-    # The longest first: one special token may be a part of another.
-    for mark, text in reversed(marks.items()):
-        if any(mark in x for m in chat for x in m.values()):
-            raise UsageError(f"a message holds the private character U+{ord(mark):X}; leave it out")
-        chat = [{key: x.replace(text, mark) for key, x in m.items()} for m in chat]
-    prompt = render_chat(tokenizer, chat, **options)
-    cut = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True))
-    parts, ids = re.split(f"({cut})", prompt), []
-    for i, part in enumerate(parts):
-        if i % 2:
-            ids.append(special[part][0])
-            continue
-        if i and special[parts[i - 1]][1].rstrip:
-            part = part.lstrip()
-        if i + 1 < len(parts) and special[parts[i + 1]][1].lstrip:
-            part = part.rstrip()
-        literal = any(mark in part for mark in marks)
-        for mark, text in marks.items():
-            part = part.replace(mark, text)
-        ids += tokenizer.encode(part, special=False, literal=literal) if part else []
-    return ids
+    message or a tool spells it, it stays text, so that no message can pose as another's turn."""
+    chat = _Shielded(tokenizer, check_messages(messages), tools)
+    return chat.located(render_chat(tokenizer, chat.messages, tools=chat.tools, **options))[0]
+
+
+def learned_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None = None,
+    first: int | None = None,
+) -> list[Learned]:
+    """A conversation as rows to learn from, mostly one: ids, and which of them the assistant said, by the template's
+    own {% generation %} blocks where it has them.
+
+    Elsewhere a turn is what the template adds to the prompt that asks for it. Where it writes an earlier turn otherwise
+    once the talk has gone on (without its thoughts, say), that turn is a row of its own: as it was said. So it is done
+    too where turns before the `first` are only read."""
+    chat = _Shielded(tokenizer, check_messages([_turn(m) for m in listed(messages)]), tools)
+    said_by = enumerate(m["role"] for m in chat.messages)
+    turns = [i for i, role in said_by if role == "assistant" and i >= (first or 0)]
+    if not turns:
+        raise UsageError("no message is the assistant's, so nothing can be learned from it")
+    render = partial(render_chat, tokenizer, tools=chat.tools)
+    whole = render(chat.messages, reply=False, marked=True)
+    calls = [call for m in chat.messages for call in m.get("tool_calls", [])]
+    for part in (*calls, *(chat.tools or [])):
+        name = part.get("function", part).get("name") if isinstance(part, dict) else None
+        if not isinstance(name, str) or name not in whole:
+            how = "take another template, or leave tools and tool calls out"
+            raise UsageError(f"the chat template does not show the tool {name!r:.60}; {how}")
+    if first is None and MARKED.search(tokenizer.templates["default"]):
+        parts = re.split(f"[{OPEN}{CLOSE}]", whole)
+        places = [*accumulate(map(len, parts))]
+        if not (spans := [*zip(places[::2], places[1::2])]):
+            raise UsageError("the chat template's generation blocks mark nothing of this")
+        return [chat.learned("".join(parts), spans)]
+    spans, rows = [], []
+    for i in turns:
+        said = render(chat.messages[: i + 1], reply=False)
+        if i:
+            start = chat.common(render(chat.messages[:i]), said)
+        else:
+            # What asks for an answer, wherever it stands.
+            user = [{"role": "user", "content": "?"}]
+            asking = render(user)[len(render(user, reply=False)) :]
+            start = said.find(asking) + len(asking) if asking in said else 0
+        end = chat.common(said, whole)
+        if start < end and not chat.special.sub("", said[end:]).strip():
+            spans.append((start, end))
+        else:
+            rows.append(chat.learned(said, [(start, len(said))]))
+    return [*([chat.learned(whole, spans)] if spans else []), *rows]
+
+
+def strange_marks(tokenizer: Tokenizer) -> list[str]:
+    """Marks around turns, such as <|im_end|>, that the template writes and the tokenizer has no token for."""
+    talk = [{"role": role, "content": "?"} for role in ("user", "assistant")]
+    marks = re.findall(r"<[^<>\s]+>", render_chat(tokenizer, talk, reply=False))
+    return [m for m in dict.fromkeys(marks) if tokenizer.core.token_to_id(m) is None]
+
+
+class _Shielded:
+    """Messages and tools in which a private character stands for every special token that they spell."""
+
+    def __init__(self, tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None):
+        self.tokenizer = tokenizer
+        added = tokenizer.core.get_added_tokens_decoder()
+        self.ids = {token.content: (i, token) for i, token in added.items() if token.special}
+        self.special = _any_of(token.content for token in added.values())
+        texts = _texts([messages, tools])
+        spelt = sorted({s for s in self.ids for text in texts if s in text}, key=len)
+        self.marks = {chr(MARKS + i): text for i, text in enumerate(spelt)}
+        for mark in (*self.marks, OPEN, CLOSE):
+            if any(mark in text for text in texts):
+                raise UsageError(
+                    f"a message holds the private character U+{ord(mark):X}; leave it out"
+                )
+
+        def hide(text: str) -> str:
+            # The longest first: one special token may be a part of another.
+            for mark, special in reversed(self.marks.items()):
+                text = text.replace(special, mark)
+            return text
+
+        self.messages, self.tools = _each([messages, tools], hide)
+
+    def shown(self, text: str) -> str:
+        for mark, special in self.marks.items():
+            text = text.replace(mark, special)
+        return text
+
+    def located(self, text: str) -> Located:
+        """The ids of a rendered text, and the characters of `shown(text)` that each comes from."""
+        if not self.marks:
+            return self.tokenizer.located(text)
+        parts = re.split(f"({_any_of(self.ids).pattern})", text)
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        at = 0
+        for i, part in enumerate(parts):
+            here, part = at, self.shown(part)
+            at += len(part)
+            if i % 2:
+                ids.append(self.ids[part][0])
+                places.append((here, at))
+                continue
+            if i and self.ids[parts[i - 1]][1].rstrip:
+                part = part.lstrip()
+                here = at - len(part)
+            if i + 1 < len(parts) and self.ids[parts[i + 1]][1].lstrip:
+                part = part.rstrip()
+            literal = any(mark in parts[i] for mark in self.marks)
+            if part:
+                more, spans = self.tokenizer.located(part, literal=literal)
+                ids += more
+                places += [(here + a, here + b) for a, b in spans]
+        return ids, places
+
+    def learned(self, text: str, spans: list[tuple[int, int]]) -> Learned:
+        """The ids of a rendered text, and which of them have a character of these spans."""
+        ids, places = self.located(text)
+        spans = [(len(self.shown(text[:a])), len(self.shown(text[:b]))) for a, b in spans]
+        return ids, [any(a < end and b > start for start, end in spans) for a, b in places]
+
+    def common(self, one: str, other: str) -> int:
+        """Characters that two texts begin with, without a part of a special token."""
+        size = min(len(one), len(other))
+        size = next((i for i in range(size) if one[i] != other[i]), size)
+        for text in (one, other):
+            cuts = (m.span() for m in self.special.finditer(text, max(0, size - 200)))
+            size = next((a for a, b in cuts if a < size < b), size)
+        return size
+
+
+def _any_of(texts: Any) -> re.Pattern[str]:
+    """Any of these texts, the longest first; of none, nothing."""
+    ordered = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")
+
+
+def _each(x: Any, change: Callable[[str], str]) -> Any:
+    """Plain data with every text in it changed."""
+    if isinstance(x, str):
+        return change(x)
+    if isinstance(x, Mapping):
+        return {key: _each(value, change) for key, value in x.items()}
+    return [_each(value, change) for value in x] if isinstance(x, list | tuple) else x
+
+
+def _texts(x: Any) -> list[str]:
+    """Every text in plain data."""
+    if isinstance(x, str):
+        return [x]
+    inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+    return [text for value in inner for text in _texts(value)]
 
 
 def render_chat(
@@ -62,12 +214,15 @@ def render_chat(
     messages: Sequence[Message],
     *,
     template: str = "default",
+    tools: Sequence[Any] | None = None,
     reply: bool = True,
+    marked: bool = False,
     max_length: int = MAX_LENGTH,
     max_seconds: float = MAX_SECONDS,
 ) -> str:
     """The prompt for a list of {"role": ..., "content": ...} as text; `encode_chat` gives its ids.
-    `template` is the name of one that the folder carries; `reply` opens the assistant's turn."""
+    `template` is the name of one that the folder carries; `tools` are shown to it; `reply` opens the assistant's turn;
+    `marked`: what the template wrote to be learned stands between OPEN and CLOSE of regard.text.template."""
     if importlib.util.find_spec("jinja2") is None:
         raise UsageError("chat templates need jinja2; install it: pip install jinja2")
     known = tokenizer.templates
@@ -83,12 +238,17 @@ def render_chat(
         raise UsageError(
             f"the chat template has {len(known[template]):,} characters, at most {MAX_SOURCE:,} are read"
         )
-    given = {"tools": None, "documents": None, "add_generation_prompt": reply, **tokenizer.tokens}
-    variables = {"messages": check_messages(messages), **given}
-    request = {"source": known[template], "variables": variables, "max_length": max_length}
-    answer = WORKER.ask(request, max_seconds)
-    if "text" in answer:
-        return answer["text"]
+    given = {"tools": tools or None, "documents": None, "add_generation_prompt": reply}
+    request = {"source": known[template], "max_length": max_length, "marked": marked}
+    chat = check_messages(messages)
+    # Some templates want the arguments of a call as data, some as text.
+    for form in (chat, [_worded(m) for m in chat]):
+        variables = {**given, **tokenizer.tokens, "messages": form}
+        answer = WORKER.ask({**request, "variables": variables}, max_seconds)
+        if "text" in answer:
+            return answer["text"]
+        if "error" not in answer or not any("tool_calls" in m for m in chat):
+            break
     why = {
         "long": f"made more than {max_length:,} characters; send less, or pass max_length",
         "late": f"ran longer than {max_seconds:g} s: an endless loop",
@@ -98,14 +258,32 @@ def render_chat(
     raise UsageError(f"the model folder's chat template {why[next(iter(answer))]}")
 
 
-def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as plain data of our own; a list of text parts becomes one text, one part per line."""
+def listed(messages: Any) -> Sequence[Any]:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise UsageError(
             f'messages must be a list such as [{{"role": "user", "content": "Hello"}}], got {messages!r:.60}'
         )
+    return messages
+
+
+def _turn(message: Any) -> Any:
+    """A message of training data, which may be of ShareGPT's form."""
+    if not isinstance(message, Mapping):
+        return message
+    if "from" in message:
+        role = SHAREGPT.get(message["from"], message["from"])
+        message = {**message, "role": role, "content": message.get("value")}
+        del message["from"], message["value"]
+    role = message.get("role")
+    if isinstance(role, str) and role not in ROLES:
+        raise UsageError(f"the role {role!r:.40} is unknown; {nearest(role, (*ROLES, *SHAREGPT))}")
+    return message
+
+
+def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as plain data of our own; a list of text parts becomes one text, one part per line."""
     checked = []
-    for i, message in enumerate(messages):
+    for i, message in enumerate(listed(messages)):
         where = f"messages[{i}]"
         if not isinstance(message, Mapping):
             raise UsageError(f"{where} must have role and content, got {message!r:.60}")
@@ -117,9 +295,46 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
             raise UsageError(
                 f"{where}.role must be a word such as user, assistant or system, got {role!r:.60}"
             )
-        texts = {key: message.get(key) for key in KEYS[1:] if key == "content" or key in message}
-        checked.append({"role": role} | {k: _text(x, f"{where}.{k}") for k, x in texts.items()})
+        given = {"content": None, **{k: x for k, x in message.items() if x is not None}}
+        calls = given.pop("tool_calls", None)
+        plain: dict[str, Any] = {
+            key: None if key == "content" and x is None and calls else _text(x, f"{where}.{key}")
+            for key, x in given.items()
+        }
+        if calls:
+            plain["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        checked.append({**plain, "role": role})
     return checked
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of tools with their arguments as data, as templates have them; OpenAI's form has them as a text of JSON."""
+    plain = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            form = '[{"type": "function", "function": {"name": ..., "arguments": ...}}]'
+            raise UsageError(f"{where} must be a list such as {form}, got {calls!r:.60}")
+        arguments = function.get("arguments")
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            raise UsageError(f"{where}: arguments are no JSON: {arguments!r:.60}") from None
+        more = {} if function is call else {"type": "function", **(call or {})}
+        plain.append({**more, "function": {**function, "arguments": arguments}})
+    for text in _texts(plain):
+        check_unicode(text, where)
+    return plain
+
+
+def _worded(message: dict[str, Any]) -> dict[str, Any]:
+    """The same with the arguments of calls as text."""
+    calls = []
+    for call in message.get("tool_calls", []):
+        function = call["function"]
+        worded = {**function, "arguments": json.dumps(function["arguments"])}
+        calls.append({**call, "function": worded})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _text(value: Any, where: str) -> str:

@@ -21,6 +21,8 @@ from typing import Any
 
 MEMORY = 1 << 30
 START = 60.0  # seconds for the process to begin
+# Around what a {% generation %} block wrote, where that is asked for: characters that no text holds.
+OPEN, CLOSE = "\U0010effe", "\U0010efff"
 
 
 # --- the process that renders -------------------------------------------------------------------------------------
@@ -45,9 +47,11 @@ def serve() -> None:
         print(answer, file=answers, flush=True)
 
 
-def _rendered(source: str, variables: dict[str, Any], max_length: int) -> dict[str, Any]:
+def _rendered(
+    source: str, variables: dict[str, Any], max_length: int, marked: bool
+) -> dict[str, Any]:
     parts, length = [], 0
-    for part in _compiled(source).generate(**variables):
+    for part in _compiled(source, marked).generate(**variables):
         length += len(part)
         if length > max_length:
             return {"long": True}
@@ -56,22 +60,25 @@ def _rendered(source: str, variables: dict[str, Any], max_length: int) -> dict[s
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str) -> Any:
+def _compiled(source: str, marked: bool) -> Any:
     """The template in the one environment that Regard has; blocks and extra functions as
-    transformers' apply_chat_template has them."""
+    transformers' apply_chat_template has them. `marked`: what {% generation %} wrote stands between
+    OPEN and CLOSE."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} marks what to train on; here it is its content."""
+        """{% generation %} ... {% endgeneration %} marks what to train on."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
+            mark = (OPEN, CLOSE) if marked else ("", "")
+            first, last = (nodes.Output([nodes.TemplateData(x)], lineno=line) for x in mark)
+            return [first, nodes.Scope(body).set_lineno(line), last]
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)

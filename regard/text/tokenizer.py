@@ -19,7 +19,10 @@ from regard.errors import UsageError
 from regard.files import TOKENIZER_FILES, model_folder, read_files
 from regard.text import build
 from regard.text.build import Files, Parts, Settings, blaming, check_unicode, content, read_json
-from regard.text.decoder import Detokenizer, steps
+from regard.text.decoder import Detokenizer, piece_bytes, steps
+
+# Ids, and the characters each comes from.
+Located = tuple[list[int], list[tuple[int, int]]]
 
 
 class Tokenizer:
@@ -76,6 +79,14 @@ class Tokenizer:
         """What a decoder writes; differs from `encode` for models with two vocabularies (Marian)."""
         return self._encode(text, self.parts.target, special, literal)
 
+    def located(self, text: str, *, literal: bool = False) -> Located:
+        """The ids of a text, without tokens around it, and the first character of each and the one behind its last."""
+        check_unicode(text, "the text")
+        with blaming("this text cannot be encoded"):
+            core = self._plain(self.core) if literal else self.core
+            encoding = core.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def unknown(self, text: str) -> list[str]:
         """The parts of a text that have no token and become the unknown one, each once: what the model cannot read."""
         if self.special.unk is None:
@@ -107,6 +118,18 @@ class Tokenizer:
         skipped = self._skipped if skip_special else frozenset()
         pieces = (self.core.id_to_token(i) for i in _checked(ids) if i not in skipped)
         return [piece for piece in pieces if piece is not None]
+
+    def token_bytes(self, index: int) -> bytes:
+        """What one token adds to a text that has begun; a special token is its own name."""
+        piece = self.core.id_to_token(index)
+        if piece is None or index in self._skipped:
+            return (piece or "").encode()
+        kinds = {settings["type"] for settings, _ in self._steps}
+        if "ByteLevel" in kinds:
+            return piece_bytes(piece)
+        if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return self.decode([index], after=[index]).encode()
 
     def detokenizer(self) -> Detokenizer:
         """Pieces -> text, step by step; see regard.text.decoder."""

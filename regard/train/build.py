@@ -3,7 +3,10 @@ is kept."""
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +18,11 @@ from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin
 from regard.config import to_dict
-from regard.data.config import Data, Loaded, text_roles
+from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
-from regard.data.feed import CaptionFeed, Feed, ImageFeed, TextFeed
-from regard.data.read import records
+from regard.data.feed import CaptionFeed, Feed, ImageFeed, Objective, TextFeed
+from regard.data.read import records, wording
 from regard.data.tokens import Coder
 from regard.data.train_tokenizer import train_tokenizer, write_files
 from regard.errors import DATA, Fault, UsageError, blaming
@@ -28,7 +31,8 @@ from regard.layers import LM, MLM
 from regard.models import Patches
 from regard.models.adapt import labels, with_head
 from regard.presets import PRESETS, build
-from regard.text import Tokenizer, needed
+from regard.text import CHATML, Tokenizer, needed, special_ids
+from regard.text.chat import strange_marks
 from regard.train.checkpoint import Checkpoints, whole
 from regard.train.config import Config, recipe_of
 from regard.train.loss import sparse_layers
@@ -37,7 +41,8 @@ from regard.train.parallel import SingleProcess
 from regard.train.tasks import SENTINELS, TASKS
 from regard.train.trainer import Figures, Measure, Trainer, flat
 
-CARRIED = ("tokenizer.json", "tokenizer_config.json")
+TEMPLATE = "chat_template.jinja"
+CARRIED = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "chat_template.json")
 
 
 def assemble(
@@ -68,21 +73,48 @@ def assemble(
     if before is not None and length is not None:
         saved[TRAINED] = max(before, length)
     model.origin.config = {**saved, **labels(loaded.classes)}
-    texts, stored = notices(config, model), str(next(model.parameters()).dtype)
-    model = config.learning(model.to(device))
-    small = config.adapt.method == "lora"
+    ended(model.origin, loaded.notes.get("ends", []))
+    texts, stored = notices(config, model, coder), str(next(model.parameters()).dtype)
+    objective: Any = config.objective
+    if config.task == "prefer" and (config.prefer.reference or not config.adapt.low_rank):
+        objective = partial(objective, reference=reference_of(config, model, coder).to(device))
+    model = config.learning(model, device)
+    small = config.adapt.low_rank
     save = save_adapter if small else lambda m, path: m.save(path)
     load = partial(load_adapter, into=model) if small else load_model
     checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
     feed = config.fed(loaded.feed, marks(coder))
-    figures = measuring(config, feed, loaded.classes, files, device)
+    figures = measuring(config, objective, feed, loaded.classes, files, device)
     trainer = Trainer(
-        model, feed, config.objective, config.train, checkpoints, load, measure=figures, team=team
+        model, feed, objective, config.train, checkpoints, load, measure=figures, team=team
     )
     if stored != str(next(model.parameters()).dtype):
         why = f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
         texts.append(why)
     return trainer, loaded.classes, texts
+
+
+def reference_of(config: Config, model: Any, coder: Coder | None) -> Any:
+    """What preferences are compared with, frozen: a folder's model, or the one that is about to learn."""
+    if not config.prefer.reference:
+        return copy.deepcopy(model).requires_grad_(False).eval()
+    with blaming(DATA):
+        reference = load_model(resolve_model(config.prefer.reference))
+    check_suits(config.task, reference)
+    check_vocab(reference, coder, trained=True)
+    return reference.requires_grad_(False).eval()
+
+
+def ended(origin: Origin, ends: list[int]) -> None:
+    """Have what decodes this model stop at these tokens too: of a chat, those that answers end with."""
+    name = "generation_config.json"
+    eos = special_ids(origin.files, origin.config).eos
+    if new := [i for i in dict.fromkeys(ends) if i not in eos]:
+        both = {"eos_token_id": [*eos, *new]}
+        origin.config = {**origin.config, **both}
+        if name in origin.files:
+            data = {**json.loads(origin.files[name]), **both}
+            origin.files = {**origin.files, name: json.dumps(data, indent=2).encode()}
 
 
 def start_of(config: Config, **how: Any) -> Any:
@@ -99,6 +131,8 @@ def read_data(
 ) -> tuple[dict[str, bytes], Coder | None, Loaded]:
     reads = TASKS[config.task][0]
     files = {} if reads == "image" else tokenizer_files(config, start, folder)
+    if template := config.data.template_file():
+        files = {**files, TEMPLATE: template}
     with blaming(DATA):
         coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
     if start is not None:
@@ -192,7 +226,12 @@ def written(model: Any, small: bool) -> int:
 
 
 def measuring(
-    config: Config, feed: Feed, classes: list[str], files: dict[str, bytes], device: torch.device
+    config: Config,
+    objective: Objective,
+    feed: Feed,
+    classes: list[str],
+    files: dict[str, bytes],
+    device: torch.device,
 ) -> Measure | None:
     """The loss, what the best model is best at, and samples, of the held-out part; nothing where
     none is held out."""
@@ -201,7 +240,7 @@ def measuring(
     words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
     names = ["loss", *words, config.train.metric]
     tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
-    what = (config.task, feed, tokenizer, config.objective, names)
+    what = (config.task, feed, tokenizer, objective, names)
     how: Any = {"classes": classes, "precision": config.train.precision, "device": device}
 
     def figures(model: Any, between: Callable[[], None]) -> Figures:
@@ -225,12 +264,14 @@ def tokenizer_files(config: Config, start: Any, folder: Path) -> dict[str, bytes
         return {n: start.origin.files[n] for n in CARRIED if n in start.origin.files}
     home = folder / "tokenizer"
     if (home / CARRIED[0]).is_file():
-        return {n: (home / n).read_bytes() for n in CARRIED}
+        return read_files(home, CARRIED)
     recipe = recipe_of(config)
     assert recipe is not None
     files = train_tokenizer(texts_of(config), recipe)
+    if TASKS[config.task].reads in CHATS:
+        files[TEMPLATE] = CHATML.encode()
     # The first of them last: where it is, all are.
-    write_files(home, {name: files[name] for name in reversed(CARRIED)})
+    write_files(home, {name: files[name] for name in reversed(CARRIED) if name in files})
     return files
 
 
@@ -239,13 +280,13 @@ def texts_of(config: Config) -> Iterator[str]:
     roles = text_roles(TASKS[config.task][0], config.data)
     for record in records(config.data.source(), roles):
         for value in (record[role] for role in roles):
-            text = " ".join(map(str, value)) if isinstance(value, list) else value
+            text = wording(value) if isinstance(value, list) else value
             if not isinstance(text, str):
                 raise Fault(f"{' and '.join(roles)} must be text, one is {value!r:.60}", DATA)
             yield text
 
 
-def notices(config: Config, model: Any) -> list[str]:
+def notices(config: Config, model: Any, coder: Coder | None = None) -> list[str]:
     """What a config does that its user may not expect; an error where indexers of sparse attention would choose
     without being trained."""
     texts = []
@@ -266,6 +307,12 @@ def notices(config: Config, model: Any) -> list[str]:
             f"positions from {length} to {longest} will not be trained: data.length = {length}, the model's context is "
             f"{longest}"
         )
+    with suppress(UsageError):  # of a template that wants other messages
+        if coder is not None and (config.task == "chat" or config.data.template):
+            lost = ", ".join(strange_marks(coder.tokenizer))
+            why = "for which the tokenizer has no token: they are read as plain text, or as unknown"
+            how = "data.template can name one with marks that it has"
+            texts += [f"the chat template writes {lost}, {why}; {how}"] if lost else []
     return texts
 
 

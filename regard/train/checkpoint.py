@@ -1,9 +1,9 @@
 """The folder of a run: checkpoints written whole or not at all, every byte hashed, and one trainer at a time.
 
-A checkpoint is a model folder as any other, with the trainer's state beside it in `trainer/`: tensors as safetensors,
-numbers as JSON, and a manifest with the size and SHA-256 of every file. A folder whose bytes differ is not used; the
-one before it is. What becomes known of the newest one after it was written, its evaluation, stands beside them in
-`progress.json`.
+A checkpoint is a model folder as any other, with the trainer's state beside it in `trainer/`: tensors as safetensors
+(of processes that share them out each its part, in `trainer/shards`), numbers as JSON, and a manifest with the size and
+SHA-256 of every file. A folder whose bytes differ is not used; the one before it is. What becomes known of the
+newest one after it was written, its evaluation, stands beside them in `progress.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.errors import UsageError
@@ -28,7 +28,7 @@ from regard.files import sync, whole_folder, write_whole
 
 STEP = re.compile(r"step-(\d{8})")
 STATE, TENSORS = "trainer/state.json", "trainer/state.safetensors"
-MANIFEST = "trainer/manifest.json"
+SHARDS, MANIFEST = "trainer/shards", "trainer/manifest.json"
 PROGRESS = "progress.json"
 SPARE = 1 << 20  # bytes beside the tensors
 
@@ -57,13 +57,22 @@ class Checkpoints:
         self.before: Callable[[], None] = lambda: None
         self.broken: list[str] = []  # what `latest` passed over, and why
 
-    def write(self, step: int, model: Any, tensors: dict[str, Tensor], state: Any) -> Path:
-        """The checkpoint of a step; `state["best"]` names the best step so far, or None."""
-        target = self.path(step)
-        if target.exists() and not fault(target):
-            return target
+    def check(self, step: int, model: Any, tensors: dict[str, Tensor]) -> None:
+        """Whether there is room for the checkpoint of a step."""
         need = self.size(model) + sum(x.nbytes for x in tensors.values()) + SPARE
-        self._check_room(need, target)
+        self._check_room(need, self.path(step))
+
+    def shards(self, step: int) -> Path:
+        """Where processes write their parts; they count once `write` has moved them into the checkpoint."""
+        return self.folder / f".step-{step:08d}.shards"
+
+    def write(self, step: int, model: Any, tensors: dict[str, Tensor], state: Any) -> Path:
+        """The checkpoint of a step, with the shards that are there; `state["best"]` names the best step so far, or
+        None."""
+        target, shards = self.path(step), self.shards(step)
+        if target.exists() and not fault(target):
+            shutil.rmtree(shards, ignore_errors=True)
+            return target
         try:
             with whole_folder(target, f"-{os.getpid()}") as new:
                 # Which `save` makes.
@@ -72,6 +81,8 @@ class Checkpoints:
                 (new / "trainer").mkdir()
                 whole = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
                 save_file(whole, new / TENSORS)
+                if shards.is_dir():
+                    shards.rename(new / SHARDS)
                 (new / STATE).write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
                 (new / MANIFEST).write_bytes(manifest(new, target.name))
                 self.before()
@@ -99,8 +110,8 @@ class Checkpoints:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(path for path in paths if STEP.fullmatch(path.name))
 
-    def read(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The trainer's tensors and state of a checkpoint that `latest` gave, with what was noted of it."""
+    def read(self, path: Path) -> dict[str, Any]:
+        """The trainer's state of a checkpoint that `latest` gave, with what was noted of it."""
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         try:
             noted = (self.folder / PROGRESS).read_bytes()
@@ -109,7 +120,7 @@ class Checkpoints:
                 state["progress"] = progress
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass  # it is found out again
-        return load_file(path / TENSORS), state
+        return state
 
     def note(self, step: int, progress: dict[str, Any]) -> None:
         """Where the run stands, after the checkpoint of this step was written; whole or not at all."""

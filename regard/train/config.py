@@ -15,7 +15,7 @@ kind = "chars"           # or folder = "a folder with tokenizer.json"
 steps = 300
 optim = { lr = 1e-3 }
 [adapt]
-method = "lora"          # with a model folder: full (the default), frozen or lora
+method = "lora"          # with a model folder: full (the default), frozen, lora or qlora
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import torch
 from torch import nn
 
 from regard.config import Count, Fraction, Positive, from_dict, settings, to_dict
@@ -40,13 +41,13 @@ from regard.data.train_tokenizer import Recipe
 from regard.errors import DATA, VERSION, Fault, UsageError, check_choice, nearest, notice
 from regard.layers import LMHead
 from regard.models import Model
-from regard.models.adapt import LoRA, inject
-from regard.train.loss import NONE, Smoothing, indexers
+from regard.models.adapt import LoRA, body_linears, chooses, inject, quantize
+from regard.train.loss import DPO, NONE, Prefer, Smoothing, indexers
 from regard.train.measure import suited
 from regard.train.tasks import TASKS
 from regard.train.trainer import RENAMED, Train, flat
 
-METHODS = ("full", "frozen", "lora")
+METHODS = ("full", "frozen", "lora", "qlora")
 QUERIES_AND_VALUES = ("wq", "wv", "w_uq", "w_ukv")  # of GQA, and of MLA
 # setting of a tokenizer -> kinds that do not use it
 KINDLESS = {"vocab": ("chars", "bytes"), "min_count": ("chars", "bytes", "unigram")}
@@ -55,15 +56,17 @@ KINDLESS = {"vocab": ("chars", "bytes"), "min_count": ("chars", "bytes", "unigra
 @settings
 class Adapt:
     """Method "full": everything learns; "frozen": the head alone; "lora": LoRA on the linear layers that `targets`
-    name, and the head, unless it is a vocabulary's that came with the model.
+    name, and the head, unless it is a vocabulary's that came with the model; "qlora": the same, and the body's linear
+    layers are held in 4 bits.
 
     `targets` are last names (wq wk wv wo, w_dq w_uq w_dkv w_ukv, gate up down), or "all": every linear layer of the
-    body. Experts, which are no linear layers of their own, and the indexer of sparse attention, which no loss of the
-    model reaches, are left as they are."""
+    body but those that choose experts. Experts, which are no linear layers of their own, and the indexer of sparse
+    attention, which no loss of the model reaches, are left as they are."""
 
-    method: str = "full"  # full, frozen or lora
+    method: str = "full"  # full, frozen, lora or qlora
     rank: Count = 8  # r of LoRA
     alpha: Positive = 16.0  # LoRA's product counts alpha / r
+    rslora: bool = False  # alpha / sqrt(r) instead
     dropout: Fraction = 0.0  # on what LoRA reads
     targets: tuple[str, ...] | str = QUERIES_AND_VALUES  # layers that get LoRA, or "all"
 
@@ -71,6 +74,10 @@ class Adapt:
         check_choice("adapt.method", self.method, METHODS)
         if not self.targets:
             raise UsageError('adapt.targets is empty; name layers such as wq, or say "all"')
+
+    @property
+    def low_rank(self) -> bool:
+        return self.method in ("lora", "qlora")
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class Config:
     tokenizer: dict[str, Any] = field(default_factory=dict)  # folder = "...", or how one is learned
     train: Train = field(default_factory=Train)  # how long and how
     smoothing: Smoothing = NONE  # of labels
+    prefer: Prefer = DPO  # how answers are preferred
     noise: Noise = Noise()  # how text is damaged that is to be repaired
     adapt: Adapt = Adapt()  # which weights learn
 
@@ -93,6 +101,8 @@ class Config:
         task = TASKS[self.task]
         if self.smoothing != NONE and not task.smoothed:
             raise UsageError(f"label smoothing is not used by the task {self.task}; leave it out")
+        if self.prefer != DPO and self.task != "prefer":
+            raise UsageError(f"[prefer] is not used by the task {self.task}; leave it out")
         known = getattr(task.corruption, "__dataclass_fields__", {})
         if unused := [name for name in self.noise.given if name not in known]:
             raise UsageError(f"noise.{unused[0]} is not used by the task {self.task}; leave it out")
@@ -102,7 +112,7 @@ class Config:
             )
         if task.indexed and self.adapt.method != "full":
             raise UsageError(f"the task {self.task} trains indexers; leave [adapt] out")
-        if self.adapt.method == "lora" and "size" in self.model:
+        if self.adapt.low_rank and "size" in self.model:
             raise UsageError(
                 'an adapter stands on the folder as it is: leave [model] size out, or say "frozen"'
             )
@@ -114,10 +124,15 @@ class Config:
     @property
     def objective(self) -> Objective:
         loss = TASKS[self.task].objective
+        if self.task == "prefer":
+            return partial(loss, how=self.prefer)
         return loss if self.smoothing == NONE else partial(loss, smoothing=self.smoothing)
 
-    def learning(self, model: Model) -> Model:
-        """The model with what does not learn frozen, and LoRA added, in place."""
+    def learning(self, model: Model, device: torch.device | str | None = None) -> Model:
+        """The model on `device` with what does not learn frozen, and LoRA added, in place."""
+        if self.adapt.method == "qlora":
+            quantize(model, device)
+        model = model.to(device=device)
         return indexers(model) if self.task == "dense_index" else adapted(model, self.adapt)
 
     def fed(self, feed: Feed, marks: Marks | None) -> Feed:
@@ -133,25 +148,57 @@ class Config:
 
 # --- from a file ----------------------------------------------------------------------------------
 
-# What settings are called elsewhere -> here.
+# What Trainer, TRL, axolotl, litgpt and others call our settings, or flags of `regard train`; behind the name what to
+# know of it.
 ELSEWHERE = {
     name: here
     for here, names in {
         "train.optim.lr": "lr learning_rate max_lr",
         "train.optim.decay": "weight_decay",
-        "train.optim.name": "optimizer optim_name",
-        "train.schedule.warmup": "warmup warmup_steps warmup_iters",
+        "train.optim.name": "optim optimizer optim_name",
+        "train.optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
+        "train.optim.eps": "adam_epsilon adam_eps",
+        "train.schedule.warmup": "warmup warmup_steps warmup_iters warmup_ratio lr_warmup_steps",
         "train.schedule.shape": "lr_scheduler lr_scheduler_type scheduler",
-        "train.steps": "max_steps max_iters iterations steps",
+        "train.schedule.floor": "min_lr min_lr_rate",
+        "train.steps": "max_steps max_iters iterations steps train_iters",
         "train.epochs": "epochs num_epochs num_train_epochs max_epochs",
-        "train.evaluate": "eval_steps eval_interval eval_every",
-        "train.save": "save_steps save_interval save_every",
-        "train.clip": "max_grad_norm grad_clip gradient_clip_val",
-        "train.micro_batches": "gradient_accumulation_steps accumulate_grad_batches",
+        "train.evaluate": "eval_steps eval_interval eval_every eval_strategy evals_per_epoch",
+        "train.save": "save_steps save_interval save_every save_strategy saves_per_epoch",
+        "train.metric": "metric_for_best_model load_best_model_at_end",
+        "train.patience": "early_stopping_patience",
+        "train.clip": "max_grad_norm max_norm grad_clip gradient_clip_val gradient_clipping",
+        "train.seed": "seed data_seed",
+        "train.compile": "torch_compile",
+        "train.precision (fp32 or bf16)": "bf16 fp16 precision dtype torch_dtype mixed_precision",
+        "train.micro_batches (parts of a batch)": "gradient_accumulation_steps"
+        " accumulate_grad_batches",
         "train.activation_checkpointing": "gradient_checkpointing",
-        "data.rows": "batch_size batch per_device_train_batch_size micro_batch_size",
-        "data.length": "block_size max_length max_seq_length seq_len sequence_length",
+        "train.parallel.mode": "fsdp ddp deepspeed fsdp_config",
+        "train.balance": "router_aux_loss_coef",
+        "data.rows (of a whole batch)": "batch_size batch per_device_train_batch_size"
+        " micro_batch_size global_batch_size train_batch_size",
+        "data.length": "block_size max_length max_seq_length seq_len sequence_length"
+        " sequence_len model_max_length max_seq_len",
+        "data.pack": "packing sample_packing group_by_length",
+        "data.train": "dataset datasets dataset_name train_file train_dataset data_path",
+        "data.valid": "eval_dataset validation_file test_datasets",
+        "data.held": "val_set_size val_split_fraction test_size",
+        "data.columns": "dataset_text_field text_column",
+        "model.folder": "model_name_or_path base_model checkpoint_dir pretrained",
+        "tokenizer.folder": "tokenizer_name tokenizer_path",
         "smoothing.eps": "label_smoothing label_smoothing_factor",
+        "adapt.method": "adapter use_peft load_in_4bit finetuning_type",
+        "adapt.rank": "lora_r lora_rank",
+        "adapt.alpha": "lora_alpha",
+        "adapt.dropout": "lora_dropout",
+        "adapt.targets": "lora_target_modules target_modules lora_target_linear",
+        "--output-dir": "output_dir out_dir save_dir",
+        "--resume": "resume_from_checkpoint",
+        "--overwrite": "overwrite_output_dir",
+        "--keep": "save_total_limit",
+        "--log-to": "report_to logger_name wandb_project use_wandb",
+        "metrics.jsonl in the run's folder (every step)": "logging_steps log_interval logging_dir",
     }.items()
     for name in names.split()
 }
@@ -162,7 +209,8 @@ def _known(cls: type, data: dict[str, Any], where: str = "") -> None:
     hints = get_type_hints(cls)
     for key, value in data.items():
         if key not in hints and key in ELSEWHERE:
-            raise UsageError(f"{where}{key} is not a setting; here it is {ELSEWHERE[key]}")
+            flag = "the flag " if ELSEWHERE[key].startswith("--") else ""
+            raise UsageError(f"{where}{key} is not a setting; here it is {flag}{ELSEWHERE[key]}")
         if isinstance(value, dict) and is_dataclass(hints.get(key)):
             _known(hints[key], value, f"{where}{key}.")
 
@@ -211,6 +259,9 @@ def configure(
                 why = f"folder = {table['folder']!r}; give the name of a folder"
                 raise UsageError(f"{path.name}: {why}")
             table["folder"] = str(path.parent / table["folder"])
+    if config.prefer.reference:
+        reference = str(path.parent / config.prefer.reference)
+        config = replace(config, prefer=replace(config.prefer, reference=reference))
     return replace(config, data=config.data.under(path.parent))
 
 
@@ -246,9 +297,11 @@ def check(config: Config) -> None:
     check_used(config.data, TASKS[config.task].reads, config.task)
     recipe_of(config)
     for name in [f.name for f in fields(Adapt)][1:]:
-        used = config.adapt.method == "lora" or getattr(config.adapt, name) == getattr(Adapt, name)
+        used = config.adapt.low_rank or getattr(config.adapt, name) == getattr(Adapt, name)
         if not used:
-            raise UsageError(f'adapt.{name} is used by adapt.method = "lora" alone; leave it out')
+            raise UsageError(
+                f'adapt.{name} is used by adapt.method = "lora" and "qlora" alone; leave it out'
+            )
 
 
 def recipe_of(config: Config) -> Recipe | None:
@@ -291,7 +344,10 @@ def as_toml(config: Config) -> str:
 
     model, tokenizer = placed(config.model), placed(config.tokenizer)
     whole = replace(config, data=config.data.under(here), model=model, tokenizer=tokenizer)
-    return f"# regard {VERSION}: the settings of this run\n{toml(to_dict(whole))}\n"
+    said = to_dict(whole)
+    if config.train.epochs is not None:
+        del said["train"]["steps"]
+    return f"# regard {VERSION}: the settings of this run\n{toml(said)}\n"
 
 
 def toml(config: Mapping[str, Any]) -> str:
@@ -327,8 +383,9 @@ def adapted(model: Model, adapt: Adapt) -> Model:
     if adapt.method == "full":
         return model
     model.requires_grad_(False)
-    if adapt.method == "lora":
-        inject(model, _chosen(model, adapt.targets), LoRA(adapt.rank, adapt.alpha, adapt.dropout))
+    if adapt.low_rank:
+        lora = LoRA(adapt.rank, adapt.alpha, adapt.dropout, adapt.rslora)
+        inject(model, _chosen(model, adapt.targets), lora)
     head: nn.Module | None = getattr(model, "head", None)
     if head is not None:
         given = isinstance(head, LMHead) and not head.fresh
@@ -343,14 +400,10 @@ def adapted(model: Model, adapt: Adapt) -> Model:
 
 def _chosen(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]:
     """Full names of the layers that get LoRA, in the model's order."""
-    linears = {
-        name: name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not {"head", "indexer"} & set(name.split("."))
-    }
+    linears = {name: name.rpartition(".")[2] for name in body_linears(model)}
     wanted = {targets} if isinstance(targets, str) else set(targets)
     if wanted == {"all"}:
-        return list(linears)
+        return [name for name in linears if not chooses(name)]
     known = set(linears.values())
     unknown = sorted(wanted - known - set(QUERIES_AND_VALUES))
     if unknown or not wanted & known:

@@ -130,7 +130,10 @@ class Tracker:
             if name == "tensorboard":
                 self.board = module.SummaryWriter(log_dir=str(folder / "tensorboard"))
                 return
-            where = {"dir": str(folder)} if name == "wandb" else {}
+            # A run that goes on is the same one there: by the id of run.json, or by its name.
+            where: dict[str, Any] = {"resume": "allow" if info.get("resumed") else "never"}
+            if name == "wandb":
+                where = {"dir": str(folder), "id": info.get("wandb"), "resume": "allow"}
             config, title = flat(info.get("config") or {}), info.get("name") or folder.name
             module.init(project="regard", name=title, config=config, **where)
         except Exception as error:

@@ -8,7 +8,7 @@ that a trainer takes; at the end those of the sparse indexer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,13 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.attention import Context, Terms, weights
 from regard.attention.sparse import SparseAttention, Spread, choose, dots_exact, index_scores
-from regard.config import Fraction, Whole, settings
+from regard.config import Fraction, Positive, Whole, settings
 from regard.data.feed import IGNORE as IGNORE
 from regard.data.feed import Batch, Objective
 from regard.errors import UsageError, check_choice
 from regard.kernels.triton.loss import turn
 from regard.layers import LMHead
 from regard.mask import Causal, Documents, Mask, Prefix, Visible
+from regard.models.adapt import low_ranks, switched_off
 from regard.models.recurrent import Recurrent
 from regard.moe import MixtureOfExperts, balance_loss
 
@@ -299,6 +300,62 @@ def prefix(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tenso
     # The prefix's last token predicts the first one after it.
     seen = place < batch.prefix - 1
     return vocabulary_loss(model, hidden, batch.labels.masked_fill(seen, IGNORE), smoothing)
+
+
+FORMS = ("dpo", "normalised")
+
+
+@settings
+class Prefer:
+    """How one answer is preferred to another: loss = -log sigmoid(beta (r_chosen - r_rejected)), where r is
+    log p(answer) - log p_reference(answer), the sum over its tokens ("dpo": Rafailov et al. 2023, arXiv:2305.18290) or
+    their mean ("normalised": Lambert et al. 2024, arXiv:2411.15124)."""
+
+    beta: Positive = 0.1  # how near to the reference it stays: the larger the nearer; normalised ones take about 5
+    form: str = "dpo"  # dpo or normalised
+    # a model folder that is compared with; none: the model as it starts, or without its LoRA
+    reference: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("prefer.form", self.form, FORMS)
+
+
+DPO = Prefer()
+
+
+def prefer(
+    model: Any, batch: Batch, how: Prefer = DPO, reference: Any = None
+) -> tuple[Tensor, Tensor]:
+    """The loss of `Prefer`, summed over pairs, and how many they are. Without a `reference` it is the model with LoRA
+    switched off; where there is no LoRA, none."""
+    assert batch.rejected is not None and batch.rejected_labels is not None
+    sides = ((batch.ids, batch.labels), (batch.rejected, batch.rejected_labels))
+    rewards = []
+    for ids, labels in sides:
+        reward = answer_logs(model, ids, labels)
+        if reference is not None or low_ranks(model):
+            off = nullcontext() if reference is not None else switched_off(model)
+            with torch.no_grad(), off:
+                # A copy: what is measured remembers the ids it was asked for last.
+                usual = answer_logs(reference or model, ids.clone(), labels)
+            reward = reward - usual
+        if how.form == "normalised":
+            reward = reward / (labels != IGNORE).sum(1).clamp(min=1)
+        rewards.append(reward)
+    margin = how.beta * (rewards[0] - rewards[1])
+    counted = (batch.labels != IGNORE).any(1)
+    return -(F.logsigmoid(margin) * counted).sum(), counted.sum()
+
+
+def answer_logs(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """log p of the labels (b t) of each row, summed: (b). The logits are those of one row at a time."""
+    features, weight, bias = projection(model, model.hidden(ids))
+
+    def row(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return -masked_lm_loss(F.linear(x, weight, bias), y)[0]
+
+    rows = [(x[y != IGNORE], y[y != IGNORE], weight) for x, y in zip(features, labels)]
+    return torch.stack([checkpoint(row, *each, use_reentrant=False) for each in rows])
 
 
 def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from regard.train.tasks import TASKS
 
 LABELLED, WRITING = ("classify", "image", "tag", "answer"), ("seq2seq", "caption")
 ROWS = {"cpu": 64, "cuda": 256}  # sources that are decoded at once
+CONTINUED = ("lm", "chat")  # samples go on with a text
 PROMPT, NEW, TEMPERATURE = 16, 48, 0.8  # of the samples of a language model
 Sample = dict[str, str]
 Span = tuple[int, int]  # first and last token
@@ -165,13 +166,15 @@ class Taken:
                 x, labels = batch.source[i], batch.labels[i]
                 source = _real(batch.source, batch.source_lengths, i) if x.dim() == 1 else x
                 self.pairs.append((source, labels[labels != IGNORE].tolist()))
-        elif self.task == "lm":
+        elif self.task in CONTINUED:
             for i in rows[: self.few]:
                 ids = _real(batch.ids, batch.lengths, i)
                 if batch.doc is not None:
                     ids = ids[: int((batch.doc[i] == batch.doc[i, 0]).sum())]
-                # At most half of the row's first document.
-                self.pairs.append((ids[: min(PROMPT, max(len(ids) // 2, 1))], []))
+                # At most half of the row's first document; of a chat, up to the first answer.
+                asked = [*(batch.labels[i, : len(ids)] != IGNORE).tolist(), True].index(True) + 1
+                half = min(PROMPT, max(len(ids) // 2, 1))
+                self.pairs.append((ids[: asked if self.task == "chat" else half], []))
 
     def _label(self, batch: Batch, logits: Tensor) -> None:
         counted = batch.labels != IGNORE
@@ -263,7 +266,7 @@ def _said(
     pairs = [taken.pairs[i] for i in spread(len(taken.pairs), few)]
     if tokenizer is None or not pairs:
         return []
-    if taken.task == "lm":
+    if taken.task in CONTINUED:
         return [_continued(model, ids, tokenizer, between) for ids, _ in pairs]
     texts = translations(model, [source for source, _ in pairs], beams=beams, between=between)
     sides = ([[] if isinstance(a, Tensor) else a for a, _ in pairs], texts, [c for _, c in pairs])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -44,12 +44,19 @@ class Schedule:
 
     shape: str = "cosine"  # noam, cosine, linear, wsd or constant
     steps: Count | None = None  # its length; none: all steps of the training
-    warmup: Whole = 0  # steps of a linear rise to the peak
+    # steps of a linear rise to the peak; below 1: their share of all steps
+    warmup: Amount = 0
     floor: Share = 0.0  # the last rate, as a share of the peak
     decay: Whole = 0  # the last steps of wsd, which fall
 
     def __post_init__(self) -> None:
         check_choice("schedule.shape", self.shape, SHAPES)
+        if self.warmup > 1 and self.warmup != int(self.warmup):
+            raise UsageError(
+                f"schedule.warmup = {self.warmup}; give whole steps, or a share below 1"
+            )
+        if self.steps is not None and 0 < self.warmup < 1:
+            object.__setattr__(self, "warmup", max(round(self.warmup * self.steps), 1))
         if self.steps is not None and self.warmup > self.steps:
             raise UsageError(
                 f"a schedule of {self.steps} steps cannot warm up for {self.warmup}; "
@@ -187,11 +194,16 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """One object over AdamW and, if asked for, Muon. Its state is tensors by name and nothing else: no pickle."""
+    """One object over AdamW and, if asked for, Muon. Its state is tensors by name and nothing else: no pickle.
 
-    def __init__(self, model: nn.Module, config: Optim):
-        self.config = config
+    `ema`: a moving mean of the weights goes along, m <- d m + (1 - d) w after each step k, d = min(ema, (1 + k) /
+    (10 + k)). Inside `averaged` the model has the mean's weights; saved there, the state has the weights of training.
+    """
+
+    def __init__(self, model: nn.Module, config: Optim, ema: float | None = None):
+        self.config, self.ema = config, ema
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.means = {n: p.detach().clone() for n, p in self.named.items() if ema is not None}
         if not self.named:
             raise UsageError("nothing to train: every parameter is frozen")
         decayed = decays(model)
@@ -224,13 +236,39 @@ class Optimizer:
                 group["lr"] = self.config.lr * factor
             part.step()
 
+    @torch.no_grad()
+    def average(self, step: int) -> None:
+        """Move the mean towards the weights of step k = 1, 2, ..."""
+        if self.ema is not None:
+            share = 1 - min(self.ema, (1 + step) / (10 + step))
+            pairs = [(local(mean), local(self.named[n].detach())) for n, mean in self.means.items()]
+            torch._foreach_lerp_([m for m, _ in pairs], [w for _, w in pairs], share)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, mean in self.means.items():
+            weight = self.named[name].detach()
+            kept = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(kept)
+
     def zero(self) -> None:
         for parameter in self.named.values():
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """All there is to save, as "parameter:what" -> tensor: exp_avg, exp_avg_sq, step; momentum_buffer."""
-        return {
+        """All there is to save, as "parameter:what" -> tensor: exp_avg, exp_avg_sq, step; momentum_buffer; mean, which
+        inside `averaged` is the weight."""
+        means = {f"{name}:mean": x for name, x in self.means.items()}
+        return means | {
             f"{name}:{what}": x
             for name, parameter in self.named.items()
             for part in self.parts
@@ -245,6 +283,15 @@ class Optimizer:
             muon = isinstance(parts[id(parameter)], Muon)
             whats = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq", "step")
             keys[name] = {what: f"{name}:{what}" for what in whats}
+        for name, mean in self.means.items():
+            if (key := f"{name}:mean") not in state:
+                raise UsageError(
+                    f"the state has no mean of {name!r}: it is of a run without train.ema"
+                )
+            mean.copy_(state[key])
+        # The model was saved with the mean's weights.
+        self._swap()
+        state = {key: x for key, x in state.items() if not self.means or not key.endswith(":mean")}
         for key, x in state.items():
             name, _, what = key.rpartition(":")
             if name not in self.named:

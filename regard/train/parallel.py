@@ -2,8 +2,8 @@
 outside. `SingleProcess` is the team of one.
 
 The loss is a sum, so gradients are summed over the processes, never averaged, and divided by the count of the whole
-step: any number of processes takes the same step, up to rounding. Checkpoints hold whole tensors, whatever wrote them:
-any team goes on from any other's.
+step: any number of processes takes the same step, up to rounding. A checkpoint is a whole model folder, whatever wrote
+it, and the optimiser's tensors, or the part of them that each process has: any team goes on from any other's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from regard.attention.multihead import GroupedQueryAttention
@@ -33,6 +35,7 @@ from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError, check_choice
 from regard.layers import FeedForward
 from regard.models.adapt import low_ranks
+from regard.train.checkpoint import SHARDS, TENSORS
 from regard.train.loss import sparse_layers
 
 MODES = ("ddp", "fsdp", "tensor")
@@ -94,7 +97,7 @@ class SingleProcess:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         pass
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, precision: str = "fp32") -> nn.Module:
         """The model as `Inside`, gradients shared; before the optimiser is made."""
         return Inside(model)
 
@@ -134,9 +137,27 @@ class SingleProcess:
         """This process's own."""
         return torch.device(device)
 
-    def gather(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Tensors that may be shared out, put together, in the first process's memory."""
+    def write(self, tensors: Tensors, folder: Path) -> dict[str, Tensor]:
+        """Have each process write its part of tensors that are shared out; those that are left, for the first one."""
         return dict(tensors)
+
+    def read(self, path: Path, named: Tensors) -> dict[str, Tensor]:
+        """The optimiser's tensors of a checkpoint, cut as those in `named` are: "name:what" as "name"."""
+        if not (path / SHARDS).is_dir():
+            return self.shard(named, load_file(path / TENSORS))
+        from torch.distributed import checkpoint as dcp  # slow to import
+
+        # Written by any number of processes.
+        reader, tensors = dcp.HuggingFaceStorageReader(str(path / SHARDS)), dict[str, Tensor]()
+        known: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        for key, about in known.items():
+            like, kind = named.get(key.partition(":")[0]), about.properties.dtype
+            if like is not None and like.shape == about.size:
+                tensors[key] = torch.empty_like(like, dtype=kind)
+            else:
+                tensors[key] = torch.empty(about.size, dtype=kind)
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        return tensors
 
     def full_model(self, model: Any) -> Any:
         """A model that can be saved, in the first process."""
@@ -197,7 +218,7 @@ class DataParallel(SingleProcess):
             self.any(False)
             dist.destroy_process_group()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, precision: str = "fp32") -> nn.Module:
         if not any(p.requires_grad for p in model.parameters()):
             return Inside(model)  # the optimiser says what is wrong
         # Some parameters get no gradient, for which DDP would wait: a pooler beside a head, an indexer.
@@ -279,9 +300,9 @@ class ShardedDataParallel(DataParallel):
         self.evaluates = True  # a block is put together by all
         self.mesh = dist.init_device_mesh(kind, (self.world,))
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, precision: str = "fp32") -> nn.Module:
         self.keep(model)
-        return self.sharded(model)
+        return self.sharded(model, precision)
 
     def keep(self, model: nn.Module) -> None:
         """What the model was before it was cut, without its weights."""
@@ -289,13 +310,16 @@ class ShardedDataParallel(DataParallel):
             raise UsageError("LoRA is not shared out; train it with train.parallel.mode = ddp")
         self.empty = copied(model, {n: p.detach().to("meta") for n, p in model.named_parameters()})
 
-    def sharded(self, model: nn.Module) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard  # slow to import
+    def sharded(self, model: nn.Module, precision: str) -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
 
+        # What travels is half as wide; the parts, and sums of gradients, stay fp32. Inputs are autocast's.
+        half = torch.bfloat16 if precision == "bf16" else None
+        policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
         root = Inside(model)
         shards = [m for m in model.modules() if isinstance(m, Block)] + [root]
         for module in shards:
-            shard = fully_shard(module, mesh=self.mesh)
+            shard = fully_shard(module, mesh=self.mesh, mp_policy=policy)
             shard.set_gradient_divide_factor(1.0)
             shard.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
@@ -319,13 +343,18 @@ class ShardedDataParallel(DataParallel):
         spare = replace(row, labels=torch.full_like(row.labels, IGNORE))
         return parts + [spare] * (count - len(parts))
 
-    def gather(self, tensors: Tensors) -> dict[str, Tensor]:
-        # One at a time is whole beside the parts.
-        whole = ((name, gathered(x.detach())) for name, x in tensors.items())
-        return {name: x.cpu() for name, x in whole if self.rank == 0}
+    def write(self, tensors: Tensors, folder: Path) -> dict[str, Tensor]:
+        from torch.distributed import checkpoint as dcp  # slow to import
+
+        # As safetensors: each process the parts that it has, what all have once.
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        dcp.save(dict(tensors), storage_writer=writer)
+        return {}
 
     def full_model(self, model: Any) -> Any:
-        named = self.gather(dict(model.named_parameters()))
+        # One at a time is whole beside the parts.
+        whole = ((name, gathered(x.detach())) for name, x in model.named_parameters())
+        named = {name: x.cpu() for name, x in whole if self.rank == 0}
         return copied(self.empty, named) if self.rank == 0 else None
 
     def shard(self, named: Tensors, tensors: Tensors) -> dict[str, Tensor]:
@@ -380,7 +409,7 @@ class TensorParallel(ShardedDataParallel):
         self.data_rank, self.data_size = self.mesh.get_local_rank(), self.mesh.size()
         self.group = self.mesh.get_group()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, precision: str = "fp32") -> nn.Module:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -391,7 +420,7 @@ class TensorParallel(ShardedDataParallel):
             for attention in attentions(block):
                 attention.h, attention.g = attention.h // self.degree, attention.g // self.degree
         if self.data_size > 1:
-            return self.sharded(model)
+            return self.sharded(model, precision)
         for p in model.parameters():
             if isinstance(p, DTensor) and p.requires_grad:  # norms of heads have a gradient of each
                 p.register_hook(partial(DTensor.redistribute, placements=p.placements))

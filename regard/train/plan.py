@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.attention import DSA, sparse
-from regard.data.config import Survey, bytes_of, feed_of, survey
+from regard.data.config import PAIRS, ROWED, Survey, bytes_of, feed_of, survey
 from regard.data.corrupt import Marks
 from regard.data.feed import IGNORE, Feed
 from regard.data.shards import Column
@@ -45,7 +45,7 @@ from regard.train.config import Config as RunConfig
 from regard.train.config import check, recipe_of
 from regard.train.loss import CHUNK, table
 from regard.train.measure import context_of
-from regard.train.optim import Optim, hidden
+from regard.train.optim import hidden
 from regard.train.parallel import Parallel
 from regard.train.tasks import TASKS
 from regard.train.trainer import Train, Trainer
@@ -128,7 +128,7 @@ def planned(job: Job, keep: int = 2) -> Plan:
     """`keep`: checkpoints that stay beside the best."""
     model = job.model
     held = 4 * trainable(model) if job.small else sum(p.nbytes for p in model.parameters())
-    checkpoint = held + optimizer_bytes(model, job.train.optim) + SPARE
+    checkpoint = held + optimizer_bytes(model, job.train) + SPARE
     return Plan(job, memory(job), checkpoint, (keep + 2) * checkpoint, step_flops(job))
 
 
@@ -143,11 +143,13 @@ class Activations:
     inputs: tuple[int, ...]
     around: int
 
-    def total(self, checkpointing: bool = False) -> int:
+    def total(self, checkpointing: bool | tuple[int, ...] = False) -> int:
         """With activation checkpointing blocks keep their input, and one at a time all the rest."""
-        if checkpointing and self.blocks:
-            return self.around + sum(self.inputs) + max(self.blocks)
-        return self.around + sum(self.blocks)
+        kept, most = 0, 0
+        for i, (x, whole) in enumerate(zip(self.inputs, self.blocks)):
+            again = i in checkpointing if isinstance(checkpointing, tuple) else checkpointing
+            kept, most = (kept + x, max(most, whole)) if again else (kept + whole, most)
+        return self.around + kept + most
 
 
 def activations(config: Any, run: Pass) -> Activations:
@@ -297,9 +299,9 @@ def memory(job: Job) -> Memory:
     linear = (nn.Linear, MixtureOfExperts)
     matrices = (p for m in model.modules() if isinstance(m, linear) for p in m.parameters(False))
     return Memory(
-        weights=sum(p.nbytes for p in model.parameters()),
+        weights=sum(x.nbytes for x in [*model.parameters(), *model.buffers()]),
         gradients=4 * trainable(model),
-        optimizer=optimizer_bytes(model, job.train.optim),
+        optimizer=optimizer_bytes(model, job.train),
         activations=saved.total(job.train.activation_checkpointing),
         logits=head_bytes(model, run, job.learned),
         copies=2 * sum(p.numel() for p in matrices if p.dim() > 1) if run.bf16 else 0,
@@ -310,13 +312,13 @@ def trainable(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def optimizer_bytes(model: nn.Module, optim: Optim) -> int:
-    """AdamW keeps two numbers for each, Muon one for each number of a hidden matrix."""
+def optimizer_bytes(model: nn.Module, train: Train) -> int:
+    """AdamW keeps two numbers for each, Muon one for each number of a hidden matrix, a moving mean one more."""
     turned = 0
-    if optim.name == "muon":
+    if train.optim.name == "muon":
         named = dict(model.named_parameters())
         turned = sum(named[name].numel() for name in hidden(model))
-    return 8 * trainable(model) - 4 * turned
+    return (8 if train.ema is None else 12) * trainable(model) - 4 * turned
 
 
 def head_bytes(model: Any, run: Pass, learned: float = 1.0) -> int:
@@ -473,10 +475,10 @@ def refusal(config: Any, trainer: Trainer, keep: int = 2) -> str | None:
         return None
     model, device = trainer.model, trainer.device
     step, learned = drawn(trainer.feed, model, device.type)
-    small = config.adapt.method == "lora"
+    small = config.adapt.low_rank
     sized = "data.rows" if config.data.rows is not None else "data.tokens"
     plan = planned(Job(model, step, config.train, learned, sized, small), keep)
-    tensors = [*model.parameters(), *trainer.optimizer.state().values()]
+    tensors = [*model.parameters(), *model.buffers(), *trainer.optimizer.state().values()]
     held = sum(x.nbytes for x in tensors)
     return shortage(plan, free_memory(device) + held, free_disk(trainer.checkpoints.folder))
 
@@ -579,18 +581,20 @@ def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[J
         sides, masked = (patches(model),), False
     elif reads == "caption":
         sides, masked = (patches(model), facts.longest[0] + 1), False
-    elif reads in ("lm", "mlm") and data.pack != "none":
+    elif reads in ROWED and data.pack != "none":
         if limit is None:
             raise UsageError(f"pack = {data.pack!r} needs the length of a row: length = N")
         sides = (limit,)
         masked = data.pack == "documents" or config.task in ("prefix", "spans", "infill")
     else:
         sides = tuple(min(n, limit or n) for n in facts.longest)
-        masked = config.task != "lm"
+        sides = (max(sides),) if reads == "prefer" else sides
+        masked = config.task not in ("lm", "chat")
         if data.tokens is None:
             filled = sum(map(min, facts.mean, sides)) / sum(sides)
     each = data.tokens // max(sides) if data.tokens is not None else math.inf
     rows = max(1, int(min(each, data.rows if data.rows is not None else math.inf)))
+    rows *= 2 if reads == "prefer" else 1
     source, target = (0, *sides)[-2:]
     rate, mean = config.noise.rate or 0.15, config.noise.mean or 3.0
     # See Spans: of 0.15 in threes, nine tenths are read and a fifth is written.
@@ -600,7 +604,7 @@ def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[J
         source, target = (math.ceil(share * target) for share in shares)
     step = Pass(rows, target, source, masked, device=device)
     learned = rate if config.task == "mlm" else 1.0
-    small = config.adapt.method == "lora"
+    small = config.adapt.low_rank
     return Job(model, step, config.train, learned, sized, small), filled
 
 
@@ -640,7 +644,7 @@ def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
         size = max(1, round(facts.mean[0])) if facts.mean else 1
         columns["target"] = Column.of([np.zeros(size, np.int64)] * n)
         return feed_of(reads, data, coder, batching, columns, "", None)
-    whole = reads in ("lm", "mlm") and data.pack in ("stream", "windows")
+    whole = reads in ROWED and data.pack in ("stream", "windows")
     # Only a stream is cut into rows; else room is left for the marks around a text.
     limit = math.inf if whole or data.length is None else data.length - 3
     sizes = [max(2, round(min(mean, limit))) for mean in facts.mean]
@@ -650,7 +654,7 @@ def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
     texts = [Column.of([draw.integers(0, facts.vocab, size) for _ in range(n)]) for size in sizes]
     shape = {"tag": texts[0].values.shape, "answer": (n, 2)}.get(reads, (n,))
     labels = Column(draw.integers(0, classes, shape), texts[0].ends if reads == "tag" else None)
-    names = ("source", "target") if reads == "seq2seq" else ("ids",)
+    names = PAIRS.get(reads, ("ids",))
     columns = {**dict(zip(names, texts)), "labels": labels}
     feed = feed_of(reads, data, coder, batching, columns, "", None)
     sentinels = tuple(range(2, min(102, facts.vocab)))

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -46,6 +47,7 @@ WRITTEN = ("checkpoints", "data", "metrics.jsonl", "samples.jsonl", "run.json", 
 OPTIONS = {"keep": int, "device": str, "log_to": list}
 INFO: dict[str, Any] = {
     **{"config": dict, "options": dict, "resumed": list, "command": list, "began": str},
+    "wandb": str,
     "seconds": (int, float),
 }
 # Where files lie, which may change.
@@ -105,12 +107,15 @@ def train(
     settings by dotted names: {"train.optim.lr": 3e-4}.
 
     `resume` goes on from the newest sound checkpoint, `overwrite` starts anew in a folder that has
-    a run, `smoke` makes three steps. `keep` checkpoints stay beside the best. `force` starts
-    although memory or disk will not do. `stop` is asked after each step; then the run saves and
-    ends."""
+    a run, `smoke` makes three steps, in runs/NAME-smoke unless `folder` is said. `keep` checkpoints
+    stay beside the best. `force` starts although memory or disk will not do. `stop` is asked after
+    each step; then the run saves and ends."""
     if resume and overwrite:
         raise UsageError("resume goes on with a run, overwrite removes it; leave one of them out")
     path, home = _places(config, folder, resume)
+    # A try must not stand in the way of the run itself, nor of the next try.
+    if smoke and folder is None and not resume:
+        home, overwrite = home.with_name(f"{home.name}-smoke"), True
     before = read_run(home).get("options", {}) if resume else {}
     options: dict[str, Any] = {
         "keep": before.get("keep", KEEP) if keep is None else keep,
@@ -375,6 +380,7 @@ def run_info(launch: Launch, config: RunConfig, trainer: Trainer, classes: list[
         "options": launch.options,
         "resumed": [*old.get("resumed", []), *([again] if launch.resume else [])],
         "began": old.get("began") or now(),
+        "wandb": old.get("wandb") or uuid4().hex[:8],
         "seconds": old.get("seconds", 0.0),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if cuda else platform.machine(),

@@ -45,12 +45,18 @@ class Task(NamedTuple):
 
 
 _GPT = (("decoder",), "gpt2 or llama")
+_TEXT = (("decoder", "recurrent model"), "gpt2 or llama")
 _ANY = (("encoder", "decoder", "encoder-decoder"), "bert-base or gpt2")
 _PAIR = (("encoder-decoder",), "vaswani-base or t5-small")
 _LM: dict[str, Any] = {"mask": loss.causal_mask, "recipe": {"task": "lm"}, "packed": True}
+_CHATML: dict[str, Any] = {"task": "lm", "more": ("<|im_start|>", "<|im_end|>")}
 _INDEX = {**_LM, "metrics": ("loss",), "indexed": True}
 TASKS: dict[str, Task] = {
-    "lm": Task("lm", loss.causal, ("decoder", "recurrent model"), "gpt2 or llama", **_LM),
+    "lm": Task("lm", loss.causal, *_TEXT, **_LM),
+    # Of conversations, what the assistant says.
+    "chat": Task("chat", loss.causal, *_TEXT, **{**_LM, "recipe": _CHATML}),
+    # Of two answers, that the better one is likelier.
+    "prefer": Task("prefer", loss.prefer, *_GPT, metrics=("loss",), recipe=_CHATML, smoothed=False),
     "prefix": Task(
         "lm",
         loss.prefix,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from regard.config import Amount, Count, Positive, Seed, Whole, settings, to_dict
+from regard.config import Amount, Count, Fraction, Positive, Seed, Whole, settings, to_dict
 from regard.data.feed import Feed, Objective, Prefetch, seed_of
 from regard.errors import UsageError, check_choice, nearest
 from regard.fast import train as fast
@@ -50,8 +50,8 @@ class Train:
     micro_batches: Count = 1  # parts that a batch is computed in: less memory
     clip: Positive | None = 1.0  # the largest norm of all gradients together
     precision: str = "fp32"  # fp32 or bf16
-    # blocks are computed again in the backward pass: less memory
-    activation_checkpointing: bool = False
+    # blocks are computed again in the backward pass: less memory. true: all, [0, 2]: these
+    activation_checkpointing: bool | tuple[Whole, ...] = False
     compile: bool = False  # by torch.compile
     evaluate: Whole = 0  # steps between evaluations; 0: at the end alone
     save: Whole = 0  # steps between checkpoints; 0: at the end alone
@@ -60,6 +60,8 @@ class Train:
     average: Whole = (
         0  # the mean of this many last checkpoints is tried at the end, and kept if best
     )
+    # a moving mean of the weights, such as 0.999, which is evaluated and saved instead of them
+    ema: Fraction | None = None
     # weight of the loss that keeps a mixture's experts in balance; see `balanced`
     balance: Amount | None = None
     bias_speed: Amount = 0.001  # how far the correction bias of a mixture moves in a step
@@ -74,6 +76,8 @@ class Train:
         check_choice("train.metric", self.metric, METRICS)
         check_choice("train.nan", self.nan, POLICIES)
         check_choice("train.precision", self.precision, fast.PRECISIONS)
+        if self.ema is not None and self.average:
+            raise UsageError("train.ema and train.average are both means of weights; leave one out")
         if self.epochs is None:
             self.schedule.over(self.steps)
 
@@ -129,7 +133,8 @@ class Trainer:
         team: SingleProcess | None = None,
     ):
         model = fast.masters(model)
-        model = fast.checkpointed(model) if config.activation_checkpointing else model
+        again = config.activation_checkpointing
+        model = fast.checkpointed(model, again) if again else model
         model = model if config.parallel.mode == "tensor" else fast.joined(model)
         self.model = fast.compiled(model) if config.compile else model
         self.feed, self.config = feed, config
@@ -141,8 +146,8 @@ class Trainer:
         if self.device.type == "cpu":
             fast.keep_freed()
             fast.native_code(model, config.precision)
-        self.inside = self.team.wrap(self.model)
-        self.optimizer = Optimizer(model, config.optim)
+        self.inside = self.team.wrap(self.model, config.precision)
+        self.optimizer = Optimizer(model, config.optim, config.ema)
         # A GPU need not wait for data.
         ahead = Prefetch(feed, self.team.data_rank, self.team.data_size)
         alone = partial(feed.batch, rank=self.team.data_rank, world=self.team.data_size)
@@ -166,10 +171,10 @@ class Trainer:
         if not newest:
             return False
         path = Path(newest)
-        tensors, state = self.checkpoints.read(path)
+        state = self.checkpoints.read(path)
         changes = self._changes(path, state)
         self._put(self.load(path).state_dict())
-        self.optimizer.load(self.team.shard(self.optimizer.named, tensors))
+        self.optimizer.load(self.team.read(path, self.optimizer.named))
         self.at = Progress(**state["progress"])
         self.saved = self.at.step
         if "train.metric" in changes:
@@ -252,6 +257,7 @@ class Trainer:
             return self._broken(step, mean, length)
         factor = c.rate(step)
         self.optimizer.step(factor)
+        self.optimizer.average(step)
         self.optimizer.zero()
         took = time.perf_counter() - start
         figures = {"loss": mean, "norm": length, "lr": factor * c.optim.lr, "tokens": tokens}
@@ -323,7 +329,8 @@ class Trainer:
         figures = None
         if self.team.evaluates:
             self.model.eval()
-            figures = self.inside(measured)
+            with self.optimizer.averaged():
+                figures = self.inside(measured)
             self.model.train()
         return self.team.agree(figures)
 
@@ -367,9 +374,13 @@ class Trainer:
             "settings": to_dict(self.config),
             "machine": self._machine(),
         }
-        tensors, model = self.team.gather(self.optimizer.state()), self.team.full_model(self.model)
-        path = self.checkpoints.path(self.at.step)
-        self.team.once(lambda: str(self.checkpoints.write(self.at.step, model, tensors, state)))
+        step, files, team = self.at.step, self.checkpoints, self.team
+        path = files.path(step)
+        with self.optimizer.averaged():
+            tensors, model = self.optimizer.state(), team.full_model(self.model)
+            team.once(lambda: files.check(step, model, tensors))
+            rest = team.write(tensors, files.shards(step))
+            team.once(lambda: str(files.write(step, model, rest, state)))
         self.saved = self.at.step
         self.tell({"kind": "checkpoint", "step": self.at.step, "path": str(path)})
         return path

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import regard
-from regard.checkpoint.hf import Origin, _express
+from regard.checkpoint.hf import Origin, express
 from regard.decode.generate import told
 from regard.errors import Notice, UsageError
 from regard.layers import MLP
@@ -115,7 +115,7 @@ def test_no_rule_fails_on_a_model_that_it_does_not_fit(name: str) -> None:
             model = regard.build(config, device="meta", **change)
         except UsageError:
             continue
-        _express(model, Origin(""))
+        express(model, Origin(""))
 
 
 def test_mistake_in_a_rule_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_small_vocabulary_gets_no_id_of_the_large_one(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (config.eos_token_id, config.bos_token_id) == (None, None)
     large = regard.build("gpt2", device="meta")
-    assert "eos_token_id" not in _express(large, Origin("gpt2"))[1]
+    assert "eos_token_id" not in express(large, Origin("gpt2"))[1]
 
 
 # --- what decides about decoding ----------------------------------------------------------------------------------

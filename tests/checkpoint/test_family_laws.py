@@ -51,6 +51,11 @@ def in_our_words(model: regard.Model, module: Any, given: dict[str, Tensor]) -> 
 # --- gradients ----------------------------------------------------------------------------------------------------
 
 
+# Their delta rule computes in float32 whatever it is given, and its gradient was 5e-4 from the exact one on a CPU where
+# ours was 2e-4 from it.
+LOOSE = {"qwen3-next": 1e-3}
+
+
 @every
 def test_gradients_of_every_parameter_match(name: str, peer: Peers) -> None:
     """Relative to the largest of each tensor; what is 0 but for rounding (of a key's bias), to the whole gradient."""
@@ -71,7 +76,7 @@ def test_gradients_of_every_parameter_match(name: str, peer: Peers) -> None:
     for n, p in trained.items():
         got = torch.zeros_like(p) if p.grad is None else p.grad
         off[n] = (got - wanted[n]).abs().max().item() / max(wanted[n].abs().max().item(), least)
-    assert {n: x for n, x in off.items() if x > 1e-5} == {}
+    assert {n: x for n, x in off.items() if x > LOOSE.get(name, 1e-5)} == {}
 
 
 @pytest.mark.parametrize("name, preset", [("bart", "bart-base"), ("marian", "marian")])
@@ -222,14 +227,15 @@ def test_family_is_drawn_with_its_deviations() -> None:
 @each_architecture
 @torch.no_grad()
 def test_bfloat16_is_no_further_from_float64_than_theirs(architecture: str, peer: Peers) -> None:
-    """Of the same rounded weights, over three batches: the root mean square; where tokens are routed the median token,
-    for one that goes to another expert is far off in either."""
+    """Of the same rounded weights, over three batches, or 48 where a text has one answer: the root mean square; where
+    tokens are routed the median token, for one that goes to another expert is far off in either."""
     module = copy.deepcopy(peer(ARCHITECTURES[architecture].name).model).bfloat16()
     # their grouped products need wider experts
     module.set_experts_implementation("eager")
     ours, exact = regard.from_hf(module), regard.from_hf(module).double()
     off: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for seed in range(3):
+    first = batch(module.config, 0)
+    for seed in range(48 if exact(**first).dim() == 2 else 3):
         given = batch(module.config, seed)
         if given["ids"].is_floating_point():
             given["ids"] = given["ids"].bfloat16()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regard
-from regard.checkpoint.hf import Origin, _express
+from regard.checkpoint.hf import Origin, express
 from regard.layers import Answer, Classify, Tag
 from regard.presets import PRESETS
 from tests.checkpoint.families import error
@@ -148,7 +148,7 @@ def test_head_without_dropout_loads_in_transformers(head: Any, tmp_path: Path) -
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_at_full_size_is_of_its_family(name: str) -> None:
     model = regard.build(name, device="meta")
-    family, *_ = _express(model, Origin(model.family))
+    family, *_ = express(model, Origin(model.family))
     assert (family.name if family else "") == PRESETS[name][0]
 
 
@@ -156,7 +156,7 @@ def test_preset_at_full_size_is_of_its_family(name: str) -> None:
 def test_preset_has_as_many_parameters_as_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     model = regard.build(name, device="meta")
-    _, said, _ = _express(model, Origin(model.family))
+    _, said, _ = express(model, Origin(model.family))
     cls = getattr(transformers, said["architectures"][0])
     with torch.device("meta"):
         module = cls(cls.config_class(**said))

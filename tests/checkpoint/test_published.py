@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import regard
 from regard.checkpoint.families import FAMILIES, INERT
-from regard.checkpoint.hf import _express, read
+from regard.checkpoint.hf import express, read
 from regard.checkpoint.store import Memory, Weights
 from regard.errors import Notice
 from tests.checkpoint.families import Peer, error
@@ -89,7 +89,7 @@ def test_published_config_gives_the_numbers_of_transformers(name: str) -> None:
     unknown = {k for k in said if k not in defined | INERT and k not in rules(said["model_type"])}
     assert len(notices) == bool(unknown)
     assert [key for key in unknown if key not in notices[0]] == []
-    _, written, _ = _express(model, model.origin)
+    _, written, _ = express(model, model.origin)
     assert {key: written.get(key) for key in said} == said
 
 

@@ -135,20 +135,25 @@ def harm(folder: Path, act: Act) -> Child:
     def work(told: Tell) -> None:
         from regard.train.checkpoint import Checkpoints
 
-        real, calls = Checkpoints.write, 0
+        check, write = Checkpoints.check, Checkpoints.write
 
-        def write(self: Checkpoints, *args: Any) -> Path:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                return real(self, *args)
+        def checked(self: Checkpoints, *args: Any) -> None:
+            Checkpoints.check = check  # type: ignore[method-assign]
             trace.offer()
             try:
-                return real(self, *args)
+                return check(self, *args)
+            except BaseException:
+                trace.over()
+                raise
+
+        def written(self: Checkpoints, *args: Any) -> Path:
+            Checkpoints.write = write  # type: ignore[method-assign]
+            try:
+                return write(self, *args)
             finally:
                 trace.over()
 
-        Checkpoints.write = write  # type: ignore[method-assign]
+        Checkpoints.check, Checkpoints.write = checked, written  # type: ignore[method-assign]
         live(folder, told, **CHANGES)
 
     child = fork(work, folder / "errors.txt")

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,8 @@ def result(folder: Path) -> dict[str, Any]:
     from times."""
     home = folder / "run/checkpoints"
     step = home / f"step-{LAST:08d}"
-    files = [step / "model.safetensors", step / "trainer/state.safetensors"]
-    files += [path / "model.safetensors" for path in [home / "average"] if path.is_dir()]
+    files = [*sorted(step.rglob("*.safetensors")), *sorted(home.glob("average/*.safetensors"))]
+    check(len(files) > 1, f"{step} has no weights or no optimiser")
     found: dict[str, Any] = {
         str(p.relative_to(home)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
     }
@@ -107,10 +108,11 @@ def result(folder: Path) -> dict[str, Any]:
     return found
 
 
-def whole(folder: Path) -> dict[str, Any]:
-    """An undisturbed run's result; trained once. What it had to import is imported here, for the next ones."""
+def whole(folder: Path, settle: Callable[[Path], None] = home) -> dict[str, Any]:
+    """An undisturbed run's result, of what `settle` put there; trained once. What it had to import is imported here,
+    for the next ones."""
     if not folder.exists():
-        home(folder)
+        settle(folder)
         code = start(folder).end()
         check(code == 0, f"regard train: {(folder / 'errors.txt').read_text()[-800:]}")
         for name in json.loads((folder / "modules.json").read_text()):

@@ -34,6 +34,7 @@ FAMILIES = {
     "folders": "command",
     "clocks": "clocks",
     "ranks": "ranks",
+    **dict.fromkeys(("chat", "prefer", "lora", "qlora", "averaged"), "tuning"),
 }
 IN_MEMORY = {
     "chains",
@@ -44,6 +45,7 @@ IN_MEMORY = {
     "memory",
     "folders",
     "starts",
+    *("chat", "prefer", "lora", "qlora", "averaged"),
 }  # a real disk is slow
 
 

@@ -5,6 +5,7 @@ python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.train.r
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
 from regard.position import Rope
 from regard.train import loss as objective
-from regard.train.checkpoint import TENSORS, Checkpoints, clean
+from regard.train.checkpoint import Checkpoints, clean
 from regard.train.optim import Optim, Schedule
 from regard.train.parallel import Parallel, SingleProcess, team_of
 from regard.train.trainer import Train, Trainer
@@ -120,7 +121,24 @@ def trainer(job: dict[str, Any], team: SingleProcess, events: list[dict[str, Any
     feed = Rows(kind)
     act = harmed if "poison" in job else loss
     t = Trainer(made, feed, act, config, checkpoints, regard.load, [tell], team=team)
+    if job.get("torn") and team.rank:
+        tear(t, job["torn"])
     return t
+
+
+def tear(t: Trainer, step: int) -> None:
+    """At the checkpoint of this step, die when the others have written their shards."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter as Writer
+
+    real = Writer.write_data
+
+    def write(self: Any, *args: Any) -> Any:
+        if t.at.step == step:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, *args)
+
+    Writer.write_data = write  # type: ignore[method-assign]
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +161,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 def saved(folder: Path, step: int) -> dict[str, Tensor]:
     """Weights and the optimiser's state of a checkpoint, as they lie on disk."""
     path = folder / f"step-{step:08d}"
-    return load_file(path / "model.safetensors") | load_file(path / TENSORS)
+    return load_file(path / "model.safetensors") | SingleProcess().read(path, {})
 
 
 def main(file: Path) -> None:

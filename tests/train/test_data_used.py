@@ -12,6 +12,7 @@ from regard.data.read import DataError
 from regard.errors import UsageError
 
 VALUES: dict[str, Any] = {  # another value than the default, for every setting
+    "weights": (1.0,),
     "target": "b.txt",
     "valid": "a.txt",
     "valid_target": "b.txt",
@@ -28,12 +29,13 @@ VALUES: dict[str, Any] = {  # another value than the default, for every setting
     "overlong": "drop",
     "multiple": 8,
     "pack": "none",
+    "template": "chatml",
     "shift": 1,
     "flip": True,
     "erase": 3,
     "paste": 0.5,
 }
-ALL = {"valid", "held", "format", "rows"}
+ALL = {"valid", "held", "format", "rows", "weights"}
 PICTURES = {"size", "shift", "flip", "erase", "paste"}
 BESIDE = {"target", "valid_target"}
 TEXTS = {"header", "columns", "length", "tokens", "overlong", "multiple"}
@@ -45,6 +47,8 @@ READS = {  # task -> a file it reads, and the settings it uses
     "tag": ("a.jsonl", TEXTS),
     "answer": ("a.json", TEXTS),
     "image": ("pictures", PICTURES | BESIDE | {"columns"}),
+    "chat": ("a.jsonl", TEXTS | {"pack", "template"}),
+    "prefer": ("a.jsonl", TEXTS | {"template"}),
     "caption": ("pictures", PICTURES - {"paste"} | BESIDE | {"columns"}),
 }
 

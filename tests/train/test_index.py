@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.attention import DSA, GQA
+from regard.attention import DSA, GQA, sparse
 from regard.data.feed import IGNORE, Batch
 from regard.errors import UsageError
 from regard.mask import Causal, Span, Visible
@@ -104,6 +104,24 @@ def test_index_objectives_in_runs_of_queries_are_the_same(
     whole = stage(model, data)[0]
     monkeypatch.setattr(index, "ROWS", 1)
     torch.testing.assert_close(stage(model, data)[0], whole, **TIGHT)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_hiding_keys_that_were_not_chosen_is_gathering_the_chosen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As short rows are trained on a GPU: the same loss, the same gradients, the same maps."""
+    both, model = [], decoder(name)
+    for keys in (0, 100):
+        monkeypatch.setitem(sparse.HIDE, "cpu", keys)
+        model.zero_grad()
+        probe = Probe()
+        total = sparse_index(model, batch())[0]
+        total.backward()
+        model(batch().ids, probe=probe)
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        both.append((total, grads, [probe.maps[f"{i}.self"][0] for i in range(2)]))
+    torch.testing.assert_close(*both, **TIGHT)
 
 
 @pytest.mark.parametrize("stage", [dense_index, sparse_index])

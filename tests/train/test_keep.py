@@ -50,10 +50,10 @@ def test_room_is_asked_for_by_what_is_saved(
     assert not fault(small.write(1, made, {}, STATE))
     free(monkeypatch, need - 1)
     with pytest.raises(UsageError, match="step-00000002 needs 1 MB, but .* step-00000001 is as it"):
-        small.write(2, made, {}, STATE)
+        small.check(2, made, {})
     free(monkeypatch, need)
     with pytest.raises(UsageError, match="make room"):
-        Checkpoints(tmp_path, save).write(3, made, {"x": torch.zeros(9)}, STATE)
+        Checkpoints(tmp_path, save).check(3, made, {"x": torch.zeros(9)})
 
 
 def test_before_is_called_when_all_is_written_and_nothing_counts_yet(tmp_path: Path) -> None:

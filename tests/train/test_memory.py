@@ -26,7 +26,7 @@ from regard.models import (
     RecurrentConfig,
     Tokens,
 )
-from regard.models.adapt import with_head
+from regard.models.adapt import quantize, with_head
 from regard.position import T5Bias
 from regard.train import loss as objective
 from regard.train.checkpoint import Checkpoints
@@ -81,6 +81,22 @@ def test_joined_products_give_the_same_gradient(name: str) -> None:
     assert found.keys() == plain.keys()
     for key, grad in found.items():
         torch.testing.assert_close(grad, plain[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_tower_is_one_graph(method: str, packed: bool) -> None:
+    """Each place at which the compiler gives up costs more than compiling gains."""
+    sizes: dict[str, Any] = dict(dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=32, vocab=20)
+    model: Any = regard.build("llama", **sizes, max_len=8)
+    model = quantize(model) if method == "qlora" else model
+    model = joined(adapted(model, Adapt(method, targets="all")) if method != "full" else model)
+    torch._dynamo.reset()
+    model.tower.compile(dynamic=False, backend="aot_eager", fullgraph=True)
+    ids = torch.randint(20, (2, 8))
+    with precision("bf16", "cpu"):
+        loss, _ = causal(model.train(), Batch(ids, ids, doc=ids.sort().values if packed else None))
+        loss.backward()
 
 
 @pytest.mark.slow

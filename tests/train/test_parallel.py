@@ -15,6 +15,7 @@ from regard.block import Tower
 from regard.errors import UsageError
 from regard.layers import LM, MLP
 from regard.models import Tokens, TransformerConfig
+from regard.train.checkpoint import Checkpoints
 from regard.train.parallel import DataParallel, Lost, Parallel, SingleProcess, lost, team_of
 from tests.train.ranks import Rows, Run, alive, done, gone, saved, work
 
@@ -158,6 +159,34 @@ def test_killed_process_ends_the_others_and_the_next_start_goes_on(tmp_path: Pat
     again, whole = done(tmp_path / "again", [killed, {**job, "train": {**few, "save": 0}}])
     assert again[0]["resumed"] and again[0]["why"] == "done" and not whole[0]["resumed"]
     assert equal(saved(tmp_path / "killed", 9), saved(tmp_path / "whole", 9))
+
+
+def test_half_precision_shards_that_are_torn_are_no_checkpoint(tmp_path: Path) -> None:
+    """bf16 in fsdp: as one process up to rounding; killed between two shards, it goes on from the checkpoint before to
+    the same bits; without one of its shards a checkpoint is passed over."""
+    half = {"precision": "bf16", "save": 2, "evaluate": 0}
+    job: dict[str, Any] = {"mode": "fsdp", "dropout": 0.1, "train": half}
+    torn, whole = ({**job, "folder": str(tmp_path / name)} for name in ("torn", "whole"))
+    run = Run(tmp_path / "run", [{**torn, "torn": 4}])
+    assert run.wait() != 0
+    names = sorted(p.name for p in (tmp_path / "torn").iterdir())
+    assert names == [".step-00000004.shards", "step-00000002"], run.said()
+    assert len(list((tmp_path / "torn" / names[0]).iterdir())) == 1
+    plain: dict[str, Any] = {"mode": "fsdp", "train": half}
+    jobs = [torn, whole, {**plain, "folder": str(tmp_path / "two")}]
+    again, never, two = done(tmp_path / "again", jobs)
+    one = work({**plain, "folder": str(tmp_path / "one")})
+    assert again[0]["resumed"] and again[0]["why"] == "done" and not never[0]["resumed"]
+    assert equal(saved(tmp_path / "torn", 6), saved(tmp_path / "whole", 6))
+    assert losses(two[0]) == pytest.approx(losses(one), rel=0.01)
+    shards = sorted((tmp_path / "whole/step-00000006/trainer/shards").iterdir())
+    assert len(shards) == 2
+    shards[1].unlink()
+    files = Checkpoints(tmp_path / "whole", lambda model, path: None)
+    assert str(files.latest()).endswith("step-00000004")
+    assert files.broken == [
+        f"step-00000006: trainer/shards/{shards[1].name} changed, is missing or is new"
+    ]
 
 
 # --- alone, and what is refused -----------------------------------------------------------------------------------

@@ -144,9 +144,9 @@ def test_optimizer_bytes_are_its_state(name: str) -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     state = sum(x.nbytes for what, x in optimizer.state().items() if not what.endswith(":step"))
-    assert optimizer_bytes(model, optim) == state
+    assert optimizer_bytes(model, Train(1, optim=optim)) == state
     empty = build("gpt2", device="meta", **MODELS["gpt2"][1])
-    assert optimizer_bytes(empty, optim) == state
+    assert optimizer_bytes(empty, Train(1, optim=optim)) == state
 
 
 def test_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
@@ -281,7 +281,9 @@ def test_trainer_is_refused_only_when_memory_is_short(
 ) -> None:
     t = trainer(tmp_path)
     config = SimpleNamespace(
-        data=SimpleNamespace(rows=6), train=t.config, adapt=SimpleNamespace(method="full")
+        data=SimpleNamespace(rows=6),
+        train=t.config,
+        adapt=SimpleNamespace(method="full", low_rank=False),
     )
     assert refusal(config, t) is None
     monkeypatch.setattr(module, "free_memory", lambda device: OTHER)

@@ -102,3 +102,13 @@ def test_schedule_refuses_what_does_not_fit(settings: dict, hint: str) -> None:
 def test_schedule_counts_from_one() -> None:
     with pytest.raises(UsageError, match="count from 1"):
         Schedule()(0)
+
+
+def test_warmup_may_be_a_share_of_the_steps() -> None:
+    share, steps = Schedule("linear", warmup=0.1), Schedule("linear", warmup=20)
+    assert [share.over(200)(k) for k in range(1, 201)] == [
+        steps.over(200)(k) for k in range(1, 201)
+    ]
+    assert Schedule("constant", warmup=0.001).over(10)(1) == 1.0
+    with pytest.raises(UsageError, match="whole steps, or a share below 1"):
+        Schedule(warmup=2.5)

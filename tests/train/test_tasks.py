@@ -23,6 +23,7 @@ from regard.data.feed import (
     ImageFeed,
     LabelFeed,
     PairFeed,
+    PreferFeed,
     TextFeed,
 )
 from regard.data.shards import Column
@@ -96,7 +97,15 @@ def plain_feed(task: str, pack: str, held: Base | None = None, seed: int = 0) ->
     batching, rows = Batching(length=16, rows=3), texts(seed)
     column, more = Column.of(rows), {"held": held}
     if reads in ROWED:
-        return TextFeed(column, batching, pack=pack, shift=reads == "lm", **more)
+        if reads == "chat":
+            # The first token of a chat is not learned, some of the others are.
+            said = [np.arange(len(row)) % 3 > 0 for row in rows]
+            more["learned"] = Column.of(said, np.uint8)
+        return TextFeed(column, batching, pack=pack, shift=reads != "mlm", **more)
+    if reads == "prefer":
+        sides = [texts(seed), texts(seed + 1)]
+        said = [Column.of([np.arange(len(x)) > 1 for x in side], np.uint8) for side in sides]
+        return PreferFeed(*zip(map(Column.of, sides), said), batching, **more)
     if reads == "seq2seq":
         return PairFeed(column, Column.of(texts(seed + 1)), batching, start=2, end=3, **more)
     if reads in ("image", "caption"):
@@ -157,6 +166,8 @@ def alone(batch: Batch) -> list[Batch]:
                     labels,  # type: ignore[arg-type]
                     source=cut(batch.source, i, read),
                     prefix=None if prefix is None else prefix - first,
+                    rejected=cut(batch.rejected, i, slice(None)),
+                    rejected_labels=cut(batch.rejected_labels, i, slice(None)),
                 )
             )
     return found

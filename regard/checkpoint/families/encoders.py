@@ -414,6 +414,13 @@ VIT = Family(
     pooler="vit.pooler.dense.weight",
     carried=(r"vit\.pooler\..*",),
     presets={"vit-base": _image(768, 12), "vit-small": _image(384, 6)},
+    modules={
+        "encoder.layer.": "layers.",
+        **{f"attention.attention.{n}": f"attention.{n[0]}_proj" for n in ("query", "key", "value")},
+        "attention.output.dense": "attention.o_proj",
+        "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2",
+    },
 )
 DEIT = replace(
     VIT,
