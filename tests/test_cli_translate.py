@@ -100,9 +100,10 @@ def dropping() -> Path:
     model = regard.build(
         "vaswani-base", vocab=vocab, layers=1, dim=32, heads=2, ffn_dim=32, dropout=0.0
     ).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     end = torch.ones(32, 1, dtype=torch.long)
-    for step in range(300):
+    # How long it takes depends on how a CPU rounds: until the longest sentences are learned.
+    for step in range(2000):
         said = torch.randint(3, vocab, (32, 3 + step % 5))
         source, target = torch.cat([said, end], 1), torch.cat([said[:, 1:], end], 1)
         logits = model(torch.cat([0 * end, said[:, 1:]], 1), source=source)
@@ -110,7 +111,9 @@ def dropping() -> Path:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 0.3, loss
+        if step % 5 == 4 and loss < 0.02:
+            break
+    assert loss < 0.02, loss
     core = tokenizers.Tokenizer(models.WordLevel({w: i + 3 for i, w in enumerate(WORDS)} | ENDS))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
