@@ -1,46 +1,40 @@
 """Every Hugging Face family that Regard reads and writes. A family is one table, and there is no
 other list of them.
 
-To add one, put a module-level `Family` (rules.py) into a file of this folder. Most are an old one
-with changes:
+To add one, put a module-level `Family` (rules.py) into a file of this folder. Most are Llama with changes:
 
-    OLMO2 = replace(
-        LLAMA,
+    OLMO2 = llama_like(
         # Their model_type, and their classes -> our heads.
-        name="olmo2",
-        heads=decoder_heads("Olmo2"),
-        # Our config with the choices that no key of theirs makes.
-        blank=decoder(GQA(1, 1, 1, rope=Rope()), SWIGLU),
-        # Their keys; a name that KEYS has is replaced. The place of ours (or several: "a.b c.{d,e}"),
-        # what a missing key means, and their words for our values. fixed: no other value is
-        # possible.
-        config=KEYS | dict(
+        "olmo2",
+        decoder_heads("Olmo2"),
+        # Our configs with the choices that no key of theirs makes.
+        GQA(1, 1, 1, rope=Rope()),
+        SWIGLU,
+        # Their keys, where they are not Llama's. The place of ours (or several: "a.b c.{d,e}"), what a missing key
+        # means, and their words for our values. fixed: no other value is possible.
+        keys=dict(
             rms_norm_eps=Key("tower.norm.eps", 1e-5),
             hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
             **fixed(clip_qkv=None),
         ),
         # Keys that decide nothing.
         inert="use_bias pretraining_note",
-        # Their names -> ours; {i} is a layer, {e} an expert, * weight and bias, {a,b} both. A table
-        # inside is of a layer.
-        tensors={
-            **EMBEDDING,
-            "model.layers.{i}.": NORMS | {
-                "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", JOINED),
-                "mlp.experts.{e}.{gate,up}.weight": To("ffn.{gate,up}", STACKED),
-            },
+        # Their names in a layer -> ours; {i} is a layer, {e} an expert, * weight and bias, {a,b} both.
+        layer={
+            **NORMS,
+            "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", JOINED),
+            "mlp.experts.{e}.{gate,up}.weight": To("ffn.{gate,up}", STACKED),
         },
         # Known sizes, in their keys.
         presets={"olmo-2-7b": sizes(100352, 4096, 32, 32, 11008, 4096)},
     )
 
-Without a default a key is required. Keys that only make sense together are a `Group` (keys.py has
-RoPE, labels, causal or not, experts and windows by layer). Where layers differ, the blank lists one
-config per kind of layer, and `by_layer` (`sliding_layers`, `experts_by_layer`) says which layer is
-of which kind: "tower.attention.1.window" is a place in the second kind only,
-"tower.attention.heads" in all. An `Op` changes tensors on the way and may look at our config.
-`start` is how new weights are drawn. `regard.build`, `save` and the tests walk this table, and make
-a tiny case of every class in `heads` (tests/checkpoint/families.py).
+Without a default a key is required. Keys that only make sense together are a `Group` (rules.py has RoPE, labels, causal
+or not, experts and windows by layer). Where layers differ, the blank lists one config per kind of layer, and `by_layer`
+(`sliding_layers`, `experts_by_layer`) says which layer is of which kind: "tower.attention.1.window" is a place in the
+second kind only, "tower.attention.heads" in all. An `Op` changes tensors on the way and may look at our config. `start`
+is how new weights are drawn. `regard.build`, `save` and the tests walk this table, and make a tiny case of every class
+in `heads` (tests/checkpoint/families.py).
 """
 
 from __future__ import annotations

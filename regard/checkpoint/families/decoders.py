@@ -8,9 +8,7 @@ from typing import Any
 from regard.attention import DSA, GQA, MLA, DeltaRule
 from regard.block import Tower
 from regard.checkpoint import rules
-from regard.checkpoint.families import keys
-from regard.checkpoint.families.keys import ACTIVATIONS
-from regard.checkpoint.rules import Data, Family, Key, Keys, To, Weights, fixed
+from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Key, Keys, To, Weights, fixed
 from regard.layers import LM, MLP, Classify, Norm, Tag
 from regard.models import Tokens, TransformerConfig
 from regard.models.start import Start
@@ -32,13 +30,6 @@ def decoder_heads(
     return heads
 
 
-def decoder(attention: Any, ffn: Any, **choices: Any) -> TransformerConfig:
-    """A blank of Llama's form. Where layers differ, `attention` or `ffn` lists one config of each kind."""
-    kinds = next((len(part) for part in (attention, ffn) if isinstance(part, tuple)), 1)
-    tower = Tower(1, kinds, attention, ffn, norm=Norm(1e-6, rms=True))
-    return TransformerConfig(Tokens(1), replace(tower, **choices), max_len=1)
-
-
 def sizes(
     vocab: int, dim: int, layers: int, heads: int, ffn: int, context: int, **more: Any
 ) -> Data:
@@ -46,11 +37,6 @@ def sizes(
     body = dict(hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads)
     ends = dict(vocab_size=vocab, intermediate_size=ffn, max_position_embeddings=context)
     return body | ends | more
-
-
-def _sliding(attention: GQA, **changes: Any) -> tuple[GQA, GQA]:
-    """Attention of the layers that see all, and of those that slide."""
-    return attention, replace(attention, window=1, **changes)
 
 
 # Keys of the frame around attention and feed-forward.
@@ -61,9 +47,9 @@ FRAME_KEYS: Keys = dict(
     max_position_embeddings=Key("max_len"),
     rms_norm_eps=Key("tower.norm.eps", 1e-6),
     tie_word_embeddings=Key("head.tied", False),
-    classifier_dropout=keys.head_dropout(tag=("classifier_dropout", 0.1)),
-    id2label=keys.LABELS,
-    is_causal=keys.CAUSAL,
+    classifier_dropout=rules.head_dropout(tag=("classifier_dropout", 0.1)),
+    id2label=rules.LABELS,
+    is_causal=rules.CAUSAL,
     **fixed(token_classification_bias=True, per_layer_config=None),
 )
 # Grouped-query attention with RoPE, a gated feed-forward.
@@ -74,7 +60,7 @@ KEYS: Keys = FRAME_KEYS | dict(
         "tower.attention.head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"]
     ),
     attention_dropout=Key("tower.attention.dropout", 0.0),
-    rope_parameters=keys.ROPE,
+    rope_parameters=rules.ROPE,
     intermediate_size=Key("tower.ffn.ffn_dim"),
     hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
 )
@@ -82,11 +68,6 @@ EIGHT_KV = Key("tower.attention.kv_heads", 8, null=lambda hf: hf["num_attention_
 BIASED = Key("tower.attention.{bias,out_bias}", False)
 NORM_EPS = Key("tower.norm.eps", 1e-5)
 
-LAYER = "model.layers.{i}."
-EMBEDDING = {
-    "model.embed_tokens.weight": "embedding.weight",
-    "model.norm.weight": "tower.norm.weight",
-}
 # Rows of a layer.
 NORMS = {"{input,post_attention}_layernorm.weight": "norm{1,3}.weight"}
 ATTENTION = {
@@ -98,11 +79,8 @@ EXPERTS = {
     "mlp.gate.weight": "ffn.router.weight",
     "mlp.experts.{e}.{gate,up,down}_proj.weight": To("ffn.{gate,up,down}", rules.STACKED),
 }
-HEAD_TENSORS = {
-    "lm": {"lm_head.weight": "head.weight"},
-    "classify": {"score.*": "head.out.*"},
-    "tag": {"score.*": "head.out.*"},
-}
+SCORE = {"score.*": "head.out.*"}
+HEAD_TENSORS = {"lm": {"lm_head.weight": "head.weight"}, "classify": SCORE, "tag": SCORE}
 
 # --- GPT-2 and GPT-NeoX -------------------------------------------------------------------------------------------
 
@@ -132,9 +110,9 @@ GPT2 = Family(
         activation_function=Key("tower.ffn.activation", "gelu_new", ACTIVATIONS),
         layer_norm_epsilon=NORM_EPS,
         tie_word_embeddings=Key("head.tied", True),
-        id2label=keys.LABELS,
-        is_causal=keys.CAUSAL,
-        bos_token_id=keys.ids_below(50256, "bos_token_id", "eos_token_id"),
+        id2label=rules.LABELS,
+        is_causal=rules.CAUSAL,
+        bos_token_id=rules.ids_below(50256, "bos_token_id", "eos_token_id"),
         classifier_dropout=FRAME_KEYS["classifier_dropout"],
         resid_pdrop=Key("tower.dropout", 0.1),
         embd_pdrop=Key("embedding.dropout", 0.1),
@@ -184,7 +162,7 @@ GPT_NEOX = Family(
         hidden_dropout=Key("tower.dropout embedding.dropout", 0.0),
         attention_bias=replace(BIASED, default=True),
         use_parallel_residual=Key("tower.order", True, {True: "parallel", False: "pre"}),
-        rope_parameters=keys.rope_at(
+        rope_parameters=rules.rope_at(
             "tower.attention.rope", "rotary_emb_base", "rotary_pct", rotary_pct=0.25
         ),
     ),
@@ -215,49 +193,81 @@ GPT_NEOX = Family(
 _GQA, SWIGLU = GQA(1, 1, 1, rope=Rope()), MLP(1, "silu", gated=True, bias=False)
 
 
+def llama_like(
+    name: str,
+    heads: Data,
+    attention: Any = _GQA,
+    ffn: Any = SWIGLU,
+    *,
+    frame: Keys = KEYS,
+    keys: Keys | None = None,
+    layer: Weights = NORMS | ATTENTION | GATED,
+    scaled: bool = False,
+    tower: Data | None = None,
+    **more: Any,
+) -> Family:
+    """A family with Llama's frame. Where layers differ, `attention` or `ffn` lists one config for each kind. `keys`:
+    what is not as in `frame` (None: no such key); `layer`: its tensors; `scaled`: of the embedding; `tower`: what else
+    is chosen."""
+    kinds = next((len(part) for part in (attention, ffn) if isinstance(part, tuple)), 1)
+    body = Tower(1, kinds, attention, ffn, **{"norm": Norm(1e-6, rms=True), **(tower or {})})
+    config = frame | (keys or {})
+    return Family(
+        name=name,
+        base="model.",
+        blank=TransformerConfig(Tokens(1, scaled=scaled), body, max_len=1),
+        heads=heads,
+        config={key: rule for key, rule in config.items() if rule is not None},
+        tensors={
+            "model.embed_tokens.weight": "embedding.weight",
+            "model.norm.weight": "tower.norm.weight",
+            "model.layers.{i}.": layer,
+        },
+        head_tensors=HEAD_TENSORS,
+        twins=(("lm_head.weight", ("model.embed_tokens.weight",), "head.tied"),),
+        derived=(r".*rotary_emb\.inv_freq",),
+        **more,
+    )
+
+
+def _sliding(attention: GQA, **changes: Any) -> tuple[GQA, GQA]:
+    """Attention of the layers that see all, and of those that slide."""
+    return attention, replace(attention, window=1, **changes)
+
+
 def _llama3(factor: float) -> Data:
     rope = dict(rope_type="llama3", rope_theta=5e5, factor=factor)
     rope |= dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     return dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_parameters=rope)
 
 
-LLAMA = Family(
-    name="llama",
-    base="model.",
-    blank=decoder(_GQA, SWIGLU),
-    heads=decoder_heads("Llama"),
-    config=KEYS | dict(attention_bias=BIASED, mlp_bias=Key("tower.ffn.bias", False)),
-    tensors={**EMBEDDING, LAYER: NORMS | ATTENTION | GATED},
-    head_tensors=HEAD_TENSORS,
-    twins=(("lm_head.weight", ("model.embed_tokens.weight",), "head.tied"),),
-    derived=(r".*rotary_emb\.inv_freq",),
+LLAMA = llama_like(
+    "llama",
+    decoder_heads("Llama"),
+    keys=dict(attention_bias=BIASED, mlp_bias=Key("tower.ffn.bias", False)),
     presets={
         "llama": sizes(32000, 768, 12, 12, 2048, 2048, num_key_value_heads=4, rms_norm_eps=1e-5),
         "llama-2-7b": sizes(32000, 4096, 32, 32, 11008, 4096, rms_norm_eps=1e-5),
         "llama-3.1-8b": sizes(128256, 4096, 32, 32, 14336, 131072, **_llama3(8.0)),
-        "llama-3.2-1b": sizes(
-            128256, 2048, 16, 32, 8192, 131072, tie_word_embeddings=True, **_llama3(32.0)
-        ),
+        "llama-3.2-1b": sizes(128256, 2048, 16, 32, 8192, 131072, **_llama3(32.0))
+        | dict(tie_word_embeddings=True),
     },
 )
-MISTRAL = replace(
-    LLAMA,
-    name="mistral",
-    heads=decoder_heads("Mistral"),
-    config=KEYS
-    | dict(
+MISTRAL = llama_like(
+    "mistral",
+    decoder_heads("Mistral"),
+    keys=dict(
         num_key_value_heads=EIGHT_KV,
         sliding_window=Key("tower.attention.window", 4096, null=None),
     ),
     presets={"mistral-7b": sizes(32000, 4096, 32, 32, 14336, 32768, rms_norm_eps=1e-5)},
 )
-MIXTRAL = replace(
-    LLAMA,
-    name="mixtral",
-    blank=decoder(replace(_GQA, rope=Rope(1e6)), MoE(1, 1, 1)),
-    heads=decoder_heads("Mixtral"),
-    config=KEYS
-    | dict(
+MIXTRAL = llama_like(
+    "mixtral",
+    decoder_heads("Mixtral"),
+    replace(_GQA, rope=Rope(1e6)),
+    MoE(1, 1, 1),
+    keys=dict(
         rms_norm_eps=NORM_EPS,
         num_key_value_heads=EIGHT_KV,
         num_local_experts=Key("tower.ffn.experts", 8),
@@ -266,44 +276,36 @@ MIXTRAL = replace(
     ),
     inert="output_router_logits router_aux_loss_coef router_jitter_noise",
     aliases=dict(num_experts="num_local_experts"),
-    tensors={
-        **EMBEDDING,
-        LAYER: NORMS
-        | ATTENTION
-        | {
-            "block_sparse_moe.gate.weight": "ffn.router.weight",
-            "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To(
-                "ffn.{gate,down,up}", rules.STACKED
-            ),
-        },
+    layer={
+        **NORMS,
+        **ATTENTION,
+        "block_sparse_moe.gate.weight": "ffn.router.weight",
+        "block_sparse_moe.experts.{e}.{w1,w2,w3}.weight": To("ffn.{gate,down,up}", rules.STACKED),
     },
     presets={"mixtral-8x7b": sizes(32000, 4096, 32, 32, 14336, 32768)},
 )
 # The last layers slide, where use_sliding_window is on.
-_LAST_SLIDE = keys.sliding_layers(
-    lambda hf, layers: [i >= hf.get("max_window_layers", 28) for i in range(layers)],
-    window=4096,
-    switch="use_sliding_window",
+_LAST_SLIDE = rules.sliding_layers(
+    lambda hf, i: i >= hf.get("max_window_layers", 28),
+    4096,
     more="max_window_layers",
+    switch="use_sliding_window",
 )
 _SMALL_QWEN = dict(rope_theta=1e6, tie_word_embeddings=True)
-QWEN2 = replace(
-    LLAMA,
-    name="qwen2",
-    blank=decoder(_sliding(replace(_GQA, bias=True)), SWIGLU),
-    heads=decoder_heads("Qwen2"),
-    config=KEYS | dict(layer_types=_LAST_SLIDE),
+QWEN2 = llama_like(
+    "qwen2",
+    decoder_heads("Qwen2"),
+    _sliding(replace(_GQA, bias=True)),
+    keys=dict(layer_types=_LAST_SLIDE),
     presets={
         "qwen2-0.5b": sizes(151936, 896, 24, 14, 4864, 32768, num_key_value_heads=2, **_SMALL_QWEN)
     },
 )
-QWEN3 = replace(
-    LLAMA,
-    name="qwen3",
-    blank=decoder(_sliding(replace(_GQA, qk_norm=1e-6)), SWIGLU),
-    heads=decoder_heads("Qwen3"),
-    config=KEYS
-    | dict(
+QWEN3 = llama_like(
+    "qwen3",
+    decoder_heads("Qwen3"),
+    _sliding(replace(_GQA, qk_norm=1e-6)),
+    keys=dict(
         rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-6),
         head_dim=Key("tower.attention.head_dim", 128),
         attention_bias=BIASED,
@@ -313,17 +315,15 @@ QWEN3 = replace(
         "qwen3-0.6b": sizes(151936, 1024, 28, 16, 3072, 40960, num_key_value_heads=8, **_SMALL_QWEN)
     },
 )
-PHI3 = replace(
-    LLAMA,
-    name="phi3",
-    heads=decoder_heads("Phi3"),
-    config=KEYS
-    | dict(
+PHI3 = llama_like(
+    "phi3",
+    decoder_heads("Phi3"),
+    keys=dict(
         rms_norm_eps=NORM_EPS,
         resid_pdrop=Key("tower.dropout", 0.0),
         sliding_window=Key("tower.attention.window", None),
-        pad_token_id=keys.ids_below(32000, "pad_token_id", "eos_token_id"),
-        rope_parameters=keys.rope_at(
+        pad_token_id=rules.ids_below(32000, "pad_token_id", "eos_token_id"),
+        rope_parameters=rules.rope_at(
             "tower.attention.rope",
             share="partial_rotary_factor",
             renamed={"su": "longrope", "yarn": "longrope"},
@@ -332,47 +332,35 @@ PHI3 = replace(
     ),
     # transformers' Phi-3 drops nothing of its embedding.
     inert="embd_pdrop",
-    tensors={
-        **EMBEDDING,
-        LAYER: NORMS
-        | {
-            "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", rules.JOINED),
-            "self_attn.o_proj.*": "attention.wo.*",
-            "mlp.gate_up_proj.*": To("ffn.{gate,up}.*", rules.JOINED),
-            "mlp.down_proj.*": "ffn.down.*",
-        },
+    layer={
+        **NORMS,
+        "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", rules.JOINED),
+        "self_attn.o_proj.*": "attention.wo.*",
+        "mlp.gate_up_proj.*": To("ffn.{gate,up}.*", rules.JOINED),
+        "mlp.down_proj.*": "ffn.down.*",
     },
     presets={"phi-3-mini": sizes(32064, 3072, 32, 32, 8192, 4096, sliding_window=2047)},
 )
 
 # --- other places for the norms: Gemma 3 and OLMo -----------------------------------------------------------------
 
-
 # Norms of what attention and feed-forward add, before it is added.
-_ADDED_NORMS = {
-    "post_{attention,feedforward}_layernorm.weight": "{attention,ffn}.add.norm.weight",
-}
+_ADDED_NORMS = {"post_{attention,feedforward}_layernorm.weight": "{attention,ffn}.add.norm.weight"}
 _GEMMA = GQA(1, 1, 1, rope=Rope(1e6), qk_norm=1e-6, qk_norm_plus_one=True, scale=1.0)
 _PLUS_ONE = Norm(1e-6, rms=True, plus_one=True)
-GEMMA3 = replace(
-    LLAMA,
-    name="gemma3_text",
-    blank=replace(
-        decoder(
-            _sliding(_GEMMA, rope=Rope()),
-            MLP(1, "gelu_tanh", gated=True, bias=False),
-            order="sandwich",
-            norm=_PLUS_ONE,
-        ),
-        embedding=Tokens(1, scaled=True),
-    ),
-    heads={
+GEMMA3 = llama_like(
+    "gemma3_text",
+    {
         "Gemma3ForCausalLM": LM(),
         "Gemma3TextModel": None,
         "Gemma3TextForSequenceClassification": Classify(2, None, "last", False),
     },
-    config={name: rule for name, rule in KEYS.items() if name != "hidden_act"}
-    | dict(
+    _sliding(_GEMMA, rope=Rope()),
+    MLP(1, "gelu_tanh", gated=True, bias=False),
+    scaled=True,
+    tower=dict(order="sandwich", norm=_PLUS_ONE),
+    keys=dict(
+        hidden_act=None,
         rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-6),
         tie_word_embeddings=Key("head.tied", True),
         num_key_value_heads=Key("tower.attention.kv_heads", 4),
@@ -382,22 +370,21 @@ GEMMA3 = replace(
         ),
         attention_bias=BIASED,
         hidden_activation=Key("tower.ffn.activation", "gelu_pytorch_tanh", ACTIVATIONS),
-        rope_parameters=keys.ropes_by_layer(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
-        layer_types=keys.sliding_layers(
-            lambda hf, n: [bool((i + 1) % hf.get("sliding_window_pattern", 6)) for i in range(n)],
-            window=4096,
+        rope_parameters=rules.ropes_by_layer(("rope_theta", 1e6), ("rope_local_base_freq", 1e4)),
+        layer_types=rules.sliding_layers(
+            lambda hf, i: (i + 1) % hf.get("sliding_window_pattern", 6) > 0,
+            4096,
             more="sliding_window_pattern",
         ),
         **fixed(final_logit_softcapping=None, use_bidirectional_attention=False),
     ),
     # transformers' Gemma 3 reads no cap on scores.
     inert="attn_logit_softcapping _sliding_window_pattern",
-    tensors={
-        **EMBEDDING,
-        LAYER: ATTENTION
-        | GATED
-        | _ADDED_NORMS
-        | {"{input,pre_feedforward}_layernorm.weight": "norm{1,3}.weight"},
+    layer={
+        **ATTENTION,
+        **GATED,
+        **_ADDED_NORMS,
+        "{input,pre_feedforward}_layernorm.weight": "norm{1,3}.weight",
     },
     presets={
         "gemma-3-1b": sizes(
@@ -406,49 +393,46 @@ GEMMA3 = replace(
     },
 )
 _OLMO = GQA(1, 1, 1, rope=Rope(wide=True), qk_norm=1e-5, qk_norm_whole=True)
-_OLMO_KEYS = KEYS | dict(
+_OLMO_LAYER = ATTENTION | GATED | _ADDED_NORMS
+_OLMO_KEYS: Keys = dict(
     rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm", 1e-5), attention_bias=BIASED
 )
-OLMO2 = replace(
-    LLAMA,
-    name="olmo2",
-    blank=decoder(_OLMO, SWIGLU, order="inner"),
-    heads=decoder_heads("Olmo2", tags=False),
-    config=_OLMO_KEYS,
-    tensors={**EMBEDDING, LAYER: ATTENTION | GATED | _ADDED_NORMS},
+OLMO2 = llama_like(
+    "olmo2",
+    decoder_heads("Olmo2", tags=False),
+    _OLMO,
+    tower=dict(order="inner"),
+    keys=_OLMO_KEYS,
+    layer=_OLMO_LAYER,
     presets={
         "olmo-2-1b": sizes(100352, 2048, 16, 16, 8192, 4096, rms_norm_eps=1e-6, rope_theta=500000.0)
     },
 )
-OLMO3 = replace(
-    OLMO2,
-    name="olmo3",
-    blank=decoder(_sliding(replace(_OLMO, rope=Rope(5e5, wide=True))), SWIGLU, order="inner"),
-    heads=decoder_heads("Olmo3", tags=False),
-    config=_OLMO_KEYS
-    | dict(
+OLMO3 = llama_like(
+    "olmo3",
+    decoder_heads("Olmo3", tags=False),
+    _sliding(replace(_OLMO, rope=Rope(5e5, wide=True))),
+    tower=dict(order="inner"),
+    keys=dict(
+        **_OLMO_KEYS,
         # Their older rope_theta is of the layers that see all.
-        rope_parameters=keys.ropes_by_layer(("rope_theta", 5e5), ("", 5e5)),
-        layer_types=keys.sliding_layers(
-            lambda hf, n: [(i + 1) % 4 != 0 for i in range(n)], window=4096
-        ),
+        rope_parameters=rules.ropes_by_layer(("rope_theta", 5e5), ("", 5e5)),
+        layer_types=rules.sliding_layers(lambda hf, i: (i + 1) % 4 != 0, 4096),
     ),
+    layer=_OLMO_LAYER,
     presets={"olmo-3-7b": sizes(100278, 4096, 32, 32, 11008, 65536, rms_norm_eps=1e-6)},
 )
 
 # --- gpt-oss ------------------------------------------------------------------------------------------------------
 
 _YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
-GPT_OSS = replace(
-    LLAMA,
-    name="gpt_oss",
-    blank=decoder(
-        _sliding(GQA(1, 1, 1, rope=Rope(150000.0), sinks=True)),
-        MoE(1, 1, 1, "quick_gelu", bias=True, limit=7.0),
-    ),
-    heads=decoder_heads("GptOss"),
-    config=KEYS
-    | dict(
+_YARN |= dict(original_max_position_embeddings=4096)
+GPT_OSS = llama_like(
+    "gpt_oss",
+    decoder_heads("GptOss"),
+    _sliding(GQA(1, 1, 1, rope=Rope(150000.0), sinks=True)),
+    MoE(1, 1, 1, "quick_gelu", bias=True, limit=7.0),
+    keys=dict(
         rms_norm_eps=NORM_EPS,
         num_key_value_heads=EIGHT_KV,
         head_dim=Key("tower.attention.head_dim", 64),
@@ -456,26 +440,20 @@ GPT_OSS = replace(
         num_local_experts=Key("tower.ffn.experts", 128),
         num_experts_per_tok=Key("tower.ffn.active", 4),
         **fixed(hidden_act="silu", swiglu_limit=7.0),
-        rope_parameters=keys.rope_at(
-            "tower.attention.rope",
-            rope_scaling={**_YARN, "original_max_position_embeddings": 4096},
-        ),
-        layer_types=keys.sliding_layers(lambda hf, n: [i % 2 == 0 for i in range(n)], window=128),
+        rope_parameters=rules.rope_at("tower.attention.rope", rope_scaling=_YARN),
+        layer_types=rules.sliding_layers(lambda hf, i: i % 2 == 0, 128),
     ),
     inert="output_router_logits router_aux_loss_coef experts_per_token initial_context_length",
     aliases=dict(num_experts="num_local_experts"),
-    tensors={
-        **EMBEDDING,
-        LAYER: NORMS
-        | ATTENTION
-        | {
-            "self_attn.sinks": "attention.sinks",
-            "mlp.router.*": "ffn.router.*",
-            "mlp.experts.gate_up_proj": To("ffn.{gate,up}", rules.transposed(rules.BY_TURNS)),
-            "mlp.experts.gate_up_proj_bias": To("ffn.{gate,up}_bias", rules.BY_TURNS),
-            "mlp.experts.down_proj": To("ffn.down", rules.TRANSPOSED),
-            "mlp.experts.down_proj_bias": "ffn.down_bias",
-        },
+    layer={
+        **NORMS,
+        **ATTENTION,
+        "self_attn.sinks": "attention.sinks",
+        "mlp.router.*": "ffn.router.*",
+        "mlp.experts.gate_up_proj": To("ffn.{gate,up}", rules.transposed(rules.BY_TURNS)),
+        "mlp.experts.gate_up_proj_bias": To("ffn.{gate,up}_bias", rules.BY_TURNS),
+        "mlp.experts.down_proj": To("ffn.down", rules.TRANSPOSED),
+        "mlp.experts.down_proj_bias": "ffn.down_bias",
     },
     presets={"gpt-oss-20b": sizes(201088, 2880, 24, 64, 2880, 131072, num_local_experts=32)},
 )
@@ -497,7 +475,7 @@ def _latent_keys(at: str, shared: int, gain: float) -> Keys:
         v_head_dim=Key(f"{at}.value_dim"),
         attention_bias=Key(at + ".{bias,out_bias}", False),
         attention_dropout=Key(f"{at}.dropout", 0.0),
-        rope_parameters=keys.rope_at(f"{at}.rope"),
+        rope_parameters=rules.rope_at(f"{at}.rope"),
         intermediate_size=Key("tower.ffn.0.ffn_dim"),
         hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
         moe_intermediate_size=Key("tower.ffn.1.ffn_dim"),
@@ -514,28 +492,26 @@ _LATENT_INERT = """num_key_value_heads head_dim qk_head_dim num_nextn_predict_la
 seq_aux"""
 _V3: Keys = dict(
     norm_topk_prob=Key("tower.ffn.1.normalized", True),
-    n_group=keys.expert_groups(None, (8, 4)),
+    n_group=rules.expert_groups(None, (8, 4)),
     **fixed(scoring_func="sigmoid"),
-    mlp_layer_types=keys.experts_by_layer(3),
+    mlp_layer_types=rules.experts_by_layer(3),
 )
 
 
 def _latent_layer(at: str) -> Weights:
     low = f"{at}.w_dq.weight"
-    return (
-        NORMS
-        | GATED
-        | EXPERTS
-        | {
-            "self_attn.q_a_{proj,layernorm}.*": at + ".{w_dq,q_norm}.*",
-            "self_attn.kv_a_{proj_with_mqa,layernorm}.*": at + ".{w_dkv,kv_norm}.*",
-            "self_attn.{kv_b,o}_proj.*": at + ".{w_ukv,wo}.*",
-            "self_attn.q_b_proj.weight": To(f"{at}.w_uq.weight", needs=low),
-            "self_attn.q_proj.weight": To(f"{at}.w_uq.weight", unless=low),
-            "mlp.gate.e_score_correction_bias": "ffn.correction",
-            "mlp.shared_experts.{gate,up,down}_proj.*": "ffn.shared.{gate,up,down}.*",
-        }
-    )
+    return {
+        **NORMS,
+        **GATED,
+        **EXPERTS,
+        "self_attn.q_a_{proj,layernorm}.*": at + ".{w_dq,q_norm}.*",
+        "self_attn.kv_a_{proj_with_mqa,layernorm}.*": at + ".{w_dkv,kv_norm}.*",
+        "self_attn.{kv_b,o}_proj.*": at + ".{w_ukv,wo}.*",
+        "self_attn.q_b_proj.weight": To(f"{at}.w_uq.weight", needs=low),
+        "self_attn.q_proj.weight": To(f"{at}.w_uq.weight", unless=low),
+        "mlp.gate.e_score_correction_bias": "ffn.correction",
+        "mlp.shared_experts.{gate,up,down}_proj.*": "ffn.shared.{gate,up,down}.*",
+    }
 
 
 def _latent_sizes(mscale: float, experts: int, active: int, expert_dim: int) -> Data:
@@ -549,94 +525,81 @@ def _latent_sizes(mscale: float, experts: int, active: int, expert_dim: int) -> 
 
 
 _SIZES_V3 = sizes(129280, 7168, 61, 128, 18432, 163840) | _latent_sizes(1.0, 256, 8, 2048)
-DEEPSEEK_V2 = replace(
-    LLAMA,
-    name="deepseek_v2",
-    blank=decoder(_MLA, (SWIGLU, MoE(1, 1, 1, shared=1, normalized=False))),
-    heads=decoder_heads("DeepseekV2", tags=False),
-    config=_latent_keys("tower.attention", 2, 1.0)
-    | dict(
+_LATENT_ALIASES = dict.fromkeys(("num_experts", "num_local_experts"), "n_routed_experts")
+_LATENT_ALIASES |= dict(num_mtp_layers="num_nextn_predict_layers")
+# The extra layer that predicts one token more.
+_NEXT_TOKEN_LAYER = (r"model\.layers\.{layers}\..*",)
+DEEPSEEK_V2 = llama_like(
+    "deepseek_v2",
+    decoder_heads("DeepseekV2", tags=False),
+    _MLA,
+    (SWIGLU, MoE(1, 1, 1, shared=1, normalized=False)),
+    frame=_latent_keys("tower.attention", 2, 1.0),
+    keys=dict(
         mlp_bias=_SHARED_BIAS,
-        n_group=keys.expert_groups("group_limited_greedy", (1, 1)),
+        n_group=rules.expert_groups("group_limited_greedy", (1, 1)),
         **fixed(scoring_func="softmax"),
-        mlp_layer_types=keys.experts_by_layer(0),
+        mlp_layer_types=rules.experts_by_layer(0),
     ),
     # Whatever norm_topk_prob says, transformers never normalises for V2.
     inert=f"{_LATENT_INERT} norm_topk_prob",
-    aliases=dict(
-        num_experts="n_routed_experts",
-        num_local_experts="n_routed_experts",
-        num_mtp_layers="num_nextn_predict_layers",
-    ),
-    tensors={**EMBEDDING, LAYER: _latent_layer("attention")},
+    aliases=_LATENT_ALIASES,
+    layer=_latent_layer("attention"),
     presets={
         "deepseek-v2-lite": sizes(102400, 2048, 27, 16, 10944, 163840)
         | _latent_sizes(0.707, 64, 6, 1408)
         | dict(q_lora_rank=None, first_k_dense_replace=1)
     },
 )
-DEEPSEEK_V3 = replace(
-    DEEPSEEK_V2,
-    name="deepseek_v3",
-    blank=decoder(_MLA, (SWIGLU, _EXPERTS_V3)),
-    heads=decoder_heads("DeepseekV3"),
-    config=_latent_keys("tower.attention", 1, 2.5)
-    | _V3
-    | dict(
-        rope_interleave=Key(
-            "tower.attention.rope.layout", True, {True: "interleaved", False: "half"}
-        ),
-    ),
+_INTERLEAVED = {True: "interleaved", False: "half"}
+DEEPSEEK_V3 = llama_like(
+    "deepseek_v3",
+    decoder_heads("DeepseekV3"),
+    _MLA,
+    (SWIGLU, _EXPERTS_V3),
+    frame=_latent_keys("tower.attention", 1, 2.5),
+    keys=_V3 | dict(rope_interleave=Key("tower.attention.rope.layout", True, _INTERLEAVED)),
     inert=_LATENT_INERT,
-    # The extra layer that predicts one token more.
-    carried=(r"model\.layers\.{layers}\..*",),
+    aliases=_LATENT_ALIASES,
+    layer=_latent_layer("attention"),
+    carried=_NEXT_TOKEN_LAYER,
     presets={"deepseek-v3": _SIZES_V3},
 )
-DEEPSEEK_V32 = replace(
-    DEEPSEEK_V3,
-    name="deepseek_v32",
-    blank=decoder(DSA(_MLA, 1, 2, 1, rope_dim=2), (SWIGLU, _EXPERTS_V3)),
-    heads=decoder_heads("DeepseekV32", labels=False),
-    config=_latent_keys("tower.attention.attention", 1, 2.5)
-    | _V3
-    | dict(
+DEEPSEEK_V32 = llama_like(
+    "deepseek_v32",
+    decoder_heads("DeepseekV32", labels=False),
+    DSA(_MLA, 1, 2, 1, rope_dim=2),
+    (SWIGLU, _EXPERTS_V3),
+    frame=_latent_keys("tower.attention.attention", 1, 2.5),
+    keys=dict(
+        **_V3,
         mlp_bias=_SHARED_BIAS,
         index_n_heads=Key("tower.attention.index_heads"),
         index_head_dim=Key("tower.attention.index_dim"),
         index_topk=Key("tower.attention.topk"),
     ),
     inert=f"{_LATENT_INERT} layer_types",
+    aliases=_LATENT_ALIASES,
+    layer={
+        **_latent_layer("attention.attention"),
+        "self_attn.indexer.{wq_b,wk,k_norm,weights_proj}.*": "attention.indexer.{wq,wk,k_norm,ww}.*",
+    },
+    carried=_NEXT_TOKEN_LAYER,
     presets={
         "deepseek-v3.2": _SIZES_V3 | dict(index_n_heads=64, index_head_dim=128, index_topk=2048)
-    },
-    tensors={
-        **EMBEDDING,
-        LAYER: {
-            **_latent_layer("attention.attention"),
-            "self_attn.indexer.{wq_b,wk,k_norm,weights_proj}.*": "attention.indexer.{wq,wk,k_norm,ww}.*",
-        },
     },
 )
 
 # --- Qwen3-Next: layers of a recurrent state between layers of attention ------------------------------------------
 
-_ATTENTION_KINDS, _FFN_KINDS = ("full_attention", "linear_attention"), ("dense", "sparse")
 
-
-def _attention_kinds(theirs: Data, layers: int) -> list[str]:
-    every = theirs.get("full_attention_interval", 4)
-    default = [_ATTENTION_KINDS[(i + 1) % every > 0] for i in range(layers)]
-    return keys.listed(theirs, "layer_types", _ATTENTION_KINDS, layers, default)
-
-
-def _ffn_kinds(theirs: Data, layers: int) -> list[str]:
+def _sparse(theirs: Data, layer: int) -> bool:
     dense, step = theirs.get("mlp_only_layers") or [], theirs.get("decoder_sparse_step", 1)
-    some = theirs.get("num_experts", 512) > 0
-    return [_FFN_KINDS[some and i not in dense and (i + 1) % step == 0] for i in range(layers)]
+    return theirs.get("num_experts", 512) > 0 and layer not in dense and (layer + 1) % step == 0
 
 
-def _write_ffn(kinds: list[str], _: Any, theirs: Data) -> None:
-    if _ffn_kinds(theirs, len(kinds)) != kinds:
+def _write_sparse(kinds: list[str], _: Any, theirs: Data, said: bool) -> None:
+    if not said:
         theirs["decoder_sparse_step"] = 1
         theirs["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == "dense"]
 
@@ -644,25 +607,18 @@ def _write_ffn(kinds: list[str], _: Any, theirs: Data) -> None:
 # What the layers of attention have, and the others have not.
 _GATE = "attention.wg.weight"
 _BY_KEY_HEAD = rules.by_head("delta", "key_heads")
-QWEN3_NEXT = replace(
-    LLAMA,
-    name="qwen3_next",
-    blank=decoder(
-        (
-            replace(_GEMMA, rope=Rope(partial=0.25), scale=None, gated=True),
-            DeltaRule(1, 1, 1, 1),
-        ),
-        (SWIGLU, MoE(1, 1, 1, shared=1, shared_dim=1, shared_gated=True)),
-        norm=_PLUS_ONE,
-    ),
-    heads=decoder_heads("Qwen3Next"),
-    config=KEYS
-    | dict(
+QWEN3_NEXT = llama_like(
+    "qwen3_next",
+    decoder_heads("Qwen3Next"),
+    (replace(_GEMMA, rope=Rope(partial=0.25), scale=None, gated=True), DeltaRule(1, 1, 1, 1)),
+    (SWIGLU, MoE(1, 1, 1, shared=1, shared_dim=1, shared_gated=True)),
+    tower=dict(norm=_PLUS_ONE),
+    keys=dict(
         rms_norm_eps=Key("tower.norm.eps tower.attention.qk_norm tower.attention.eps", 1e-6),
         num_key_value_heads=Key("tower.attention.kv_heads", 2),
         head_dim=Key("tower.attention.head_dim", 256),
         attention_bias=BIASED,
-        rope_parameters=keys.rope_at(
+        rope_parameters=rules.rope_at(
             "tower.attention.rope", share="partial_rotary_factor", partial_rotary_factor=0.25
         ),
         linear_num_key_heads=Key("tower.attention.key_heads", 16),
@@ -670,12 +626,13 @@ QWEN3_NEXT = replace(
         linear_key_head_dim=Key("tower.attention.key_dim", 128),
         linear_value_head_dim=Key("tower.attention.1.value_dim", 128),
         linear_conv_kernel_dim=Key("tower.attention.conv", 4),
-        layer_types=keys.by_layer(
+        layer_types=rules.by_layer(
             "attention",
-            ("layer_types", "full_attention_interval"),
-            _ATTENTION_KINDS,
-            _attention_kinds,
+            "layer_types",
+            ("full_attention", "linear_attention"),
+            lambda hf, i: (i + 1) % hf.get("full_attention_interval", 4) > 0,
             lambda attention: attention["kind"] == "delta",
+            ["full_attention_interval"],
         ),
         # The convolution's too.
         **fixed(hidden_act="silu"),
@@ -685,37 +642,33 @@ QWEN3_NEXT = replace(
         num_experts_per_tok=Key("tower.ffn.1.active", 10),
         shared_expert_intermediate_size=Key("tower.ffn.1.shared_dim", 512),
         norm_topk_prob=Key("tower.ffn.1.normalized", True),
-        mlp_only_layers=keys.by_layer(
+        mlp_only_layers=rules.by_layer(
             "ffn",
-            ("mlp_only_layers", "decoder_sparse_step"),
-            _FFN_KINDS,
-            _ffn_kinds,
-            lambda ffn: ffn["kind"] == "moe",
-            _write_ffn,
+            "",
+            ("dense", "sparse"),
+            _sparse,
+            rules.is_moe,
+            ["mlp_only_layers", "decoder_sparse_step"],
+            _write_sparse,
         ),
     ),
     inert="output_router_logits router_aux_loss_coef",
-    tensors={
-        **EMBEDDING,
-        LAYER: NORMS
-        | GATED
-        | EXPERTS
-        | {
-            "self_attn.q_proj.*": To(
-                "attention.w{q,g}.*", rules.by_head("gqa", "heads"), needs=_GATE
-            ),
-            "self_attn.{k,v,o}_proj.*": To("attention.w{k,v,o}.*", needs=_GATE),
-            "self_attn.{q,k}_norm.weight": "attention.{q,k}_norm.weight",
-            "linear_attn.in_proj_qkvz.weight": To(
-                "attention.w{q,k,v,z}.weight", _BY_KEY_HEAD, unless=_GATE
-            ),
-            "linear_attn.in_proj_ba.weight": To("attention.w{b,a}.weight", _BY_KEY_HEAD),
-            "linear_attn.conv1d.weight": To("attention.taps", rules.TAPS),
-            "linear_attn.{A_log,dt_bias,norm.weight}": "attention.{a_log,dt_bias,norm.weight}",
-            "linear_attn.out_proj.weight": To("attention.wo.weight", unless=_GATE),
-            "mlp.shared_expert.{gate,up,down}_proj.weight": "ffn.shared.{gate,up,down}.weight",
-            "mlp.shared_expert_gate.weight": "ffn.shared_gate.weight",
-        },
+    layer={
+        **NORMS,
+        **GATED,
+        **EXPERTS,
+        "self_attn.q_proj.*": To("attention.w{q,g}.*", rules.by_head("gqa", "heads"), needs=_GATE),
+        "self_attn.{k,v,o}_proj.*": To("attention.w{k,v,o}.*", needs=_GATE),
+        "self_attn.{q,k}_norm.weight": "attention.{q,k}_norm.weight",
+        "linear_attn.in_proj_qkvz.weight": To(
+            "attention.w{q,k,v,z}.weight", _BY_KEY_HEAD, unless=_GATE
+        ),
+        "linear_attn.in_proj_ba.weight": To("attention.w{b,a}.weight", _BY_KEY_HEAD),
+        "linear_attn.conv1d.weight": To("attention.taps", rules.TAPS),
+        "linear_attn.{A_log,dt_bias,norm.weight}": "attention.{a_log,dt_bias,norm.weight}",
+        "linear_attn.out_proj.weight": To("attention.wo.weight", unless=_GATE),
+        "mlp.shared_expert.{gate,up,down}_proj.weight": "ffn.shared.{gate,up,down}.weight",
+        "mlp.shared_expert_gate.weight": "ffn.shared_gate.weight",
     },
     # What predicts one token more.
     carried=(r"mtp\..*",),

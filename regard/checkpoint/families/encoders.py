@@ -8,10 +8,8 @@ from dataclasses import replace
 from regard.attention import GQA
 from regard.block import Tower
 from regard.checkpoint import rules
-from regard.checkpoint.families import keys
 from regard.checkpoint.families.decoders import BIASED, sizes
-from regard.checkpoint.families.keys import ACTIVATIONS
-from regard.checkpoint.rules import Data, Family, Group, Key, Keys, To, Weights, fixed
+from regard.checkpoint.rules import ACTIVATIONS, Data, Family, Group, Key, Keys, To, Weights, fixed
 from regard.layers import LM, MLM, MLP, Answer, Classify, Norm, Tag
 from regard.models import EncoderDecoderConfig, Patches, Tokens, TransformerConfig
 from regard.models.start import Start
@@ -48,12 +46,12 @@ BERT_KEYS: Keys = _SHAPE_KEYS | dict(
     layer_norm_eps=Key("tower.norm.eps embedding.norm.eps head.norm_eps", 1e-12),
     hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.1),
     attention_probs_dropout_prob=Key("tower.attention.dropout", 0.1),
-    classifier_dropout=keys.head_dropout(
+    classifier_dropout=rules.head_dropout(
         **dict.fromkeys(("classify", "tag"), ("classifier_dropout", "hidden_dropout_prob"))
     ),
     tie_word_embeddings=Key("head.tied", True),
     **fixed(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False),
-    id2label=keys.LABELS,
+    id2label=rules.LABELS,
     max_position_embeddings=Key("max_len embedding.position.max_len"),
     hidden_act=Key("tower.ffn.activation head.activation", "gelu", ACTIVATIONS),
 )
@@ -186,11 +184,11 @@ DISTILBERT = Family(
         activation=Key("tower.ffn.activation head.activation", "gelu", ACTIVATIONS),
         dropout=Key("tower.dropout embedding.dropout", 0.1),
         attention_dropout=Key("tower.attention.dropout", 0.1),
-        seq_classif_dropout=keys.head_dropout(
+        seq_classif_dropout=rules.head_dropout(
             classify=("seq_classif_dropout", 0.2), tag=("dropout", 0.1), answer=("qa_dropout", 0.1)
         ),
         tie_word_embeddings=Key("head.tied", True),
-        id2label=keys.LABELS,
+        id2label=rules.LABELS,
     ),
     inert="tie_weights_",
     aliases=dict(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers"),
@@ -251,7 +249,7 @@ ALBERT = replace(
         hidden_act=Key("tower.ffn.activation head.activation", "gelu_new", ACTIVATIONS),
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
-        classifier_dropout=keys.head_dropout(
+        classifier_dropout=rules.head_dropout(
             classify=("classifier_dropout_prob", 0.1),
             tag=("classifier_dropout_prob", "hidden_dropout_prob"),
         ),
@@ -313,14 +311,14 @@ MODERNBERT = Family(
         attention_dropout=Key("tower.attention.dropout tower.dropout", 0.0),
         embedding_dropout=Key("embedding.dropout", 0.0),
         mlp_dropout=Key("tower.ffn.dropout", 0.0),
-        rope_parameters=keys.ropes_by_layer(
+        rope_parameters=rules.ropes_by_layer(
             ("global_rope_theta", 160000.0),
             ("local_rope_theta", 1e4),
             "full_attention sliding_attention",
         ),
-        layer_types=keys.sliding_layers(
-            lambda hf, n: [bool(i % hf.get("global_attn_every_n_layers", 3)) for i in range(n)],
-            window=128,
+        layer_types=rules.sliding_layers(
+            lambda hf, i: i % hf.get("global_attn_every_n_layers", 3) > 0,
+            128,
             more="global_attn_every_n_layers",
             key="local_attention",
             both_ways=True,
@@ -330,9 +328,9 @@ MODERNBERT = Family(
         classifier_bias=Key("head.dense_bias", False),
         classifier_activation=Key("head.activation head.dense", "gelu", ACTIVATIONS),
         classifier_pooling=Key("head.token", "cls", {"cls": "first", "mean": "mean"}),
-        classifier_dropout=keys.head_dropout(classify=("classifier_dropout", 0.0)),
-        id2label=keys.LABELS,
-        pad_token_id=keys.ids_below(50283, "pad_token_id", "eos_token_id", "bos_token_id"),
+        classifier_dropout=rules.head_dropout(classify=("classifier_dropout", 0.0)),
+        id2label=rules.LABELS,
+        pad_token_id=rules.ids_below(50283, "pad_token_id", "eos_token_id", "bos_token_id"),
     ),
     inert="""initializer_cutoff_factor deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
     reference_compile repad_logits_with_grad""",
@@ -400,7 +398,7 @@ VIT = Family(
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
         **fixed(pooler_act="tanh"),
-        id2label=keys.LABELS,
+        id2label=rules.LABELS,
     ),
     inert="encoder_stride pooler_output_size",
     tensors=_image_tensors("vit.", ["cls_token"]),
@@ -500,35 +498,27 @@ def _t5_tower(tower: str, last: int) -> Weights:
     }
 
 
-def _t5_ffn_of(theirs: Data) -> tuple[str, bool]:
-    word = theirs.get("feed_forward_proj") or "relu"
-    name = word.removeprefix("gated-")
-    name = "gelu_new" if word == "gated-gelu" else name
-    if name not in ACTIVATIONS:
-        raise rules.wrong(
-            f"feed_forward_proj is {word!r}; known: relu, gated-gelu, gated-silu, ..."
-        )
-    return ACTIVATIONS[name], word.startswith("gated-")
+# feed_forward_proj -> our activation, and whether it is gated; gated-gelu is the approximation.
+_T5_GATED = {"gated-gelu": ("gelu_tanh", True)}
+_T5_FFN = _T5_GATED | {name: (ours, False) for name, ours in ACTIVATIONS.items()}
+_T5_FFN |= {f"gated-{name}": (ours, True) for name, ours in ACTIVATIONS.items()} | _T5_GATED
 
 
 def _read_t5_ffn(theirs: Data, ours: Data) -> None:
-    activation, gated = _t5_ffn_of(theirs)
+    word = theirs.get("feed_forward_proj") or "relu"
+    if word not in _T5_FFN:
+        known = "relu, gated-gelu, gated-silu, ..."
+        raise rules.wrong(f"feed_forward_proj is {word!r}; known: {known}")
     for tower in ("encoder", "decoder"):
-        ours[tower]["ffn"].update(activation=activation, gated=gated)
+        ours[tower]["ffn"] |= dict(zip(("activation", "gated"), _T5_FFN[word]))
 
 
 def _write_t5_ffn(ours: Data, theirs: Data) -> None:
-    activation, gated = (
-        rules.need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated")
-    )
-    if "feed_forward_proj" in theirs and _t5_ffn_of(theirs) == (activation, gated):
-        return
-    name = next(k for k, v in ACTIVATIONS.items() if v == activation)
-    if gated:
-        name = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
-    theirs["feed_forward_proj"] = name
-    for stale in ("dense_act_fn", "is_gated_act"):
-        theirs.pop(stale, None)
+    ffn = tuple(rules.need(ours, f"encoder.ffn.{name}") for name in ("activation", "gated"))
+    if _T5_FFN.get(theirs.get("feed_forward_proj", "")) != ffn:
+        theirs["feed_forward_proj"] = next(word for word, of in _T5_FFN.items() if of == ffn)
+        for stale in ("dense_act_fn", "is_gated_act"):
+            theirs.pop(stale, None)
 
 
 def _t5_scale_of(theirs: Data) -> bool:
