@@ -57,9 +57,9 @@ Run = Callable[["Given"], "Trace"]
 
 @dataclass(frozen=True)
 class Check:
-    """One run against another. `worst`: the largest error of both in units of the envelope; `where`: the tensor that
-    has it, which for a bug or a tie is the first one outside. A tie: scores of an indexer are equal, and the runs chose
-    different keys among them; neither is wrong."""
+    """One run against another, or one alone (`judge`). `worst`: the largest error in units of the envelope; `where`:
+    its tensor, which for a bug or a tie is the first one outside. A tie: scores of an indexer are equal, and the runs
+    chose different keys among them; neither is wrong."""
 
     name: str
     verdict: str  # equal, rounding, tie, bug
@@ -98,10 +98,10 @@ def parity(
 
     @cache
     @torch.no_grad()
-    def judged(name: str) -> tuple[Trace, Finding]:
+    def judged(name: str) -> tuple[Trace, Check]:
         trace = runs[name](rows)
         found = steps(exact(trace.dtype)[0], rows, trace)
-        return trace, judge(found, envelope(trace.dtype, trace.whole))
+        return trace, judge(found, envelope(trace.dtype, trace.whole), name)
 
     def check(name: str, one: str, other: str) -> Check:
         (a, first), (b, second) = judged(one), judged(other)
@@ -112,14 +112,11 @@ def parity(
             both &= a.lengths[:, None] == x.shape[1]
         gap = float((x - y)[both].abs().max()) if both.any() else 0.0
         grave = ("rounding", "tie", "bug").index
-        finding, run = max((first, one), (second, other), key=lambda pair: grave(pair[0].verdict))
-        if finding.verdict == "bug":
-            at = finding.row, finding.position
-            return Check(name, "bug", gap, finding.worst, finding.where, run, *at)
-        worst = max(first, second, key=lambda f: f.worst)
-        if finding.verdict == "tie":
-            return Check(name, "tie", gap, worst.worst, finding.where, run)
-        return Check(name, "rounding" if gap else "equal", gap, worst.worst, worst.where)
+        found = max(first, second, key=lambda one: grave(one.verdict))
+        worst = found if found.verdict == "bug" else max(first, second, key=lambda one: one.worst)
+        if found.verdict == "rounding":
+            found = replace(worst, verdict="rounding" if gap else "equal", run="")
+        return replace(found, name=name, difference=gap, worst=worst.worst)
 
     chosen = {name: pair for name, pair in CHECKS.items() if name in only}
     return [check(name, *pair) for name, pair in chosen.items() if set(pair) <= set(runs)]
@@ -128,9 +125,8 @@ def parity(
 def check_weights(model: Model) -> None:
     for name, weight in model.named_parameters():
         if not weight.is_floating_point() or not bool(weight.isfinite().all()):
-            raise UsageError(
-                f"the weight {name} has numbers that are not finite; parity needs finite ones"
-            )
+            why = "has numbers that are not finite; parity needs finite ones"
+            raise UsageError(f"the weight {name} {why}")
 
 
 # --- the runs -----------------------------------------------------------------------------------------------------
@@ -739,19 +735,8 @@ class Envelope:
         return ratio.nan_to_num(nan=torch.inf)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a run is worth: "rounding" and the place nearest to its envelope, or the first one outside: a "bug", or a
-    "tie", where it chose other keys of the same score."""
-
-    verdict: str
-    worst: float
-    where: str
-    row: int = 0
-    position: int = 0
-
-
-def judge(steps: list[Step], envelope: Envelope) -> Finding:
+def judge(steps: list[Step], envelope: Envelope, run: str = "") -> Check:
+    """What a run is worth: "rounding" and the place nearest to its envelope, or the first one outside."""
     worst, where, tie = 0.0, "", None
     for step in steps:
         ratio = envelope.ratio(step)
@@ -761,7 +746,7 @@ def judge(steps: list[Step], envelope: Envelope) -> Finding:
         most = float(ratio.max())
         if most > 1:
             row, position = divmod(int(ratio.argmax()), ratio.shape[1])
-            return Finding("bug", most, step.name, row, position)
+            return Check("", "bug", 0.0, most, step.name, run, row, position)
         if most >= worst:
             worst, where = most, step.name
-    return Finding("tie", worst, tie) if tie else Finding("rounding", worst, where)
+    return Check("", "tie" if tie else "rounding", 0.0, worst, tie or where, run)

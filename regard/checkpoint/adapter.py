@@ -114,12 +114,10 @@ def _joined(folder: Path, base: Path | None) -> Model:
     """The base with the adapter in its place, not merged."""
     record, peft, tensors = _record(folder), _peft(folder), _tensors(folder)
     if record is None:
-        model = load(base or _named(peft, folder))
-        head = _head_of(peft, tensors)
+        model, head = load(base or _named(peft, folder)), _head_of(peft, tensors)
     else:
         model, head = load(_base(record, folder, base)), record.head
-        if next(model.parameters()).dtype != (dtype := getattr(torch, record.dtype)):
-            model = hf.cast(model, dtype)
+        model = hf.cast(model, getattr(torch, record.dtype))
         if record.int4:
             adapt.quantize(model)
     learned = set[str]()

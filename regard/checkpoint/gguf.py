@@ -72,12 +72,11 @@ class File:
         try:
             with path.open("rb") as file:
                 self.metadata, self.tensors = _header(_Cursor(file, path.stat().st_size))
+        except UsageError:
+            raise
         except (ValueError, struct.error) as error:
-            if isinstance(error, UsageError):
-                raise
-            raise UsageError(
-                f"{path} is not a whole GGUF file ({error}); copy or download it again"
-            ) from None
+            why = f"is not a whole GGUF file ({error}); copy or download it again"
+            raise UsageError(f"{path} {why}") from None
 
     def read(self, entry: Entry, first: int, rows: int, dtype: torch.dtype) -> Tensor:
         """Some rows of a tensor, dequantised: (rows, width)."""
@@ -85,9 +84,8 @@ class File:
         at = 0
         for raw in self._chunks(entry, first, rows):
             count = len(raw) // entry.row_bytes
-            out[at : at + count] = store.narrowed(
-                unpacked(raw, entry.kind, count), dtype, entry.name
-            )
+            values = unpacked(raw, entry.kind, count)
+            out[at : at + count] = store.narrowed(values, dtype, entry.name)
             at += count
         return out
 
@@ -107,9 +105,8 @@ class File:
                 size = min(step, rows - at) * entry.row_bytes
                 raw = file.read(size)
                 if len(raw) != size:
-                    raise UsageError(
-                        f"{self.path} ended while {entry.name} was read; copy the file again"
-                    )
+                    why = f"ended while {entry.name} was read; copy the file again"
+                    raise UsageError(f"{self.path} {why}")
                 yield raw
 
 
@@ -132,14 +129,14 @@ class _Cursor:
     def __init__(self, file: BinaryIO, size: int):
         self.file, self.size, self.left, self.entries = file, size, size, 0
 
+    def need(self, count: int) -> None:
+        if count > self.left:
+            raise ValueError(f"{count:,} bytes are promised where {self.left:,} are left")
+
     def take(self, count: int) -> bytes:
         self.need(count)
         self.left -= count
         return self.file.read(count)
-
-    def need(self, count: int) -> None:
-        if count > self.left:
-            raise ValueError(f"{count:,} bytes are promised where {self.left:,} are left")
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
@@ -179,10 +176,8 @@ class _Cursor:
         number, offset = self.number("I"), self.number("Q")
         if number not in KINDS:
             kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
-            raise UsageError(
-                f"{self.file.name}: the tensor {name!r:.80} has the type {kinds.get(number, number)}; known: "
-                f"{', '.join(KINDS.values())}"
-            )
+            why = f"the tensor {name!r:.80} has the type {kinds.get(number, number)}"
+            raise UsageError(f"{self.file.name}: {why}; known: {', '.join(KINDS.values())}")
         block, _ = GGML_QUANT_SIZES[GGMLQuantizationType(number)]
         if min(shape) < 1 or shape[-1] % block:
             raise ValueError(f"the tensor {name!r:.80} of type {KINDS[number]} has shape {shape}")
@@ -348,9 +343,8 @@ class Described:
             value = value[0]
         plain = isinstance(value, (int, float, type(None))) and not isinstance(value, bool)
         if not plain or (isinstance(value, float) and not math.isfinite(value)):
-            self._fail(
-                f": {self.prefix}{key} is {value!r:.80}; it must be one number for all layers"
-            )
+            must = "it must be one number for all layers"
+            self._fail(f": {self.prefix}{key} is {value!r:.80}; {must}")
         return value
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -428,9 +422,8 @@ class Described:
         if kind in (None, "linear"):
             return {"rope_type": "linear", "factor": factor}
         if kind != "yarn":
-            self._fail(
-                f": {self.prefix}rope.scaling.type is {kind!r:.60}; known: none, linear, yarn"
-            )
+            known = "known: none, linear, yarn"
+            self._fail(f": {self.prefix}rope.scaling.type is {kind!r:.60}; {known}")
         names = {"original_context_length": "original_max_position_embeddings"}
         names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
         values = {ours: self.number(f"rope.scaling.{theirs}") for theirs, ours in names.items()}
@@ -446,12 +439,10 @@ class Described:
             scaled = Rope(base, scaling=Llama3(factor, original_len=length)).frequencies(head_dim)
             wanted = Rope(base).frequencies(head_dim) / scaled
             if wanted.shape == divisors.shape and torch.allclose(wanted, divisors, rtol=1e-4):
-                ratios = dict(low_freq_factor=1.0, high_freq_factor=4.0)
-                lengths = dict(original_max_position_embeddings=length)
-                return {"rope_type": "llama3", "factor": factor, **ratios, **lengths}
-        self._fail(
-            f": {_FREQUENCIES} is not a scaling of RoPE as Llama 3 has it, the only one that is known"
-        )
+                rope = dict(low_freq_factor=1.0, high_freq_factor=4.0, factor=factor)
+                return dict(rope_type="llama3", original_max_position_embeddings=length, **rope)
+        what = "is not a scaling of RoPE as Llama 3 has it, the only one that is known"
+        self._fail(f": {_FREQUENCIES} {what}")
 
     def _parts(self, entry: Entry) -> Iterator[tuple[str, Part]]:
         """What an entry is in the folder: one tensor, or one for each expert of a stack."""
@@ -522,9 +513,7 @@ def from_gguf(
 
     with store.replacing(target) as folder:
         store.check_room(folder, sum(x.nbytes for x in blank.values()))
-        store.write_json(
-            folder / "config.json", {**described.config, "dtype": hf.dtype_name(dtype)}
-        )
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+        config = {**described.config, "dtype": hf.dtype_name(dtype)}
+        store.write_json(folder / "config.json", config)
+        store.write_carried(folder, files)
         store.write_weights(folder, blank, read=read)

@@ -669,9 +669,6 @@ def steps(table: Mapping[str, To], shapes: dict[str, torch.Size], config: Any) -
                 yield Step(theirs, ours, [shapes[n] for n in ours], to.op, config)
 
 
-# A tensor, what it repeats (the first of these that is stored), our switch for that.
-Twin = tuple[str, tuple[str, ...], str]
-
 # --- a family -----------------------------------------------------------------------------------------------------
 
 
@@ -701,9 +698,6 @@ class Family:
     # Known models, by name: their keys, where these differ from what a missing key means. A dotted
     # key is a place of ours that none of theirs decides.
     presets: Mapping[str, Data] = field(default_factory=dict)
-    # The tensor that shows that the bare body has a pooler.
-    pooler: str = ""
-    twins: tuple[Twin, ...] = ()
     # Nothing tied means that each side has its own table, be it a copy.
     apart: bool = False
     # Patterns of stored tensors that follow from the config, and of those kept for other programs
@@ -720,6 +714,28 @@ class Family:
     @cached_property
     def head_rows(self) -> dict[str, dict[str, To]]:
         return {kind: written_out(table) for kind, table in self.head_tensors.items()}
+
+    def _at(self, place: str) -> tuple[str, ...]:
+        """Their names for a tensor of ours."""
+        end, tables = place.rpartition(".")[2], (self.rows, *self.head_rows.values())
+        rows = (row for table in tables for row in table.items())
+        return tuple(n.replace("*", end) for n, to in rows if to.ours.replace("*", end) == place)
+
+    @cached_property
+    def pooler(self) -> str:
+        """The tensor that shows that the bare body has a pooler."""
+        return "".join(self._at("pooler.weight"))
+
+    @cached_property
+    def twins(self) -> list[tuple[str, tuple[str, ...], str]]:
+        """A tensor, what it repeats (the first of these that is stored), our switch for that: a tied head, tables that
+        two sides share, and one tensor under two names."""
+        words, target = self._at("embedding.weight"), self._at("target.weight")
+        words += self._at("source.weight")
+        first, bias = words[:1], self._at("head.bias")
+        tied = [(name, first + target, "head.tied") for name in self._at("head.weight")]
+        shared = [(name, first, "shared") for name in words[1:] + target]
+        return tied + shared + [(name, bias[:1], "") for name in bias[1:]]
 
     @cached_property
     def rules(self) -> list[tuple[str, ConfigRule]]:

@@ -190,9 +190,8 @@ def _files(folder: Path) -> list[Path]:
     names = sorted(set(weight_map(index).values()))
     for name in names:
         if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
-            raise UsageError(
-                f"{index} names {name!r}, which is not a plain file name: files outside the folder are refused"
-            )
+            why = "which is not a plain file name: files outside the folder are refused"
+            raise UsageError(f"{index} names {name!r}, {why}")
         if not (folder / name).is_file():
             raise UsageError(f"{index} names {name}, which is missing from {folder}")
     return [folder / name for name in names]
@@ -213,18 +212,16 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if HEADER_BYTES < size < path.stat().st_size:
-                raise UsageError(
-                    f"{path} has a table of tensors of {size:,} bytes; at most {HEADER_BYTES:,} are taken"
-                )
+                most = f"at most {HEADER_BYTES:,} are taken"
+                raise UsageError(f"{path} has a table of tensors of {size:,} bytes; {most}")
             with safetensors.safe_open(path, "pt"):
                 pass
             entries = loads(file.read(size))
     except UsageError:
         raise
     except (safetensors.SafetensorError, ValueError, OSError) as error:
-        raise UsageError(
-            f"{path} is not a whole safetensors file ({error}); copy or download it again"
-        ) from None
+        why = f"is not a whole safetensors file ({error}); copy or download it again"
+        raise UsageError(f"{path} {why}") from None
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         if (kind := entry["dtype"]) not in DTYPES:
@@ -297,7 +294,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_carried(folder: Path, files: dict[str, bytes]) -> None:
+def write_carried(folder: Path, files: Mapping[str, bytes]) -> None:
     """What `files.read_files` found, in its place."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -310,12 +307,10 @@ def replacing(target: Path) -> Iterator[Path]:
     Files of an older checkpoint that are not written anew are kept, its weights are not."""
     # Of a link, the folder behind it.
     target = target.resolve()
-    if target.exists() and (
-        not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())
-    ):
-        raise UsageError(
-            f"{target} exists and is not a model folder; choose another path, or empty it first"
-        )
+    other = target.exists() and not (target / "config.json").exists()
+    if other and (not target.is_dir() or any(target.iterdir())):
+        why = "exists and is not a model folder; choose another path, or empty it first"
+        raise UsageError(f"{target} {why}")
     try:
         with whole_folder(target, f"-{os.getpid()}") as new:
             yield new
@@ -340,10 +335,8 @@ def _keep_rest(old: Path, new: Path) -> None:
 def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise UsageError(
-            f"the weights need {needed / 1e9:,.1f} GB in {folder.parent}, where {free / 1e9:,.1f} GB are free; "
-            "make room"
-        )
+        there = f"in {folder.parent}, where {free / 1e9:,.1f} GB are free"
+        raise UsageError(f"the weights need {needed / 1e9:,.1f} GB {there}; make room")
 
 
 def check_converted(path: Path) -> None:

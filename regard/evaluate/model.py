@@ -3,9 +3,9 @@ words behind masks, or where in a text the answer to a question stands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # The names of the classes and their probabilities, the most probable first.
 Ranking = list[tuple[str, float]]
+T = TypeVar("T")
 
 
 def classify(
@@ -51,10 +52,8 @@ def classify(
     folder, or a model; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate"
     cuts them."""
     classifier = Classifier(Opened(model, device=device), overlong)
-    rankings: list[Ranking] = []
-    for start in range(0, len(texts), rows):
-        rankings += classifier(classifier.read(texts[start : start + rows], start))
-    return rankings
+    batches = batched(texts, rows)
+    return [one for block in batches for one in classifier(classifier.read(*block))]
 
 
 def embed(
@@ -72,10 +71,12 @@ def embed(
     one, "auto" what the model was trained with; `rows` of texts are a batch; `overlong` texts are
     an "error", or "truncate" cuts them."""
     embedder = Embedder(Opened(model, device=device), normalize, overlong, pooling)
-    vectors: list[np.ndarray | None] = []
-    for start in range(0, len(texts), rows):
-        vectors += embedder(texts[start : start + rows], start)
-    return stacked(vectors)
+    return stacked([one for block in batched(texts, rows) for one in embedder(*block)])
+
+
+def batched(texts: Sequence[T], rows: int) -> Iterator[tuple[Sequence[T], int]]:
+    """Some texts at a time, and how many there were before."""
+    return ((texts[start : start + rows], start) for start in range(0, len(texts), rows))
 
 
 class Opened:
@@ -96,18 +97,14 @@ class Opened:
             model = loaded(model, place, dtype)
             self.tokenizer = tokenizer_of(model)
             told(model)
-        self.plain: Model = model
-        self.precision = quantize if quantize != "none" else precision_of(model, dtype)
-        place = next(model.parameters()).device
-        packed = quantize != "none" or place.type == "cpu"
-        alone = quantize == "none"
-        self.model: Any = (
-            prepare(model, self.precision, consume=ours and alone) if packed else model
-        )
-        if packed:
+        alone, place = quantize == "none", next(model.parameters()).device
+        self.model: Any = model
+        self.precision = precision_of(model, dtype) if alone else quantize
+        if not alone or place.type == "cpu":
+            self.model = prepare(model, self.precision, consume=ours and alone)
             self.precision = str(self.model.precision)
-        if alone:
-            self.plain = self.model
+        # Without quantization there is one model.
+        self.plain: Model = self.model if alone else model
         self.about = f"{place} ({why}), {self.precision}"
 
     def compare(self, prompt: Any) -> str:
@@ -162,10 +159,8 @@ def notice_length(model: Model, length: int) -> None:
     """Say that so many tokens are more than the model was trained on."""
     trained = trained_length(model)
     if trained is not None and length > trained:
-        beyond = "what is beyond may be worth little"
-        notice(
-            f"{length:,} tokens are past the {trained:,} that this model was trained on; {beyond}"
-        )
+        past = f"{length:,} tokens are past the {trained:,} that this model was trained on"
+        notice(f"{past}; what is beyond may be worth little")
 
 
 def check_reads_text(model: Any) -> None:

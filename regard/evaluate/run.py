@@ -99,9 +99,8 @@ def evaluate(
         raise UsageError(f"beams is {beams}; give a number from 1")
     if "sts" in metrics:
         if set(metrics) != {"sts"} or shots is not None or others or length is not None:
-            raise UsageError(
-                "sts compares vectors; ask for it alone, without target, shots and length"
-            )
+            alone = "ask for it alone, without target, shots and length"
+            raise UsageError(f"sts compares vectors; {alone}")
         table = Source(files, **{**READING, **(reading or {})})
         opened = Opened(model, device=device, dtype=dtype, quantize=quantize)
         return similarity(Embedder(opened, overlong=overlong, pooling=pooling), table)
@@ -129,9 +128,8 @@ def similarity(embedder: Embedder, table: Source) -> Evaluation:
         raise Fault("sts needs at least two pairs with different, finite scores", DATA)
     vectors = []
     for role in ("text", "second"):
-        texts = [str(row[role]) for row in rows]
-        for start in range(0, len(texts), BATCH):
-            vectors += embedder(texts[start : start + BATCH], start, f"the column {role}")
+        for block in opening.batched([str(row[role]) for row in rows], BATCH):
+            vectors += embedder(*block, f"the column {role}")
     if any(v is None for v in vectors):
         raise Fault("a text of sts is empty", DATA)
     x, y = np.split(np.stack(vectors), 2)  # type: ignore[arg-type]
@@ -267,9 +265,8 @@ class Judge:
             raise UsageError(f"{wrong[0]} does not suit shots; choose {', '.join(PROMPTED)}")
         there = {"train": files} if files else {n: self.run.get(n, ()) for n in ("train", "target")}
         if shots.count and not there["train"]:
-            raise UsageError(
-                "name the file that the shots come from (shots_from, --shots-from FILE)"
-            )
+            how = "(shots_from, --shots-from FILE)"
+            raise UsageError(f"name the file that the shots come from {how}")
         pool = pairs(replace(self.data, **there).source()) if shots.count else []
         assert self.coder is not None
         longest, asked = measuring.context_of(self.model), pairs(self.data.source())
@@ -342,18 +339,13 @@ class Judge:
         assert self.coder is not None and self.tokenizer is not None
         sources: list[Any] = []
         references: list[str] = []
+        lines = [] if self.task == "caption" else pairs(self.data.source())
         if self.task == "caption":
             x, references = pictures(self.data.source())
             self._fit(x.shape[1:])
             assert self.patches is not None
             sources = [*map(Pictures(self.patches, self.model.origin).tensor, x)]
-            said = translations(self.fast, sources, beams=self.beams)
-            self.about = _examples(len(sources))
-            return measuring.text_scores(names, [*map(self.tokenizer.decode, said)], references)
-        for number, record in enumerate(records(self.data.source(), ("source", "target")), 1):
-            line, reference = record["source"], record["target"]
-            if not isinstance(line, str) or not isinstance(reference, str):
-                raise Fault(f"example {number}: source and target must be text", DATA)
+        for number, (line, reference) in enumerate(lines, 1):
             ids = self.tokenizer.encode(line) if line.strip() else []
             if self.length is not None and len(ids) > self.length:
                 if self.overlong == "error":
@@ -363,8 +355,8 @@ class Judge:
             sources.append(ids)
             references.append(reference)
         self.about = _examples(len(sources))
-        hypotheses = iter(translations(self.fast, [s for s in sources if s], beams=self.beams))
-        texts = [self.tokenizer.decode(next(hypotheses)) if source else "" for source in sources]
+        hypotheses = iter(translations(self.fast, [s for s in sources if len(s)], beams=self.beams))
+        texts = [self.tokenizer.decode(next(hypotheses)) if len(s) else "" for s in sources]
         return measuring.text_scores(names, texts, references)
 
 
@@ -423,9 +415,8 @@ class Shots:
         chosen = draw(pool, min(self.count + 1, len(pool))) if self.count else []
         chosen = [pair for pair in chosen if pair != asked][: self.count]
         if len(chosen) < self.count:
-            raise Fault(
-                f"{self.count} shots need as many other examples, there are {len(chosen)}", DATA
-            )
+            there = f"there are {len(chosen)}"
+            raise Fault(f"{self.count} shots need as many other examples, {there}", DATA)
         before, between, _ = self.parts
         return "".join(map(self.written, chosen)) + f"{before}{asked[0]}{between}"
 

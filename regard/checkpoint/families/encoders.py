@@ -23,99 +23,76 @@ LABEL_TENSORS = {"tag": {"classifier.*": "head.out.*"}, "answer": {"qa_outputs.*
 def encoder_heads(name: str, dense: str, twice: bool = False) -> Data:
     """Their classes; `dense`: the activation before a label of the whole, `twice`: dropout before and after it."""
     return {
-        f"{name}ForMaskedLM": MLM(),
-        f"{name}Model": None,
+        f"{name}ForMaskedLM": MLM(), f"{name}Model": None,
         f"{name}ForSequenceClassification": Classify(2, dense, dropped_twice=twice),
-        f"{name}ForTokenClassification": Tag(2),
-        f"{name}ForQuestionAnswering": Answer(),
-    }
+        f"{name}ForTokenClassification": Tag(2), f"{name}ForQuestionAnswering": Answer(),
+    }  # fmt: skip
 
 
 # --- BERT and its kin ---------------------------------------------------------------------------------------------
 
 # Width, depth, heads and feed-forward, as nearly all call them.
 _SHAPE_KEYS: Keys = dict(
-    hidden_size=Key("tower.dim"),
-    num_hidden_layers=Key("tower.layers"),
-    num_attention_heads=Key("tower.attention.heads"),
-    intermediate_size=Key("tower.ffn.ffn_dim"),
-)
+    hidden_size=Key("tower.dim"), num_hidden_layers=Key("tower.layers"),
+    num_attention_heads=Key("tower.attention.heads"), intermediate_size=Key("tower.ffn.ffn_dim"),
+)  # fmt: skip
 BERT_KEYS: Keys = _SHAPE_KEYS | dict(
-    vocab_size=Key("embedding.vocab"),
-    type_vocab_size=Key("embedding.types", 2),
+    vocab_size=Key("embedding.vocab"), type_vocab_size=Key("embedding.types", 2),
     layer_norm_eps=Key("tower.norm.eps embedding.norm.eps head.norm_eps", 1e-12),
     hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.1),
     attention_probs_dropout_prob=Key("tower.attention.dropout", 0.1),
     classifier_dropout=rules.head_dropout(
-        **dict.fromkeys(("classify", "tag"), ("classifier_dropout", "hidden_dropout_prob"))
+        **dict.fromkeys(("classify", "tag"), ("classifier_dropout", "hidden_dropout_prob")),
     ),
     tie_word_embeddings=Key("head.tied", True),
     **fixed(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False),
-    id2label=rules.LABELS,
-    max_position_embeddings=Key("max_len embedding.position.max_len"),
+    id2label=rules.LABELS, max_position_embeddings=Key("max_len embedding.position.max_len"),
     hidden_act=Key("tower.ffn.activation head.activation", "gelu", ACTIVATIONS),
-)
+)  # fmt: skip
 
 
 EMBEDDING_TENSORS = {
     "{word,position}_embeddings.weight": "embedding.{weight,position.weight}",
-    "token_type_embeddings.weight": "embedding.types",
-    "LayerNorm.*": "embedding.norm.*",
-}
+    "token_type_embeddings.weight": "embedding.types", "LayerNorm.*": "embedding.norm.*",
+}  # fmt: skip
 
 
 def _bert_tensors(base: str) -> Weights:
     return {
-        **rules.under(base + "embeddings.", "", EMBEDDING_TENSORS),
-        base + "pooler.dense.*": "pooler.*",
+        **rules.under(base + "embeddings.", "", EMBEDDING_TENSORS), base + "pooler.dense.*": "pooler.*",
         base + "encoder.layer.{i}.": {
             "attention.self.{query,key,value}.*": "attention.w{q,k,v}.*",
             "attention.output.{dense,LayerNorm}.*": "{attention.wo,norm1}.*",
-            "intermediate.dense.*": "ffn.up.*",
-            "output.{dense,LayerNorm}.*": "{ffn.down,norm3}.*",
+            "intermediate.dense.*": "ffn.up.*", "output.{dense,LayerNorm}.*": "{ffn.down,norm3}.*",
         },
-    }
+    }  # fmt: skip
 
 
 def _mlm_tensors(base: str, before: str) -> Weights:
     """`before`: their dense layer and norm. The bias has two names, and one where the matrix is the embedding."""
     return {
-        f"{base}{before}.*": "head.{dense,norm}.*",
-        f"{base}decoder.weight": "head.weight",
+        f"{base}{before}.*": "head.{dense,norm}.*", f"{base}decoder.weight": "head.weight",
         f"{base}bias": To("head.bias", unless="head.weight"),
         f"{base}decoder.bias": To("head.bias", needs="head.weight"),
-    }
-
-
-def _mlm_twins(base: str, body: str) -> tuple[rules.Twin, ...]:
-    embedding = f"{body}embeddings.word_embeddings.weight"
-    return (
-        (f"{base}decoder.weight", (embedding,), "head.tied"),
-        (f"{base}decoder.bias", (f"{base}bias",), ""),
-    )
+    }  # fmt: skip
 
 
 BERT = Family(
-    name="bert",
-    base="bert.",
+    name="bert", base="bert.",
     blank=TransformerConfig(Tokens(1, Learned(1), types=2, norm=Norm()), POST_NORM, max_len=1),
-    heads={**encoder_heads("Bert", "tanh"), "BertForPreTraining": MLM()},
-    config=BERT_KEYS,
+    heads={**encoder_heads("Bert", "tanh"), "BertForPreTraining": MLM()}, config=BERT_KEYS,
     tensors=_bert_tensors("bert."),
     head_tensors={
-        **LABEL_TENSORS,
-        "mlm": _mlm_tensors("cls.predictions.", "transform.{dense,LayerNorm}"),
+        **LABEL_TENSORS, "mlm": _mlm_tensors("cls.predictions.", "transform.{dense,LayerNorm}"),
         "classify": {"bert.pooler.dense.*": "head.dense.*", "classifier.*": "head.out.*"},
     },
-    pooler="bert.pooler.dense.weight",
-    twins=_mlm_twins("cls.predictions.", "bert."),
     derived=(r".*embeddings\.position_ids",),
     carried=(r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r"cls\.predictions\.bias"),
     presets={
         "bert-base": sizes(30522, 768, 12, 12, 3072, 512),
         "bert-large": sizes(30522, 1024, 24, 16, 4096, 512),
     },
-)
+)  # fmt: skip
 
 
 def _read_positions(theirs: Data, ours: Data) -> None:
@@ -135,60 +112,44 @@ def _write_positions(ours: Data, theirs: Data) -> None:
 
 
 ROBERTA = replace(
-    BERT,
-    name="roberta",
-    base="roberta.",
-    blank=TransformerConfig(
-        Tokens(1, Learned(1, 2, 1), types=2, norm=Norm()), POST_NORM, max_len=1
-    ),
+    BERT, name="roberta", base="roberta.",
+    blank=TransformerConfig(Tokens(1, Learned(1, 2, 1), types=2, norm=Norm()), POST_NORM, max_len=1),
     heads=encoder_heads("Roberta", "tanh", twice=True),
-    config=BERT_KEYS
-    | dict(
+    config=BERT_KEYS | dict(
         max_position_embeddings=Group(
-            ("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions
+            ("max_position_embeddings", "pad_token_id"), _read_positions, _write_positions,
         ),
         hidden_act=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
     ),
     tensors=_bert_tensors("roberta."),
     head_tensors={
-        **LABEL_TENSORS,
-        "mlm": _mlm_tensors("lm_head.", "{dense,layer_norm}"),
+        **LABEL_TENSORS, "mlm": _mlm_tensors("lm_head.", "{dense,layer_norm}"),
         "classify": {"classifier.{dense,out_proj}.*": "head.{dense,out}.*"},
     },
-    pooler="roberta.pooler.dense.weight",
-    twins=_mlm_twins("lm_head.", "roberta."),
     carried=(r"roberta\.pooler\..*", r"lm_head\.bias"),
-    presets={
-        "roberta-base": sizes(50265, 768, 12, 12, 3072, 514, type_vocab_size=1, layer_norm_eps=1e-5)
-    },
-)
+    presets={"roberta-base": sizes(50265, 768, 12, 12, 3072, 514, type_vocab_size=1, layer_norm_eps=1e-5)},
+)  # fmt: skip
 XLM_ROBERTA = replace(
     ROBERTA, name="xlm-roberta", heads=encoder_heads("XLMRoberta", "tanh", twice=True)
 )
 DISTILBERT = Family(
-    name="distilbert",
-    base="distilbert.",
+    name="distilbert", base="distilbert.",
     blank=TransformerConfig(
         Tokens(1, Learned(1), norm=Norm(1e-12)),
-        replace(POST_NORM, norm=Norm(1e-12), attention_dropped=False),
-        max_len=1,
+        replace(POST_NORM, norm=Norm(1e-12), attention_dropped=False), max_len=1,
     ),
     heads=encoder_heads("DistilBert", "relu"),
     config=dict(
-        vocab_size=Key("embedding.vocab"),
-        dim=Key("tower.dim"),
-        n_layers=Key("tower.layers"),
-        n_heads=Key("tower.attention.heads"),
-        hidden_dim=Key("tower.ffn.ffn_dim"),
+        vocab_size=Key("embedding.vocab"), dim=Key("tower.dim"), n_layers=Key("tower.layers"),
+        n_heads=Key("tower.attention.heads"), hidden_dim=Key("tower.ffn.ffn_dim"),
         max_position_embeddings=Key("max_len embedding.position.max_len"),
         activation=Key("tower.ffn.activation head.activation", "gelu", ACTIVATIONS),
         dropout=Key("tower.dropout embedding.dropout", 0.1),
         attention_dropout=Key("tower.attention.dropout", 0.1),
         seq_classif_dropout=rules.head_dropout(
-            classify=("seq_classif_dropout", 0.2), tag=("dropout", 0.1), answer=("qa_dropout", 0.1)
+            classify=("seq_classif_dropout", 0.2), tag=("dropout", 0.1), answer=("qa_dropout", 0.1),
         ),
-        tie_word_embeddings=Key("head.tied", True),
-        id2label=rules.LABELS,
+        tie_word_embeddings=Key("head.tied", True), id2label=rules.LABELS,
     ),
     inert="tie_weights_",
     aliases=dict(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers"),
@@ -196,26 +157,20 @@ DISTILBERT = Family(
         **rules.under("distilbert.embeddings.", "", EMBEDDING_TENSORS),
         "distilbert.transformer.layer.{i}.": {
             "attention.{q,k,v,out}_lin.*": "attention.w{q,k,v,o}.*",
-            "{sa,output}_layer_norm.*": "norm{1,3}.*",
-            "ffn.lin{1,2}.*": "ffn.{up,down}.*",
+            "{sa,output}_layer_norm.*": "norm{1,3}.*", "ffn.lin{1,2}.*": "ffn.{up,down}.*",
         },
     },
     head_tensors={
-        **LABEL_TENSORS,
-        "mlm": {"vocab_{transform,layer_norm,projector}.*": "{head.dense,head.norm,head}.*"},
+        **LABEL_TENSORS, "mlm": {"vocab_{transform,layer_norm,projector}.*": "{head.dense,head.norm,head}.*"},
         "classify": {"pre_classifier.*": "head.dense.*", "classifier.*": "head.out.*"},
     },
-    twins=(
-        ("vocab_projector.weight", ("distilbert.embeddings.word_embeddings.weight",), "head.tied"),
-    ),
     derived=BERT.derived,
     presets={
         "distilbert-base": dict(
-            vocab_size=30522,
-            **dict(dim=768, n_layers=6, n_heads=12, hidden_dim=3072, max_position_embeddings=512),
-        )
+            vocab_size=30522, dim=768, n_layers=6, n_heads=12, hidden_dim=3072, max_position_embeddings=512,
+        ),
     },
-)
+)  # fmt: skip
 
 
 def _read_groups(theirs: Data, ours: Data) -> None:
@@ -232,17 +187,13 @@ def _write_groups(ours: Data, theirs: Data) -> None:
 
 
 ALBERT = replace(
-    BERT,
-    name="albert",
-    base="albert.",
+    BERT, name="albert", base="albert.",
     blank=TransformerConfig(
         Tokens(1, Learned(1), types=2, norm=Norm(), width=1),
-        replace(POST_NORM, blocks=(0,), ffn_dropped=False),
-        max_len=1,
+        replace(POST_NORM, blocks=(0,), ffn_dropped=False), max_len=1,
     ),
     heads=encoder_heads("Albert", "tanh"),
-    config=BERT_KEYS
-    | dict(
+    config=BERT_KEYS | dict(
         embedding_size=Key("embedding.width", 128),
         num_hidden_groups=Group(("num_hidden_groups",), _read_groups, _write_groups, last=True),
         **fixed(inner_group_num=1),
@@ -250,15 +201,13 @@ ALBERT = replace(
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
         classifier_dropout=rules.head_dropout(
-            classify=("classifier_dropout_prob", 0.1),
-            tag=("classifier_dropout_prob", "hidden_dropout_prob"),
+            classify=("classifier_dropout_prob", 0.1), tag=("classifier_dropout_prob", "hidden_dropout_prob"),
         ),
     ),
     inert="net_structure_type gap_size num_memory_blocks down_scale_factor layers_to_keep",
     tensors={
         **rules.under("albert.embeddings.", "", EMBEDDING_TENSORS),
-        "albert.encoder.embedding_hidden_mapping_in.*": "embedding.project.*",
-        "albert.pooler.*": "pooler.*",
+        "albert.encoder.embedding_hidden_mapping_in.*": "embedding.project.*", "albert.pooler.*": "pooler.*",
         "albert.encoder.albert_layer_groups.{i}.albert_layers.0.": {
             "attention.{query,key,value,dense}.*": "attention.w{q,k,v,o}.*",
             "{attention.LayerNorm,full_layer_layer_norm}.*": "norm{1,3}.*",
@@ -266,83 +215,59 @@ ALBERT = replace(
         },
     },
     head_tensors={
-        **LABEL_TENSORS,
-        "mlm": _mlm_tensors("predictions.", "{dense,LayerNorm}"),
+        **LABEL_TENSORS, "mlm": _mlm_tensors("predictions.", "{dense,LayerNorm}"),
         "classify": {"albert.pooler.*": "head.dense.*", "classifier.*": "head.out.*"},
     },
-    pooler="albert.pooler.weight",
-    twins=_mlm_twins("predictions.", "albert."),
     carried=(r"albert\.pooler\..*", r"sop_classifier\..*", r"predictions\.bias"),
     presets={"albert-base": sizes(30000, 768, 12, 12, 3072, 512)},
-)
+)  # fmt: skip
 _LOCAL = GQA(1, rope=Rope(wide=True), window=1)
 _NORM = Norm(biased=False)
 MODERNBERT = Family(
-    name="modernbert",
-    base="model.",
+    name="modernbert", base="model.",
     blank=TransformerConfig(
         Tokens(1, norm=_NORM),
         Tower(
-            1,
-            2,
-            (replace(_LOCAL, rope=Rope(160000.0, wide=True), window=None), _LOCAL),
-            MLP(1, "gelu", gated=True, bias=False, dropout=0.0),
-            norm=_NORM,
-            causal=False,
-            first_norm=False,
+            1, 2, (replace(_LOCAL, rope=Rope(160000.0, wide=True), window=None), _LOCAL),
+            MLP(1, "gelu", gated=True, bias=False, dropout=0.0), norm=_NORM, causal=False, first_norm=False,
             ffn_dropped=False,
         ),
         max_len=1,
     ),
     heads={
-        "ModernBertForMaskedLM": MLM(),
-        "ModernBertModel": None,
+        "ModernBertForMaskedLM": MLM(), "ModernBertModel": None,
         "ModernBertForSequenceClassification": Classify(2, "gelu", norm=_NORM),
     },
-    config=_SHAPE_KEYS
-    | dict(
-        vocab_size=Key("embedding.vocab"),
-        max_position_embeddings=Key("max_len"),
+    config=_SHAPE_KEYS | dict(
+        vocab_size=Key("embedding.vocab"), max_position_embeddings=Key("max_len"),
         hidden_activation=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
         norm_eps=Key("{tower,embedding,head}.norm.eps head.norm_eps", 1e-5),
-        norm_bias=Key("{tower,embedding,head}.norm.biased head.norm_bias", False),
-        attention_bias=BIASED,
+        norm_bias=Key("{tower,embedding,head}.norm.biased head.norm_bias", False), attention_bias=BIASED,
         mlp_bias=Key("tower.ffn.bias", False),
         attention_dropout=Key("tower.attention.dropout tower.dropout", 0.0),
-        embedding_dropout=Key("embedding.dropout", 0.0),
-        mlp_dropout=Key("tower.ffn.dropout", 0.0),
+        embedding_dropout=Key("embedding.dropout", 0.0), mlp_dropout=Key("tower.ffn.dropout", 0.0),
         rope_parameters=rules.ropes_by_layer(
-            ("global_rope_theta", 160000.0),
-            ("local_rope_theta", 1e4),
-            "full_attention sliding_attention",
+            ("global_rope_theta", 160000.0), ("local_rope_theta", 1e4), "full_attention sliding_attention",
         ),
         layer_types=rules.sliding_layers(
-            lambda hf, i: i % hf.get("global_attn_every_n_layers", 3) > 0,
-            128,
-            more="global_attn_every_n_layers",
-            key="local_attention",
-            both_ways=True,
+            lambda hf, i: i % hf.get("global_attn_every_n_layers", 3) > 0, 128,
+            more="global_attn_every_n_layers", key="local_attention", both_ways=True,
         ),
-        tie_word_embeddings=Key("head.tied", True),
-        decoder_bias=Key("head.vocab_bias", True),
+        tie_word_embeddings=Key("head.tied", True), decoder_bias=Key("head.vocab_bias", True),
         classifier_bias=Key("head.dense_bias", False),
         classifier_activation=Key("head.activation head.dense", "gelu", ACTIVATIONS),
         classifier_pooling=Key("head.token", "cls", {"cls": "first", "mean": "mean"}),
-        classifier_dropout=rules.head_dropout(classify=("classifier_dropout", 0.0)),
-        id2label=rules.LABELS,
+        classifier_dropout=rules.head_dropout(classify=("classifier_dropout", 0.0)), id2label=rules.LABELS,
         pad_token_id=rules.ids_below(50283, "pad_token_id", "eos_token_id", "bos_token_id"),
     ),
     inert="""initializer_cutoff_factor deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
     reference_compile repad_logits_with_grad""",
     tensors={
         "model.embeddings.tok_embeddings.weight": "embedding.weight",
-        "model.embeddings.norm.*": "embedding.norm.*",
-        "model.final_norm.*": "tower.norm.*",
+        "model.embeddings.norm.*": "embedding.norm.*", "model.final_norm.*": "tower.norm.*",
         "model.layers.{i}.": {
-            "{attn,mlp}_norm.*": "norm{1,3}.*",
-            "attn.Wqkv.*": To("attention.w{q,k,v}.*", rules.JOINED),
-            "attn.Wo.*": "attention.wo.*",
-            "mlp.Wi.*": To("ffn.{gate,up}.*", rules.JOINED),
+            "{attn,mlp}_norm.*": "norm{1,3}.*", "attn.Wqkv.*": To("attention.w{q,k,v}.*", rules.JOINED),
+            "attn.Wo.*": "attention.wo.*", "mlp.Wi.*": To("ffn.{gate,up}.*", rules.JOINED),
             "mlp.Wo.*": "ffn.down.*",
         },
     },
@@ -350,30 +275,24 @@ MODERNBERT = Family(
         "mlm": {"head.{dense,norm}.*": "head.{dense,norm}.*", "decoder.*": "head.*"},
         "classify": {"head.{dense,norm}.*": "head.{dense,norm}.*", "classifier.*": "head.out.*"},
     },
-    twins=(("decoder.weight", ("model.embeddings.tok_embeddings.weight",), "head.tied"),),
-    start=Start("modernbert"),
-    presets={"modernbert-base": sizes(50368, 768, 22, 12, 1152, 8192)},
-)
+    start=Start("modernbert"), presets={"modernbert-base": sizes(50368, 768, 22, 12, 1152, 8192)},
+)  # fmt: skip
 
 # --- images -------------------------------------------------------------------------------------------------------
 
 
 def _image_tensors(base: str, extra: list[str]) -> Weights:
     return {
-        " ".join(f"{base}embeddings.{token}" for token in extra): To(
-            "embedding.extra", rules.TOKENS
-        ),
+        " ".join(f"{base}embeddings.{token}" for token in extra): To("embedding.extra", rules.TOKENS),
         base + "embeddings.patch_embeddings.projection.*": "embedding.project.*",
         base + "embeddings.position_embeddings": To("embedding.position", rules.ROW),
-        base + "layernorm.*": "tower.norm.*",
-        base + "pooler.dense.*": "pooler.*",
+        base + "layernorm.*": "tower.norm.*", base + "pooler.dense.*": "pooler.*",
         base + "encoder.layer.{i}.": {
             "attention.attention.{query,key,value}.*": "attention.w{q,k,v}.*",
-            "attention.output.dense.*": "attention.wo.*",
-            "layernorm_{before,after}.*": "norm{1,3}.*",
+            "attention.output.dense.*": "attention.wo.*", "layernorm_{before,after}.*": "norm{1,3}.*",
             "{intermediate,output}.dense.*": "ffn.{up,down}.*",
         },
-    }
+    }  # fmt: skip
 
 
 def _image(dim: int, heads: int) -> Data:
@@ -383,59 +302,42 @@ def _image(dim: int, heads: int) -> Data:
 
 _IMAGE_TOWER = Tower(1, 1, _BIASED, MLP(1, "gelu"), norm=Norm(1e-12), causal=False)
 VIT = Family(
-    name="vit",
-    base="vit.",
-    blank=TransformerConfig(Patches(16, 16, extra=1), _IMAGE_TOWER),
+    name="vit", base="vit.", blank=TransformerConfig(Patches(16, 16, extra=1), _IMAGE_TOWER),
     heads={"ViTForImageClassification": Classify(2, None), "ViTModel": None},
-    config=_SHAPE_KEYS
-    | dict(
+    config=_SHAPE_KEYS | dict(
         hidden_act=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
-        layer_norm_eps=Key("tower.norm.eps", 1e-12),
-        image_size=Key("embedding.size", 224),
-        patch_size=Key("embedding.patch", 16),
-        num_channels=Key("embedding.channels", 3),
+        layer_norm_eps=Key("tower.norm.eps", 1e-12), image_size=Key("embedding.size", 224),
+        patch_size=Key("embedding.patch", 16), num_channels=Key("embedding.channels", 3),
         qkv_bias=Key("tower.attention.bias", True),
         hidden_dropout_prob=Key("tower.dropout embedding.dropout", 0.0),
-        attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0),
-        **fixed(pooler_act="tanh"),
+        attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0), **fixed(pooler_act="tanh"),
         id2label=rules.LABELS,
     ),
-    inert="encoder_stride pooler_output_size",
-    tensors=_image_tensors("vit.", ["cls_token"]),
+    inert="encoder_stride pooler_output_size", tensors=_image_tensors("vit.", ["cls_token"]),
     head_tensors={
         "classify": {
             "classifier.*": To("head.out.*", unless="head.teacher.weight"),
             "cls_classifier.*": To("head.out.*", needs="head.teacher.weight"),
             "distillation_classifier.*": "head.teacher.*",
-        }
+        },
     },
-    pooler="vit.pooler.dense.weight",
-    carried=(r"vit\.pooler\..*",),
-    presets={"vit-base": _image(768, 12), "vit-small": _image(384, 6)},
+    carried=(r"vit\.pooler\..*",), presets={"vit-base": _image(768, 12), "vit-small": _image(384, 6)},
     modules={
         "encoder.layer.": "layers.",
         **{f"attention.attention.{n}": f"attention.{n[0]}_proj" for n in ("query", "key", "value")},
-        "attention.output.dense": "attention.o_proj",
-        "intermediate.dense": "mlp.fc1",
+        "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
         "output.dense": "mlp.fc2",
     },
-)
+)  # fmt: skip
 DEIT = replace(
-    VIT,
-    name="deit",
-    base="deit.",
-    blank=TransformerConfig(Patches(16, 16, extra=2), _IMAGE_TOWER),
+    VIT, name="deit", base="deit.", blank=TransformerConfig(Patches(16, 16, extra=2), _IMAGE_TOWER),
     heads={
-        "DeiTForImageClassification": Classify(2, None),
-        "DeiTModel": None,
+        "DeiTForImageClassification": Classify(2, None), "DeiTModel": None,
         "DeiTForImageClassificationWithTeacher": Classify(2, None, distilled=True),
     },
-    tensors=_image_tensors("deit.", ["cls_token", "distillation_token"]),
-    pooler="deit.pooler.dense.weight",
-    carried=(r"deit\.pooler\..*",),
-    presets={"deit-small": _image(384, 6)},
-    start=Start("deit"),
-)
+    tensors=_image_tensors("deit.", ["cls_token", "distillation_token"]), carried=(r"deit\.pooler\..*",),
+    presets={"deit-small": _image(384, 6)}, start=Start("deit"),
+)  # fmt: skip
 
 # --- an encoder and a decoder: T5 -------------------------------------------------------------------------------------
 
@@ -449,53 +351,31 @@ def _frame(base: str) -> Weights:
     }
 
 
-def _twins(base: str) -> tuple[rules.Twin, ...]:
-    shared, decoder = f"{base}shared.weight", f"{base}decoder.embed_tokens.weight"
-    return (
-        ("lm_head.weight", (shared, decoder), "head.tied"),
-        (f"{base}encoder.embed_tokens.weight", (shared,), "shared"),
-        (decoder, (shared,), "shared"),
-    )
-
-
 _PLAIN = GQA(1, head_dim=1, scale=1.0)
 _T5_ENCODER = Tower(
-    1,
-    1,
-    _PLAIN,
-    MLP(1, bias=False, dropout=0.0),
-    norm=Norm(1e-6, rms=True),
-    causal=False,
-    relative=T5Bias(1),
-    end_dropped=True,
-)
+    1, 1, _PLAIN, MLP(1, bias=False, dropout=0.0), norm=Norm(1e-6, rms=True), causal=False,
+    relative=T5Bias(1), end_dropped=True,
+)  # fmt: skip
 _T5_DECODER = replace(_T5_ENCODER, cross=_PLAIN, causal=True, relative=T5Bias(1, causal=True))
 
 
 def _t5_tower(tower: str, last: int) -> Weights:
-    """`last`: which of the parts of a layer is the feed-forward, after self-attention and perhaps cross-attention."""
+    """`last`: which of the parts of a layer is the feed-forward, after self-attention and perhaps cross-attention: its
+    norm is then not that of the second."""
     ffn, gate = f"{last}.DenseReluDense.", "ffn.gate.weight"
     rows: Weights = {
-        f"{ffn}wi.weight": To("ffn.up.weight", unless=gate),
-        f"{ffn}wi_1.weight": To("ffn.up.weight", needs=gate),
-        f"{ffn}wi_0.weight": gate,
-        f"{ffn}wo.weight": "ffn.down.weight",
         "0.SelfAttention.{q,k,v,o}.weight": "attention.w{q,k,v,o}.weight",
-        "0.layer_norm.weight": "norm1.weight",
-        f"{last}.layer_norm.weight": "norm3.weight",
-    }
-    if last == 2:
-        rows = {
-            **rows,
-            "1.EncDecAttention.{q,k,v,o}.weight": "cross.w{q,k,v,o}.weight",
-            "1.layer_norm.weight": "norm2.weight",
-        }
+        "1.EncDecAttention.{q,k,v,o}.weight": "cross.w{q,k,v,o}.weight",
+        "{0,1}.layer_norm.weight": "norm{1,2}.weight", f"{last}.layer_norm.weight": "norm3.weight",
+        f"{ffn}wi.weight": To("ffn.up.weight", unless=gate),
+        f"{ffn}wi_1.weight": To("ffn.up.weight", needs=gate), f"{ffn}wi_0.weight": gate,
+        f"{ffn}wo.weight": "ffn.down.weight",
+    }  # fmt: skip
     bias = f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return {
         **rules.under(f"{tower}.block.{{i}}.layer.", f"{tower}.blocks.{{i}}.", rows),
-        bias: f"{tower}.relative.weight",
-        f"{tower}.final_layer_norm.weight": f"{tower}.norm.weight",
-    }
+        bias: f"{tower}.relative.weight", f"{tower}.final_layer_norm.weight": f"{tower}.norm.weight",
+    }  # fmt: skip
 
 
 # feed_forward_proj -> our activation, and whether it is gated; gated-gelu is the approximation.
@@ -540,13 +420,10 @@ def _t5(dim: int, layers: int, heads: int, ffn: int) -> Data:
 
 
 T5 = Family(
-    name="t5",
-    base="",
-    blank=EncoderDecoderConfig(Tokens(1), _T5_ENCODER, Tokens(1), _T5_DECODER),
+    name="t5", base="", blank=EncoderDecoderConfig(Tokens(1), _T5_ENCODER, Tokens(1), _T5_DECODER),
     heads={"T5ForConditionalGeneration": LM(), "T5Model": None},
     config=dict(
-        vocab_size=Key("{source,target}.vocab"),
-        d_model=Key("{encoder,decoder}.dim"),
+        vocab_size=Key("{source,target}.vocab"), d_model=Key("{encoder,decoder}.dim"),
         num_layers=Key("encoder.layers"),
         num_decoder_layers=Key("decoder.layers", lambda hf: hf["num_layers"]),
         num_heads=Key("{encoder,decoder}.{attention,relative}.heads decoder.cross.heads"),
@@ -561,33 +438,32 @@ T5 = Family(
             0.1,
         ),
         feed_forward_proj=Group(
-            ("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_ffn, _write_t5_ffn
+            ("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_t5_ffn, _write_t5_ffn,
         ),
         scale_decoder_outputs=Group(
             ("scale_decoder_outputs", "tie_word_embeddings"),
-            lambda theirs, ours: rules.put(ours, "head.scaled", _t5_scale_of(theirs)),
-            _write_t5_scale,
+            lambda theirs, ours: rules.put(ours, "head.scaled", _t5_scale_of(theirs)), _write_t5_scale,
         ),
         **fixed(is_decoder=False, is_causal=True),
     ),
     inert="n_positions classifier_dropout",
-    aliases=dict(hidden_size="d_model", num_attention_heads="num_heads", head_dim="d_kv")
-    | dict(num_hidden_layers="num_layers"),
+    aliases=dict(hidden_size="d_model", num_attention_heads="num_heads", head_dim="d_kv") | dict(
+        num_hidden_layers="num_layers",
+    ),
     tensors={**_frame(""), **_t5_tower("encoder", 1), **_t5_tower("decoder", 2)},
     head_tensors={"lm": {"lm_head.weight": "head.weight"}},
-    twins=_twins(""),
     carried=(
         r"shared\.weight",
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),
     start=Start("t5", 1.0),
     presets={
-        "t5-small": _t5(512, 6, 8, 2048),
-        "t5-base": _t5(768, 12, 12, 3072),
-        "t5-v1.1-small": _t5(512, 8, 6, 1024)
-        | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "head.tied": False},
+        "t5-small": _t5(512, 6, 8, 2048), "t5-base": _t5(768, 12, 12, 3072),
+        "t5-v1.1-small": _t5(512, 8, 6, 1024) | {
+            "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "head.tied": False,
+        },
     },
-)
+)  # fmt: skip
 
 # --- BART and Marian ----------------------------------------------------------------------------------------------
 
@@ -601,33 +477,27 @@ def _bart(words: Tokens) -> EncoderDecoderConfig:
 
 
 _BART_KEYS: Keys = dict(
-    d_model=Key("{encoder,decoder}.dim"),
-    encoder_layers=Key("encoder.layers"),
-    decoder_layers=Key("decoder.layers"),
-    encoder_attention_heads=Key("encoder.attention.heads"),
+    d_model=Key("{encoder,decoder}.dim"), encoder_layers=Key("encoder.layers"),
+    decoder_layers=Key("decoder.layers"), encoder_attention_heads=Key("encoder.attention.heads"),
     decoder_attention_heads=Key("decoder.{attention,cross}.heads"),
-    encoder_ffn_dim=Key("encoder.ffn.ffn_dim"),
-    decoder_ffn_dim=Key("decoder.ffn.ffn_dim"),
+    encoder_ffn_dim=Key("encoder.ffn.ffn_dim"), decoder_ffn_dim=Key("decoder.ffn.ffn_dim"),
     max_position_embeddings=Key("max_len {source,target}.position.max_len"),
     activation_function=Key("{encoder,decoder}.ffn.activation", "gelu", ACTIVATIONS),
     activation_dropout=Key("{encoder,decoder}.ffn.dropout", 0.0),
     dropout=Key("{encoder,decoder,source,target}.dropout", 0.1),
     attention_dropout=Key("{encoder.attention,decoder.attention,decoder.cross}.dropout", 0.0),
-    encoder_layerdrop=Key("encoder.layer_drop", 0.0),
-    decoder_layerdrop=Key("decoder.layer_drop", 0.0),
-    scale_embedding=Key("{source,target}.scaled", False),
-    tie_word_embeddings=Key("head.tied", True),
+    encoder_layerdrop=Key("encoder.layer_drop", 0.0), decoder_layerdrop=Key("decoder.layer_drop", 0.0),
+    scale_embedding=Key("{source,target}.scaled", False), tie_word_embeddings=Key("head.tied", True),
     **fixed(is_decoder=False, is_causal=True, normalize_before=False, add_final_layer_norm=False),
-)
+)  # fmt: skip
 
 
 def _bart_tower(tower: str, side: str) -> Weights:
     rows = {
         "self_attn.{q,k,v,out}_proj.*": "attention.w{q,k,v,o}.*",
         "encoder_attn.{q,k,v,out}_proj.*": "cross.w{q,k,v,o}.*",
-        "{self_attn,encoder_attn,final}_layer_norm.*": "norm{1,2,3}.*",
-        "fc{1,2}.*": "ffn.{up,down}.*",
-    }
+        "{self_attn,encoder_attn,final}_layer_norm.*": "norm{1,2,3}.*", "fc{1,2}.*": "ffn.{up,down}.*",
+    }  # fmt: skip
     return {
         **rules.under(f"model.{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
         f"model.{tower}.embed_positions.weight": f"{side}.position.weight",
@@ -642,39 +512,26 @@ def _bart_sizes(vocab: int, dim: int, layers: int, heads: int, ffn: int, context
 
 
 BART = Family(
-    name="bart",
-    base="model.",
-    blank=_bart(Tokens(1, Learned(1, offset=2), norm=Norm())),
+    name="bart", base="model.", blank=_bart(Tokens(1, Learned(1, offset=2), norm=Norm())),
     heads={"BartForConditionalGeneration": _BART_HEAD, "BartModel": None},
-    config=_BART_KEYS
-    | dict(
+    config=_BART_KEYS | dict(
         vocab_size=Key("{source,target}.vocab"),
         **fixed(normalize_embedding=True, static_position_embeddings=False),
     ),
     inert="""classifier_dropout classif_dropout add_bias_logits extra_pos_embeddings
     force_bos_token_to_be_generated""",
     aliases=dict(
-        hidden_size="d_model",
-        num_attention_heads="encoder_attention_heads",
+        hidden_size="d_model", num_attention_heads="encoder_attention_heads",
         num_hidden_layers="encoder_layers",
     ),
-    tensors={
-        **_frame("model."),
-        **_bart_tower("encoder", "source"),
-        **_bart_tower("decoder", "target"),
-    },
-    head_tensors={
-        "lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", rules.ROW)}
-    },
-    twins=_twins("model."),
-    apart=True,
-    derived=(r"model\.(encoder|decoder)\.version",),
-    carried=(r"model\.shared\.weight",),
+    tensors={**_frame("model."), **_bart_tower("encoder", "source"), **_bart_tower("decoder", "target")},
+    head_tensors={"lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", rules.ROW)}},
+    apart=True, derived=(r"model\.(encoder|decoder)\.version",), carried=(r"model\.shared\.weight",),
     presets={
         "bart-base": _bart_sizes(50265, 768, 6, 12, 3072, 1024),
         "bart-large": _bart_sizes(50265, 1024, 12, 16, 4096, 1024),
     },
-)
+)  # fmt: skip
 
 
 def _read_shared(theirs: Data, ours: Data) -> None:
@@ -694,25 +551,20 @@ def _write_padding(ours: Data, theirs: Data) -> None:
 
 
 MARIAN = replace(
-    BART,
-    name="marian",
-    blank=_bart(Tokens(1, Sinusoidal(1, layout="halves"))),
+    BART, name="marian", blank=_bart(Tokens(1, Sinusoidal(1, layout="halves"))),
     heads={"MarianMTModel": _BART_HEAD, "MarianModel": None},
     config=dict(
-        vocab_size=Key("source.vocab"),
-        decoder_vocab_size=Key("target.vocab", lambda hf: hf["vocab_size"]),
+        vocab_size=Key("source.vocab"), decoder_vocab_size=Key("target.vocab", lambda hf: hf["vocab_size"]),
         share_encoder_decoder_embeddings=Group(
-            ("share_encoder_decoder_embeddings",), _read_shared, _write_shared
+            ("share_encoder_decoder_embeddings",), _read_shared, _write_shared,
         ),
-        pad_token_id=Group(
-            ("pad_token_id", "decoder_start_token_id"), lambda *_: None, _write_padding
-        ),
-        **_BART_KEYS,
-        **fixed(normalize_embedding=False, static_position_embeddings=True),
+        pad_token_id=Group(("pad_token_id", "decoder_start_token_id"), lambda *_: None, _write_padding),
+        **_BART_KEYS, **fixed(normalize_embedding=False, static_position_embeddings=True),
     ),
     derived=(*BART.derived, r"model\.(encoder|decoder)\.embed_positions\.weight"),
     presets={
-        "marian": _bart_sizes(58101, 512, 6, 8, 2048, 512)
-        | dict(scale_embedding=True, activation_function="silu")
+        "marian": _bart_sizes(58101, 512, 6, 8, 2048, 512) | dict(
+            scale_embedding=True, activation_function="silu",
+        ),
     },
-)
+)  # fmt: skip
