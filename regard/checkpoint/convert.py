@@ -59,9 +59,8 @@ def find(source: Path) -> Originals:
     """What a path means: a file of weights, or a folder with them."""
     folder, named = (source.parent, source.name) if source.is_file() else (source, "")
     if not folder.is_dir():
-        raise UsageError(
-            f"{source} does not exist; give a GGUF file, or a folder with config.json and pickled weights"
-        )
+        give = "give a GGUF file, or a folder with config.json and pickled weights"
+        raise UsageError(f"{source} does not exist; {give}")
     if named:
         with source.open("rb") as file:
             if source.suffix == store.GGUF or file.read(4) == b"GGUF":
@@ -72,26 +71,22 @@ def find(source: Path) -> Originals:
     files, left_out = _files(folder)
     safe = any(path.name in (store.WEIGHTS, store.INDEX) for path in files)
     if source.suffix == ".safetensors" or (safe and not named):
-        raise UsageError(
-            f"{folder} holds safetensors: nothing is to be converted, regard.load reads it as it is"
-        )
+        why = "nothing is to be converted, regard.load reads it as it is"
+        raise UsageError(f"{folder} holds safetensors: {why}")
     ggufs = [path for path in files if path.suffix == store.GGUF]
     pickled = {path.name: path for path in files if path.suffix in store.PICKLED}
+    choose = "name the one to convert, as"
+    if len(ggufs) > 1 and not pickled:
+        raise UsageError(f"{folder} holds {len(ggufs)} GGUF files; {choose} {ggufs[0]}")
     if ggufs and not pickled:
-        if len(ggufs) > 1:
-            raise UsageError(
-                f"{folder} holds {len(ggufs)} GGUF files; name the one to convert, as {ggufs[0]}"
-            )
         return Originals((ggufs[0],))
     if not pickled:
-        raise UsageError(
-            f"{folder} holds nothing to convert: no GGUF file, no pickled weights ({', '.join(store.PICKLED)}); "
-            "TensorFlow's and Flax's are not read"
-        )
+        none = f"no GGUF file, no pickled weights ({', '.join(store.PICKLED)})"
+        other = "TensorFlow's and Flax's are not read"
+        raise UsageError(f"{folder} holds nothing to convert: {none}; {other}")
     if not any(path.name == "config.json" for path in files):
-        raise UsageError(
-            f"{folder} holds no config.json, which says what the pickled weights are; put it there"
-        )
+        why = "which says what the pickled weights are; put it there"
+        raise UsageError(f"{folder} holds no config.json, {why}")
     # The files of one state dict: the one named, the index's, or the only one.
     index = folder / PICKLED_INDEX
     if named:
@@ -101,10 +96,8 @@ def find(source: Path) -> Originals:
     else:
         wanted = [n for n in pickled if n == "pytorch_model.bin"] or list(pickled)
         if len(wanted) > 1:
-            raise UsageError(
-                f"{folder} holds several pickled files ({', '.join(wanted)}); name the one to convert, as "
-                f"{folder / wanted[0]}"
-            )
+            several = f"several pickled files ({', '.join(wanted)})"
+            raise UsageError(f"{folder} holds {several}; {choose} {folder / wanted[0]}")
     for name in wanted:
         if name not in pickled:
             raise UsageError(f"{name} is missing from {folder}, or a link that leads out of it")
@@ -144,7 +137,7 @@ def pickled(
         for path in source.others:
             shutil.copyfile(path, folder / path.name)
         promised = _unpickled(source.weights, folder, dtype, progress)
-        written = len(list(store.Weights(folder)))
+        written = len(store.weights(folder))
         if written != promised:
             raise UsageError(f"{written} tensors were written where {promised} were read")
         if dtype is not None:
@@ -186,10 +179,8 @@ def _unpickled(
             if not text:
                 code = reader.wait()
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                raise UsageError(
-                    f"the process that reads {names} ended with {how} before it was done; the file may be damaged, or "
-                    "memory ran out"
-                )
+                why = "before it was done; the file may be damaged, or memory ran out"
+                raise UsageError(f"the process that reads {names} ended with {how} {why}")
             line = json.loads(text) if text.startswith(b"{") else {}
             if "error" in line:
                 raise UsageError(line["error"])
@@ -200,9 +191,8 @@ def _unpickled(
                 progress(next(done), total)
             elif "done" in line:
                 return total
-        raise UsageError(
-            f"the process that reads {names} has not moved for {quiet:.0f} seconds, and was ended"
-        )
+        still = f"has not moved for {quiet:.0f} seconds, and was ended"
+        raise UsageError(f"the process that reads {names} {still}")
     finally:
         reader.kill()
         reader.wait()

@@ -207,11 +207,9 @@ class Classifier:
             return [[] for _ in examples]
         device = next(self.model.parameters()).device
         inputs = padded(given, device) if self.pictures is None else [torch.stack(given).to(device)]
-        answers = iter(self.model(*inputs).float().softmax(-1).tolist())
-        return [[] if x is None else self.rank(next(answers)) for x in examples]
-
-    def rank(self, probabilities: list[float]) -> Ranking:
-        return sorted(zip(self.names, probabilities), key=lambda pair: -pair[1])
+        answers = [zip(self.names, row) for row in self.model(*inputs).float().softmax(-1).tolist()]
+        ranked = iter([sorted(pairs, key=lambda pair: -pair[1]) for pairs in answers])
+        return [[] if x is None else next(ranked) for x in examples]
 
 
 def class_names(model: Any) -> list[str]:

@@ -406,9 +406,6 @@ class Shots:
     def named(self) -> str:
         return f"{self.count} shot{'' if self.count == 1 else 's'}"
 
-    def written(self, pair: Pair) -> str:
-        return "".join(part for two in zip(self.parts, (*pair, "")) for part in two)
-
     def prompt(self, pool: list[Pair], number: int, asked: Pair) -> str:
         """Examples, never the one that is asked for, and then the question."""
         draw = random.Random(f"{self.seed} {number}").sample
@@ -417,8 +414,9 @@ class Shots:
         if len(chosen) < self.count:
             there = f"there are {len(chosen)}"
             raise Fault(f"{self.count} shots need as many other examples, {there}", DATA)
-        before, between, _ = self.parts
-        return "".join(map(self.written, chosen)) + f"{before}{asked[0]}{between}"
+        before, between, stop = self.parts
+        shown = "".join(f"{before}{source}{between}{target}{stop}" for source, target in chosen)
+        return f"{shown}{before}{asked[0]}{between}"
 
 
 def pairs(source: Source) -> list[Pair]:
