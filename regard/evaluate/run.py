@@ -35,7 +35,7 @@ from regard.models import Model, Patches
 from regard.text import needed
 from regard.train import measure as measuring
 from regard.train.loss import masked_lm_loss
-from regard.train.measure import WRITING, measure, perplexity, suited, translations
+from regard.train.measure import WRITING, Measured, measure, perplexity, suited, translations
 from regard.train.plan import pick_device
 from regard.train.tasks import TASKS
 
@@ -242,18 +242,22 @@ class Judge:
         """Values and signatures of the metrics."""
         textual = [n for n in names if self.task in WRITING and n not in ("loss", "perplexity")]
         values, signatures = self._texts(textual) if textual else ({}, {})
-        # Without label smoothing perplexity needs no pass of its own.
-        rest = dict.fromkeys("loss" if n == "perplexity" else n for n in names if n not in textual)
-        if rest:
-            hidden = self.quantized and self.task not in measuring.LABELLED
-            loss = by_logits if hidden else TASKS[self.task].objective
-            given: Any = (self.model, self.task, self._feed(folder), self.tokenizer, loss, [*rest])
-            result = measure(*given, classes=self.classes, samples=0)
+        if rest := [n for n in names if n not in textual]:
+            result = self._measured(self._feed(folder), rest)
             values |= result.values
             signatures |= result.signatures
-        if "perplexity" in names:
-            values["perplexity"] = perplexity(values["loss"])
         return {n: values[n] for n in names}, {n: t for n, t in signatures.items() if n in names}
+
+    def _measured(self, feed: Feed, names: Sequence[str]) -> Measured:
+        # Without label smoothing perplexity needs no pass of its own.
+        asked = [*dict.fromkeys("loss" if name == "perplexity" else name for name in names)]
+        hidden = self.quantized and self.task not in measuring.LABELLED
+        loss = by_logits if hidden else TASKS[self.task].objective
+        given: Any = (self.model, self.task, feed, self.tokenizer, loss, asked)
+        result = measure(*given, classes=self.classes, samples=0)
+        if "perplexity" in names:
+            result.values["perplexity"] = perplexity(result.values["loss"])
+        return result
 
     def prompted(
         self, names: Sequence[str], shots: Shots, files: tuple[str, ...]
@@ -273,12 +277,9 @@ class Judge:
         questions = Questions(shots, asked, pool, self.coder, longest)
         self.about = f"{_examples(len(asked))}, {shots.named} each"
         values = {"exact": questions.exact(self.fast)} if "exact" in names else {}
-        if {"loss", "perplexity"} & {*names}:
+        if rest := [name for name in names if name != "exact"]:
             batching = replace(self.data, length=None, tokens=None).batching(SEED)
-            loss = by_logits if self.quantized else TASKS["lm"].objective
-            how: Any = (self.model, "lm", questions.feed(batching), self.tokenizer, loss, ["loss"])
-            values |= measure(*how, samples=0).values
-            values["perplexity"] = perplexity(values["loss"])
+            values |= self._measured(questions.feed(batching), rest).values
         return {name: values[name] for name in names}
 
     def _feed(self, folder: Path) -> Feed:

@@ -4,25 +4,15 @@ other list of them.
 To add one, put a module-level `Family` (rules.py) into a file of this folder. Most are Llama with changes:
 
     OLMO2 = llama_like(
-        # Their model_type, and their classes -> our heads.
-        "olmo2",
-        decoder_heads("Olmo2"),
-        # Our configs with the choices that no key of theirs makes.
-        GQA(1, 1, 1, rope=Rope()),
-        SWIGLU,
+        # Their model_type; their classes -> our heads; our configs with the choices that no key of theirs makes.
+        "olmo2", decoder_heads("Olmo2"), GQA(1, 1, 1, rope=Rope()), SWIGLU,
         # Their keys, where they are not Llama's. The place of ours (or several: "a.b c.{d,e}"), what a missing key
-        # means, and their words for our values. fixed: no other value is possible.
-        keys=dict(
-            rms_norm_eps=Key("tower.norm.eps", 1e-5),
-            hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS),
-            **fixed(clip_qkv=None),
-        ),
-        # Keys that decide nothing.
+        # means, and their words for our values. fixed: no other value is possible; inert: keys that decide nothing.
+        keys=dict(hidden_act=Key("tower.ffn.activation", "silu", ACTIVATIONS), **fixed(clip_qkv=None)),
         inert="use_bias pretraining_note",
         # Their names in a layer -> ours; {i} is a layer, {e} an expert, * weight and bias, {a,b} both.
         layer={
-            **NORMS,
-            "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", JOINED),
+            **NORMS, "self_attn.qkv_proj.*": To("attention.w{q,k,v}.*", JOINED),
             "mlp.experts.{e}.{gate,up}.weight": To("ffn.{gate,up}", STACKED),
         },
         # Known sizes, in their keys.
