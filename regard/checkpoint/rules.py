@@ -686,7 +686,7 @@ class Family:
     heads: Mapping[str, Any]
     # Their keys -> rules (a group under the first of its names), and the keys that decide nothing.
     config: Keys
-    # Their names -> ours (`To` where more is to be said), as `written_out` and `steps` read them.
+    # Their names after `base` -> ours (`To` where more is to be said), as `written_out` and `steps` read them.
     tensors: Weights
     # By the kind of head.
     head_tensors: Mapping[str, Weights]
@@ -709,7 +709,10 @@ class Family:
 
     @cached_property
     def rows(self) -> dict[str, To]:
-        return written_out(self.tensors)
+        table = self.tensors.items()
+        return written_out(
+            {" ".join(self.base + n for n in key.split()): row for key, row in table}
+        )
 
     @cached_property
     def head_rows(self) -> dict[str, dict[str, To]]:

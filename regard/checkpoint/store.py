@@ -275,8 +275,8 @@ def replacing(target: Path) -> Iterator[Path]:
             if target.exists():
                 _keep_rest(target, new)
     except (OSError, safetensors.SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot write {target}: {why}; it is as it was") from None
+        failed = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot write {target}: {failed}; it is as it was") from None
 
 
 def _keep_rest(old: Path, new: Path) -> None:
@@ -302,7 +302,6 @@ def check_converted(path: Path) -> None:
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix in (*PICKLED, GGUF) and file.is_file():
             where = path.parent if path == file else path
-            raise UsageError(
-                f"{file} is not read as it is: models are folders with {WEIGHTS}, and pickled weights can run code. "
-                f"Convert it once: regard convert {path} {where.resolve().name}-safe"
-            )
+            why = f"models are folders with {WEIGHTS}, and pickled weights can run code"
+            once = f"Convert it once: regard convert {path} {where.resolve().name}-safe"
+            raise UsageError(f"{file} is not read as it is: {why}. {once}")

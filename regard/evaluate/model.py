@@ -179,11 +179,9 @@ class Classifier:
         self.model = opened.model
         config = self.model.config
         if not isinstance(getattr(config, "head", None), Classify):
-            raise Fault(
-                "this model has no classification head; answers would be random; train one: a config with task = "
-                f'"classify" and [model] folder = "{name}", then regard train CONFIG',
-                DATA,
-            )
+            why = "this model has no classification head; answers would be random; train one"
+            how = f'a config with task = "classify" and [model] folder = "{name}"'
+            raise Fault(f"{why}: {how}, then regard train CONFIG", DATA)
         self.names = class_names(self.model)
         self.pictures: Pictures | None = None
         if isinstance(config.embedding, Patches):
@@ -240,12 +238,10 @@ class Rows:
         encoded = self.coder.encode([text if text.strip() else "" for text in texts])
         for number, (text, ids) in enumerate(zip(texts, encoded, strict=True), start + 1):
             if room is not None and len(ids) > room and self.overlong == "error":
-                count = len(ids) + len(before) + len(after)
-                raise Fault(
-                    f"line {number} of {name} has {count} tokens, the model's context is {self.longest}; split the "
-                    "line, or say overlong='truncate' (--overlong truncate)",
-                    DATA,
-                )
+                count = f"{len(ids) + len(before) + len(after)} tokens"
+                why = f"line {number} of {name} has {count}, the model's context is {self.longest}"
+                cut = "say overlong='truncate' (--overlong truncate)"
+                raise Fault(f"{why}; split the line, or {cut}", DATA)
             whole = [*before, *ids[:room], *after] if text.strip() else []
             rows.append(torch.tensor(whole) if whole else None)
         return rows
@@ -307,11 +303,8 @@ def _pooling(said: bytes | None, asked: str) -> str:
         modes = json_object(said, POOLING).items()
     on = [key for key, value in modes if key.startswith("pooling_mode") and value is True]
     if len(on) != 1 or on[0] not in POOLINGS:
-        raise Fault(
-            f"{POOLING} says {' and '.join(on) or 'nothing'}, known are {' or '.join(POOLINGS)}; "
-            "choose pooling='mean' or 'cls' (--pooling)",
-            DATA,
-        )
+        why = f"{POOLING} says {' and '.join(on) or 'nothing'}, known are {' or '.join(POOLINGS)}"
+        raise Fault(f"{why}; choose pooling='mean' or 'cls' (--pooling)", DATA)
     return POOLINGS[on[0]]
 
 

@@ -329,11 +329,11 @@ class Judge:
                 raise self._too_long(number, size, str(record[used[0]]))
 
     def _too_long(self, number: int, size: int, text: str) -> Fault:
-        return Fault(
-            f"example {number} of {', '.join(self.data.train)} ({text!r:.40}) has {size:,} tokens, a row holds "
-            f"{self.length:,}; shorten it, or say overlong='truncate' (--overlong truncate)",
-            DATA,
+        what = (
+            f"example {number} of {', '.join(self.data.train)} ({text!r:.40}) has {size:,} tokens"
         )
+        cut = "shorten it, or say overlong='truncate' (--overlong truncate)"
+        return Fault(f"{what}, a row holds {self.length:,}; {cut}", DATA)
 
     def _texts(self, names: Sequence[str]) -> tuple[dict[str, float], dict[str, str]]:
         """Translate every source of the files, or say what is on its pictures, and compare with its target."""

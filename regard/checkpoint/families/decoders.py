@@ -105,9 +105,9 @@ GPT2 = Family(
     aliases=dict(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
     | dict(max_position_embeddings="n_positions"),
     tensors={
-        "transformer.{wte,wpe}.weight": "embedding.{weight,position.weight}",
-        "transformer.ln_f.*": "tower.norm.*",
-        "transformer.h.{i}.": {
+        "{wte,wpe}.weight": "embedding.{weight,position.weight}",
+        "ln_f.*": "tower.norm.*",
+        "h.{i}.": {
             "ln_{1,2}.*": "norm{1,3}.*",
             "attn.c_attn.*": To("attention.w{q,k,v}.*", rules.transposed(rules.JOINED)),
             "attn.c_proj.*": To("attention.wo.*", rules.TRANSPOSED),
@@ -139,8 +139,8 @@ GPT_NEOX = Family(
         ),
     ),
     tensors={
-        "gpt_neox.embed_in.weight": "embedding.weight", "gpt_neox.final_layer_norm.*": "tower.norm.*",
-        "gpt_neox.layers.{i}.": {
+        "embed_in.weight": "embedding.weight", "final_layer_norm.*": "tower.norm.*",
+        "layers.{i}.": {
             "{input,post_attention}_layernorm.*": "norm{1,3}.*",
             "attention.query_key_value.*": To("attention.w{q,k,v}.*", rules.by_head("gqa", "heads")),
             "attention.dense.*": "attention.wo.*", "mlp.dense_{h_to_4h,4h_to_h}.*": "ffn.{up,down}.*",
@@ -182,8 +182,8 @@ def llama_like(
         name=name, base="model.", blank=TransformerConfig(Tokens(1, scaled=scaled), body, max_len=1),
         heads=heads, config={key: rule for key, rule in config.items() if rule is not None},
         tensors={
-            "model.embed_tokens.weight": "embedding.weight", "model.norm.weight": "tower.norm.weight",
-            "model.layers.{i}.": layer,
+            "embed_tokens.weight": "embedding.weight", "norm.weight": "tower.norm.weight",
+            "layers.{i}.": layer,
         },
         head_tensors=HEAD_TENSORS, derived=(r".*rotary_emb\.inv_freq",), **more,
     )  # fmt: skip

@@ -52,20 +52,17 @@ BERT_KEYS: Keys = _SHAPE_KEYS | dict(
 
 
 EMBEDDING_TENSORS = {
-    "{word,position}_embeddings.weight": "embedding.{weight,position.weight}",
-    "token_type_embeddings.weight": "embedding.types", "LayerNorm.*": "embedding.norm.*",
+    "embeddings.{word,position}_embeddings.weight": "embedding.{weight,position.weight}",
+    "embeddings.token_type_embeddings.weight": "embedding.types", "embeddings.LayerNorm.*": "embedding.norm.*",
 }  # fmt: skip
-
-
-def _bert_tensors(base: str) -> Weights:
-    return {
-        **rules.under(base + "embeddings.", "", EMBEDDING_TENSORS), base + "pooler.dense.*": "pooler.*",
-        base + "encoder.layer.{i}.": {
-            "attention.self.{query,key,value}.*": "attention.w{q,k,v}.*",
-            "attention.output.{dense,LayerNorm}.*": "{attention.wo,norm1}.*",
-            "intermediate.dense.*": "ffn.up.*", "output.{dense,LayerNorm}.*": "{ffn.down,norm3}.*",
-        },
-    }  # fmt: skip
+_BERT_TENSORS = {
+    **EMBEDDING_TENSORS, "pooler.dense.*": "pooler.*",
+    "encoder.layer.{i}.": {
+        "attention.self.{query,key,value}.*": "attention.w{q,k,v}.*",
+        "attention.output.{dense,LayerNorm}.*": "{attention.wo,norm1}.*",
+        "intermediate.dense.*": "ffn.up.*", "output.{dense,LayerNorm}.*": "{ffn.down,norm3}.*",
+    },
+}  # fmt: skip
 
 
 def _mlm_tensors(base: str, before: str) -> Weights:
@@ -81,7 +78,7 @@ BERT = Family(
     name="bert", base="bert.",
     blank=TransformerConfig(Tokens(1, Learned(1), types=2, norm=Norm()), POST_NORM, max_len=1),
     heads={**encoder_heads("Bert", "tanh"), "BertForPreTraining": MLM()}, config=BERT_KEYS,
-    tensors=_bert_tensors("bert."),
+    tensors=_BERT_TENSORS,
     head_tensors={
         **LABEL_TENSORS, "mlm": _mlm_tensors("cls.predictions.", "transform.{dense,LayerNorm}"),
         "classify": {"bert.pooler.dense.*": "head.dense.*", "classifier.*": "head.out.*"},
@@ -121,7 +118,6 @@ ROBERTA = replace(
         ),
         hidden_act=Key("tower.ffn.activation", "gelu", ACTIVATIONS),
     ),
-    tensors=_bert_tensors("roberta."),
     head_tensors={
         **LABEL_TENSORS, "mlm": _mlm_tensors("lm_head.", "{dense,layer_norm}"),
         "classify": {"classifier.{dense,out_proj}.*": "head.{dense,out}.*"},
@@ -154,8 +150,8 @@ DISTILBERT = Family(
     inert="tie_weights_",
     aliases=dict(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers"),
     tensors={
-        **rules.under("distilbert.embeddings.", "", EMBEDDING_TENSORS),
-        "distilbert.transformer.layer.{i}.": {
+        **EMBEDDING_TENSORS,
+        "transformer.layer.{i}.": {
             "attention.{q,k,v,out}_lin.*": "attention.w{q,k,v,o}.*",
             "{sa,output}_layer_norm.*": "norm{1,3}.*", "ffn.lin{1,2}.*": "ffn.{up,down}.*",
         },
@@ -206,9 +202,9 @@ ALBERT = replace(
     ),
     inert="net_structure_type gap_size num_memory_blocks down_scale_factor layers_to_keep",
     tensors={
-        **rules.under("albert.embeddings.", "", EMBEDDING_TENSORS),
-        "albert.encoder.embedding_hidden_mapping_in.*": "embedding.project.*", "albert.pooler.*": "pooler.*",
-        "albert.encoder.albert_layer_groups.{i}.albert_layers.0.": {
+        **EMBEDDING_TENSORS, "encoder.embedding_hidden_mapping_in.*": "embedding.project.*",
+        "pooler.*": "pooler.*",
+        "encoder.albert_layer_groups.{i}.albert_layers.0.": {
             "attention.{query,key,value,dense}.*": "attention.w{q,k,v,o}.*",
             "{attention.LayerNorm,full_layer_layer_norm}.*": "norm{1,3}.*",
             "{ffn,ffn_output}.*": "ffn.{up,down}.*",
@@ -263,9 +259,9 @@ MODERNBERT = Family(
     inert="""initializer_cutoff_factor deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
     reference_compile repad_logits_with_grad""",
     tensors={
-        "model.embeddings.tok_embeddings.weight": "embedding.weight",
-        "model.embeddings.norm.*": "embedding.norm.*", "model.final_norm.*": "tower.norm.*",
-        "model.layers.{i}.": {
+        "embeddings.tok_embeddings.weight": "embedding.weight",
+        "embeddings.norm.*": "embedding.norm.*", "final_norm.*": "tower.norm.*",
+        "layers.{i}.": {
             "{attn,mlp}_norm.*": "norm{1,3}.*", "attn.Wqkv.*": To("attention.w{q,k,v}.*", rules.JOINED),
             "attn.Wo.*": "attention.wo.*", "mlp.Wi.*": To("ffn.{gate,up}.*", rules.JOINED),
             "mlp.Wo.*": "ffn.down.*",
@@ -281,18 +277,23 @@ MODERNBERT = Family(
 # --- images -------------------------------------------------------------------------------------------------------
 
 
-def _image_tensors(base: str, extra: list[str]) -> Weights:
-    return {
-        " ".join(f"{base}embeddings.{token}" for token in extra): To("embedding.extra", rules.TOKENS),
-        base + "embeddings.patch_embeddings.projection.*": "embedding.project.*",
-        base + "embeddings.position_embeddings": To("embedding.position", rules.ROW),
-        base + "layernorm.*": "tower.norm.*", base + "pooler.dense.*": "pooler.*",
-        base + "encoder.layer.{i}.": {
-            "attention.attention.{query,key,value}.*": "attention.w{q,k,v}.*",
-            "attention.output.dense.*": "attention.wo.*", "layernorm_{before,after}.*": "norm{1,3}.*",
-            "{intermediate,output}.dense.*": "ffn.{up,down}.*",
-        },
-    }  # fmt: skip
+_IMAGE_TENSORS: Weights = {
+    "embeddings.cls_token": To("embedding.extra", rules.TOKENS),
+    "embeddings.patch_embeddings.projection.*": "embedding.project.*",
+    "embeddings.position_embeddings": To("embedding.position", rules.ROW),
+    "layernorm.*": "tower.norm.*", "pooler.dense.*": "pooler.*",
+    "encoder.layer.{i}.": {
+        "attention.attention.{query,key,value}.*": "attention.w{q,k,v}.*",
+        "attention.output.dense.*": "attention.wo.*", "layernorm_{before,after}.*": "norm{1,3}.*",
+        "{intermediate,output}.dense.*": "ffn.{up,down}.*",
+    },
+}  # fmt: skip
+_TWO_TOKENS = {
+    "embeddings.cls_token embeddings.distillation_token": _IMAGE_TENSORS["embeddings.cls_token"]
+}
+_DEIT_TENSORS = _TWO_TOKENS | {
+    n: to for n, to in _IMAGE_TENSORS.items() if n != "embeddings.cls_token"
+}
 
 
 def _image(dim: int, heads: int) -> Data:
@@ -313,7 +314,7 @@ VIT = Family(
         attention_probs_dropout_prob=Key("tower.attention.dropout", 0.0), **fixed(pooler_act="tanh"),
         id2label=rules.LABELS,
     ),
-    inert="encoder_stride pooler_output_size", tensors=_image_tensors("vit.", ["cls_token"]),
+    inert="encoder_stride pooler_output_size", tensors=_IMAGE_TENSORS,
     head_tensors={
         "classify": {
             "classifier.*": To("head.out.*", unless="head.teacher.weight"),
@@ -335,22 +336,19 @@ DEIT = replace(
         "DeiTForImageClassification": Classify(2, None), "DeiTModel": None,
         "DeiTForImageClassificationWithTeacher": Classify(2, None, distilled=True),
     },
-    tensors=_image_tensors("deit.", ["cls_token", "distillation_token"]), carried=(r"deit\.pooler\..*",),
+    tensors=_DEIT_TENSORS, carried=(r"deit\.pooler\..*",),
     presets={"deit-small": _image(384, 6)}, start=Start("deit"),
 )  # fmt: skip
 
 # --- an encoder and a decoder: T5 -------------------------------------------------------------------------------------
 
 
-def _frame(base: str) -> Weights:
-    """One table for both sides, or one for each."""
-    return {
-        f"{base}shared.weight": To("source.weight", unless="target.weight"),
-        f"{base}encoder.embed_tokens.weight": To("source.weight", needs="target.weight"),
-        f"{base}decoder.embed_tokens.weight": "target.weight",
-    }
-
-
+# One table for both sides, or one for each.
+_FRAME = {
+    "shared.weight": To("source.weight", unless="target.weight"),
+    "encoder.embed_tokens.weight": To("source.weight", needs="target.weight"),
+    "decoder.embed_tokens.weight": "target.weight",
+}
 _PLAIN = GQA(1, head_dim=1, scale=1.0)
 _T5_ENCODER = Tower(
     1, 1, _PLAIN, MLP(1, bias=False, dropout=0.0), norm=Norm(1e-6, rms=True), causal=False,
@@ -450,7 +448,7 @@ T5 = Family(
     aliases=dict(hidden_size="d_model", num_attention_heads="num_heads", head_dim="d_kv") | dict(
         num_hidden_layers="num_layers",
     ),
-    tensors={**_frame(""), **_t5_tower("encoder", 1), **_t5_tower("decoder", 2)},
+    tensors={**_FRAME, **_t5_tower("encoder", 1), **_t5_tower("decoder", 2)},
     head_tensors={"lm": {"lm_head.weight": "head.weight"}},
     carried=(
         r"shared\.weight",
@@ -499,9 +497,9 @@ def _bart_tower(tower: str, side: str) -> Weights:
         "{self_attn,encoder_attn,final}_layer_norm.*": "norm{1,2,3}.*", "fc{1,2}.*": "ffn.{up,down}.*",
     }  # fmt: skip
     return {
-        **rules.under(f"model.{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
-        f"model.{tower}.embed_positions.weight": f"{side}.position.weight",
-        f"model.{tower}.layernorm_embedding.*": f"{side}.norm.*",
+        **rules.under(f"{tower}.layers.{{i}}.", f"{tower}.blocks.{{i}}.", rows),
+        f"{tower}.embed_positions.weight": f"{side}.position.weight",
+        f"{tower}.layernorm_embedding.*": f"{side}.norm.*",
     }
 
 
@@ -524,7 +522,7 @@ BART = Family(
         hidden_size="d_model", num_attention_heads="encoder_attention_heads",
         num_hidden_layers="encoder_layers",
     ),
-    tensors={**_frame("model."), **_bart_tower("encoder", "source"), **_bart_tower("decoder", "target")},
+    tensors={**_FRAME, **_bart_tower("encoder", "source"), **_bart_tower("decoder", "target")},
     head_tensors={"lm": {"lm_head.weight": "head.weight", "final_logits_bias": To("head.bias", rules.ROW)}},
     apart=True, derived=(r"model\.(encoder|decoder)\.version",), carried=(r"model\.shared\.weight",),
     presets={
