@@ -163,9 +163,14 @@ def notice_length(model: Model, length: int) -> None:
         notice(f"{past}; what is beyond may be worth little")
 
 
-def check_reads_text(model: Any) -> None:
+def patches_of(model: Any) -> Patches | None:
+    """What a model that reads pictures cuts them into."""
     first = getattr(model.config, "source", None) or getattr(model.config, "embedding", None)
-    if isinstance(first, Patches):
+    return first if isinstance(first, Patches) else None
+
+
+def check_reads_text(model: Any) -> None:
+    if patches_of(model) is not None:
         raise UsageError("this model reads images: regard generate MODEL picture.png")
 
 
@@ -176,17 +181,14 @@ class Classifier:
     """An opened model that has a classification head."""
 
     def __init__(self, opened: Opened, overlong: str = "error", name: str = "MODEL"):
-        self.model = opened.model
-        config = self.model.config
-        if not isinstance(getattr(config, "head", None), Classify):
+        self.model, patches = opened.model, patches_of(opened.model)
+        if not isinstance(getattr(self.model.config, "head", None), Classify):
             why = "this model has no classification head; answers would be random; train one"
             how = f'a config with task = "classify" and [model] folder = "{name}"'
             raise Fault(f"{why}: {how}, then regard train CONFIG", DATA)
         self.names = class_names(self.model)
-        self.pictures: Pictures | None = None
-        if isinstance(config.embedding, Patches):
-            self.pictures = Pictures(config.embedding, self.model.origin)
-        else:
+        self.pictures = None if patches is None else Pictures(patches, self.model.origin)
+        if patches is None:
             self.rows = Rows(opened, overlong)
 
     def read(

@@ -31,7 +31,7 @@ from regard.evaluate import model as opening
 from regard.evaluate.model import Embedder, Opened
 from regard.fast.cpu import prepare
 from regard.layers import MLM, Answer, Classify, Tag
-from regard.models import Model, Patches
+from regard.models import Model
 from regard.text import needed
 from regard.train import measure as measuring
 from regard.train.loss import masked_lm_loss
@@ -146,12 +146,12 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def task_of(model: Model) -> str:
     """What a model was made for, by its kind and its head."""
-    config, head = model.config, getattr(model.config, "head", None)
+    head, pictures = getattr(model.config, "head", None), opening.patches_of(model) is not None
     if model.reads_source:
-        return "caption" if isinstance(getattr(config, "source", None), Patches) else "seq2seq"
+        return "caption" if pictures else "seq2seq"
     if isinstance(head, Classify):
-        return "image" if isinstance(config.embedding, Patches) else "classify"
-    if head is None and not hasattr(config, "cell"):
+        return "image" if pictures else "classify"
+    if head is None and not hasattr(model.config, "cell"):
         raise Fault("this model has no head, so it answers nothing; embed gives vectors", DATA)
     return {Tag: "tag", Answer: "answer", MLM: "mlm"}.get(type(head), "lm")
 
@@ -180,15 +180,8 @@ class Judge:
             self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
         self.classes = opening.class_names(model) if self.task in measuring.LABELLED[:3] else []
-        self.quantized = quantize != "none"
+        self.patches, self.quantized = opening.patches_of(model), quantize != "none"
         self.model: Any = prepare(model, quantize) if self.quantized else model
-
-    @cached_property
-    def patches(self) -> Patches | None:
-        """Of a model that reads pictures."""
-        config = self.model.config
-        reads = getattr(config, "source", None) or getattr(config, "embedding", None)
-        return reads if isinstance(reads, Patches) else None
 
     @cached_property
     def fast(self) -> Any:
