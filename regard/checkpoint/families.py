@@ -29,6 +29,7 @@ in `heads` (tests/checkpoint/families.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -193,7 +194,7 @@ def llama_like(
     ffn: Any = SWIGLU,
     *,
     frame: Keys = KEYS,
-    keys: Keys | None = None,
+    keys: Mapping[str, rules.ConfigRule | None] | None = None,
     layer: Weights = NORMS | ATTENTION | GATED,
     scaled: bool = False,
     tower: Data | None = None,
@@ -204,7 +205,7 @@ def llama_like(
     is chosen."""
     kinds = next((len(part) for part in (attention, ffn) if isinstance(part, tuple)), 1)
     body = Tower(1, kinds, attention, ffn, **{"norm": Norm(1e-6, rms=True), **(tower or {})})
-    config = frame | (keys or {})
+    config = {**frame, **(keys or {})}
     return Family(
         name=name, base="model.", blank=TransformerConfig(Tokens(1, scaled=scaled), body, max_len=1),
         heads=heads, config={key: rule for key, rule in config.items() if rule is not None},
