@@ -12,7 +12,7 @@ import torch
 
 import regard
 from regard.cli.parity import summary, table, verdict
-from regard.parity.check import Check
+from regard.parity import Check
 from tests.look.planted import BUGS
 from tests.test_cli import HOME, SMALL, call
 

@@ -178,8 +178,8 @@ def unsafe(node: ast.AST) -> str | None:
     return None
 
 
-# The one file that may use torch.load: it runs in a process of its own.
-UNPICKLER = Path("regard/checkpoint/unpickle.py")
+# The one file that may use torch.load: it does so in a process of its own.
+UNPICKLER = Path("regard/checkpoint/convert.py")
 
 
 def guarded(path: Path, tree: ast.Module) -> set[ast.AST]:

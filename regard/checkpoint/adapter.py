@@ -114,12 +114,10 @@ def _joined(folder: Path, base: Path | None) -> Model:
     """The base with the adapter in its place, not merged."""
     record, peft, tensors = _record(folder), _peft(folder), _tensors(folder)
     if record is None:
-        model = load(base or _named(peft, folder))
-        head = _head_of(peft, tensors)
+        model, head = load(base or _named(peft, folder)), _head_of(peft, tensors)
     else:
         model, head = load(_base(record, folder, base)), record.head
-        if next(model.parameters()).dtype != (dtype := getattr(torch, record.dtype)):
-            model = hf.cast(model, dtype)
+        model = hf.cast(model, getattr(torch, record.dtype))
         if record.int4:
             adapt.quantize(model)
     learned = set[str]()
@@ -182,9 +180,8 @@ def load_adapter(path: str | Path, into: Model) -> Model:
     if record is None:
         raise UsageError(f"{folder} has no {RECORD}: it was not written by a run that can go on")
     if base is None or base.files != record.base.files:
-        raise UsageError(
-            f"{folder} stands on {record.base.folder} as it was then; go on with that model"
-        )
+        old = f"{record.base.folder} as it was then"
+        raise UsageError(f"{folder} stands on {old}; go on with that model")
     if (lora, into.config.head) != (record.lora, record.head):
         raise UsageError(
             f"{folder} was trained with {record.lora} and the head {record.head}, not with {lora} and "
@@ -236,24 +233,16 @@ def _to_peft(model: Model, record: Record, head: set[str]) -> tuple[dict[str, An
             saved |= {n.rpartition(".")[0] for n in step.theirs}
     wide = {re.escape(name): count for name, count in joined.items() if count > 1}
     kind = TASK_TYPES.get(type(model.config.head))
+    alphas = {n: lora.alpha * k ** (0.5 if lora.rslora else 1) for n, k in wide.items()}
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_2_SEQ_LM" if kind == "CAUSAL_LM" and model.reads_source else kind,
         "base_model_name_or_path": record.base.folder,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
-        "rank_pattern": {n: lora.rank * k for n, k in wide.items()},
-        "alpha_pattern": {
-            n: lora.alpha * k ** (0.5 if lora.rslora else 1) for n, k in wide.items()
-        },
-        "target_modules": _shortest([*joined], steps),
-        "modules_to_save": sorted(saved) or None,
-        "fan_in_fan_out": turned,
-        "bias": "none",
-        "inference_mode": True,
-    }, tensors
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_rslora": lora.rslora,
+        "rank_pattern": {n: lora.rank * k for n, k in wide.items()}, "alpha_pattern": alphas,
+        "target_modules": _shortest([*joined], steps), "modules_to_save": sorted(saved) or None,
+        "fan_in_fan_out": turned, "bias": "none", "inference_mode": True,
+    }, tensors  # fmt: skip
 
 
 def _shortest(targets: list[str], steps: list[Step]) -> list[str]:
@@ -343,9 +332,8 @@ def _same_head(one: Any, two: Any) -> bool:
 
 def _other(folder: Path, peft: dict[str, Any], why: str) -> UsageError:
     of = peft.get("base_model_name_or_path")
-    return UsageError(
-        f"{folder} is an adapter of another model ({of}): {why}; name the one it was made for"
-    )
+    name = "name the one it was made for"
+    return UsageError(f"{folder} is an adapter of another model ({of}): {why}; {name}")
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -357,9 +345,8 @@ def _record(folder: Path) -> Record | None:
         return None
     data = read_json(folder / RECORD)
     if data.get("format") != FORMAT:
-        raise UsageError(
-            f"{folder / RECORD} has format {data.get('format')!r}, this version of Regard reads {FORMAT}"
-        )
+        has = f"has format {data.get('format')!r}"
+        raise UsageError(f"{folder / RECORD} {has}, this version of Regard reads {FORMAT}")
     record = from_dict(Record, data, RECORD)
     if not isinstance(getattr(torch, record.dtype, None), torch.dtype):
         raise UsageError(f"{folder / RECORD}: dtype is {record.dtype!r}; float32 is one")
@@ -378,9 +365,8 @@ def _peft(folder: Path) -> dict[str, Any]:
         **{name: bool(value) for name, value in data.items() if name not in KNOWN},
     }
     for name in (name for name, yes in wrong.items() if yes):
-        raise UsageError(
-            f"{folder / PEFT} says {name} = {data.get(name)!r}, Regard reads plain LoRA; merge it with PEFT"
-        )
+        plain = "Regard reads plain LoRA; merge it with PEFT"
+        raise UsageError(f"{folder / PEFT} says {name} = {data.get(name)!r}, {plain}")
     return data
 
 
@@ -390,9 +376,8 @@ def _named(peft: dict[str, Any], folder: Path) -> Path:
     for path in (Path(str(name)), folder / str(name)):
         if name and path.is_dir():
             return path
-    raise UsageError(
-        f"{folder} stands on {name}, which is not a folder here; say which: regard.load(BASE, adapter={str(folder)!r})"
-    )
+    say = f"say which: regard.load(BASE, adapter={str(folder)!r})"
+    raise UsageError(f"{folder} stands on {name}, which is not a folder here; {say}")
 
 
 def _base(record: Record, folder: Path, given: Path | None = None) -> Path:
@@ -404,14 +389,12 @@ def _base(record: Record, folder: Path, given: Path | None = None) -> Path:
         if Base(path).files == stand.files:
             return path
     if not folders:
-        raise UsageError(
-            f"{folder} stands on {stand.folder}, which is not there; put it back, or {put}"
-        )
+        gone = f"{stand.folder}, which is not there"
+        raise UsageError(f"{folder} stands on {gone}; put it back, or {put}")
     now = Base(folders[0]).files
     changed = sorted(n for n in now.keys() | stand.files if now.get(n) != stand.files.get(n))
-    raise UsageError(
-        f"{folder} stands on {folders[0]}, where {changed[0]} is no longer what it was; put the old one back, or {put}"
-    )
+    other = f"where {changed[0]} is no longer what it was"
+    raise UsageError(f"{folder} stands on {folders[0]}, {other}; put the old one back, or {put}")
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -434,8 +417,7 @@ def _copy(tensors: dict[str, Tensor], model: Model, wanted: Iterable[str]) -> Mo
     for name, x in tensors.items():
         shape = tuple(parameters[name].shape) if name in parameters else None
         if shape != tuple(x.shape) or x.dtype not in hf.FLOATS:
-            raise UsageError(
-                f"tensor {name} of {TENSORS} is {x.dtype} of shape {tuple(x.shape)}; the model has floats of {shape}"
-            )
+            what = f"{x.dtype} of shape {tuple(x.shape)}; the model has floats of {shape}"
+            raise UsageError(f"tensor {name} of {TENSORS} is {what}")
         parameters[name].copy_(x)
     return model

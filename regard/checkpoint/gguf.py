@@ -18,8 +18,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -72,12 +71,11 @@ class File:
         try:
             with path.open("rb") as file:
                 self.metadata, self.tensors = _header(_Cursor(file, path.stat().st_size))
+        except UsageError:
+            raise
         except (ValueError, struct.error) as error:
-            if isinstance(error, UsageError):
-                raise
-            raise UsageError(
-                f"{path} is not a whole GGUF file ({error}); copy or download it again"
-            ) from None
+            why = f"is not a whole GGUF file ({error}); copy or download it again"
+            raise UsageError(f"{path} {why}") from None
 
     def read(self, entry: Entry, first: int, rows: int, dtype: torch.dtype) -> Tensor:
         """Some rows of a tensor, dequantised: (rows, width)."""
@@ -85,9 +83,8 @@ class File:
         at = 0
         for raw in self._chunks(entry, first, rows):
             count = len(raw) // entry.row_bytes
-            out[at : at + count] = store.narrowed(
-                unpacked(raw, entry.kind, count), dtype, entry.name
-            )
+            values = unpacked(raw, entry.kind, count)
+            out[at : at + count] = store.narrowed(values, dtype, entry.name)
             at += count
         return out
 
@@ -107,9 +104,8 @@ class File:
                 size = min(step, rows - at) * entry.row_bytes
                 raw = file.read(size)
                 if len(raw) != size:
-                    raise UsageError(
-                        f"{self.path} ended while {entry.name} was read; copy the file again"
-                    )
+                    why = f"ended while {entry.name} was read; copy the file again"
+                    raise UsageError(f"{self.path} {why}")
                 yield raw
 
 
@@ -132,14 +128,14 @@ class _Cursor:
     def __init__(self, file: BinaryIO, size: int):
         self.file, self.size, self.left, self.entries = file, size, size, 0
 
+    def need(self, count: int) -> None:
+        if count > self.left:
+            raise ValueError(f"{count:,} bytes are promised where {self.left:,} are left")
+
     def take(self, count: int) -> bytes:
         self.need(count)
         self.left -= count
         return self.file.read(count)
-
-    def need(self, count: int) -> None:
-        if count > self.left:
-            raise ValueError(f"{count:,} bytes are promised where {self.left:,} are left")
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
@@ -179,10 +175,8 @@ class _Cursor:
         number, offset = self.number("I"), self.number("Q")
         if number not in KINDS:
             kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
-            raise UsageError(
-                f"{self.file.name}: the tensor {name!r:.80} has the type {kinds.get(number, number)}; known: "
-                f"{', '.join(KINDS.values())}"
-            )
+            why = f"the tensor {name!r:.80} has the type {kinds.get(number, number)}"
+            raise UsageError(f"{self.file.name}: {why}; known: {', '.join(KINDS.values())}")
         block, _ = GGML_QUANT_SIZES[GGMLQuantizationType(number)]
         if min(shape) < 1 or shape[-1] % block:
             raise ValueError(f"the tensor {name!r:.80} of type {KINDS[number]} has shape {shape}")
@@ -227,26 +221,19 @@ def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Entry]]:
 
 # Keys below the architecture's name -> Hugging Face's.
 _SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
-}
+}  # fmt: skip
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _GPT2_SIZES = {
-    "context_length": "n_positions",
-    "embedding_length": "n_embd",
-    "block_count": "n_layer",
-    "feed_forward_length": "n_inner",
-    "attention.head_count": "n_head",
+    "context_length": "n_positions", "embedding_length": "n_embd", "block_count": "n_layer",
+    "feed_forward_length": "n_inner", "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
-}
+}  # fmt: skip
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
 # By the model type of Hugging Face: llama is three, one of them with a window, one with experts.
 KEYS: dict[str, dict[str, str]] = {
@@ -287,23 +274,12 @@ _INERT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling
 # Keys that must have the value that Hugging Face's family takes for granted.
 _NEUTRAL: Data = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0}
 _NEUTRAL |= {"rope.scaling.attn_factor": 1.0}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor of the folder: `rows` of an entry from `first` on, as `shape`, which is then perhaps transposed, or has
-    the rows of its `heads` in another order."""
-
-    entry: Entry
-    first: int
-    rows: int
-    shape: tuple[int, ...]
-    transposed: bool = False
-    heads: str = ""
+# Of a tensor of the folder: its shape, and what reads it in a type.
+Part = tuple[tuple[int, ...], Callable[[torch.dtype], Tensor]]
 
 
 class Described:
-    """A GGUF file as a model of Hugging Face: `config`, and `parts` by the names of tensors."""
+    """A GGUF file as a model of Hugging Face: `config`, and `parts`, of each tensor its shape and what reads it."""
 
     def __init__(self, file: File):
         self.file, metadata = file, file.metadata
@@ -311,10 +287,8 @@ class Described:
         if not isinstance(name, str) or name not in ARCHITECTURES:
             self._fail(f" is of the architecture {name!r:.60}; known: {', '.join(ARCHITECTURES)}")
         if metadata.get("split.count", 0) not in (0, 1):
-            self._fail(
-                f" is one of {metadata['split.count']} parts of a model; join them first: "
-                "llama-gguf-split --merge FIRST-PART WHOLE.gguf"
-            )
+            join = "join them first: llama-gguf-split --merge FIRST-PART WHOLE.gguf"
+            self._fail(f" is one of {metadata['split.count']} parts of a model; {join}")
         if metadata.get("general.type", "model") != "model":
             self._fail(f" holds a {metadata['general.type']!r:.60}, not a whole model")
         self.architecture, self.prefix, self.model_type = name, f"{name}.", name
@@ -348,24 +322,18 @@ class Described:
             value = value[0]
         plain = isinstance(value, (int, float, type(None))) and not isinstance(value, bool)
         if not plain or (isinstance(value, float) and not math.isfinite(value)):
-            self._fail(
-                f": {self.prefix}{key} is {value!r:.80}; it must be one number for all layers"
-            )
+            must = "it must be one number for all layers"
+            self._fail(f": {self.prefix}{key} is {value!r:.80}; {must}")
         return value
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor of the folder, as Hugging Face has it."""
-        part = self.parts[name]
-        x = self.file.read(part.entry, part.first, part.rows, dtype).view(part.shape)
-        if part.heads:
-            pairs = x.unflatten(0, (self.config[part.heads], -1, 2))
-            return pairs.transpose(1, 2).reshape(part.shape)
-        return x.T if part.transposed else x
+        return self.parts[name][1](dtype)
 
     def shapes(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Types and shapes of the folder's tensors."""
-        blank = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in self.parts.items()}
-        return {n: x.T if self.parts[n].transposed else x for n, x in blank.items()}
+        parts = self.parts.items()
+        return {name: torch.empty(s, dtype=dtype, device="meta") for name, (s, _) in parts}
 
     def _config(self, vocab: int, frequencies: Entry | None) -> Data:
         metadata, keys, kind = self.file.metadata, KEYS[self.model_type], self.model_type
@@ -396,18 +364,17 @@ class Described:
 
     def _llama_config(self, config: Data, frequencies: Entry | None) -> None:
         """Defaults that follow from other keys, biases, RoPE."""
-        heads = config.get("num_attention_heads") or 1
-        config.setdefault("num_key_value_heads", heads)
-        config.setdefault("head_dim", (config.get("hidden_size") or 0) // heads)
+        count = config.get("num_attention_heads") or 1
+        config.setdefault("num_key_value_heads", count)
+        config.setdefault("head_dim", (config.get("hidden_size") or 0) // count)
         config.setdefault("rope_theta", 10000.0)
         if self.model_type in ("mistral", "mixtral"):
             config.setdefault("sliding_window", None)
         for key in ("rope.dimension_count", "attention.value_length"):
             if self.number(key, config["head_dim"]) != config["head_dim"]:
-                self._fail(
-                    f": {self.prefix}{key} is {self.number(key)}, heads have {config['head_dim']} dimensions; "
-                    "only whole heads that all have one width can be converted"
-                )
+                heads = f"heads have {config['head_dim']} dimensions"
+                only = "only whole heads that all have one width can be converted"
+                self._fail(f": {self.prefix}{key} is {self.number(key)}, {heads}; {only}")
         if self.model_type == "llama":
             config["attention_bias"] = "blk.0.attn_q.bias" in self.entries
             config["mlp_bias"] = "blk.0.ffn_up.bias" in self.entries
@@ -428,9 +395,8 @@ class Described:
         if kind in (None, "linear"):
             return {"rope_type": "linear", "factor": factor}
         if kind != "yarn":
-            self._fail(
-                f": {self.prefix}rope.scaling.type is {kind!r:.60}; known: none, linear, yarn"
-            )
+            known = "known: none, linear, yarn"
+            self._fail(f": {self.prefix}rope.scaling.type is {kind!r:.60}; {known}")
         names = {"original_context_length": "original_max_position_embeddings"}
         names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
         values = {ours: self.number(f"rope.scaling.{theirs}") for theirs, ours in names.items()}
@@ -446,35 +412,40 @@ class Described:
             scaled = Rope(base, scaling=Llama3(factor, original_len=length)).frequencies(head_dim)
             wanted = Rope(base).frequencies(head_dim) / scaled
             if wanted.shape == divisors.shape and torch.allclose(wanted, divisors, rtol=1e-4):
-                ratios = dict(low_freq_factor=1.0, high_freq_factor=4.0)
-                lengths = dict(original_max_position_embeddings=length)
-                return {"rope_type": "llama3", "factor": factor, **ratios, **lengths}
-        self._fail(
-            f": {_FREQUENCIES} is not a scaling of RoPE as Llama 3 has it, the only one that is known"
-        )
+                rope = dict(low_freq_factor=1.0, high_freq_factor=4.0, factor=factor)
+                return dict(rope_type="llama3", original_max_position_embeddings=length, **rope)
+        what = "is not a scaling of RoPE as Llama 3 has it, the only one that is known"
+        self._fail(f": {_FREQUENCIES} {what}")
 
     def _parts(self, entry: Entry) -> Iterator[tuple[str, Part]]:
         """What an entry is in the folder: one tensor, or one for each expert of a stack."""
-        gpt2 = self.model_type == "gpt2"
+        gpt2, shape = self.model_type == "gpt2", entry.shape
         for theirs, to in (_GPT2_TENSORS if gpt2 else _LLAMA_TENSORS).items():
             match, name = _pattern(theirs).fullmatch(entry.name), to.ours
             if match is not None:
                 break
         else:
             self._fail(f": the tensor {entry.name} has no place in a {self.model_type} model")
-        shape = entry.shape
         for group, value in match.groupdict().items():
             name = name.replace("*" if group == "end" else f"{{{group}}}", value)
-        if "{e}" in name:
-            rows = entry.rows // shape[0]
-            for e in range(shape[0]):
-                yield name.replace("{e}", str(e)), Part(entry, e * rows, rows, shape[1:])
-            return
         turned = {"q": "num_attention_heads", "k": "num_key_value_heads"}
         which = re.search(r"attn_([qk])\.", entry.name) if self.architecture == "llama" else None
         transposed = gpt2 and entry.name.startswith("blk.") and len(shape) == 2
-        heads = turned[which[1]] if which else ""
-        yield name, Part(entry, 0, entry.rows, shape, transposed, heads)
+
+        def read(dtype: torch.dtype, at: int = 0, size: tuple[int, ...] = shape) -> Tensor:
+            rows = math.prod(size[:-1])
+            x = self.file.read(entry, at * rows, rows, dtype).view(size)
+            if which:
+                pairs = x.unflatten(0, (self.config[turned[which[1]]], -1, 2))
+                return pairs.transpose(1, 2).reshape(shape)
+            return x.T if transposed else x
+
+        if "{e}" not in name:
+            yield name, (shape[::-1] if transposed else shape, read)
+            return
+        for e in range(shape[0]):
+            one = functools.partial(read, at=e, size=shape[1:])
+            yield name.replace("{e}", str(e)), (shape[1:], one)
 
 
 @functools.cache
@@ -490,7 +461,7 @@ def describe(path: Path) -> Described:
     """A GGUF file whose metadata and tensors make a model that Regard knows."""
     described = Described(File(path))
     try:
-        hf.read(described.config, store.Memory(described.shapes(torch.float32)), "meta", None)
+        hf.read(described.config, store.memory(described.shapes(torch.float32)), "meta", None)
     except UsageError as error:
         raise UsageError(f"{path} cannot become a model folder: {error}") from None
     return described
@@ -522,9 +493,7 @@ def from_gguf(
 
     with store.replacing(target) as folder:
         store.check_room(folder, sum(x.nbytes for x in blank.values()))
-        store.write_json(
-            folder / "config.json", {**described.config, "dtype": hf.dtype_name(dtype)}
-        )
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+        config = {**described.config, "dtype": hf.dtype_name(dtype)}
+        store.write_json(folder / "config.json", config)
+        store.write_carried(folder, files)
         store.write_weights(folder, blank, read=read)

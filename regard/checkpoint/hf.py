@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out, and models of transformers in memory: the tables of families/ run both ways.
+"""Hugging Face folders in and out, and models of transformers in memory: the tables of families.py run both ways.
 
 A model that no family can express is saved to the same folder layout with `model_type: "regard"`.
 """
@@ -63,7 +63,7 @@ def load(
     weights keep the type they are stored in unless `dtype` says otherwise."""
     folder = model_folder(path)
     theirs = read_json(folder / "config.json")
-    model = read(theirs, store.Weights(folder), device, dtype)
+    model = read(theirs, store.weights(folder), device, dtype)
     model.origin.files = read_files(folder, CARRIED_FILES)
     return model
 
@@ -73,13 +73,12 @@ def from_hf(module: nn.Module) -> Model:
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        raise UsageError(
-            "from_hf needs transformers >= 5; or save it and regard.load(folder)"
-        ) from None
+        why = "from_hf needs transformers >= 5; or save it and regard.load(folder)"
+        raise UsageError(why) from None
     theirs = json.loads(module.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
     theirs["architectures"] = [type(module).__name__]
     tensors = revert_weight_conversion(module, module.state_dict())  # type: ignore[arg-type]
-    model = read(theirs, store.Memory(tensors), None, None)
+    model = read(theirs, store.memory(tensors), None, None)
     if getattr(module, "generation_config", None) is not None:
         text = module.generation_config.to_json_string()  # type: ignore[union-attr, operator]
         model.origin.files["generation_config.json"] = text.encode()
@@ -88,7 +87,7 @@ def from_hf(module: nn.Module) -> Model:
 
 def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -> Model:
     """Their config and tensors -> our model."""
-    kind, count = theirs.get("model_type"), sum(1 for _ in source)
+    kind, count = theirs.get("model_type"), len(source)
     family, repeated = None, set[str]()
     if kind == NATIVE:
         _check_counts(theirs.get("config"), ("layers",), count)
@@ -104,7 +103,11 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
         # Their keys under their first names: GPT-2's n_layer may be called num_hidden_layers.
         first = {old: new for old, new in family.aliases.items() if new not in theirs}
         theirs = {first.get(key, key): value for key, value in theirs.items()}
-        architecture = _architecture(theirs, family)
+        named = theirs.get("architectures") or [next(iter(family.heads))]
+        architecture = named[0] if isinstance(named, list) else named
+        if not isinstance(architecture, str) or architecture not in family.heads:
+            known = f"of {kind}, known: {', '.join(family.heads)}"
+            raise wrong(f"architecture {architecture!r}; {known}")
         theirs, source = _unpacked(theirs, _modern(source, family), dtype)
         _check_counts({k: v for k, v in theirs.items() if k in family.keys}, LAYERS, count)
         config, repeated = _settle(read_config(theirs, family, architecture), family, source)
@@ -116,7 +119,11 @@ def read(theirs: Data, source: Source, device: Any, dtype: torch.dtype | None) -
             for name, head in family.heads.items()
             if head is not None
         }
-        model.origin = Origin(kind, architecture, theirs, heads=heads, start=_start(theirs, family))
+        # How the family starts, with the deviation that the folder says.
+        said = (theirs.get(key) for key in ("initializer_range", "init_std", "initializer_factor"))
+        std = next((float(value) for value in said if value), family.start.std)
+        start = replace(family.start, std=std)
+        model.origin = Origin(kind, architecture, theirs, heads=heads, start=start)
     steps = plan(model, family)
     left = [name for name in _check(steps, source) if name not in repeated]
     model.origin.tensors = _carry(left, source, family, model, steps)
@@ -148,10 +155,8 @@ def _name_unknown(theirs: Data, known: Collection[str], what: str) -> None:
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         names.append(repr(key)[1:-1] + "".join(f" (did you mean {name}?)" for name in close))
     names += [f"{len(unknown) - 20} more"] if len(unknown) > 20 else []
-    text = (
-        f"config.json: {', '.join(names)}: no such key in {what}, so nothing depends on it; "
-        "kept, and written back by save"
-    )
+    text = f"config.json: {', '.join(names)}: no such key in {what}, so nothing depends on it"
+    text += "; kept, and written back by save"
     if "auto_map" in unknown:
         text += ". auto_map names code that comes with the model: Regard runs its own, never that"
     notice(text)
@@ -172,7 +177,7 @@ def _unpacked(theirs: Data, source: Source, dtype: torch.dtype | None) -> tuple[
             "with transformers: from_pretrained(...).dequantize(), then save_pretrained(...)"
         )
     rest = {key: value for key, value in theirs.items() if key != "quantization_config"}
-    return rest, store.Unpacked(source, (block[0], block[1]), dtype or torch.bfloat16)
+    return rest, store.unpacked(source, (block[0], block[1]), dtype or torch.bfloat16)
 
 
 def read_native(theirs: Data) -> Any:
@@ -196,14 +201,6 @@ def read_config(theirs: Data, family: Family, architecture: str) -> Any:
         return from_dict(type(family.blank), ours)
 
 
-def _start(theirs: Data, family: Family) -> Start:
-    """How the family starts, with the deviation that the folder says."""
-    for key in ("initializer_range", "init_std", "initializer_factor"):
-        if theirs.get(key):
-            return replace(family.start, std=float(theirs[key]))
-    return family.start
-
-
 @contextmanager
 def _blaming(what: str) -> Iterator[None]:
     """Whatever a wrong value made go wrong is the config's fault."""
@@ -215,14 +212,6 @@ def _blaming(what: str) -> Iterator[None]:
         raise wrong(f"{what} ({e!r})") from None
 
 
-def _architecture(theirs: Data, family: Family) -> str:
-    named = theirs.get("architectures") or [next(iter(family.heads))]
-    name = named[0] if isinstance(named, list) else named
-    if not isinstance(name, str) or name not in family.heads:
-        raise wrong(f"architecture {name!r}; of {family.name}, known: {', '.join(family.heads)}")
-    return name
-
-
 def _modern(source: Source, family: Family) -> Source:
     """Today's names for those of older folders: bodies saved alone leave out the first part
     (`h.0...` for `transformer.h.0...`), and BERT's norms say gamma and beta."""
@@ -232,7 +221,7 @@ def _modern(source: Source, family: Family) -> Source:
         heads = {n.split(".")[0] for table in family.head_rows.values() for n in table}
         bare = {n for n in names if n.split(".")[0] not in heads}
         names = {n: family.base + new if n in bare else new for n, new in names.items()}
-    return Source(source, {new: n for n, new in names.items()})
+    return Source({new: source[n] for n, new in names.items()})
 
 
 def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]:
@@ -244,7 +233,8 @@ def _settle(config: Any, family: Family, source: Source) -> tuple[Any, set[str]]
     for name, twins, switch in family.twins:
         if name not in source or (switch and get(ours, switch) is False):
             continue
-        twin = next((t for t in twins if t in source and source.shape(t) == source.shape(name)), "")
+        shape = source[name].shape
+        twin = next((t for t in twins if t in source and source[t].shape == shape), "")
         if twin and torch.equal(*source.borrow([name, twin])):
             skip.add(name)
         elif switch:
@@ -287,15 +277,12 @@ def _check(steps: list[Step], source: Source) -> list[str]:
         if name not in source:
             hint = _near(name, left) or f"{len(left)} are left over, none with a name like it"
             raise UsageError(f"tensor {name} is missing from the weights; {hint}")
-        if source.shape(name) != shape:
-            raise UsageError(
-                f"tensor {name} has shape {source.shape(name)}, the config asks for {shape}"
-            )
-        if source.dtype(name) not in FLOATS:
-            raise UsageError(
-                f"tensor {name} is stored as {dtype_name(source.dtype(name))}; weights must be one of "
-                f"{', '.join(map(dtype_name, FLOATS))} (float8 only with quantization_config and its scales)"
-            )
+        if (stored := source[name].shape) != shape:
+            raise UsageError(f"tensor {name} has shape {stored}, the config asks for {shape}")
+        if (kind := source[name].dtype) not in FLOATS:
+            known = f"weights must be one of {', '.join(map(dtype_name, FLOATS))}"
+            but = "(float8 only with quantization_config and its scales)"
+            raise UsageError(f"tensor {name} is stored as {dtype_name(kind)}; {known} {but}")
     return left
 
 
@@ -320,7 +307,7 @@ def _carry(
             hint = _near(name, (n for step in steps for n in step.theirs))
             hint = hint or (family and "none of its tensors has a name like it") or ""
             raise UsageError(f"tensor {name} has no place in {what}; {hint}".rstrip("; "))
-        tensors[name] = source.read(name)
+        tensors[name] = source[name].read(None)
     return tensors
 
 
@@ -349,7 +336,7 @@ def _common_type(
 ) -> torch.dtype | None:
     """None where all weights are stored in one type; else the one that the config says, or the widest."""
     wide = wide_names(model)
-    kinds = {source.dtype(n) for step in steps if not wide & set(step.ours) for n in step.theirs}
+    kinds = {source[n].dtype for step in steps if not wide & set(step.ours) for n in step.theirs}
     if len(kinds) < 2:
         return None
     named = getattr(torch, str(theirs.get("dtype") or theirs.get("torch_dtype")), None)
@@ -373,7 +360,7 @@ def _fill(
     wide = wide_names(model)
     for step in steps:
         plain = step.op is SAME and device is None and dtype is None
-        theirs = [source.read(step.theirs[0])] if plain else source.borrow(step.theirs)
+        theirs = [source[step.theirs[0]].read(None)] if plain else source.borrow(step.theirs)
         lent = set() if plain else {t.untyped_storage().data_ptr() for t in theirs}
         for name, tensor in zip(step.ours, step.load(theirs), strict=True):
             old = model.get_parameter(name)

@@ -1,4 +1,4 @@
-"""What the tables of families/ are made of. Every rule runs both ways: Hugging Face's words to ours, and back.
+"""What the tables of families.py are made of. Every rule runs both ways: Hugging Face's words to ours, and back.
 
 Config rules work on plain nested data (`to_dict` of a config); tensor rules name tensors on both sides and the
 operation between them. A rule whose place does not exist in this model (a bias or a head that it lacks) does nothing.
@@ -7,7 +7,7 @@ operation between them. A rule whose place does not exist in this model (a bias 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -158,6 +158,358 @@ def fixed(**only: Any) -> dict[str, ConfigRule]:
 
 ConfigRule = Key | Fixed | Group
 Keys = dict[str, ConfigRule]
+
+
+# Several of theirs may mean one of ours; the first of them is written.
+ACTIVATIONS = {name: name for name in ("relu", "gelu", "silu", "tanh")}
+ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+ACTIVATIONS |= {"gelu_python": "gelu", "swish": "silu"}
+
+# --- keys that only make sense together: RoPE -----------------------------------------------------------------------
+
+_ORIGINAL = "original_max_position_embeddings"
+# rope_type -> their key -> our field
+_SCALING: dict[str, dict[str, str]] = {
+    "linear": dict(factor="factor"),
+    "llama3": dict(factor="factor", low_freq_factor="low", high_freq_factor="high")
+    | {_ORIGINAL: "original_len"},
+    "yarn": dict(factor="factor", beta_fast="fast", beta_slow="slow", truncate="truncated")
+    | dict(attention_factor="attention_factor", mscale="mscale", mscale_all_dim="mscale_all")
+    | {_ORIGINAL: "original_len"},
+    "longrope": dict(factor="factor", short_factor="short", long_factor="long")
+    | {"attention_factor": "attention_factor", _ORIGINAL: "original_len"},
+}
+# What may be missing, and what it means then.
+_OPTIONAL: Data = dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
+_OPTIONAL |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"))
+
+
+def _rope_of(theirs: Data, renamed: Mapping[str, str]) -> Data:
+    """What they say of a RoPE, in our words: base and share where they say one, and the scaling."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(theirs.get(key), dict | None):
+            raise wrong(f"{key} is {theirs[key]!r}; it must be an object")
+    given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+    base = given.pop("rope_theta", None) or theirs.get("rope_theta")
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    kind = renamed.get(kind, kind)
+    share = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor"))
+    scaling: Data | None = None
+    if kind != "default":
+        if kind not in _SCALING:
+            raise wrong(f"rope_type is {kind!r}; known: default, {', '.join(_SCALING)}")
+        scaling = {"kind": kind}
+        whole = theirs.get("max_position_embeddings")
+        original = given.get(_ORIGINAL) or theirs.get(_ORIGINAL) or whole
+        missing = {**_OPTIONAL, _ORIGINAL: original}
+        if kind == "longrope":
+            missing["factor"] = whole and whole / original
+        for key, name in _SCALING[kind].items():
+            value = given.pop(key, None)
+            if value is None and key not in missing:
+                raise wrong(f"rope_parameters.{key} is missing; {kind} scaling needs it")
+            scaling[name] = missing[key] if value is None else value
+    if given:
+        raise wrong(f"rope_parameters.{next(iter(given))} is not known for {kind} RoPE")
+    said = {"base": base and float(base), "partial": share}
+    return {name: value for name, value in said.items() if value} | {"scaling": scaling}
+
+
+def _rope_words(rope: Data) -> Data:
+    """Our RoPE as their rope_parameters."""
+    scaling = rope["scaling"] or {"kind": "default"}
+    out: Data = {"rope_type": scaling["kind"], "rope_theta": rope["base"]}
+    if rope["partial"] != 1:
+        out["partial_rotary_factor"] = rope["partial"]
+    for key, name in _SCALING.get(scaling["kind"], {}).items():
+        if scaling[name] is not None:
+            out[key] = scaling[name]
+    return out
+
+
+def _ropes(
+    places: Mapping[str, str],
+    words: Callable[[Data, str], Data],
+    older: Sequence[str],
+    more: Sequence[str] = (),
+) -> Group:
+    """RoPEs at these places of ours, by their word for each, or one that has none (""). `words`: what their keys say of
+    it, in ours; `older`: keys that rope_parameters stands for now; `more`: others that are looked at."""
+
+    def read(theirs: Data, ours: Data) -> None:
+        for word, place in places.items():
+            if isinstance(rope := get(ours, place), dict):
+                put(ours, place, {**rope, **words(theirs, word)})
+
+    def write(ours: Data, theirs: Data) -> None:
+        ropes = {word: get(ours, place) for word, place in places.items()}
+        ropes = {word: rope for word, rope in ropes.items() if isinstance(rope, dict)}
+        if all({**r, "base": 0, "partial": 1, **words(theirs, w)} == r for w, r in ropes.items()):
+            return
+        for key in (*older, "rope_scaling"):
+            theirs.pop(key, None)
+        said = {word: _rope_words(rope) for word, rope in ropes.items()}
+        theirs["rope_parameters"] = said.get("", said)
+
+    return Group(("rope_parameters", "rope_scaling", *older, *more), read, write)
+
+
+def rope_at(
+    place: str,
+    base: str = "rope_theta",
+    share: str = "",
+    renamed: Mapping[str, str] | None = None,
+    **missing: Any,
+) -> Group:
+    """The RoPE of the attention at this place of ours. `base` and `share` are their older keys for them (no share:
+    heads turn whole), `renamed` their other words for a rope_type, `missing` what missing keys mean."""
+
+    def words(theirs: Data, _: str) -> Data:
+        said = {**missing, **{k: v for k, v in theirs.items() if v is not None}}
+        said |= {"rope_theta": said.get(base)}
+        said |= {"partial_rotary_factor": said.get(share)} if share else {}
+        out = _rope_of(said, renamed or {})
+        if not share and out.get("partial", 1) != 1:
+            raise wrong(f"partial_rotary_factor is {out['partial']}, this family turns whole heads")
+        return out
+
+    more = ["original_max_position_embeddings", *([] if share else ["partial_rotary_factor"])]
+    return _ropes({"": place}, words, [base, share] if share else [base], more)
+
+
+def ropes_by_layer(
+    full: tuple[str, float], sliding: tuple[str, float], scaled: str = "full_attention"
+) -> Group:
+    """A RoPE for the layers that see all and one for those that slide, as `sliding_layers` lists them. `full` and
+    `sliding` are older keys for their bases and what missing ones mean, `scaled` says whose scaling an older
+    rope_scaling is."""
+    bases = {"full_attention": full, "sliding_attention": sliding}
+
+    def words(theirs: Data, word: str) -> Data:
+        nested = (theirs.get("rope_parameters") or {}).get(word)
+        older = theirs.get("rope_scaling") if word in scaled and nested is None else None
+        key, default = bases[word]
+        base = theirs.get(key) or default
+        said = {"rope_parameters": nested, "rope_scaling": older, "rope_theta": base}
+        return _rope_of(theirs | said, {})
+
+    places = {word: f"tower.attention.{i}.rope" for i, word in enumerate(bases)}
+    return _ropes(places, words, [key for key, _ in bases.values() if key])
+
+
+ROPE = rope_at("tower.attention.rope")
+
+# --- what differs from layer to layer -----------------------------------------------------------------------------
+
+
+def by_layer(
+    part: str,
+    key: str,
+    words: tuple[str, str],
+    second: Callable[[Data, int], bool],
+    which: Callable[[Data], bool],
+    more: Sequence[str] = (),
+    write: Callable[[list[str], Data | None, Data, bool], None] | None = None,
+) -> Group:
+    """A `part` of the tower ("attention" or "ffn") of which the blank lists two configs, one for each of `words`: rules
+    fill in `tower.attention.0` and `tower.attention.1`, or both as `tower.attention`. Out goes one per layer.
+
+    `key` of theirs lists a word for each layer; where it is missing, `second` tells from their keys (`more` of them)
+    whether layer i is of the second kind. `which`: whether a config of ours is. `write`: those words, our second config
+    (None where no layer is of it) and whether their keys say so already, into their keys; without it into `key`."""
+
+    def kinds_of(theirs: Data, layers: int) -> list[str]:
+        kinds = theirs.get(key) or [words[second(theirs, i)] for i in range(layers)]
+        if len(kinds) != layers or set(kinds) - set(words):
+            raise wrong(f"{key} must list {layers} times {' or '.join(words)}, got {kinds}")
+        return kinds
+
+    def read(theirs: Data, ours: Data) -> None:
+        tower = ours["tower"]
+        each = [tower[part][words.index(kind)] for kind in kinds_of(theirs, tower["layers"])]
+        tower[part] = each[0] if all(one == each[0] for one in each) else each
+
+    def write_back(ours: Data, theirs: Data) -> None:
+        tower = ours["tower"]
+        each = tower[part] if isinstance(tower[part], list) else [tower[part]] * tower["layers"]
+        kinds = [words[which(one)] for one in each]
+        first = dict(zip(reversed(kinds), reversed(each), strict=True))
+        tower[part] = [first.get(word) for word in words]
+        fits = len(theirs.get(key) or kinds) == len(kinds)
+        said = fits and kinds_of(theirs, len(kinds)) == kinds
+        if write is not None:
+            write(kinds, first.get(words[1]), theirs, said)
+        elif not said:
+            theirs[key] = kinds
+
+    return Group(tuple(name for name in (key, *more) if name), read, write_back, last=True)
+
+
+def sliding_layers(
+    slides: Callable[[Data, int], bool],
+    window: int,
+    more: str = "",
+    switch: str = "",
+    key: str = "sliding_window",
+    both_ways: bool = False,
+) -> Group:
+    """Layers that see all and layers that see a window: `attention` of the blank lists both. `slides`: whether layer i
+    does where `layer_types` is missing (`more`: the key that it looks at); `window`: what a missing sliding_window
+    means; `switch`: the key that turns it on, if there is one; `key`: where it is not sliding_window; `both_ways`: it
+    counts the tokens on either side together, without the query's own."""
+    keys = [name for name in (key, switch) if name]
+
+    def window_of(theirs: Data) -> int | None:
+        size = theirs.get(key, window) if theirs.get(switch, not switch) else None
+        return size // 2 + 1 if both_ways and size is not None else size
+
+    def write(kinds: list[str], sliding: Data | None, theirs: Data, said: bool) -> None:
+        size = sliding and sliding["window"]
+        if said and size in (None, window_of(theirs)):
+            return
+        theirs["layer_types"] = kinds
+        if switch:
+            theirs[switch] = size is not None
+        if switch or size is not None:
+            theirs[key] = 2 * (size - 1) if both_ways and size else size
+
+    group = by_layer(
+        "attention",
+        "layer_types",
+        ("full_attention", "sliding_attention"),
+        lambda theirs, i: window_of(theirs) is not None and slides(theirs, i),
+        lambda one: need(one, "window") is not None,
+        [*keys, *more.split()],
+        write,
+    )
+
+    def read(theirs: Data, ours: Data) -> None:
+        size = window_of(theirs)
+        if size is None and "sliding_attention" in (theirs.get("layer_types") or ()):
+            raise wrong(f"layer_types slides, but {' or '.join(keys)} is off")
+        put(ours, "tower.attention.1.window", size)
+        group.reader(theirs, ours)
+
+    return replace(group, reader=read)
+
+
+def is_moe(ffn: Data) -> bool:
+    return ffn["kind"] == "moe"
+
+
+def experts_by_layer(first_dense: int) -> Group:
+    """`ffn` of the blank lists the dense one and the experts. `first_dense`: how many layers are
+    dense where no key says it."""
+
+    def sparse(theirs: Data, layer: int) -> bool:
+        return layer >= (theirs.get("first_k_dense_replace", first_dense) or 0)
+
+    def write(kinds: list[str], _: Data | None, theirs: Data, said: bool) -> None:
+        theirs["first_k_dense_replace"] = [*kinds, "sparse"].index("sparse")
+        if "mlp_layer_types" in theirs or theirs["model_type"] == "deepseek_v32":
+            theirs["mlp_layer_types"] = kinds
+
+    more = ("first_k_dense_replace",)
+    return by_layer("ffn", "mlp_layer_types", ("dense", "sparse"), sparse, is_moe, more, write)
+
+
+def expert_groups(limited: str | None, default: tuple[int, int]) -> Group:
+    """Expert groups, `default` where they are missing. V2 looks at them only if topk_method is
+    `limited`; V3 (None) always does."""
+
+    def read(theirs: Data, ours: Data) -> None:
+        experts = ours["tower"]["ffn"][1]
+        on = limited is None or theirs.get("topk_method") == limited
+        experts["groups"] = _count(theirs, "n_group", default[0]) if on else 1
+        experts["active_groups"] = _count(theirs, "topk_group", default[1]) if on else 1
+
+    def write(ours: Data, theirs: Data) -> None:
+        experts = ours["tower"]["ffn"][1]
+        if experts is None or (limited is not None and experts["groups"] == 1):
+            return
+        theirs["n_group"], theirs["topk_group"] = experts["groups"], experts["active_groups"]
+        if limited is not None:
+            theirs["topk_method"] = limited
+
+    return Group(("n_group", "topk_group", "topk_method"), read, write)
+
+
+def _count(theirs: Data, key: str, default: int) -> int:
+    """A number of groups; null is one."""
+    value = theirs.get(key, default)
+    if value is not None and (type(value) is not int or value < 1):
+        raise wrong(f"{key} is {value!r}; it must be a whole number from 1 on")
+    return value or 1
+
+
+# --- what transformers reads of any config, whether its class defines it or not ---------------------------------
+
+
+def _read_causal(theirs: Data, ours: Data) -> None:
+    ours["tower"]["causal"] = theirs.get("is_causal") is not False
+    if not ours["tower"]["causal"] and theirs.get("sliding_window"):
+        raise wrong("is_causal is False; with sliding_window Regard can only do True")
+
+
+def _write_causal(ours: Data, theirs: Data) -> None:
+    if ours["tower"]["causal"] != (theirs.get("is_causal") is not False):
+        theirs["is_causal"] = ours["tower"]["causal"]
+
+
+CAUSAL = Group(("is_causal",), _read_causal, _write_causal)
+
+
+# --- labels and oddities ------------------------------------------------------------------------------------------
+
+
+def _read_labels(theirs: Data, ours: Data) -> None:
+    names = theirs.get("id2label")
+    put(ours, "head.labels", len(names) if names else theirs.get("num_labels") or 2)
+
+
+def _write_labels(ours: Data, theirs: Data) -> None:
+    labels = get(ours, "head.labels")
+    if labels is ABSENT or len(theirs.get("id2label") or {0: 0, 1: 1}) == labels:
+        return
+    theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(labels)}
+    theirs["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
+
+
+def head_dropout(**keys: tuple[str, str | float]) -> Group:
+    """The dropout of a head, by its kind: its key, and what a missing or null one means: a number, or the value of
+    another key, which is 0.1 where it is missing too. Kinds that are not named have none."""
+
+    def of(theirs: Data, kind: Any) -> float:
+        name, default = keys[kind]
+        if theirs.get(name) is not None:
+            return theirs[name]
+        return theirs.get(default, 0.1) if isinstance(default, str) else default
+
+    def read(theirs: Data, ours: Data) -> None:
+        if get(ours, "head.kind") in keys:
+            put(ours, "head.dropout", of(theirs, ours["head"]["kind"]))
+
+    def write(ours: Data, theirs: Data) -> None:
+        kind = get(ours, "head.kind")
+        if kind in keys and ours["head"]["dropout"] != of(theirs, kind):
+            theirs[keys[kind][0]] = ours["head"]["dropout"]
+
+    return Group(tuple(dict.fromkeys(name for name, _ in keys.values())), read, write)
+
+
+LABELS = Group(("id2label", "label2id", "num_labels"), _read_labels, _write_labels)
+
+
+def ids_below(last: int, *names: str) -> Group:
+    """What transformers takes for missing ids, up to `last`, would lie outside a smaller vocabulary: they are null."""
+
+    def write(ours: Data, theirs: Data) -> None:
+        if need(ours, "embedding.vocab") <= last:
+            for name in names:
+                theirs.setdefault(name, None)
+
+    return Group(names, lambda *_: None, write)
 
 
 # --- tensors ------------------------------------------------------------------------------------------------------
@@ -317,15 +669,12 @@ def steps(table: Mapping[str, To], shapes: dict[str, torch.Size], config: Any) -
                 yield Step(theirs, ours, [shapes[n] for n in ours], to.op, config)
 
 
-# A tensor, what it repeats (the first of these that is stored), our switch for that.
-Twin = tuple[str, tuple[str, ...], str]
-
 # --- a family -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Family:
-    """Everything about one of Hugging Face's model types, as data. families/__init__.py tells how to write one."""
+    """Everything about one of Hugging Face's model types, as data. families.py tells how to write one."""
 
     name: str
     # What their tensor names begin with when a head sits on the body.
@@ -337,7 +686,7 @@ class Family:
     heads: Mapping[str, Any]
     # Their keys -> rules (a group under the first of its names), and the keys that decide nothing.
     config: Keys
-    # Their names -> ours (`To` where more is to be said), as `written_out` and `steps` read them.
+    # Their names after `base` -> ours (`To` where more is to be said), as `written_out` and `steps` read them.
     tensors: Weights
     # By the kind of head.
     head_tensors: Mapping[str, Weights]
@@ -349,9 +698,6 @@ class Family:
     # Known models, by name: their keys, where these differ from what a missing key means. A dotted
     # key is a place of ours that none of theirs decides.
     presets: Mapping[str, Data] = field(default_factory=dict)
-    # The tensor that shows that the bare body has a pooler.
-    pooler: str = ""
-    twins: tuple[Twin, ...] = ()
     # Nothing tied means that each side has its own table, be it a copy.
     apart: bool = False
     # Patterns of stored tensors that follow from the config, and of those kept for other programs
@@ -363,11 +709,36 @@ class Family:
 
     @cached_property
     def rows(self) -> dict[str, To]:
-        return written_out(self.tensors)
+        table = self.tensors.items()
+        return written_out(
+            {" ".join(self.base + n for n in key.split()): row for key, row in table}
+        )
 
     @cached_property
     def head_rows(self) -> dict[str, dict[str, To]]:
         return {kind: written_out(table) for kind, table in self.head_tensors.items()}
+
+    def _at(self, place: str) -> tuple[str, ...]:
+        """Their names for a tensor of ours."""
+        end, tables = place.rpartition(".")[2], (self.rows, *self.head_rows.values())
+        rows = (row for table in tables for row in table.items())
+        return tuple(n.replace("*", end) for n, to in rows if to.ours.replace("*", end) == place)
+
+    @cached_property
+    def pooler(self) -> str:
+        """The tensor that shows that the bare body has a pooler."""
+        return "".join(self._at("pooler.weight"))
+
+    @cached_property
+    def twins(self) -> list[tuple[str, tuple[str, ...], str]]:
+        """A tensor, what it repeats (the first of these that is stored), our switch for that: a tied head, tables that
+        two sides share, and one tensor under two names."""
+        words, target = self._at("embedding.weight"), self._at("target.weight")
+        words += self._at("source.weight")
+        first, bias = words[:1], self._at("head.bias")
+        tied = [(name, first + target, "head.tied") for name in self._at("head.weight")]
+        shared = [(name, first, "shared") for name in words[1:] + target]
+        return tied + shared + [(name, bias[:1], "") for name in bias[1:]]
 
     @cached_property
     def rules(self) -> list[tuple[str, ConfigRule]]:

@@ -13,6 +13,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,145 +40,101 @@ DTYPES |= {"BF16": torch.bfloat16, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
-class Source:
-    """Where tensors come from: a folder, a module in memory, or another source under other names.
-    `names` gives for each tensor what the source itself calls it."""
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is not read yet. `read` brings it into memory of its own, or into the `nbytes` bytes it is lent."""
 
-    def __init__(self, source: Source, names: Mapping[str, str]):
-        self.source, self.names = source, names
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Tensor | None], Tensor]
+    nbytes: int = 0
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
+class Source(dict[str, Stored]):
+    """Where tensors come from, by name: a folder, or a module in memory."""
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self.names[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.source.dtype(self.names[name])
-
-    def read(self, name: str) -> Tensor:
-        """The tensor in memory of its own."""
-        return self.source.read(self.names[name])
+    scratch = torch.empty(0, dtype=torch.uint8)
 
     def borrow(self, names: list[str]) -> list[Tensor]:
-        """Tensors in memory that the next call may use again."""
-        return self.source.borrow([self.names[name] for name in names])
-
-
-class Weights(Source):
-    """The tensors of a folder: names, shapes and dtypes at once, contents on request."""
-
-    def __init__(self, folder: Path):
-        self.headers: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-        self.names = self.headers  # type: ignore[assignment]
-        self.scratch = torch.empty(0, dtype=torch.uint8)
-        for path in _files(folder):
-            start, entries = header(path)
-            for name, entry in entries.items():
-                if name in self.headers:
-                    other = self.headers[name][0].name
-                    raise UsageError(f"{path} repeats the tensor {name} of {other}")
-                self.headers[name] = (path, start, entry)
-            if len(self.headers) > TENSORS:
-                raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is not a model")
-        index = folder / INDEX
-        for name, file in weight_map(index).items() if index.exists() else ():
-            if name not in self:
-                raise UsageError(f"{index} promises {name} in {file}, but it is not there")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.headers[name][2]["shape"])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.headers[name][2]["dtype"]]
-
-    def read(self, name: str) -> Tensor:
-        return self._fill(name, torch.empty(self._size(name), dtype=torch.uint8))
-
-    def borrow(self, names: list[str]) -> list[Tensor]:
-        """In a buffer that the next call uses again: buffers made and freed in turn would leave
-        holes between the weights, up to their own size."""
-        ends = [0, *itertools.accumulate(-(-self._size(name) // 64) * 64 for name in names)]
+        """Tensors in a buffer that the next call uses again: buffers made and freed in turn would leave holes between
+        the weights, up to their own size."""
+        ends = [0, *itertools.accumulate(-(-self[name].nbytes // 64) * 64 for name in names)]
         if ends[-1] > len(self.scratch):
             self.scratch = torch.empty(ends[-1], dtype=torch.uint8)
-        parts = zip(names, ends, strict=False)
-        return [self._fill(n, self.scratch[at : at + self._size(n)]) for n, at in parts]
+        places = zip(names, ends, strict=False)
+        return [self[n].read(self.scratch[at : at + self[n].nbytes]) for n, at in places]
 
-    def _size(self, name: str) -> int:
-        begin, end = self.headers[name][2]["data_offsets"]
-        return end - begin
 
-    def _fill(self, name: str, raw: Tensor) -> Tensor:
-        path, start, entry = self.headers[name]
+def weights(folder: Path) -> Source:
+    """The tensors of a folder: names, shapes and dtypes at once, contents on request."""
+    source, where = Source(), dict[str, str]()
+    for path in _files(folder):
+        start, entries = header(path)
+        for name, entry in entries.items():
+            if name in source:
+                raise UsageError(f"{path} repeats the tensor {name} of {where[name]}")
+            source[name], where[name] = _stored(path, name, start, entry), path.name
+        if len(source) > TENSORS:
+            raise UsageError(f"{folder} has more than {TENSORS:,} tensors; that is not a model")
+    index = folder / INDEX
+    for name, file in weight_map(index).items() if index.exists() else ():
+        if name not in source:
+            raise UsageError(f"{index} promises {name} in {file}, but it is not there")
+    return source
+
+
+def _stored(path: Path, name: str, start: int, entry: dict[str, Any]) -> Stored:
+    shape, dtype, (begin, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
+
+    def read(raw: Tensor | None) -> Tensor:
+        raw = torch.empty(end - begin, dtype=torch.uint8) if raw is None else raw
         with path.open("rb") as file:
-            file.seek(start + entry["data_offsets"][0])
+            file.seek(start + begin)
             if len(raw) and file.readinto(raw.numpy()) != len(raw):  # type: ignore[arg-type]
                 raise UsageError(f"{path} ended while {name} was read; copy the file again")
-        return raw.view(DTYPES[entry["dtype"]]).view(entry["shape"])
+        return raw.view(DTYPES[dtype]).view(shape)
+
+    return Stored(shape, DTYPES[dtype], read, end - begin)
 
 
-class Memory(Source):
+def memory(tensors: Mapping[str, Tensor]) -> Source:
     """Tensors of a state dict as a source; copies, so that the two models do not share weights."""
 
-    def __init__(self, tensors: dict[str, Tensor]):
-        self.tensors = tensors
-        self.names = dict.fromkeys(tensors, "")
+    def stored(x: Tensor) -> Stored:
+        return Stored(tuple(x.shape), x.dtype, lambda lent: x.clone() if lent is None else x)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name].detach().clone()
-
-    def borrow(self, names: list[str]) -> list[Tensor]:
-        return [self.tensors[name].detach() for name in names]
+    return Source({name: stored(x.detach()) for name, x in tensors.items()})
 
 
 SCALE = "_scale_inv"
 
 
-class Unpacked(Source):
+def unpacked(source: Source, block: tuple[int, int], kind: torch.dtype) -> Source:
     """A source whose 8-bit weights have a scale for each block (rows, columns) of them, as DeepSeek-V3's: each is read
     as the product, in `kind`, and the scales are not among the tensors."""
+    eight = (torch.float8_e4m3fn, torch.float8_e5m2)
+    packed = [n for n, x in source.items() if n + SCALE in source and x.dtype in eight]
+    scales = {name + SCALE for name in packed}
+    plain = Source({name: x for name, x in source.items() if name not in scales})
+    for name in packed:
+        shape, scale = source[name].shape, source[name + SCALE].shape
+        if len(shape) != 2 or scale != tuple(-(-n // b) for n, b in zip(shape, block)):
+            has = f"of shape {shape} has scales of shape {scale}"
+            fit = f"which does not fit blocks of {block[0]} x {block[1]}"
+            raise UsageError(f"tensor {name} {has}, {fit}")
+        plain[name] = Stored(shape, kind, partial(_product, source, name, block, kind))
+    return plain
 
-    def __init__(self, source: Source, block: tuple[int, int], kind: torch.dtype):
-        self.block, self.kind = block, kind
-        eight = (torch.float8_e4m3fn, torch.float8_e5m2)
-        self.packed = {n for n in source if n + SCALE in source and source.dtype(n) in eight}
-        scales = {name + SCALE for name in self.packed}
-        super().__init__(source, {name: name for name in source if name not in scales})
-        for name in self.packed:
-            shape, scale = source.shape(name), source.shape(name + SCALE)
-            if len(shape) != 2 or scale != tuple(-(-n // b) for n, b in zip(shape, block)):
-                raise UsageError(
-                    f"tensor {name} of shape {shape} has scales of shape {scale}, which does not fit "
-                    f"blocks of {block[0]} x {block[1]}"
-                )
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self.kind if name in self.packed else self.source.dtype(name)
-
-    def read(self, name: str) -> Tensor:
-        if name not in self.packed:
-            return self.source.read(name)
-        weight, scales = self.source.borrow([name, name + SCALE])
-        rows, columns = self.block
-        whole = torch.empty(weight.shape, dtype=self.kind)
-        for i, scale in enumerate(scales.float()):
-            each = scale.repeat_interleave(columns)[: weight.shape[1]]
-            at = slice(i * rows, (i + 1) * rows)
-            whole[at] = weight[at].float() * each
-        return whole
-
-    def borrow(self, names: list[str]) -> list[Tensor]:
-        packed = self.packed.intersection(names)
-        return [self.read(name) for name in names] if packed else self.source.borrow(names)
+def _product(
+    source: Source, name: str, block: tuple[int, int], kind: torch.dtype, _: Tensor | None
+) -> Tensor:
+    weight, scales = source.borrow([name, name + SCALE])
+    whole = torch.empty(weight.shape, dtype=kind)
+    for i, scale in enumerate(scales.float()):
+        at = slice(i * block[0], (i + 1) * block[0])
+        whole[at] = weight[at].float() * scale.repeat_interleave(block[1])[: weight.shape[1]]
+    return whole
 
 
 def _files(folder: Path) -> list[Path]:
@@ -190,9 +148,8 @@ def _files(folder: Path) -> list[Path]:
     names = sorted(set(weight_map(index).values()))
     for name in names:
         if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
-            raise UsageError(
-                f"{index} names {name!r}, which is not a plain file name: files outside the folder are refused"
-            )
+            why = "which is not a plain file name: files outside the folder are refused"
+            raise UsageError(f"{index} names {name!r}, {why}")
         if not (folder / name).is_file():
             raise UsageError(f"{index} names {name}, which is missing from {folder}")
     return [folder / name for name in names]
@@ -213,18 +170,16 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if HEADER_BYTES < size < path.stat().st_size:
-                raise UsageError(
-                    f"{path} has a table of tensors of {size:,} bytes; at most {HEADER_BYTES:,} are taken"
-                )
+                most = f"at most {HEADER_BYTES:,} are taken"
+                raise UsageError(f"{path} has a table of tensors of {size:,} bytes; {most}")
             with safetensors.safe_open(path, "pt"):
                 pass
             entries = loads(file.read(size))
     except UsageError:
         raise
     except (safetensors.SafetensorError, ValueError, OSError) as error:
-        raise UsageError(
-            f"{path} is not a whole safetensors file ({error}); copy or download it again"
-        ) from None
+        why = f"is not a whole safetensors file ({error}); copy or download it again"
+        raise UsageError(f"{path} {why}") from None
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         if (kind := entry["dtype"]) not in DTYPES:
@@ -297,7 +252,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_carried(folder: Path, files: dict[str, bytes]) -> None:
+def write_carried(folder: Path, files: Mapping[str, bytes]) -> None:
     """What `files.read_files` found, in its place."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -310,20 +265,18 @@ def replacing(target: Path) -> Iterator[Path]:
     Files of an older checkpoint that are not written anew are kept, its weights are not."""
     # Of a link, the folder behind it.
     target = target.resolve()
-    if target.exists() and (
-        not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())
-    ):
-        raise UsageError(
-            f"{target} exists and is not a model folder; choose another path, or empty it first"
-        )
+    other = target.exists() and not (target / "config.json").exists()
+    if other and (not target.is_dir() or any(target.iterdir())):
+        why = "exists and is not a model folder; choose another path, or empty it first"
+        raise UsageError(f"{target} {why}")
     try:
         with whole_folder(target, f"-{os.getpid()}") as new:
             yield new
             if target.exists():
                 _keep_rest(target, new)
     except (OSError, safetensors.SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot write {target}: {why}; it is as it was") from None
+        failed = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot write {target}: {failed}; it is as it was") from None
 
 
 def _keep_rest(old: Path, new: Path) -> None:
@@ -340,10 +293,8 @@ def _keep_rest(old: Path, new: Path) -> None:
 def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise UsageError(
-            f"the weights need {needed / 1e9:,.1f} GB in {folder.parent}, where {free / 1e9:,.1f} GB are free; "
-            "make room"
-        )
+        there = f"in {folder.parent}, where {free / 1e9:,.1f} GB are free"
+        raise UsageError(f"the weights need {needed / 1e9:,.1f} GB {there}; make room")
 
 
 def check_converted(path: Path) -> None:
@@ -351,7 +302,6 @@ def check_converted(path: Path) -> None:
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix in (*PICKLED, GGUF) and file.is_file():
             where = path.parent if path == file else path
-            raise UsageError(
-                f"{file} is not read as it is: models are folders with {WEIGHTS}, and pickled weights can run code. "
-                f"Convert it once: regard convert {path} {where.resolve().name}-safe"
-            )
+            why = f"models are folders with {WEIGHTS}, and pickled weights can run code"
+            once = f"Convert it once: regard convert {path} {where.resolve().name}-safe"
+            raise UsageError(f"{file} is not read as it is: {why}. {once}")

@@ -16,8 +16,7 @@ from regard.see.format import aligned
 
 if TYPE_CHECKING:
     from regard.models import Model
-    from regard.parity.check import Check
-    from regard.parity.record import Given, Trace
+    from regard.parity import Check, Given, Trace
 
 SCHEMA = 1
 HEAD = ("check", "verdict", "difference", "error", "where the error is largest")
@@ -43,7 +42,7 @@ def run(options: Options) -> int:
 
     from regard.checkpoint import load
     from regard.files import resolve_model
-    from regard.parity.check import check_weights, parity, record, sample
+    from regard.parity import check_weights, parity, record, sample
     from regard.see.format import strict
 
     with blaming(DATA):
@@ -76,7 +75,7 @@ def run(options: Options) -> int:
 def packed(model: Model, given: Given) -> Trace:
     """The model as it runs here: packed, a prompt and then token by token where it can."""
     from regard.fast.cpu import prepare
-    from regard.parity.check import Runner
+    from regard.parity import Runner
 
     runner = Runner(prepare(model), given)
     if not model.decodes:

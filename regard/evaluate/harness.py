@@ -55,9 +55,8 @@ class Regard(TemplateLM):
     ):
         super().__init__()
         for name in unknown:
-            raise UsageError(
-                f"{name} is not one of the model_args of regard; {nearest(name, ARGUMENTS)}"
-            )
+            hint = nearest(name, ARGUMENTS)
+            raise UsageError(f"{name} is not one of the model_args of regard; {hint}")
         if not pretrained:
             raise UsageError("name the model's folder: --model_args pretrained=FOLDER")
         # lm-eval says so where nobody did, and means a GPU if there is one.

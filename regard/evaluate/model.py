@@ -3,9 +3,9 @@ words behind masks, or where in a text the answer to a question stands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # The names of the classes and their probabilities, the most probable first.
 Ranking = list[tuple[str, float]]
+T = TypeVar("T")
 
 
 def classify(
@@ -51,10 +52,8 @@ def classify(
     folder, or a model; `rows` of texts are a batch; `overlong` texts are an "error", or "truncate"
     cuts them."""
     classifier = Classifier(Opened(model, device=device), overlong)
-    rankings: list[Ranking] = []
-    for start in range(0, len(texts), rows):
-        rankings += classifier(classifier.read(texts[start : start + rows], start))
-    return rankings
+    batches = batched(texts, rows)
+    return [one for block in batches for one in classifier(classifier.read(*block))]
 
 
 def embed(
@@ -72,10 +71,12 @@ def embed(
     one, "auto" what the model was trained with; `rows` of texts are a batch; `overlong` texts are
     an "error", or "truncate" cuts them."""
     embedder = Embedder(Opened(model, device=device), normalize, overlong, pooling)
-    vectors: list[np.ndarray | None] = []
-    for start in range(0, len(texts), rows):
-        vectors += embedder(texts[start : start + rows], start)
-    return stacked(vectors)
+    return stacked([one for block in batched(texts, rows) for one in embedder(*block)])
+
+
+def batched(texts: Sequence[T], rows: int) -> Iterator[tuple[Sequence[T], int]]:
+    """Some texts at a time, and how many there were before."""
+    return ((texts[start : start + rows], start) for start in range(0, len(texts), rows))
 
 
 class Opened:
@@ -96,18 +97,14 @@ class Opened:
             model = loaded(model, place, dtype)
             self.tokenizer = tokenizer_of(model)
             told(model)
-        self.plain: Model = model
-        self.precision = quantize if quantize != "none" else precision_of(model, dtype)
-        place = next(model.parameters()).device
-        packed = quantize != "none" or place.type == "cpu"
-        alone = quantize == "none"
-        self.model: Any = (
-            prepare(model, self.precision, consume=ours and alone) if packed else model
-        )
-        if packed:
+        alone, place = quantize == "none", next(model.parameters()).device
+        self.model: Any = model
+        self.precision = precision_of(model, dtype) if alone else quantize
+        if not alone or place.type == "cpu":
+            self.model = prepare(model, self.precision, consume=ours and alone)
             self.precision = str(self.model.precision)
-        if alone:
-            self.plain = self.model
+        # Without quantization there is one model.
+        self.plain: Model = self.model if alone else model
         self.about = f"{place} ({why}), {self.precision}"
 
     def compare(self, prompt: Any) -> str:
@@ -162,15 +159,18 @@ def notice_length(model: Model, length: int) -> None:
     """Say that so many tokens are more than the model was trained on."""
     trained = trained_length(model)
     if trained is not None and length > trained:
-        beyond = "what is beyond may be worth little"
-        notice(
-            f"{length:,} tokens are past the {trained:,} that this model was trained on; {beyond}"
-        )
+        past = f"{length:,} tokens are past the {trained:,} that this model was trained on"
+        notice(f"{past}; what is beyond may be worth little")
+
+
+def patches_of(model: Any) -> Patches | None:
+    """What a model that reads pictures cuts them into."""
+    first = getattr(model.config, "source", None) or getattr(model.config, "embedding", None)
+    return first if isinstance(first, Patches) else None
 
 
 def check_reads_text(model: Any) -> None:
-    first = getattr(model.config, "source", None) or getattr(model.config, "embedding", None)
-    if isinstance(first, Patches):
+    if patches_of(model) is not None:
         raise UsageError("this model reads images: regard generate MODEL picture.png")
 
 
@@ -181,19 +181,14 @@ class Classifier:
     """An opened model that has a classification head."""
 
     def __init__(self, opened: Opened, overlong: str = "error", name: str = "MODEL"):
-        self.model = opened.model
-        config = self.model.config
-        if not isinstance(getattr(config, "head", None), Classify):
-            raise Fault(
-                "this model has no classification head; answers would be random; train one: a config with task = "
-                f'"classify" and [model] folder = "{name}", then regard train CONFIG',
-                DATA,
-            )
+        self.model, patches = opened.model, patches_of(opened.model)
+        if not isinstance(getattr(self.model.config, "head", None), Classify):
+            why = "this model has no classification head; answers would be random; train one"
+            how = f'a config with task = "classify" and [model] folder = "{name}"'
+            raise Fault(f"{why}: {how}, then regard train CONFIG", DATA)
         self.names = class_names(self.model)
-        self.pictures: Pictures | None = None
-        if isinstance(config.embedding, Patches):
-            self.pictures = Pictures(config.embedding, self.model.origin)
-        else:
+        self.pictures = None if patches is None else Pictures(patches, self.model.origin)
+        if patches is None:
             self.rows = Rows(opened, overlong)
 
     def read(
@@ -212,11 +207,9 @@ class Classifier:
             return [[] for _ in examples]
         device = next(self.model.parameters()).device
         inputs = padded(given, device) if self.pictures is None else [torch.stack(given).to(device)]
-        answers = iter(self.model(*inputs).float().softmax(-1).tolist())
-        return [[] if x is None else self.rank(next(answers)) for x in examples]
-
-    def rank(self, probabilities: list[float]) -> Ranking:
-        return sorted(zip(self.names, probabilities), key=lambda pair: -pair[1])
+        answers = [zip(self.names, row) for row in self.model(*inputs).float().softmax(-1).tolist()]
+        ranked = iter([sorted(pairs, key=lambda pair: -pair[1]) for pairs in answers])
+        return [[] if x is None else next(ranked) for x in examples]
 
 
 def class_names(model: Any) -> list[str]:
@@ -247,12 +240,10 @@ class Rows:
         encoded = self.coder.encode([text if text.strip() else "" for text in texts])
         for number, (text, ids) in enumerate(zip(texts, encoded, strict=True), start + 1):
             if room is not None and len(ids) > room and self.overlong == "error":
-                count = len(ids) + len(before) + len(after)
-                raise Fault(
-                    f"line {number} of {name} has {count} tokens, the model's context is {self.longest}; split the "
-                    "line, or say overlong='truncate' (--overlong truncate)",
-                    DATA,
-                )
+                count = f"{len(ids) + len(before) + len(after)} tokens"
+                why = f"line {number} of {name} has {count}, the model's context is {self.longest}"
+                cut = "say overlong='truncate' (--overlong truncate)"
+                raise Fault(f"{why}; split the line, or {cut}", DATA)
             whole = [*before, *ids[:room], *after] if text.strip() else []
             rows.append(torch.tensor(whole) if whole else None)
         return rows
@@ -314,11 +305,8 @@ def _pooling(said: bytes | None, asked: str) -> str:
         modes = json_object(said, POOLING).items()
     on = [key for key, value in modes if key.startswith("pooling_mode") and value is True]
     if len(on) != 1 or on[0] not in POOLINGS:
-        raise Fault(
-            f"{POOLING} says {' and '.join(on) or 'nothing'}, known are {' or '.join(POOLINGS)}; "
-            "choose pooling='mean' or 'cls' (--pooling)",
-            DATA,
-        )
+        why = f"{POOLING} says {' and '.join(on) or 'nothing'}, known are {' or '.join(POOLINGS)}"
+        raise Fault(f"{why}; choose pooling='mean' or 'cls' (--pooling)", DATA)
     return POOLINGS[on[0]]
 
 

@@ -31,11 +31,11 @@ from regard.evaluate import model as opening
 from regard.evaluate.model import Embedder, Opened
 from regard.fast.cpu import prepare
 from regard.layers import MLM, Answer, Classify, Tag
-from regard.models import Model, Patches
+from regard.models import Model
 from regard.text import needed
 from regard.train import measure as measuring
 from regard.train.loss import masked_lm_loss
-from regard.train.measure import WRITING, measure, perplexity, suited, translations
+from regard.train.measure import WRITING, Measured, measure, perplexity, suited, translations
 from regard.train.plan import pick_device
 from regard.train.tasks import TASKS
 
@@ -99,9 +99,8 @@ def evaluate(
         raise UsageError(f"beams is {beams}; give a number from 1")
     if "sts" in metrics:
         if set(metrics) != {"sts"} or shots is not None or others or length is not None:
-            raise UsageError(
-                "sts compares vectors; ask for it alone, without target, shots and length"
-            )
+            alone = "ask for it alone, without target, shots and length"
+            raise UsageError(f"sts compares vectors; {alone}")
         table = Source(files, **{**READING, **(reading or {})})
         opened = Opened(model, device=device, dtype=dtype, quantize=quantize)
         return similarity(Embedder(opened, overlong=overlong, pooling=pooling), table)
@@ -129,9 +128,8 @@ def similarity(embedder: Embedder, table: Source) -> Evaluation:
         raise Fault("sts needs at least two pairs with different, finite scores", DATA)
     vectors = []
     for role in ("text", "second"):
-        texts = [str(row[role]) for row in rows]
-        for start in range(0, len(texts), BATCH):
-            vectors += embedder(texts[start : start + BATCH], start, f"the column {role}")
+        for block in opening.batched([str(row[role]) for row in rows], BATCH):
+            vectors += embedder(*block, f"the column {role}")
     if any(v is None for v in vectors):
         raise Fault("a text of sts is empty", DATA)
     x, y = np.split(np.stack(vectors), 2)  # type: ignore[arg-type]
@@ -148,12 +146,12 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def task_of(model: Model) -> str:
     """What a model was made for, by its kind and its head."""
-    config, head = model.config, getattr(model.config, "head", None)
+    head, pictures = getattr(model.config, "head", None), opening.patches_of(model) is not None
     if model.reads_source:
-        return "caption" if isinstance(getattr(config, "source", None), Patches) else "seq2seq"
+        return "caption" if pictures else "seq2seq"
     if isinstance(head, Classify):
-        return "image" if isinstance(config.embedding, Patches) else "classify"
-    if head is None and not hasattr(config, "cell"):
+        return "image" if pictures else "classify"
+    if head is None and not hasattr(model.config, "cell"):
         raise Fault("this model has no head, so it answers nothing; embed gives vectors", DATA)
     return {Tag: "tag", Answer: "answer", MLM: "mlm"}.get(type(head), "lm")
 
@@ -182,15 +180,8 @@ class Judge:
             self.tokenizer = None if self.task == "image" else needed(tokenizer_of(model))
         self.coder = None if self.tokenizer is None else Coder(self.tokenizer)
         self.classes = opening.class_names(model) if self.task in measuring.LABELLED[:3] else []
-        self.quantized = quantize != "none"
+        self.patches, self.quantized = opening.patches_of(model), quantize != "none"
         self.model: Any = prepare(model, quantize) if self.quantized else model
-
-    @cached_property
-    def patches(self) -> Patches | None:
-        """Of a model that reads pictures."""
-        config = self.model.config
-        reads = getattr(config, "source", None) or getattr(config, "embedding", None)
-        return reads if isinstance(reads, Patches) else None
 
     @cached_property
     def fast(self) -> Any:
@@ -244,18 +235,22 @@ class Judge:
         """Values and signatures of the metrics."""
         textual = [n for n in names if self.task in WRITING and n not in ("loss", "perplexity")]
         values, signatures = self._texts(textual) if textual else ({}, {})
-        # Without label smoothing perplexity needs no pass of its own.
-        rest = dict.fromkeys("loss" if n == "perplexity" else n for n in names if n not in textual)
-        if rest:
-            hidden = self.quantized and self.task not in measuring.LABELLED
-            loss = by_logits if hidden else TASKS[self.task].objective
-            given: Any = (self.model, self.task, self._feed(folder), self.tokenizer, loss, [*rest])
-            result = measure(*given, classes=self.classes, samples=0)
+        if rest := [n for n in names if n not in textual]:
+            result = self._measured(self._feed(folder), rest)
             values |= result.values
             signatures |= result.signatures
-        if "perplexity" in names:
-            values["perplexity"] = perplexity(values["loss"])
         return {n: values[n] for n in names}, {n: t for n, t in signatures.items() if n in names}
+
+    def _measured(self, feed: Feed, names: Sequence[str]) -> Measured:
+        # Without label smoothing perplexity needs no pass of its own.
+        asked = [*dict.fromkeys("loss" if name == "perplexity" else name for name in names)]
+        hidden = self.quantized and self.task not in measuring.LABELLED
+        loss = by_logits if hidden else TASKS[self.task].objective
+        given: Any = (self.model, self.task, feed, self.tokenizer, loss, asked)
+        result = measure(*given, classes=self.classes, samples=0)
+        if "perplexity" in names:
+            result.values["perplexity"] = perplexity(result.values["loss"])
+        return result
 
     def prompted(
         self, names: Sequence[str], shots: Shots, files: tuple[str, ...]
@@ -267,21 +262,17 @@ class Judge:
             raise UsageError(f"{wrong[0]} does not suit shots; choose {', '.join(PROMPTED)}")
         there = {"train": files} if files else {n: self.run.get(n, ()) for n in ("train", "target")}
         if shots.count and not there["train"]:
-            raise UsageError(
-                "name the file that the shots come from (shots_from, --shots-from FILE)"
-            )
+            how = "(shots_from, --shots-from FILE)"
+            raise UsageError(f"name the file that the shots come from {how}")
         pool = pairs(replace(self.data, **there).source()) if shots.count else []
         assert self.coder is not None
         longest, asked = measuring.context_of(self.model), pairs(self.data.source())
         questions = Questions(shots, asked, pool, self.coder, longest)
         self.about = f"{_examples(len(asked))}, {shots.named} each"
         values = {"exact": questions.exact(self.fast)} if "exact" in names else {}
-        if {"loss", "perplexity"} & {*names}:
+        if rest := [name for name in names if name != "exact"]:
             batching = replace(self.data, length=None, tokens=None).batching(SEED)
-            loss = by_logits if self.quantized else TASKS["lm"].objective
-            how: Any = (self.model, "lm", questions.feed(batching), self.tokenizer, loss, ["loss"])
-            values |= measure(*how, samples=0).values
-            values["perplexity"] = perplexity(values["loss"])
+            values |= self._measured(questions.feed(batching), rest).values
         return {name: values[name] for name in names}
 
     def _feed(self, folder: Path) -> Feed:
@@ -331,29 +322,24 @@ class Judge:
                 raise self._too_long(number, size, str(record[used[0]]))
 
     def _too_long(self, number: int, size: int, text: str) -> Fault:
-        return Fault(
-            f"example {number} of {', '.join(self.data.train)} ({text!r:.40}) has {size:,} tokens, a row holds "
-            f"{self.length:,}; shorten it, or say overlong='truncate' (--overlong truncate)",
-            DATA,
+        what = (
+            f"example {number} of {', '.join(self.data.train)} ({text!r:.40}) has {size:,} tokens"
         )
+        cut = "shorten it, or say overlong='truncate' (--overlong truncate)"
+        return Fault(f"{what}, a row holds {self.length:,}; {cut}", DATA)
 
     def _texts(self, names: Sequence[str]) -> tuple[dict[str, float], dict[str, str]]:
         """Translate every source of the files, or say what is on its pictures, and compare with its target."""
         assert self.coder is not None and self.tokenizer is not None
         sources: list[Any] = []
         references: list[str] = []
+        lines = [] if self.task == "caption" else pairs(self.data.source())
         if self.task == "caption":
             x, references = pictures(self.data.source())
             self._fit(x.shape[1:])
             assert self.patches is not None
             sources = [*map(Pictures(self.patches, self.model.origin).tensor, x)]
-            said = translations(self.fast, sources, beams=self.beams)
-            self.about = _examples(len(sources))
-            return measuring.text_scores(names, [*map(self.tokenizer.decode, said)], references)
-        for number, record in enumerate(records(self.data.source(), ("source", "target")), 1):
-            line, reference = record["source"], record["target"]
-            if not isinstance(line, str) or not isinstance(reference, str):
-                raise Fault(f"example {number}: source and target must be text", DATA)
+        for number, (line, reference) in enumerate(lines, 1):
             ids = self.tokenizer.encode(line) if line.strip() else []
             if self.length is not None and len(ids) > self.length:
                 if self.overlong == "error":
@@ -363,8 +349,8 @@ class Judge:
             sources.append(ids)
             references.append(reference)
         self.about = _examples(len(sources))
-        hypotheses = iter(translations(self.fast, [s for s in sources if s], beams=self.beams))
-        texts = [self.tokenizer.decode(next(hypotheses)) if source else "" for source in sources]
+        hypotheses = iter(translations(self.fast, [s for s in sources if len(s)], beams=self.beams))
+        texts = [self.tokenizer.decode(next(hypotheses)) if len(s) else "" for s in sources]
         return measuring.text_scores(names, texts, references)
 
 
@@ -414,20 +400,17 @@ class Shots:
     def named(self) -> str:
         return f"{self.count} shot{'' if self.count == 1 else 's'}"
 
-    def written(self, pair: Pair) -> str:
-        return "".join(part for two in zip(self.parts, (*pair, "")) for part in two)
-
     def prompt(self, pool: list[Pair], number: int, asked: Pair) -> str:
         """Examples, never the one that is asked for, and then the question."""
         draw = random.Random(f"{self.seed} {number}").sample
         chosen = draw(pool, min(self.count + 1, len(pool))) if self.count else []
         chosen = [pair for pair in chosen if pair != asked][: self.count]
         if len(chosen) < self.count:
-            raise Fault(
-                f"{self.count} shots need as many other examples, there are {len(chosen)}", DATA
-            )
-        before, between, _ = self.parts
-        return "".join(map(self.written, chosen)) + f"{before}{asked[0]}{between}"
+            there = f"there are {len(chosen)}"
+            raise Fault(f"{self.count} shots need as many other examples, {there}", DATA)
+        before, between, stop = self.parts
+        shown = "".join(f"{before}{source}{between}{target}{stop}" for source, target in chosen)
+        return f"{shown}{before}{asked[0]}{between}"
 
 
 def pairs(source: Source) -> list[Pair]:

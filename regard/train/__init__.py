@@ -5,6 +5,7 @@ result = regard.train("story.toml", folder="runs/story")
 
 from __future__ import annotations
 
+import importlib
 import sys
 from inspect import Signature, signature
 from types import ModuleType
@@ -12,16 +13,15 @@ from typing import Any
 
 
 class CallablePackage(ModuleType):
-    """A package that can be called: `regard.train(config)` is `regard.train.run.train(config)`.
+    """A package that can be called: `regard.train(config)` is `regard.train.run.train(config)`, and so on.
 
     The import of any module in here, by whomever, binds the name `regard.train` to this package. So the package itself
     must answer the call, and `from regard.train.trainer import Trainer` and `regard.train(config)` work in any order.
     """
 
     def _function(self) -> Any:
-        from regard.train.run import train
-
-        return train
+        run = importlib.import_module(f"{self.__name__}.run")
+        return getattr(run, self.__name__.rpartition(".")[2])
 
     @property
     def __signature__(self) -> Signature:

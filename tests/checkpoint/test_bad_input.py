@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import regard
+from regard.checkpoint import store
 from regard.checkpoint.families import FAMILIES
 from regard.checkpoint.hf import read
-from regard.checkpoint.store import Weights
 from regard.errors import UsageError
 from tests.checkpoint.families import ONE_PER_FAMILY, Peer
 from tests.checkpoint.spoil import SIZES, configure, refused
@@ -98,7 +98,7 @@ def test_value_of_any_key_is_refused_in_words_or_kept(
     then written back as it was read, or decide nothing, and is then carried."""
     wrong = [None, "x", "", -1, 0, 1.5, -0.5, 10**6, True, False, [], [1], {}, {"a": 1}]
     said = json.loads((peer(name).folder / "config.json").read_text())
-    weights, family = Weights(peer(name).folder), FAMILIES[said["model_type"]]
+    weights, family = store.weights(peer(name).folder), FAMILIES[said["model_type"]]
     plain, rng = read(said, weights, None, None), random.Random(name)
     for key in sorted({"architectures", *family.keys}):
         for value in rng.sample(wrong, 3):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import regard
-from regard.checkpoint import convert, unpickle
+from regard.checkpoint import convert
 from regard.checkpoint.convert import find, pickled
 from regard.errors import UsageError
 from tests.checkpoint.test_bad_files import Canary
@@ -47,10 +47,10 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def unpickled(files: Any, folder: Path, dtype: torch.dtype | None, progress: Any) -> int:
         lines: list[dict[str, Any]] = []
-        monkeypatch.setattr(unpickle, "say", lambda **what: lines.append(what))
-        monkeypatch.setattr(unpickle, "confine", lambda size: None)
+        monkeypatch.setattr(convert, "say", lambda **what: lines.append(what))
+        monkeypatch.setattr(convert, "confine", lambda size: None)
         kind = "" if dtype is None else str(dtype).removeprefix("torch.")
-        unpickle.main(str(folder), kind, *map(str, files))
+        convert.main(str(folder), kind, *map(str, files))
         assert lines[-1] == {"done": True}
         return lines[0]["tensors"]
 
@@ -252,9 +252,9 @@ def test_process_that_crashes_or_hangs_gives_a_sentence(
 
 CONFINED = """
 import os, socket, subprocess
-from regard.checkpoint import unpickle
+from regard.checkpoint import convert
 
-unpickle.confine(2**20)
+convert.confine(2**20)
 for act in (
     socket.socket,
     lambda: os.system("true"),

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import regard
 from regard.checkpoint.families import FAMILIES, INERT
 from regard.checkpoint.hf import express, read
-from regard.checkpoint.store import Memory, Weights
+from regard.checkpoint.store import Source, memory
 from regard.errors import Notice
 from tests.checkpoint.families import Peer, error
 from tests.checkpoint.spoil import configure, refused
@@ -80,7 +80,7 @@ def test_published_config_gives_the_numbers_of_transformers(name: str) -> None:
     tensors = revert_weight_conversion(module, module.state_dict())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", Notice)
-        model = read(said, Memory(tensors), None, None)
+        model = read(said, memory(tensors), None, None)
     assert error(model, module) < 2e-4
 
     # What transformers' class does not define is named, in one notice; all is written back.
@@ -207,13 +207,13 @@ def test_fp8_is_unpacked_tensor_by_tensor(
 ) -> None:
     """Experts, which are stacked, too: never more than one is there in 8 bits and unpacked at once."""
     calls: list[list[str]] = []
-    real = Weights.borrow
+    real = Source.borrow
 
-    def borrow(self: Weights, names: list[str]) -> list[torch.Tensor]:
+    def borrow(self: Source, names: list[str]) -> list[torch.Tensor]:
         calls.append(names)
         return real(self, names)
 
-    monkeypatch.setattr(Weights, "borrow", borrow)
+    monkeypatch.setattr(Source, "borrow", borrow)
     regard.load(packed[0])
     scaled = [names for names in calls if any("_scale_inv" in name for name in names)]
     assert scaled and all(len(names) == 2 for names in scaled)

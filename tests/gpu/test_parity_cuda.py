@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import regard
+from regard import parity as module
 from regard.models import Model
-from regard.parity import check as module
-from regard.parity.check import Check, Runner, parity, sample
+from regard.parity import Check, Runner, parity, sample
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
 pytestmark = pytest.mark.skipif(

@@ -17,20 +17,24 @@ from regard.fast.cpu import prepare
 from regard.fast.invariant import invariant
 from regard.fast.watch import Watcher, watch
 from regard.models import Model
-from regard.parity.check import (
+from regard.parity import (
     CHECKS,
     SAMPLES,
     Check,
     Envelope,
+    Given,
     Rounding,
     Runner,
+    Trace,
     judge,
+    oracle,
     parity,
     record,
+    regret,
     sample,
+    steps,
     unit,
 )
-from regard.parity.record import Given, Trace, oracle, regret, steps
 from tests.look.planted import BUGS, by_tanh, eps, no_residual, part, transposed
 from tests.look.zoo import CLEAN, MODELS, random_model, stirred
 
