@@ -69,7 +69,7 @@ def run(options: Options) -> int:
 
 def convert_gguf(path: Path, out: Path, dtype: torch.dtype | None) -> None:
     from regard.checkpoint.gguf import describe, from_gguf, gguf_dtype
-    from regard.text.gguf_tokens import tokenizer_files
+    from regard.text.build import tokenizer_files
 
     described = describe(path)
     files, notices = tokenizer_files(described.file.metadata)
