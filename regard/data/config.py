@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -422,11 +423,11 @@ def survey(
     source = data.source()
     if reads == "image":
         return _pictured(source)
-    roles = text_roles(reads, data)
-    # The first examples, each a text for every role; and whether all can be read in a moment.
+    # The first examples, each a text for every role; and the bytes of all.
     texts: list[list[str]] = []
     size, total = 0, bytes_of(source)
-    for parts in _read(source, roles):
+    examples = _read(source, text_roles(reads, data))
+    for parts in examples:
         texts.append(parts)
         size += sum(map(len, parts)) + 1
         if size > SAMPLE:
@@ -437,17 +438,17 @@ def survey(
     ready = _counted(folder / "data" / "train", source, limit)
     if ready is not None:
         return replace(ready, vocab=vocab)
-    classes = 0
+    small, classes = total <= WHOLE, 0
     if reads in ("classify", "tag"):
         named = "tags" if reads == "tag" else "label"
-        classes = len(tokens.classes_of(source, named)) if total <= WHOLE else 2
-    if total <= WHOLE:
-        guessed = _guessed(_read(source, roles), count, limit, reads)
-        return replace(guessed, vocab=vocab, classes=classes)
-    guessed = _guessed(iter(texts), count, limit, reads)
+        classes = len(tokens.classes_of(source, named)) if small else 2
+    guessed = _guessed(chain(texts, examples if small else ()), count, limit, reads)
+    guessed = replace(guessed, vocab=vocab, classes=classes)
+    if small:
+        return guessed
     scale = max(total / max(sum(len(text.encode()) for parts in texts for text in parts), 1), 1.0)
     sizes = {n: round(scale * getattr(guessed, n)) for n in ("examples", "tokens", "over")}
-    return replace(guessed, **sizes, vocab=vocab, classes=classes, counted=False)
+    return replace(guessed, **sizes, counted=False)
 
 
 def _counted(folder: Path, source: Source, limit: float) -> Survey | None:

@@ -26,7 +26,6 @@ from regard.data.read import DataError
 from regard.files import whole_folder
 
 MANIFEST, VERSION = "manifest.json", 1
-DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _checked: set[tuple[str, int, int, str]] = set()  # files whose SHA-256 this process has compared
 
 
@@ -232,7 +231,6 @@ class _Growing:
     """The files of one column while they are written."""
 
     def __init__(self, path: Path, dtype: str):
-        assert dtype in DTYPES, dtype
         self.path, self.dtype = path, np.dtype(dtype)
         self.shape: tuple[int, ...] = (-1,)
         self.ends = array("q", [0])
