@@ -389,8 +389,8 @@ def _stages(decoder: Any, steps: Sequence[Step]) -> list[Stage]:
             stages.append(Apart(step, any_place=True))
         elif kind in ("Metaspace", "WordPiece") and not fused:
             stages.append(Apart(step))
-        elif kind == "ByteFallback" and not fused:
-            stages.append(ByteRuns())
+        elif kind in ("ByteFallback", "BPEDecoder") and not fused:
+            stages.append(ByteRuns() if kind == "ByteFallback" else Suffixes(step))
         else:
             return [Whole(decoder)]
     return stages
@@ -461,6 +461,27 @@ class ByteRuns(Bytes):
 
 
 codecs.register_error(ByteRuns.errors, lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
+
+
+class Suffixes(Stage):
+    """BPE with an end-of-word suffix: it becomes a space, but nothing at the end of the text."""
+
+    def __init__(self, decoder: Any):
+        self.decoder = decoder
+        # What is left to say of the last piece, if more follows and if none does.
+        self.inside = self.at_end = ""
+
+    def push(self, pieces: list[str]) -> list[str]:
+        out = []
+        for piece in pieces:
+            inside, at_end = self.decoder.decode([piece, ""]), self.decoder.decode([piece])
+            same = len(at_end) if inside.startswith(at_end) else 0
+            out.append(self.inside + inside[:same])
+            self.inside, self.at_end = inside[same:], at_end[same:]
+        return out
+
+    def finish(self) -> list[str]:
+        return [self.at_end]
 
 
 class Start(Stage):
