@@ -120,7 +120,8 @@ class Tokenizer:
             return text.push(self.pieces(ids, skip_special=skip_special)) + text.finish()
         with blaming("these ids cannot be decoded"):
             whole = self.core.decode(_checked(ids), skip_special_tokens=skip_special)
-        return whole.strip() if self.parts.trim else whole
+        # Marian's text has no white space at its ends.
+        return whole.strip() if self.parts.source else whole
 
     def pieces(self, ids: Iterable[int], *, skip_special: bool = True) -> list[str]:
         """The vocabulary's own strings, one per id; special tokens left out, ids beyond the vocabulary too."""
@@ -142,7 +143,7 @@ class Tokenizer:
 
     def detokenizer(self) -> Detokenizer:
         """Pieces -> text, step by step."""
-        return Detokenizer(self.core.decoder, self._steps, trim=self.parts.trim)
+        return Detokenizer(self.core.decoder, self._steps, trim=self.parts.source is not None)
 
     def _encode(
         self, text: str, cutter: tokenizers.Tokenizer | None, special: bool, literal: bool
