@@ -125,7 +125,14 @@ def run(options: Options) -> int:
         raise UsageError(
             "--top-logprobs and --prompt-logprobs are printed with --json; give it too"
         )
-    prompt = read_prompt(options)
+    prompt: Any = cli.given_text(options.prompt)
+    if options.ids:
+        try:
+            prompt = [int(word) for word in prompt.replace(",", " ").split()]
+        except ValueError:
+            raise UsageError(
+                f"--ids wants whole numbers such as '5 9 2', got {prompt!r:.60}; leave it out for text"
+            ) from None
     opened = cli.open_model(options.model, options.machine)
     model, tokenizer = opened.model, opened.tokenizer
     if model.reads_source and isinstance(wanted := getattr(model.config, "source", None), Patches):
@@ -169,30 +176,14 @@ def settings_of(options: Any) -> dict[str, Any]:
 
     flat, known = cli.values(options), {f.name for f in dataclasses.fields(Settings)}
     given = {n: x for n, x in flat.items() if n in known and x is not None and x != ()}
-    if "logit_bias" in given:
-        given["logit_bias"] = tuple(map(bias, given["logit_bias"]))
+    for text in given.pop("logit_bias", ()):
+        try:
+            token, value = text.split("=")
+            given["logit_bias"] = (*given.get("logit_bias", ()), (int(token), float(value)))
+        except ValueError:
+            example = "give ID=BIAS, for example --logit-bias 42=-5"
+            raise UsageError(f"--logit-bias is {text!r}; {example}") from None
     return given
-
-
-def bias(text: str) -> tuple[int, float]:
-    try:
-        token, value = text.split("=")
-        return int(token), float(value)
-    except ValueError:
-        example = "give ID=BIAS, for example --logit-bias 42=-5"
-        raise UsageError(f"--logit-bias is {text!r}; {example}") from None
-
-
-def read_prompt(options: Options) -> Any:
-    text = cli.given_text(options.prompt)
-    if not options.ids:
-        return text
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise UsageError(
-            f"--ids wants whole numbers such as '5 9 2', got {text!r:.60}; leave it out for text"
-        ) from None
 
 
 def write(pieces: Generator[str, None, Result], rate: cli.Rate, written: list[str]) -> Result:

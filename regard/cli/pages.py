@@ -3,6 +3,7 @@ compare, runs side by side."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -57,7 +58,18 @@ def look(options: LookOptions) -> int:
     from regard.see.look import look
     from regard.see.page import page
 
-    path = checked(options)
+    endings = f".html, or in {', '.join(PICTURES)}"
+    path = cli.output_file(options.output, (*PAGES, *PICTURES), endings)
+    drawn = path.suffix.lower() in PICTURES
+    if drawn and options.compare is not None:
+        raise UsageError(
+            "--compare puts two models on one page; give --output a name that ends in .html"
+        )
+    if drawn and importlib.util.find_spec("matplotlib") is None:
+        how = "pip install 'regard[plots]', or --output look.html"
+        raise Fault(f"pictures need matplotlib: {how}", ENVIRONMENT)
+    if options.image is not None and not Path(options.image).is_file():
+        raise Fault(f"--image {options.image} is not a file; give a PNG or JPEG", DATA)
     text = cli.given_text(options.text or "")
     names = [options.model] if options.compare is None else [options.model, options.compare]
     asked = {name: getattr(options, name) for name in ("image", "target", "layer", "head")}
@@ -67,7 +79,7 @@ def look(options: LookOptions) -> int:
         how: Any = {"precision": opened.precision, "compared": options.compare is not None}
         panels.append(look(opened.model, opened.tokenizer, title, text, **asked, **how))
     what = clip(visible(text), 80) if text else Path(options.image or "").name
-    if path.suffix.lower() in PAGES:
+    if not drawn:
         write_whole(path, page(f"What is attended to in “{what}”", panels))
         print(path)
         return 0
@@ -76,25 +88,6 @@ def look(options: LookOptions) -> int:
     for name in pictures(path, panels[0], what):
         print(name)
     return 0
-
-
-def checked(options: LookOptions) -> Path:
-    """The file to write, before any work is done for it."""
-    endings = f".html, or in {', '.join(PICTURES)}"
-    path = cli.output_file(options.output, (*PAGES, *PICTURES), endings)
-    if path.suffix.lower() in PICTURES:
-        if options.compare is not None:
-            raise UsageError(
-                "--compare puts two models on one page; give --output a name that ends in .html"
-            )
-        try:
-            import matplotlib.backends.backend_agg  # noqa: F401
-        except ImportError:
-            how = "pip install 'regard[plots]', or --output look.html"
-            raise Fault(f"pictures need matplotlib: {how}", ENVIRONMENT) from None
-    if options.image is not None and not Path(options.image).is_file():
-        raise Fault(f"--image {options.image} is not a file; give a PNG or JPEG", DATA)
-    return path
 
 
 def titles(folders: Sequence[str]) -> list[str]:

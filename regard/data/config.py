@@ -422,7 +422,15 @@ def survey(
     `folder` is the run's; `start` the model that [model] folder names, or None."""
     source = data.source()
     if reads == "image":
-        return _pictured(source)
+        homes = [path for path in source.files() if format_of(path, source.format) == "images"]
+        if homes:
+            folders = [p for home in homes for p in home.iterdir() if p.is_dir()]
+            files = [f for p in folders for f in p.iterdir() if f.suffix.lower() in read.SUFFIXES]
+            number, names = len(files), {p.name for p in folders}
+        else:
+            images, labels = read.pictures(source)
+            number, names = len(images), set(labels)
+        return Survey(number, classes=len(names), exact=True, counted=True)
     # The first examples, each a text for every role; and the bytes of all.
     texts: list[list[str]] = []
     size, total = 0, bytes_of(source)
@@ -494,16 +502,6 @@ def _guessed(examples: Iterator[list[str]], count: Counting, limit: float, reads
         over=over,
         counted=read <= 4 * WHOLE,
     )
-
-
-def _pictured(source: Source) -> Survey:
-    homes = [path for path in source.files() if format_of(path, source.format) == "images"]
-    if homes:
-        classes = [p for home in homes for p in home.iterdir() if p.is_dir()]
-        files = [f for p in classes for f in p.iterdir() if f.suffix.lower() in read.SUFFIXES]
-        return Survey(len(files), classes=len({p.name for p in classes}), exact=True, counted=True)
-    images, names = read.pictures(source)
-    return Survey(len(images), classes=len(set(names)), exact=True, counted=True)
 
 
 def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
