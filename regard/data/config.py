@@ -209,8 +209,6 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
     """Of the training files; with a file beside each they are read line by line."""
     if not _tuple(data.train):
         raise UsageError("train names no file; give the path of a data file")
-    if data.format == "hub":
-        return {"hub"}
     kinds = {format_of(path, data.format): path for path in data.source().files()}
     if task in PICTURED:
         return set(kinds)
@@ -506,7 +504,7 @@ def _guessed(examples: Iterator[list[str]], count: Counting, limit: float, reads
 
 def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
     plain = source.unit == "file" and not source.marker and not source.beside
-    first = Path(source.paths[0]) if source.format == "hub" else source.files()[0]
+    first = source.files()[0]
     if plain and format_of(first, source.format) == "text" and first.stat().st_size > WHOLE:
         with read.opened(first) as stream:
             yield [stream.read(SAMPLE).decode("utf-8", "ignore")]

@@ -137,7 +137,8 @@ class Source:
                 raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
 
     def files(self) -> list[Path]:
-        return matching_files(self.paths)
+        hub = self.format == "hub"
+        return [Path(p) for p in self.paths] if hub else matching_files(self.paths)
 
     def beside_files(self) -> list[Path]:
         return matching_files(self.beside)
@@ -148,7 +149,7 @@ class Source:
 
 def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
     """The examples with these roles. The labels of pictures can be read as texts: captions."""
-    paths = [Path(p) for p in source.paths] if source.format == "hub" else source.files()
+    paths = source.files()
     if list(roles) == ["label"] and format_of(paths[0], source.format) in ARRAYS:
         yield from ({"label": name} for name in pictures(source)[1])
         return

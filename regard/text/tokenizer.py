@@ -269,9 +269,17 @@ def _checked(ids: Iterable[int]) -> list[int]:
 def _add_tokens(
     core: tokenizers.Tokenizer, files: Files, settings: Settings, tokens: dict[str, str]
 ) -> None:
-    """Register the tokens that stand beside the vocabulary, those with an id first."""
+    """Register the tokens that stand beside the vocabulary, those with an id first, in the order of the ids."""
+    numbered: dict[int, AddedToken] = {}
+    named = set(tokens.values())
+    with blaming("added_tokens.json or added_tokens_decoder of tokenizer_config.json is odd"):
+        for text, index in read_json(files, "added_tokens.json").items():
+            numbered[int(index)] = AddedToken(text, normalized=False, special=text in named)
+        for index, token in (settings.get("added_tokens_decoder") or {}).items():
+            marked = bool(token.get("special")) or token["content"] in named
+            numbered[int(index)] = AddedToken(token["content"], special=marked, **_flags(token))
     known = {token.content for token in core.get_added_tokens_decoder().values()}
-    for index, token in _numbered(files, settings, set(tokens.values())):
+    for index, token in sorted(numbered.items(), key=lambda item: item[0]):
         if token.content not in known:
             (core.add_special_tokens if token.special else core.add_tokens)([token])
         known_id = core.token_to_id(token.content)
@@ -299,18 +307,6 @@ def _add_tokens(
 
 def _flags(token: Settings) -> dict[str, bool]:
     return {k: bool(token.get(k)) for k in ("lstrip", "rstrip", "single_word", "normalized")}
-
-
-def _numbered(files: Files, settings: Settings, named: set[str]) -> list[tuple[int, AddedToken]]:
-    """(id, token) of added_tokens.json and of added_tokens_decoder, in the order of the ids."""
-    tokens: dict[int, AddedToken] = {}
-    with blaming("added_tokens.json or added_tokens_decoder of tokenizer_config.json is odd"):
-        for text, index in read_json(files, "added_tokens.json").items():
-            tokens[int(index)] = AddedToken(text, normalized=False, special=text in named)
-        for index, token in (settings.get("added_tokens_decoder") or {}).items():
-            special = bool(token.get("special")) or token["content"] in named
-            tokens[int(index)] = AddedToken(token["content"], special=special, **_flags(token))
-    return sorted(tokens.items(), key=lambda item: item[0])
 
 
 # --- pieces -> text while they come ---------------------------------------------------------------------------------
