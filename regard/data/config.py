@@ -440,65 +440,46 @@ def survey(
             break
     home = Path(tokenizer or folder / "tokenizer")
     vocab, count = _words(recipe, home, None if tokenizer else start, texts)
-    limit = data.length or math.inf
-    ready = _counted(folder / "data" / "train", source, limit)
-    if ready is not None:
-        return replace(ready, vocab=vocab)
+    limit, ready = data.length or math.inf, folder / "data" / "train"
+    made = (ready / MANIFEST).is_file()
+    if made and read_manifest(ready)["made_of"]["sources"] == _sources(source):
+        shards = open_shards(ready)
+        lengths = [shards.columns[n].lengths for n in LONG if n in shards.columns]
+        number = len(shards.notes.get("classes", []))
+        known = {"vocab": vocab, "classes": number, "exact": True, "counted": True}
+        return _measured(lengths, limit, **known)
     small, classes = total <= WHOLE, 0
     if reads in ("classify", "tag"):
         named = "tags" if reads == "tag" else "label"
         classes = len(tokens.classes_of(source, named)) if small else 2
-    guessed = _guessed(chain(texts, examples if small else ()), count, limit, reads)
-    guessed = replace(guessed, vocab=vocab, classes=classes)
-    if small:
-        return guessed
-    scale = max(total / max(sum(len(text.encode()) for parts in texts for text in parts), 1), 1.0)
-    sizes = {n: round(scale * getattr(guessed, n)) for n in ("examples", "tokens", "over")}
-    return replace(guessed, **sizes, counted=False)
-
-
-def _counted(folder: Path, source: Source, limit: float) -> Survey | None:
-    """From the shards, if they were made of these files."""
-    if not (folder / MANIFEST).is_file():
-        return None
-    if read_manifest(folder)["made_of"]["sources"] != _sources(source):
-        return None
-    shards = open_shards(folder)
-    sides = [shards.columns[n].lengths for n in LONG if n in shards.columns]
-    return Survey(
-        examples=len(sides[0]),
-        tokens=int(sum(side.sum() for side in sides)),
-        longest=tuple(int(side.max()) for side in sides),
-        mean=tuple(float(side.mean()) for side in sides),
-        classes=len(shards.notes.get("classes", [])),
-        over=int((np.maximum.reduce(sides) > limit).sum()),
-        exact=True,
-        counted=True,
-    )
-
-
-def _guessed(examples: Iterator[list[str]], count: Counting, limit: float, reads: str) -> Survey:
-    """Of these examples, one after the other."""
-    number = over = read = 0
-    longest, total = np.zeros(1), np.zeros(1)
-    for parts in examples:
+    sizes, size = [], 0
+    for parts in chain(texts, examples if small else ()):
         sides = parts if reads == "seq2seq" else ["\n".join(parts)]
         if reads == "prefer":
             sides = [parts[0] + answer for answer in parts[1:]]
-        sizes = np.array([count(text) for text in sides])
-        number, over = number + 1, over + bool(sizes.max() > limit)
-        longest, total = np.maximum(longest, sizes), total + sizes
-        read += sum(map(len, sides))
+        sizes.append([count(text) for text in sides])
+        size += sum(map(len, sides))
         # A data set of the hub, whose size nobody told.
-        if read > 4 * WHOLE:
+        if size > 4 * WHOLE:
             break
+    known = {"vocab": vocab, "classes": classes, "counted": small and size <= 4 * WHOLE}
+    guessed = _measured(list(np.array(sizes).T), limit, **known)
+    if small:
+        return guessed
+    scale = max(total / max(sum(len(text.encode()) for parts in texts for text in parts), 1), 1.0)
+    more = {n: round(scale * getattr(guessed, n)) for n in ("examples", "tokens", "over")}
+    return replace(guessed, **more)
+
+
+def _measured(sides: list[np.ndarray], limit: float, **known: Any) -> Survey:
+    """Of examples whose sides have so many tokens."""
     return Survey(
-        examples=number,
-        tokens=round(float(total.sum())),
-        longest=tuple(max(1, math.ceil(n)) for n in longest),
-        mean=tuple(float(n) / max(number, 1) for n in total),
-        over=over,
-        counted=read <= 4 * WHOLE,
+        examples=len(sides[0]),
+        tokens=round(sum(float(side.sum()) for side in sides)),
+        longest=tuple(max(1, math.ceil(side.max())) for side in sides),
+        mean=tuple(float(side.mean()) for side in sides),
+        over=int((np.maximum.reduce(sides) > limit).sum()),
+        **known,
     )
 
 

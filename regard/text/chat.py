@@ -18,6 +18,7 @@ from regard.errors import UsageError, nearest
 from regard.text.template import CLOSE, MEMORY, OPEN, WORKER
 from regard.text.tokenizer import Located, Tokenizer, check_unicode
 
+MAX_SOURCE = 1_000_000  # characters of a template
 MAX_LENGTH = 4_000_000  # characters of a prompt
 MAX_SECONDS = 5.0
 KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
@@ -232,6 +233,10 @@ def render_chat(
     if template not in known:
         raise UsageError(
             f"the folder has no chat template {template!r}; {nearest(template, known)}"
+        )
+    if len(known[template]) > MAX_SOURCE:
+        raise UsageError(
+            f"the chat template has {len(known[template]):,} characters, at most {MAX_SOURCE:,} are read"
         )
     given = {"tools": tools or None, "documents": None, "add_generation_prompt": reply}
     request = {"source": known[template], "max_length": max_length, "marked": marked}
