@@ -12,8 +12,8 @@ import typing
 from typing import Any
 
 import regard
-from regard.cli.catalog import default, kind, meaning, rows, sizes_of
 from regard.cli.main import COMMANDS, command_of
+from regard.cli.settings import default, kind, meaning, rows, sizes_of
 from regard.data.train_tokenizer import Recipe
 from regard.decode.settings import Settings
 from regard.learn.explain import CHAPTERS, find

@@ -13,8 +13,8 @@ import regard
 from regard.attention import DSA, MLA
 from regard.block import Tower
 from regard.checkpoint.hf import Origin
-from regard.cli.catalog import MODEL, keys
 from regard.cli.main import main
+from regard.cli.settings import MODEL, keys
 from regard.cli.shared import flags_of
 from regard.cli.train import Options
 from regard.layers import LM, MLP

@@ -106,7 +106,7 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
     """The command line as a `cls`; nothing where it asks for --help, which is printed. What is
     wrong is a UsageError of one line."""
     if name in SETTABLE and "--help-all" in arguments:
-        from regard.cli.catalog import help_all  # slow to import
+        from regard.cli.settings import help_all  # slow to import
 
         print(help_all())
         return None

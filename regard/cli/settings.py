@@ -1,0 +1,142 @@
+"""Every setting with its type, default and meaning, read from the dataclasses themselves: for `regard train
+--help-all` and the reference pages of the docs. The comment beside a field, or above it, is its meaning."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from typing import Annotated, Any
+
+from regard.config import Range, to_dict
+from regard.data.train_tokenizer import Recipe
+from regard.see.format import aligned
+from regard.train.config import Config, _written
+
+Named = Callable[[type], str]
+Row = tuple[str, str, str, str]  # name, type, default, meaning
+PLAIN = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+PLAIN |= {type(None): "none", Any: "anything"}
+BESIDE = re.compile(r"  # (?!fmt: )(.*?)(?:  # fmt: skip)?$")
+MODEL = (
+    ("model.preset", "text", "needed", "a model by name, with random weights: regard presets"),
+    ("model.folder", "text", "instead", "a model folder to go on from"),
+    ("model.NAME", "anything", "as it is", "any setting of that model: regard presets NAME"),
+)
+
+
+def help_all() -> str:
+    """Every key of a training config, table by table."""
+    parts: dict[str, list[Row]] = {"": [], "model": list(MODEL)}
+    for row in [*keys(Config), *keys(Recipe, "tokenizer.")]:
+        parts.setdefault(row[0].rpartition(".")[0], []).append(row)
+    lines = aligned([row for part in parts.values() for row in part]).splitlines()
+    text = ["Every setting of a config: a key of its TOML file, or a flag: --train.optim.lr 3e-4"]
+    for part in parts.values():
+        text += ["", *lines[: len(part)]]
+        del lines[: len(part)]
+    return "\n".join(text)
+
+
+def keys(cls: Any, where: str = "") -> Iterator[Row]:
+    """Every setting of a dataclass and of those in it, by dotted name, without [model] and [tokenizer]."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for name, *words in rows(cls):
+        if dataclasses.is_dataclass(hints[name]):
+            yield from keys(hints[name], f"{where}{name}.")
+        elif (where, name) not in (("", "model"), ("", "tokenizer")):
+            yield (f"{where}{name}", *(word.strip("`") for word in words))  # type: ignore[misc]
+
+
+def sizes_of(config: Any) -> list[str]:
+    """Layers, dim, heads and vocabulary of a model, the first that are named in it."""
+
+    def first(name: str, at: Any) -> Any:
+        if isinstance(at, dict):
+            if at.get(name) is not None and not isinstance(at[name], dict):
+                return at[name]
+            at = list(at.values())
+        found = (first(name, each) for each in at) if isinstance(at, list) else ()
+        return next((x for x in found if x is not None), None)
+
+    return [str(first(name, to_dict(config)) or "") for name in ("layers", "dim", "heads", "vocab")]
+
+
+# --- one setting ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def meanings(cls: type) -> dict[str, str]:
+    """Of each field that the class itself declares: the comment beside it, or the lines of comment above it."""
+    try:
+        text = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return {}
+    lines, found = text.splitlines(), {}
+    (defined,) = ast.parse(text).body
+    for node in getattr(defined, "body", []):
+        if not isinstance(getattr(node, "target", None), ast.Name):
+            continue
+        beside = map(BESIDE.search, lines[node.lineno - 1 : node.end_lineno])
+        said = [match[1] for match in beside if match]
+        above = takewhile(re.compile(" *#").match, reversed(lines[: node.lineno - 1]))
+        found[node.target.id] = " ".join(said or [x.strip(" #") for x in reversed([*above])])
+    return found
+
+
+def meaning(cls: type, field: dataclasses.Field, hint: Any) -> str:
+    for told in getattr(hint, "__metadata__", ()):
+        if text := getattr(told, "help", None):
+            return text
+    return next((said for c in cls.__mro__ if (said := meanings(c).get(field.name))), "")
+
+
+def kind(hint: Any, named: Named = lambda cls: "table") -> str:
+    """A type in words; a dataclass as `named` has it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        limits = next((x for x in hint.__metadata__ if isinstance(x, Range)), None)
+        said = kind(args[0], named)
+        return f"{said}, {limits}" if limits and limits.low > float("-inf") else said
+    if origin in (typing.Union, types.UnionType):
+        words = [kind(each, named) for each in args]
+        return " or ".join(dict.fromkeys(words))
+    if origin is typing.Literal:
+        return ", ".join(map(str, args))
+    if origin is tuple:
+        return f"list: {kind(args[0], named)}"
+    if origin is dict:
+        return "table"
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return named(hint)
+    return PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def default(field: dataclasses.Field) -> str:
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is dataclasses.MISSING:
+        return "needed"
+    if value is None:
+        return "none"
+    if dataclasses.is_dataclass(value) or value == {}:
+        return "its defaults"
+    return f"`{_written(to_dict(value))}`" if value != () else "none"
+
+
+def rows(cls: Any, named: Named = lambda cls: "table") -> list[Row]:
+    """Name, type, default and meaning of each setting; `kind`, the name of the class itself, is left out."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [
+        (f.name, kind(hints[f.name], named), default(f), meaning(cls, f, hints[f.name]))
+        for f in dataclasses.fields(cls)
+        if f.name != "kind" or cls is Recipe
+    ]
