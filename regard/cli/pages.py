@@ -66,8 +66,8 @@ def look(options: LookOptions) -> int:
             "--compare puts two models on one page; give --output a name that ends in .html"
         )
     if drawn and importlib.util.find_spec("matplotlib") is None:
-        how = "pip install 'regard[plots]', or --output look.html"
-        raise Fault(f"pictures need matplotlib: {how}", ENVIRONMENT)
+        what = "pip install 'regard[plots]', or --output look.html"
+        raise Fault(f"pictures need matplotlib: {what}", ENVIRONMENT)
     if options.image is not None and not Path(options.image).is_file():
         raise Fault(f"--image {options.image} is not a file; give a PNG or JPEG", DATA)
     text = cli.given_text(options.text or "")
