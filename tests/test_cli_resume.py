@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from regard.cli import recipes
+from regard import recipes
 from regard.cli.main import main
 from regard.data.config import Data
 from regard.train.config import Config, as_toml, read
@@ -167,7 +167,7 @@ def test_stop_in_a_long_evaluation_saves_first(
     assert samples > 4  # it is looked at between samples too
 
 
-CONFIGS = sorted(Path(recipes.__file__).parents[1].glob("recipes/*.toml"))
+CONFIGS = sorted(Path(recipes.__file__).parent.glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

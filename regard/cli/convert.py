@@ -6,15 +6,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from regard.cli.shared import check_new_folder, dim, talk
 from regard.errors import DATA, RUN, UsageError, blaming, notice
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,20 @@ def run(options: Options) -> int:
     with blaming(DATA):
         model = find(Path(options.source))
         if not model.pickled:
-            convert_gguf(model.weights[0], out, dtype)
+            from regard.checkpoint.gguf import describe, from_gguf, gguf_dtype
+            from regard.text.build import tokenizer_files
+
+            described = describe(model.weights[0])
+            files, notices = tokenizer_files(described.file.metadata)
+            for text in notices:
+                notice(text)
+            stored, most = gguf_dtype(described.file)
+            dtype = dtype or stored
+            with blaming(RUN):
+                from_gguf(described, out, dtype, files, progress)
+            kind = described.config["architectures"][0]
+            written = str(dtype).removeprefix("torch.")
+            notice(f"a {kind}; most of its weights are {most}, written as {written}")
         else:
             if model.left_out:
                 notice(f"left out: {', '.join(model.left_out)}")
@@ -65,22 +75,6 @@ def run(options: Options) -> int:
                 notice(f"the folder is written, but Regard does not read the model in it: {why}")
     print(out)
     return 0
-
-
-def convert_gguf(path: Path, out: Path, dtype: torch.dtype | None) -> None:
-    from regard.checkpoint.gguf import describe, from_gguf, gguf_dtype
-    from regard.text.gguf_tokens import tokenizer_files
-
-    described = describe(path)
-    files, notices = tokenizer_files(described.file.metadata)
-    for text in notices:
-        notice(text)
-    stored, most = gguf_dtype(described.file)
-    dtype = dtype or stored
-    with blaming(RUN):
-        from_gguf(described, out, dtype, files, progress)
-    kind, written = described.config["architectures"][0], str(dtype).removeprefix("torch.")
-    notice(f"a {kind}; most of its weights are {most}, written as {written}")
 
 
 def progress(done: int, total: int) -> None:

@@ -131,7 +131,7 @@ def task_of(options: Options, reading: dict[str, Any]) -> str:
     from regard.data.read import ARRAYS, format_of
 
     kind, roles = format_of(Path(options.files[0]), reading["format"]), reading["columns"]
-    if reading["format"] in ARRAYS or kind in ARRAYS:
+    if kind in ARRAYS:
         return "image"
     if options.target or "target" in roles:
         return "seq2seq"

@@ -70,21 +70,13 @@ def run(options: Options) -> int:
     for name in ("shots_from", "template", "seed"):
         if options.shots is None and getattr(options, name) != getattr(Options, name):
             raise UsageError(f"--{name.replace('_', '-')} is for prompts with examples: --shots N")
-    shots, template = options.shots, options.template.replace("\\n", "\n")
-    result = evaluate(
-        options.model,
-        options.data,
-        target=options.target,
-        metrics=options.metric,
-        beams=options.beams,
-        length=options.length,
-        overlong=options.overlong,
-        reading=options.reading.settings(),
-        shots=None if shots is None else Shots(shots, template, options.seed),
-        shots_from=options.shots_from,
-        pooling=options.pooling,
-        **asdict(options.machine),
-    )
+    same = ("target", "beams", "length", "overlong", "shots_from", "pooling")
+    given = {name: getattr(options, name) for name in same} | asdict(options.machine)
+    given |= {"metrics": options.metric, "reading": options.reading.settings()}
+    if options.shots is not None:
+        template = options.template.replace("\\n", "\n")
+        given["shots"] = Shots(options.shots, template, options.seed)
+    result = evaluate(options.model, options.data, **given)
     cli.talk(f"{result.task}: {result.data}")
     if options.json:
         print(json.dumps(strict(asdict(result)), ensure_ascii=False))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Generator, Iterator
@@ -124,7 +125,14 @@ def run(options: Options) -> int:
         raise UsageError(
             "--top-logprobs and --prompt-logprobs are printed with --json; give it too"
         )
-    prompt = read_prompt(options)
+    prompt: Any = cli.given_text(options.prompt)
+    if options.ids:
+        try:
+            prompt = [int(word) for word in prompt.replace(",", " ").split()]
+        except ValueError:
+            raise UsageError(
+                f"--ids wants whole numbers such as '5 9 2', got {prompt!r:.60}; leave it out for text"
+            ) from None
     opened = cli.open_model(options.model, options.machine)
     model, tokenizer = opened.model, opened.tokenizer
     if model.reads_source and isinstance(wanted := getattr(model.config, "source", None), Patches):
@@ -168,30 +176,14 @@ def settings_of(options: Any) -> dict[str, Any]:
 
     flat, known = cli.values(options), {f.name for f in dataclasses.fields(Settings)}
     given = {n: x for n, x in flat.items() if n in known and x is not None and x != ()}
-    if "logit_bias" in given:
-        given["logit_bias"] = tuple(map(bias, given["logit_bias"]))
+    for text in given.pop("logit_bias", ()):
+        try:
+            token, value = text.split("=")
+            given["logit_bias"] = (*given.get("logit_bias", ()), (int(token), float(value)))
+        except ValueError:
+            example = "give ID=BIAS, for example --logit-bias 42=-5"
+            raise UsageError(f"--logit-bias is {text!r}; {example}") from None
     return given
-
-
-def bias(text: str) -> tuple[int, float]:
-    try:
-        token, value = text.split("=")
-        return int(token), float(value)
-    except ValueError:
-        example = "give ID=BIAS, for example --logit-bias 42=-5"
-        raise UsageError(f"--logit-bias is {text!r}; {example}") from None
-
-
-def read_prompt(options: Options) -> Any:
-    text = cli.given_text(options.prompt)
-    if not options.ids:
-        return text
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise UsageError(
-            f"--ids wants whole numbers such as '5 9 2', got {text!r:.60}; leave it out for text"
-        ) from None
 
 
 def write(pieces: Generator[str, None, Result], rate: cli.Rate, written: list[str]) -> Result:
@@ -213,7 +205,7 @@ def write(pieces: Generator[str, None, Result], rate: cli.Rate, written: list[st
 
 def as_json(result: Result, **more: Any) -> str:
     """One line of JSON; a log-probability that is not finite is null."""
-    from regard.report.run import strict
+    from regard.see.format import strict
 
     answer = {n: getattr(result, n) for n in ("text", "ids", "logprobs", "score", "finish")}
     asked = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
@@ -248,94 +240,69 @@ class TranslateOptions:
 
 
 def translate(options: TranslateOptions) -> int:
-    from regard.decode.generate import Unanswered
-    from regard.decode.settings import Settings
+    from regard.decode.generate import Unanswered, answers, default_length
+    from regard.decode.settings import Result, Settings
+    from regard.evaluate.model import check_reads_text
+    from regard.models.embedding import context
+    from regard.see.look import align, cross_site
+    from regard.text import needed
 
     given = settings_of(options)
     Settings.of(given)
     cli.check_counts(options, "rows", "block")
     cli.check_file(options.file)
-    block = options.block or (1 if cli.is_typed(options.file) else 512)
-    translator = Translator(options, given, min(options.rows, block * options.beams))
+    opened = cli.open_model(options.model, options.machine)
+    model = opened.model
+    if not model.reads_source:
+        raise UsageError(
+            "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
+        )
+    check_reads_text(model)
+    tokenizer, site = needed(opened.tokenizer), cross_site(model) if options.align else ""
+    source = getattr(model.config, "source", None)
+    longest = None if source is None else context(model.config.max_len, source)
+
+    def read(line: str, where: str) -> list[int]:
+        """The ids of a line; none if it is empty."""
+        ids = tokenizer.encode(line) if line.strip() else []
+        if longest is not None and len(ids) > longest:
+            limit = f"the model's context is {longest}"
+            raise Fault(f"{where} has {len(ids)} tokens, {limit}; split the line", DATA)
+        return ids
+
+    def shown(line: str, result: Result) -> str:
+        pairs = align(model, tokenizer, site, line, result) if site else []
+        if options.json:
+            return as_json(result, **({"align": [list(p) for p in pairs]} if site else {}))
+        text = re.sub(r"[\r\n]+", " ", result.text or "")
+        return text + "\t" + " ".join(f"{s}-{t}" for s, t in pairs) if site else text
+
     done, rate = 0, cli.Rate(streaming=False)
+    # A sentence for each line that ended with an error.
+    failed: list[str] = []
+    block = options.block or (1 if cli.is_typed(options.file) else 512)
     for lines, before, name in cli.line_blocks(options.file, block):
-        for text in translator(lines, before, name):
-            sys.stdout.write(text + "\n")
+        done, tokens = before + len(lines), 0
+        places = [f"line {number} of {name}" for number in range(before + 1, done + 1)]
+        sources = [read(line, where) for line, where in zip(lines, places)]
+        results: Iterator[Result] = iter(())
+        if full := [ids for ids in sources if ids]:
+            cli.compare(opened, full[0])
+            limit = {"max_new_tokens": default_length(model, full), **given}
+            results = (group[0] for group in answers(model, full, rows=options.rows, **limit))
+        for line, ids, where in zip(lines, sources, places):
+            result = next(results) if ids else Result([], [], 0.0, "eos", text="")
+            if result.finish == "error":
+                failed.append(f"{where} was not translated: {result.error}")
+            tokens += len(result.ids)
+            sys.stdout.write((shown(line, result) if ids or options.json else "") + "\n")
         sys.stdout.flush()
-        done = before + len(lines)
-        rate.add(translator.tokens - rate.tokens, f", {done} lines")
+        rate.add(tokens, f", {done} lines")
     rate.done(f", {done} lines")
-    if failed := translator.failed:
+    if failed:
         more = len(failed) - 1
         raise Unanswered(failed[0] + (f" (and {more} more lines)" if more else ""))
     return 0
-
-
-class Translator:
-    """A model that translates, and how it was asked to; `rows` is what a step will have."""
-
-    def __init__(self, options: TranslateOptions, settings: dict[str, Any], rows: int):
-        from regard.evaluate.model import check_reads_text
-        from regard.models.embedding import context
-        from regard.see.look import cross_site
-        from regard.text import needed
-
-        self.options, self.settings, self.tokens = options, settings, 0
-        # A sentence for each line that ended with an error.
-        self.failed: list[str] = []
-        self.opened = cli.open_model(options.model, options.machine)
-        self.model = self.opened.model
-        if not self.model.reads_source:
-            raise UsageError(
-                "translate needs an encoder-decoder (T5, BART, Marian, ...); for others use regard generate"
-            )
-        check_reads_text(self.model)
-        self.tokenizer = needed(self.opened.tokenizer)
-        self.site = cross_site(self.model) if options.align else ""
-        source = getattr(self.model.config, "source", None)
-        self.longest = None if source is None else context(self.model.config.max_len, source)
-
-    def __call__(self, lines: list[str], before: int, name: str) -> Iterator[str]:
-        """One line of output for each line."""
-        from regard.decode.generate import answers, default_length
-
-        places = [
-            f"line {number} of {name}" for number in range(before + 1, before + 1 + len(lines))
-        ]
-        sources = [self.read(line, where) for line, where in zip(lines, places)]
-        results: Iterator[Any] = iter(())
-        if full := [source for source in sources if source]:
-            cli.compare(self.opened, full[0])
-            limit = {"max_new_tokens": default_length(self.model, full), **self.settings}
-            groups = answers(self.model, full, rows=self.options.rows, **limit)
-            results = (group[0] for group in groups)
-        for line, source, where in zip(lines, sources, places):
-            result = next(results) if source else None
-            if result is not None and result.finish == "error":
-                self.failed.append(f"{where} was not translated: {result.error}")
-            yield self.show(line, result)
-
-    def read(self, line: str, where: str) -> list[int]:
-        """The ids of a line; none if it is empty."""
-        ids = self.tokenizer.encode(line) if line.strip() else []
-        if self.longest is not None and len(ids) > self.longest:
-            context = f"the model's context is {self.longest}"
-            raise Fault(f"{where} has {len(ids)} tokens, {context}; split the line", DATA)
-        return ids
-
-    def show(self, line: str, result: Any) -> str:
-        from regard.decode.settings import Result
-        from regard.see.look import align
-
-        if result is None and not self.options.json:
-            return ""
-        result = result or Result([], [], 0.0, "eos", text="")
-        self.tokens += len(result.ids)
-        pairs = align(self.model, self.tokenizer, self.site, line, result) if self.site else []
-        if self.options.json:
-            return as_json(result, **({"align": [list(p) for p in pairs]} if self.site else {}))
-        text = re.sub(r"[\r\n]+", " ", result.text or "")
-        return text + "\t" + " ".join(f"{s}-{t}" for s, t in pairs) if self.site else text
 
 
 LONGEST = 1024  # tokens of an answer, where the context is longer
@@ -362,6 +329,7 @@ class ChatOptions:
 def chat(options: ChatOptions) -> int:
     from regard.decode.settings import Settings
     from regard.evaluate.model import check_reads_text
+    from regard.text import needed, render_chat
     from regard.text.tokenizer import check_unicode
 
     given = settings_of(options)
@@ -369,16 +337,21 @@ def chat(options: ChatOptions) -> int:
     check_unicode(options.system or "", "--system")
     opened = cli.open_model(options.model, options.machine)
     check_reads_text(opened.model)
-    conversation = Conversation(opened, options, given)
+    begin = [] if options.system is None else [{"role": "system", "content": options.system}]
+    with blaming(DATA):
+        render_chat(needed(opened.tokenizer), [*begin, {"role": "user", "content": "?"}])
+    messages = begin
     for line in said():
         text = line.strip()
         if text == "/quit":
             break
         if text == "/clear":
-            conversation.clear()
+            messages = begin
         elif text:
+            asked = [*messages, {"role": "user", "content": line}]
             try:
-                conversation.say(line)
+                reply = answer(opened, asked, options.stop, given)
+                messages = [*asked, {"role": "assistant", "content": reply}]
             except UsageError as error:
                 if not sys.stdin.isatty():
                     raise
@@ -404,52 +377,29 @@ def said() -> Iterator[str]:
     print()
 
 
-class Conversation:
-    """The messages so far. An answer that is interrupted stays, as far as it came."""
+def answer(
+    opened: Opened, messages: list[dict[str, str]], stop: tuple[str, ...], given: dict[str, Any]
+) -> str:
+    """Write the answer to the last message; one that is interrupted stays, as far as it came."""
+    from regard.decode.generate import stream
+    from regard.text import encode_chat, needed
 
-    def __init__(self, opened: Opened, options: ChatOptions, settings: dict[str, Any]):
-        from regard.text import needed, render_chat
-
-        self.opened, self.options, self.settings = opened, options, settings
-        self.clear()
-        with blaming(DATA):
-            self.tokenizer = needed(opened.tokenizer)
-            render_chat(self.tokenizer, [*self.messages, {"role": "user", "content": "?"}])
-
-    def clear(self) -> None:
-        system = self.options.system
-        first = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[dict[str, str]] = first
-
-    def say(self, text: str) -> None:
-        """Write the answer to a message, and remember both."""
-        from regard.decode.generate import stream
-        from regard.text import encode_chat
-
-        asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = encode_chat(self.tokenizer, asked)
-        cli.compare(self.opened, prompt)
-        settings = {"max_new_tokens": self.room(len(prompt)), **self.settings}
-        pieces = stream(self.opened.model, prompt, stop=self.options.stop, **settings)
-        rate, why = cli.Rate(streaming=True), "Ctrl-C"
-        answer: list[str] = []
-        try:
-            why = write(pieces, rate, answer).finish
-        except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                raise
-        print(flush=True)
-        rate.done(f", ended by {why}")
-        self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
-
-    def room(self, used: int) -> int:
-        """Tokens that an answer may have."""
-        longest = getattr(self.opened.model.config, "max_len", None)
-        if longest is None:
-            return LONGEST
-        used = 1 if self.opened.model.reads_source else used
-        if used >= longest:
-            raise UsageError(
-                f"the conversation has {used} tokens, the model's context is {longest}; start a new one"
-            )
-        return min(LONGEST, longest - used)
+    prompt = encode_chat(needed(opened.tokenizer), messages)
+    cli.compare(opened, prompt)
+    longest = getattr(opened.model.config, "max_len", None) or math.inf
+    used = 1 if opened.model.reads_source else len(prompt)
+    if used >= longest:
+        raise UsageError(
+            f"the conversation has {used} tokens, the model's context is {longest}; start a new one"
+        )
+    settings = {"max_new_tokens": int(min(LONGEST, longest - used)), **given}
+    rate, why = cli.Rate(streaming=True), "Ctrl-C"
+    written: list[str] = []
+    try:
+        why = write(stream(opened.model, prompt, stop=stop, **settings), rate, written).finish
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+    print(flush=True)
+    rate.done(f", ended by {why}")
+    return "".join(written)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,8 +209,6 @@ def _formats(data: Data, task: str, name: str) -> set[str]:
     """Of the training files; with a file beside each they are read line by line."""
     if not _tuple(data.train):
         raise UsageError("train names no file; give the path of a data file")
-    if data.format == "hub":
-        return {"hub"}
     kinds = {format_of(path, data.format): path for path in data.source().files()}
     if task in PICTURED:
         return set(kinds)
@@ -421,93 +420,72 @@ def survey(
     `folder` is the run's; `start` the model that [model] folder names, or None."""
     source = data.source()
     if reads == "image":
-        return _pictured(source)
-    roles = text_roles(reads, data)
-    # The first examples, each a text for every role; and whether all can be read in a moment.
+        homes = [path for path in source.files() if format_of(path, source.format) == "images"]
+        if homes:
+            folders = [p for home in homes for p in home.iterdir() if p.is_dir()]
+            files = [f for p in folders for f in p.iterdir() if f.suffix.lower() in read.SUFFIXES]
+            number, names = len(files), {p.name for p in folders}
+        else:
+            images, labels = read.pictures(source)
+            number, names = len(images), set(labels)
+        return Survey(number, classes=len(names), exact=True, counted=True)
+    # The first examples, each a text for every role; and the bytes of all.
     texts: list[list[str]] = []
     size, total = 0, bytes_of(source)
-    for parts in _read(source, roles):
+    examples = _read(source, text_roles(reads, data))
+    for parts in examples:
         texts.append(parts)
         size += sum(map(len, parts)) + 1
         if size > SAMPLE:
             break
     home = Path(tokenizer or folder / "tokenizer")
     vocab, count = _words(recipe, home, None if tokenizer else start, texts)
-    limit = data.length or math.inf
-    ready = _counted(folder / "data" / "train", source, limit)
-    if ready is not None:
-        return replace(ready, vocab=vocab)
-    classes = 0
+    limit, ready = data.length or math.inf, folder / "data" / "train"
+    made = (ready / MANIFEST).is_file()
+    if made and read_manifest(ready)["made_of"]["sources"] == _sources(source):
+        shards = open_shards(ready)
+        lengths = [shards.columns[n].lengths for n in LONG if n in shards.columns]
+        number = len(shards.notes.get("classes", []))
+        known = {"vocab": vocab, "classes": number, "exact": True, "counted": True}
+        return _measured(lengths, limit, **known)
+    small, classes = total <= WHOLE, 0
     if reads in ("classify", "tag"):
         named = "tags" if reads == "tag" else "label"
-        classes = len(tokens.classes_of(source, named)) if total <= WHOLE else 2
-    if total <= WHOLE:
-        guessed = _guessed(_read(source, roles), count, limit, reads)
-        return replace(guessed, vocab=vocab, classes=classes)
-    guessed = _guessed(iter(texts), count, limit, reads)
-    scale = max(total / max(sum(len(text.encode()) for parts in texts for text in parts), 1), 1.0)
-    sizes = {n: round(scale * getattr(guessed, n)) for n in ("examples", "tokens", "over")}
-    return replace(guessed, **sizes, vocab=vocab, classes=classes, counted=False)
-
-
-def _counted(folder: Path, source: Source, limit: float) -> Survey | None:
-    """From the shards, if they were made of these files."""
-    if not (folder / MANIFEST).is_file():
-        return None
-    if read_manifest(folder)["made_of"]["sources"] != _sources(source):
-        return None
-    shards = open_shards(folder)
-    sides = [shards.columns[n].lengths for n in LONG if n in shards.columns]
-    return Survey(
-        examples=len(sides[0]),
-        tokens=int(sum(side.sum() for side in sides)),
-        longest=tuple(int(side.max()) for side in sides),
-        mean=tuple(float(side.mean()) for side in sides),
-        classes=len(shards.notes.get("classes", [])),
-        over=int((np.maximum.reduce(sides) > limit).sum()),
-        exact=True,
-        counted=True,
-    )
-
-
-def _guessed(examples: Iterator[list[str]], count: Counting, limit: float, reads: str) -> Survey:
-    """Of these examples, one after the other."""
-    number = over = read = 0
-    longest, total = np.zeros(1), np.zeros(1)
-    for parts in examples:
+        classes = len(tokens.classes_of(source, named)) if small else 2
+    sizes, size = [], 0
+    for parts in chain(texts, examples if small else ()):
         sides = parts if reads == "seq2seq" else ["\n".join(parts)]
         if reads == "prefer":
             sides = [parts[0] + answer for answer in parts[1:]]
-        sizes = np.array([count(text) for text in sides])
-        number, over = number + 1, over + bool(sizes.max() > limit)
-        longest, total = np.maximum(longest, sizes), total + sizes
-        read += sum(map(len, sides))
+        sizes.append([count(text) for text in sides])
+        size += sum(map(len, sides))
         # A data set of the hub, whose size nobody told.
-        if read > 4 * WHOLE:
+        if size > 4 * WHOLE:
             break
+    known = {"vocab": vocab, "classes": classes, "counted": small and size <= 4 * WHOLE}
+    guessed = _measured(list(np.array(sizes).T), limit, **known)
+    if small:
+        return guessed
+    scale = max(total / max(sum(len(text.encode()) for parts in texts for text in parts), 1), 1.0)
+    more = {n: round(scale * getattr(guessed, n)) for n in ("examples", "tokens", "over")}
+    return replace(guessed, **more)
+
+
+def _measured(sides: list[np.ndarray], limit: float, **known: Any) -> Survey:
+    """Of examples whose sides have so many tokens."""
     return Survey(
-        examples=number,
-        tokens=round(float(total.sum())),
-        longest=tuple(max(1, math.ceil(n)) for n in longest),
-        mean=tuple(float(n) / max(number, 1) for n in total),
-        over=over,
-        counted=read <= 4 * WHOLE,
+        examples=len(sides[0]),
+        tokens=round(sum(float(side.sum()) for side in sides)),
+        longest=tuple(max(1, math.ceil(side.max())) for side in sides),
+        mean=tuple(float(side.mean()) for side in sides),
+        over=int((np.maximum.reduce(sides) > limit).sum()),
+        **known,
     )
-
-
-def _pictured(source: Source) -> Survey:
-    homes = [path for path in source.files() if format_of(path, source.format) == "images"]
-    if homes:
-        classes = [p for home in homes for p in home.iterdir() if p.is_dir()]
-        files = [f for p in classes for f in p.iterdir() if f.suffix.lower() in read.SUFFIXES]
-        return Survey(len(files), classes=len({p.name for p in classes}), exact=True, counted=True)
-    images, names = read.pictures(source)
-    return Survey(len(images), classes=len(set(names)), exact=True, counted=True)
 
 
 def _read(source: Source, roles: tuple[str, ...]) -> Iterator[list[str]]:
     plain = source.unit == "file" and not source.marker and not source.beside
-    first = Path(source.paths[0]) if source.format == "hub" else source.files()[0]
+    first = source.files()[0]
     if plain and format_of(first, source.format) == "text" and first.stat().st_size > WHOLE:
         with read.opened(first) as stream:
             yield [stream.read(SAMPLE).decode("utf-8", "ignore")]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from regard.config import Count, settings
-from regard.errors import UsageError, check_choice, nearest
+from regard.errors import DATA, ENVIRONMENT, Fault, UsageError, check_choice, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,13 +50,7 @@ IDX = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">
 class DataError(UsageError):
     """Data that is missing or broken; a command ends with this code, not with 2."""
 
-    code = 4
-
-
-class PackageError(UsageError):
-    """A format that needs a package which is not installed."""
-
-    code = 3
+    code = DATA
 
 
 def matching_files(names: Sequence[str]) -> list[Path]:
@@ -113,7 +107,8 @@ def needed(package: str, what: str, pip: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError:
-        raise PackageError(f"{what} needs the package {pip}; pip install {pip}") from None
+        text = f"{what} needs the package {pip}; pip install {pip}"
+        raise Fault(text, ENVIRONMENT) from None
 
 
 # --- records --------------------------------------------------------------------------------------------------------
@@ -142,7 +137,8 @@ class Source:
                 raise UsageError(f"columns: {role!r} is no role; {nearest(role, ROLES)}")
 
     def files(self) -> list[Path]:
-        return matching_files(self.paths)
+        hub = self.format == "hub"
+        return [Path(p) for p in self.paths] if hub else matching_files(self.paths)
 
     def beside_files(self) -> list[Path]:
         return matching_files(self.beside)
@@ -153,7 +149,7 @@ class Source:
 
 def records(source: Source, roles: Sequence[str]) -> Iterator[Record]:
     """The examples with these roles. The labels of pictures can be read as texts: captions."""
-    paths = [Path(p) for p in source.paths] if source.format == "hub" else source.files()
+    paths = source.files()
     if list(roles) == ["label"] and format_of(paths[0], source.format) in ARRAYS:
         yield from ({"label": name} for name in pictures(source)[1])
         return

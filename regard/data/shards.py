@@ -8,13 +8,12 @@ is checked when the folder is opened, once a process.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -26,7 +25,6 @@ from regard.data.read import DataError
 from regard.files import whole_folder
 
 MANIFEST, VERSION = "manifest.json", 1
-DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _checked: set[tuple[str, int, int, str]] = set()  # files whose SHA-256 this process has compared
 
 
@@ -120,7 +118,9 @@ def prepare(folder: Path, made_of: dict[str, Any], fill: Callable[[Writer], None
     """The shards in `folder`, if they are made of just this; else they are made: `fill` writes the columns. A process
     that finds another one at work waits for it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.parent):
+    lock = os.open(folder.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / MANIFEST).exists():
             if read_manifest(folder)["fingerprint"] == digest(made_of):
                 return open_shards(folder)
@@ -131,6 +131,8 @@ def prepare(folder: Path, made_of: dict[str, Any], fill: Callable[[Writer], None
             fill(writer)
             writer.finish(made_of)
         return open_shards(folder)
+    finally:
+        os.close(lock)
 
 
 def open_shards(folder: Path) -> Shards:
@@ -232,7 +234,6 @@ class _Growing:
     """The files of one column while they are written."""
 
     def __init__(self, path: Path, dtype: str):
-        assert dtype in DTYPES, dtype
         self.path, self.dtype = path, np.dtype(dtype)
         self.shape: tuple[int, ...] = (-1,)
         self.ends = array("q", [0])
@@ -259,13 +260,3 @@ class _Growing:
             ends.write(np.array(self.ends))
             files |= ends.finish()["files"]
         return {"shape": self.shape, "files": files}
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -24,7 +24,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from regard.config import Count, settings
 from regard.errors import UsageError, check_choice, nearest
 from regard.files import write_whole
-from regard.text.build import SPACE, blaming
+from regard.text.build import END, SPACE, STYLES, blaming
 
 AROUND = ("none", "start", "end", "both")
 # Task -> its usual special tokens.
@@ -34,9 +34,7 @@ TASKS = {
     "infill": "pad unk bos eos mask",
     "mlm": "pad unk cls sep mask",
 }
-PARTS = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
-_PLAIN = dict(pad="<pad>", unk="<unk>", bos="<s>", eos="</s>", cls="<s>", sep="</s>", mask="<mask>")
-_BERT = dict(pad="[PAD]", unk="[UNK]", cls="[CLS]", sep="[SEP]", mask="[MASK]")
+PARTS = tuple(STYLES["roberta"])
 # Before a piece that does not begin a word.
 INSIDE = "##"
 # The first of 131,000 characters that no text should have.
@@ -92,8 +90,9 @@ class Recipe:
         """Special tokens by their part."""
         if self.special is not None:
             return self.special
-        tokens = _BERT if (self.task, self.kind) == ("mlm", "wordpiece") else _PLAIN
-        tokens = {**tokens, "eos": "<|endoftext|>"} if self.task == "lm" else tokens
+        bert = (self.task, self.kind) == ("mlm", "wordpiece")
+        tokens = STYLES["bert" if bert else "roberta"]
+        tokens = {**tokens, "eos": END} if self.task == "lm" else tokens
         # Bytes leave nothing unknown.
         known = self.kind in ("bpe", "bytes") and self.task != "mlm"
         parts = TASKS[self.task].split()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -202,11 +202,6 @@ class Parts:
     source: tokenizers.Tokenizer | None = None
     target: tokenizers.Tokenizer | None = None
 
-    @property
-    def trim(self) -> bool:
-        """Decoded text has no white space at its ends."""
-        return self.source is not None
-
 
 def build(files: Files, settings: Settings, kind: str | None, class_name: str) -> Parts | None:
     """The tokenizer that the files describe; None where there is none. `kind` is the row of STYLES
@@ -372,17 +367,13 @@ def _known(core: tokenizers.Tokenizer, settings: Settings, **defaults: str) -> l
 
 
 @dataclass(frozen=True)
-class Piece:
-    text: str
-    score: float
-    kind: int
-
-
-@dataclass(frozen=True)
 class SentencePiece:
-    """What a SentencePiece file says: the pieces in the order of their ids, and how text is prepared for them."""
+    """What a SentencePiece file says: of each piece, in the order of ids, its text, score and kind; and how text is
+    prepared for them."""
 
-    pieces: tuple[Piece, ...]
+    texts: Sequence[str]
+    scores: Sequence[float]
+    kinds: Sequence[int]
     model: int = UNIGRAM
     unk: int = 0
     charsmap: bytes = b""
@@ -390,40 +381,36 @@ class SentencePiece:
     prefix: bool = True
     squeeze: bool = True
 
-    @property
-    def bytes(self) -> bool:
-        """Characters without a piece are spelt in byte pieces <0x00> ... <0xFF>."""
-        return any(piece.kind == BYTE for piece in self.pieces)
-
 
 def read_sentencepiece(data: bytes, name: str) -> SentencePiece:
     """The content of a .model or .spm file, by sentencepiece_model.proto of github.com/google/sentencepiece; fields
     that do not decide how text becomes pieces are skipped."""
     try:
         whole = _message(data)
-        pieces = tuple(map(_piece, whole.get(1, [])))
+        pieces = [_piece(data) for data in whole.get(1, [])]
         if not pieces:
             raise ValueError("it holds no pieces")
+        texts, scores, kinds = zip(*pieces)
         # A message in two parts means the parts joined; of a field that comes twice, the last counts.
         trainer, normalizer = (_message(b"".join(whole.get(field, []))) for field in (2, 3))
         model = trainer.get(3, [UNIGRAM])[-1]
         if model not in (UNIGRAM, BPE):
             raise ValueError(f"model type {model!r}, known are unigram (1) and BPE (2)")
-        unk = next((i for i, piece in enumerate(pieces) if piece.kind == UNKNOWN), None)
-        if unk is None:
+        if UNKNOWN not in kinds:
             raise ValueError("it has no piece for the unknown")
         charsmap, *flags = (normalizer.get(k, [v])[-1] for k, v in ((2, b""), (3, 1), (4, 1)))
-        return SentencePiece(pieces, model, unk, charsmap, *map(bool, flags))
+        how = (model, kinds.index(UNKNOWN), charsmap, *map(bool, flags))
+        return SentencePiece(texts, scores, kinds, *how)
     except (ValueError, IndexError, TypeError, AttributeError, struct.error) as e:
         raise UsageError(
             f"{name} is not a SentencePiece model ({e}); put a tokenizer.json into the folder instead"
         ) from None
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: bytes) -> tuple[str, float, int]:
     fields = _message(data)
     text, score, kind = (fields.get(k, [v])[-1] for k, v in ((1, b""), (2, bytes(4)), (3, NORMAL)))
-    return Piece(text.decode("utf-8"), struct.unpack("<f", score)[0], kind)
+    return text.decode("utf-8"), struct.unpack("<f", score)[0], kind
 
 
 def _message(data: bytes) -> dict[int, list[Any]]:
@@ -462,7 +449,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> tokenizers.Tokenizer:
     """Llama's BPE, T5's and XLM-R's unigram model; T5 and XLM-R number some tokens that the file does not have."""
     model = read_sentencepiece(data, file)
-    scores, unk = [(piece.text, piece.score) for piece in model.pieces], model.unk
+    scores, unk = list(zip(model.texts, model.scores)), model.unk
     if kind == "t5":
         extra = settings.get("extra_ids", 100)
         if type(extra) is not int or not 0 <= extra <= 100_000:
@@ -484,9 +471,9 @@ def _sentence_piece(data: bytes, file: str, settings: Settings, kind: str) -> to
         words = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme)
         core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), words])
         core.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme=scheme)
-    core.add_tokens(_declared(model))
+    core.add_tokens(declared(model.texts, model.kinds))
     if kind == "t5":
-        core.add_special_tokens([text for text, _ in scores[len(model.pieces) :]])
+        core.add_special_tokens([text for text, _ in scores[len(model.texts) :]])
         core.post_processor = around(None, _known(core, settings, eos="</s>")[0])
     elif kind == "xlmroberta":
         core.post_processor = around(*_known(core, settings, bos="<s>", eos="</s>"))
@@ -508,30 +495,25 @@ def _metaspace(scheme: str) -> Any:
 def cutter(
     model: SentencePiece, scores: list[tuple[str, float]], unk: int, file: str
 ) -> tokenizers.Tokenizer:
-    """The model that cuts prepared text into pieces."""
+    """The model that cuts prepared text into pieces; with byte pieces <0x00> ... <0xFF>, characters without a piece
+    are spelt in them."""
+    spelt = BYTE in model.kinds
     with blaming(f"{file} does not make a tokenizer"):
         if model.model == UNIGRAM:
-            return tokenizers.Tokenizer(models.Unigram(scores, unk, model.bytes))
+            return tokenizers.Tokenizer(models.Unigram(scores, unk, spelt))
         vocab = {text: i for i, (text, _) in enumerate(scores)}
-        return tokenizers.Tokenizer(
-            models.BPE(
-                vocab=vocab,
-                merges=_merges(model, vocab),
-                unk_token=scores[unk][0],
-                fuse_unk=True,
-                byte_fallback=model.bytes,
-            )
-        )
+        how: Any = dict(unk_token=scores[unk][0], fuse_unk=True, byte_fallback=spelt)
+        return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=_merges(model, vocab), **how))
 
 
 def _merges(model: SentencePiece, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Every cut of a piece into two pieces, best score first: SentencePiece merges whatever makes the best piece."""
     merges = []
-    for i, piece in enumerate(model.pieces):
-        if piece.kind in (NORMAL, USER_DEFINED):
-            cuts = [(piece.text[:k], piece.text[k:]) for k in range(1, len(piece.text))]
+    for i, (text, score, kind) in enumerate(zip(model.texts, model.scores, model.kinds)):
+        if kind in (NORMAL, USER_DEFINED):
+            cuts = [(text[:k], text[k:]) for k in range(1, len(text))]
             known = [(a, b) for a, b in cuts if a in vocab and b in vocab]
-            merges += [(-piece.score, i, len(a), len(b), a, b) for a, b in known]
+            merges += [(-score, i, len(a), len(b), a, b) for a, b in known]
     return [(a, b) for *_, a, b in sorted(merges)]
 
 
@@ -541,12 +523,15 @@ def piece_decoder(prefix: bool) -> Any:
     return decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * prefix)
 
 
-def _declared(model: SentencePiece) -> list[AddedToken]:
-    """Control pieces never come from text by merging, user-defined ones always are one piece."""
+def declared(
+    texts: Iterable[str], kinds: Iterable[int], special: Collection[int] = ()
+) -> list[AddedToken]:
+    """Tokens that text never makes by merging (control, and the `special` ids), or always is where it spells them
+    (user-defined)."""
     return [
-        AddedToken(piece.text, normalized=False, special=piece.kind == CONTROL)
-        for piece in model.pieces
-        if piece.kind in (CONTROL, USER_DEFINED)
+        AddedToken(text, normalized=False, special=kind == CONTROL or i in special)
+        for i, (text, kind) in enumerate(zip(texts, kinds, strict=True))
+        if kind in (CONTROL, USER_DEFINED) or i in special
     ]
 
 
@@ -569,13 +554,154 @@ def _marian(files: Files, settings: Settings) -> Parts:
 def _side(data: bytes, name: str, ends: list[str]) -> tokenizers.Tokenizer:
     """Text into pieces as SentencePiece itself does it."""
     model = read_sentencepiece(data, name)
-    spelt = {piece.text for piece in model.pieces if piece.kind not in (UNKNOWN, CONTROL)}
-    scores = [(p.text if p.text in spelt else unreachable(), p.score) for p in model.pieces]
+    spelt = {t for t, kind in zip(model.texts, model.kinds) if kind not in (UNKNOWN, CONTROL)}
+    texts = [text if text in spelt else unreachable() for text in model.texts]
+    scores = list(zip(texts, model.scores))
     side = cutter(model, scores, model.unk, name)
     ends_and_runs = ((r"\A +| +\z", ""), (" {2,}", " ")) if model.squeeze else ()
     squeezed = [normalizers.Replace(Regex(spaces), to) for spaces, to in ends_and_runs]
     side.normalizer = normalizers.Sequence(_charsmap(model, name) + squeezed)
     side.pre_tokenizer = _metaspace("always" if model.prefix else "never")
-    side.add_tokens([token for token in _declared(model) if not token.special])
+    side.add_tokens([t for t in declared(model.texts, model.kinds) if not t.special])
     side.add_special_tokens(ends)
     return side
+
+
+# --- the metadata of a GGUF file -> the files that a model folder has ------------------------------------------------
+# Two kinds are read: "gpt2", byte-level BPE, whose way of cutting text into words is known by name
+# (`tokenizer.ggml.pre`), and "llama", BPE as SentencePiece does it, by scores.
+
+KEY = "tokenizer.ggml."
+_LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre -> how byte-level BPE cuts text into words (`byte_level`), and whether a text
+# begins with the bos token if the file does not say.
+_LLAMA3: dict[str, Any] = dict(pattern=_LLAMA3_WORDS, whole=True, bos=True)
+_QWEN2: dict[str, Any] = dict(pattern=QWEN_WORDS, composed=True)
+PRE: dict[str, dict[str, Any]] = {
+    "gpt-2": {},
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **{name: dict(digits=True) for name in ("smollm", "starcoder", "refact")},
+    "tekken": dict(pattern=_TEKKEN_WORDS, whole=True, bos=True),
+}
+# What a file means that names none: by architecture.
+UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
+    """Files by name, and sentences about what is not certain. Without files the model works on ids."""
+    kind, notices = metadata.get(KEY + "model"), []
+    if kind is None or kind in ("none", "no_vocab"):
+        without = "the file has no tokenizer, nor has the folder"
+        return {}, [f"{without}: give ids, or put tokenizer.json into it"]
+    if kind not in ("gpt2", "llama"):
+        return {}, [_unknown("model", kind, ("gpt2", "llama"))]
+    vocab = Vocabulary(metadata)
+    if kind == "llama":
+        core, bos = _pieces_of(vocab), True
+    else:
+        name = metadata.get(KEY + "pre")
+        if name in (None, "default"):
+            name = UNNAMED.get(str(metadata.get("general.architecture")), "gpt-2")
+            notices.append(f"the file does not name how text is cut into words; {name} is assumed")
+        if name not in PRE:
+            return {}, [_unknown("pre", name, PRE)]
+        merges = [tuple(merge.split(" ")) for merge in vocab.entries("merges", str)]
+        options = {"bos": False, **PRE[name]}
+        bos = options.pop("bos")
+        core = byte_level(vocab.numbers, merges, f"{KEY}tokens and {KEY}merges", **options)
+    named = {index for name, index in vocab.ids.items() if name != "unknown"}
+    core.add_tokens(declared(vocab.tokens, vocab.kinds, named))
+    first = vocab.named("bos") if metadata.get(KEY + "add_bos_token", bos) else None
+    last = vocab.named("eos") if metadata.get(KEY + "add_eos_token", False) else None
+    if first or last:
+        core.post_processor = around(first, last)
+    # Every token that ends an answer, not only the text's end.
+    ids = vocab.ids
+    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
+    end = ends[0] if len(ends) == 1 else ends or None
+    table = dict(bos_token_id=ids.get("bos"), eos_token_id=end, pad_token_id=ids.get("padding"))
+    table = {name: value for name, value in table.items() if value is not None}
+    tables = {"tokenizer_config.json": _settings(vocab), "generation_config.json": table}
+    files = {n: json.dumps(table, indent=2, ensure_ascii=False) for n, table in tables.items()}
+    files["tokenizer.json"] = core.to_str(pretty=True)
+    return {name: text.encode() for name, text in files.items()}, notices
+
+
+def _unknown(key: str, value: Any, known: Any) -> str:
+    return (
+        f"{KEY}{key} is {value!r:.60}, which cannot be built (known: {', '.join(known)}): the folder has no tokenizer; "
+        "put the tokenizer.json of the original model into it"
+    )
+
+
+class Vocabulary:
+    """The lists and ids below tokenizer.ggml, checked. Ids at the end that only fill the embedding up are left out."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self.metadata = metadata
+        tokens = self.entries("tokens", str)
+        kinds = self.entries("token_type", int) or [NORMAL] * len(tokens)
+        if not tokens or len(kinds) != len(tokens):
+            raise UsageError(f"{KEY}tokens has {len(tokens)} entries, token_type {len(kinds)}")
+        names = ("bos", "eos", "eot", "eom", "padding", "unknown")
+        ids = {name: self.id(name, len(tokens)) for name in names}
+        self.ids = {name: index for name, index in ids.items() if index is not None}
+        while kinds and kinds[-1] == UNUSED:
+            kinds.pop()
+        self.tokens, self.kinds = tokens[: len(kinds)], kinds
+        self.numbers = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.numbers) != len(self.tokens):
+            twice = next(t for i, t in enumerate(self.tokens) if self.numbers[t] != i)
+            raise UsageError(f"{KEY}tokens has {twice!r:.60} twice")
+
+    def entries(self, key: str, kind: type) -> list[Any]:
+        values = self.metadata.get(KEY + key, [])
+        if not isinstance(values, list) or not all(isinstance(entry, kind) for entry in values):
+            raise UsageError(f"{KEY}{key} must be a list of {kind.__name__}, got {values!r:.60}")
+        return list(values)
+
+    def id(self, name: str, count: int) -> int | None:
+        index = self.metadata.get(f"{KEY}{name}_token_id")
+        if index is not None and (not isinstance(index, int) or not 0 <= index < count):
+            raise UsageError(f"{KEY}{name}_token_id is {index!r:.60}, but there are {count} tokens")
+        return index
+
+    def named(self, name: str) -> tuple[str, int] | None:
+        index = self.ids.get(name)
+        return None if index is None or index >= len(self.tokens) else (self.tokens[index], index)
+
+
+def _pieces_of(vocab: Vocabulary) -> tokenizers.Tokenizer:
+    scores = vocab.entries("scores", float)[: len(vocab.tokens)]
+    if len(scores) != len(vocab.tokens):
+        raise UsageError(f"{KEY}scores has {len(scores)} entries for {len(vocab.tokens)} tokens")
+    unk = vocab.ids.get("unknown", 0)
+    model = SentencePiece(vocab.tokens, scores, vocab.kinds, BPE, unk)
+    core = cutter(model, list(zip(vocab.tokens, scores)), unk, f"{KEY}tokens")
+    prefix = bool(vocab.metadata.get(KEY + "add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+    core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    core.decoder = piece_decoder(prefix)
+    return core
+
+
+def _settings(vocab: Vocabulary) -> dict[str, Any]:
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["clean_up_tokenization_spaces"] = False
+    for theirs, ours in {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}.items():
+        settings[f"{ours}_token"] = (vocab.named(theirs) or (None,))[0]
+    # The usual template, and others with a name behind a dot.
+    key = "tokenizer.chat_template"
+    templates = {
+        k[len(key) + 1 :]: v for k, v in vocab.metadata.items() if f"{k}.".startswith(f"{key}.")
+    }
+    if templates:
+        each = [{"name": name or "default", "template": text} for name, text in templates.items()]
+        settings["chat_template"] = templates[""] if list(templates) == [""] else each
+    return settings

@@ -11,7 +11,7 @@ from tokenizers import decoders
 
 from regard.errors import UsageError
 from regard.text import Stream, Tokenizer, needed
-from regard.text.decoder import _BYTES, Whole
+from regard.text.tokenizer import _BYTES, Whole
 from tests.text import tiny
 from tests.text.tiny import ALL, TEXTS, dump
 
