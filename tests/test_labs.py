@@ -14,8 +14,7 @@ import torch
 import regard
 from regard.cli.main import main
 from regard.errors import UsageError
-from regard.labs.page import cell
-from regard.labs.run import NAMES, merged, read, stages
+from regard.labs.run import NAMES, cell, merged, read, stages
 from regard.models.base import parameters
 from regard.train.build import fresh
 from regard.train.config import configure
