@@ -399,7 +399,8 @@ def _header(run: Run, result: Summary) -> Iterator[tuple[str, str]]:
     part = f", {number(trained)} of them trained" if trained not in (None, parameters) else ""
     yield "parameters", number(parameters) + part
     where = [info.get("device_name") or info.get("device", "-"), info.get("precision", "-")]
-    where += [f"{info['threads']} threads"] if "threads" in info else []
+    if "threads" in info:
+        where.append(f"{info['threads']} thread{'s' * (info['threads'] != 1)}")
     where += [f"{info['world']} processes"] if info.get("world", 1) > 1 else []
     yield "device", ", ".join(where)
     yield "seed", str(info.get("seed", "-"))
@@ -492,7 +493,7 @@ def _samples(run: Run) -> Iterator[Block]:
         rows = [(samples[i]["step"], samples[i]["text"]) for i in _spaced(len(samples), MOMENTS)]
         reference = next((s["reference"] for s in samples if s.get("reference") is not None), None)
         rows += [] if reference is None else [("reference", str(reference))]
-        source = clip(visible(source, "\n"), 300)
+        source = clip(visible(source.strip("\n"), "\n"), 300)
         yield Block("cards", source, head=("step", f"from: {source}"), rows=rows)
     if len(sources) > SOURCES:
         yield Block("text", f"{SOURCES} of {len(sources)} sources are shown.")
