@@ -26,7 +26,7 @@ from regard.block import Attention, Tower
 from regard.data.read import Pictures
 from regard.decode.generate import default_length, generate, special_of
 from regard.decode.settings import Result
-from regard.errors import DATA, Fault, UsageError, blaming
+from regard.errors import DATA, UsageError, blaming
 from regard.models import Patches
 from regard.models.embedding import context
 from regard.see.probe import Probe, number_of
@@ -251,12 +251,8 @@ def fits(ids: list[int], config: Any, side: Any, what: str) -> list[int]:
 def read_picture(wanted: Patches, origin: Any, path: Path) -> tuple[Tensor, Picture]:
     """The image (1 c h w) as the model reads it, and as people see it."""
     reader = Pictures(wanted, origin)
-    try:
-        with blaming(DATA):
-            x = reader.file(path)
-    except Fault as error:
-        more = "; give a PNG or JPEG: --image FILE" if error.code == DATA else ""
-        raise Fault(f"{error}{more}", error.code) from None
+    with blaming(DATA):
+        x = reader.file(path)
     seen = (x.numpy().transpose(1, 2, 0) * reader.std + reader.mean) * 255
     pixels = np.broadcast_to(np.clip(np.rint(seen), 0, 255), (*seen.shape[:2], 3))
     return x[None], Picture(pixels.astype(np.uint8), wanted.patch, wanted.extra)
