@@ -446,7 +446,7 @@ def _standing_out(view: View, cells: np.ndarray) -> np.ndarray:
         dull[1:] |= view.name != "cross"
     elif view.name != "cross":
         dull |= abs(np.arange(rows)[:, None] - np.arange(columns)) <= min(3, columns // 4)
-    if view.picture is None and cells.shape == (len(view.rows), len(view.columns)):
+    if cells.shape == (len(view.rows), len(view.columns)):
         rows_dull, columns_dull = (
             np.array([NO_WORD.fullmatch(name) is not None for name in names])
             for names in (view.rows, view.columns)
