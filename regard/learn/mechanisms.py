@@ -836,7 +836,7 @@ def decoding(x: Numbers, topk: int = 3, p: float = 0.7, temperature: float = 0.7
         f"top-p {p:g}": top_p(logits, p),
         "min-p 0.1": min_p(logits, 0.1),
     }
-    columns = {"token": range(len(x)), "logit": x}
+    columns: dict[str, Any] = {"token": range(len(x)), "logit": x}
     columns |= {name: way.softmax(-1) for name, way in ways.items()}
     yield Table.of("probabilities", columns, "lines softmax")
 
