@@ -18,8 +18,7 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
 from drawing import alone  # noqa: E402
 
-from regard.labs.page import blocks  # noqa: E402
-from regard.labs.run import NAMES, read  # noqa: E402
+from regard.labs.run import NAMES, blocks, read  # noqa: E402
 from regard.report.page import Block, as_markdown  # noqa: E402
 
 HOME, SOURCE = DOCS / "experiments", DOCS / "source" / "experiments"

@@ -112,6 +112,7 @@ MISTAKES = {
     "no file": (["train", "no.toml"], 2, "no.toml cannot be read: No such file"),
     "unknown key": (["train", "story.toml", "--train.stpes", "3"], 2, "train.stpes is not a setting of Train"),
     "no value": (["train", "story.toml", "--train.steps"], 2, "--train.steps needs a value"),
+    "both ways": (["train", "story.toml", "--changes", "task", "lmm", "--train.steps", "3"], 2, "'lmm'"),
     "bad value": (["train", "story.toml", "--train.steps", "many"], 2, "train.steps must be int, got 'many'"),
     "task": (["train", "story.toml", "--task.x", "1"], 2, "task is a value, not a table"),
     "preset": (["train", "story.toml", "--model.preset", "gtp2"], 2, "preset 'gtp2' is unknown"),

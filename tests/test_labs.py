@@ -14,9 +14,9 @@ import torch
 import regard
 from regard.cli.main import main
 from regard.errors import UsageError
-from regard.labs.page import cell
-from regard.labs.run import NAMES, merged, read, stages
+from regard.labs.run import NAMES, cell, merged, read, stages
 from regard.models.base import parameters
+from regard.report.page import Block
 from regard.train.build import fresh
 from regard.train.config import configure
 
@@ -112,6 +112,9 @@ def test_block_without_residual_replaces_the_stream() -> None:
 def test_figures_of_seeds_are_written_with_their_spread() -> None:
     assert cell([1.0, 2.0, 3.0]) == "2\u00a0±\u00a01" and cell([0.12345]) == "0.1235"
     assert cell([4096.0, 4096.0]) == "4,096" and cell([]) == "-"
+    # They are numbers to a table, which sets them right and breaks none.
+    rows = [("x", cell([1e-9, 3e-9])), ("y", cell([]))]
+    assert Block("table", head=("", "loss"), rows=rows).numeric == [False, True]
 
 
 def test_lab_lists_and_refuses(

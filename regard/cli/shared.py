@@ -145,17 +145,23 @@ def parse(cls: type[T], name: str, arguments: list[str]) -> T | None:
 
 
 def folded(arguments: list[str]) -> list[str]:
-    """Flags with a dot in their name (--train.seed 7) as pairs of --changes."""
-    rest, changes, given = [], [], iter(arguments)
+    """Flags with a dot in their name (--train.seed 7) as pairs of --changes, beside those that
+    follow it."""
+    rest, changes, given = list[str](), list[str](), iter(arguments)
+    into = rest
     for text in given:
         name, equals, value = text.partition("=")
-        if not (name.startswith("--") and "." in name):
-            rest.append(text)
-            continue
-        value = value if equals else next(given, "")
-        if not value or value.startswith("--"):
-            raise UsageError(f"{name} needs a value: {name} VALUE")
-        changes += [name.removeprefix("--"), value]
+        if name.startswith("--") and "." in name:
+            value = value if equals else next(given, "")
+            if not value or value.startswith("--"):
+                raise UsageError(f"{name} needs a value: {name} VALUE")
+            changes += [name.removeprefix("--"), value]
+            into = rest
+        elif text == "--changes":
+            into = changes
+        else:
+            into = rest if text.startswith("--") else into
+            into.append(text)
     return [*rest, "--changes", *changes] if changes else rest
 
 

@@ -509,7 +509,10 @@ def read_picture(
             return np.atleast_3d(np.asarray(picture, dtype=np.uint8))
     # A broken picture raises almost anything.
     except Exception as error:
-        raise DataError(f"{file} is no picture that can be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{file} is no picture that can be read: {why}; give a PNG or JPEG"
+        ) from None
 
 
 class Pictures:

@@ -27,9 +27,11 @@ def check(request: Request, model: Any) -> None:
         raise UsageError(f"all {tokens.vocab} tokens are banned; leave at least one")
     longest = context_of(model)
     if longest is not None and kept(request, model) > longest:
+        room = longest - len(request.ids)
+        fewer = f"or ask for at most {room} new tokens, " if room > 0 else ""
         raise UsageError(
             f"{len(request.ids)} tokens of prompt and {s.max_new_tokens} new ones are more than the model's context of "
-            f"{longest}; shorten the prompt, or ask for at most {max(longest - len(request.ids), 0)} new tokens, "
+            f"{longest}; shorten the prompt, {fewer}"
             f"or go on with {longest} tokens of the text: the last ones, or its first {FIRST} and the last: "
             "overflow='crop' or 'sinks' (--overflow crop)"
         )

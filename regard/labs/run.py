@@ -10,32 +10,41 @@ import difflib
 import hashlib
 import json
 import platform
+import random
 import re
 import shlex
 import shutil
+import string
+import sysconfig
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 
-from regard.errors import ENVIRONMENT, VERSION, Fault, UsageError
+from regard.data.config import Data
+from regard.data.read import records
+from regard.errors import DATA, ENVIRONMENT, VERSION, Fault, UsageError, blaming
 from regard.files import write_whole
 from regard.labs.measure import MEASURES, Case, changed
-from regard.labs.page import blocks
-from regard.labs.text import MAKERS, own_text
-from regard.report.page import as_html
+from regard.recipes import MAKERS as RECIPES
+from regard.recipes.corpora import write
+from regard.report.page import Block, Figure, Series, as_html, bars, lines
+from regard.see.format import number, short, span
 from regard.train.build import fresh, read_data
-from regard.train.config import configure
+from regard.train.config import configure, toml
 from regard.train.log import parse
 from regard.train.plan import EFFICIENCY, Job, Pass, duration, pick_device, probe, step_flops, width
 from regard.train.run import begun, train
 from regard.train.trainer import Callback
 
 Tables = dict[str, Any]
+Rows = dict[str, dict[str, list[float]]]  # row -> column -> one value per seed
+HELD = 0.1  # of a user's text, its end, to measure on
 NAMES = ("bottleneck", "ablations", "extrapolation", "mechanisms", "indexer")
 
 
@@ -45,7 +54,7 @@ class LabResult:
 
     page: Path
     results: Path
-    figures: dict[str, dict[str, dict[str, list[float]]]]
+    figures: dict[str, Rows]
 
 
 def read(name: str, quick: bool = False) -> Tables:
@@ -112,11 +121,11 @@ def lab(
         )
     prepare(spec, home, own)
     cases = [(v, s) for s in seeds for v in variants or spec["variants"]]
-    for number, (variant, seed) in enumerate(cases, 1):
+    for i, (variant, seed) in enumerate(cases, 1):
         here = home / slug(variant) / str(seed)
         if not (here / "figures.json").is_file():
             for hear in callbacks:
-                hear({"kind": "case", "text": f"{number} of {len(cases)}: {variant}, seed {seed}"})
+                hear({"kind": "case", "text": f"{i} of {len(cases)}: {variant}, seed {seed}"})
             figures = one(spec, home, here, Case(spec, variant, seed, home, [], device), callbacks)
             write_whole(here / "figures.json", json.dumps(figures, indent=1))
     words = ["regard", "lab", name, *["--quick"][: int(quick)]]
@@ -235,3 +244,102 @@ def needed(spec: Tables, device: torch.device) -> float:
     precision = config.train.precision
     speed = probe(device, precision == "bf16", step, width(model))
     return flops / speed / EFFICIENCY[f"{device.type} {precision}"]
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+def own_text(paths: tuple[str, ...], folder: Path) -> None:
+    with blaming(DATA):
+        found = records(Data(paths).source(), ("text",))
+        whole = "\n".join(str(record["text"]) for record in found)
+    cut = int(len(whole) * (1 - HELD))
+    write(folder, {"train.txt": [whole[:cut]], "valid.txt": [whole[cut:]]})
+
+
+def letters(folder: Path, most: int, count: int, tests: int) -> None:
+    """`count` words of 1 to `most` random letters, and the same backwards; test-N.tsv has words of N letters."""
+    rng = random.Random(0)
+
+    def lines(size: int, length: int = 0) -> list[str]:
+        sizes = [length or rng.randint(1, most) for _ in range(size)]
+        words = ["".join(rng.choices(string.ascii_lowercase, k=n)) for n in sizes]
+        return ["source\ttarget\n", *(f"{word}\t{word[::-1]}\n" for word in words)]
+
+    apart = {f"test-{n}.tsv": lines(tests, n) for n in range(4, most + 1, 4)}
+    write(folder, {"train.tsv": lines(count), "valid.tsv": lines(tests), **apart})
+
+
+def sources(folder: Path, most: int) -> None:
+    """The Python files of the standard library and of installed packages, up to so many characters; about one in a
+    hundred is held out."""
+    homes = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    texts: dict[bytes, str] = {}
+    for path in sorted({path for home in homes for path in Path(home).rglob("*.py")}):
+        if most > 0:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if text.strip() and (mark := hashlib.sha256(text.encode()).digest()) not in texts:
+                texts[mark], most = json.dumps({"text": text}) + "\n", most - len(text)
+    learned = [text for i, text in enumerate(texts.values()) if i % 100]
+    write(folder, {"valid.jsonl": [*texts.values()][::100], "train.jsonl": learned})
+
+
+MAKERS: dict[str, Any] = {**RECIPES, "letters": letters, "sources": sources}
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def blocks(results: Tables) -> list[Block]:
+    """For each figure a plot and a table; how to repeat it; its runs."""
+    counts = {len(cases) for cases in results["runs"].values()}
+    count = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    seeds = "one seed" if counts == {1} else f"{count} seeds: mean ± the largest distance from it"
+    page = [Block("strong", results["question"]), Block("text", f"Figures of {seeds}.")]
+    for name, rows in results["figures"].items():
+        about, xs = results["about"][name], list(dict.fromkeys(x for r in rows.values() for x in r))
+        table = [[row, *(cell(values.get(x, [])) for x in xs)] for row, values in rows.items()]
+        page += [Block("heading", name), Block("text", about["text"])]
+        page.append(Block("figures", figures=[drawn(name, rows, about)]))
+        page.append(Block("table", head=(about.get("x", ""), *xs), rows=table))
+    runs = []
+    for variant, cases in results["runs"].items():
+        first, took = next(iter(cases.values())), mean(case["seconds"] for case in cases.values())
+        steps = " + ".join(map(str, first["steps"]))
+        machines = "; ".join(dict.fromkeys(case["machine"] for case in cases.values()))
+        facts = (short(first["parameters"]), ", ".join(cases), steps, span(took), machines)
+        runs.append((variant, *facts))
+    head = ("variant", "parameters", "seeds", "steps", "training, each", "on")
+    whole = "\n\n".join(f"# {v}\n" + "\n".join(map(toml, c)) for v, c in results["config"].items())
+    return [
+        *page,
+        Block("heading", "To repeat it"),
+        Block("code", results["command"], language="sh"),
+        Block(
+            "text",
+            f"By regard {results['regard']}. Every seed's figures: results.json, beside this page.",
+        ),
+        Block("table", head=head, rows=runs),
+        Block("code", whole, language="toml", folded="Every run's settings"),
+    ]
+
+
+def drawn(name: str, rows: Rows, about: dict[str, Any]) -> Figure:
+    """Curves over the columns where these are numbers, or bars of the first column."""
+    if "x" not in about:
+        values = [(row, mean(next(iter(cells.values())))) for row, cells in rows.items()]
+        return Figure(bars(values, name), about["y"])
+    series = [
+        Series(row, [(float(x), mean(values)) for x, values in cells.items()], dots=True)
+        for row, cells in rows.items()
+    ]
+    svg = lines(series, name, about["x"], about["y"], log=about.get("log", False))
+    curves = [(each.name, [y for _, y in each.points]) for each in series]
+    return Figure(svg, f"{about['y']} by {about['x']}", curves=curves)
+
+
+def cell(values: list[float]) -> str:
+    """1.234 ± 0.012; the value alone where seeds agree, or are one."""
+    middle = mean(values) if values else None
+    apart = max((abs(x - middle) for x in values), default=0.0) if middle is not None else 0.0
+    return f"{number(middle, 4)}\u00a0±\u00a0{number(apart, 2)}" if apart else number(middle, 4)

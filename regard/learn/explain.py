@@ -67,6 +67,12 @@ class Table:
             columns.append([name, *(_cell(c, whole) for c in cells)])
         return f"{self.title}\n{aligned(list(zip(*columns)), range(len(columns)))}"
 
+    @classmethod
+    def of(cls, title: str, columns: Mapping[str, Iterable[Any]], draw: str = "") -> Table:
+        """From columns instead of rows, tensors among them."""
+        cells = (x.tolist() if isinstance(x, Tensor) else x for x in columns.values())
+        return cls(title, list(columns), list(zip(*cells)), draw)
+
 
 def _cell(cell: Any, whole: bool) -> str:
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
@@ -286,11 +292,10 @@ def positive(name: str, value: float) -> float:
     return value
 
 
-@torch.no_grad()
 def fill(module: Module) -> Module:
     """Every weight by one rule, ((3i + 5j + n) mod 13 - 6) / 10 in row i and column j of the n-th:
-    no randomness, and no symmetry that would hide a mistake."""
-    module.double()
+    no randomness, and no symmetry that would hide a mistake. None of them is to be learned."""
+    module.double().requires_grad_(False)
     for n, weight in enumerate(module.parameters()):
         i, j = (torch.arange(size) for size in weight.reshape(len(weight), -1).shape)
         weight.copy_((((3 * i[:, None] + 5 * j + n) % 13 - 6) / 10).view_as(weight))

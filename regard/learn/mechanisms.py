@@ -3,6 +3,7 @@ layers of attention, positions, parts, smaller weights, training and decoding.""
 
 from __future__ import annotations
 
+import math
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -98,11 +99,16 @@ def dot_moments(dim: int, scale: float = 1.0, *, same: bool = False) -> tuple[fl
     return dots.mean().item(), dots.var(correction=0).item()
 
 
+def weightless(config: Any, dim: int) -> Any:
+    """A layer of this width whose weights take no memory."""
+    with torch.device("meta"):
+        return config.make(dim)
+
+
 def cache_numbers(attention: GQA | MLA | DSA, dim: int) -> int:
     """Numbers that one token leaves in one layer's cache: GQA g (d + e), MLA c + r, DSA the same
     and D."""
-    with torch.device("meta"):
-        return attention.make(dim).cache_spec().numbers()
+    return weightless(attention, dim).cache_spec().numbers()
 
 
 def mla_weights(attention: MLA, dim: int) -> tuple[int, int]:
@@ -110,9 +116,7 @@ def mla_weights(attention: MLA, dim: int) -> tuple[int, int]:
     W_UK^T, n c.
 
     n is the width that W_Q reads. Merging them "to save work" multiplies both storage and work."""
-    with torch.device("meta"):
-        layer = attention.make(dim)
-    assert isinstance(layer, LatentAttention)
+    layer: LatentAttention = weightless(attention, dim)
     n = layer.w_uq.in_features
     return (n + layer.c) * layer.d, n * layer.c
 
@@ -126,8 +130,7 @@ def dot_products(tokens: int, *, cached: bool) -> int:
 def multiply_adds(attention: GQA, dim: int, tokens: int) -> tuple[int, int]:
     """Of one layer over `tokens` tokens: projections, n times the weights, and scores and sums, n^2
     h (d + e)."""
-    with torch.device("meta"):
-        layer = attention.make(dim)
+    layer = weightless(attention, dim)
     weights = sum(w.weight.numel() for w in (layer.wq, layer.wk, layer.wv, layer.wo))
     return tokens * weights, tokens**2 * layer.h * (layer.d + layer.e)
 
@@ -203,9 +206,8 @@ def saturation_(a: Numbers = (0.0, 1.0, 2.0, 5.0, 10.0)) -> Tables:
     softmax([a, a, 2a])_3 = 1 / (1 + 2 e^-a)   -> 1 as a grows
     The Jacobian p_i (1[i=j] - p_j) goes to 0 with it: no gradient gets through to the scores."""
     largest = [softmax_jacobian(real((x, x, 2 * x))).abs().max().item() for x in a]
-    weights = saturation(real(a)).tolist()
-    columns = ["a", "weight of 2a", "largest |dp/dx|"]
-    yield Table("softmax([a, a, 2a])", columns, list(zip(a, weights, largest)), "lines")
+    columns = {"a": a, "weight of 2a": saturation(real(a)), "largest |dp/dx|": largest}
+    yield Table.of("softmax([a, a, 2a])", columns, "lines")
 
 
 @topic(f"{NUMBERS}::softmax_jacobian")
@@ -298,9 +300,8 @@ def nadaraya_watson(q: Numbers, k: Numbers, v: Numbers, width: float = 1.0) -> T
     if len(k) != len(v):
         raise UsageError(f"--k has {len(k)} numbers and --v {len(v)}; give as many of both")
     positive("width", width)
-    estimates = [regress(real(q), real(k), real(v), kernel, width).tolist() for kernel in KERNELS]
-    rows = list(zip(q, *estimates))
-    yield Table("estimates; none: no key is near", ["q", *KERNELS], rows, "lines")
+    estimates = {name: regress(real(q), real(k), real(v), name, width) for name in KERNELS}
+    yield Table.of("estimates; none: no key is near", {"q": q, **estimates}, "lines")
 
 
 @topic("regard/attention/scores.py::Additive", "regard/attention/scores.py::Bilinear")
@@ -310,11 +311,9 @@ def scores(q: Numbers = (0.5, -1.0, 2.0), k: Numbers = (1.0, 0.5, -0.5, 0.0, 1.0
     dot q.k;   scaled dot q.k / sqrt(d);   bilinear q^T W k;   additive w_v^T tanh(W_q q + W_k k)
     The last two have weights of their own; here ((3i + 5j + n) mod 13 - 6) / 10."""
     keys, width = rows_of("k", k, width=len(q)), len(q)
-    layers = [fill(make_score(name, width, width, width)) for name in SCORES]
-    with torch.no_grad():
-        values = [score(real(q)[None], keys)[0].tolist() for score in layers]
-    rows = list(zip(range(1, len(keys) + 1), *values))
-    yield Table("one row for each key", ["key", *SCORES], rows, "map")
+    layers = {name: fill(make_score(name, width, width, width)) for name in SCORES}
+    values = {name: score(real(q)[None], keys)[0] for name, score in layers.items()}
+    yield Table.of("one row for each key", {"key": range(1, len(keys) + 1), **values}, "map")
 
 
 @topic("regard/models/recurrent.py::BahdanauStep", "regard/models/recurrent.py::MemoryAttention")
@@ -329,12 +328,11 @@ def bahdanau(q: Numbers, k: Numbers, tokens: int = 3) -> Tables:
         raise UsageError(f"--k has {len(k)} numbers, which are no {tokens} states (--tokens)")
     memory = rows_of("k", k, count=tokens)
     layer = fill(MemoryAttention("additive", len(q), memory.shape[1]))
-    with torch.no_grad():
-        e = layer.score(real(q)[None], memory)[0]
-        cached = {"h": memory[None], "k": layer.score.key(memory)[None]}
-        c = layer(real(q)[None, None], cached, backend="reference")
-    rows = list(zip(range(1, tokens + 1), e.tolist(), softmax(e).tolist()))
-    yield Table("alignment", ["source", "score e", "weight a"], rows, "bars")
+    e = layer.score(real(q)[None], memory)[0]
+    cached = {"h": memory[None], "k": layer.score.key(memory)[None]}
+    c = layer(real(q)[None, None], cached, backend="reference")
+    columns = {"source": range(1, tokens + 1), "score e": e, "weight a": softmax(e)}
+    yield Table.of("alignment", columns, "bars")
     yield Table("context", _numbered("c", memory), [c.flatten().tolist()])
     ways = {"average": "average", "sum": "sum", "hard": "one_hot"}
     other = [(name, *combine(memory, e, how).tolist()) for name, how in ways.items()]
@@ -353,9 +351,8 @@ def self_attention(x: Matrix, heads: int = 2) -> Tables:
     Without positions permuted tokens give permuted outputs: it sees a set."""
     given, probe = torch.atleast_2d(real(x)), Probe()
     layer = fill(GQA(whole("heads", heads)).make(given.shape[1]))
-    with torch.no_grad():
-        ctx = Context(Span.run(0, len(given)), Causal(), probe=probe, site="0.self")
-        out = layer(given[None], ctx)[0]
+    ctx = Context(Span.run(0, len(given)), Causal(), probe=probe, site="0.self")
+    out = layer(given[None], ctx)[0]
     for i, a in enumerate(probe.maps["0.self"][0][0], 1):
         yield grid(f"weights of head {i}", a, "query", "key ", "map")
     yield grid("output", out)
@@ -389,8 +386,7 @@ def cross_attention(x: Numbers, k: Numbers) -> Tables:
     layer = fill(GQA(1).make(states.shape[1]))
     spans, probe = (Span.run(0, len(states)), Span.run(0, len(memory))), Probe()
     ctx = Context(spans[0], memory=memory[None], memory_pos=spans[1], probe=probe, site="cross")
-    with torch.no_grad():
-        out = layer(states[None], ctx)[0]
+    out = layer(states[None], ctx)[0]
     yield grid("weights", probe.maps["cross"][0][0, 0], "target", "source ", "map")
     yield grid("output", out, "target")
 
@@ -445,13 +441,11 @@ def dsa(x: Numbers, w: Numbers, topk: int = 2) -> Tables:
     dots = rows_of("x", x, count=len(w))
     index = index_scores(dots[None, None], real(w)[None, None])[0, 0]
     k = whole("topk", topk, 1, len(index))
-    best = set(choose(index, k).tolist()) if k < len(index) else set(range(len(index)))
-    rows = [
-        [s, *dots[:, s].tolist(), float(value), "yes" if s in best else ""]
-        for s, value in enumerate(index)
-    ]
-    heads = [f"q.k head {j + 1}" for j in range(len(w))]
-    yield Table(f"the {k} best of {len(index)} keys", ["key", *heads, "I", "chosen"], rows, "bars")
+    best = choose(index, k).tolist() if k < len(index) else range(k)
+    columns: dict[str, Any] = {"key": range(len(index))}
+    columns |= {f"q.k head {j}": row for j, row in enumerate(dots, 1)}
+    columns |= {"I": index, "chosen": ["yes" if s in best else "" for s in range(len(index))]}
+    yield Table.of(f"the {k} best of {len(index)} keys", columns, "bars")
 
 
 @topic("regard/cache/base.py::CacheSpec", f"{NUMBERS}::dot_products")
@@ -525,9 +519,8 @@ def delta_rule(k: Matrix, v: Matrix, decay: float = 1.0, beta: float = 1.0) -> T
     rows = [[t + 1, *told[0, t, 0].tolist(), *added[t].tolist()] for t in range(n)]
     columns = [f"{name} {x}" for name in ("delta rule", "linear") for x in _numbered("o", values)]
     yield Table("what the first key recalls", ["after token", *columns], rows, "lines")
-    with torch.device("meta"):
-        spec = DeltaRule(16, 32).make(2048).cache_spec()
-    state_size = sum(torch.Size(shape).numel() for shape in spec.state.values())
+    states = weightless(DeltaRule(16, 32), 2048).cache_spec().state.values()
+    state_size = sum(torch.Size(shape).numel() for shape in states)
     kept = [[n, state_size, n * cache_numbers(GQA(16, 2, 256), 2048)] for n in (128, 4096, 131072)]
     columns = ["tokens", "delta rule, 32 heads", "GQA, 2 key heads of 256"]
     yield Table("numbers kept by one layer, as in Qwen3-Next", columns, kept)
@@ -624,8 +617,8 @@ def t5_bias(pos: Numbers, buckets: int = 32) -> Tables:
     whole("buckets", buckets, 4, 1024)
     distance = torch.tensor([whole("pos", p, -(10**6)) for p in pos])
     both, causal = (t5_bucket(distance, T5Bias(1, buckets, causal=c)) for c in (False, True))
-    rows = list(zip(distance.tolist(), both.tolist(), causal.tolist()))
-    yield Table("buckets", ["key - query", "both ways", "causal"], rows, "lines")
+    columns = {"key - query": distance, "both ways": both, "causal": causal}
+    yield Table.of("buckets", columns, "lines")
 
 
 @topic("regard/layers.py::RMSNorm", "regard/layers.py::Norm", "regard/block.py::Block")
@@ -635,10 +628,8 @@ def norms(x: Numbers = (1.0, 2.0, 3.0, 6.0), eps: float = 1e-5) -> Tables:
     LayerNorm (x - mean) / sqrt(var + eps) * w + b,   RMSNorm x / sqrt(mean(x^2) + eps) * w
     pre: x + f(norm(x)), with one norm at the end;   post (2017): norm(x + f(x))
     Over the features of each token, with the biased variance. Here w = 1 and b = 0."""
-    given, dim = real(x), len(x)
-    positive("eps", eps)
-    with torch.no_grad():
-        layer, rms = (Norm(eps, rms=r).make(dim).double()(given) for r in (False, True))
+    kinds = (Norm(positive("eps", eps), rms=r).make(len(x)) for r in (False, True))
+    layer, rms = (norm.double()(real(x)).detach() for norm in kinds)
     rows = [*zip(x, layer.tolist(), rms.tolist())]
     # Without the last bits, which another machine may have otherwise.
     mean = ["mean", *(round(y.mean().item(), 12) for y in (layer, rms))]
@@ -660,11 +651,10 @@ def batch_norm(x: Matrix, eps: float = 1e-5) -> Tables:
     batch = nn.BatchNorm1d(given.shape[1], eps, affine=False).double()
     moved = []
     for norm, over in ((layer, "row"), (batch, "column")):
-        with torch.no_grad():
-            y, change = norm(given), (norm(other) - norm(given))[:1].abs().max().item()
+        y, moves = norm(given).detach(), (norm(other) - norm(given))[:1]
         name = type(norm).__name__.removesuffix("1d")
         yield grid(f"{name}: each {over} has mean 0", y, "token", "feature ", "map")
-        moved.append([name, change])
+        moved.append([name, moves.abs().max().item()])
     title = "how far the first token moves when the last one is ten times as large"
     yield Table(title, ["norm", "largest change"], moved)
 
@@ -690,15 +680,13 @@ def feed_forward(x: Numbers, dim: int = 512, width: int = 2048) -> Tables:
 
     FFN(x) = W_2 act(W_1 x + b_1) + b_2;   gated: W_2 (act(W_g x) * W_1 x)
     The same for every position; wider inside (width f), and no token sees another."""
-    names = [name for name in ACTIVATIONS if name != "tanh"]
-    given = real(x)
-    curves = [ACTIVATIONS[name](given).tolist() for name in names]
+    curves = {name: act(real(x)) for name, act in ACTIVATIONS.items() if name != "tanh"}
     sizes = []
-    for gated in (False, True):
-        with torch.device("meta"):
-            count = parameters(MLP(whole("width", width), gated=gated, bias=False).make(dim))
-        sizes.append(["gated" if gated else "plain", count, 2 * count])
-    yield Table("activations", ["x", *names], list(zip(x, *curves)), "lines")
+    for kind, gated in (("plain", False), ("gated", True)):
+        layer = MLP(whole("width", width), gated=gated, bias=False)
+        count = parameters(weightless(layer, dim))
+        sizes.append([kind, count, 2 * count])
+    yield Table.of("activations", {"x": x, **curves}, "lines")
     yield Table(f"m = {dim}, f = {width}", ["kind", "weights", "FLOP a token"], sizes)
 
 
@@ -714,13 +702,10 @@ def mixture_of_experts(x: Numbers, active: int = 2, dim: int = 4096, width: int 
     with torch.no_grad():
         layer.router.weight.copy_(torch.eye(len(x)))
         (chosen,), (gains,) = layer.route(logits[None])
-    used = dict(zip(chosen.tolist(), gains.tolist()))
-    rows = [
-        [e, a, p, used.get(e, 0.0)] for e, (a, p) in enumerate(zip(x, softmax(logits).tolist()))
-    ]
-    yield Table("one token", ["expert", "logit", "softmax", "weight"], rows, "bars")
-    with torch.device("meta"):
-        layer = MoE(len(x), k, whole("width", width)).make(whole("dim", dim))
+    used = torch.zeros_like(logits).scatter(0, chosen, gains)
+    one = {"expert": range(len(x)), "logit": x, "softmax": softmax(logits), "weight": used}
+    yield Table.of("one token", one, "bars")
+    layer = weightless(MoE(len(x), k, whole("width", width)), whole("dim", dim))
     expert = sum(w[0].numel() for w in (layer.gate, layer.up, layer.down))
     sizes = [[len(x), k, expert, (every := parameters(layer)), every - (len(x) - k) * expert]]
     columns = ["experts", "active", "weights of an expert", "of the layer", "used by a token"]
@@ -789,15 +774,8 @@ def cost(tokens: Numbers = (64.0, 512.0, 1024.0, 8192.0), dim: int = 512) -> Tab
     for n in (whole("tokens", value) for value in tokens):
         projections, pairs = multiply_adds(GQA(1), dim, n)
         rows.append([n, projections, pairs, 2 * n * dim**2, 6 * n * dim**2, n, 1])
-    columns = [
-        "n",
-        "projections",
-        "scores and sums",
-        "RNN",
-        "GRU",
-        "steps of the RNN",
-        "of attention",
-    ]
+    costs = ["projections", "scores and sums", "RNN", "GRU"]
+    columns = ["n", *costs, "steps of the RNN", "of attention"]
     yield Table(f"multiply-adds of one layer of width {dim}", columns, rows, "log")
 
 
@@ -858,9 +836,9 @@ def decoding(x: Numbers, topk: int = 3, p: float = 0.7, temperature: float = 0.7
         f"top-p {p:g}": top_p(logits, p),
         "min-p 0.1": min_p(logits, 0.1),
     }
-    columns = [way.softmax(-1).tolist() for way in ways.values()]
-    rows = list(zip(range(len(x)), x, *columns))
-    yield Table("probabilities", ["token", "logit", *ways], rows, "lines softmax")
+    columns: dict[str, Any] = {"token": range(len(x)), "logit": x}
+    columns |= {name: way.softmax(-1) for name, way in ways.items()}
+    yield Table.of("probabilities", columns, "lines softmax")
 
 
 @topic(f"{SAMPLING}::beam_search", "regard/decode/beam.py::advance")
@@ -881,9 +859,8 @@ def beam(w: Numbers, x: Numbers, beams: int = 2) -> Tables:
     rows = []
     for width in sorted({1, whole("beams", beams, 1, 100)}):
         for rank, (ids, total) in enumerate(beam_search(step, width, 2)):
-            rows.append(
-                [width, rank + 1, " ".join(map(str, ids)), total, real((total,)).exp().item()]
-            )
+            text = " ".join(map(str, ids))
+            rows.append([width, rank + 1, text, total, math.exp(total)])
     yield Table("what is found", ["beams", "rank", "tokens", "log p", "p"], rows, "bars")
 
 
@@ -934,9 +911,8 @@ def tokenizers(
         coder = at_hand(Tokenizer.from_files(train_tokenizer([text] * 4, recipe)))
         ids = coder.encode(text, special=False)
         rows.append([kind, coder.vocab, len(ids), " ".join(coder.pieces(ids[:12]))])
-    yield Table(
-        "one text", ["kind", "vocabulary", "tokens", "the first pieces"], rows, "bars tokens"
-    )
+    columns = ["kind", "vocabulary", "tokens", "the first pieces"]
+    yield Table("one text", columns, rows, "bars tokens")
 
 
 @topic(f"{OBJECTIVE}::smooth", "regard/train/loss.py::Smoothing")
@@ -950,10 +926,8 @@ def label_smoothing(x: Numbers, label: int = 2, eps: float = 0.1) -> Tables:
         raise UsageError("--x needs three logits or more: one word, another and padding")
     given, target = real(x)[None], torch.tensor([whole("label", label, 0, len(x) - 1)])
     columns, ends = {}, ["loss", ""]
-    for name, share, over in (
-        ("one-hot", 0.0, "V"),
-        *((f"over {o}", eps, o) for o in loss.SMOOTHINGS),
-    ):
+    ways = [("one-hot", 0.0, "V"), *((f"over {o}", eps, o) for o in loss.SMOOTHINGS)]
+    for name, share, over in ways:
         padding = (0 if label else len(x) - 1) if over == "V-2" else None
         columns[f"q {name}"] = loss.smooth(target, len(x), share, over, padding)[0].tolist()
         total = loss.smoothed_loss(given, target, share, over, padding)[0]
@@ -988,7 +962,7 @@ def clipping(x: Numbers = (3.0, 4.0, -12.0), size: float = 1.0) -> Tables:
     weight.grad = real(x)
     length = clip([weight], positive("size", size))
     title = f"length {float(length):.4g} before, {float(weight.grad.norm()):.4g} after"
-    yield Table(title, ["g", "clipped"], list(zip(x, weight.grad.tolist())), "lines")
+    yield Table.of(title, {"g": x, "clipped": weight.grad}, "lines")
 
 
 @topic("regard/train/measure.py::text_scores")
@@ -1018,7 +992,7 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
     if ids.shape[1] < 2:
         raise UsageError("--x needs two ids or more: one to read and one to say")
     reads, says = loss.teacher_forcing(ids)
-    rows = list(zip(range(reads.shape[1]), reads[0].tolist(), says[0].tolist()))
+    places = {"place": range(reads.shape[1]), "reads": reads[0], "must say": says[0]}
     vocab = int(ids.max()) + 1
     logits = torch.zeros(1, ids.shape[1], vocab, dtype=torch.float64)
     hidden = torch.where(torch.arange(ids.shape[1]) % 3 == 1, ids, -100)
@@ -1032,10 +1006,9 @@ def objectives(x: Numbers = (1.0, 5.0, 3.0, 4.0, 2.0)) -> Tables:
     ]
     title = f"of a model that knows nothing: log {vocab} each"
     half = Prefix(torch.tensor([len(x) // 2]))
-    yield Table("teacher forcing", ["place", "reads", "must say"], rows)
-    yield sight(
-        {"causal (GPT)": Causal(), "masked (BERT)": Full(), "prefix": half}, min(len(x), 20)
-    )
+    yield Table.of("teacher forcing", places)
+    rules = {"causal (GPT)": Causal(), "masked (BERT)": Full(), "prefix": half}
+    yield sight(rules, min(len(x), 20))
     yield Table(title, ["objective", "sum", "count", "mean"], losses)
 
 
@@ -1175,4 +1148,4 @@ def worked_greedy(x: Matrix, text: str = "the cat sat on <END>") -> Tables:
     said = [[t, *rows[t].tolist(), words[int(greedy(rows[t]))]] for t in range(len(ids))]
     yield Table("each step", ["t", *words, "chosen"], said, "map")
     told = " ".join(words[i] for i in ids if i != len(words) - 1)
-    yield Table("the whole", ["text", "log p", "p"], [[told, total, real((total,)).exp().item()]])
+    yield Table("the whole", ["text", "log p", "p"], [[told, total, math.exp(total)]])

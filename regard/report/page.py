@@ -25,7 +25,8 @@ from regard.see.page import SERIES, document, environment, image
 
 Point = tuple[float, float]
 Row = Sequence[object]
-NUMBER = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?|nan|inf|-inf")
+# A number, perhaps with how far it may be off.
+NUMBER = re.compile(r"-|-?[\d,.]+(e-?\d+)?[kMBT]?(\u00a0±\u00a0[\d,.]+(e-?\d+)?)?|nan|inf|-inf")
 # Sizes of pictures are attributes of theirs.
 POLICY = "style-src-attr 'unsafe-inline'"
 # The mean width of a letter, points of a line, and where curves lie in their picture.

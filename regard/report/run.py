@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from regard.checkpoint import load
-from regard.decode.generate import special_of, tokenizer_of
+from regard.decode.generate import tokenizer_of
 from regard.errors import UsageError
 from regard.report.page import Block, Figure, Point, Series, bars, heat, lines
 from regard.see.format import aligned, clip, number, short, span, strict, visible
-from regard.see.look import Given, named, trace
+from regard.see.look import Given, names, trace, writing
 from regard.text import needed
 from regard.train.config import toml
 from regard.train.measure import context_of
@@ -317,23 +317,16 @@ def _look(run: Run) -> tuple[list[Map], str]:
     model = load(run.folder / "last").eval()
     tokenizer, source, text = needed(tokenizer_of(model)), full[-1]["source"], full[-1]["text"]
     longest = min(LONGEST, context_of(model) or LONGEST)
-
-    def names(ids: Sequence[int]) -> list[str]:
-        return [named(tokenizer, i) for i in ids]
-
+    if not model.reads_source:
+        source = source + text if task in WRITES else source or text
+    if not (ids := tokenizer.encode(source)[:longest]):
+        raise UsageError("the last sample has no tokens to read")
+    given = Given(torch.tensor([ids]), names(tokenizer, ids))
     if model.reads_source:
-        read = tokenizer.encode(source)[:longest]
         written = tokenizer.encode_target(text, special=False)[:longest]
-        if not read or not written:
-            raise UsageError("the last sample has an empty side")
-        fed = [special_of(model).start or 0, *written[:-1]]
-        sides = names(fed), torch.tensor([read]), names(read), names(written)
-        given = Given(torch.tensor([fed]), *sides)
-    else:
-        ids = tokenizer.encode(source + text if task in WRITES else source or text)[:longest]
-        if not ids:
-            raise UsageError("the last sample has no tokens")
-        given = Given(torch.tensor([ids]), names(ids))
+        if not written:
+            raise UsageError("the last sample has an empty text")
+        given = writing(model, tokenizer, given, written)
     layers = [(view, layer) for view in trace(model, given) for layer in view.layers]
     shown = layers[-max(MOST // min(len(layers[-1][1].heads), HEADS), 1) :]
     maps = [
@@ -406,7 +399,8 @@ def _header(run: Run, result: Summary) -> Iterator[tuple[str, str]]:
     part = f", {number(trained)} of them trained" if trained not in (None, parameters) else ""
     yield "parameters", number(parameters) + part
     where = [info.get("device_name") or info.get("device", "-"), info.get("precision", "-")]
-    where += [f"{info['threads']} threads"] if "threads" in info else []
+    if "threads" in info:
+        where.append(f"{info['threads']} thread{'s' * (info['threads'] != 1)}")
     where += [f"{info['world']} processes"] if info.get("world", 1) > 1 else []
     yield "device", ", ".join(where)
     yield "seed", str(info.get("seed", "-"))
@@ -499,7 +493,7 @@ def _samples(run: Run) -> Iterator[Block]:
         rows = [(samples[i]["step"], samples[i]["text"]) for i in _spaced(len(samples), MOMENTS)]
         reference = next((s["reference"] for s in samples if s.get("reference") is not None), None)
         rows += [] if reference is None else [("reference", str(reference))]
-        source = clip(visible(source, "\n"), 300)
+        source = clip(visible(source.strip("\n"), "\n"), 300)
         yield Block("cards", source, head=("step", f"from: {source}"), rows=rows)
     if len(sources) > SOURCES:
         yield Block("text", f"{SOURCES} of {len(sources)} sources are shown.")

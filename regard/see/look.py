@@ -9,6 +9,7 @@ room for every weight: a pool is then one of them."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,17 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention import DSA, MLA, DeltaRule
-from regard.attention.core import Terms, scores
-from regard.attention.sparse import Spread
 from regard.block import Attention, Tower
 from regard.data.read import Pictures
 from regard.decode.generate import default_length, generate, special_of
 from regard.decode.settings import Result
-from regard.errors import DATA, Fault, UsageError, blaming
-from regard.mask import Visible
+from regard.errors import DATA, UsageError, blaming
 from regard.models import Patches
 from regard.models.embedding import context
-from regard.see.probe import Probe, Recorder, number_of
+from regard.see.probe import Probe, number_of
 from regard.text import Tokenizer, needed
 
 # Cells: of a pooled head's side at most; up to which every head is in full, every weight is there,
@@ -116,6 +114,13 @@ class View:
     def whole(self) -> bool:
         return all(isinstance(head, Full) for layer in self.layers for head in layer.heads)
 
+    def small(self, head: Full | Pooled) -> Tensor:
+        """A head's cells, as few as those of the pooled ones beside it."""
+        cells = torch.from_numpy(head.cells)
+        if isinstance(head, Pooled):
+            return cells
+        return F.max_pool2d(cells[None], self.step, ceil_mode=True)[0]
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -198,29 +203,35 @@ def _given(
 ) -> Given:
     device, config = next(model.parameters()).device, model.config
     ids, picture = list[int](), None
-
-    def names(ids: Sequence[int]) -> list[str]:
-        return [str(i) if tokenizer is None else named(tokenizer, i) for i in ids]
-
     if isinstance(first, Patches):
         x, picture = read_picture(first, model.origin, Path(image or ""))
-        x, read = x.to(device), patches(first)
+        given = Given(x.to(device), patches(first), picture=picture)
     else:
         ids = fits(needed(tokenizer).encode(text), config, first, "the text")
-        x, read = torch.tensor([ids], device=device), names(ids)
+        given = Given(torch.tensor([ids], device=device), names(tokenizer, ids))
     if not model.reads_source:
-        return Given(x, read, picture=picture)
+        return given
     if target is not None:
         written = needed(tokenizer).encode_target(target)
     else:
-        most = default_length(model, [ids or [0] * x.shape[-1]])
-        written = generate(model, [ids] if ids else x, max_new_tokens=most)[0].ids
+        most = default_length(model, [ids or [0] * given.ids.shape[-1]])
+        written = generate(model, [ids] if ids else given.ids, max_new_tokens=most)[0].ids
         if not written:
             raise UsageError("the model wrote nothing; give what it should write: --target TEXT")
     written = fits(written, config, getattr(config, "target", None), "the target")
+    return writing(model, tokenizer, given, written)
+
+
+def writing(model: Any, tokenizer: Tokenizer | None, source: Given, written: list[int]) -> Given:
+    """What an encoder-decoder reads while it writes these tokens: the source, and each token
+    before, behind the one that starts."""
     fed = [special_of(model).start or 0, *written[:-1]]
-    target_ids = torch.tensor([fed], device=device)
-    return Given(target_ids, names(fed), x, read, names(written), picture)
+    ids, told = torch.tensor([fed], device=source.ids.device), names(tokenizer, written)
+    return Given(ids, names(tokenizer, fed), source.ids, source.fed, told, source.picture)
+
+
+def names(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
+    return [str(i) if tokenizer is None else named(tokenizer, i) for i in ids]
 
 
 def fits(ids: list[int], config: Any, side: Any, what: str) -> list[int]:
@@ -240,12 +251,8 @@ def fits(ids: list[int], config: Any, side: Any, what: str) -> list[int]:
 def read_picture(wanted: Patches, origin: Any, path: Path) -> tuple[Tensor, Picture]:
     """The image (1 c h w) as the model reads it, and as people see it."""
     reader = Pictures(wanted, origin)
-    try:
-        with blaming(DATA):
-            x = reader.file(path)
-    except Fault as error:
-        more = "; give a PNG or JPEG: --image FILE" if error.code == DATA else ""
-        raise Fault(f"{error}{more}", error.code) from None
+    with blaming(DATA):
+        x = reader.file(path)
     seen = (x.numpy().transpose(1, 2, 0) * reader.std + reader.mean) * 255
     pixels = np.broadcast_to(np.clip(np.rint(seen), 0, 255), (*seen.shape[:2], 3))
     return x[None], Picture(pixels.astype(np.uint8), wanted.patch, wanted.extra)
@@ -356,7 +363,7 @@ def exact(
 ) -> list[View]:
     """The views on one input with these layers, heads and rows alone (None: all), each of them in
     full; more than `most` cells are refused before they are made."""
-    probe = watched(model, given, Steps(layers, heads, rows, most))
+    probe = watched(model, given, Steps(layers, heads, rows, most=most))
     found: dict[str, View] = {}
     for site, (_, *size) in probe.sizes.items():
         name, (down, across) = view_of(site), _sides(given, view_of(site), size)
@@ -415,13 +422,8 @@ def telling(
     ]
 
     def most(place: tuple[int, int]) -> float:
-        cells = view.layers[place[0]].heads[place[1]].cells
-        if cells.shape == (len(view.rows), len(view.columns)):
-            # As small as the pooled heads beside it.
-            cells = F.max_pool2d(torch.from_numpy(cells)[None], view.step, ceil_mode=True)[
-                0
-            ].numpy()
-        return float(_standing_out(view, cells).max())
+        cells = view.small(view.layers[place[0]].heads[place[1]])
+        return float(_standing_out(view, cells.numpy()).max())
 
     i, j = max(places, key=most)
     found = view.layers[i].heads[j]
@@ -444,7 +446,7 @@ def _standing_out(view: View, cells: np.ndarray) -> np.ndarray:
         dull[1:] |= view.name != "cross"
     elif view.name != "cross":
         dull |= abs(np.arange(rows)[:, None] - np.arange(columns)) <= min(3, columns // 4)
-    if view.picture is None and cells.shape == (len(view.rows), len(view.columns)):
+    if cells.shape == (len(view.rows), len(view.columns)):
         rows_dull, columns_dull = (
             np.array([NO_WORD.fullmatch(name) is not None for name in names])
             for names in (view.rows, view.columns)
@@ -470,63 +472,7 @@ def _check(sizes: dict[str, tuple[int, int, int]], layer: int | None, head: int 
         raise UsageError(f"there is no head {head}; the heads are {listed(range(heads))}")
 
 
-class Watch(Probe):
-    """A probe that learns of each place how large its maps are (heads, queries, keys), and how
-    scores are made."""
-
-    def __init__(self, *chosen: Sequence[Any] | None, **how: Any) -> None:
-        super().__init__(*chosen, **how)
-        self.site = ""
-        self.sizes: dict[str, tuple[int, int, int]] = {}
-        self.how: dict[str, dict[str, Any]] = {}
-        self.raw: dict[str, Tensor] = {}
-
-    def at(self, site: str) -> Recorder | None:
-        self.site = site
-        return None if super().at(site) is None else WatchRecorder(self, site)
-
-    def check(self) -> None:
-        """Called as soon as a place's size is known."""
-
-
-class WatchRecorder(Recorder):
-    probe: Watch
-
-    def see(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Visible | Tensor | None, terms: Terms
-    ) -> None:
-        self.learn((q.shape[1], q.shape[2], k.shape[2] - terms.sinks), terms)
-        super().see(q, k, v, mask, terms)
-        if terms.score is None and isinstance(self.probe, Steps):
-            queries, keys = q[:1].float(), k[:1, :, terms.sinks :].float()
-            if (rows := self._rows(0, q.shape[2], q.shape[2])) is not None:
-                queries = queries[:, :, rows]
-            if (heads := self.probe.heads) is not None:
-                share = q.shape[1] // k.shape[1]
-                queries, keys = queries[:, heads], keys[:, [i // share for i in heads]]
-            self.probe.raw[self.site] = scores(queries, keys, Terms(1.0))[0]
-
-    def gathered(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, where: Spread
-    ) -> None:
-        self.learn((q.shape[1], *where.size), terms, sparse=True)
-        super().gathered(q, k, v, mask, terms, where)
-
-    def learn(self, size: tuple[int, int, int], terms: Terms, sparse: bool = False) -> None:
-        self.probe.sizes[self.site], bias = size, terms.bias
-        self.probe.check()
-        self.probe.how[self.site] = {
-            "scale": terms.scale,
-            # A sink's logit stands in its first column.
-            "biased": bias is not None and bool(bias[..., terms.sinks :].any()),
-            "capped": terms.softcap is not None,
-            "sinks": terms.sinks > 0,
-            "summed": terms.times is not None,
-            "sparse": sparse,
-        }
-
-
-class Pools(Watch):
+class Pools(Probe):
     """A probe that keeps of each head, and behind them of their mean, a thumbnail of at most `side`
     cells down and across."""
 
@@ -546,8 +492,9 @@ class Pools(Watch):
         return [Pooled(a[:, 1:], a[:, 0]) for a in small]
 
     def _pool(self, a: Tensor) -> Tensor:
-        first, count = a.new_zeros(*a.shape[:3], 1), self.sizes[self.site][0]
-        step = self.step(self.site)
+        # The place that is being watched.
+        site = next(reversed(self.sizes))
+        first, count, step = a.new_zeros(*a.shape[:3], 1), self.sizes[site][0], self.step(site)
         small = [_largest(first, a, *step)]
         self.sum = self.sum.add_(a) if self.done else a
         self.done = (self.done + 1) % count
@@ -565,27 +512,21 @@ def _largest(first: Tensor, cells: Tensor, down: int, across: int) -> Tensor:
     return torch.cat(pools, 3).float()
 
 
-class Steps(Watch):
-    """A probe of whole heads, or of these rows of them, that keeps q.k as well."""
+class Steps(Probe):
+    """A probe of whole heads, or of these layers, heads and rows of them; more than `most` cells
+    are refused."""
 
-    def __init__(
-        self,
-        layers: Sequence[str | int] | None = None,
-        heads: Sequence[int] | None = None,
-        rows: Sequence[int] | None = None,
-        most: int | None = None,
-    ):
-        super().__init__(layers, heads, rows, what=("weight", "score", "norm"))
+    def __init__(self, *chosen: Sequence[Any] | None, most: float = math.inf):
+        super().__init__(*chosen, what=("weight", "score", "norm", "raw"))
         self.most = most
 
-    def check(self) -> None:
-        cells = sum(
-            (h if self.heads is None else len(self.heads))
-            * (t if self.rows is None else len(self.rows))
-            * s
-            for h, t, s in self.sizes.values()
-        )
-        if self.most is not None and cells > self.most:
+    def _note(self, site: str, *how: Any, **more: Any) -> None:
+        super()._note(site, *how, **more)
+        cells = 0
+        for h, t, s in self.sizes.values():
+            heads, rows = self.heads or range(h), range(t) if self.rows is None else self.rows
+            cells += len(heads) * len(rows) * s
+        if cells > self.most:
             raise UsageError(
                 f"these maps have more than {self.most:,} weights; ask for fewer layers, heads "
                 "or rows at once"
@@ -599,9 +540,8 @@ class Steps(Watch):
         row = weight.argmax(1, keepdim=True)
         most = weight.gather(1, row).clamp(min=torch.finfo(torch.float32).tiny)
         norm = (norm.gather(1, row) / most)[:, 0]
-        arrays = [x.numpy() for x in (weight, score, norm)]
-        if layer.site in self.raw:
-            arrays.append(self.raw[layer.site].float().cpu().numpy())
+        raw = [a[0][0].float().cpu() for site, a in self.of("raw").items() if site == layer.site]
+        arrays = [x.numpy() for x in (weight, score, norm, *raw)]
         which = range(len(weight)) if self.heads is None else self.heads
         heads = dict(enumerate(layer.heads)) | dict(zip(which, map(Full, *arrays)))
         return replace(layer, heads=list(heads.values()), **self.how[layer.site])

@@ -34,20 +34,8 @@ from regard.see.look import Full, Given, Layer, Panel, Pooled, View, exact, tell
 WEB = Path(__file__).parent / "web"
 # A module comes after those that it imports.
 MODULES = (
-    *(
-        "dom",
-        "palette",
-        "data",
-        "scale",
-        "overview",
-        "map",
-        "lines",
-        "table",
-        "thumbs",
-        "row",
-        "image",
-    ),
-    *("state", "app"),
+    *("dom", "palette", "data", "scale", "overview", "map", "lines"),
+    *("table", "thumbs", "row", "image", "state", "app"),
 )
 OPENED = "The page opens on the weight that stands out most from what other rows give that column."
 # Cells above which a head is stored without what can be computed.
@@ -158,17 +146,8 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 def _view(view: View, panel: Panel) -> dict[str, Any]:
     place = telling(view, panel.layer, panel.head)
-    data = {
-        "name": view.name,
-        "title": view.title,
-        "note": _note(view),
-        "start": dict(zip(("layer", "head", "row", "column"), place)),
-        "rows": [visible(name) for name in view.rows],
-        "columns": [visible(name) for name in view.columns],
-        "step": list(view.step),
-        "textRows": view.name == "cross",
-        "layers": [_layer(layer) for layer in view.layers],
-    }
+    start = dict(zip(("layer", "head", "row", "column"), place))
+    data = {**_maps(view), "note": _note(view), "start": start}
     if (picture := view.picture) is not None:
         size = {"size": len(picture.pixels), "patch": picture.patch, "extra": picture.extra}
         data["image"] = {**size, "pixels": _text(picture.pixels)}
@@ -182,25 +161,26 @@ def maps(
     takes it. Token k of an answer was written by row `answer_row` + k; `prompt`: how many tokens of
     a decoder's text stand before its answer."""
     starts = {"self": prompt and prompt - 1, "decoder": 0, "cross": 0}
-    heads = chosen.get("heads")
-    return [
-        {
-            "name": view.name,
-            "title": view.title,
-            "rows": [visible(name) for name in view.rows],
-            "columns": [visible(name) for name in view.columns],
-            "row_numbers": list(view.numbers),
-            "answer_row": starts.get(view.name),
-            "step": [1, 1],
-            "textRows": view.name == "cross",
-            "layers": [
-                _layer(layer, math.inf)
-                | {"head_numbers": sorted({*(heads or range(len(layer.heads)))})}
-                for layer in view.layers
-            ],
-        }
-        for view in exact(model, given, **chosen)
-    ]
+    views = []
+    for view in exact(model, given, **chosen):
+        data = _maps(view, math.inf)
+        for layer in data["layers"]:
+            layer["head_numbers"] = sorted({*(chosen.get("heads") or range(len(layer["heads"])))})
+        rows = {"row_numbers": list(view.numbers), "answer_row": starts.get(view.name)}
+        views.append({**data, **rows})
+    return views
+
+
+def _maps(view: View, large: float = LARGE) -> dict[str, Any]:
+    return {
+        "name": view.name,
+        "title": view.title,
+        "rows": [visible(name) for name in view.rows],
+        "columns": [visible(name) for name in view.columns],
+        "step": list(view.step),
+        "textRows": view.name == "cross",
+        "layers": [_layer(layer, large) for layer in view.layers],
+    }
 
 
 def _note(view: View) -> str:
@@ -229,7 +209,7 @@ def _note(view: View) -> str:
     return " ".join([*notes, "For another: regard look ... --layer N --head N."])
 
 
-def _layer(layer: Layer, large: float = LARGE) -> dict[str, Any]:
+def _layer(layer: Layer, large: float) -> dict[str, Any]:
     names = ("number", "site", "scale", "biased", "capped", "sinks", "summed", "sparse")
     data = {name: getattr(layer, name) for name in names}
     data["heads"] = [_full(h, large) if isinstance(h, Full) else _pooled(h) for h in layer.heads]

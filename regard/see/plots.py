@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.errors import ENVIRONMENT, Fault, UsageError, notice
@@ -50,12 +49,7 @@ def pictures(path: Path, panel: Panel, what: str) -> list[Path]:
     maps, names = [], []
     for view in panel.views:
         for layer in view.layers:
-            tiles = [torch.from_numpy(head.cells) for head in layer.heads]
-            # A head in full is made as small as the pooled ones beside it.
-            for i, head in enumerate(layer.heads):
-                if isinstance(head, Full):
-                    tiles[i] = F.max_pool2d(tiles[i][None], view.step, ceil_mode=True)[0]
-            maps.append(torch.stack(tiles))
+            maps.append(torch.stack([view.small(head) for head in layer.heads]))
             names.append(f"{view.name} {layer.number}" if panel.views[1:] else str(layer.number))
     paths = [save(head_grid(maps, f"{panel.name}: “{what}”", names=names), path)]
     view = max(panel.views, key=lambda view: view.name == "cross")

@@ -11,6 +11,7 @@ read it afterwards.
     "score"   q.k times scale (or the layer's own score), softly capped, plus bias; -inf where hidden or not chosen
     "norm"    weight times the length of the head's value vector: how much a key really gives
     "chosen"  bool (b 1 t' s), keys inside the softmax: what the mask shows; of sparse attention the indexer's choice
+    "raw"     q.k alone, masked keys too; none of layers with a score of their own, and of sparse attention
 
 The maps are computed beside the kernel that computes the output (native steps of prepared models
 too), from the same q and k, in float32 at least: no logit and no gradient changes, nothing stays on
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ from regard.mask import Visible
 from regard.models import Model
 
 # What a map has at keys that are not chosen.
-KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False}
+KINDS = {"weight": 0.0, "score": -torch.inf, "norm": 0.0, "chosen": False, "raw": 0.0}
 # Place -> call -> map; kind -> map.
 Maps = dict[str, list[Tensor]]
 Kinds = dict[str, Tensor]
@@ -75,8 +76,11 @@ class Probe:
         for kind in self.what:
             if kind not in KINDS:
                 raise UsageError(f"probe: there is no map {kind!r}; {nearest(kind, KINDS)}")
-        # Every place that asked, in order.
+        # Every place that asked, in order; how large the maps of those that were seen are (heads,
+        # queries, keys), and how their scores are made.
         self.sites: dict[str, None] = {}
+        self.sizes: dict[str, tuple[int, int, int]] = {}
+        self.how: dict[str, dict[str, Any]] = {}
         self._maps: dict[str, Maps] = {kind: {} for kind in self.what}
         # Runs of queries of a sparse call.
         self._waiting: dict[str, list[tuple[Kinds, Tensor]]] = {}
@@ -98,6 +102,22 @@ class Probe:
         twin = share(type(model), model)
         twin.watch = lambda ids: _Call(self, len(ids))
         return twin
+
+    def _note(
+        self, site: str, size: tuple[int, int, int], terms: Terms, sparse: bool = False
+    ) -> None:
+        """What is known of a place before its maps are made."""
+        # A sink's logit stands in its first column.
+        biased = terms.bias is not None and bool(terms.bias[..., terms.sinks :].any())
+        self.sizes[site] = size
+        self.how[site] = {
+            "scale": terms.scale,
+            "biased": biased,
+            "capped": terms.softcap is not None,
+            "sinks": terms.sinks > 0,
+            "summed": terms.times is not None,
+            "sparse": sparse,
+        }
 
     @property
     def maps(self) -> Maps:
@@ -149,6 +169,7 @@ class Recorder:
         """q (b h t d), k (b g s d): a whole dense attention; only chosen heads and rows are
         computed."""
         b, h, t = q.shape[:3]
+        self.probe._note(self.site, (h, t, k.shape[2] - terms.sinks), terms)
         # Beams side by side as one source's queries.
         share = max(1, (self.batch or b) // b)
         rows = _repeat(self._rows(0, t // share, t // share), share, t // share)
@@ -158,6 +179,8 @@ class Recorder:
         def compute(heads: Index) -> Kinds:
             """(b h (share t) s) -> ((b share) h t s)"""
             maps, apart = self._maps(heads, q, k, v, mask, terms), (share, q.shape[2] // share)
+            if "raw" in self.probe.what and terms.score is None:
+                maps["raw"] = _scores(q, k[:, :, terms.sinks :], heads, Terms(1.0))
             return {
                 kind: a if share == 1 else a.unflatten(2, apart).transpose(1, 2).flatten(0, 1)
                 for kind, a in maps.items()
@@ -172,6 +195,7 @@ class Recorder:
         """A run of queries, each with the keys chosen for it. The maps stay k wide until the call
         is through."""
         (b, n, _), (t, s) = where.chosen.shape, where.size
+        self.probe._note(self.site, (q.shape[1], t, s), terms, sparse=True)
         rows = self._rows(where.rows.start, where.rows.stop, t)
         flat = _repeat(rows, b, n)
         q, k, v, mask = (_pick(x, 0, flat) for x in (q, k, v, mask))
@@ -239,7 +263,7 @@ class Recorder:
             if "chosen" in what:
                 seen = mask if mask is not None else x.new_ones(1, 1, 1, 1, dtype=torch.bool)
                 maps["chosen"] = seen.expand(b, -1, t, x.shape[-1])
-        return {kind: maps[kind] for kind in what}
+        return {kind: a for kind, a in maps.items() if kind in what}
 
     def _heads(self, count: int) -> Index:
         heads = self.probe.heads

@@ -59,8 +59,8 @@ class Schedule:
             object.__setattr__(self, "warmup", max(round(self.warmup * self.steps), 1))
         if self.steps is not None and self.warmup > self.steps:
             raise UsageError(
-                f"a schedule of {self.steps} steps cannot warm up for {self.warmup}; "
-                f"give warmup from 0 to steps"
+                f"a schedule of {self.steps} steps cannot warm up for {self.warmup:g}; "
+                f"give train.schedule.warmup from 0 to {self.steps}"
             )
         if self.shape == "noam" and not self.warmup:
             raise UsageError("the noam schedule falls from its warm-up: give warmup of at least 1")

@@ -162,6 +162,8 @@ def test_request_over_the_context_says_both_numbers_and_the_ways_out() -> None:
         )
         with pytest.raises(UsageError, match=says):
             engine.submit(Request([1] * 10, Settings(max_new_tokens=7)))
+        with pytest.raises(UsageError, match="shorten the prompt, or go on with 16 tokens"):
+            engine.submit(Request([1] * 20, Settings(max_new_tokens=1)))
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,16 @@ def test_a_picture_opens_on_what_its_class_token_reads() -> None:
     assert row == 0 and column > 0
 
 
+def test_a_caption_opens_on_a_word() -> None:
+    """Not on the space that reads one patch the most."""
+    cells = np.array([[0.1, 0.9, 0.0], [0.4, 0.3, 0.3], [0.3, 0.1, 0.6]], np.float32)
+    head = Pooled(cells, cells[:, 0])
+    picture = Picture(np.zeros((16, 16, 3), np.uint8), 8, 1)
+    layer = module.Layer(0, "decoder.0.cross", [head])
+    view = View("cross", ["␣", "a", "cat"], ["class", "1,1", "1,2"], [layer], picture=picture)
+    assert telling(view) == (0, 0, 2, 2)
+
+
 def test_page_of_a_long_text_is_bounded() -> None:
     cells = np.random.default_rng(0).random((64, 64)).astype(np.float32)
     small = Pooled(cells, cells[:, 0])
