@@ -60,7 +60,13 @@ class Checkpoints:
     def check(self, step: int, model: Any, tensors: dict[str, Tensor]) -> None:
         """Whether there is room for the checkpoint of a step."""
         need = self.size(model) + sum(x.nbytes for x in tensors.values()) + SPARE
-        self._check_room(need, self.path(step))
+        make(self.folder)
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise UsageError(
+                f"{self.path(step).name} needs {need / 1e6:,.0f} MB, but {self.folder} has {free / 1e6:,.0f} MB free; "
+                f"make room, then go on with resume=True (--resume); {self._last()}"
+            )
 
     def shards(self, step: int) -> Path:
         """Where processes write their parts; they count once `write` has moved them into the checkpoint."""
@@ -147,15 +153,6 @@ class Checkpoints:
         for path in old:
             if path not in stay and (best is None or path != self.path(best)):
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _check_room(self, need: int, target: Path) -> None:
-        make(self.folder)
-        free = shutil.disk_usage(self.folder).free
-        if free < need:
-            raise UsageError(
-                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has {free / 1e6:,.0f} MB free; "
-                f"make room, then go on with resume=True (--resume); {self._last()}"
-            )
 
     def _last(self) -> str:
         steps = self.steps()

@@ -372,24 +372,21 @@ def label_scores(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Values by name of all that suits the task, and which F1 it is. An example has one label (classify, image), a
     list of them (tag) or a span (answer); labels are numbers of classes."""
-    values: dict[str, float] = {}
     if task == "answer":
-        values["exact"] = share(predicted, wanted)
-        values["f1"], kind = overlap_f1(predicted, wanted), "mean over answers, in tokens"
-        return values, {"f1": kind}
+        f1, kind = overlap_f1(predicted, wanted), "mean over answers, in tokens"
+        return {"exact": share(predicted, wanted), "f1": f1}, {"f1": kind}
     each = [list(chain(*side)) if task == "tag" else side for side in (predicted, wanted)]
-    values["accuracy"] = share(*each)
     if task == "tag" and marks_spans(classes):
         rows = [[[classes[i] for i in row] for row in side] for side in (predicted, wanted)]
-        values["f1"], kind = span_f1(*rows), "spans of B- and I- tags, all together"
+        f1, kind = span_f1(*rows), "spans of B- and I- tags, all together"
     else:
-        values["f1"], kind = macro_f1(*each), "macro, mean over classes"
-    return values, {"f1": kind}
+        f1, kind = macro_f1(*each), "macro, mean over classes"
+    return {"accuracy": share(*each), "f1": f1}, {"f1": kind}
 
 
 def share(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
     """How many are equal, of all: accuracy of labels, exact match of texts and spans."""
-    return _ratio(sum(a == b for a, b in zip(predicted, wanted, strict=True)), len(wanted))
+    return sum(a == b for a, b in zip(predicted, wanted, strict=True)) / max(len(wanted), 1)
 
 
 def macro_f1(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
@@ -398,7 +395,7 @@ def macro_f1(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float
     positive, true = Counter(predicted), Counter(wanted)
     right = Counter(a for a, b in zip(predicted, wanted, strict=True) if a == b)
     each = [_f1(right[c], positive[c], true[c]) for c in {*positive, *true}]
-    return _ratio(sum(each), len(each))
+    return sum(each) / max(len(each), 1)
 
 
 def span_f1(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float:
@@ -437,12 +434,8 @@ def overlap_f1(predicted: Sequence[Span], wanted: Sequence[Span]) -> float:
     for (a, b), (c, d) in zip(predicted, wanted, strict=True):
         common = max(min(b, d) - max(a, c) + 1, 0)
         total += _f1(common, b - a + 1, d - c + 1)
-    return _ratio(total, len(wanted))
+    return total / max(len(wanted), 1)
 
 
 def _f1(right: int, positive: int, true: int) -> float:
-    return _ratio(2 * right, positive + true)
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+    return 2 * right / max(positive + true, 1)

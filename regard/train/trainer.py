@@ -57,17 +57,15 @@ class Train:
     save: Whole = 0  # steps between checkpoints; 0: at the end alone
     metric: str = "loss"  # what the best model is best at
     patience: Count | None = None  # evaluations without a better one after which it ends
-    average: Whole = (
-        0  # the mean of this many last checkpoints is tried at the end, and kept if best
-    )
+    # the mean of this many last checkpoints is tried at the end, and kept if best
+    average: Whole = 0
     # a moving mean of the weights, such as 0.999, which is evaluated and saved instead of them
     ema: Fraction | None = None
     # weight of the loss that keeps a mixture's experts in balance; see `balanced`
     balance: Amount | None = None
     bias_speed: Amount = 0.001  # how far the correction bias of a mixture moves in a step
-    nan: str = (
-        "stop"  # loss or gradient not finite: stop, skip the step, or go back to a checkpoint
-    )
+    # loss or gradient not finite: stop, skip the step, or go back to a checkpoint
+    nan: str = "stop"
     optim: Optim = field(default_factory=Optim)  # the optimiser
     schedule: Schedule = field(default_factory=Schedule)  # the learning rate over time
     parallel: Parallel = Parallel()  # several processes
