@@ -84,10 +84,8 @@ def assemble(
     load = partial(load_adapter, into=model) if small else load_model
     checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
     feed = config.fed(loaded.feed, marks(coder))
-    figures = measuring(config, objective, feed, loaded.classes, files, device)
-    trainer = Trainer(
-        model, feed, objective, config.train, checkpoints, load, measure=figures, team=team
-    )
+    more: Any = {"measure": measuring(config, objective, feed, loaded.classes, coder), "team": team}
+    trainer = Trainer(model, feed, objective, config.train, checkpoints, load, **more)
     if stored != str(next(model.parameters()).dtype):
         why = f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
         texts.append(why)
@@ -144,16 +142,12 @@ def read_data(
 
 def make_model(config: Config, start: Any, coder: Coder | None, classes: list[str]) -> Any:
     """The preset with its changes, or the folder's model; with a head that suits the task."""
-    changes = {k: v for k, v in config.model.items() if k not in ("preset", "folder")}
-    if start is not None:
-        changes.pop("size", None)  # see start_of
-    if start is not None and changes:
-        raise UsageError(f"[model] folder is taken as it is; leave {', '.join(changes)} out")
     model = start
     if model is None:
-        vocab = 0 if coder is None else coder.vocab
-        model = fresh(config.model["preset"], changes, vocab, length=config.data.length)
+        model = fresh(config, 0 if coder is None else coder.vocab)
         model.origin = Origin(model.family)
+    elif others := [name for name in config.model if name not in ("folder", "size")]:
+        raise UsageError(f"[model] folder is taken as it is; leave {', '.join(others)} out")
     check_suits(config.task, model)
     check_vocab(model, coder, trained=start is not None)
     new_head = TASKS[config.task].head
@@ -165,17 +159,13 @@ def make_model(config: Config, start: Any, coder: Coder | None, classes: list[st
     return with_head(model, wanted)
 
 
-def fresh(
-    preset: str,
-    changes: dict[str, Any],
-    vocab: int,
-    device: str | None = None,
-    length: int | None = None,
-) -> Any:
+def fresh(config: Config, vocab: int, device: str | None = None) -> Any:
     """The preset with its changes. Unless they say a size, its tables are as large as the
-    tokenizer's vocabulary, and its context is `length`, the rows it is trained on: later positions
+    tokenizer's vocabulary, and its context is as long as the rows it is trained on: later positions
     would stay as they were drawn. (But not that of an encoder-decoder, whose two sides differ in
     length.)"""
+    preset, length = config.model["preset"], config.data.length
+    changes = {k: v for k, v in config.model.items() if k != "preset"}
     if preset == "transformer":
         raise UsageError('preset "transformer" is unknown; that of 2017 is preset = "vaswani-base"')
     if preset not in PRESETS:
@@ -219,12 +209,7 @@ def written(model: Any, small: bool) -> int:
 
 
 def measuring(
-    config: Config,
-    objective: Objective,
-    feed: Feed,
-    classes: list[str],
-    files: dict[str, bytes],
-    device: torch.device,
+    config: Config, objective: Objective, feed: Feed, classes: list[str], coder: Coder | None
 ) -> Measure | None:
     """The loss, what the best model is best at, and samples, of the held-out part; nothing where
     none is held out."""
@@ -232,9 +217,8 @@ def measuring(
         return None
     words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
     names = ["loss", *words, config.train.metric]
-    tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
-    what = (config.task, feed, tokenizer, objective, names)
-    how: Any = {"classes": classes, "precision": config.train.precision, "device": device}
+    what = (config.task, feed, coder and coder.tokenizer, objective, names)
+    how: Any = {"classes": classes, "precision": config.train.precision}
 
     def figures(model: Any, between: Callable[[], None]) -> Figures:
         result = measure(model, *what, **how, between=between)

@@ -474,13 +474,15 @@ def refusal(config: Any, trainer: Trainer, keep: int = 2) -> str | None:
     if trainer.team.world > 1:
         return None
     model, device = trainer.model, trainer.device
-    step, learned = drawn(trainer.feed, model, device.type)
-    small = config.adapt.low_rank
-    sized = "data.rows" if config.data.rows is not None else "data.tokens"
-    plan = planned(Job(model, step, config.train, learned, sized, small), keep)
+    plan = planned(job_of(config, model, *drawn(trainer.feed, model, device.type)), keep)
     tensors = [*model.parameters(), *model.buffers(), *trainer.optimizer.state().values()]
     held = sum(x.nbytes for x in tensors)
     return shortage(plan, free_memory(device) + held, free_disk(trainer.checkpoints.folder))
+
+
+def job_of(config: RunConfig, model: Any, step: Pass, learned: float) -> Job:
+    sized = "data.rows" if config.data.rows is not None else "data.tokens"
+    return Job(model, step, config.train, learned, sized, config.adapt.low_rank)
 
 
 def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, float]:
@@ -524,7 +526,7 @@ class Forecast:
             facts = survey(reads, config.data, recipe_of(config), words, folder, start)
         self.facts, self.device = facts, device
         self.model = model_of(config, start, facts, "meta")
-        job, filled = job_of(config, self.model, facts, device.type)
+        job, filled = imagined_job(config, self.model, facts, device.type)
         plan = self.plan = planned(job, max(keep, config.train.average))
         self.free, self.room = free_memory(device), free_disk(folder)
         self.short, self.full = plan.memory.total > self.free, plan.disk > self.room
@@ -559,22 +561,19 @@ def model_of(config: RunConfig, start: Any, facts: Survey, device: str) -> Any:
     """The model with the head of the task, frozen as it will be; on "meta" without memory for its
     weights."""
     if start is None:
-        changed = {k: v for k, v in config.model.items() if k != "preset"}
-        length = config.data.length
-        start = fresh(config.model["preset"], changed, facts.vocab, device, length)
+        start = fresh(config, facts.vocab, device)
         config = replace(config, model={"folder": "."})
     with torch.device(device):
         return masters(config.learning(make_model(config, start, None, [""] * facts.classes)))
 
 
-def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[Job, float]:
+def imagined_job(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[Job, float]:
     """One step, at its largest, and how full the mean step is beside it."""
     data, reads = config.data, TASKS[config.task].reads
     data.batching(config.train.seed)
     longest, limit = context_of(model), data.length
     if longest is not None and limit is not None and limit > longest:
         raise UsageError(f"data.length = {limit}, but the model's context is {longest} tokens")
-    sized = "data.rows" if data.rows is not None else "data.tokens"
     sides: tuple[int, ...]
     filled, masked = 1.0, True
     if reads == "image":
@@ -603,9 +602,7 @@ def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[J
         shares = spans if config.task == "spans" else (1.0, 1.0)
         source, target = (math.ceil(share * target) for share in shares)
     step = Pass(rows, target, source, masked, device=device)
-    learned = rate if config.task == "mlm" else 1.0
-    small = config.adapt.low_rank
-    return Job(model, step, config.train, learned, sized, small), filled
+    return job_of(config, model, step, rate if config.task == "mlm" else 1.0), filled
 
 
 def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> float | None:
