@@ -222,17 +222,15 @@ def make(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """One trainer a folder. The system frees the lock however the process ends."""
     make(folder)
-    with (folder / "lock").open("a+", encoding="utf-8") as file:
+    with (folder / "lock").open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            file.seek(0)
-            who = file.read().strip() or "unknown"
+            who = (folder / "lock").read_text("utf-8").strip() or "unknown"
             raise UsageError(
                 f"another trainer (process {who}) is at work in {folder}; wait for it, or train into another folder"
             ) from None
-        file.seek(0)
-        file.truncate()
+        file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield

@@ -113,23 +113,16 @@ class Memory:
         return sum(asdict(self).values())
 
 
-@dataclass(frozen=True, eq=False)
 class Plan:
-    """What a job needs. `disk` is all checkpoints that stay, and one that is being written."""
+    """What a job needs. `disk` is all checkpoints that stay, `keep` of them beside the best, and one that is being
+    written; `flops` are those of a step."""
 
-    job: Job
-    memory: Memory
-    checkpoint: int
-    disk: int
-    flops: int  # of a step
-
-
-def planned(job: Job, keep: int = 2) -> Plan:
-    """`keep`: checkpoints that stay beside the best."""
-    model = job.model
-    held = 4 * trainable(model) if job.small else sum(p.nbytes for p in model.parameters())
-    checkpoint = held + optimizer_bytes(model, job.train) + SPARE
-    return Plan(job, memory(job), checkpoint, (keep + 2) * checkpoint, step_flops(job))
+    def __init__(self, job: Job, keep: int = 2):
+        self.job, self.memory, self.flops = job, memory(job), step_flops(job)
+        held = sum(p.nbytes for p in job.model.parameters())
+        held = 4 * trainable(job.model) if job.small else held
+        self.checkpoint = held + optimizer_bytes(job.model, job.train) + SPARE
+        self.disk = (keep + 2) * self.checkpoint
 
 
 # --- activations: what a forward pass keeps for the backward pass --------------------------------------------------
@@ -202,20 +195,16 @@ def _of_states(config: Any, run: Pass) -> Activations:
     """Of a recurrent model, whose fused layers keep what they like: real tensors, without padding. Long rows are told
     by shorter ones: what is kept grows with the length and, by attention, with its square."""
     small = replace(config, **{n: 2 for n in ("vocab", "source_vocab") if hasattr(config, n)})
-    longest = max(run.length, run.source)
+    x = max(run.length, run.source, SHORT) / SHORT
 
-    def kept(tokens: float) -> int:
-        share = tokens / longest
-        length, source = (max(1, round(n * share)) if n else 0 for n in (run.length, run.source))
+    def kept(part: float) -> int:
+        length, source = (math.ceil(n / part) for n in (run.length, run.source))
         return _kept(small, Pass(run.rows, length, source), fake=False)
 
-    if longest <= SHORT:
-        return Activations((), (), kept(longest))
-    half, whole = kept(SHORT / 2), kept(SHORT)
-    # a x + b x^2 through both.
-    b = 2 * (whole - 2 * half)
-    x = longest / SHORT
-    return Activations((), (), round((whole - b) * x + b * x * x) if b > 0 else round(whole * x))
+    whole = kept(x)
+    # a x + b x^2 through SHORT tokens and half as many.
+    b = max(2 * (whole - 2 * kept(2 * x)), 0) if x > 1 else 0
+    return Activations((), (), round((whole - b) * x + b * x * x))
 
 
 def _kept(config: Any, run: Pass, fake: bool) -> int:
@@ -474,7 +463,7 @@ def refusal(config: Any, trainer: Trainer, keep: int = 2) -> str | None:
     if trainer.team.world > 1:
         return None
     model, device = trainer.model, trainer.device
-    plan = planned(job_of(config, model, *drawn(trainer.feed, model, device.type)), keep)
+    plan = Plan(job_of(config, model, *drawn(trainer.feed, model, device.type)), keep)
     tensors = [*model.parameters(), *model.buffers(), *trainer.optimizer.state().values()]
     held = sum(x.nbytes for x in tensors)
     return shortage(plan, free_memory(device) + held, free_disk(trainer.checkpoints.folder))
@@ -527,7 +516,7 @@ class Forecast:
         self.facts, self.device = facts, device
         self.model = model_of(config, start, facts, "meta")
         job, filled = imagined_job(config, self.model, facts, device.type)
-        plan = self.plan = planned(job, max(keep, config.train.average))
+        plan = self.plan = Plan(job, max(keep, config.train.average))
         self.free, self.room = free_memory(device), free_disk(folder)
         self.short, self.full = plan.memory.total > self.free, plan.disk > self.room
         self.less = changes(job, self.free) if self.short else []

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import shlex
 import shutil
 import subprocess
@@ -396,14 +397,10 @@ def run_info(launch: Launch, config: RunConfig, trainer: Trainer, classes: list[
     }
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes at most so far: of a GPU what torch held, else of this process where the system tells."""
+def peak_memory(device: torch.device) -> int:
+    """Bytes at most so far: of a GPU what torch held, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:
-        return None
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
