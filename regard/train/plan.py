@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.attention import DSA, sparse
-from regard.data.config import PAIRS, ROWED, Survey, bytes_of, feed_of, survey
+from regard.data.config import PAIRS, PICTURED, ROWED, Survey, bytes_of, feed_of, survey
 from regard.data.corrupt import Marks
 from regard.data.feed import IGNORE, Feed
 from regard.data.shards import Column
@@ -565,10 +565,8 @@ def imagined_job(config: RunConfig, model: Any, facts: Survey, device: str) -> t
         raise UsageError(f"data.length = {limit}, but the model's context is {longest} tokens")
     sides: tuple[int, ...]
     filled, masked = 1.0, True
-    if reads == "image":
-        sides, masked = (patches(model),), False
-    elif reads == "caption":
-        sides, masked = (patches(model), facts.longest[0] + 1), False
+    if reads in PICTURED:
+        sides, masked = (patches(model), *(n + 1 for n in facts.longest)), False
     elif reads in ROWED and data.pack != "none":
         if limit is None:
             raise UsageError(f"pack = {data.pack!r} needs the length of a row: length = N")
@@ -623,7 +621,7 @@ def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
     data, reads, draw = config.data, TASKS[config.task].reads, np.random.default_rng(0)
     batching, classes = data.batching(config.train.seed), max(facts.classes, 1)
     coder: Any = SimpleNamespace(pad=0, before=(), after=(), start=0, end=1, divider=None)
-    if reads in ("image", "caption"):
+    if reads in PICTURED:
         e, n = getattr(model.config, next(iter(model.towers.values()))), data.rows or 1
         pixels = draw.integers(0, 256, (n, e.size, e.size, e.channels), np.uint8)
         columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, n))}
