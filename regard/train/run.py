@@ -46,16 +46,11 @@ KEEP = 2  # checkpoints that stay
 WRITTEN = ("checkpoints", "data", "metrics.jsonl", "samples.jsonl", "run.json", "report.html")
 # What a run goes on with, of run.json and of its options, with their types.
 OPTIONS = {"keep": int, "device": str, "log_to": list}
-INFO: dict[str, Any] = {
-    **{"config": dict, "options": dict, "resumed": list, "command": list, "began": str},
-    "wandb": str,
-    "seconds": (int, float),
-}
+INFO: dict[str, Any] = {"config": dict, "options": dict, "resumed": list, "command": list}
+INFO |= {"began": str, "wandb": str, "seconds": (int, float)}
 # Where files lie, which may change.
-PLACES = (
-    *(f"data.{name}" for name in ("train", "target", "valid", "valid_target")),
-    *(f"{name}.folder" for name in ("model", "tokenizer")),
-)
+PLACES = {"model.folder", "tokenizer.folder"}
+PLACES |= {f"data.{name}" for name in ("train", "target", "valid", "valid_target")}
 
 
 @dataclass(frozen=True)
