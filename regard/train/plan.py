@@ -58,6 +58,8 @@ PROBED, MEASURED, LONG = 0.5, 2.0, 10.0
 OTHER = 300 << 20
 # A change after which more than this share is needed is not worth a line.
 LESS = 0.97
+# Rows of an imagined batch that tell how long the rows of any are.
+FEW = 8
 # Tokens of a row up to which recurrent models are run as they are.
 SHORT = 128
 aten = torch.ops.aten
@@ -488,6 +490,7 @@ def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, 
         masks = (batch.doc, batch.prefix, batch.source_lengths if source else batch.lengths)
         masked = any(x is not None for x in masks[: 2 if causal else 3])
         learned = float((batch.labels != IGNORE).sum()) / (rows * length)
+        rows *= 1 if batch.rejected is None else 2
         passes.append((Pass(rows, length, source, masked, device=device), min(learned, 1.0)))
     return max(passes, key=lambda pair: pair[0].rows * (pair[0].length + pair[0].source))
 
@@ -558,38 +561,19 @@ def model_of(config: RunConfig, start: Any, facts: Survey, device: str) -> Any:
 
 def imagined_job(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[Job, float]:
     """One step, at its largest, and how full the mean step is beside it."""
-    data, reads = config.data, TASKS[config.task].reads
+    data, longest = config.data, context_of(model)
     data.batching(config.train.seed)
-    longest, limit = context_of(model), data.length
-    if longest is not None and limit is not None and limit > longest:
-        raise UsageError(f"data.length = {limit}, but the model's context is {longest} tokens")
-    sides: tuple[int, ...]
-    filled, masked = 1.0, True
-    if reads in PICTURED:
-        sides, masked = (patches(model), *(n + 1 for n in facts.longest)), False
-    elif reads in ROWED and data.pack != "none":
-        if limit is None:
-            raise UsageError(f"pack = {data.pack!r} needs the length of a row: length = N")
-        sides = (limit,)
-        masked = data.pack == "documents" or config.task in ("prefix", "spans", "infill")
-    else:
-        sides = tuple(min(n, limit or n) for n in facts.longest)
-        sides = (max(sides),) if reads == "prefer" else sides
-        masked = config.task not in ("lm", "chat")
-        if data.tokens is None:
-            filled = sum(map(min, facts.mean, sides)) / sum(sides)
-    each = data.tokens // max(sides) if data.tokens is not None else math.inf
-    rows = max(1, int(min(each, data.rows if data.rows is not None else math.inf)))
-    rows *= 2 if reads == "prefer" else 1
-    source, target = (0, *sides)[-2:]
-    rate, mean = config.noise.rate or 0.15, config.noise.mean or 3.0
-    # See Spans: of 0.15 in threes, nine tenths are read and a fifth is written.
-    if config.task in ("spans", "infill"):
-        spans = (1 - rate + rate / mean, rate + rate / mean)
-        shares = spans if config.task == "spans" else (1.0, 1.0)
-        source, target = (math.ceil(share * target) for share in shares)
-    step = Pass(rows, target, source, masked, device=device)
-    return job_of(config, model, step, rate if config.task == "mlm" else 1.0), filled
+    if longest is not None and data.length is not None and data.length > longest:
+        why = f"the model's context is {longest} tokens"
+        raise UsageError(f"data.length = {data.length}, but {why}")
+    few = replace(config, data=replace(data, rows=FEW, tokens=None))
+    feeds = (imagined(few, model, facts, sizes) for sizes in (facts.longest, facts.mean))
+    (step, mean), learned = zip(*(drawn(feed, model, device) for feed in feeds))
+    each = data.tokens // max(step.length, step.source) if data.tokens else math.inf
+    rows = max(1, int(min(each, data.rows or math.inf)))
+    rows *= 2 if TASKS[config.task].reads == "prefer" else 1
+    filled = 1.0 if data.tokens else (mean.length + mean.source) / (step.length + step.source)
+    return job_of(config, model, replace(step, rows=rows), max(learned)), filled
 
 
 def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> float | None:
@@ -604,7 +588,7 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
 
     train = replace(config.train, nan="skip", parallel=Parallel())
     checkpoints = Checkpoints(Path(), lambda model, path: None)
-    feed = imagined(config, model, facts)
+    feed = imagined(config, model, facts, facts.mean)
     trainer = Trainer(model, feed, config.objective, train, checkpoints, lambda path: model, [note])
     trainer.model.train()
     began = time.perf_counter()
@@ -616,8 +600,8 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
     return statistics.median(times[1:] or times) if times else None
 
 
-def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
-    """Random examples of the mean length, a batch of them or a little more."""
+def imagined(config: RunConfig, model: Any, facts: Survey, tokens: tuple[float, ...]) -> Feed:
+    """Random examples of so many tokens, or one less; a batch of them or a little more."""
     data, reads, draw = config.data, TASKS[config.task].reads, np.random.default_rng(0)
     batching, classes = data.batching(config.train.seed), max(facts.classes, 1)
     coder: Any = SimpleNamespace(pad=0, before=(), after=(), start=0, end=1, divider=None)
@@ -625,17 +609,18 @@ def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
         e, n = getattr(model.config, next(iter(model.towers.values()))), data.rows or 1
         pixels = draw.integers(0, 256, (n, e.size, e.size, e.channels), np.uint8)
         columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, n))}
-        size = max(1, round(facts.mean[0])) if facts.mean else 1
+        size = max(1, round(tokens[0])) if tokens else 1
         columns["target"] = Column.of([np.zeros(size, np.int64)] * n)
         return feed_of(reads, data, coder, batching, columns, "", None)
     whole = reads in ROWED and data.pack in ("stream", "windows")
     # Only a stream is cut into rows; else room is left for the marks around a text.
     limit = math.inf if whole or data.length is None else data.length - 3
-    sizes = [max(2, round(min(mean, limit))) for mean in facts.mean]
+    sizes = [max(2, round(min(size, limit))) for size in tokens]
     need = (data.tokens or 0) + (data.rows or 0) * (data.length or max(sizes))
     sizes = [min(size, 4 * need) for size in sizes]
     n = need // min(sizes) + 2
-    texts = [Column.of([draw.integers(0, facts.vocab, size) for _ in range(n)]) for size in sizes]
+    several = ([draw.integers(0, facts.vocab, size - i % 2) for i in range(n)] for size in sizes)
+    texts = [Column.of(rows) for rows in several]
     shape = {"tag": texts[0].values.shape, "answer": (n, 2)}.get(reads, (n,))
     labels = Column(draw.integers(0, classes, shape), texts[0].ends if reads == "tag" else None)
     names = PAIRS.get(reads, ("ids",))
