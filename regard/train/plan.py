@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.attention import DSA, sparse
+from regard.block import Block
 from regard.data.config import PAIRS, PICTURED, ROWED, Survey, bytes_of, feed_of, survey
 from regard.data.corrupt import Marks
 from regard.data.feed import IGNORE, Feed
@@ -62,6 +63,8 @@ LESS = 0.97
 FEW = 8
 # Tokens of a row up to which recurrent models are run as they are.
 SHORT = 128
+# The number of no block.
+AROUND = -1
 aten = torch.ops.aten
 
 
@@ -167,30 +170,20 @@ def _measured(config: Any, run: Pass) -> Activations:
 
 
 def _of_towers(config: Any, run: Pass) -> Activations:
-    """A block takes what one more of its kind adds to a model with one block of each kind: what blocks
-    share, such as an encoder's memory, is then around them."""
-    sides = {"tower": run.length}
-    if isinstance(config, EncoderDecoderConfig):
-        sides = {"encoder": run.source, "decoder": run.length}
-    towers = {name: getattr(config, name) for name in sides}
-    layers = {n: list(zip(t.each("attention"), t.each("ffn"))) for n, t in towers.items()}
-    kinds = [(name, kind) for name in towers for kind in dict.fromkeys(layers[name])]
-
-    def kept(*more: Any) -> int:
-        short = {}
-        for name, tower in towers.items():
-            attention, ffn = zip(*(kind for n, kind in (*kinds, *more) if n == name))
-            few = {"layers": len(ffn), "attention": attention, "ffn": ffn, "blocks": None}
-            short[name] = replace(tower, **few, layer_drop=0.0)
-        return _kept(replace(config, **short), run, fake=True)
-
-    base = kept()
-    each = {kind: kept(kind) - base for kind in kinds}
-    inputs = [
-        4 * run.rows * n * towers[name].dim for name, n in sides.items() for _ in layers[name]
-    ]
-    blocks = [each[name, kind] for name in towers for kind in layers[name]]
-    return Activations(tuple(blocks), tuple(inputs), base - sum(each.values()))
+    """As two blocks of each kind in a tower tell: what they share, all share."""
+    short, kinds, layers = {}, [], []
+    for name in [n for n in ("tower", "encoder", "decoder") if hasattr(config, n)]:
+        tower = getattr(config, name)
+        each = [(name, *kind) for kind in zip(tower.each("attention"), tower.each("ffn"))]
+        pairs = [kind for kind in dict.fromkeys(each) for _ in range(2)]
+        _, attention, ffn = zip(*pairs)
+        few = {"layers": len(pairs), "attention": attention, "ffn": ffn, "blocks": None}
+        short[name] = replace(tower, **few, layer_drop=0.0)
+        kinds, layers = kinds + pairs, layers + each
+    kept = _kept(replace(config, **short), run, fake=True)
+    sizes = (dict(zip(kinds, numbers)) for numbers in (kept.blocks, kept.inputs))
+    blocks, inputs = (tuple(size[kind] for kind in layers) for size in sizes)
+    return Activations(blocks, inputs, kept.around)
 
 
 def _of_states(config: Any, run: Pass) -> Activations:
@@ -201,7 +194,7 @@ def _of_states(config: Any, run: Pass) -> Activations:
 
     def kept(part: float) -> int:
         length, source = (math.ceil(n / part) for n in (run.length, run.source))
-        return _kept(small, Pass(run.rows, length, source), fake=False)
+        return _kept(small, Pass(run.rows, length, source), fake=False).around
 
     whole = kept(x)
     # a x + b x^2 through SHORT tokens and half as many.
@@ -209,16 +202,21 @@ def _of_states(config: Any, run: Pass) -> Activations:
     return Activations((), (), round((whole - b) * x + b * x * x))
 
 
-def _kept(config: Any, run: Pass, fake: bool) -> int:
-    """Bytes that autograd saves of `hidden`: each storage once, without parameters and their copies in bf16. Fake
-    tensors take no memory."""
+def _kept(config: Any, run: Pass, fake: bool) -> Activations:
+    """What autograd saves of `hidden`: each storage once, without parameters and their copies in bf16. What several
+    blocks save, such as an encoder's memory, is around them. Fake tensors take no memory."""
     device = run.device if fake and torch.cuda.is_available() else "cpu"
-    fakes = Fakes()
-    saved: dict[int, Tensor] = {}
+    fakes, inputs, inside = Fakes(), list[int](), [AROUND]
+    # Storages, and the numbers of the blocks that save them.
+    saved: dict[int, tuple[Tensor, set[int]]] = {}
 
     def save(x: Tensor) -> Tensor:
-        saved.setdefault(_storage(x), x)
+        saved.setdefault(_storage(x), (x, set()))[1].add(inside[-1])
         return x
+
+    def enter(block: nn.Module, args: Any) -> None:
+        inside.append(len(inputs))
+        inputs.append(args[0].nbytes)
 
     with ExitStack() as stack:
         if fake:
@@ -228,12 +226,19 @@ def _kept(config: Any, run: Pass, fake: bool) -> int:
             stack.enter_context(fakes)
         stack.enter_context(torch.device(device))
         model = config.make().train()
+        for block in (m for m in model.modules() if isinstance(m, Block)):
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(lambda *_: inside.append(AROUND))
         fakes.weights |= {_storage(p): p for p in model.parameters()}
         ids, more = _inputs(model, run)
         stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=run.bf16))
         stack.enter_context(saved_tensors_hooks(save, lambda x: x))
         model.hidden(ids, **more)
-    return sum(x.untyped_storage().nbytes() for i, x in saved.items() if i not in fakes.weights)
+    sizes = [0] * (len(inputs) + 1)
+    for place, (x, blocks) in saved.items():
+        if place not in fakes.weights:
+            sizes[min(blocks) if len(blocks) == 1 else AROUND] += x.untyped_storage().nbytes()
+    return Activations(tuple(sizes[:AROUND]), tuple(inputs), sizes[AROUND])
 
 
 class Fakes(TorchDispatchMode):
