@@ -170,20 +170,21 @@ def _measured(config: Any, run: Pass) -> Activations:
 
 
 def _of_towers(config: Any, run: Pass) -> Activations:
-    """As two blocks of each kind in a tower tell: what they share, all share."""
+    """As the second of two blocks of each kind tells: what the first saves beyond it, such as an encoder's memory, all
+    blocks share."""
     short, kinds, layers = {}, [], []
     for name in [n for n in ("tower", "encoder", "decoder") if hasattr(config, n)]:
         tower = getattr(config, name)
-        each = [(name, *kind) for kind in zip(tower.each("attention"), tower.each("ffn"))]
-        pairs = [kind for kind in dict.fromkeys(each) for _ in range(2)]
+        every = [(name, *kind) for kind in zip(tower.each("attention"), tower.each("ffn"))]
+        pairs = [kind for kind in dict.fromkeys(every) for _ in range(2)]
         _, attention, ffn = zip(*pairs)
         few = {"layers": len(pairs), "attention": attention, "ffn": ffn, "blocks": None}
         short[name] = replace(tower, **few, layer_drop=0.0)
-        kinds, layers = kinds + pairs, layers + each
+        kinds, layers = kinds + pairs, layers + every
     kept = _kept(replace(config, **short), run, fake=True)
-    sizes = (dict(zip(kinds, numbers)) for numbers in (kept.blocks, kept.inputs))
-    blocks, inputs = (tuple(size[kind] for kind in layers) for size in sizes)
-    return Activations(blocks, inputs, kept.around)
+    blocks, inputs = (dict(zip(kinds, sizes)) for sizes in (kept.blocks, kept.inputs))
+    each, read = (tuple(sizes[kind] for kind in layers) for sizes in (blocks, inputs))
+    return Activations(each, read, kept.total() - 2 * sum(blocks.values()))
 
 
 def _of_states(config: Any, run: Pass) -> Activations:
@@ -203,15 +204,14 @@ def _of_states(config: Any, run: Pass) -> Activations:
 
 
 def _kept(config: Any, run: Pass, fake: bool) -> Activations:
-    """What autograd saves of `hidden`: each storage once, without parameters and their copies in bf16. What several
-    blocks save, such as an encoder's memory, is around them. Fake tensors take no memory."""
+    """What autograd saves of `hidden`: each storage once, where it is saved first, without parameters and their copies
+    in bf16. Fake tensors take no memory."""
     device = run.device if fake and torch.cuda.is_available() else "cpu"
     fakes, inputs, inside = Fakes(), list[int](), [AROUND]
-    # Storages, and the numbers of the blocks that save them.
-    saved: dict[int, tuple[Tensor, set[int]]] = {}
+    saved: dict[int, tuple[Tensor, int]] = {}
 
     def save(x: Tensor) -> Tensor:
-        saved.setdefault(_storage(x), (x, set()))[1].add(inside[-1])
+        saved.setdefault(_storage(x), (x, inside[-1]))
         return x
 
     def enter(block: nn.Module, args: Any) -> None:
@@ -235,9 +235,8 @@ def _kept(config: Any, run: Pass, fake: bool) -> Activations:
         stack.enter_context(saved_tensors_hooks(save, lambda x: x))
         model.hidden(ids, **more)
     sizes = [0] * (len(inputs) + 1)
-    for place, (x, blocks) in saved.items():
-        if place not in fakes.weights:
-            sizes[min(blocks) if len(blocks) == 1 else AROUND] += x.untyped_storage().nbytes()
+    for place, (x, block) in saved.items():
+        sizes[block] += 0 if place in fakes.weights else x.untyped_storage().nbytes()
     return Activations(tuple(sizes[:AROUND]), tuple(inputs), sizes[AROUND])
 
 
