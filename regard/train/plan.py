@@ -172,7 +172,7 @@ def _measured(config: Any, run: Pass) -> Activations:
 def _of_towers(config: Any, run: Pass) -> Activations:
     """As the second of two blocks of each kind tells: what the first saves beyond it, such as an encoder's memory, all
     blocks share."""
-    short, kinds, layers = {}, [], []
+    short, kinds, layers = dict[str, Any](), list[Any](), list[Any]()
     for name in [n for n in ("tower", "encoder", "decoder") if hasattr(config, n)]:
         tower = getattr(config, name)
         every = [(name, *kind) for kind in zip(tower.each("attention"), tower.each("ffn"))]
