@@ -98,8 +98,7 @@ def reference_of(config: Config, model: Any, coder: Coder | None) -> Any:
         return copy.deepcopy(model).requires_grad_(False).eval()
     with blaming(DATA):
         reference = load_model(resolve_model(config.prefer.reference))
-    check_suits(config.task, reference)
-    check_vocab(reference, coder, trained=True)
+    check_suits(config.task, reference, coder)
     return reference.requires_grad_(False).eval()
 
 
@@ -134,8 +133,7 @@ def read_data(
     with blaming(DATA):
         coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
     if start is not None:
-        check_suits(config.task, start)
-        check_vocab(start, coder, trained=True)
+        check_suits(config.task, start, coder)
     loaded = load_data(reads, config.data, coder, folder / "data", config.train.seed)
     return files, coder, loaded
 
@@ -148,8 +146,7 @@ def make_model(config: Config, start: Any, coder: Coder | None, classes: list[st
         model.origin = Origin(model.family)
     elif others := [name for name in config.model if name not in ("folder", "size")]:
         raise UsageError(f"[model] folder is taken as it is; leave {', '.join(others)} out")
-    check_suits(config.task, model)
-    check_vocab(model, coder, trained=start is not None)
+    check_suits(config.task, model, coder, trained=start is not None)
     new_head = TASKS[config.task].head
     if new_head is None:
         return model
@@ -317,8 +314,9 @@ def kind_of(model: Any) -> str:
     return "decoder" if model.config.tower.causal else "encoder"
 
 
-def check_suits(task: str, model: Any) -> None:
-    """Refuse a model that the task is not for."""
+def check_suits(task: str, model: Any, coder: Coder | None, trained: bool = True) -> None:
+    """Refuse a model that the task is not for, or that has fewer tokens than the tokenizer; `trained`: it came with its
+    weights."""
     row = TASKS[task]
     kind, head = kind_of(model), getattr(model.config, "head", None)
     if kind not in row.models:
@@ -334,14 +332,6 @@ def check_suits(task: str, model: Any) -> None:
         raise UsageError(
             f"the task {task} says words, and [model] has {what}; name a language model"
         )
-
-
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
-def check_vocab(model: Any, coder: Coder | None, trained: bool) -> None:
-    """Refuse a tokenizer that has more tokens than the model; `trained`: it came with its weights."""
     c = model.config
     places = [(c, "vocab"), (c, "source_vocab")]
     places += [(getattr(c, name), "vocab") for name in model.towers.values()]
@@ -352,6 +342,10 @@ def check_vocab(model: Any, coder: Coder | None, trained: bool) -> None:
             f"the tokenizer has {coder.vocab:,} tokens, the model {min(sizes):,}: they do not belong together; "
             f"leave {what}"
         )
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def check_fits(model: Any, loaded: Loaded, data: Data) -> None:
