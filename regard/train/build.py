@@ -214,7 +214,7 @@ def measuring(
         return None
     words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
     names = ["loss", *words, config.train.metric]
-    what = (config.task, feed, coder and coder.tokenizer, objective, names)
+    what: Any = (config.task, feed, coder and coder.tokenizer, objective, names)
     how: Any = {"classes": classes, "precision": config.train.precision}
 
     def figures(model: Any, between: Callable[[], None]) -> Figures:

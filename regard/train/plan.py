@@ -235,8 +235,8 @@ def _kept(config: Any, run: Pass, fake: bool) -> Activations:
         stack.enter_context(saved_tensors_hooks(save, lambda x: x))
         model.hidden(ids, **more)
     sizes = [0] * (len(inputs) + 1)
-    for place, (x, block) in saved.items():
-        sizes[block] += 0 if place in fakes.weights else x.untyped_storage().nbytes()
+    for place, (x, i) in saved.items():
+        sizes[i] += 0 if place in fakes.weights else x.untyped_storage().nbytes()
     return Activations(tuple(sizes[:AROUND]), tuple(inputs), sizes[AROUND])
 
 
