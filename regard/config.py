@@ -243,22 +243,22 @@ def _dotted(data: Any, name: str) -> list[tuple[dict[str, Any], str]]:
 
 def _places(data: dict[str, Any], key: str) -> list[tuple[dict[str, Any], str]]:
     """Where a plain name is changed: all places in use, if one word can mean them all."""
-    places = [] if key == "kind" else [part for _, part in _parts(data, key)]
+    places = [] if key == "kind" else [part for _, part in parts(data, key)]
     used = [part for part in places if part[key] is not None] or places
     if key not in EVERYWHERE and len({part.get("kind") for part in used}) > 1:
         alike = [n for n in _names(data) if n == key or n.endswith(f"_{key}")]
-        near = {f"{path}{n}" for n in alike for path, _ in _parts(data, n)}
+        near = {f"{path}{n}" for n in alike for path, _ in parts(data, n)}
         raise UsageError(f"{key!r} is several settings; say which: {', '.join(sorted(near))}")
     return [(part, key) for part in used]
 
 
-def _parts(data: dict[str, Any], key: str, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def parts(data: dict[str, Any], key: str, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts that have a setting, each by its dotted path; what is inside such a setting is not looked at."""
     if key in data:
         yield path, data
     for name, item in _inner(data):
         if name != key:
-            yield from _parts(item, key, f"{path}{name}.")
+            yield from parts(item, key, f"{path}{name}.")
 
 
 def _names(data: dict[str, Any]) -> set[str]:

@@ -13,12 +13,13 @@ from regard.checkpoint.adapter import save_adapter
 from regard.checkpoint.hf import Origin
 from regard.cli.main import main
 from regard.config import to_dict
+from regard.data.config import Data
 from regard.errors import UsageError
 from regard.layers import Classify
 from regard.models.adapt import with_head
 from regard.presets import PRESETS
 from regard.train.build import fresh, placed, written
-from regard.train.config import Adapt, adapted
+from regard.train.config import Adapt, Config, adapted
 from regard.train.trainer import flat
 from tests.test_cli_train import CONFIG
 
@@ -97,9 +98,13 @@ def test_size_that_the_config_says_stays() -> None:
     assert (config.vocab, config.source_vocab) == (18, 64)
 
 
+def made_of(preset: str, changes: dict[str, Any], vocab: int) -> Any:
+    return fresh(Config("lm", Data("x"), {"preset": preset, **changes}), vocab, "meta")
+
+
 @pytest.mark.parametrize("preset", ["bahdanau", "gpt2", "vaswani-base", "vit-small"])
 def test_tables_are_sized_where_there_are_any(preset: str) -> None:
-    config = fresh(preset, {"dropout": 0.25}, 77, device="meta").config
+    config = made_of(preset, {"dropout": 0.25}, 77).config
     parts = [config, *(getattr(config, n, None) for n in ("embedding", "source", "target"))]
     sizes = {getattr(part, "vocab", 77) for part in parts} | {getattr(config, "source_vocab", 77)}
     assert sizes == {77}
@@ -108,13 +113,13 @@ def test_tables_are_sized_where_there_are_any(preset: str) -> None:
 def test_settings_of_a_part_are_changed_inside_it() -> None:
     """As a table, or by a flag with dots."""
     small = {"dim": 16, "heads": 4, "layers": 1}
-    made = fresh("vaswani-base", {**small, "attention": {"kv_heads": 2}}, 9, device="meta")
+    made = made_of("vaswani-base", {**small, "attention": {"kv_heads": 2}}, 9)
     towers = (made.config.encoder, made.config.decoder)
     assert [(t.attention.heads, t.attention.kv_heads) for t in towers] == [(4, 2), (4, 2)]
-    made = fresh("vaswani-base", {**small, "decoder": {"attention": {"kv_heads": 1}}}, 9, "meta")
+    made = made_of("vaswani-base", {**small, "decoder": {"attention": {"kv_heads": 1}}}, 9)
     assert made.config.encoder.attention.kv_heads != made.config.decoder.attention.kv_heads == 1
     with pytest.raises(UsageError, match="no setting 'kvheads' of encoder.attention; did you mean"):
-        fresh("vaswani-base", {"attention": {"kvheads": 2}}, 9, device="meta")
+        made_of("vaswani-base", {"attention": {"kvheads": 2}}, 9)
     whole = {"attention": {"kind": "gqa", "heads": 2}}
     assert flat(whole, parts=True) == whole
     assert placed(to_dict(PRESETS["gpt2"][1]()), "nothing.of.it") == []
@@ -124,7 +129,7 @@ def test_settings_of_a_part_are_changed_inside_it() -> None:
 def test_model_that_cannot_be_is_a_sentence(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(UsageError, match=rf"\.{name} = .*: give "):
-        fresh("gpt2", wrong, 0, device="meta")
+        made_of("gpt2", wrong, 0)
 
 
 # --- what a checkpoint takes --------------------------------------------------------------------------------------

@@ -81,8 +81,7 @@ def test_mechanisms_have_equal_parameters_and_100m_tokens() -> None:
         configs = [configure(merged(each, {"data": {"train": "x"}})) for each in tables]
         tokens = sum(c.train.steps * c.data.rows * c.data.length for c in configs)
         assert 100e6 < tokens < 101e6, variant
-        model = dict(configs[0].model)
-        sizes[variant] = parameters(fresh(model.pop("preset"), model, 0, "meta", 1024))
+        sizes[variant] = parameters(fresh(configs[0], 0, "meta"))
     assert max(sizes.values()) / min(sizes.values()) < 1.01, sizes
 
 

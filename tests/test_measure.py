@@ -256,7 +256,7 @@ def test_translations_are_those_of_translate_whatever_the_beams() -> None:
         )
 
 
-def test_limit_bounds_what_is_decoded_and_samples_are_spread(
+def test_samples_bound_what_is_decoded_for_a_loss_and_are_spread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, tokenizer, feed = pairs()
@@ -268,10 +268,10 @@ def test_limit_bounds_what_is_decoded_and_samples_are_spread(
 
     monkeypatch.setattr(module, "translations", counted)
     ask = partial(measure, model, "seq2seq", feed, tokenizer, objective.seq2seq)
-    assert len(ask(["bleu"], limit=3, samples=1).samples) == 1
+    assert len(ask(["bleu"], samples=1).samples) == 1
     assert len(ask(["loss"], samples=2).samples) == 2
     ask(["loss"], samples=0)
-    assert sizes == [3, 2]
+    assert sizes == [5, 2]
     assert spread(10, 3) == [1, 5, 8] and spread(2, 5) == [0, 1] and spread(3, None) == [0, 1, 2]
 
 
@@ -341,10 +341,12 @@ def test_tags_are_judged_where_they_count() -> None:
     labels[1, 2] = (said[1, 2] + 1) % 3
     feed = Given(Batch(ids, labels, lengths))
     names = ["accuracy", "f1"]
-    found = measure(model, "tag", feed, None, objective.tag, names, classes=["N", "V", "D"])
+    found = measure(model, "tag", feed, None, objective.classify, names, classes=["N", "V", "D"])
     assert found.values["accuracy"] == close(4 / 5) and "macro" in found.signatures["f1"]
     assert found.samples[0]["text"].split() == ["NVD"[i] for i in said[0, 1:5].tolist()]
-    found = measure(model, "tag", feed, None, objective.tag, names, classes=["O", "B-x", "I-x"])
+    found = measure(
+        model, "tag", feed, None, objective.classify, names, classes=["O", "B-x", "I-x"]
+    )
     assert "spans" in found.signatures["f1"]
 
 

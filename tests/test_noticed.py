@@ -22,6 +22,7 @@ from regard.models.adapt import LoRA, LowRank, with_head
 from regard.models.start import Start, initialize
 from regard.train.checkpoint import Checkpoints
 from regard.train.loss import balanced, causal
+from regard.train.parallel import SingleProcess
 from regard.train.trainer import machine
 from tests.decode.tiny import MODELS, answers, full, model, prompts, request, run
 from tests.train.toy import trainer
@@ -61,7 +62,7 @@ def test_what_decides_the_last_bit_names_the_c_code(
     there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "library", lambda: object() if there else None)
-    assert machine()[2] == ("C code" if there else "no C code")
+    assert machine(SingleProcess())[2] == ("C code" if there else "no C code")
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -237,8 +237,7 @@ def needed(spec: Tables, device: torch.device) -> float:
     flops = 0
     for variant in spec["variants"]:
         config = configure(merged(stages(spec, variant)[0], {"data": {"train": "text"}}))
-        changes = {k: v for k, v in config.model.items() if k != "preset"}
-        model = fresh(config.model["preset"], changes, 0, "meta", config.data.length)
+        model = fresh(config, 0, "meta")
         step = Pass(config.data.rows or 1, config.data.length or 1, device=device.type)
         flops += step_flops(Job(model, step, config.train)) * config.train.steps
     precision = config.train.precision

@@ -18,9 +18,8 @@ from regard.data.read import needed
 
 FILLED = "by amos"  # verses that the World English Bible lacks have this note
 HEADING = re.compile(r"\s{4,}Psalm \d+.*", re.DOTALL)  # of the next psalm, behind the last verse
-PARTS = {  # label -> its last book, counted from 1
-    **{"law": 5, "history": 17, "poetry": 22, "prophets": 39, "gospels": 44, "letters": 65},
-}
+# Label -> its last book, counted from 1.
+PARTS = {"law": 5, "history": 17, "poetry": 22, "prophets": 39, "gospels": 44, "letters": 65}
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # A verse's number is book, three digits of chapter, three of verse.
 CHAPTER, BOOK = 1_000, 1_000_000

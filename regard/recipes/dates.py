@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from regard.data.read import needed
+from regard.recipes.corpora import write
 
 LOCALES = """
     af az cs cy de en en_GB eo es et eu fi fil fr ga gl ha hr hu id is it lt lv ms mt nb nl pl pt ro sk sl so sq sv sw
@@ -63,10 +64,8 @@ def make(folder: Path, seed: int = 0, train: int = 120_000, test: int = 2_000) -
         days[rng.random() < 0.05].append(FIRST + datetime.timedelta(n))
     files = {"train": (known, days[0], train)}
     files |= {"valid": (known, days[1], test), "unseen": (held, days[1], test)}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, (forms, choice, count) in files.items():
-        lines = (dates.line(*drawn) for drawn in draw(rng, forms, choice, count))
-        (folder / f"{name}.tsv").write_text(HEADER + "".join(lines), encoding="utf-8")
+    for name, given in files.items():
+        write(folder, {f"{name}.tsv": [HEADER, *(dates.line(*x) for x in draw(rng, *given))]})
     return (
         f"{train:,} dates in {len(LOCALES)} languages to learn from; {test:,} other dates; {test:,} in {len(unseen)} "
         f"languages that are never seen; {len(doubtful)} of {every} forms left out, which could mean two dates"

@@ -17,7 +17,7 @@ import torch
 from regard.checkpoint import load as load_model
 from regard.checkpoint.adapter import load_adapter, save_adapter
 from regard.checkpoint.hf import Origin
-from regard.config import to_dict
+from regard.config import parts, to_dict
 from regard.data.config import CHATS, Data, Loaded, text_roles
 from regard.data.config import load as load_data
 from regard.data.corrupt import Marks
@@ -84,10 +84,8 @@ def assemble(
     load = partial(load_adapter, into=model) if small else load_model
     checkpoints = Checkpoints(folder / "checkpoints", save, keep, partial(written, small=small))
     feed = config.fed(loaded.feed, marks(coder))
-    figures = measuring(config, objective, feed, loaded.classes, files, device)
-    trainer = Trainer(
-        model, feed, objective, config.train, checkpoints, load, measure=figures, team=team
-    )
+    more: Any = {"measure": measuring(config, objective, feed, loaded.classes, coder), "team": team}
+    trainer = Trainer(model, feed, objective, config.train, checkpoints, load, **more)
     if stored != str(next(model.parameters()).dtype):
         why = f"the folder's weights are {stored[6:]}; they are trained and saved in float32"
         texts.append(why)
@@ -100,8 +98,7 @@ def reference_of(config: Config, model: Any, coder: Coder | None) -> Any:
         return copy.deepcopy(model).requires_grad_(False).eval()
     with blaming(DATA):
         reference = load_model(resolve_model(config.prefer.reference))
-    check_suits(config.task, reference)
-    check_vocab(reference, coder, trained=True)
+    check_suits(config.task, reference, coder)
     return reference.requires_grad_(False).eval()
 
 
@@ -136,26 +133,20 @@ def read_data(
     with blaming(DATA):
         coder = Coder(needed(Tokenizer.from_files(files, {}))) if files else None
     if start is not None:
-        check_suits(config.task, start)
-        check_vocab(start, coder, trained=True)
+        check_suits(config.task, start, coder)
     loaded = load_data(reads, config.data, coder, folder / "data", config.train.seed)
     return files, coder, loaded
 
 
 def make_model(config: Config, start: Any, coder: Coder | None, classes: list[str]) -> Any:
     """The preset with its changes, or the folder's model; with a head that suits the task."""
-    changes = {k: v for k, v in config.model.items() if k not in ("preset", "folder")}
-    if start is not None:
-        changes.pop("size", None)  # see start_of
-    if start is not None and changes:
-        raise UsageError(f"[model] folder is taken as it is; leave {', '.join(changes)} out")
     model = start
     if model is None:
-        vocab = 0 if coder is None else coder.vocab
-        model = fresh(config.model["preset"], changes, vocab, length=config.data.length)
+        model = fresh(config, 0 if coder is None else coder.vocab)
         model.origin = Origin(model.family)
-    check_suits(config.task, model)
-    check_vocab(model, coder, trained=start is not None)
+    elif others := [name for name in config.model if name not in ("folder", "size")]:
+        raise UsageError(f"[model] folder is taken as it is; leave {', '.join(others)} out")
+    check_suits(config.task, model, coder, trained=start is not None)
     new_head = TASKS[config.task].head
     if new_head is None:
         return model
@@ -165,17 +156,13 @@ def make_model(config: Config, start: Any, coder: Coder | None, classes: list[st
     return with_head(model, wanted)
 
 
-def fresh(
-    preset: str,
-    changes: dict[str, Any],
-    vocab: int,
-    device: str | None = None,
-    length: int | None = None,
-) -> Any:
+def fresh(config: Config, vocab: int, device: str | None = None) -> Any:
     """The preset with its changes. Unless they say a size, its tables are as large as the
-    tokenizer's vocabulary, and its context is `length`, the rows it is trained on: later positions
+    tokenizer's vocabulary, and its context is as long as the rows it is trained on: later positions
     would stay as they were drawn. (But not that of an encoder-decoder, whose two sides differ in
     length.)"""
+    preset, length = config.model["preset"], config.data.length
+    changes = {k: v for k, v in config.model.items() if k != "preset"}
     if preset == "transformer":
         raise UsageError('preset "transformer" is unknown; that of 2017 is preset = "vaswani-base"')
     if preset not in PRESETS:
@@ -202,18 +189,11 @@ def placed(data: dict[str, Any], name: str) -> list[str]:
     """`name` itself if it is plain and known; of a dotted one all places nearest to the top:
     attention.kv_heads is tower.attention.kv_heads, or that of both towers."""
     first, dot, _ = name.partition(".")
-    level = {"": data}
-    while level:
-        if has := [where for where, part in level.items() if first in part]:
-            used = [where for where in has if level[where][first] is not None] or has
-            return [f"{where}{name}" for where in used] if dot else [name]
-        level = {
-            f"{where}{key}.": inner
-            for where, part in level.items()
-            for key, inner in part.items()
-            if isinstance(inner, dict)
-        }
-    return []
+    places = dict(parts(data, first))
+    depth = min((where.count(".") for where in places), default=0)
+    top = [where for where in places if where.count(".") == depth]
+    used = [where for where in top if places[where][first] is not None] or top
+    return [f"{where}{name}" for where in used] if dot else [name][: len(top)]
 
 
 def written(model: Any, small: bool) -> int:
@@ -226,12 +206,7 @@ def written(model: Any, small: bool) -> int:
 
 
 def measuring(
-    config: Config,
-    objective: Objective,
-    feed: Feed,
-    classes: list[str],
-    files: dict[str, bytes],
-    device: torch.device,
+    config: Config, objective: Objective, feed: Feed, classes: list[str], coder: Coder | None
 ) -> Measure | None:
     """The loss, what the best model is best at, and samples, of the held-out part; nothing where
     none is held out."""
@@ -239,9 +214,8 @@ def measuring(
         return None
     words = ["perplexity"] if "perplexity" in TASKS[config.task].metrics else []
     names = ["loss", *words, config.train.metric]
-    tokenizer = needed(Tokenizer.from_files(files, {})) if files else None
-    what = (config.task, feed, tokenizer, objective, names)
-    how: Any = {"classes": classes, "precision": config.train.precision, "device": device}
+    what: Any = (config.task, feed, coder and coder.tokenizer, objective, names)
+    how: Any = {"classes": classes, "precision": config.train.precision}
 
     def figures(model: Any, between: Callable[[], None]) -> Figures:
         result = measure(model, *what, **how, between=between)
@@ -340,8 +314,9 @@ def kind_of(model: Any) -> str:
     return "decoder" if model.config.tower.causal else "encoder"
 
 
-def check_suits(task: str, model: Any) -> None:
-    """Refuse a model that the task is not for."""
+def check_suits(task: str, model: Any, coder: Coder | None, trained: bool = True) -> None:
+    """Refuse a model that the task is not for, or that has fewer tokens than the tokenizer; `trained`: it came with its
+    weights."""
     row = TASKS[task]
     kind, head = kind_of(model), getattr(model.config, "head", None)
     if kind not in row.models:
@@ -357,14 +332,6 @@ def check_suits(task: str, model: Any) -> None:
         raise UsageError(
             f"the task {task} says words, and [model] has {what}; name a language model"
         )
-
-
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
-def check_vocab(model: Any, coder: Coder | None, trained: bool) -> None:
-    """Refuse a tokenizer that has more tokens than the model; `trained`: it came with its weights."""
     c = model.config
     places = [(c, "vocab"), (c, "source_vocab")]
     places += [(getattr(c, name), "vocab") for name in model.towers.values()]
@@ -375,6 +342,10 @@ def check_vocab(model: Any, coder: Coder | None, trained: bool) -> None:
             f"the tokenizer has {coder.vocab:,} tokens, the model {min(sizes):,}: they do not belong together; "
             f"leave {what}"
         )
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def check_fits(model: Any, loaded: Loaded, data: Data) -> None:

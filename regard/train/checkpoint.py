@@ -60,7 +60,13 @@ class Checkpoints:
     def check(self, step: int, model: Any, tensors: dict[str, Tensor]) -> None:
         """Whether there is room for the checkpoint of a step."""
         need = self.size(model) + sum(x.nbytes for x in tensors.values()) + SPARE
-        self._check_room(need, self.path(step))
+        make(self.folder)
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise UsageError(
+                f"{self.path(step).name} needs {need / 1e6:,.0f} MB, but {self.folder} has {free / 1e6:,.0f} MB free; "
+                f"make room, then go on with resume=True (--resume); {self._last()}"
+            )
 
     def shards(self, step: int) -> Path:
         """Where processes write their parts; they count once `write` has moved them into the checkpoint."""
@@ -148,15 +154,6 @@ class Checkpoints:
             if path not in stay and (best is None or path != self.path(best)):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _check_room(self, need: int, target: Path) -> None:
-        make(self.folder)
-        free = shutil.disk_usage(self.folder).free
-        if free < need:
-            raise UsageError(
-                f"{target.name} needs {need / 1e6:,.0f} MB, but {self.folder} has {free / 1e6:,.0f} MB free; "
-                f"make room, then go on with resume=True (--resume); {self._last()}"
-            )
-
     def _last(self) -> str:
         steps = self.steps()
         return f"{steps[-1].name} is as it was" if steps else "there is no checkpoint yet"
@@ -225,17 +222,15 @@ def make(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """One trainer a folder. The system frees the lock however the process ends."""
     make(folder)
-    with (folder / "lock").open("a+", encoding="utf-8") as file:
+    with (folder / "lock").open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            file.seek(0)
-            who = file.read().strip() or "unknown"
+            who = (folder / "lock").read_text("utf-8").strip() or "unknown"
             raise UsageError(
                 f"another trainer (process {who}) is at work in {folder}; wait for it, or train into another folder"
             ) from None
-        file.seek(0)
-        file.truncate()
+        file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield

@@ -1,22 +1,6 @@
 """A training run as a TOML file: what to learn, which model, which data, how. Unknown keys name the nearest known one.
 
-task = "lm"
-[model]
-preset = "gpt2"          # or folder = "a model folder"; every other key changes a setting of it
-layers = 4
-[data]
-train = "story.txt"      # relative to this file
-held = 0.1
-length = 128
-rows = 16
-[tokenizer]
-kind = "chars"           # or folder = "a folder with tokenizer.json"
-[train]
-steps = 300
-optim = { lr = 1e-3 }
-[adapt]
-method = "lora"          # with a model folder: full (the default), frozen, lora or qlora
-"""
+The files in regard/recipes are such configs, each line with its meaning."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Container, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 WORDS = ("kind", "step", "best", "signatures")  # of an event, no numbers
 
 
-class Log:
+class Log(AbstractContextManager["Log"]):
     """Hears what the trainer tells and writes it down; `listeners` hear it too. What a run had written after the step
     it goes on from, or goes back to, is cut off, but not why a step is left out: however often it was stopped or
     killed, the files are those of a run that never was."""
@@ -29,9 +30,6 @@ class Log:
         self.skipped = set(at.skipped)
         self.last, self.broke = at.step, False
         self._open(at)
-
-    def __enter__(self) -> Log:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for file in self.files:

@@ -271,12 +271,10 @@ def causal(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tenso
     """- sum_t log p(label_t | ids_<=t): the next token, packed documents not seeing each other.
 
     Lengths are not told to the model: padding stands behind what could see it, and the fast causal kernel stays."""
-    mask = causal_mask(batch)
-    if mask is None:
-        return vocabulary_loss(model, model.hidden(batch.ids), batch.labels, smoothing)
-    if isinstance(model, Recurrent):
+    mask = {} if batch.doc is None else {"mask": causal_mask(batch)}
+    if mask and isinstance(model, Recurrent):
         raise UsageError("a recurrent model carries its state on: it cannot read packed documents")
-    return vocabulary_loss(model, model.hidden(batch.ids, mask=mask), batch.labels, smoothing)
+    return vocabulary_loss(model, model.hidden(batch.ids, **mask), batch.labels, smoothing)
 
 
 def masked(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
@@ -359,23 +357,18 @@ def answer_logs(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def classify(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
-    """- sum over rows of log p(label | text or image).   labels (b). An image with a piece of another one in it has
-    two classes, weighed by area."""
-    logits = label_logits(model, batch)
+    """- sum over rows of log p(label | text or image), labels (b); or over tokens, labels (b t). An image with a piece
+    of another one in it has two classes, weighed by area."""
+    logits, how = label_logits(model, batch), (smoothing.eps, smoothing.over, smoothing.padding)
     if batch.pasted_labels is None or batch.pasted_area is None:
-        return _label_loss(logits, batch.labels, smoothing)
-    own, guest = (
-        smooth(y.clamp(min=0), logits.shape[-1], smoothing.eps, smoothing.over, smoothing.padding)
-        for y in (batch.labels, batch.pasted_labels)
-    )
+        if not smoothing.eps:
+            return masked_lm_loss(logits, batch.labels)
+        return smoothed_loss(logits, batch.labels, *how)
+    labels = (batch.labels, batch.pasted_labels)
+    own, guest = (smooth(y.clamp(min=0), logits.shape[-1], *how) for y in labels)
     log_p, counted = _wide(logits).log_softmax(-1), batch.labels != IGNORE
     q = torch.lerp(own, guest, batch.pasted_area[:, None].to(own.dtype)).to(log_p.dtype)
     return -(q * log_p * counted[:, None]).sum(), counted.sum()
-
-
-def tag(model: Any, batch: Batch, smoothing: Smoothing = NONE) -> tuple[Tensor, Tensor]:
-    """- sum over tokens of log p(label_t | text).   labels (b t)."""
-    return _label_loss(label_logits(model, batch), batch.labels, smoothing)
 
 
 def answer(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -392,12 +385,6 @@ def label_logits(model: Any, batch: Batch) -> Tensor:
     if batch.types is None or model.config.embedding.types < 2:
         return model(batch.ids, batch.lengths)
     return model(batch.ids, batch.lengths, types=batch.types)
-
-
-def _label_loss(logits: Tensor, labels: Tensor, smoothing: Smoothing) -> tuple[Tensor, Tensor]:
-    if not smoothing.eps:
-        return masked_lm_loss(logits, labels)
-    return smoothed_loss(logits, labels, smoothing.eps, smoothing.over, smoothing.padding)
 
 
 BALANCE = 0.01  # the weight of the balance loss where none is said, as in Switch Transformers

@@ -65,20 +65,16 @@ def measure(
     *,
     classes: Sequence[str] = (),
     samples: int = 4,
-    limit: int | None = None,
     precision: str = "fp32",
-    beams: int = 1,
-    device: torch.device | str | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Measured:
     """The metrics of a model on `feed.evaluation()`; the model, its mode and the random numbers stay as they are.
 
     `loss` is the objective's; `perplexity` is of the task's own objective, without label smoothing. Texts are decoded
-    greedily, or by `beams`, and compared with the text of the labels, as the tokenizer writes it: `limit` of them, or
-    all. (`regard eval` compares with the file's own text.) `precision` is that of losses and labels; decoding runs in
-    the weights' own. `between` is called before each batch and each sample: what it raises ends the measuring."""
-    names = suited(metrics, task)
-    where = torch.device(next(model.parameters()).device if device is None else device)
+    greedily and compared with the text of the labels, as the tokenizer writes it. (`regard eval` compares with the
+    file's own text.) `precision` is that of losses and labels; decoding runs in the weights' own. `between` is called
+    before each batch and each sample: what it raises ends the measuring."""
+    names, where = suited(metrics, task), next(model.parameters()).device
     losses = {"loss": objective, "perplexity": TASKS[task].objective}
     totals = {losses[name]: [0.0, 0.0] for name in names if name in losses}
     textual = [name for name in names if task in WRITING and name not in losses]
@@ -104,7 +100,7 @@ def measure(
             ]
             values, signatures = label_scores(task, taken.predicted, taken.wanted, classes)
         else:
-            texts = _said(model, taken, tokenizer, limit if textual else samples, beams, between)
+            texts = _said(model, taken, tokenizer, None if textual else samples, between)
             shown = [texts[i] for i in spread(len(texts), samples)]
             sides = [[text[side] for text in texts if textual] for side in ("text", "reference")]
             # No signature: it would promise the file's own references, and these went through the tokenizer.
@@ -255,12 +251,7 @@ def spread(count: int, few: int | None) -> list[int]:
 
 
 def _said(
-    model: Any,
-    taken: Taken,
-    tokenizer: Tokenizer | None,
-    few: int | None,
-    beams: int,
-    between: Callable[[], None],
+    model: Any, taken: Taken, tokenizer: Tokenizer | None, few: int | None, between: Any
 ) -> list[Sample]:
     """Some of what was taken, answered in text."""
     pairs = [taken.pairs[i] for i in spread(len(taken.pairs), few)]
@@ -268,7 +259,7 @@ def _said(
         return []
     if taken.task in CONTINUED:
         return [_continued(model, ids, tokenizer, between) for ids, _ in pairs]
-    texts = translations(model, [source for source, _ in pairs], beams=beams, between=between)
+    texts = translations(model, [source for source, _ in pairs], between=between)
     sides = ([[] if isinstance(a, Tensor) else a for a, _ in pairs], texts, [c for _, c in pairs])
     names, decode = ("source", "text", "reference"), tokenizer.decode
     return [dict(zip(names, map(decode, row))) for row in zip(*sides, strict=True)]
@@ -281,9 +272,7 @@ def context_of(model: Model) -> int | None:
     return min((n for n in limits if n is not None), default=None)
 
 
-def _continued(
-    model: Any, ids: list[int], tokenizer: Tokenizer, between: Callable[[], None]
-) -> Sample:
+def _continued(model: Any, ids: list[int], tokenizer: Tokenizer, between: Any) -> Sample:
     between()
     longest = context_of(model)
     room = NEW if longest is None else min(NEW, longest - len(ids))
@@ -372,24 +361,21 @@ def label_scores(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Values by name of all that suits the task, and which F1 it is. An example has one label (classify, image), a
     list of them (tag) or a span (answer); labels are numbers of classes."""
-    values: dict[str, float] = {}
     if task == "answer":
-        values["exact"] = share(predicted, wanted)
-        values["f1"], kind = overlap_f1(predicted, wanted), "mean over answers, in tokens"
-        return values, {"f1": kind}
+        f1, kind = overlap_f1(predicted, wanted), "mean over answers, in tokens"
+        return {"exact": share(predicted, wanted), "f1": f1}, {"f1": kind}
     each = [list(chain(*side)) if task == "tag" else side for side in (predicted, wanted)]
-    values["accuracy"] = share(*each)
     if task == "tag" and marks_spans(classes):
         rows = [[[classes[i] for i in row] for row in side] for side in (predicted, wanted)]
-        values["f1"], kind = span_f1(*rows), "spans of B- and I- tags, all together"
+        f1, kind = span_f1(*rows), "spans of B- and I- tags, all together"
     else:
-        values["f1"], kind = macro_f1(*each), "macro, mean over classes"
-    return values, {"f1": kind}
+        f1, kind = macro_f1(*each), "macro, mean over classes"
+    return {"accuracy": share(*each), "f1": f1}, {"f1": kind}
 
 
 def share(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
     """How many are equal, of all: accuracy of labels, exact match of texts and spans."""
-    return _ratio(sum(a == b for a, b in zip(predicted, wanted, strict=True)), len(wanted))
+    return sum(a == b for a, b in zip(predicted, wanted, strict=True)) / max(len(wanted), 1)
 
 
 def macro_f1(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
@@ -398,7 +384,7 @@ def macro_f1(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> float
     positive, true = Counter(predicted), Counter(wanted)
     right = Counter(a for a, b in zip(predicted, wanted, strict=True) if a == b)
     each = [_f1(right[c], positive[c], true[c]) for c in {*positive, *true}]
-    return _ratio(sum(each), len(each))
+    return sum(each) / max(len(each), 1)
 
 
 def span_f1(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float:
@@ -437,12 +423,8 @@ def overlap_f1(predicted: Sequence[Span], wanted: Sequence[Span]) -> float:
     for (a, b), (c, d) in zip(predicted, wanted, strict=True):
         common = max(min(b, d) - max(a, c) + 1, 0)
         total += _f1(common, b - a + 1, d - c + 1)
-    return _ratio(total, len(wanted))
+    return total / max(len(wanted), 1)
 
 
 def _f1(right: int, positive: int, true: int) -> float:
-    return _ratio(2 * right, positive + true)
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+    return 2 * right / max(positive + true, 1)

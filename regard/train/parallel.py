@@ -84,15 +84,12 @@ class Inside(nn.Module):
         return act(self.model, *args)
 
 
-class SingleProcess:
+class SingleProcess(AbstractContextManager["SingleProcess"]):
     """One process: nothing to share. It computes the part `data_rank` of `data_size` of a batch."""
 
     rank, world, data_rank, data_size = 0, 1, 0, 1
     mode, evaluates = "alone", True
     heartbeat: Heartbeat | None = None
-
-    def __enter__(self: T) -> T:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         pass

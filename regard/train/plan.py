@@ -28,7 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.attention import DSA, sparse
-from regard.data.config import PAIRS, ROWED, Survey, bytes_of, feed_of, survey
+from regard.block import Block
+from regard.data.config import PAIRS, PICTURED, ROWED, Survey, bytes_of, feed_of, survey
 from regard.data.corrupt import Marks
 from regard.data.feed import IGNORE, Feed
 from regard.data.shards import Column
@@ -58,8 +59,12 @@ PROBED, MEASURED, LONG = 0.5, 2.0, 10.0
 OTHER = 300 << 20
 # A change after which more than this share is needed is not worth a line.
 LESS = 0.97
+# Rows of an imagined batch that tell how long the rows of any are.
+FEW = 8
 # Tokens of a row up to which recurrent models are run as they are.
 SHORT = 128
+# The number of no block.
+AROUND = -1
 aten = torch.ops.aten
 
 
@@ -113,23 +118,16 @@ class Memory:
         return sum(asdict(self).values())
 
 
-@dataclass(frozen=True, eq=False)
 class Plan:
-    """What a job needs. `disk` is all checkpoints that stay, and one that is being written."""
+    """What a job needs. `disk` is all checkpoints that stay, `keep` of them beside the best, and one that is being
+    written; `flops` are those of a step."""
 
-    job: Job
-    memory: Memory
-    checkpoint: int
-    disk: int
-    flops: int  # of a step
-
-
-def planned(job: Job, keep: int = 2) -> Plan:
-    """`keep`: checkpoints that stay beside the best."""
-    model = job.model
-    held = 4 * trainable(model) if job.small else sum(p.nbytes for p in model.parameters())
-    checkpoint = held + optimizer_bytes(model, job.train) + SPARE
-    return Plan(job, memory(job), checkpoint, (keep + 2) * checkpoint, step_flops(job))
+    def __init__(self, job: Job, keep: int = 2):
+        self.job, self.memory, self.flops = job, memory(job), step_flops(job)
+        held = sum(p.nbytes for p in job.model.parameters())
+        held = 4 * trainable(job.model) if job.small else held
+        self.checkpoint = held + optimizer_bytes(job.model, job.train) + SPARE
+        self.disk = (keep + 2) * self.checkpoint
 
 
 # --- activations: what a forward pass keeps for the backward pass --------------------------------------------------
@@ -172,62 +170,53 @@ def _measured(config: Any, run: Pass) -> Activations:
 
 
 def _of_towers(config: Any, run: Pass) -> Activations:
-    """A block takes what one more of its kind adds to a model with one block of each kind: what blocks
-    share, such as an encoder's memory, is then around them."""
-    sides = {"tower": run.length}
-    if isinstance(config, EncoderDecoderConfig):
-        sides = {"encoder": run.source, "decoder": run.length}
-    towers = {name: getattr(config, name) for name in sides}
-    layers = {n: list(zip(t.each("attention"), t.each("ffn"))) for n, t in towers.items()}
-    kinds = [(name, kind) for name in towers for kind in dict.fromkeys(layers[name])]
-
-    def kept(*more: Any) -> int:
-        short = {}
-        for name, tower in towers.items():
-            attention, ffn = zip(*(kind for n, kind in (*kinds, *more) if n == name))
-            few = {"layers": len(ffn), "attention": attention, "ffn": ffn, "blocks": None}
-            short[name] = replace(tower, **few, layer_drop=0.0)
-        return _kept(replace(config, **short), run, fake=True)
-
-    base = kept()
-    each = {kind: kept(kind) - base for kind in kinds}
-    inputs = [
-        4 * run.rows * n * towers[name].dim for name, n in sides.items() for _ in layers[name]
-    ]
-    blocks = [each[name, kind] for name in towers for kind in layers[name]]
-    return Activations(tuple(blocks), tuple(inputs), base - sum(each.values()))
+    """As the second of two blocks of each kind tells: what the first saves beyond it, such as an encoder's memory, all
+    blocks share."""
+    short, kinds, layers = dict[str, Any](), list[Any](), list[Any]()
+    for name in [n for n in ("tower", "encoder", "decoder") if hasattr(config, n)]:
+        tower = getattr(config, name)
+        every = [(name, *kind) for kind in zip(tower.each("attention"), tower.each("ffn"))]
+        pairs = [kind for kind in dict.fromkeys(every) for _ in range(2)]
+        _, attention, ffn = zip(*pairs)
+        few = {"layers": len(pairs), "attention": attention, "ffn": ffn, "blocks": None}
+        short[name] = replace(tower, **few, layer_drop=0.0)
+        kinds, layers = kinds + pairs, layers + every
+    kept = _kept(replace(config, **short), run, fake=True)
+    blocks, inputs = (dict(zip(kinds, sizes)) for sizes in (kept.blocks, kept.inputs))
+    each, read = (tuple(sizes[kind] for kind in layers) for sizes in (blocks, inputs))
+    return Activations(each, read, kept.total() - 2 * sum(blocks.values()))
 
 
 def _of_states(config: Any, run: Pass) -> Activations:
     """Of a recurrent model, whose fused layers keep what they like: real tensors, without padding. Long rows are told
     by shorter ones: what is kept grows with the length and, by attention, with its square."""
     small = replace(config, **{n: 2 for n in ("vocab", "source_vocab") if hasattr(config, n)})
-    longest = max(run.length, run.source)
+    x = max(run.length, run.source, SHORT) / SHORT
 
-    def kept(tokens: float) -> int:
-        share = tokens / longest
-        length, source = (max(1, round(n * share)) if n else 0 for n in (run.length, run.source))
-        return _kept(small, Pass(run.rows, length, source), fake=False)
+    def kept(part: float) -> int:
+        length, source = (math.ceil(n / part) for n in (run.length, run.source))
+        return _kept(small, Pass(run.rows, length, source), fake=False).around
 
-    if longest <= SHORT:
-        return Activations((), (), kept(longest))
-    half, whole = kept(SHORT / 2), kept(SHORT)
-    # a x + b x^2 through both.
-    b = 2 * (whole - 2 * half)
-    x = longest / SHORT
-    return Activations((), (), round((whole - b) * x + b * x * x) if b > 0 else round(whole * x))
+    whole = kept(x)
+    # a x + b x^2 through SHORT tokens and half as many.
+    b = max(2 * (whole - 2 * kept(2 * x)), 0) if x > 1 else 0
+    return Activations((), (), round((whole - b) * x + b * x * x))
 
 
-def _kept(config: Any, run: Pass, fake: bool) -> int:
-    """Bytes that autograd saves of `hidden`: each storage once, without parameters and their copies in bf16. Fake
-    tensors take no memory."""
+def _kept(config: Any, run: Pass, fake: bool) -> Activations:
+    """What autograd saves of `hidden`: each storage once, where it is saved first, without parameters and their copies
+    in bf16. Fake tensors take no memory."""
     device = run.device if fake and torch.cuda.is_available() else "cpu"
-    fakes = Fakes()
-    saved: dict[int, Tensor] = {}
+    fakes, inputs, inside = Fakes(), list[int](), [AROUND]
+    saved: dict[int, tuple[Tensor, int]] = {}
 
     def save(x: Tensor) -> Tensor:
-        saved.setdefault(_storage(x), x)
+        saved.setdefault(_storage(x), (x, inside[-1]))
         return x
+
+    def enter(block: nn.Module, args: Any) -> None:
+        inside.append(len(inputs))
+        inputs.append(args[0].nbytes)
 
     with ExitStack() as stack:
         if fake:
@@ -237,12 +226,18 @@ def _kept(config: Any, run: Pass, fake: bool) -> int:
             stack.enter_context(fakes)
         stack.enter_context(torch.device(device))
         model = config.make().train()
+        for block in (m for m in model.modules() if isinstance(m, Block)):
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(lambda *_: inside.append(AROUND))
         fakes.weights |= {_storage(p): p for p in model.parameters()}
         ids, more = _inputs(model, run)
         stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=run.bf16))
         stack.enter_context(saved_tensors_hooks(save, lambda x: x))
         model.hidden(ids, **more)
-    return sum(x.untyped_storage().nbytes() for i, x in saved.items() if i not in fakes.weights)
+    sizes = [0] * (len(inputs) + 1)
+    for place, (x, i) in saved.items():
+        sizes[i] += 0 if place in fakes.weights else x.untyped_storage().nbytes()
+    return Activations(tuple(sizes[:AROUND]), tuple(inputs), sizes[AROUND])
 
 
 class Fakes(TorchDispatchMode):
@@ -474,13 +469,15 @@ def refusal(config: Any, trainer: Trainer, keep: int = 2) -> str | None:
     if trainer.team.world > 1:
         return None
     model, device = trainer.model, trainer.device
-    step, learned = drawn(trainer.feed, model, device.type)
-    small = config.adapt.low_rank
-    sized = "data.rows" if config.data.rows is not None else "data.tokens"
-    plan = planned(Job(model, step, config.train, learned, sized, small), keep)
+    plan = Plan(job_of(config, model, *drawn(trainer.feed, model, device.type)), keep)
     tensors = [*model.parameters(), *model.buffers(), *trainer.optimizer.state().values()]
     held = sum(x.nbytes for x in tensors)
     return shortage(plan, free_memory(device) + held, free_disk(trainer.checkpoints.folder))
+
+
+def job_of(config: RunConfig, model: Any, step: Pass, learned: float) -> Job:
+    sized = "data.rows" if config.data.rows is not None else "data.tokens"
+    return Job(model, step, config.train, learned, sized, config.adapt.low_rank)
 
 
 def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, float]:
@@ -497,6 +494,7 @@ def drawn(feed: Feed, model: Any, device: str, batches: int = 4) -> tuple[Pass, 
         masks = (batch.doc, batch.prefix, batch.source_lengths if source else batch.lengths)
         masked = any(x is not None for x in masks[: 2 if causal else 3])
         learned = float((batch.labels != IGNORE).sum()) / (rows * length)
+        rows *= 1 if batch.rejected is None else 2
         passes.append((Pass(rows, length, source, masked, device=device), min(learned, 1.0)))
     return max(passes, key=lambda pair: pair[0].rows * (pair[0].length + pair[0].source))
 
@@ -524,8 +522,8 @@ class Forecast:
             facts = survey(reads, config.data, recipe_of(config), words, folder, start)
         self.facts, self.device = facts, device
         self.model = model_of(config, start, facts, "meta")
-        job, filled = job_of(config, self.model, facts, device.type)
-        plan = self.plan = planned(job, max(keep, config.train.average))
+        job, filled = imagined_job(config, self.model, facts, device.type)
+        plan = self.plan = Plan(job, max(keep, config.train.average))
         self.free, self.room = free_memory(device), free_disk(folder)
         self.short, self.full = plan.memory.total > self.free, plan.disk > self.room
         self.less = changes(job, self.free) if self.short else []
@@ -559,53 +557,27 @@ def model_of(config: RunConfig, start: Any, facts: Survey, device: str) -> Any:
     """The model with the head of the task, frozen as it will be; on "meta" without memory for its
     weights."""
     if start is None:
-        changed = {k: v for k, v in config.model.items() if k != "preset"}
-        length = config.data.length
-        start = fresh(config.model["preset"], changed, facts.vocab, device, length)
+        start = fresh(config, facts.vocab, device)
         config = replace(config, model={"folder": "."})
     with torch.device(device):
         return masters(config.learning(make_model(config, start, None, [""] * facts.classes)))
 
 
-def job_of(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[Job, float]:
+def imagined_job(config: RunConfig, model: Any, facts: Survey, device: str) -> tuple[Job, float]:
     """One step, at its largest, and how full the mean step is beside it."""
-    data, reads = config.data, TASKS[config.task].reads
+    data, longest = config.data, context_of(model)
     data.batching(config.train.seed)
-    longest, limit = context_of(model), data.length
-    if longest is not None and limit is not None and limit > longest:
-        raise UsageError(f"data.length = {limit}, but the model's context is {longest} tokens")
-    sized = "data.rows" if data.rows is not None else "data.tokens"
-    sides: tuple[int, ...]
-    filled, masked = 1.0, True
-    if reads == "image":
-        sides, masked = (patches(model),), False
-    elif reads == "caption":
-        sides, masked = (patches(model), facts.longest[0] + 1), False
-    elif reads in ROWED and data.pack != "none":
-        if limit is None:
-            raise UsageError(f"pack = {data.pack!r} needs the length of a row: length = N")
-        sides = (limit,)
-        masked = data.pack == "documents" or config.task in ("prefix", "spans", "infill")
-    else:
-        sides = tuple(min(n, limit or n) for n in facts.longest)
-        sides = (max(sides),) if reads == "prefer" else sides
-        masked = config.task not in ("lm", "chat")
-        if data.tokens is None:
-            filled = sum(map(min, facts.mean, sides)) / sum(sides)
-    each = data.tokens // max(sides) if data.tokens is not None else math.inf
-    rows = max(1, int(min(each, data.rows if data.rows is not None else math.inf)))
-    rows *= 2 if reads == "prefer" else 1
-    source, target = (0, *sides)[-2:]
-    rate, mean = config.noise.rate or 0.15, config.noise.mean or 3.0
-    # See Spans: of 0.15 in threes, nine tenths are read and a fifth is written.
-    if config.task in ("spans", "infill"):
-        spans = (1 - rate + rate / mean, rate + rate / mean)
-        shares = spans if config.task == "spans" else (1.0, 1.0)
-        source, target = (math.ceil(share * target) for share in shares)
-    step = Pass(rows, target, source, masked, device=device)
-    learned = rate if config.task == "mlm" else 1.0
-    small = config.adapt.low_rank
-    return Job(model, step, config.train, learned, sized, small), filled
+    if longest is not None and data.length is not None and data.length > longest:
+        why = f"the model's context is {longest} tokens"
+        raise UsageError(f"data.length = {data.length}, but {why}")
+    few = replace(config, data=replace(data, rows=FEW, tokens=None))
+    feeds = (imagined(few, model, facts, sizes) for sizes in (facts.longest, facts.mean))
+    (step, mean), learned = zip(*(drawn(feed, model, device) for feed in feeds))
+    each = data.tokens // max(step.length, step.source) if data.tokens else math.inf
+    rows = max(1, int(min(each, data.rows or math.inf)))
+    rows *= 2 if TASKS[config.task].reads == "prefer" else 1
+    filled = 1.0 if data.tokens else (mean.length + mean.source) / (step.length + step.source)
+    return job_of(config, model, replace(step, rows=rows), max(learned)), filled
 
 
 def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> float | None:
@@ -620,7 +592,7 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
 
     train = replace(config.train, nan="skip", parallel=Parallel())
     checkpoints = Checkpoints(Path(), lambda model, path: None)
-    feed = imagined(config, model, facts)
+    feed = imagined(config, model, facts, facts.mean)
     trainer = Trainer(model, feed, config.objective, train, checkpoints, lambda path: model, [note])
     trainer.model.train()
     began = time.perf_counter()
@@ -632,26 +604,27 @@ def step_seconds(config: RunConfig, facts: Survey, device: torch.device) -> floa
     return statistics.median(times[1:] or times) if times else None
 
 
-def imagined(config: RunConfig, model: Any, facts: Survey) -> Feed:
-    """Random examples of the mean length, a batch of them or a little more."""
+def imagined(config: RunConfig, model: Any, facts: Survey, tokens: tuple[float, ...]) -> Feed:
+    """Random examples of so many tokens, or one less; a batch of them or a little more."""
     data, reads, draw = config.data, TASKS[config.task].reads, np.random.default_rng(0)
     batching, classes = data.batching(config.train.seed), max(facts.classes, 1)
     coder: Any = SimpleNamespace(pad=0, before=(), after=(), start=0, end=1, divider=None)
-    if reads in ("image", "caption"):
+    if reads in PICTURED:
         e, n = getattr(model.config, next(iter(model.towers.values()))), data.rows or 1
         pixels = draw.integers(0, 256, (n, e.size, e.size, e.channels), np.uint8)
         columns = {"images": Column(pixels), "labels": Column(draw.integers(0, classes, n))}
-        size = max(1, round(facts.mean[0])) if facts.mean else 1
+        size = max(1, round(tokens[0])) if tokens else 1
         columns["target"] = Column.of([np.zeros(size, np.int64)] * n)
         return feed_of(reads, data, coder, batching, columns, "", None)
     whole = reads in ROWED and data.pack in ("stream", "windows")
     # Only a stream is cut into rows; else room is left for the marks around a text.
     limit = math.inf if whole or data.length is None else data.length - 3
-    sizes = [max(2, round(min(mean, limit))) for mean in facts.mean]
+    sizes = [max(2, round(min(size, limit))) for size in tokens]
     need = (data.tokens or 0) + (data.rows or 0) * (data.length or max(sizes))
     sizes = [min(size, 4 * need) for size in sizes]
     n = need // min(sizes) + 2
-    texts = [Column.of([draw.integers(0, facts.vocab, size) for _ in range(n)]) for size in sizes]
+    several = ([draw.integers(0, facts.vocab, size - i % 2) for i in range(n)] for size in sizes)
+    texts = [Column.of(rows) for rows in several]
     shape = {"tag": texts[0].values.shape, "answer": (n, 2)}.get(reads, (n,))
     labels = Column(draw.integers(0, classes, shape), texts[0].ends if reads == "tag" else None)
     names = PAIRS.get(reads, ("ids",))

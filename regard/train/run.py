@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import shlex
 import shutil
 import subprocess
@@ -45,16 +46,11 @@ KEEP = 2  # checkpoints that stay
 WRITTEN = ("checkpoints", "data", "metrics.jsonl", "samples.jsonl", "run.json", "report.html")
 # What a run goes on with, of run.json and of its options, with their types.
 OPTIONS = {"keep": int, "device": str, "log_to": list}
-INFO: dict[str, Any] = {
-    **{"config": dict, "options": dict, "resumed": list, "command": list, "began": str},
-    "wandb": str,
-    "seconds": (int, float),
-}
+INFO: dict[str, Any] = {"config": dict, "options": dict, "resumed": list, "command": list}
+INFO |= {"began": str, "wandb": str, "seconds": (int, float)}
 # Where files lie, which may change.
-PLACES = (
-    *(f"data.{name}" for name in ("train", "target", "valid", "valid_target")),
-    *(f"{name}.folder" for name in ("model", "tokenizer")),
-)
+PLACES = {"model.folder", "tokenizer.folder"}
+PLACES |= {f"data.{name}" for name in ("train", "target", "valid", "valid_target")}
 
 
 @dataclass(frozen=True)
@@ -71,20 +67,6 @@ class RunResult:
     best: Path | None = None
     best_step: int | None = None
     best_value: float | None = None
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a run is begun. `options` (keep, device, log_to) that are not said are as in the run that
-    goes on."""
-
-    folder: Path
-    command: list[str]
-    changes: Mapping[str, Any]
-    resume: bool
-    overwrite: bool
-    force: bool
-    options: dict[str, Any]
 
 
 def train(
@@ -116,14 +98,14 @@ def train(
     # A try must not stand in the way of the run itself, nor of the next try.
     if smoke and folder is None and not resume:
         home, overwrite = home.with_name(f"{home.name}-smoke"), True
+    # Options that are not said are as in the run that goes on.
     before = read_run(home).get("options", {}) if resume else {}
     options: dict[str, Any] = {
         "keep": before.get("keep", KEEP) if keep is None else keep,
         "device": before.get("device", "auto") if device == "auto" else device,
         "log_to": list(log_to) or before.get("log_to", []),
     }
-    command = _command(path, folder, changes or {})
-    launch = Launch(home, command, changes or {}, resume, overwrite, force, options)
+    changes = dict(changes or {})
     with blaming(2):
         if path is not None:
             settings = read(path, changes)
@@ -144,11 +126,19 @@ def train(
     chosen, _ = pick_device(options["device"])
     with ExitStack() as stack:
         team = stack.enter_context(team_of(settings.train.parallel, chosen))
-        team.once(lambda: _claim(settings, launch, stack))
-        parts = assemble(settings, home, team.device(chosen), options["keep"], team)
+        team.once(lambda: _claim(settings, home, resume, overwrite, stack))
+        place, kept = team.device(chosen), options["keep"]
+        trainer, classes, notices = assemble(settings, home, place, kept, team)
         # Now the steps of its epochs are known.
-        settings = replace(settings, train=parts[0].config)
-        return _run(*parts, settings, launch, callbacks, stop)
+        settings = replace(settings, train=trainer.config)
+        begin = {"notices": notices, **({"resumed": _go_on(trainer, callbacks)} if resume else {})}
+        if team.rank:
+            return _result(trainer.run(stop), trainer, home, {})
+        if not force and (why := refusal(settings, trainer, trainer.checkpoints.keep)):
+            raise Fault(f"{why}; force=True (--force) tries it anyway", ENVIRONMENT)
+        info = run_info(settings, trainer, home, options, resume)
+        info |= {"command": _command(path, folder, changes), "changes": changes, "classes": classes}
+        return _run(trainer, settings, home, info, begin, callbacks, stop)
 
 
 def _places(config: Any, folder: str | Path | None, resume: bool) -> tuple[Path | None, Path]:
@@ -193,31 +183,30 @@ def again(folder: Path) -> str:
     return shlex.join([*started, "regard", "train", "--resume", str(folder)])
 
 
+def _go_on(trainer: Trainer, callbacks: Sequence[Callback]) -> str:
+    """Resume; where it goes on. If all checkpoints there are broke, nothing is begun over them."""
+    trainer.callbacks = list(callbacks)
+    if trainer.resume():
+        other = f"; {differences(trainer.changes)}" if trainer.changes else ""
+        return f"going on after step {trainer.at.step}{other}"
+    if broken := trainer.team.agree("".join(trainer.checkpoints.broken[:1])):
+        text = f"no checkpoint is sound ({broken}); put a copy back, or start anew with --overwrite"
+        raise Fault(text, DATA)
+    return "no checkpoint yet: from the start"
+
+
 def _run(
     trainer: Trainer,
-    classes: list[str],
-    notices: list[str],
     config: RunConfig,
-    launch: Launch,
+    folder: Path,
+    info: dict[str, Any],
+    begin: dict[str, Any],
     callbacks: Sequence[Callback],
     stop: Callable[[], bool],
 ) -> RunResult:
     """Run the trainer, and write down how it went."""
-    folder, resumed = launch.folder, False
-    if launch.resume:
-        trainer.callbacks = list(callbacks)
-        resumed = trainer.resume()
-        # If all checkpoints there are broke, nothing is begun over them.
-        broken = "" if resumed else trainer.team.agree("".join(trainer.checkpoints.broken[:1]))
-        if broken:
-            text = f"no checkpoint is sound ({broken}); put a copy back, or start anew with --overwrite"
-            raise Fault(text, DATA)
-    if trainer.team.rank:
-        return _result(trainer.run(stop), trainer, folder, {})
-    if not launch.force and (why := refusal(config, trainer, trainer.checkpoints.keep)):
-        raise Fault(f"{why}; force=True (--force) tries it anyway", ENVIRONMENT)
-    info, start = run_info(launch, config, trainer, classes), time.monotonic()
-    listeners: list[Callback] = [*tracker(launch.options["log_to"], folder, info), *callbacks]
+    start = time.monotonic()
+    listeners: list[Callback] = [*tracker(info["options"]["log_to"], folder, info), *callbacks]
     write_whole(folder / "config.toml", as_toml(config))
     figures: dict[str, float] = {}
 
@@ -241,16 +230,8 @@ def _run(
         write_whole(folder / "run.json", text)
 
     how = f"{trainer.device.type} {config.train.precision}, seed {config.train.seed}"
-    begin = {
-        "kind": "begin",
-        "steps": config.train.steps,
-        "about": f"{trainer.feed.describe()}; {how}, {folder}",
-        "notices": notices,
-    }
-    if launch.resume:
-        other = f"; {differences(trainer.changes)}" if trainer.changes else ""
-        after = f"going on after step {trainer.at.step}{other}"
-        begin["resumed"] = after if resumed else "no checkpoint yet: from the start"
+    about = f"{trainer.feed.describe()}; {how}, {folder}"
+    begin = {"kind": "begin", "steps": config.train.steps, "about": about, **begin}
     status = "failed"
     record("running")
     try:
@@ -284,10 +265,11 @@ def _result(status: str, trainer: Trainer, folder: Path, metrics: dict[str, floa
 # --- the folder -----------------------------------------------------------------------------------
 
 
-def _claim(config: RunConfig, launch: Launch, stack: ExitStack) -> None:
+def _claim(
+    config: RunConfig, folder: Path, resume: bool, overwrite: bool, stack: ExitStack
+) -> None:
     """Make the folder and lock it; only then look at what is in it, and clear what may go. Nothing
     is written to one that has files of others."""
-    folder, resume = launch.folder, launch.resume
     nothing = f"{folder} has nothing to go on with; leave resume (--resume) out"
     if folder.is_file():
         raise UsageError(f"{folder} is a file; name a folder (--output-dir FOLDER)")
@@ -307,7 +289,7 @@ def _claim(config: RunConfig, launch: Launch, stack: ExitStack) -> None:
     full = begun(folder)
     if resume and not full:
         raise UsageError(nothing)
-    if full and not resume and not launch.overwrite:
+    if full and not resume and not overwrite:
         raise UsageError(
             f"{folder} is not empty; go on (--resume), start anew (--overwrite), or name another (--output-dir)"
         )
@@ -361,24 +343,23 @@ def _link(folder: Path, trainer: Trainer) -> None:
 # --- run.json: what was run, with what, and how it ended ------------------------------------------
 
 
-def run_info(launch: Launch, config: RunConfig, trainer: Trainer, classes: list[str]) -> Any:
+def run_info(
+    config: RunConfig, trainer: Trainer, folder: Path, options: dict[str, Any], resume: bool
+) -> dict[str, Any]:
     """What does not change while it runs; `seconds` are those before."""
-    device, old, team = trainer.device, read_run(launch.folder), trainer.team
+    device, old, team = trainer.device, read_run(folder), trainer.team
     cuda, parameters = device.type == "cuda", list(trainer.model.parameters())
     was = old.get("options", {})
-    other = {n: [was[n], x] for n, x in launch.options.items() if n in was and was[n] != x}
+    other = {n: [was[n], x] for n, x in options.items() if n in was and was[n] != x}
     again = {"step": trainer.at.step, "at": now(), "changes": {**trainer.changes, **other}}
     return {
         "format": 1,
-        "name": launch.folder.name,
-        "command": launch.command,
+        "name": folder.name,
         "task": config.task,
-        "changes": dict(launch.changes),
-        "classes": classes,
         "config": asdict(config),
         **{n: getattr(config.train, n) for n in ("metric", "seed", "steps", "precision")},
-        "options": launch.options,
-        "resumed": [*old.get("resumed", []), *([again] if launch.resume else [])],
+        "options": options,
+        "resumed": [*old.get("resumed", []), *([again] if resume else [])],
         "began": old.get("began") or now(),
         "wandb": old.get("wandb") or uuid4().hex[:8],
         "seconds": old.get("seconds", 0.0),
@@ -396,14 +377,10 @@ def run_info(launch: Launch, config: RunConfig, trainer: Trainer, classes: list[
     }
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes at most so far: of a GPU what torch held, else of this process where the system tells."""
+def peak_memory(device: torch.device) -> int:
+    """Bytes at most so far: of a GPU what torch held, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:
-        return None
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -44,12 +44,25 @@ class Task(NamedTuple):
     indexed: bool = False
 
 
+# Kinds of model, and presets to name instead of others.
 _GPT = (("decoder",), "gpt2 or llama")
 _TEXT = (("decoder", "recurrent model"), "gpt2 or llama")
+_BERT = (("encoder",), "bert-base or roberta-base")
 _ANY = (("encoder", "decoder", "encoder-decoder"), "bert-base or gpt2")
 _PAIR = (("encoder-decoder",), "vaswani-base or t5-small")
+_VIT = (("model of pictures",), "vit-small or deit-small")
+_DSA = (("decoder",), "deepseek-v3.2")
+# Settings that several rows have.
 _LM: dict[str, Any] = {"mask": loss.causal_mask, "recipe": {"task": "lm"}, "packed": True}
+_PREFIX = {**_LM, "mask": loss.prefix_mask, "corruption": lambda marks: DrawPrefix()}
+_MLM: dict[str, Any] = {"mask": loss.document_mask, "corruption": MaskTokens, "packed": True}
 _CHATML: dict[str, Any] = {"task": "lm", "more": ("<|im_start|>", "<|im_end|>")}
+_SPANS = {"task": "seq2seq", "more": SENTINELS}
+_BLEU: dict[str, Any] = {"metrics": ("bleu", "chrf", "loss", "perplexity")}
+_BLEU |= {"other_metrics": ("bleu_lc", "exact"), "recipe": {"task": "seq2seq"}}
+_SAID = {**_BLEU, "metrics": ("loss", "perplexity")}
+_SAID |= {"other_metrics": ("bleu", "bleu_lc", "chrf", "exact")}
+_SPAN: dict[str, Any] = {"metrics": ("exact", "f1", "loss"), "head": lambda classes: Answer()}
 _INDEX = {**_LM, "metrics": ("loss",), "indexed": True}
 TASKS: dict[str, Task] = {
     "lm": Task("lm", loss.causal, *_TEXT, **_LM),
@@ -57,63 +70,17 @@ TASKS: dict[str, Task] = {
     "chat": Task("chat", loss.causal, *_TEXT, **{**_LM, "recipe": _CHATML}),
     # Of two answers, that the better one is likelier.
     "prefer": Task("prefer", loss.prefer, *_GPT, metrics=("loss",), recipe=_CHATML, smoothed=False),
-    "prefix": Task(
-        "lm",
-        loss.prefix,
-        *_GPT,
-        **{**_LM, "mask": loss.prefix_mask},
-        corruption=lambda marks: DrawPrefix(),
-    ),
-    "mlm": Task(
-        "mlm",
-        loss.masked,
-        ("encoder",),
-        "bert-base or roberta-base",
-        mask=loss.document_mask,
-        corruption=MaskTokens,
-        packed=True,
-    ),
-    "spans": Task(
-        "mlm", loss.seq2seq, *_PAIR, recipe={"task": "seq2seq", "more": SENTINELS}, corruption=Spans
-    ),
+    "prefix": Task("lm", loss.prefix, *_GPT, **_PREFIX),
+    "mlm": Task("mlm", loss.masked, *_BERT, **_MLM),
+    "spans": Task("mlm", loss.seq2seq, *_PAIR, recipe=_SPANS, corruption=Spans),
     "infill": Task("mlm", loss.seq2seq, *_PAIR, recipe={"task": "infill"}, corruption=Infill),
-    "seq2seq": Task(
-        "seq2seq",
-        loss.seq2seq,
-        *_PAIR,
-        metrics=("bleu", "chrf", "loss", "perplexity"),
-        other_metrics=("bleu_lc", "exact"),
-        recipe={"task": "seq2seq"},
-    ),
+    "seq2seq": Task("seq2seq", loss.seq2seq, *_PAIR, **_BLEU),
     "classify": Task("classify", loss.classify, *_ANY, metrics=_CLASSES, head=Classify),
-    "tag": Task("tag", loss.tag, *_ANY, metrics=_CLASSES, head=Tag),
-    "answer": Task(
-        "answer",
-        loss.answer,
-        *_ANY,
-        metrics=("exact", "f1", "loss"),
-        head=lambda classes: Answer(),
-        smoothed=False,
-    ),
-    "image": Task(
-        "image",
-        loss.classify,
-        ("model of pictures",),
-        "vit-small or deit-small",
-        metrics=_CLASSES,
-        head=Classify,
-    ),
-    "caption": Task(
-        "caption",
-        loss.seq2seq,
-        ("captioner",),
-        "captioner",
-        other_metrics=("bleu", "bleu_lc", "chrf", "exact"),
-        recipe={"task": "seq2seq"},
-    ),
+    "tag": Task("tag", loss.classify, *_ANY, metrics=_CLASSES, head=Tag),
+    "answer": Task("answer", loss.answer, *_ANY, **_SPAN, smoothed=False),
+    "image": Task("image", loss.classify, *_VIT, metrics=_CLASSES, head=Classify),
+    "caption": Task("caption", loss.seq2seq, ("captioner",), "captioner", **_SAID),
     # The two stages of sparse attention's indexer.
-    "dense_index": Task(
-        "lm", loss.dense_index, ("decoder",), "deepseek-v3.2", smoothed=False, **_INDEX
-    ),
-    "sparse_index": Task("lm", loss.sparse_index, ("decoder",), "deepseek-v3.2", **_INDEX),
+    "dense_index": Task("lm", loss.dense_index, *_DSA, smoothed=False, **_INDEX),
+    "sparse_index": Task("lm", loss.sparse_index, *_DSA, **_INDEX),
 }

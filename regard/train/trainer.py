@@ -57,17 +57,15 @@ class Train:
     save: Whole = 0  # steps between checkpoints; 0: at the end alone
     metric: str = "loss"  # what the best model is best at
     patience: Count | None = None  # evaluations without a better one after which it ends
-    average: Whole = (
-        0  # the mean of this many last checkpoints is tried at the end, and kept if best
-    )
+    # the mean of this many last checkpoints is tried at the end, and kept if best
+    average: Whole = 0
     # a moving mean of the weights, such as 0.999, which is evaluated and saved instead of them
     ema: Fraction | None = None
     # weight of the loss that keeps a mixture's experts in balance; see `balanced`
     balance: Amount | None = None
     bias_speed: Amount = 0.001  # how far the correction bias of a mixture moves in a step
-    nan: str = (
-        "stop"  # loss or gradient not finite: stop, skip the step, or go back to a checkpoint
-    )
+    # loss or gradient not finite: stop, skip the step, or go back to a checkpoint
+    nan: str = "stop"
     optim: Optim = field(default_factory=Optim)  # the optimiser
     schedule: Schedule = field(default_factory=Schedule)  # the learning rate over time
     parallel: Parallel = Parallel()  # several processes
@@ -191,7 +189,7 @@ class Trainer:
             raise UsageError(
                 f"the data changed since {path}; go on with the same, or train into another folder"
             )
-        if state["machine"] != (now := self._machine()):
+        if state["machine"] != (now := machine(self.team)):
             text = f"trained on {state['machine']}, now {now}: the same up to rounding"
             self.tell({"kind": "warning", "text": f"{text}, not to the bit"})
         if "settings" not in state:
@@ -372,7 +370,7 @@ class Trainer:
             "best": self.at.best,
             "feed": self.feed.fingerprint,
             "settings": to_dict(self.config),
-            "machine": self._machine(),
+            "machine": machine(self.team),
         }
         step, files, team = self.at.step, self.checkpoints, self.team
         path = files.path(step)
@@ -384,9 +382,6 @@ class Trainer:
         self.saved = self.at.step
         self.tell({"kind": "checkpoint", "step": self.at.step, "path": str(path)})
         return path
-
-    def _machine(self) -> list[str | int]:
-        return [*machine(), f"{self.team.mode} x {self.team.world}"]
 
 
 def changed(
@@ -431,11 +426,12 @@ def flat(settings: dict[str, Any], where: str = "", parts: bool = False) -> dict
     return named
 
 
-def machine() -> list[str | int]:
+def machine(team: SingleProcess) -> list[str | int]:
     """What decides the last bit: torch, the processor's instructions, our C code, oneDNN (which torch switches off by
-    itself where it lacks a product), threads, the GPU."""
+    itself where it lacks a product), threads, the GPU, who shares the work."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
     ours = "C code" if native.library() is not None else "no C code"
     theirs = "oneDNN" if torch._C._get_mkldnn_enabled() else "no oneDNN"
-    return [torch.__version__, capability, ours, theirs, torch.get_num_threads(), gpu]
+    threads, shared = torch.get_num_threads(), f"{team.mode} x {team.world}"
+    return [torch.__version__, capability, ours, theirs, threads, gpu, shared]

@@ -88,8 +88,8 @@ def model(kind: str, dropout: float) -> Any:
     return TransformerConfig(Tokens(VOCAB), tower, LM(), max_len=16).make()
 
 
-def full(need: int, target: Path) -> None:
-    raise UsageError(f"{target.name}: no room")
+def full(step: int, *_: Any) -> None:
+    raise UsageError(f"step-{step:08d}: no room")
 
 
 LOSSES = {"seq2seq": objective.seq2seq, "bert": objective.masked, "gqa": objective.causal}
@@ -104,7 +104,7 @@ def trainer(job: dict[str, Any], team: SingleProcess, events: list[dict[str, Any
     config = Train(optim=optim, schedule=schedule, parallel=parallel, **changes)
     checkpoints = Checkpoints(folder, lambda m, path: m.save(path), keep=99)
     if job.get("full"):
-        checkpoints._check_room = full  # type: ignore[method-assign]
+        checkpoints.check = full  # type: ignore[method-assign]
     loss, made = LOSSES[kind], model(kind, job.get("dropout", 0.0))
 
     def tell(event: dict[str, Any]) -> None:

@@ -35,7 +35,6 @@ from regard.train.loss import (
     prefix,
     seq2seq,
     smoothed_loss,
-    tag,
 )
 
 V, M = 17, 12
@@ -236,7 +235,7 @@ def test_tag_loss_of_padded_rows_is_the_sum_of_the_rows() -> None:
     model, (x, _, batch) = encoder(Tag(4)), ragged(9, 4)
     labels = [torch.randint(4, (len(a),)) for a in x]
     want = sum(cross_entropy(model(a[None])[0], b, reduction="sum") for a, b in zip(x, labels))
-    total, count = tag(model, Batch(batch.ids, padded(labels, IGNORE), batch.lengths))
+    total, count = classify(model, Batch(batch.ids, padded(labels, IGNORE), batch.lengths))
     torch.testing.assert_close(total, want, **TIGHT)
     assert count == 13
 

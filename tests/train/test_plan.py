@@ -24,6 +24,7 @@ from regard.train.plan import (
     OTHER,
     Job,
     Pass,
+    Plan,
     activations,
     changes,
     drawn,
@@ -34,7 +35,6 @@ from regard.train.plan import (
     memory,
     number,
     optimizer_bytes,
-    planned,
     refusal,
     shortage,
     size,
@@ -149,13 +149,13 @@ def test_optimizer_bytes_are_its_state(name: str) -> None:
     assert optimizer_bytes(empty, Train(1, optim=optim)) == state
 
 
-def test_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
+def test_checkpoint_is_as_large_as_Plan(tmp_path: Path) -> None:
     t = trainer(tmp_path)
     t._step(1)
     t.at.step = 1
     path = t.save()
     real = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-    found = planned(Job(t.model, Pass(6, 8), t.config))
+    found = Plan(Job(t.model, Pass(6, 8), t.config))
     assert found.checkpoint - module.SPARE < real <= found.checkpoint
     assert found.disk == 4 * found.checkpoint  # two that stay, the best, one that is being written
 
@@ -210,12 +210,12 @@ def huge(**settings: Any) -> Job:
 
 def test_small_run_fits() -> None:
     model = build("gpt2", device="meta", **MODELS["gpt2"][1])
-    plan = planned(Job(model, Pass(4, 32), Train()))
+    plan = Plan(Job(model, Pass(4, 32), Train()))
     assert shortage(plan, GIB, GIB) is None
 
 
 def test_huge_run_is_refused_with_the_cheapest_changes_in_order() -> None:
-    plan = planned(huge())
+    plan = Plan(huge())
     found = changes(plan.job, 8 * GIB)
     names = [name for change in found for name in change.settings]
     assert names == [
@@ -257,7 +257,7 @@ def test_changes_that_do_not_help_are_left_out() -> None:
     assert [[*change.settings] for change in found] == [["train.micro_batches"], ["data.tokens"]]
     one = replace(job, step=replace(job.step, rows=1))
     assert changes(one, GIB) == []
-    text = shortage(planned(one), GIB, GIB << 10)
+    text = shortage(Plan(one), GIB, GIB << 10)
     assert text is not None and text.endswith("cheapest first: a smaller model")
 
 
@@ -268,11 +268,11 @@ def test_several_changes_together_where_none_is_enough() -> None:
     free = min(alone) - (16 << 20)
     *_, last = changes(job, free)
     assert last.cost == "together" and len(last.settings) > 1 and last.total <= free
-    assert "even that is too much" in (shortage(planned(job), GIB, GIB << 10) or "")
+    assert "even that is too much" in (shortage(Plan(job), GIB, GIB << 10) or "")
 
 
 def test_full_disk_is_refused() -> None:
-    text = shortage(planned(huge()), GIB << 10, GIB)
+    text = shortage(Plan(huge()), GIB << 10, GIB)
     assert text is not None and "of disk" in text and "1.0 GiB are free" in text
 
 
