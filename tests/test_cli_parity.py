@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import regard
-from regard.cli.doctor import summary, table, verdict
+from regard.cli.parity import summary, table, verdict
 from regard.parity import Check
 from tests.look.planted import BUGS
 from tests.test_cli import HOME, SMALL, call

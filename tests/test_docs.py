@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from regard.cli.catalog import ExplainOptions as Options
+from regard.cli.explain import Options
 from regard.cli.shared import parse
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -61,9 +61,8 @@ missing or broken, 5 a check that was asked for failed, 130 interrupted."""
 # The first word of each command, and its second where it has one.
 WORDS = dict(name.partition(" ")[::2] for name in COMMANDS)
 # Commands that stand in the file of another: `fill` is `fill(FillOptions)` there.
-HOSTS = {"catalog": "presets recipes lab explain", "convert": "merge", "data": "tokenizer"}
-HOSTS |= {"doctor": "parity", "eval": "answer classify embed fill lm-eval"}
-HOSTS |= {"generate": "chat translate", "pages": "look report compare", "train": "finetune plan"}
+HOSTS = {"convert": "merge", "data": "tokenizer", "eval": "answer classify embed fill lm-eval"}
+HOSTS |= {"generate": "chat translate", "report": "compare", "train": "finetune"}
 GUESTS = {name: file for file, names in HOSTS.items() for name in names.split()}
 FULL = "out of memory ({}); ask for fewer beams, samples or tokens, or try --dtype bf16 or --quantize int8"
 

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import json
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from regard.errors import DATA, Fault, UsageError, blaming
+from regard.see.format import aligned
 
 if TYPE_CHECKING:
     from regard.evaluate.model import Opened
@@ -38,6 +40,7 @@ File = Annotated[Positional[str], arg(metavar="[FILE]")]
 DataFiles = Annotated[Positional[tuple[str, ...]], arg(metavar="FILE ...")]
 FileName = Annotated[str | None, arg(metavar="FILE")]
 FolderName = Annotated[str | None, arg(metavar="FOLDER")]
+Name = Annotated[Positional[str | None], arg(metavar="[NAME]")]
 Text = Annotated[str | None, arg(metavar="TEXT")]
 Files = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="FILE")]
 Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
@@ -324,3 +327,10 @@ class Rate:
     def done(self, more: str) -> None:
         if self.shown:
             print(("\r\x1b[K" if self.live else "") + self.text(more), file=sys.stderr)
+
+
+def print_rows(rows: list[dict[str, Any]], as_json: bool, right: tuple[int, ...] = ()) -> int:
+    """A list, as a table with a head or as JSON."""
+    table = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+    print(json.dumps(rows) if as_json else aligned(table, right))
+    return 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard.cli.catalog import ExplainOptions as Options
+from regard.cli.explain import Options
 from regard.cli.shared import flags_of
 from regard.errors import UsageError
 from regard.learn.explain import CHAPTERS, TOPICS, Table, Topic, called, fill, find, names

@@ -1,0 +1,74 @@
+"""regard explain: a mechanism as formula, numbers and code."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from regard.cli.shared import Switch, output_file
+from regard.errors import UsageError
+
+
+def told(text: str, metavar: str = "N ...") -> Any:
+    return arg(metavar=metavar, help=text, help_behavior_hint="")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A mechanism in a formula, in numbers that you may change, and the file that implements it.
+
+    regard explain                                            the topics, by chapter
+    regard explain positional encoding                        any word for a topic will do
+    regard explain softmax 1 2 3                              numbers: the first thing that a topic takes
+    regard explain online-softmax --x 1 3 2 --v 1 2 3         one step per key
+    regard explain attention --q "1 0; 0 1" --k "1 0; 0 1; 1 1" --v "1; 2; 4"
+    regard explain transformer --output transformer.png       the picture of a topic
+    """
+
+    topic: Annotated[Positional[str | None], told("what to explain", "[TOPIC]")] = None
+    numbers: Annotated[Positional[tuple[str, ...]], told("for its first option", "[N ...]")] = ()
+    output: Annotated[str | None, told("draw its numbers: .png, .svg or .pdf", "FILE")] = None
+    json: Annotated[Switch, arg(help="one JSON object")] = False
+
+
+def _flags() -> list[tuple[str, Any, None]]:
+    """An option for each input of a topic, and which topics take it; read from their source, as
+    importing them would import torch, for which help need not wait."""
+    takers: dict[str, list[str]] = {}
+    source = Path(__file__).parents[1] / "learn" / "mechanisms.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", ())]
+        if isinstance(node, ast.FunctionDef) and any(m.startswith("topic(") for m in marks):
+            for each in node.args.args:
+                takers.setdefault(each.arg, []).append(node.name.strip("_").replace("_", "-"))
+    kind = tuple[str, ...] | None
+    return [(n, Annotated[kind, told(f"for {', '.join(t)}")], None) for n, t in takers.items()]
+
+
+Options = make_dataclass("Options", _flags(), bases=(Question,), frozen=True)
+Options.__doc__ = Question.__doc__
+
+
+def run(options: Question) -> int:
+    from regard.learn.explain import called, explained, listed
+
+    own = {field.name for field in fields(Question)}
+    given = {n: x for n, x in asdict(options).items() if n not in own and x is not None}
+    if options.topic is None:
+        if given or options.output:
+            raise UsageError("say which topic: regard explain TOPIC; regard explain lists them")
+        print(listed(options.json))
+        return 0
+    said = explained(options.topic, options.numbers, given, as_json=options.json)
+    if options.output:
+        from regard.learn.picture import drawn
+        from regard.see.plots import FORMATS, save
+
+        path = output_file(options.output, tuple(FORMATS), ".png, .svg or .pdf")
+        save(drawn(*called(options.topic, options.numbers, given)), path)
+    print(said)
+    return 0

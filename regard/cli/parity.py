@@ -1,0 +1,141 @@
+"""regard parity: bug or rounding, as a table, or as JSON; exit code 5 if there is a bug."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regard.cli.shared import Folder, Switch, talk
+from regard.errors import CHECK, DATA, blaming
+from regard.see.format import aligned, strict
+
+if TYPE_CHECKING:
+    from regard.models import Model
+    from regard.parity import Check, Given, Trace
+
+SCHEMA = 1
+HEAD = ("check", "verdict", "difference", "error", "where the error is largest")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Bug or rounding? Run a model in every way it can be run, and hold each against float64.
+
+    regard parity MODEL                    fused, cached, batched, padded, packed, bf16, GPU, transformers
+    regard parity MODEL --tokens 100       longer rows: past a window, or what a sparse attention chooses from
+    """
+
+    model: Folder
+    rows: int = 3  # rows of random tokens (or images)
+    tokens: int = 16  # tokens in a row
+    seed: int = 0  # other tokens
+    json: Switch = False  # one JSON object
+
+
+def run(options: Options) -> int:
+    import torch
+
+    from regard.checkpoint import load
+    from regard.files import resolve_model
+    from regard.parity import check_weights, parity, record, sample
+
+    with blaming(DATA):
+        folder = resolve_model(options.model)
+        model = load(folder, dtype=torch.float32)
+        check_weights(model)
+    given = sample(model, rows=options.rows, tokens=options.tokens, seed=options.seed)
+    talk(f"{options.rows} random rows, each run held against float64")
+    more: dict[str, Any] = {"packed": lambda g: packed(model, g)}
+    left = {}
+    try:
+        theirs = peer(folder, model)
+        more["transformers"] = lambda g: record(theirs, model, g)
+    except LookupError as why:
+        left["ours against transformers"] = str(why.args[0])
+    if not torch.cuda.is_available():
+        left["GPU against CPU"] = "torch finds no cuda device"
+    checks = parity(model, given, more=more)
+    if options.json:
+        head = {"schema": SCHEMA, "model": options.model, "verdict": verdict(checks)}
+        print(json.dumps(strict({**head, "checks": [asdict(c) for c in checks], "left_out": left})))
+    else:
+        print(table(checks))
+        for name, reason in left.items():
+            print(f"left out: {name}: {reason}", file=sys.stderr)
+        print(summary(checks), file=sys.stderr)
+    return CHECK if verdict(checks) == "bug" else 0
+
+
+def packed(model: Model, given: Given) -> Trace:
+    """The model as it runs here: packed, a prompt and then token by token where it can."""
+    from regard.fast.cpu import prepare
+    from regard.parity import Runner
+
+    runner = Runner(prepare(model), given)
+    if not model.decodes:
+        return runner.alone()
+    half = given.ids.shape[1] // 2
+    return runner.cached("contiguous", [half] + [1] * (given.ids.shape[1] - half))
+
+
+def peer(folder: Path, model: Model) -> Any:
+    """The same folder in transformers; a LookupError says why not."""
+    import torch
+
+    from regard.files import read_json
+
+    if importlib.util.find_spec("transformers") is None:
+        raise LookupError("the package transformers is not installed")
+    import transformers
+
+    settings = folder / "config.json"
+    config = read_json(settings) if settings.is_file() else {}
+    kind = next(iter(config.get("architectures") or []), None)
+    peer_class = getattr(transformers, str(kind), None)
+    if peer_class is None or not model.towers:
+        raise LookupError(f"it has no model of the kind {kind or model.config.kind}")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        theirs = peer_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    # Whatever it is, it is theirs.
+    except Exception as error:
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise LookupError(f"it cannot load this folder: {first:.160}") from None
+    return theirs.eval()
+
+
+def verdict(checks: Sequence[Check]) -> str:
+    """The worst of all."""
+    return max((c.verdict for c in checks), key=("equal", "rounding", "tie", "bug").index)
+
+
+def table(checks: Sequence[Check]) -> str:
+    """The largest difference of both answers, and the largest error of either as a share of what
+    rounding can do."""
+    rows = ((c.name, c.verdict, f"{c.difference:.1e}", f"{c.worst:.3g}", c.where) for c in checks)
+    return aligned([HEAD, *rows])
+
+
+def summary(checks: Sequence[Check]) -> str:
+    near = "is as near to float64 as rounding lets it be (error below 1)"
+    worst = verdict(checks)
+    first = next(c for c in checks if c.verdict == worst)
+    if worst == "bug":
+        return (
+            f"bug: the {first.run} run leaves what rounding can do at {first.where} (row {first.row}, token "
+            f"{first.position}), by {first.worst:.3g} times; {[c.verdict for c in checks].count('bug')} of "
+            f"{len(checks)} checks see a bug"
+        )
+    if worst == "tie":
+        return (
+            f"no bug, but a tie: in {first.where} the indexer scores several keys the same (ReLU gives exact "
+            f"zeros), we take the earliest of them, the {first.run} run took others, and neither is wrong; "
+            f"every other tensor of every run {near}"
+        )
+    return f"no bug: every tensor of every run {near}"
