@@ -74,7 +74,7 @@ class Settings:
     draft: int = 0  # speculate this many tokens by the engine's draft model
     lookup: int = 0  # speculate this many tokens by looking the last ones up in the text so far
     # A text longer than the model's context: an error; or it goes on with its last tokens (crop), or with its first
-    # four and its last ones (sinks; see regard/decode/window.py).
+    # four and its last ones (sinks; see regard/decode/plain.py).
     overflow: str = "error"
     # Beside each token that is chosen, the n most probable ones with the model's log probabilities,
     # before temperature, filters, penalties and masks, as those of the choice are.
