@@ -58,10 +58,6 @@ class Layer:
         return self.cache.window
 
     @property
-    def frozen(self) -> bool:
-        return self.cache.frozen
-
-    @property
     def state(self) -> State:
         return self.cache.states[self.index]
 
@@ -78,13 +74,9 @@ class Cache:
     endless = False
 
     def __init__(
-        self,
-        specs: Sequence[CacheSpec],
-        batch: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, specs: Sequence[CacheSpec], batch: int, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None
+    ):  # fmt: skip
         self.specs, self.device, self.dtype = list(specs), torch.device(device or "cpu"), dtype
         self.lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.even: int | None = 0  # the common length while all rows agree: then no index is needed
@@ -99,8 +91,8 @@ class Cache:
         self.pasts: dict[int, Past] = {}
         self._fed = self.lengths
         self._was: Tensor | None = None
-        self._new = Span.run(0, 0, self.device)
-        self._all = self._new
+        # Positions of the tokens that `begin` announced, and of every slot that `keep` returns.
+        self._new = self.span = Span.run(0, 0, self.device)
         self._where: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -109,11 +101,6 @@ class Cache:
     @property
     def batch(self) -> int:
         return len(self.lengths)
-
-    @property
-    def span(self) -> Span:
-        """Positions of every slot that `keep` returns."""
-        return self._all
 
     def layer(self, index: int) -> Layer:
         return Layer(self, index)
@@ -134,7 +121,7 @@ class Cache:
             self.even = None
             self._new = Span.ragged(added, size, old)
         self._where = None
-        self._all = self._positions()
+        self.span = self._positions()
         return self._new
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +150,7 @@ class Cache:
             self._fed = self._fed - drop
         self.lengths = self.lengths - drop
         self.even = _common(self.lengths)
-        self._all = self._positions()
+        self.span = self._positions()
 
     def past(self, rows: Tensor, drop: Tensor) -> list[State]:
         """The states of some rows as they were before their last `drop` tokens, which the last call fed."""
@@ -185,7 +172,7 @@ class Cache:
         """A cache whose row i continues row rows[i]: beams, samples, a shared prefix. The old one stays as it was."""
         new = self._shell(rows)
         new._fork_from(self, rows.to(self.device))
-        new._all = new._positions()
+        new.span = new._positions()
         return new
 
     def _shell(self, rows: Tensor) -> Cache:
@@ -209,9 +196,7 @@ class Cache:
         if share > 1 and len(rows) % share == 0:
             groups = rows.view(-1, share) // share
             if bool((groups == groups[:, :1]).all()):
-                same = len(groups) == self.cross.batch and bool(
-                    (groups[:, 0] == torch.arange(len(groups), device=rows.device)).all()
-                )
+                same = groups[:, 0].tolist() == list(range(self.cross.batch))
                 return self.cross if same else self.cross.fork(groups[:, 0])
         return self.cross.fork(rows // share)
 
@@ -258,7 +243,7 @@ class Cache:
                 a, b = self._own_cross(), other._own_cross()
             new.cross = a.join(b)
         new._join_from(self, other)
-        new._all = new._positions()
+        new.span = new._positions()
         return new
 
     def freeze(self) -> None:
@@ -273,20 +258,23 @@ class Cache:
         self.pasts = {}
         self.states = [{n: torch.zeros_like(s) for n, s in state.items()} for state in self.states]
         self._free()
-        self._all = self._positions()
+        self.span = self._positions()
 
     def keep(self, layer: int, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], Span]:
         """Store the entries of the tokens announced by `begin`, return all tokens' entries and positions."""
         if not self.frozen:
             self._write(layer, entries)
-        return self._read(layer), self._all
+        return self._read(layer), self.span
 
     # what a layout defines
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:
         raise NotImplementedError
 
     def _positions(self) -> Span:
-        raise NotImplementedError
+        """Of every slot: tokens lie in order, unless a layout says otherwise."""
+        if self.even is not None:
+            return Span.run(0, self.even, self.device)
+        return Span.ragged(self.lengths, int(self.lengths.max()))
 
     def _write(self, layer: int, entries: dict[str, Tensor]) -> None:
         raise NotImplementedError

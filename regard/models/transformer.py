@@ -83,16 +83,9 @@ class Transformer(Model):
         return self.logits(h)
 
     def hidden(
-        self,
-        ids: Tensor,
-        lengths: Lengths = None,
-        *,
-        types: Tensor | None = None,
-        cache: Cache | None = None,
-        mask: Mask | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
+        self, ids: Tensor, lengths: Lengths = None, *, types: Tensor | None = None, cache: Cache | None = None,
+        mask: Mask | None = None, probe: Any = None, backend: str = "sdpa"
+    ) -> Tensor:  # fmt: skip
         """The tower's last hidden states (b t m). `mask` replaces the tower's own (documents, prefix, ...)."""
         c = self.config
         check_backend(backend)
@@ -188,17 +181,9 @@ class EncoderDecoder(Model):
         return self.encoder(x, ctx), pos
 
     def hidden(
-        self,
-        ids: Tensor,
-        lengths: Lengths = None,
-        *,
-        source: Tensor | None = None,
-        source_lengths: Lengths = None,
-        cache: Cache | None = None,
-        mask: Mask | None = None,
-        probe: Any = None,
-        backend: str = "sdpa",
-    ) -> Tensor:
+        self, ids: Tensor, lengths: Lengths = None, *, source: Tensor | None = None, source_lengths: Lengths = None,
+        cache: Cache | None = None, mask: Mask | None = None, probe: Any = None, backend: str = "sdpa"
+    ) -> Tensor:  # fmt: skip
         """Target ids (b t) and source (b s) -> the decoder's last hidden states (b t m). With a cache the source is
         needed on the first call only: its keys and values are kept, frozen, in `cache.cross`."""
         c = self.config

@@ -64,13 +64,17 @@ class Watch:
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("layers", [1, 3])
 @every_cell
-def test_cell_written_out_equals_torch(cell, layers):
-    rnn = Recurrence(cell, 5, 4, layers, 0.0)
+def test_cell_written_out_equals_torch(cell, layers, both):
+    rnn = Recurrence(cell, 5, 4, layers, 0.0, both)
     x = torch.randn(2, 7, 5)
     state = tuple(torch.randn_like(s) for s in rnn.start(x))
     assert_close(rnn.plain(x, state), rnn(x, state))
+    n = torch.tensor([7, 4])
+    (plain, ends), (fused, want) = rnn.plain(x, state, n), rnn(x, state, n)
+    assert_close((plain[0], plain[1, :4], ends), (fused[0], fused[1, :4], want))
 
 
 @every_cell
