@@ -349,13 +349,14 @@ class Lane:
         """Log probabilities of a prompt that have arrived; the one of its samples that has read it knows them."""
         request = slot.row.request
         if not slot.gone and unscored(request, self.scores):
-            count, logprobs, tops = request.settings.top_logprobs, list[float | None]([None]), [[]]
+            scores: Scores = [None], [[]]
+            (logprobs, tops), count = scores, request.settings.top_logprobs
             for some, ids, best in slot.scored:  # (n), (n k), (n k)
                 logprobs += some.tolist()
                 pairs = zip(ids[:, :count].tolist(), best[:, :count].tolist(), strict=True)
                 tops += [list(zip(*pair, strict=True)) for pair in pairs]
             if len(logprobs) == len(request.ids):
-                self.scores[request.number] = logprobs, tops
+                self.scores[request.number] = scores
 
     # --- the prefix cache ---
 

@@ -189,13 +189,9 @@ class PlainLane(Lane):
 
     def drop(self, index: list[int]) -> None:
         super().drop(index)
-        kept = [i for i, slot in enumerate(self.live) if not slot.gone]
-        if len(kept) < len(self.live):
-            self._keep(kept)
-
-    def _keep(self, kept: list[int]) -> None:
-        """Of the slots that write, these."""
-        live = [self.live[i] for i in kept]
+        live = [slot for slot in self.live if not slot.gone]
+        if len(live) == len(self.live):
+            return
         rows = torch.tensor(places(self.live, live), dtype=torch.long, device=self.cache.device)
         self.cache = self.cache.take(rows)
         if self.draft is not None:
