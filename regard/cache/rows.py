@@ -55,8 +55,9 @@ class Contiguous(Cache):
         return {name: x[:, : self.span.size] for name, x in self.slots[layer].items()}
 
     def take(self, rows: Tensor, common: int = 0) -> Cache:
-        """In the memory that is there, where the rows stay as many; what they have in common is not moved."""
-        if len(rows) != self.batch:
+        """In the memory that is there, where the rows stay as many; what they have in common is not moved. In layouts
+        that forget, slots are no positions."""
+        if len(rows) != self.batch or type(self) is not Contiguous:
             return super().take(rows)
         new, used = self._shell(rows), slice(common, self.span.size)
         for store in self.slots:
@@ -129,9 +130,6 @@ class Ring(Contiguous):
         last = self.lengths[:, None] - 1
         pos = last - (last - slot) % self.capacity
         return Span(torch.where(pos >= 0, pos, -1))
-
-    def take(self, rows: Tensor, common: int = 0) -> Cache:
-        return Cache.take(self, rows)  # slots are no positions here
 
     def _check_rewind(self, drop: Tensor) -> None:
         oldest = self.lengths - drop - self.window + 1  # the next token still sees it
@@ -220,9 +218,6 @@ class Sinks(Contiguous):
             first[name] = torch.where(still, x[:, :FIRST], first[name])
             if self.span.start is None:
                 x[:, :FIRST] = _shift(rope, first[name], past)
-
-    def take(self, rows: Tensor, common: int = 0) -> Cache:
-        return Cache.take(self, rows)
 
     def _check_rewind(self, drop: Tensor) -> None:
         if bool((self.lengths > self.size).any()):

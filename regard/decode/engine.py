@@ -104,7 +104,8 @@ class Engine:
         self.prefix = prefix and whole and self.pool is not None
         self.chunk = chunk or (512 if slots is None else 16384)
         self.scores: dict[int, Scores] = {}  # of prompts whose log probabilities are asked for
-        self.slots = slots and SlotLane(slots, self.prefix, self.chunk, self.scores)
+        given: Any = (self.prefix, self.chunk, self.scores)
+        self.slots = None if slots is None else SlotLane(slots, *given)
         self.searches: dict[Any, SearchLane] = {}  # slots of beams, by their shape
         # Whether texts past the context go on in a cache that forgets, if they are to keep their first tokens.
         self.streams = self.longest is not None and streams(model)
@@ -261,17 +262,24 @@ class Engine:
             self._put_back(max(lower, key=RANK))
         room, pages = self._room()
         # Keys of the pages that others will publish.
-        lanes = self.lanes.values() if self.prefix else ()
-        coming = {key for lane in lanes for key in lane.coming()}
+        fresh = (slot for lane in self.lanes.values() for slot in lane.slots if slot.fresh)
+        coming = {key for slot in fresh for key in slot.keys}
         for request in list(self.waiting):
             # Alone it may enter however large.
             if not self._fits(request, room, pages) and self.lanes:
                 break
             keys = list[bytes]()
             if self.prefix and self.pool is not None and not self._long(request):
-                keys = page_keys(self._first(request), self.pool.page, request.salt)
-                if keys and self._shares(request, keys, coming):
+                # What all rows are fed first.
+                rows, page = self.resumed.get(request.number, []), self.pool.page
+                text = request.ids + (rows[0].ids if len(rows) == 1 else [])
+                keys = page_keys(text, page, request.salt)
+                wanted = keys[: (len(text) - 1) // page]
+                lacks = next((key for key in wanted if key not in self.pool.published), None)
+                # If that page is about to be read for another, it waits, and takes the page over.
+                if lacks in coming and not unscored(request, self.scores):
                     continue
+                coming.update(keys)
             room, pages = room - self._times(request), pages - self._need(request)
             self.waiting.remove(request)
             self._enter(request, keys)
@@ -333,22 +341,6 @@ class Engine:
     def _long(self, request: Request) -> bool:
         return self._outgrown(self.resumed.get(request.number) or self._rows(request))
 
-    def _first(self, request: Request) -> list[int]:
-        """What all rows of a waiting request are fed first."""
-        rows = self.resumed.get(request.number, [])
-        return request.ids + (rows[0].ids if len(rows) == 1 else [])
-
-    def _shares(self, request: Request, keys: list[bytes], coming: set[bytes]) -> bool:
-        """Whether the next page that a request lacks is about to be read for another: then it waits, and takes the page
-        over. If not, its own pages are coming."""
-        assert self.pool is not None
-        wanted = keys[: (len(self._first(request)) - 1) // self.pool.page]
-        missing = next((key for key in wanted if key not in self.pool.published), None)
-        if missing in coming and not unscored(request, self.scores):
-            return True
-        coming.update(keys)
-        return False
-
     def _times(self, request: Request) -> int:
         """Rows that a waiting request will have."""
         return len(self.resumed.get(request.number, ())) or request.settings.rows
@@ -369,20 +361,17 @@ class Engine:
     def _outgrown(self, rows: list[Row]) -> bool:
         return self.longest is not None and any(row.size > self.longest for row in rows)
 
-    def _outgrow(self, lane: Lane) -> None:
-        """Requests of which a row has outgrown the context change lanes, all their rows together; for a cache that
-        forgets they are read once more."""
-        for request in dict.fromkeys(r.request for r in lane.rows if self._outgrown([r])):
-            self.resumed[request.number], _ = self._take(request)
-            self._enter(request)
-
     # --- decoding ---
 
     def _advance(self, key: Any, lane: Lane) -> list[Event]:
         events: list[Event] = []
         for part in (lane.ask, lane.step):
-            if key is None:
-                self._outgrow(lane)
+            # Requests of which a row has outgrown the context change lanes, all their rows together; for a cache that
+            # forgets they are read once more.
+            rows = lane.rows if key is None else []
+            for request in dict.fromkeys(row.request for row in rows if self._outgrown([row])):
+                self.resumed[request.number], _ = self._take(request)
+                self._enter(request)
             while lane.slots:
                 try:
                     part()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -372,9 +372,3 @@ class Lane:
             row.keys[known:] = page_keys(text, page, row.request.salt, row.keys[known:])
             for number, key in zip(pages[known:], row.keys[known:], strict=False):
                 self.pool.publish(number, key)
-
-    def coming(self) -> Iterable[bytes]:
-        """Keys of the pages that prompts here will publish."""
-        for slot in self.slots:
-            if slot.fresh:
-                yield from slot.keys

@@ -176,7 +176,12 @@ class PlainLane(Lane):
         fresh = [slot for slot in slots if slot.times == 1]
         many = len(self.samples)
         self.choose(some(logits, places(slots, fresh)), list(range(many - len(fresh), many)))
-        self._leave([s for s in slots if s.row.error is None])
+        # Leave the full pages of prompts to later ones, and the states after those that were marked.
+        for slot in (s for s in slots if self.prefix and s.row.error is None):
+            self.cache.publish(places(self.live, [slot])[0], slot.keys)
+            for key, states in slot.states.items():
+                self.pool.remember(key, states)
+            slot.row.keys, slot.states = list(slot.keys), {}
 
     def _join(self, slots: list[Slot], cache: Cache) -> None:
         for slot in slots:
@@ -206,16 +211,8 @@ class PlainLane(Lane):
             slot.cache.release()
             slot.cache = None
 
-    def _leave(self, slots: list[Slot]) -> None:
-        """Leave the full pages of prompts to later ones, and the states after those that were marked."""
-        for slot in slots if self.prefix else ():
-            self.cache.publish(places(self.live, [slot])[0], slot.keys)
-            for key, states in slot.states.items():
-                self.pool.remember(key, states)
-            slot.row.keys, slot.states = list(slot.keys), {}
-
     def _leave_answers(self) -> None:
-        """The same of answers. States are large: of an answer the last are kept."""
+        """Leave the full pages of answers to later prompts. States are large: of an answer the last are kept."""
         page = self.pool.page
         for i, slot in zip(places(self.live, self.samples), self.samples, strict=True):
             row, known = slot.row, len(slot.row.keys)
