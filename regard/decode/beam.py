@@ -274,9 +274,6 @@ class Search:
         self.state = self.state.each(lambda x: x[at.to(x.device)])
 
 
-# --- one step -----------------------------------------------------------------------------------------------------
-
-
 def select(
     b: Beams, rules: Rules, shape: Shape, logits: Tensor, norm: Tensor, columns: dict[str, Tensor],
     best: Tensor | None = None

@@ -356,12 +356,8 @@ class Engine:
     def _rows(self, request: Request) -> list[Row]:
         return [Row(request, i, window=self.longest) for i in range(request.settings.samples)]
 
-    # --- texts longer than the context ---
-
     def _outgrown(self, rows: list[Row]) -> bool:
         return self.longest is not None and any(row.size > self.longest for row in rows)
-
-    # --- decoding ---
 
     def _advance(self, key: Any, lane: Lane) -> list[Event]:
         events: list[Event] = []

@@ -111,16 +111,10 @@ class Row:
         self.guess, self.guessed = [], -1
 
     def result(self) -> Result:
-        ends = self.finish == "eos"
-        ids = self.ids[:-1] if ends else self.ids
-        return Result(
-            list(ids),
-            self.logprobs[: len(ids)],
-            sum(self.logprobs),
-            self.finish,
-            error=self.error,
-            top_logprobs=self.tops[: len(ids)] if self.request.settings.top_logprobs else [],
-        )
+        n = len(self.ids) - (self.finish == "eos")
+        tops = self.tops[:n] if self.request.settings.top_logprobs else []
+        said = (self.ids[:n], self.logprobs[:n], sum(self.logprobs))
+        return Result(*said, self.finish, error=self.error, top_logprobs=tops)
 
 
 def packed(mask: Any, vocab: int) -> Tensor:

@@ -678,9 +678,6 @@ def _show(ctx: Context, layer: Layer, q: Tensor, mask: Visible | Tensor, terms: 
         watch.see(q, k, v, mask, terms)
 
 
-# --- what it costs in quality -------------------------------------------------------------------------------------
-
-
 class Perplexity(NamedTuple):
     before: float
     after: float

@@ -279,9 +279,6 @@ class BahdanauDecoder(nn.Module):
 Decoder = LuongDecoder | BahdanauDecoder
 
 
-# --- the language model -------------------------------------------------------------------------------------------
-
-
 @settings
 class RecurrentConfig:
     """A language model of stacked cells. `attention` is the score (dot, scaled_dot, bilinear, additive) by which each
@@ -338,9 +335,6 @@ class Recurrent(Model):
     def cache_specs(self) -> list[CacheSpec]:
         *below, top = self.decoder.rnn.cache_specs()
         return [*below, replace(top, token=_kept(self.decoder))]
-
-
-# --- from sequence to sequence ------------------------------------------------------------------------------------
 
 
 @settings
@@ -438,9 +432,6 @@ class Seq2Seq(Model):
 
     def cache_specs(self) -> list[CacheSpec]:
         return self.decoder.rnn.cache_specs()
-
-
-# --- small helpers ------------------------------------------------------------------------------------------------
 
 
 def _check(config: RecurrentConfig | Seq2SeqConfig, memory_dim: int) -> None:

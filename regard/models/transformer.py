@@ -38,9 +38,6 @@ def embed(
     return part(ids, pos, types), pos
 
 
-# --- one tower ----------------------------------------------------------------------------------------------------
-
-
 @settings
 class TransformerConfig:
     """Decoder-only (tower.causal) or encoder-only, on tokens or image patches."""
@@ -118,9 +115,6 @@ def mean_real(h: Tensor, lengths: Lengths) -> Tensor:
     n = torch.as_tensor(lengths, device=h.device)[:, None]
     real = torch.arange(h.shape[1], device=h.device)[None] < n
     return (h * real[..., None]).sum(1) / n.clamp(min=1)
-
-
-# --- two towers ---------------------------------------------------------------------------------------------------
 
 
 @settings

@@ -49,9 +49,6 @@ def learns(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
-# --- attention of one token ---------------------------------------------------------------------------------------
-
-
 def attend_one(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, *, scale: float, place: Tensor | None = None, page: int = 0,
     share: int = 1, window: int | None = None, bias: Tensor | None = None
@@ -122,9 +119,6 @@ def plain_attend_one(
     return torch.einsum("rhs,rshe->rhe", weights, v.masked_fill(~seen[..., None, None], 0))
 
 
-# --- turning, and entering the cache ------------------------------------------------------------------------------
-
-
 def enter(
     qkv: Tensor, heads: int, groups: int, width: int, value_width: int, cos: Tensor | None, sin: Tensor | None,
     layout: str, k_store: Tensor, v_store: Tensor, pos: Tensor, home: Tensor | None = None
@@ -184,9 +178,6 @@ def plain_enter(
     v_store[at, pos[row]] = v[row].unflatten(-1, (groups, value_width)).to(v_store.dtype)
 
 
-# --- norms --------------------------------------------------------------------------------------------------------
-
-
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> Tensor:
     """x (... m) over its last axis, statistics in float32. "layer": (x - mean) / sqrt(var + eps) * weight + bias;
     "rms": x / sqrt(mean(x^2) + eps) * weight."""
@@ -211,9 +202,6 @@ def plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind:
     if kind == "rms":
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-# --- the choice among logits --------------------------------------------------------------------------------------
 
 
 def choose(logits: Tensor, k: int, banned: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
