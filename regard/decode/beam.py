@@ -237,8 +237,7 @@ class Search:
             rows = [g.row for g in groups for _ in range(self.shape.beams)]
             self.columns = Columns(len(rows), logits.shape[1], logits.device)
             self.columns.put(range(len(rows)), rows)
-        norm = best_of(logits, 1)[0]
-        return norm, logits.masked_fill(~norm.isfinite()[:, None], 0.0), None
+        return best_of(logits, 1)[0], logits, None
 
     def _advance(
         self, groups: list[Group], state: Beams, norm: Tensor, logits: Tensor, token: Tensor | None

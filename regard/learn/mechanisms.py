@@ -759,7 +759,7 @@ def rnn_path(x: Numbers, steps: Numbers) -> Tables:
             start = zero.clone()[None].requires_grad_()
             state: tuple = (start,)
             for _ in range(n):
-                state = cell.step(zero[None], state, zero[None], real((factor,))[None], zero, zero)
+                state = cell.gates(zero[None], factor * state[0], state)
             (slope,) = torch.autograd.grad(state[0].sum(), start)
             slopes.append(slope.item())
         rows.append([n, *slopes, n, 1])

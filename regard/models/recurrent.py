@@ -63,9 +63,6 @@ class Cell:
     fast: Callable[..., nn.RNNBase]
     state: tuple[str, ...]
 
-    def step(self, x: Tensor, state: State, w: Tensor, u: Tensor, b: Tensor, d: Tensor) -> State:
-        return self.gates(F.linear(x, w, b), F.linear(state[0], u, d), state)
-
 
 CELLS: dict[str, Cell] = {
     "elman": Cell(elman, nn.RNN, ("h",)),
