@@ -40,10 +40,14 @@ def direct(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"__call__": kind.forward})
 
 
-@functools.cache
 def mixed(part: Any, kind: Any) -> Any:
     """`kind` with the steps of `part`, a class of the same base, before its own."""
-    return type(kind.__name__, (part, kind), {})
+    return _mixed((part, kind))
+
+
+@functools.cache
+def _mixed(bases: tuple[Any, ...]) -> Any:
+    return type(bases[-1].__name__, bases, {})
 
 
 class Specialise:

@@ -68,9 +68,9 @@ def initialize(model: nn.Module, start: Start) -> None:
                 if name.endswith(("wo.weight", "down.weight", "ffn.down")):
                     nn.init.normal_(weight, std=start.std / (2 * len(part.blocks)) ** 0.5)
         if isinstance(part, (LMHead, LabelHead)) and start.scheme == "modernbert":
-            for weight in (getattr(part.dense, "weight", None), getattr(part, "weight", None)):
-                if weight is not None:
-                    nn.init.normal_(weight, std=start.std / (2 * layers) ** 0.5)
+            for matrix in (getattr(part.dense, "weight", None), getattr(part, "weight", None)):
+                if matrix is not None:
+                    nn.init.normal_(matrix, std=start.std / (2 * layers) ** 0.5)
             if isinstance(part, LabelHead):
                 nn.init.normal_(part.out.weight, std=part.out.in_features**-0.5)
         if isinstance(part, GroupedQueryAttention) and start.scheme == "t5":
