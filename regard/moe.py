@@ -54,6 +54,12 @@ class MoE:
                 f"ffn.active_groups={self.active_groups} be between 1 and ffn.groups"
             )
 
+    @property
+    def all_shared(self) -> MLP:
+        """The shared experts as one wide feed-forward."""
+        width = self.shared_dim or self.shared * self.ffn_dim
+        return MLP(width, self.activation, gated=True, bias=self.shared_bias)
+
     def make(self, dim: int, add: Add | None = None) -> MixtureOfExperts:
         return MixtureOfExperts(self, dim, add)
 
@@ -82,10 +88,7 @@ class MixtureOfExperts(nn.Module):
         for name, width in (("gate", c.ffn_dim), ("up", c.ffn_dim), ("down", dim)):
             bias = nn.Parameter(torch.zeros(c.experts, width)) if c.bias else None
             self.register_parameter(f"{name}_bias", bias)
-        # The shared experts are one wide feed-forward.
-        wide = c.shared_dim or c.shared * c.ffn_dim
-        mlp = MLP(wide, c.activation, gated=True, bias=c.shared_bias) if c.shared else None
-        self.shared = FeedForward(mlp, dim) if mlp else None
+        self.shared = FeedForward(c.all_shared, dim) if c.shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if c.shared and c.shared_gated else None
         self.add = add or Add()
         # Of the last forward in training: scores (n E) and choices (n a) of every token.

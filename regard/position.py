@@ -88,7 +88,7 @@ class Linear:
     factor: Positive  # times as long
     kind: str = "linear"
 
-    def scaled(self, freq: Tensor, base: float) -> Tensor:
+    def _scaled(self, freq: Tensor, base: float) -> Tensor:
         return freq / self.factor
 
 
@@ -102,7 +102,7 @@ class Llama3:
     original_len: Count = 8192  # context of the training
     kind: str = "llama3"
 
-    def scaled(self, freq: Tensor, base: float) -> Tensor:
+    def _scaled(self, freq: Tensor, base: float) -> Tensor:
         wave = 2 * math.pi / freq
         blend = ((self.original_len / wave - self.low) / (self.high - self.low)).clamp(0, 1)
         return freq / self.factor * (1 - blend) + freq * blend
@@ -131,7 +131,7 @@ class Yarn:
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all)
         return _mscale(self.factor, 1.0)
 
-    def scaled(self, freq: Tensor, base: float) -> Tensor:
+    def _scaled(self, freq: Tensor, base: float) -> Tensor:
         r = 2 * len(freq)
 
         def dim_of(turns: float) -> float:
@@ -222,7 +222,7 @@ class Rope:
         r = self.width(dim)
         freq = 1.0 / (self.base ** (torch.arange(0, r, 2, dtype=dtype) / r))
         if isinstance(self.scaling, Linear | Llama3 | Yarn):
-            return self.scaling.scaled(freq, self.base)
+            return self.scaling._scaled(freq, self.base)
         return freq
 
     def angles(self, pos: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -91,8 +91,7 @@ class Cache:
         self.pasts: dict[int, Past] = {}
         self._fed = self.lengths
         self._was: Tensor | None = None
-        # Positions of the tokens that `begin` announced, and of every slot that `keep` returns.
-        self._new = self.span = Span.run(0, 0, self.device)
+        self._new = self._all = Span.run(0, 0, self.device)
         self._where: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -101,6 +100,11 @@ class Cache:
     @property
     def batch(self) -> int:
         return len(self.lengths)
+
+    @property
+    def span(self) -> Span:
+        """Positions of every slot that `keep` returns."""
+        return self._all
 
     def layer(self, index: int) -> Layer:
         return Layer(self, index)
@@ -121,7 +125,7 @@ class Cache:
             self.even = None
             self._new = Span.ragged(added, size, old)
         self._where = None
-        self.span = self._positions()
+        self._all = self._positions()
         return self._new
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +154,7 @@ class Cache:
             self._fed = self._fed - drop
         self.lengths = self.lengths - drop
         self.even = _common(self.lengths)
-        self.span = self._positions()
+        self._all = self._positions()
 
     def past(self, rows: Tensor, drop: Tensor) -> list[State]:
         """The states of some rows as they were before their last `drop` tokens, which the last call fed."""
@@ -172,7 +176,7 @@ class Cache:
         """A cache whose row i continues row rows[i]: beams, samples, a shared prefix. The old one stays as it was."""
         new = self._shell(rows)
         new._fork_from(self, rows.to(self.device))
-        new.span = new._positions()
+        new._all = new._positions()
         return new
 
     def _shell(self, rows: Tensor) -> Cache:
@@ -243,7 +247,7 @@ class Cache:
                 a, b = self._own_cross(), other._own_cross()
             new.cross = a.join(b)
         new._join_from(self, other)
-        new.span = new._positions()
+        new._all = new._positions()
         return new
 
     def freeze(self) -> None:
@@ -258,13 +262,13 @@ class Cache:
         self.pasts = {}
         self.states = [{n: torch.zeros_like(s) for n, s in state.items()} for state in self.states]
         self._free()
-        self.span = self._positions()
+        self._all = self._positions()
 
     def keep(self, layer: int, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], Span]:
         """Store the entries of the tokens announced by `begin`, return all tokens' entries and positions."""
         if not self.frozen:
             self._write(layer, entries)
-        return self._read(layer), self.span
+        return self._read(layer), self._all
 
     # what a layout defines
     def _reserve(self, old: Tensor, added: Tensor, size: int) -> None:

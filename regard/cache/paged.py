@@ -176,7 +176,7 @@ class Paged(Cache):
         lengths[row] = len(table) * self.page
         self.lengths = torch.tensor(lengths, device=self.device)
         self.even = lengths[0] if len(set(lengths)) == 1 else None
-        self.span = self._positions()
+        self._all = self._positions()
         return lengths[row]
 
     def known(self, keys: Sequence[Hashable]) -> int:
@@ -267,7 +267,7 @@ class Paged(Cache):
             store[page, at % self.page] = x[row, column].to(store.dtype)
 
     def _read(self, layer: int) -> dict[str, Tensor]:
-        size = self.span.size
+        size = self._all.size
         table = self._table[:, : -(-size // self.page)]
         return {
             name: x[table].flatten(1, 2)[:, :size] for name, x in self.pool.stores[layer].items()
@@ -315,7 +315,7 @@ class Paged(Cache):
     def rewind(self, tokens: int | Tensor) -> None:
         super().rewind(tokens)
         self._trim()
-        self.span = self._positions()
+        self._all = self._positions()
 
     def _free(self) -> None:
         self._trim()

@@ -52,23 +52,23 @@ class Contiguous(Cache):
                 store[row, self._slot(at)] = x[row, column].to(store.dtype)
 
     def _read(self, layer: int) -> dict[str, Tensor]:
-        return {name: x[:, : self.span.size] for name, x in self.slots[layer].items()}
+        return {name: x[:, : self._all.size] for name, x in self.slots[layer].items()}
 
     def take(self, rows: Tensor, common: int = 0) -> Cache:
         """In the memory that is there, where the rows stay as many; what they have in common is not moved. In layouts
         that forget, slots are no positions."""
         if len(rows) != self.batch or type(self) is not Contiguous:
             return super().take(rows)
-        new, used = self._shell(rows), slice(common, self.span.size)
+        new, used = self._shell(rows), slice(common, self._all.size)
         for store in self.slots:
             for x in store.values():
                 x[:, used] = x[:, used].index_select(0, rows.to(x.device))
-        new.span = new._positions()
+        new._all = new._positions()
         return new
 
     def _fork_from(self, old: Cache, rows: Tensor) -> None:
         assert isinstance(old, Contiguous)
-        used = old.span.size
+        used = old._all.size
         self.slots = []
         for store in old.slots:
             new = {name: x.new_zeros(len(rows), *x.shape[1:]) for name, x in store.items()}
@@ -216,7 +216,7 @@ class Sinks(Contiguous):
             x = self.slots[layer][name]
             still = (past == 0).view(-1, *[1] * (x.dim() - 1))
             first[name] = torch.where(still, x[:, :FIRST], first[name])
-            if self.span.start is None:
+            if self._all.start is None:
                 x[:, :FIRST] = _shift(rope, first[name], past)
 
     def _check_rewind(self, drop: Tensor) -> None:
